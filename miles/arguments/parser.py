@@ -1,0 +1,128 @@
+"""From words on the command line to ``Settings``. Imports neither torch nor Ray: a wrong flag is told at once."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+# A private name of a pinned version (argparse-dataclass 2.0): its public entry points take one dataclass, we have eleven.
+from argparse_dataclass import _add_dataclass_options
+
+from miles import __version__
+from miles.arguments.explain import explain
+from miles.arguments.settings import Settings
+from miles.arguments.validate import Validated, validate
+
+SECTIONS: dict[str, type] = {section.name: section.type for section in dataclasses.fields(Settings)}
+
+
+class FlagError(ValueError):
+    """The command line cannot be read; the message names the flag, what is wrong with it and the way out."""
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse that raises ``FlagError`` instead of exiting, suggests the nearest flag, and reads ``@file``."""
+
+    def error(self, message: str) -> NoReturn:
+        raise FlagError(message.removeprefix("argument "))
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        """Words of one line of an ``@file``: quoting as in a shell, ``#`` starts a comment."""
+        try:
+            return shlex.split(arg_line, comments=True)
+        except ValueError as error:
+            self.error(f"cannot read the line {arg_line!r} of the @file: {error}; check its quotes")
+
+    def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def, override]
+        """As argparse's, with a suggestion for a flag that does not exist."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._describe_unknown(unknown))
+        return found
+
+    def _describe_unknown(self, words: Sequence[str]) -> str:
+        flags = [word.split("=")[0] for word in words if word.startswith("-")]
+        if not flags:
+            return f"the word {words[0]!r} belongs to no flag; every setting is written --flag value"
+        nearest = difflib.get_close_matches(flags[0], self._option_string_actions, n=1, cutoff=0.5)
+        way_out = f"did you mean {nearest[0]}?" if nearest else "--help lists all flags"
+        return f"{flags[0]}: no such flag; {way_out}"
+
+
+class DefaultsFormatter(argparse.HelpFormatter):
+    """Help that ends with each flag's default, read from the dataclasses (argparse itself is not told them)."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=44, width=120)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        default = defaults().get(action.dest)
+        shown = default is not None and default is not False
+        return f"{text} (default: {default})".replace("%", "%%") if shown else text
+
+
+def defaults() -> dict[str, Any]:
+    """The default of every flag, by field name. Names are unique over all sections."""
+    return {field.name: field.default for section in SECTIONS.values() for field in dataclasses.fields(section)}
+
+
+def section_title(section: type) -> tuple[str, str]:
+    """Title and description of a section: its docstring reads ``title: description.``"""
+    title, _, description = (section.__doc__ or "").partition(":")
+    return title.strip(), description.strip()
+
+
+def build_parser() -> FlagParser:
+    """The parser of ``train.py``: one group a section of ``Settings``, and ``--explain`` and ``--version``."""
+    parser = FlagParser(
+        prog="train.py",
+        usage="%(prog)s --flag value ... [@file]",
+        description="Reinforcement-learning post-training of language models. @file reads flags from a file.",
+        fromfile_prefix_chars="@",
+        formatter_class=DefaultsFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--explain", action="store_true", help="print what this command would do, then stop")
+    parser.add_argument("--version", action="version", version=f"miles {__version__}")
+    for section in SECTIONS.values():
+        group = parser.add_argument_group(*section_title(section))
+        _add_dataclass_options(section, group)  # type: ignore[arg-type]  # a group has add_argument too
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Settings:
+    """Read the flags; nothing is checked across sections yet. Raises ``FlagError``, a ``ValueError``."""
+    return _settings(build_parser().parse_args(argv))
+
+
+def _settings(namespace: argparse.Namespace) -> Settings:
+    given = {name: value for name, value in vars(namespace).items() if value is not dataclasses.MISSING}
+
+    def section(cls: type) -> Any:
+        values = {field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given}
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+    return Settings(**{name: section(cls) for name, cls in SECTIONS.items()})
+
+
+def main_parse(argv: Sequence[str]) -> Validated:
+    """Parse and validate for a program: a wrong flag prints one line to stderr and exits with 2.
+
+    ``--explain``, ``--help`` and ``--version`` print to stdout and exit with 0.
+    """
+    try:
+        namespace = build_parser().parse_args(argv)
+        validated = validate(_settings(namespace))
+    except ValueError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if namespace.explain:
+        print(explain(validated))
+        raise SystemExit(0)
+    return validated

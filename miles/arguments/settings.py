@@ -1,0 +1,49 @@
+"""All sections of one run, frozen, and the step arithmetic that follows from them."""
+
+from dataclasses import dataclass
+
+from miles.arguments.checkpoint import CheckpointArguments
+from miles.arguments.cluster import ClusterArguments
+from miles.arguments.data import DataArguments
+from miles.arguments.evaluation import EvaluationArguments
+from miles.arguments.loss import LossArguments
+from miles.arguments.model import ModelArguments
+from miles.arguments.optimizer import OptimizerArguments
+from miles.arguments.reward import RewardArguments
+from miles.arguments.rollout import RolloutArguments
+from miles.arguments.tracking import TrackingArguments
+from miles.arguments.training import TrainingArguments
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every section of a run. A component is handed the sections it needs, never the whole."""
+
+    cluster: ClusterArguments
+    model: ModelArguments
+    data: DataArguments
+    reward: RewardArguments
+    rollout: RolloutArguments
+    loss: LossArguments
+    optimizer: OptimizerArguments
+    training: TrainingArguments
+    checkpoint: CheckpointArguments
+    evaluation: EvaluationArguments
+    tracking: TrackingArguments
+
+    @property
+    def rollouts_per_rollout_step(self) -> int:
+        """Trajectories that one rollout collects: prompts times samples a prompt. Valid after validation."""
+        assert self.rollout.rollout_batch_size is not None
+        return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def global_batch_size(self) -> int:
+        """N: rollouts of one optimizer step. Valid after validation."""
+        assert self.training.global_batch_size is not None, "validate() fills global_batch_size"
+        return self.training.global_batch_size
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps taken from one rollout."""
+        return self.rollouts_per_rollout_step // self.global_batch_size

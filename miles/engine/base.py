@@ -1,0 +1,90 @@
+"""What every generation engine can do. The rollout knows engines by this protocol only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` -1 and ``top_p`` 1.0 keep the whole vocabulary.
+
+    ``stop_token_ids`` end a response and stay in it, as the model's end-of-sequence token does.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt and the seeds of the responses wanted from it: ``len(seeds)`` responses, prompt prefilled once.
+
+    A response is a function of (weights, prompt, sampling, its seed): the same seed repeats it exactly.
+    """
+
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response. ``log_probs``: fp32, of the sampled tokens, under softmax(logits / temperature) of the full vocabulary
+
+    (before top-k and top-p; of the raw logits when greedy). ``weight_version``: of the weights that generated it.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class WeightChunk:
+    """Some full, unsharded tensors under their Hugging Face names: one bucket of a weight update."""
+
+    tensors: dict[str, torch.Tensor]
+
+
+class Engine(Protocol):
+    """A text-generation engine. Methods are coroutines of one event loop; ``generate`` may be called concurrently."""
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """One ``Generation`` a seed, in order. Raises ``ValueError`` for a token id outside the vocabulary."""
+        ...
+
+    async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
+        """Replace the weights; every parameter must arrive. Raises ``ValueError`` naming missing or unknown names."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop at the next token; requests in flight keep their state."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on with the paused requests."""
+        ...
+
+    async def abort(self) -> None:
+        """End every request in flight now; each returns what it has, with finish_reason ``abort``."""
+        ...
+
+    async def health(self) -> bool:
+        """True while the engine can serve requests."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything the engine holds. No call may follow."""
+        ...

@@ -1,0 +1,135 @@
+"""Drawing the next token of every row, from uniforms that belong to the row's own seed.
+
+One pass over the logits exponentiates them; the inverse of the cumulative distribution is then searched in two levels
+(blocks, then one block), so the vocabulary is read a few times and nothing of its size is drawn or sorted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from miles.engine.base import SamplingParams
+
+BLOCK = 256  # tokens of a first-level block; about the square root of a vocabulary
+NUCLEUS_GUESS = 1024  # a top-p set is looked for among so many tokens before the whole vocabulary is sorted
+
+
+def check_sampling(params: SamplingParams) -> None:
+    """Raise ``ValueError`` for values outside their range."""
+    rules = (
+        ("--rollout-max-response-len", params.max_new_tokens, params.max_new_tokens >= 1, "at least 1"),
+        ("--rollout-temperature", params.temperature, 0 <= params.temperature < float("inf"), "0 (greedy) or more"),
+        ("--rollout-top-p", params.top_p, 0 < params.top_p <= 1, "above 0 and at most 1 (1 keeps all)"),
+        ("--rollout-top-k", params.top_k, params.top_k == -1 or params.top_k >= 1, "-1 (all) or at least 1"),
+    )
+    for flag, value, holds, rule in rules:
+        if not holds:
+            raise ValueError(f"{flag} {value}: must be {rule}")
+
+
+def seeded_uniforms(seed: int, count: int) -> np.ndarray:
+    """``count`` numbers in [0, 1), float64, of ``seed`` (0 .. 2**128 - 1): Philox, as numpy defines it. Number t draws token t."""
+    return np.random.Generator(np.random.Philox(key=seed)).random(count)
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """The sampling of B rows as tensors, built once for as long as the rows stay the same.
+
+    ``temperature`` [B, 1] fp32, 1 where greedy; ``restricted``: rows with a top-k or top-p, whose limits are ``top_k``
+    and ``top_p``, one a restricted row.
+    """
+
+    temperature: torch.Tensor
+    scaled: bool
+    greedy: torch.Tensor
+    restricted: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> RowSampling:
+        """``vocab_size`` bounds top-k."""
+        limited = [i for i, p in enumerate(rows) if p.temperature > 0 and (p.top_p < 1 or 0 < p.top_k < vocab_size)]
+        top_k = [min(rows[i].top_k, vocab_size) if rows[i].top_k > 0 else vocab_size for i in limited]
+        return cls(
+            torch.tensor([[p.temperature or 1.0] for p in rows], dtype=torch.float32, device=device),
+            any(p.temperature not in (0, 1) for p in rows),
+            torch.tensor([i for i, p in enumerate(rows) if p.temperature == 0], dtype=torch.long, device=device),
+            torch.tensor(limited, dtype=torch.long, device=device),
+            torch.tensor(top_k, dtype=torch.long, device=device),
+            torch.tensor([rows[i].top_p for i in limited], dtype=torch.float64, device=device),
+        )
+
+
+def sample(logits: torch.Tensor, rows: RowSampling, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [B] drawn from ``logits`` [B, V] with ``uniforms`` [B] float64 in [0, 1), and their log-probs [B] fp32.
+
+    A row's token depends on that row alone. The log-probs are those of softmax(logits / temperature) over the full
+    vocabulary, before top-k and top-p; of the raw logits where greedy.
+    """
+    scores = logits.float()
+    if rows.scaled:
+        scores = scores / rows.temperature
+    peak = scores.amax(-1, keepdim=True)
+    weights = _padded_exp(scores, peak)
+    blocks = weights.view(len(weights), -1, BLOCK)
+    block_sums = blocks.sum(-1)
+    block, within = _invert(block_sums, uniforms)
+    inside = blocks.gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0]
+    tokens = block * BLOCK + _invert(inside, within)[0]
+    if len(rows.restricted):
+        tokens[rows.restricted] = _sample_restricted(weights[rows.restricted], rows, uniforms[rows.restricted])
+    if len(rows.greedy):
+        tokens[rows.greedy] = scores[rows.greedy].argmax(-1)
+    log_total = block_sums.double().sum(-1).log()
+    log_probs = (scores.gather(1, tokens[:, None]) - peak)[:, 0].double() - log_total
+    return tokens, log_probs.float()
+
+
+def _padded_exp(scores: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
+    """exp(scores - peak), with zeros behind, up to a whole number of blocks."""
+    shifted = scores - peak
+    padding = -shifted.shape[-1] % BLOCK
+    if padding:
+        shifted = F.pad(shifted, (0, padding), value=float("-inf"))
+    return shifted.exp_()
+
+
+def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The index [B] in ``weights`` [B, N] (unnormalized, not negative) that each uniform falls on, and where in it, [0, 1].
+
+    Sums are float64. An index of weight 0 is never drawn, whatever the rounding.
+    """
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    target = uniforms[:, None] * total
+    drawn = (cumulative <= target).sum(-1, keepdim=True)
+    index = torch.minimum(drawn, (cumulative < total).sum(-1, keepdim=True))
+    weight = weights.gather(1, index).double()
+    within = (target - (cumulative.gather(1, index) - weight)) / weight
+    return index[:, 0], within.clamp(0, 1)[:, 0]
+
+
+def _sample_restricted(weights: torch.Tensor, rows: RowSampling, uniforms: torch.Tensor) -> torch.Tensor:
+    """Tokens drawn from each row's ``top_k`` heaviest, and of these from the smallest set that holds ``top_p`` of them."""
+    vocab = weights.shape[-1]
+    guess = int(rows.top_k.max()) if int(rows.top_k.max()) < vocab else NUCLEUS_GUESS
+    total = weights.sum(-1, dtype=torch.float64)
+    for candidates in (min(guess, vocab), vocab):
+        heaviest, tokens = weights.topk(candidates)
+        rank = torch.arange(candidates, device=weights.device)
+        heaviest = heaviest.masked_fill(rank >= rows.top_k[:, None], 0.0)
+        cumulative = heaviest.cumsum(-1, dtype=torch.float64)
+        # The mass that top_p is a share of: what top-k left, or everything.
+        mass = torch.where(rows.top_k <= candidates, cumulative[:, -1], total)
+        if bool((cumulative[:, -1] >= rows.top_p * mass).all()):
+            break
+    before = cumulative - heaviest
+    kept = heaviest.masked_fill(before >= (rows.top_p * mass)[:, None], 0.0)
+    return tokens.gather(1, _invert(kept, uniforms)[0][:, None])[:, 0]

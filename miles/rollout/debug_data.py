@@ -1,0 +1,125 @@
+"""Rollouts on disk: train again from saved samples, without an engine.
+
+JSON lines, one prompt group a line::
+
+    {"group_index": 0, "prompt": {"text": …, "token_ids": […], …}, "samples": [{"rollout_id": 0, "response_ids": …}, …]}
+
+A sample whose prompt is not its group's (a compacted trajectory) carries its own ``prompt``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from miles.sample import Prompt, PromptGroup, Sample, SampleStatus
+
+_SAMPLE_FIELDS = (
+    "rollout_id",
+    "response_ids",
+    "response",
+    "loss_mask",
+    "rollout_log_probs",
+    "reward",
+    "weight_versions",
+)
+_PROMPT_FIELDS = ("text", "label", "metadata", "source")
+
+
+def rollout_path(template: str, rollout_id: int) -> Path:
+    """The file of one rollout: ``{rollout_id}`` in the template replaced."""
+    return Path(template.replace("{rollout_id}", str(rollout_id)))
+
+
+def save_rollout(path_template: str, rollout_id: int, groups: Sequence[PromptGroup]) -> None:
+    """Write the groups; the file appears whole or not at all, and folders are made.
+
+    Numbers and text come back exactly. Labels and metadata come back as JSON has them (tuples as lists); a value that
+    JSON cannot hold raises ``ValueError`` naming the prompt.
+    """
+    path = rollout_path(path_template, rollout_id)
+    lines = [_encode(group) for group in groups]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def load_rollout(path_template: str, rollout_id: int) -> list[PromptGroup]:
+    """The groups that ``save_rollout`` wrote.
+
+    Raises ``ValueError`` for a missing or empty file (naming the flag) and for a malformed line (naming file and line).
+    """
+    path = rollout_path(path_template, rollout_id)
+    flag = f"--load-debug-rollout-data {path_template}"
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ValueError(
+            f"{flag}: cannot read {path} for rollout {rollout_id} ({error.strerror}); save it first with "
+            "--save-debug-rollout-data, or lower --num-rollout to the rollouts that were saved"
+        ) from error
+    groups = [_decode(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if not groups:
+        raise ValueError(f"{flag}: {path} holds no groups; save it again with --save-debug-rollout-data")
+    return groups
+
+
+def _encode(group: PromptGroup) -> str:
+    record = {
+        "group_index": group.group_index,
+        "prompt": _encode_prompt(group.prompt),
+        "samples": [_encode_sample(sample, group) for sample in group.samples],
+    }
+    try:
+        return json.dumps(record, ensure_ascii=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"--save-debug-rollout-data: the label or metadata of prompt {group.prompt.source or group.group_index} "
+            f"cannot be written as JSON ({error}); give plain numbers, text, lists and objects"
+        ) from error
+
+
+def _encode_prompt(prompt: Prompt) -> dict[str, Any]:
+    return {"token_ids": list(prompt.token_ids)} | {name: getattr(prompt, name) for name in _PROMPT_FIELDS}
+
+
+def _encode_sample(sample: Sample, group: PromptGroup) -> dict[str, Any]:
+    assert sample.group_index == group.group_index, "a sample stands in a group that is not its own"
+    record = {"status": sample.status.value} | {name: getattr(sample, name) for name in _SAMPLE_FIELDS}
+    return record if sample.prompt == group.prompt else record | {"prompt": _encode_prompt(sample.prompt)}
+
+
+def _decode(line: str, where: str) -> PromptGroup:
+    try:
+        record = json.loads(line)
+        prompt = _decode_prompt(record["prompt"])
+        group = PromptGroup(int(record["group_index"]), prompt)
+        group.samples = [_decode_sample(sample, group) for sample in record["samples"]]
+        for sample in group.samples:
+            sample.check()
+        return group
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        fault = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"{where}: not a group as --save-debug-rollout-data writes it ({fault}); save the rollout again"
+        ) from error
+
+
+def _decode_prompt(record: dict[str, Any]) -> Prompt:
+    return Prompt(token_ids=tuple(record["token_ids"]), **{name: record[name] for name in _PROMPT_FIELDS})
+
+
+def _decode_sample(record: dict[str, Any], group: PromptGroup) -> Sample:
+    return Sample(
+        prompt=_decode_prompt(record["prompt"]) if "prompt" in record else group.prompt,
+        group_index=group.group_index,
+        status=SampleStatus(record["status"]),
+        **{name: record[name] for name in _SAMPLE_FIELDS},
+    )

@@ -1,0 +1,99 @@
+"""The vocabulary of a rollout: prompts, the samples generated from them, and the groups they form.
+
+Worked example, used throughout the docstrings: two prompts, two rollouts each. The data source draws prompts 0 and 1
+and gives them ``group_index`` 0 and 1. Generation gives the four trajectories ``rollout_id`` 0, 1 (group 0) and 2, 3
+(group 1). A trajectory that is cut in two (context compaction) becomes two samples of one ``rollout_id``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class SampleStatus(str, Enum):
+    """How a sample ended."""
+
+    PENDING = "pending"  # not generated yet
+    COMPLETED = "completed"  # an end-of-sequence or stop token was sampled
+    TRUNCATED = "truncated"  # the length limit was reached first
+    ABORTED = "aborted"  # generation was stopped from outside; what was generated is kept
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a prompt set, tokenized.
+
+    ``text`` is the prompt as the model reads it (chat template applied); ``token_ids`` its tokens; ``label`` the
+    reference answer; ``metadata`` whatever else the row carries for rewards and filters; ``source`` says where the row
+    stands (``file.jsonl:17``), for messages to the user.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+
+
+@dataclass
+class Sample:
+    """One token sequence: the prompt's tokens, then ``response_ids`` with a 0/1 ``loss_mask`` over them.
+
+    >>> p = Prompt("2*3=", (1, 2, 3))
+    >>> s = Sample(p, group_index=0, rollout_id=1, response_ids=[6, 0], rollout_log_probs=[-0.1, -0.2], loss_mask=[1, 1])
+    >>> s.tokens, s.num_loss_tokens
+    ([1, 2, 3, 6, 0], 2)
+    """
+
+    prompt: Prompt
+    group_index: int  # the prompt draw it came from; given once, when the prompt is drawn
+    rollout_id: int | None = None  # the trajectory it belongs to; given when it is generated
+    response_ids: list[int] = field(default_factory=list)
+    response: str = ""
+    loss_mask: list[int] = field(default_factory=list)  # one 0/1 a response token
+    rollout_log_probs: list[float] = field(default_factory=list)  # the engine's, of logits / temperature
+    status: SampleStatus = SampleStatus.PENDING
+    reward: float | None = None
+    weight_versions: list[int] = field(default_factory=list)  # versions of the weights that generated it, oldest first
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and response token ids, in order."""
+        return [*self.prompt.token_ids, *self.response_ids]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Response tokens whose mask is 1."""
+        return sum(self.loss_mask)
+
+    def check(self) -> None:
+        """Raise ``ValueError`` unless the per-token columns are as long as the response."""
+        n = len(self.response_ids)
+        for name, column in (("loss_mask", self.loss_mask), ("rollout_log_probs", self.rollout_log_probs)):
+            if len(column) != n:
+                raise ValueError(
+                    f"sample of group {self.group_index}, rollout {self.rollout_id}: {name} has {len(column)} entries "
+                    f"for {n} response tokens; give one entry a token"
+                )
+
+
+@dataclass
+class PromptGroup:
+    """All samples of one drawn prompt. They share ``group_index``.
+
+    >>> PromptGroup(0, Prompt("2*3=", (1,))).samples
+    []
+    """
+
+    group_index: int
+    prompt: Prompt
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def rewards(self) -> list[float]:
+        """The rewards of the samples, in order. All samples must have been scored."""
+        rewards = [s.reward for s in self.samples]
+        assert all(r is not None for r in rewards), f"group {self.group_index} has unscored samples"
+        return [float(r) for r in rewards if r is not None]

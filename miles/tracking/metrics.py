@@ -1,0 +1,47 @@
+"""A metric is a numerator and a denominator until the moment it is read. A mean is never a mean of means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """``numerator / denominator``; adding two metrics adds both, so that any order of reduction gives one number.
+
+    >>> (Metric(1.0, 2.0) + Metric(5.0, 6.0)).value
+    0.75
+    """
+
+    numerator: float
+    denominator: float = 1.0
+
+    def __add__(self, other: Metric) -> Metric:
+        return Metric(self.numerator + other.numerator, self.denominator + other.denominator)
+
+    @property
+    def value(self) -> float:
+        """The quotient; NaN when nothing was counted (denominator 0)."""
+        return self.numerator / self.denominator if self.denominator else math.nan
+
+    @classmethod
+    def mean(cls, values: Iterable[float]) -> Metric:
+        """The mean of ``values`` as a metric: their sum over their count."""
+        values = list(values)
+        return cls(float(sum(values)), float(len(values)))
+
+
+def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Add metrics of the same name. Names that only some parts have are kept."""
+    total: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            total[name] = total[name] + metric if name in total else metric
+    return total
+
+
+def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Read every metric."""
+    return {name: metric.value for name, metric in metrics.items()}

@@ -1,0 +1,114 @@
+"""What the trainer reads: the columns of one optimizer step, and the packed micro-batch that one forward pass sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+_STEP_WIDE = ("num_rollouts", "num_groups", "num_loss_tokens", "expected_loss_mass")
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """One optimizer step as columns, one entry a sample; a shard of it (``select``) has the same type.
+
+    The four step-wide numbers are those of the **whole** step, on every shard: they are decided before the batch is
+    split, so no split can change a denominator (docs/loss-aggregation.md).
+
+    Worked example (two prompts, two rollouts each, response lengths 2, 6 | 4, 8, nothing masked)::
+
+        num_rollouts N = 4, num_groups P = 2, num_loss_tokens T = 20
+        rollout_token_counts = [2, 6, 4, 8]
+        sample_denoms        = [2, 6, 4, 8]          under sample_mean
+                             = [4, 4, 6, 6]          under prompt_mean: M_g * P / N = 8 * 2/4, 12 * 2/4
+                             = [5, 5, 5, 5]          under token_mean:  T / N
+                             = [L, L, L, L]          under constant
+    """
+
+    tokens: list[np.ndarray]  # int64 [prompt + response]
+    response_lengths: list[int]
+    loss_masks: list[np.ndarray]  # float32 0/1 [response]
+    rollout_log_probs: list[np.ndarray]  # float32 [response], the engine's
+    rewards: list[float]  # what the advantage estimator reads: normalized within the group where asked for
+    raw_rewards: list[float]  # as the reward function gave them
+    sample_denoms: list[float]  # of pg_loss: 1/N sum_i S_i / sample_denoms[i]
+    rollout_token_counts: list[float]  # max(M_r, 1) of the sample's rollout: denominators of the sample mean
+    group_indices: list[int]
+    rollout_ids: list[int]
+
+    num_rollouts: int  # N
+    num_groups: int  # P
+    num_loss_tokens: int  # T
+    expected_loss_mass: float  # sum over all tokens of the weight that pg_loss gives them
+
+    old_log_probs: list[np.ndarray] | None = None  # float32 [response], by the trainer before the first step
+    ref_log_probs: list[np.ndarray] | None = None  # float32 [response], by the reference model
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def total_lengths(self) -> list[int]:
+        """Prompt plus response tokens of each sample."""
+        return [len(t) for t in self.tokens]
+
+    def select(self, indices: Sequence[int]) -> TrainBatch:
+        """The shard with these samples, in this order; step-wide numbers stay those of the whole step."""
+        columns = {}
+        for f in fields(self):
+            column = getattr(self, f.name)
+            if f.name in _STEP_WIDE or column is None:
+                continue
+            columns[f.name] = [column[i] for i in indices]
+        return replace(self, **columns)
+
+
+@dataclass(frozen=True)
+class TrainShard:
+    """What one data-parallel rank gets of one step: its samples, and how they are grouped into micro-batches.
+
+    Every rank of a step has the same number of micro-batches; an entry may be empty (a rank with fewer samples takes
+    part in every collective and contributes zero).
+    """
+
+    batch: TrainBatch
+    micro_batches: Sequence[Sequence[int]]  # indices into ``batch``
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed samples of one forward/backward pass, as tensors on the training device.
+
+    ``S`` samples, ``T`` tokens in all, ``R`` response tokens in all. Samples stand one after the other without padding;
+    sample ``s`` owns ``cu_seqlens[s]:cu_seqlens[s+1]`` of the token axis. The response axis is flat too:
+    ``sample_index[r]`` names the sample of response token ``r``, and the logits at ``logit_index[r]`` predict it.
+
+    Two samples, prompts of 2 and 1 tokens, responses of 1 and 2::
+
+        input_ids    = [a b c | d e f]      cu_seqlens   = [0 3 6]
+        logit_index  = [1, 3, 4]            targets      = [c, e, f]      sample_index = [0, 1, 1]
+    """
+
+    input_ids: torch.Tensor  # int64 [T]
+    position_ids: torch.Tensor  # int64 [T], from 0 in each sample
+    cu_seqlens: torch.Tensor  # int32 [S + 1]
+    logit_index: torch.Tensor  # int64 [R]
+    targets: torch.Tensor  # int64 [R]
+    sample_index: torch.Tensor  # int64 [R]
+    loss_mask: torch.Tensor  # float32 [R]
+    advantages: torch.Tensor  # float32 [R]
+    rollout_log_probs: torch.Tensor  # float32 [R]
+    old_log_probs: torch.Tensor | None  # float32 [R]; None: the current log-probs, detached (first step on-policy)
+    ref_log_probs: torch.Tensor | None  # float32 [R]
+    sample_denoms: torch.Tensor  # float32 [S]
+    rollout_token_counts: torch.Tensor  # float32 [S]
+    response_lengths: tuple[int, ...]  # S entries
+    total_lengths: tuple[int, ...]  # S entries
+    num_rollouts: int  # N of the whole step
+    num_loss_tokens: int  # T of the whole step

@@ -1,0 +1,41 @@
+"""The verbs behind which a training framework stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from miles.engine.base import WeightChunk
+from miles.tracking.metrics import Metric
+from miles.train_batch import TrainShard
+
+
+class TrainBackend(Protocol):
+    """One rank of a trainer. All verbs are collective: every rank calls them in the same order."""
+
+    def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
+        """Accumulate the step's gradient (a plain sum over micro-batches and ranks); metrics reduced over all ranks."""
+        ...
+
+    def optimizer_step(self) -> dict[str, Metric]:
+        """Clip, update, advance the schedule, clear the gradients. Returns grad_norm and lr."""
+        ...
+
+    def log_probs(self, shard: TrainShard, reference: bool = False) -> list[np.ndarray]:
+        """Log-probs of each sample's response tokens, float32 [response], under current or reference weights."""
+        ...
+
+    def export_weights(self) -> Iterator[WeightChunk]:
+        """Full tensors under Hugging Face names, in buckets, in the model's compute dtype. Rank 0 yields them all."""
+        ...
+
+    def save(self, folder: Path, state: dict[str, Any]) -> None:
+        """Write model, optimizer, schedule, random state and ``state`` (the launcher's own) into ``folder``."""
+        ...
+
+    def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
+        """Read what ``save`` wrote; returns ``state``."""
+        ...

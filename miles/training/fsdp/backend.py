@@ -1,0 +1,82 @@
+"""The FSDP2 backend: ``TrainBackend`` for one rank, on CPU (gloo) or CUDA (NCCL)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from miles.arguments.settings import Settings
+from miles.engine.base import WeightChunk
+from miles.tracking.metrics import Metric
+from miles.train_batch import TrainShard
+from miles.training.fsdp import checkpoint
+from miles.training.fsdp.forward_backward import forward_backward, log_probs_of
+from miles.training.fsdp.optimizer import ShardedOptimizer
+from miles.training.fsdp.policy import Policy, load_policy, shard_policy
+from miles.weight_sync.chunks import in_chunks
+
+
+class FsdpBackend:
+    """One rank. The process group must be initialized; every verb is collective (training/backend.py)."""
+
+    def __init__(self, settings: Settings, device: torch.device, total_steps: int) -> None:
+        assert settings.model.hf_checkpoint is not None
+        torch.manual_seed(settings.training.seed)
+        self.device = device
+        self.settings = settings
+        self.compute_dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
+        self.mesh = init_device_mesh(device.type, (settings.cluster.world_size,))
+        self.policy = self._build(settings.model.hf_checkpoint, torch.float32)
+        self.policy.train()
+        self.optimizer = ShardedOptimizer(self.policy, settings.optimizer, total_steps)
+        self.reference: Policy | None = None
+        if settings.loss.use_kl_loss:
+            self.reference = self._build(settings.model.ref_load or settings.model.hf_checkpoint, self.compute_dtype)
+            self.reference.eval().requires_grad_(False)
+
+    def _build(self, path: str, dtype: torch.dtype) -> Policy:
+        policy = load_policy(path, self.settings.rollout.rollout_temperature, self.settings.loss.log_probs_chunk_size, dtype)
+        policy.to(self.device)
+        shard_policy(policy, self.mesh, self.compute_dtype, self.settings.training.gradient_checkpointing)
+        return policy
+
+    def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
+        return forward_backward(self.policy, shard, self.settings.loss, self.device)
+
+    def optimizer_step(self) -> dict[str, Metric]:
+        return self.optimizer.step()
+
+    def skip_step(self) -> dict[str, Metric]:
+        return self.optimizer.skip()
+
+    def log_probs(self, shard: TrainShard, reference: bool = False) -> list[np.ndarray]:
+        policy = self.reference if reference else self.policy
+        assert policy is not None, "reference log-probs need --use-kl-loss"
+        return log_probs_of(policy, shard, self.device)
+
+    def export_weights(self) -> Iterator[WeightChunk]:
+        return in_chunks(self._full_weights())
+
+    def _full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gather one parameter at a time, in compute dtype; a tied head is the embedding and comes once."""
+        for name, parameter in self.policy.language_model.named_parameters():
+            shard = parameter.detach()
+            shard = shard.to(self.compute_dtype)
+            full = shard.full_tensor() if isinstance(shard, DTensor) else shard
+            yield name, full.cpu()
+
+    def save(self, folder: Path, state: dict[str, Any]) -> None:
+        checkpoint.save(folder, self.policy, self.optimizer, state)
+
+    def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
+        return checkpoint.load(folder, self.policy, self.optimizer, optimizer, rng)
+
+    def export_hf(self, folder: Path) -> None:
+        """Write weights (in compute dtype), config and generation config as transformers would. Rank 0 writes."""
+        checkpoint.export_hf(folder, self.policy, self._full_weights(), self.compute_dtype)

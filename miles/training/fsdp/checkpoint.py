@@ -1,0 +1,86 @@
+"""Checkpoints through torch.distributed.checkpoint, which re-shards on loading; and the Hugging Face export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from miles.training.fsdp.optimizer import ShardedOptimizer
+from miles.training.fsdp.policy import Policy
+
+_STATE = "state.json"
+
+
+def save(folder: Path, policy: Policy, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
+    """Write everything a resumed run needs into ``folder``; whoever calls makes the folder appear at once (atomic)."""
+    tensors = {
+        "model": get_model_state_dict(policy),
+        "optimizer": get_optimizer_state_dict(policy, optimizer.adam),
+    }
+    dcp.save(tensors, checkpoint_id=folder)
+    torch.save(_random_state(), _random_file(folder))
+    if dist.get_rank() == 0:
+        (folder / _STATE).write_text(json.dumps({"launcher": state, "schedule": optimizer.state()}))
+    dist.barrier()
+
+
+def load(folder: Path, policy: Policy, optimizer: ShardedOptimizer, with_optimizer: bool, rng: bool) -> dict[str, Any]:
+    """Read what ``save`` wrote, under any number of ranks; returns the launcher's state."""
+    tensors: dict[str, Any] = {"model": get_model_state_dict(policy)}
+    if with_optimizer:
+        tensors["optimizer"] = get_optimizer_state_dict(policy, optimizer.adam)
+    dcp.load(tensors, checkpoint_id=folder)
+    set_model_state_dict(policy, tensors["model"])
+    state = json.loads((folder / _STATE).read_text())
+    if with_optimizer:
+        set_optimizer_state_dict(policy, optimizer.adam, tensors["optimizer"])
+        optimizer.steps_done = state["schedule"]["steps_done"]
+    if rng and _random_file(folder).exists():  # a rank that the saving run did not have starts from its own seed
+        _restore_random_state(torch.load(_random_file(folder), weights_only=True))
+    return state["launcher"]
+
+
+def export_hf(folder: Path, policy: Policy, weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
+    """Write safetensors, config.json and generation_config.json; every rank gathers, rank 0 keeps and writes."""
+    writes = dist.get_rank() == 0
+    state = {name: tensor for name, tensor in weights if writes}
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        model = policy.language_model
+        config = type(model.config).from_dict(model.config.to_dict())
+        config.dtype = dtype
+        config.save_pretrained(folder)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        save_torch_state_dict(state, folder)
+    dist.barrier()
+
+
+def _random_file(folder: Path) -> Path:
+    return folder / f"random_state_rank{dist.get_rank()}.pt"
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
