@@ -85,7 +85,9 @@ def _check_verl_stands_alone(loss: LossArguments, name: str) -> None:
         refuse("loss_agg_mode", name, rule, "keep one of the two")
     if loss.loss_aggregation_divisor is not None:
         rule = f"cannot use --loss-aggregation-divisor {loss.loss_aggregation_divisor:g}"
-        refuse("loss_agg_mode", name, rule, "give the divisor as --loss-scale-factor, or use --loss-aggregation constant")
+        refuse(
+            "loss_agg_mode", name, rule, "give the divisor as --loss-scale-factor, or use --loss-aggregation constant"
+        )
 
 
 def _verl_divisor(factor: float | None, max_response_len: int, notes: list[str]) -> float:
@@ -132,8 +134,7 @@ def _reconcile_per_token(loss: LossArguments, notes: list[str]) -> LossArguments
         notes.append("--loss-aggregation token_mean sets --calculate-per-token-loss")
     elif mode == "sample_mean" and per_token:
         if loss.custom_pg_loss_reducer_function_path is not None:
-            rule = "would divide what --custom-pg-loss-reducer-function-path returns by the step's token count"
-            refuse("calculate_per_token_loss", True, rule, "drop one of the two")
+            return loss  # the mode has no part in pg_loss; the reducer is told of the switch, diagnostics are per token
         notes.append("--calculate-per-token-loss is --loss-aggregation token_mean: relabelled, same computation")
     elif per_token and mode != "token_mean":
         rule = f"would divide the normalization of --loss-aggregation {mode} away"

@@ -12,7 +12,8 @@ from miles.arguments.training import TrainingArguments
 def reconcile_batch(settings: Settings) -> tuple[TrainingArguments, list[str]]:
     """The training section with ``global_batch_size`` filled in, and a note a number that was implied.
 
-    Needs valid ``rollout_batch_size`` and ``n_samples_per_prompt``. Raises ``ValueError`` with all numbers that disagree.
+    Needs valid ``rollout_batch_size`` and ``n_samples_per_prompt``. Raises ``ValueError`` with the
+    numbers that disagree.
     """
     training = settings.training
     at_least(training, 1, "global_batch_size", "num_steps_per_rollout", "micro_batch_size", "max_tokens_per_gpu")

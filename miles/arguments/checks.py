@@ -17,7 +17,8 @@ def flag_name(field: str) -> str:
 
 def refuse(field: str, value: Any, rule: str, way_out: str) -> None:
     """Raise the error of one flag: ``--flag value: rule; way out``. A switch is shown without its value."""
-    shown = "" if value is None or value is True else f" {value}"
+    words = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    shown = "" if value is None or value is True else f" {words}"
     raise ValueError(f"{flag_name(field)}{shown}: {rule}; {way_out}")
 
 
@@ -25,6 +26,14 @@ def require(field: str, value: Any, meaning: str) -> None:
     """Refuse a flag that is missing."""
     if value is None:
         raise ValueError(f"{flag_name(field)} is required: {meaning}; add {flag_name(field)} to the command")
+
+
+def finite(section: Any, *names: str) -> None:
+    """Each named field of ``section`` is None or a finite number."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and not math.isfinite(value):
+            refuse(name, value, "must be a finite number", "give a number")
 
 
 def at_least(section: Any, bound: float, *names: str) -> None:
@@ -72,10 +81,10 @@ def json_object(field: str, text: str | None) -> dict[str, Any]:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{flag_name(field)} {text}: not JSON ({error}); write an object in single quotes, '{{\"key\": \"value\"}}'"
+            f'{flag_name(field)} {text}: not JSON ({error}); write an object in single quotes, \'{{"key": "value"}}\''
         ) from None
     if not isinstance(value, dict):
-        refuse(field, text, "must be a JSON object", "write '{\"key\": \"value\"}' in single quotes")
+        refuse(field, text, "must be a JSON object", 'write \'{"key": "value"}\' in single quotes')
     return value
 
 

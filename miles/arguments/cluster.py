@@ -11,10 +11,14 @@ class ClusterArguments:
     """cluster: processes, devices and Ray."""
 
     ray_address: Optional[str] = flag(None, "address of a running Ray cluster; without it a local Ray is started")
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "device of trainer and engine; auto is cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = flag(
+        "auto", "device of trainer and engine; auto is cuda where there is one"
+    )
     actor_num_nodes: int = flag(1, "nodes given to the trainer")
     actor_num_gpus_per_node: int = flag(8, "trainer ranks per node: GPUs, or processes on CPU")
-    rollout_num_gpus: Optional[int] = flag(None, "devices given to the rollout engine (ignored with --colocate); default 1")
+    rollout_num_gpus: Optional[int] = flag(
+        None, "devices given to the rollout engine (ignored with --colocate); default 1"
+    )
     colocate: bool = flag(False, "trainer and rollout share their devices")
     distributed_timeout_minutes: int = flag(10, "minutes after which a collective operation gives up")
     train_env_vars: Optional[str] = flag(None, "JSON object of environment variables for the trainer processes")

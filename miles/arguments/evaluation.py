@@ -14,7 +14,9 @@ class EvaluationArguments:
         None, "evaluation sets: NAME SOURCE pairs", nargs="+", type=str, metavar="NAME SOURCE"
     )
     eval_config: Optional[str] = flag(
-        None, "YAML or JSON file of evaluation sets, each with its own sampling (overrides --eval-prompt-data)", metavar="FILE"
+        None,
+        "YAML or JSON file of evaluation sets, each with its own sampling (instead of --eval-prompt-data)",
+        metavar="FILE",
     )
     eval_interval: Optional[int] = flag(None, "rollouts between evaluations; also before the first and after the last")
     skip_eval_before_train: bool = flag(False, "no evaluation before the first rollout")
@@ -25,3 +27,8 @@ class EvaluationArguments:
     eval_max_response_len: Optional[int] = flag(None, "most tokens of a response; default --rollout-max-response-len")
     eval_input_key: Optional[str] = flag(None, "prompt column; default --input-key")
     eval_label_key: Optional[str] = flag(None, "answer column; default --label-key")
+
+    @property
+    def has_sets(self) -> bool:
+        """Whether anything is evaluated."""
+        return self.eval_prompt_data is not None or self.eval_config is not None

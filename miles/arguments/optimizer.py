@@ -16,7 +16,9 @@ class OptimizerArguments:
     lr_decay_style: Literal["constant", "linear", "cosine"] = flag("linear", "shape of the decay after the warm-up")
     lr_decay_iters: Optional[int] = flag(None, "optimizer steps until --min-lr; default all steps of the run")
     lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up")
-    lr_warmup_fraction: Optional[float] = flag(None, "warm-up as a share of --lr-decay-iters, instead of --lr-warmup-iters")
+    lr_warmup_fraction: Optional[float] = flag(
+        None, "warm-up as a share of --lr-decay-iters, instead of --lr-warmup-iters"
+    )
     adam_beta1: float = flag(0.9, "decay of Adam's first moment")
     adam_beta2: float = flag(0.999, "decay of Adam's second moment")
     adam_eps: float = flag(1e-8, "Adam's epsilon")

@@ -5,20 +5,31 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import re
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
-# A private name of a pinned version (argparse-dataclass 2.0): its public entry points take one dataclass, we have eleven.
+# A private name of a pinned version (argparse-dataclass 2.0): the public entry points take one dataclass, not eleven.
 from argparse_dataclass import _add_dataclass_options
 
-from miles import __version__
+import miles
 from miles.arguments.explain import explain
 from miles.arguments.settings import Settings
 from miles.arguments.validate import Validated, validate
 
-SECTIONS: dict[str, type] = {section.name: section.type for section in dataclasses.fields(Settings)}
+SECTIONS: dict[str, type] = get_type_hints(Settings)
+
+
+# argparse's own words -> flag, value, rule and way out
+REPHRASED = (
+    (r"^argument ", ""),
+    (r"^(\S+): invalid (int|float) value: '(.*)'$", r"\1 \3: must be a number (\2); correct the value"),
+    (r"^(\S+): invalid choice: '(.*)' \(choose from (.*)\)$", r"\1 \2: no such choice; give one of \3"),
+    (r"^(\S+): (expected .*)$", r"\1: \2; a value that starts with a minus is written \1=VALUE"),
+    (r"^\[Errno \d+\] (.*): '(.*)'$", r"@\2: the file of flags cannot be read (\1); check the path"),
+)
 
 
 class FlagError(ValueError):
@@ -29,7 +40,9 @@ class FlagParser(argparse.ArgumentParser):
     """argparse that raises ``FlagError`` instead of exiting, suggests the nearest flag, and reads ``@file``."""
 
     def error(self, message: str) -> NoReturn:
-        raise FlagError(message.removeprefix("argument "))
+        for pattern, sentence in REPHRASED:
+            message = re.sub(pattern, sentence, message)
+        raise FlagError(message)
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         """Words of one line of an ``@file``: quoting as in a shell, ``#`` starts a comment."""
@@ -89,7 +102,7 @@ def build_parser() -> FlagParser:
         allow_abbrev=False,
     )
     parser.add_argument("--explain", action="store_true", help="print what this command would do, then stop")
-    parser.add_argument("--version", action="version", version=f"miles {__version__}")
+    parser.add_argument("--version", action="version", version=f"miles {miles.__version__}")
     for section in SECTIONS.values():
         group = parser.add_argument_group(*section_title(section))
         _add_dataclass_options(section, group)  # type: ignore[arg-type]  # a group has add_argument too

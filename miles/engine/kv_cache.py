@@ -10,8 +10,8 @@ WIDTH_STEP = 64  # row lengths grow in steps of this, so that buffers are seldom
 class KVCache:
     """One buffer a layer, ``[2 (key, value), rows, kv_heads, width, head_dim]``, written in place and grown by doubling.
 
-    Rows ``0 .. n - 1`` belong to the running sequences, in their order. What stands behind a row's length is finite but
-    meaningless: attention masks it out.
+    Rows ``0 .. n - 1`` belong to the running sequences, in their order. What stands behind a row's length is finite
+    but meaningless: attention masks it out.
     """
 
     def __init__(self) -> None:
@@ -39,14 +39,20 @@ class KVCache:
     def write_prompts(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, prompt_of_row: torch.Tensor, first_row: int
     ) -> None:
-        """Store prompts ``key``, ``value`` [P, kv_heads, T, D]: prompt ``prompt_of_row[i]`` goes to row ``first_row + i``."""
+        """Store prompts [P, kv_heads, T, D]: number ``prompt_of_row[i]`` goes to row ``first_row + i``."""
         buffer = self._layer(layer, key)
         rows = slice(first_row, first_row + len(prompt_of_row))
         buffer[0, rows, :, : key.shape[2]] = key[prompt_of_row]
         buffer[1, rows, :, : key.shape[2]] = value[prompt_of_row]
 
     def append(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, width: int
+        self,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        width: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store one token ``key``, ``value`` [B, kv_heads, 1, D] of rows 0 .. B - 1 at ``positions`` [B].
 

@@ -33,7 +33,7 @@ def check_sampling(params: SamplingParams) -> None:
 
 
 def seeded_uniforms(seed: int, count: int) -> np.ndarray:
-    """``count`` numbers in [0, 1), float64, of ``seed`` (0 .. 2**128 - 1): Philox, as numpy defines it. Number t draws token t."""
+    """``count`` float64 numbers in [0, 1) of ``seed`` (0 .. 2**128 - 1), by numpy's Philox. Number t draws token t."""
     return np.random.Generator(np.random.Philox(key=seed)).random(count)
 
 
@@ -102,7 +102,7 @@ def _padded_exp(scores: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The index [B] in ``weights`` [B, N] (unnormalized, not negative) that each uniform falls on, and where in it, [0, 1].
+    """The index [B] in ``weights`` [B, N] (unnormalized) that each uniform falls on, and where in it, 0 to 1.
 
     Sums are float64. An index of weight 0 is never drawn, whatever the rounding.
     """
@@ -117,7 +117,7 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _sample_restricted(weights: torch.Tensor, rows: RowSampling, uniforms: torch.Tensor) -> torch.Tensor:
-    """Tokens drawn from each row's ``top_k`` heaviest, and of these from the smallest set that holds ``top_p`` of them."""
+    """Tokens drawn from each row's ``top_k`` heaviest, and of these from the fewest that hold ``top_p`` of them."""
     vocab = weights.shape[-1]
     guess = int(rows.top_k.max()) if int(rows.top_k.max()) < vocab else NUCLEUS_GUESS
     total = weights.sum(-1, dtype=torch.float64)

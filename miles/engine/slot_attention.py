@@ -37,7 +37,7 @@ class PrefillStep:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """The next token of rows 0 .. B - 1, at ``positions`` [B]. ``mask`` [B, 1, 1, width] is 0 up to there, -inf behind."""
+    """The next token of rows 0 .. B - 1, at ``positions`` [B]. ``mask`` [B, 1, 1, width]: 0 to there, then -inf."""
 
     cache: KVCache
     rows: torch.Tensor

@@ -24,7 +24,7 @@ MAX_BARREN_BURSTS = 100  # a large one never is: stop all the same
 
 
 class PromptSource(Protocol):
-    """Where prompts are drawn from. ``epoch`` counts the passes begun."""
+    """Prompts, drawn by rising ``group_index``. ``epoch``: the pass that the last drawn one belongs to."""
 
     @property
     def epoch(self) -> int: ...
@@ -48,8 +48,8 @@ class _Progress:
     generated: list[PromptGroup] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     reward_errors: int = 0
-    barren_bursts: int = 0  # bursts in a row of which nothing was kept
-    barren_since_epoch: int | None = None
+    barren_bursts: int = 0  # bursts in a row of which nothing was kept, up to now
+    barren_since_epoch: int = 0  # the epoch in which the first of them was drawn
 
 
 class Collector:
@@ -97,13 +97,13 @@ class Collector:
         """The groups and metrics of rollout ``rollout_id``, counted from 0.
 
         Truncated and aborted samples are kept as such, and scored like the others. Raises ``ValueError`` when the
-        filter keeps nothing over a whole pass of the prompts, and what generation and scoring raise.
+        filter keeps nothing over a whole pass of the prompts (of ``MIN_BARREN_BURSTS`` or more) or over
+        ``MAX_BARREN_BURSTS``, and what generation and scoring raise.
         """
         progress = _Progress()
         while len(progress.kept) < self._batch_size:
-            epoch = self._stream.epoch
             await self._run_burst(progress)
-            self._check_not_barren(progress, epoch, rollout_id)
+            self._check_not_barren(progress, rollout_id)
         groups = progress.kept[: self._batch_size]
         metrics = rollout_metrics(groups, progress.generated, progress.reward_errors, self._reward.log_passrate)
         if self._filter is not None:
@@ -113,10 +113,9 @@ class Collector:
         return Rollout(groups, metrics)
 
     async def _run_burst(self, progress: _Progress) -> None:
-        drawn = self._stream.draw(self._burst_size)
-        scored = await gather_or_cancel(self._generate_and_score(group) for group in drawn)
-        kept_before = len(progress.kept)
-        for group, errors in sorted(scored, key=lambda pair: pair[0].group_index):
+        epoch, kept_before = self._stream.epoch, len(progress.kept)
+        drawn = self._stream.draw(self._burst_size)  # in the order of group_index, as everything from here on
+        for group, errors in await gather_or_cancel(self._generate_and_score(group) for group in drawn):
             progress.generated.append(group)
             progress.reward_errors += errors
             decision = self._filter(group) if self._filter is not None else None
@@ -124,21 +123,20 @@ class Collector:
                 progress.kept.append(group)
             else:
                 progress.dropped[decision.reason] += 1
-        barren = len(progress.kept) == kept_before
-        progress.barren_bursts = progress.barren_bursts + 1 if barren else 0
+        if len(progress.kept) > kept_before:
+            progress.barren_bursts = 0
+            return
+        if progress.barren_bursts == 0:
+            progress.barren_since_epoch = epoch
+        progress.barren_bursts += 1
 
     async def _generate_and_score(self, drawn: PromptGroup) -> tuple[PromptGroup, int]:
         group = await self._generate(drawn)
         errors = await score(group.samples, self._reward_function, self._reward.reward_error_value)
         return group, errors
 
-    def _check_not_barren(self, progress: _Progress, epoch_before: int, rollout_id: int) -> None:
+    def _check_not_barren(self, progress: _Progress, rollout_id: int) -> None:
         """Stop a filter that will never be satisfied: nothing kept over a whole pass, or over very many bursts."""
-        if progress.barren_bursts == 0:
-            progress.barren_since_epoch = None
-            return
-        if progress.barren_since_epoch is None:
-            progress.barren_since_epoch = epoch_before
         # The stretch began somewhere within its first epoch, so the one after it is the first that it saw whole.
         saw_whole_pass = self._stream.epoch >= progress.barren_since_epoch + 2
         bursts = progress.barren_bursts

@@ -59,7 +59,7 @@ def load_rollout(path_template: str, rollout_id: int) -> list[PromptGroup]:
     path = rollout_path(path_template, rollout_id)
     flag = f"--load-debug-rollout-data {path_template}"
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(
             f"{flag}: cannot read {path} for rollout {rollout_id} ({error.strerror}); save it first with "
@@ -78,7 +78,7 @@ def _encode(group: PromptGroup) -> str:
         "samples": [_encode_sample(sample, group) for sample in group.samples],
     }
     try:
-        return json.dumps(record, ensure_ascii=False) + "\n"
+        return json.dumps(record) + "\n"
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"--save-debug-rollout-data: the label or metadata of prompt {group.prompt.source or group.group_index} "
@@ -96,7 +96,7 @@ def _encode_sample(sample: Sample, group: PromptGroup) -> dict[str, Any]:
     return record if sample.prompt == group.prompt else record | {"prompt": _encode_prompt(sample.prompt)}
 
 
-def _decode(line: str, where: str) -> PromptGroup:
+def _decode(line: bytes, where: str) -> PromptGroup:
     try:
         record = json.loads(line)
         prompt = _decode_prompt(record["prompt"])

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -15,8 +15,10 @@ from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.data.prompts import load_prompts
 from miles.engine.base import SamplingParams
-from miles.rollout.generate import Detokenizer
 from miles.sample import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TEXT, _COUNT, _NUMBER = (str,), (int,), (int, float)
 _KEYS: dict[str, tuple[type, ...]] = {  # what an entry of --eval-config may hold
@@ -44,7 +46,7 @@ class EvalSet:
 
 
 def load_eval_sets(
-    evaluation: EvaluationArguments, data: DataArguments, rollout: RolloutArguments, tokenizer: Detokenizer
+    evaluation: EvaluationArguments, data: DataArguments, rollout: RolloutArguments, tokenizer: PreTrainedTokenizerBase
 ) -> list[EvalSet]:
     """The sets of ``--eval-config``, else of ``--eval-prompt-data``; none given is an empty list.
 
@@ -70,7 +72,7 @@ def _load(
     evaluation: EvaluationArguments,
     data: DataArguments,
     rollout: RolloutArguments,
-    tokenizer: Detokenizer,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> EvalSet:
     prompts = load_prompts(
         entry["source"],

@@ -39,8 +39,8 @@ def has_reward_spread(group: PromptGroup) -> bool:
 def load_group_filter(path: str) -> Callable[[PromptGroup], FilterDecision]:
     """The filter named by ``--dynamic-sampling-filter-path``, with its answers checked.
 
-    A drop without a reason is counted under ``filtered``. Raises ``ValueError`` if the path cannot be imported and, when
-    called, if the filter answers with anything but a ``FilterDecision`` or a bool.
+    A drop without a reason is counted under ``filtered``. Raises ``ValueError`` if the path cannot be imported and,
+    when called, if the filter answers with anything but a ``FilterDecision`` or a bool.
     """
     function: GroupFilter = load_function(path, _FLAG)
 

@@ -24,12 +24,20 @@ class TrainBackend(Protocol):
         """Clip, update, advance the schedule, clear the gradients. Returns grad_norm and lr."""
         ...
 
+    def skip_step(self) -> dict[str, Metric]:
+        """Instead of ``optimizer_step`` where the step has no loss token: weights and schedule stay as they are."""
+        ...
+
     def log_probs(self, shard: TrainShard, reference: bool = False) -> list[np.ndarray]:
         """Log-probs of each sample's response tokens, float32 [response], under current or reference weights."""
         ...
 
     def export_weights(self) -> Iterator[WeightChunk]:
-        """Full tensors under Hugging Face names, in buckets, in the model's compute dtype. Rank 0 yields them all."""
+        """Full tensors under Hugging Face names, in buckets, in the compute dtype; every rank iterates to the end."""
+        ...
+
+    def export_hf(self, folder: Path) -> None:
+        """Write a folder that transformers' ``from_pretrained`` loads (the tokenizer is the launcher's to add)."""
         ...
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:

@@ -1,0 +1,108 @@
+"""The TRL side of vs_trl.py: a few GRPO steps, each step's seconds as JSON. Runs in TRL's own environment."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from pathlib import Path
+
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+def last_number(completions: list, label: list[str], **_: object) -> list[float]:
+    """1.0 where the last number of the answer is the label."""
+    texts = [completion[-1]["content"] for completion in completions]
+    numbers = [re.findall(r"-?\d+", text) for text in texts]
+    return [float(bool(found) and int(found[-1]) == int(want)) for found, want in zip(numbers, label, strict=True)]
+
+
+class TimedTrainer(GRPOTrainer):
+    """Adds up the seconds of generation with scoring."""
+
+    generate_seconds = 0.0
+
+    def _generate_and_score_completions(self, *args, **kwargs):
+        started = time.perf_counter()
+        try:
+            return super()._generate_and_score_completions(*args, **kwargs)
+        finally:
+            self.generate_seconds += time.perf_counter() - started
+
+
+class StepTimer(TrainerCallback):
+    """Seconds from the end of one optimizer step to the end of the next; the rest of a step is training."""
+
+    def __init__(self) -> None:
+        self.trainer: TimedTrainer | None = None
+        self.steps: list[dict[str, float]] = []
+        self._mark = (0.0, 0.0)
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        self._mark = (time.perf_counter(), 0.0)
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        assert self.trainer is not None
+        now, generated = time.perf_counter(), self.trainer.generate_seconds
+        step, generate = now - self._mark[0], generated - self._mark[1]
+        self.steps.append({"step": step, "generate": generate, "train": step - generate})
+        self._mark = (now, generated)
+
+
+def configuration(options: argparse.Namespace) -> GRPOConfig:
+    """8 prompts x 8 samples in one optimizer step, as vs_trl.py asks miles for."""
+    return GRPOConfig(
+        output_dir=str(options.out.parent / "trl"),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.micro_batch,
+        gradient_accumulation_steps=64 // options.micro_batch,
+        num_generations=8,
+        max_completion_length=16,
+        temperature=1.0,
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        beta=0.0,
+        loss_type="grpo",
+        bf16=True,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=options.seed,
+    )
+
+
+def main() -> None:
+    """Train and write ``[{step, generate, train}, ...]``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--micro-batch", type=int, default=16, help="samples of a forward pass")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+
+    rows = [json.loads(line) for line in options.prompts.read_text().splitlines()]
+    data = [{"prompt": [{"role": "user", "content": row["input"]}], "label": row["label"]} for row in rows]
+    timer = StepTimer()
+    trainer = TimedTrainer(
+        model=options.model,
+        reward_funcs=last_number,
+        args=configuration(options),
+        train_dataset=Dataset.from_list(data),
+        callbacks=[timer],
+    )
+    timer.trainer = trainer
+    trainer.train()
+    options.out.write_text(json.dumps(timer.steps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Seconds a step of miles and of TRL 1.16 on one job, measured alternately in one run.
+
+    python benchmarks/vs_trl.py --model FOLDER --prompts train.jsonl --out outputs/vs_trl/result.json
+
+The job: GRPO, 8 prompts x 8 samples, 16 new tokens, bf16, one optimizer step a rollout. Both sides take turns, so that
+a busy machine slows both; the first step of every turn (warm-up) is left out; medians are reported, and TRL / miles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TRL_VERSION = "1.16.0"
+Steps = list[dict[str, float]]
+
+
+def ensure_trl(venv: Path) -> Path:
+    """TRL's interpreter; the environment is made when it is missing, torch first with the project's pin."""
+    python, stamp = venv / "bin" / "python", venv / ".trl-stamp"
+    if python.exists() and stamp.exists() and stamp.read_text() == TRL_VERSION:
+        return python
+    torch = next(x for x in (ROOT / "constraints.txt").read_text().splitlines() if x.startswith("torch=="))
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, torch], check=True)
+    subprocess.run([*pip, f"trl=={TRL_VERSION}", torch], check=True)
+    stamp.write_text(TRL_VERSION)
+    return python
+
+
+def run_miles(options: argparse.Namespace, folder: Path) -> Steps:
+    """One turn of miles: the ``time/*`` columns of every rollout."""
+    flags = (
+        f"--hf-checkpoint {options.model} --prompt-data {options.prompts} --label-key label --apply-chat-template "
+        f"--rollout-shuffle --rm-type last_number --num-rollout {options.steps} --rollout-batch-size 8 "
+        "--n-samples-per-prompt 8 --rollout-max-response-len 16 --lr 1e-5 --lr-decay-style constant --adam-beta2 0.95 "
+        "--bf16 --use-dynamic-batch-size --max-tokens-per-gpu 4096 --device cpu --actor-num-gpus-per-node 1 "
+        f"--colocate --no-report --output-dir {folder}"
+    )
+    subprocess.run([sys.executable, "train.py", *flags.split()], cwd=ROOT, check=True, stdout=sys.stderr)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name.removeprefix("time/"): value for name, value in row.items() if name.startswith("time/")}
+        for row in rows
+        if "time/step" in row
+    ]
+
+
+def run_trl(options: argparse.Namespace, folder: Path, python: Path) -> Steps:
+    """One turn of TRL."""
+    folder.mkdir(parents=True)
+    out = folder / "steps.json"
+    command = [str(python), str(ROOT / "benchmarks" / "trl_grpo.py"), "--model", options.model]
+    command += ["--prompts", str(options.prompts), "--steps", str(options.steps), "--out", str(out)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
+    return json.loads(out.read_text())
+
+
+def medians(turns: list[Steps]) -> dict[str, float]:
+    """The median of every part over all steps but each turn's first."""
+    steps = [step for turn in turns for step in turn[1:]]
+    parts = sorted({part for step in steps for part in step})
+    return {part: statistics.median(step[part] for step in steps if part in step) for part in parts}
+
+
+def main() -> None:
+    """Measure, write the JSON and print it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="Hugging Face folder")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, help="jsonl with input and label, as make_data.py writes it"
+    )
+    parser.add_argument("--steps", type=int, default=6, help="steps of a turn, the first of which is warm-up")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("outputs/vs_trl/result.json"))
+    options = parser.parse_args()
+    if options.steps < 2:
+        parser.error(f"--steps {options.steps}: the first step of a turn is left out; give 2 or more")
+    options.model, options.prompts = str(Path(options.model).resolve()), options.prompts.resolve()
+
+    trl_python = ensure_trl(ROOT / ".venv-trl")
+    folder = options.out.resolve().parent
+    shutil.rmtree(folder / "turns", ignore_errors=True)
+    turns: dict[str, list[Steps]] = {"miles": [], "trl": []}
+    for turn in range(options.turns):
+        turns["miles"].append(run_miles(options, folder / "turns" / f"miles-{turn}"))
+        turns["trl"].append(run_trl(options, folder / "turns" / f"trl-{turn}", trl_python))
+
+    median = {side: medians(measured) for side, measured in turns.items()}
+    shared = sorted(set(median["miles"]) & set(median["trl"]))
+    ratios = {part: median["trl"][part] / median["miles"][part] for part in shared if median["miles"][part] > 0}
+    result = {"median_seconds": median, "trl_over_miles": ratios, "steps": turns, "trl": TRL_VERSION}
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps({name: result[name] for name in ("median_seconds", "trl_over_miles")}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""One-digit products as prompts, with nine pairs of digits kept out of training altogether."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+from pathlib import Path
+
+NUM_HELD_OUT_PAIRS = 9
+
+
+def split_pairs(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Ordered pairs of the digits 1 to 9: 63 to train on, 18 held out.
+
+    Nine unordered pairs of different digits are drawn with ``seed``; both orders of each are held out, so that 3 * 7
+    in training cannot give 7 * 3 away.
+    """
+    unordered = list(itertools.combinations(range(1, 10), 2))
+    held_out = set(random.Random(seed).sample(unordered, NUM_HELD_OUT_PAIRS))
+    pairs = list(itertools.product(range(1, 10), range(1, 10)))
+    train = [pair for pair in pairs if (min(pair), max(pair)) not in held_out]
+    test = [pair for pair in pairs if (min(pair), max(pair)) in held_out]
+    return train, test
+
+
+def write(path: Path, pairs: list[tuple[int, int]]) -> None:
+    """One JSON object a line: ``input``, the question, and ``label``, the answer as text."""
+    rows = ({"input": f"What is {a} * {b}? Give only the final answer.", "label": str(a * b)} for a, b in pairs)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main() -> None:
+    """Write ``train.jsonl`` and ``heldout.jsonl``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0, help="which pairs are held out")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    train, held_out = split_pairs(options.seed)
+    write(options.folder / "train.jsonl", train)
+    write(options.folder / "heldout.jsonl", held_out)
+    print(f"make_data: {len(train)} training prompts, {len(held_out)} held out, in {options.folder}")
+
+
+if __name__ == "__main__":
+    main()

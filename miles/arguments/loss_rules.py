@@ -1,0 +1,70 @@
+"""What the loss section must satisfy, the aggregation apart (aggregation_rules.py)."""
+
+from __future__ import annotations
+
+from miles.arguments.checks import above, at_least, finite, refuse, refuse_ignored, within
+from miles.arguments.loss import LossArguments
+from miles.arguments.settings import Settings
+
+POLICY_FLAGS = (
+    "disable_grpo_std_normalization",
+    "disable_rewards_normalization",
+    "eps_clip",
+    "eps_clip_high",
+    "eps_clip_c",
+    "use_kl_loss",
+    "entropy_coef",
+)
+
+
+def check_loss(settings: Settings) -> None:
+    """Clip range, KL and entropy; and that every flag given belongs to the loss that is computed."""
+    loss = settings.loss
+    if loss.log_probs_chunk_size != -1 and loss.log_probs_chunk_size < 1:
+        refuse(
+            "log_probs_chunk_size", loss.log_probs_chunk_size, "must be -1 (all tokens) or at least 1", "1024 is usual"
+        )
+    _check_clip(loss)
+    _check_kl(settings)
+    finite(loss, "entropy_coef")
+    if loss.loss_type == "sft_loss":
+        _check_sft(settings)
+    else:
+        _check_advantages(settings)
+
+
+def _check_clip(loss: LossArguments) -> None:
+    above(loss, 0, "eps_clip", "eps_clip_high")
+    within(loss, 0, 1, "eps_clip")
+    above(loss, 1, "eps_clip_c")
+
+
+def _check_kl(settings: Settings) -> None:
+    loss = settings.loss
+    at_least(loss, 0, "kl_loss_coef")
+    if not loss.use_kl_loss:
+        why, way_out = "without --use-kl-loss", "add that switch"
+        refuse_ignored(loss, ["kl_loss_coef", "kl_loss_type"], why, way_out)
+        refuse_ignored(settings.model, ["ref_load"], why, way_out)
+
+
+def _check_advantages(settings: Settings) -> None:
+    loss, n = settings.loss, settings.rollout.n_samples_per_prompt
+    if n == 1 and not loss.disable_rewards_normalization:
+        rule = "with --advantage-estimator grpo every advantage is 0: a group of one has no spread"
+        refuse("n_samples_per_prompt", n, rule, "give 2 or more (8 is usual), or --disable-rewards-normalization")
+    if loss.disable_rewards_normalization:
+        why = "with --disable-rewards-normalization"
+        refuse_ignored(loss, ["disable_grpo_std_normalization"], why, "keep one of the two")
+
+
+def _check_sft(settings: Settings) -> None:
+    """Supervised fine-tuning reads saved answers: it samples, scores and clips nothing."""
+    if settings.rollout.load_debug_rollout_data is None:
+        rule = "trains on saved samples and generates none"
+        refuse("loss_type", "sft_loss", rule, "name their file with --load-debug-rollout-data")
+    why, way_out = "by --loss-type sft_loss", "use --loss-type policy_loss"
+    refuse_ignored(settings.loss, POLICY_FLAGS, why, way_out)
+    refuse_ignored(settings.rollout, ["dynamic_sampling_filter_path"], why, way_out)
+    if not settings.evaluation.has_sets:
+        refuse_ignored(settings.reward, ["rm_type", "custom_rm_path"], f"{why} without evaluation", way_out)

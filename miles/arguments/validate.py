@@ -1,0 +1,71 @@
+"""The rules across sections, checked once, before Ray or torch start anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from miles.arguments import section_rules as rules
+from miles.arguments.aggregation_rules import reconcile_aggregation
+from miles.arguments.batch_rules import reconcile_batch
+from miles.arguments.loss_rules import check_loss
+from miles.arguments.settings import Settings
+
+
+@dataclass(frozen=True)
+class Validated:
+    """Settings in which every flag has an effect and no alias is left; ``notes`` say what was read as what."""
+
+    settings: Settings
+    notes: tuple[str, ...]
+
+
+def validate(settings: Settings) -> Validated:
+    """Check and reconcile. Idempotent: validated settings are valid, and stay as they are.
+
+    Raises ``ValueError`` for the first broken rule, naming the flag, its value, the rule and the way out.
+    """
+    loads_samples = settings.rollout.load_debug_rollout_data is not None
+
+    rules.check_model(settings.model)
+    rules.check_data(settings.data, loads_samples)
+    rules.check_sampling(settings.rollout)
+    rules.check_rollout(settings.rollout, settings.data.rollout_max_prompt_len)
+    check_loss(settings)
+    rules.check_reward(settings.reward, needed=not loads_samples or settings.evaluation.has_sets)
+    rules.check_cluster(settings.cluster)
+    rules.check_optimizer(settings.optimizer)
+    rules.check_checkpoint(settings.checkpoint)
+    rules.check_evaluation(settings.evaluation)
+    rules.check_tracking(settings.tracking)
+
+    training, batch_notes = reconcile_batch(settings)
+    assert training.global_batch_size is not None
+    assert settings.rollout.rollout_max_response_len is not None
+    loss, loss_notes = reconcile_aggregation(
+        settings.loss,
+        max_response_len=settings.rollout.rollout_max_response_len,
+        rollouts_per_step=training.global_batch_size,
+        samples_per_prompt=settings.rollout.n_samples_per_prompt,
+    )
+    reconciled = replace(settings, training=training, loss=loss)
+    return Validated(reconciled, (*loss_notes, *batch_notes, *remarks(reconciled)))
+
+
+def remarks(settings: Settings) -> list[str]:
+    """What is allowed, and worth knowing."""
+    rollout, training, cluster = settings.rollout, settings.training, settings.cluster
+    said = []
+    if rollout.rollout_temperature == 0 and settings.loss.loss_type == "policy_loss":
+        said.append(
+            "--rollout-temperature 0 samples greedily: the responses of a group are equal, so their advantages are 0; "
+            "log-probs are those of the raw logits"
+        )
+    if cluster.colocate and cluster.rollout_num_gpus is not None:
+        said.append(f"--rollout-num-gpus {cluster.rollout_num_gpus} has no effect with --colocate")
+    budget, response = training.max_tokens_per_gpu, rollout.rollout_max_response_len
+    if budget is not None and response is not None and budget < response:
+        said.append(
+            f"--max-tokens-per-gpu {budget} is less than --rollout-max-response-len {response}: "
+            "a longer sample gets a micro-batch of its own"
+        )
+    return said

@@ -1,0 +1,54 @@
+"""What a user is told when a run ends early."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import ray.exceptions
+
+from miles.arguments.checkpoint import CheckpointArguments
+
+
+@contextmanager
+def told_to_the_user(checkpoint: CheckpointArguments) -> Iterator[None]:
+    """Turn what ends a run into an exit status and a message that says why and how to go on.
+
+    A ``ValueError``, from whichever process, is the user's to mend and is one sentence; anything else shows the
+    traceback of the process that failed. SIGTERM is treated as Ctrl-C: whatever was started is stopped on the way out.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"stopped by the user; {_how_to_resume(checkpoint)}", file=sys.stderr)
+        raise SystemExit(130) from None
+    except Exception as error:
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        if isinstance(cause, ValueError):
+            print(f"train.py: error: {cause}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+            print(f"train.py: the run stopped: {_in_one_line(error)}; {_how_to_resume(checkpoint)}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _in_one_line(error: Exception) -> str:
+    if isinstance(error, ray.exceptions.RayActorError):
+        return "a worker process died (out of memory, or killed from outside; Ray's message is above)"
+    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]
+
+
+def _how_to_resume(checkpoint: CheckpointArguments) -> str:
+    if checkpoint.save is None:
+        return "nothing was saved (no --save), so it starts anew"
+    return f"the same command with --load {checkpoint.save} goes on from the last checkpoint"

@@ -1,0 +1,158 @@
+"""The rollout side of a run in one Ray actor: prompts, engine, rewards, and the batches made of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+import torch
+
+from miles.arguments.settings import Settings
+from miles.batching.schedule import schedule_step
+from miles.cluster.threads import use_threads
+from miles.data.prompts import load_prompts
+from miles.data.stream import PromptStream
+from miles.data.tokenizer import load_tokenizer
+from miles.engine.base import Engine
+from miles.rewards.registry import get_reward_function
+from miles.rollout.collect import Collector, Rollout
+from miles.rollout.convert import convert
+from miles.rollout.debug_data import load_rollout, save_rollout
+from miles.rollout.eval_sets import load_eval_sets
+from miles.rollout.evaluate import evaluate
+from miles.rollout.rollout_metrics import rollout_metrics
+from miles.sample import Sample
+from miles.tracking.metrics import Metric
+from miles.weight_sync.chunks import PackedChunk, unpack
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GeneratedRollout:
+    """What the launcher learns of a rollout. The batches themselves stay in the object store."""
+
+    shards_by_rank: list[ray.ObjectRef]  # each a list of TrainShard, one an optimizer step
+    metrics: dict[str, Metric]
+    samples: list[Sample]  # a few, for the report
+
+
+class RolloutWorker:
+    """Generates, scores, converts and evaluates. Calls come one at a time; inside a call everything is concurrent."""
+
+    def __init__(self, settings: Settings, device: str) -> None:
+        assert settings.model.hf_checkpoint is not None
+        self.settings = settings
+        self.loop = asyncio.new_event_loop()
+        use_threads(device, sharers=1 if settings.cluster.colocate else 1 + settings.cluster.actor_num_gpus_per_node)
+        self.tokenizer = load_tokenizer(settings.model.hf_checkpoint)
+        self.eval_sets = load_eval_sets(settings.evaluation, settings.data, settings.rollout, self.tokenizer)
+        self.stream: PromptStream | None = None
+        if settings.data.prompt_data is not None:
+            prompts = load_prompts(settings.data.prompt_data, settings.data, self.tokenizer)
+            self.stream = PromptStream(prompts.prompts, settings.data.rollout_shuffle, settings.data.rollout_seed)
+        self.engine = self._build_engine(device) if self._generates else None
+        self.reward_function = get_reward_function(settings.reward) if self._scores else None
+        self.collector = self._build_collector()
+
+    @property
+    def _generates(self) -> bool:
+        return self.settings.rollout.load_debug_rollout_data is None or bool(self.eval_sets)
+
+    @property
+    def _scores(self) -> bool:
+        return self.settings.reward.rm_type is not None or self.settings.reward.custom_rm_path is not None
+
+    def _build_engine(self, device: str) -> Engine:
+        from miles.engine.torch_engine import TorchEngine
+
+        assert self.settings.model.hf_checkpoint is not None
+        dtype = torch.bfloat16 if self.settings.training.bf16 else torch.float32
+        return TorchEngine(
+            self.settings.model.hf_checkpoint, dtype, device, self.settings.rollout.torch_engine_max_batch_size
+        )
+
+    def _build_collector(self) -> Collector | None:
+        if self.settings.rollout.load_debug_rollout_data is not None:
+            return None
+        assert self.stream is not None and self.engine is not None and self.reward_function is not None
+        return Collector(
+            self.stream,
+            self.engine,
+            self.tokenizer,
+            self.reward_function,
+            self.settings.rollout,
+            self.settings.reward,
+            self.settings.data.rollout_seed,
+        )
+
+    def num_prompts(self) -> int:
+        """Prompts of one epoch."""
+        return 0 if self.stream is None else len(self.stream)
+
+    def generate(self, rollout_id: int) -> GeneratedRollout:
+        """Collect rollout ``rollout_id``, and put one list of shards a trainer rank into the object store."""
+        rollout = self._collect(rollout_id)
+        if self.settings.rollout.save_debug_rollout_data is not None:
+            save_rollout(self.settings.rollout.save_debug_rollout_data, rollout_id, rollout.groups)
+        batches = convert(
+            rollout.groups, loss=self.settings.loss, global_batch_size=self.settings.global_batch_size
+        )
+        steps = [schedule_step(b, self.settings.cluster.world_size, self.settings.training) for b in batches]
+        shards = [ray.put(list(of_rank)) for of_rank in zip(*steps, strict=True)]
+        shown = self.settings.tracking.report_samples
+        return GeneratedRollout(shards, rollout.metrics, [group.samples[0] for group in rollout.groups[:shown]])
+
+    def _collect(self, rollout_id: int) -> Rollout:
+        saved = self.settings.rollout.load_debug_rollout_data
+        if saved is not None:
+            groups = load_rollout(saved, rollout_id)
+            return Rollout(groups, rollout_metrics(groups, groups, 0, self.settings.reward.log_passrate))
+        assert self.collector is not None
+        return self._run(self.collector.collect(rollout_id))
+
+    def evaluate(self) -> dict[str, Metric]:
+        """Metrics of every evaluation set under the engine's weights."""
+        assert self.engine is not None and self.reward_function is not None
+        metrics, _ = self._run(
+            evaluate(
+                self.eval_sets,
+                self.engine,
+                self.tokenizer,
+                self.reward_function,
+                self.settings.reward,
+                self.settings.data.rollout_seed,
+            )
+        )
+        return metrics
+
+    def update_weights(self, packed: list[ray.ObjectRef], version: int) -> None:
+        """Give the engine the weights whose chunks ``packed`` refers to."""
+        if self.engine is None:
+            return
+
+        def chunks():  # type: ignore[no-untyped-def]  # one chunk in memory at a time
+            for reference in packed:
+                chunk: PackedChunk = ray.get(reference)
+                yield unpack(chunk)
+
+        self._run(self.engine.update_weights(chunks(), version))
+
+    def state(self) -> dict[str, Any]:
+        """The position in the prompts, for a checkpoint."""
+        return {} if self.stream is None else self.stream.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's position."""
+        if self.stream is not None and state:
+            self.stream.restore(state)
+
+    def save_tokenizer(self, folder: str) -> None:
+        """Add the tokenizer to a Hugging Face export."""
+        self.tokenizer.save_pretrained(folder)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)

@@ -1,0 +1,106 @@
+"""A Ray session and the devices it lends, for the length of one run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from miles.arguments.cluster import ClusterArguments
+
+PLACEMENT_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the actors of a run stand: one bundle a trainer rank, and one for the rollout unless colocated."""
+
+    group: PlacementGroup
+    cluster: ClusterArguments
+    device: str  # cpu or cuda
+
+    def trainer_options(self, rank: int) -> dict[str, Any]:
+        """Ray actor options of trainer rank ``rank``."""
+        return self._options(rank)
+
+    def rollout_options(self) -> dict[str, Any]:
+        """Ray actor options of the rollout worker."""
+        return self._options(0 if self.cluster.colocate else self.cluster.world_size)
+
+    def _options(self, bundle: int) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=bundle)
+        share = 0.5 if self.cluster.colocate else 1.0  # two actors on one bundle, or one
+        resources = {"num_gpus": share} if self.device == "cuda" else {"num_cpus": share}
+        return {"scheduling_strategy": strategy, "max_restarts": 0, **resources}
+
+
+@contextmanager
+def ray_session(cluster: ClusterArguments) -> Iterator[Placement]:
+    """Start a local Ray or join the one at ``--ray-address``; on leaving, free what was taken and nothing else.
+
+    Raises ``ValueError`` when the cluster has not the devices asked for, and ``ConnectionError`` when no Ray answers.
+    """
+    device = resolve_device(cluster)
+    bundles = cluster.world_size + (0 if cluster.colocate else 1)
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Actors import the same miles as the launcher, also when it runs from a checkout that is not installed.
+    runtime_env = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, [_checkout(), os.environ.get("PYTHONPATH")]))}}
+    if cluster.ray_address:
+        ray.init(address=cluster.ray_address, runtime_env=runtime_env, log_to_driver=True)
+    else:
+        # Locally, Ray's CPU count is only a ticket counter: one ticket a process, whatever the machine has.
+        ray.init(
+            num_cpus=max(bundles, 1) if device == "cpu" else None,
+            include_dashboard=False,
+            runtime_env=runtime_env,
+            log_to_driver=True,
+            logging_level="warning",
+            object_store_memory=1024**3,
+        )
+    group: PlacementGroup | None = None
+    try:
+        group = _place(bundles, device, cluster)
+        yield Placement(group, cluster, device)
+    finally:
+        if group is not None:
+            remove_placement_group(group)
+        ray.shutdown()
+
+
+def resolve_device(cluster: ClusterArguments) -> str:
+    """``--device``, with auto read as cuda where PyTorch sees a GPU."""
+    if cluster.device != "auto":
+        return cluster.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _place(bundles: int, device: str, cluster: ClusterArguments) -> PlacementGroup:
+    resource = {"CPU": 1.0, "GPU": 1.0} if device == "cuda" else {"CPU": 1.0}
+    group = placement_group([dict(resource) for _ in range(bundles)], strategy="PACK")
+    ready, _ = ray.wait([group.ready()], timeout=PLACEMENT_SECONDS)
+    if not ready:
+        have = ray.cluster_resources()
+        remove_placement_group(group)
+        raise ValueError(
+            f"the run needs {bundles} bundles of {resource}, but Ray has {have.get('CPU', 0):g} CPUs and "
+            f"{have.get('GPU', 0):g} GPUs (waited {PLACEMENT_SECONDS} s); lower --actor-num-gpus-per-node "
+            f"(now {cluster.actor_num_gpus_per_node}), add --colocate, or free the cluster"
+        )
+    return group
+
+
+def _checkout() -> str:
+    import miles
+
+    package = Path(miles.__file__).resolve().parent.parent
+    return "" if str(package).startswith(sys.prefix) else str(package)

@@ -1,0 +1,77 @@
+"""All trainer ranks as one thing to talk to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from miles.arguments.settings import Settings
+from miles.cluster.session import Placement
+from miles.cluster.train_worker import TrainWorker
+from miles.tracking.metrics import Metric
+from miles.training import checkpoint_folder
+
+
+class TrainGroup:
+    """Starts one actor a rank, and has every rank do the same thing."""
+
+    def __init__(self, settings: Settings, placement: Placement, total_steps: int) -> None:
+        env = json.loads(settings.cluster.train_env_vars or "{}")
+        self.settings = settings
+        self.actors = [
+            ray.remote(TrainWorker)
+            .options(name=None, runtime_env={"env_vars": env} if env else None, **placement.trainer_options(rank))
+            .remote(rank, settings, placement.device)
+            for rank in range(settings.cluster.world_size)
+        ]
+        address = ray.get(self.actors[0].serve_store.remote())
+        self._on_all("connect", address, total_steps)
+
+    def train(self, shards_by_rank: list[ray.ObjectRef]) -> list[dict[str, Metric]]:
+        """One optimizer step for each shard in a rank's list; returns each step's metrics."""
+        calls = [actor.train.remote(shards) for actor, shards in zip(self.actors, shards_by_rank, strict=True)]
+        return wait_all(calls)[0]
+
+    def export_weights(self) -> list[ray.ObjectRef]:
+        """References to the packed chunks of the full weights."""
+        return self._on_all("export_weights")[0]
+
+    def save(self, rollout: int, state: dict[str, Any]) -> Path:
+        """Checkpoint after ``rollout`` rollouts; it appears in ``--save`` whole or not at all."""
+        assert self.settings.checkpoint.save is not None
+        root = Path(self.settings.checkpoint.save).absolute()
+        folder = checkpoint_folder.staging(root, rollout)
+        self._on_all("save", folder, state)
+        return checkpoint_folder.publish(root, rollout)
+
+    def resume(self) -> dict[str, Any] | None:
+        """Restore every rank from the newest checkpoint in ``--load``; returns the launcher's state.
+
+        None, and the run starts at its first rollout, when there is no checkpoint, or under ``--finetune``, which takes
+        the weights only.
+        """
+        given = self.settings.checkpoint
+        folder = checkpoint_folder.newest(Path(given.load)) if given.load is not None else None
+        if folder is None:
+            return None
+        state = self._on_all("load", folder.absolute())[0]
+        return None if given.finetune else state
+
+    def export_hf(self, folder: Path) -> None:
+        """Write the Hugging Face export into ``folder``."""
+        self._on_all("export_hf", folder.absolute())
+
+    def _on_all(self, verb: str, *arguments: Any) -> list[Any]:
+        return wait_all([getattr(actor, verb).remote(*arguments) for actor in self.actors])
+
+
+def wait_all(calls: list[ray.ObjectRef]) -> list[Any]:
+    """The results in order. The first failure of any is raised at once: its peers may hang in a collective for it."""
+    pending = list(calls)
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1)
+        ray.get(done)
+    return ray.get(calls)

@@ -1,0 +1,94 @@
+"""One trainer rank in a Ray actor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from miles.arguments.settings import Settings
+from miles.cluster.threads import use_threads
+from miles.tracking.metrics import Metric
+from miles.train_batch import TrainShard
+from miles.training.backend import TrainBackend
+from miles.training.step import train_rollout
+from miles.weight_sync.chunks import pack
+
+
+class TrainWorker:
+    """Holds a ``TrainBackend`` and does what the train group tells every rank."""
+
+    def __init__(self, rank: int, settings: Settings, device: str) -> None:
+        self.rank = rank
+        self.settings = settings
+        self.device = torch.device(device)
+        self.backend: TrainBackend | None = None
+        use_threads(device, sharers=settings.cluster.actor_num_gpus_per_node)
+
+    def serve_store(self) -> tuple[str, int]:
+        """Rank 0: open the rendezvous on a free port; returns its address."""
+        host = ray.util.get_node_ip_address()
+        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self.store.port
+
+    def connect(self, address: tuple[str, int], total_steps: int) -> None:
+        """Join the process group and build the backend."""
+        timeout = timedelta(minutes=self.settings.cluster.distributed_timeout_minutes)
+        if self.rank != 0:
+            self.store = dist.TCPStore(*address, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            "nccl" if self.device.type == "cuda" else "gloo",
+            store=self.store,
+            rank=self.rank,
+            world_size=self.settings.cluster.world_size,
+            timeout=timeout,
+        )
+        self.backend = _build_backend(self.settings, self.device, total_steps)
+
+    def train(self, shards: Sequence[TrainShard]) -> list[dict[str, Metric]]:
+        """One optimizer step a shard; every rank returns the same metrics."""
+        return train_rollout(self._backend, shards, use_reference=self.settings.loss.use_kl_loss)
+
+    def export_weights(self) -> list[ray.ObjectRef]:
+        """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store."""
+        chunks = self._backend.export_weights()
+        if self.rank == 0:
+            return [ray.put(pack(chunk)) for chunk in chunks]
+        for _ in chunks:  # take part in the gathering
+            continue
+        return []
+
+    def save(self, folder: Path, state: dict[str, Any]) -> None:
+        """Write this rank's part of a checkpoint."""
+        self._backend.save(folder, state)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Read a checkpoint as the flags say; returns the launcher's state."""
+        given = self.settings.checkpoint
+        with_optimizer = not (given.no_load_optim or given.finetune)
+        return self._backend.load(folder, optimizer=with_optimizer, rng=not (given.no_load_rng or given.finetune))
+
+    def export_hf(self, folder: Path) -> None:
+        """Write the Hugging Face export."""
+        self._backend.export_hf(folder)
+
+    @property
+    def _backend(self) -> TrainBackend:
+        assert self.backend is not None, "connect() comes first"
+        return self.backend
+
+
+def _build_backend(settings: Settings, device: torch.device, total_steps: int) -> TrainBackend:
+    assert settings.training.train_backend == "fsdp"
+    from miles.training.fsdp.backend import FsdpBackend
+
+    if device.type == "cuda":
+        device = torch.device("cuda", 0 if "CUDA_VISIBLE_DEVICES" in os.environ else ray.get_gpu_ids()[0])
+        torch.cuda.set_device(device)
+    return FsdpBackend(settings, device, total_steps)

@@ -1,0 +1,116 @@
+"""A prompt set: the rows of a source, rendered and tokenized."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from miles.arguments.data import DataArguments
+from miles.data import reasoning_gym_task
+from miles.data.chat_template import PromptRenderer
+from miles.data.row import Row
+from miles.data.sources import read_rows
+from miles.sample import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The prompts of one source, in its order, and how many were dropped for their length."""
+
+    prompts: tuple[Prompt, ...]
+    dropped: int
+
+
+def load_prompts(
+    source: str,
+    data: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    input_key: str | None = None,
+    label_key: str | None = None,
+) -> PromptSet:
+    """Read, render and tokenize the prompts of ``source`` (its forms: ``sources.FORMS``).
+
+    ``input_key`` and ``label_key`` stand in for those of ``data``; ``reasoning_gym`` has columns of its own and heeds
+    neither. Text rendered through a chat template is tokenized as it stands, since templates write the special tokens;
+    other text as the tokenizer does by default. Prompts of more than ``rollout_max_prompt_len`` tokens are dropped,
+    and logged. Raises ``ValueError`` naming file and line for a malformed row, and for a source without prompts.
+    """
+    if source.startswith(reasoning_gym_task.SCHEME):
+        columns = _Columns(
+            reasoning_gym_task.INPUT, reasoning_gym_task.LABEL, reasoning_gym_task.METADATA, label_may_be_null=True
+        )
+    else:
+        columns = _Columns(input_key or data.input_key, label_key or data.label_key, data.metadata_key)
+    renderer = PromptRenderer(data, tokenizer)
+    rows = list(read_rows(source))
+    if not rows:
+        raise ValueError(f"prompt source {source}: it is empty; give one with at least one row")
+    texts = [renderer.render(row, row.column(columns.input, "--input-key")) for row in rows]
+    token_ids = tokenizer(texts, add_special_tokens=not renderer.uses_template)["input_ids"]
+    prompts = [_prompt(row, text, ids, columns) for row, text, ids in zip(rows, texts, token_ids, strict=True)]
+    return _drop_long(prompts, data.rollout_max_prompt_len, source)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """What the columns of a source are called."""
+
+    input: str
+    label: str | None
+    metadata: str
+    label_may_be_null: bool = False  # some tasks have no single right answer to show
+
+
+def _prompt(row: Row, text: str, token_ids: Sequence[int], columns: _Columns) -> Prompt:
+    if not token_ids:
+        row.refuse(f"the tokenizer makes no token of the prompt {text!r}; correct or remove the row")
+    return Prompt(text, tuple(token_ids), _label(row, columns), _metadata(row, columns.metadata), row.where)
+
+
+def _label(row: Row, columns: _Columns) -> Any:
+    if columns.label is None:
+        return None
+    if columns.label_may_be_null:
+        return row.columns[columns.label]
+    return row.column(columns.label, "--label-key")
+
+
+def _metadata(row: Row, key: str) -> dict[str, Any]:
+    metadata = row.columns.get(key)
+    if metadata is None:  # a column of Parquet is null where a row has none
+        return {}
+    if not isinstance(metadata, dict):
+        row.refuse(
+            f"column {key!r} is of type {type(metadata).__name__}; it must be an object: correct it, or choose another "
+            f"column with --metadata-key"
+        )
+    return metadata
+
+
+def _drop_long(prompts: list[Prompt], limit: int | None, source: str) -> PromptSet:
+    kept = tuple(p for p in prompts if limit is None or len(p.token_ids) <= limit)
+    dropped = len(prompts) - len(kept)
+    if not kept:
+        shortest = min(len(p.token_ids) for p in prompts)
+        raise ValueError(
+            f"--rollout-max-prompt-len {limit}: drops all {len(prompts)} prompts of {source}, the shortest of which "
+            f"has {shortest} tokens; raise the limit"
+        )
+    if dropped:
+        _logger.warning(
+            "%s: dropped %d of %d prompts of more than %d tokens (--rollout-max-prompt-len)",
+            source,
+            dropped,
+            len(prompts),
+            limit,
+        )
+    _logger.info("%s: %d prompts", source, len(kept))
+    return PromptSet(kept, dropped)

@@ -1,0 +1,31 @@
+"""One row of a prompt source, and the words for what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+
+@dataclass(frozen=True)
+class Row:
+    """Named columns, and ``where`` the row stands: ``file.jsonl:17``, rows and lines counted from 1."""
+
+    where: str
+    columns: Mapping[str, Any]
+
+    def column(self, name: str, flag: str) -> Any:
+        """The value of column ``name``, which the user chose with ``flag``. Raises ``ValueError`` if absent or null."""
+        if name not in self.columns:
+            near = get_close_matches(name, self.columns, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            has = ", ".join(map(str, self.columns)) or "none"
+            self.refuse(f"no column {name!r}; {hint}the columns are: {has}; choose one with {flag}")
+        if self.columns[name] is None:
+            self.refuse(f"column {name!r} is null; fill it, remove the row, or choose another column with {flag}")
+        return self.columns[name]
+
+    def refuse(self, fault_and_way_out: str) -> NoReturn:
+        """Raise the ``ValueError`` of a malformed row."""
+        raise ValueError(f"{self.where}: {fault_and_way_out}")

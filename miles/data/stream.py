@@ -1,0 +1,86 @@
+"""The endless order in which prompts are drawn, and a position in it to resume from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from miles.sample import Prompt, PromptGroup
+
+
+class PromptStream:
+    """Draws the prompts of a set, pass after pass; each pass in an order of its own with ``shuffle``.
+
+    The order of a pass is a pure function of the number of prompts, ``seed`` and the pass, so a position is three
+    numbers. Every prompt is drawn once a pass.
+
+    >>> stream = PromptStream([Prompt("a", (1,)), Prompt("b", (2,))], shuffle=False, seed=0)
+    >>> [(g.group_index, g.prompt.text) for g in stream.draw(3)], stream.epoch
+    ([(0, 'a'), (1, 'b'), (2, 'a')], 1)
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], shuffle: bool, seed: int) -> None:
+        """Raises ``ValueError`` if there are no prompts."""
+        if not prompts:
+            raise ValueError("a prompt stream needs at least one prompt")
+        self._prompts = prompts
+        self._shuffle = shuffle
+        self._seed = seed
+        self._move_to(epoch=0, position=0, next_group_index=0)
+
+    @property
+    def epoch(self) -> int:
+        """The pass that the last drawn prompt belongs to, counted from 0."""
+        return self._epoch
+
+    def draw(self, n: int) -> list[PromptGroup]:
+        """The next ``n`` prompts, as groups without samples. Their ``group_index`` counts all draws of the run."""
+        return [self._draw_one() for _ in range(n)]
+
+    def state(self) -> dict[str, Any]:
+        """The position, in plain values that JSON can hold."""
+        return {
+            **self._order_key(),
+            "epoch": self._epoch,
+            "position": self._position,
+            "next_group_index": self._next_group_index,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``: what is drawn next is what would have been drawn next when it was taken.
+
+        Raises ``ValueError`` for a state of another order: another number of prompts, shuffling or seed.
+        """
+        flags = {"num_prompts": "--prompt-data", "shuffle": "--rollout-shuffle", "seed": "--rollout-seed"}
+        for key, value in self._order_key().items():
+            if state[key] != value:
+                raise ValueError(
+                    f"{flags[key]}: the checkpoint's position in the prompts is for {key} {state[key]}, this run has "
+                    f"{key} {value}, so it cannot go on from there; give {flags[key]} as in the run that was saved, "
+                    f"or start a new run from its weights"
+                )
+        self._move_to(state["epoch"], state["position"], state["next_group_index"])
+
+    def _order_key(self) -> dict[str, Any]:
+        return {"num_prompts": len(self._prompts), "shuffle": self._shuffle, "seed": self._seed}
+
+    def _move_to(self, epoch: int, position: int, next_group_index: int) -> None:
+        self._epoch = epoch
+        self._position = position
+        self._next_group_index = next_group_index
+        self._order = self._order_of(epoch)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(len(self._prompts)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+    def _draw_one(self) -> PromptGroup:
+        if self._position == len(self._order):
+            self._move_to(self._epoch + 1, 0, self._next_group_index)
+        group = PromptGroup(self._next_group_index, self._prompts[self._order[self._position]])
+        self._position += 1
+        self._next_group_index += 1
+        return group

@@ -1,0 +1,139 @@
+"""The model behind the embedded engine: loading, prefill and decode passes over the KV cache, weights in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from miles.engine import slot_attention
+from miles.engine.base import WeightChunk
+from miles.engine.kv_cache import KVCache
+from miles.engine.slot_attention import DecodeStep, PrefillStep
+
+
+class ModelRunner:
+    """A decoder-only transformers model with plain full attention, and the KV cache of the rows it decodes.
+
+    Raises ``ValueError`` for a model whose layers it would compute wrongly (sliding windows, recurrent layers, sinks).
+    """
+
+    def __init__(self, model_path: str, dtype: torch.dtype, device: str) -> None:
+        config = AutoConfig.from_pretrained(model_path)
+        _check_full_attention(config, model_path)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=dtype, attn_implementation=slot_attention.NAME
+        )
+        self.device = torch.device(device)
+        self.model.to(self.device).eval().requires_grad_(False)
+        self.cache = KVCache()
+        self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
+        self.max_length: int = config.get_text_config().max_position_embeddings
+        eos = self.model.generation_config.eos_token_id
+        self.eos_ids: frozenset[int] = frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+        self._last_positions: torch.Tensor | None = None
+        self.model.get_output_embeddings().register_forward_pre_hook(self._keep_last_positions)
+        self._check_every_layer_uses_the_cache(model_path)
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Sequence[int]], prompt_of_row: Sequence[int], first_row: int) -> torch.Tensor:
+        """Run P whole prompts and store prompt ``prompt_of_row[i]`` in row ``first_row + i``.
+
+        Returns the logits that follow each prompt, [P, vocab].
+        """
+        lengths = torch.tensor([len(p) for p in prompts])
+        width = int(lengths.max())
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        self.cache.reserve(first_row + len(prompt_of_row), width)
+        step = PrefillStep(self.cache, torch.tensor(prompt_of_row, device=self.device), first_row)
+        self._last_positions = (lengths - 1).to(self.device)
+        return self._forward(ids.to(self.device), torch.arange(width, device=self.device)[None], step)
+
+    @torch.inference_mode()
+    def decode(self, tokens: Sequence[int], positions: Sequence[int], width: int) -> torch.Tensor:
+        """Run one token of rows 0 .. B - 1, at ``positions``; attention reads ``width`` tokens of each row.
+
+        Returns logits [B, vocab].
+        """
+        at = torch.tensor(positions, device=self.device)
+        self.cache.reserve(len(tokens), width)
+        visible = torch.arange(width, device=self.device) <= at[:, None]
+        mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device).masked_fill_(~visible, -torch.inf)
+        step = DecodeStep(self.cache, torch.arange(len(tokens), device=self.device), at, mask[:, None, None])
+        self._last_positions = None
+        return self._forward(torch.tensor(tokens, device=self.device)[:, None], at[:, None], step)
+
+    def load_weights(self, chunks: Iterable[WeightChunk]) -> None:
+        """Copy every parameter in place, cast to the model's dtype.
+
+        Raises ``ValueError`` naming unknown, misshapen or missing tensors. Of tied tensors one name is enough.
+        """
+        targets: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True)
+        arrived: set[int] = set()
+        for chunk in chunks:
+            _check_names_and_shapes(chunk.tensors, targets)
+            with torch.no_grad():
+                for name, tensor in chunk.tensors.items():
+                    targets[name].copy_(tensor)
+                    arrived.add(id(targets[name]))
+        missing = [name for name, target in targets.items() if id(target) not in arrived]
+        if missing:
+            raise ValueError(
+                f"weight update lacks {_listed(missing)}: send every parameter of the model in each update"
+            )
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, step: PrefillStep | DecodeStep) -> torch.Tensor:
+        output = self.model(
+            input_ids=ids, position_ids=positions.expand(ids.shape), use_cache=False, kv_step=step, logits_to_keep=0
+        )
+        return output.logits[:, -1]
+
+    def _keep_last_positions(self, _: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
+        """Before the output projection of a prefill: hidden states [P, T, H] to those of each prompt's last token."""
+        if self._last_positions is None:
+            return None
+        hidden = args[0]
+        return (hidden[torch.arange(len(hidden), device=hidden.device), self._last_positions][:, None],)
+
+    def _check_every_layer_uses_the_cache(self, model_path: str) -> None:
+        self.prefill([[0]], [0], first_row=0)
+        layers = self.model.config.get_text_config().num_hidden_layers
+        if self.cache.num_layers != layers:
+            raise ValueError(
+                f"--hf-checkpoint {model_path}: {self.cache.num_layers} of {layers} layers attend through transformers' "
+                "attention interface; --rollout-engine torch needs all of them: choose another model"
+            )
+        self.cache.clear()
+
+
+def _check_full_attention(config: PreTrainedConfig, model_path: str) -> None:
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if config.is_encoder_decoder or kinds != {"full_attention"}:
+        found = "an encoder and a decoder" if config.is_encoder_decoder else f"layers of {', '.join(sorted(kinds))}"
+        raise ValueError(
+            f"--hf-checkpoint {model_path}: the model has {found}; --rollout-engine torch runs decoder-only models whose "
+            "layers are all full_attention: choose another model"
+        )
+
+
+def _check_names_and_shapes(tensors: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) -> None:
+    unknown = [name for name in tensors if name not in targets]
+    if unknown:
+        raise ValueError(f"weight update has {_listed(unknown)}, which the model has not: use Hugging Face names")
+    for name, tensor in tensors.items():
+        if tensor.shape != targets[name].shape:
+            raise ValueError(
+                f"weight update has {name} of shape {tuple(tensor.shape)}, the model's is "
+                f"{tuple(targets[name].shape)}: send full, unsharded tensors"
+            )
+
+
+def _listed(names: list[str]) -> str:
+    """Up to eight names, and how many more."""
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -1,0 +1,127 @@
+"""The sequences that are being decoded together: admit, take one step, retire. Plain synchronous code on one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from miles.engine.base import FinishReason, Generation, SamplingParams
+from miles.engine.model_runner import ModelRunner
+from miles.engine.sampling import RowSampling, sample, seeded_uniforms
+
+PREFILL_TOKENS = 16384  # tokens, with padding, of one prefill pass
+MASK_STEP = 16  # attended widths are multiples of this, which the fused kernels like
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One response in the making. ``weight_version`` is that of its last token."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop_ids: frozenset[int]
+    uniforms: np.ndarray  # one a token to come
+    weight_version: int
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @classmethod
+    def start(
+        cls, prompt_ids: tuple[int, ...], sampling: SamplingParams, stop_ids: frozenset[int], seed: int, version: int
+    ) -> Sequence:
+        """A sequence of no tokens yet, with its randomness drawn."""
+        return cls(prompt_ids, sampling, stop_ids, seeded_uniforms(seed, sampling.max_new_tokens), version)
+
+    @property
+    def position(self) -> int:
+        """Where the last token stands: tokens of the prompt and the response, less one."""
+        return len(self.prompt_ids) + len(self.token_ids) - 1
+
+    def append(self, token: int, log_prob: float, version: int) -> None:
+        """Take the next token, and finish where it ends the response."""
+        self.token_ids.append(token)
+        self.log_probs.append(log_prob)
+        self.weight_version = version
+        if token in self.stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == self.sampling.max_new_tokens:
+            self.finish_reason = "length"
+
+    def result(self) -> Generation:
+        """The finished response."""
+        assert self.finish_reason is not None, "a running sequence has no result"
+        return Generation(self.token_ids, self.log_probs, self.finish_reason, self.weight_version)
+
+
+class RunningBatch:
+    """Rows of the KV cache and the sequences that own them: ``sequences[i]`` stands in row i."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._row_sampling: RowSampling | None = None  # of the sequences as they are now
+        self.sequences: list[Sequence] = []
+
+    def admit(self, sequences: Many[Sequence], version: int) -> None:
+        """Prefill the prompts of new sequences, each distinct prompt once, and draw their first tokens."""
+        by_prompt: dict[tuple[int, ...], list[Sequence]] = {}
+        for sequence in sequences:
+            by_prompt.setdefault(sequence.prompt_ids, []).append(sequence)
+        prompts = sorted(by_prompt, key=len, reverse=True)  # alike lengths together: little padding
+        while prompts:
+            count = max(1, PREFILL_TOKENS // len(prompts[0]))
+            self._prefill(prompts[:count], by_prompt, version)
+            prompts = prompts[count:]
+
+    def step(self, version: int) -> None:
+        """Decode one token of every sequence."""
+        last_tokens = [s.token_ids[-1] for s in self.sequences]
+        positions = [s.position for s in self.sequences]
+        width = -(-(max(positions) + 1) // MASK_STEP) * MASK_STEP
+        logits = self._runner.decode(last_tokens, positions, width)
+        if self._row_sampling is None:
+            self._row_sampling = self._sampling_of(self.sequences)
+        self._draw(self.sequences, logits, self._row_sampling, version)
+
+    @torch.inference_mode()
+    def retire(self) -> list[Sequence]:
+        """Take the finished sequences out; the last rows move into the gaps."""
+        retired = [s for s in self.sequences if s.finish_reason is not None]
+        if retired:
+            self._row_sampling = None
+        row = 0
+        while row < len(self.sequences):
+            if self.sequences[row].finish_reason is None:
+                row += 1
+                continue
+            last = self.sequences.pop()
+            if row < len(self.sequences):
+                if last.finish_reason is None:
+                    self._runner.cache.move(len(self.sequences), row, last.position)
+                self.sequences[row] = last
+        if not self.sequences:
+            self._runner.cache.clear()
+        return retired
+
+    def _prefill(
+        self, prompts: Many[tuple[int, ...]], by_prompt: dict[tuple[int, ...], list[Sequence]], version: int
+    ) -> None:
+        new = [s for prompt in prompts for s in by_prompt[prompt]]
+        prompt_of_row = [i for i, prompt in enumerate(prompts) for _ in by_prompt[prompt]]
+        logits = self._runner.prefill(prompts, prompt_of_row, first_row=len(self.sequences))
+        self.sequences.extend(new)
+        self._row_sampling = None
+        self._draw(new, logits[torch.tensor(prompt_of_row, device=logits.device)], self._sampling_of(new), version)
+
+    def _sampling_of(self, sequences: Many[Sequence]) -> RowSampling:
+        return RowSampling.of([s.sampling for s in sequences], self._runner.vocab_size, self._runner.device)
+
+    @torch.inference_mode()
+    def _draw(self, sequences: Many[Sequence], logits: torch.Tensor, rows: RowSampling, version: int) -> None:
+        uniforms = torch.tensor([s.uniforms[len(s.token_ids)] for s in sequences], dtype=torch.float64)
+        tokens, log_probs = sample(logits, rows, uniforms.to(logits.device))
+        for sequence, token, log_prob in zip(sequences, tokens.tolist(), log_probs.tolist(), strict=True):
+            sequence.append(token, log_prob, version)

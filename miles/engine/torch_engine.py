@@ -1,0 +1,189 @@
+"""The embedded engine: continuous batching of a transformers model inside the rollout process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from miles.engine.base import Generation, GenerationRequest, WeightChunk
+from miles.engine.model_runner import ModelRunner
+from miles.engine.running_batch import RunningBatch, Sequence
+from miles.engine.sampling import check_sampling
+
+
+@dataclass(eq=False)
+class _Request:
+    """The sequences of one ``generate`` call, and the future it awaits."""
+
+    sequences: list[Sequence]
+    finished: asyncio.Future[list[Generation]]
+
+    def settle(self) -> None:
+        """Answer the caller once every sequence has ended."""
+        if not self.finished.done() and all(s.finish_reason is not None for s in self.sequences):
+            self.finished.set_result([s.result() for s in self.sequences])
+
+
+class TorchEngine:
+    """Implements ``miles.engine.base.Engine`` on any decoder-only transformers model with plain full attention.
+
+    One asyncio task serves all requests: between two steps it takes finished sequences out of the batch and waiting
+    ones in, up to ``max_batch_size``; the steps run on one thread of the engine's own. A response depends on the
+    weights, the prompt, the sampling and its seed, not on what else is in the batch, up to the rounding of matrix products.
+
+    A response in flight during ``update_weights`` goes on with the new weights and keeps the cache of the old ones; its
+    ``weight_version`` is that of its last token.
+    """
+
+    def __init__(self, model_path: str, dtype: torch.dtype, device: str, max_batch_size: int) -> None:
+        """Load the model onto ``device``. Raises ``ValueError`` for a model that it would not compute correctly."""
+        if max_batch_size < 1:
+            raise ValueError(f"--torch-engine-max-batch-size {max_batch_size}: must be at least 1")
+        self._max_batch_size = max_batch_size
+        self._runner = ModelRunner(model_path, dtype, device)
+        self._batch = RunningBatch(self._runner)
+        self._version = 0
+        self._weights_whole = True
+        self._closed = False
+        self._requests: list[_Request] = []
+        self._waiting: deque[Sequence] = deque()
+        self._running = asyncio.Event()
+        self._running.set()
+        self._between_steps = asyncio.Lock()
+        self._serving: asyncio.Task[None] | None = None
+        # One thread: torch keeps a pool of OpenMP threads for every thread that calls it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """One ``Generation`` a seed, in order. Requests of one tick of the loop are admitted together, in order.
+
+        Raises ``ValueError`` for an empty prompt, a token id outside the vocabulary, sampling values outside their
+        range, and a prompt that leaves no room for ``max_new_tokens`` in the model's context.
+        """
+        assert not self._closed, "generate() after close()"
+        self._check(request)
+        if not self._weights_whole:
+            raise RuntimeError("the last weight update failed half-way: send a complete one before generating")
+        if not request.seeds:
+            return []
+        stop_ids = self._runner.eos_ids | frozenset(request.sampling.stop_token_ids)
+        sequences = [
+            Sequence.start(request.prompt_ids, request.sampling, stop_ids, seed, self._version)
+            for seed in request.seeds
+        ]
+        entry = _Request(sequences, asyncio.get_running_loop().create_future())
+        self._requests.append(entry)
+        self._waiting.extend(sequences)
+        if self._serving is None or self._serving.done():
+            # A task starts after those that are ready now, so what they submit is in its first batch.
+            self._serving = asyncio.create_task(self._serve())
+        return await entry.finished
+
+    async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
+        """Replace all weights between two steps. Later tokens carry ``version``.
+
+        Raises ``ValueError`` naming missing, unknown or misshapen tensors. After that the engine is unhealthy and
+        refuses to generate until an update succeeds.
+        """
+        async with self._between_steps:
+            self._weights_whole = False
+            await self._on_thread(lambda: self._runner.load_weights(chunks))
+            self._weights_whole = True
+            self._version = version
+
+    async def pause(self) -> None:
+        """Return when the step under way has ended. Requests in flight keep their state."""
+        self._running.clear()
+        async with self._between_steps:
+            pass
+
+    async def resume(self) -> None:
+        """Go on with the paused requests."""
+        self._running.set()
+
+    async def abort(self) -> None:
+        """End every request between two steps. Each returns the tokens that it has, with finish_reason ``abort``."""
+        async with self._between_steps:
+            for sequence in (*self._batch.sequences, *self._waiting):
+                sequence.finish_reason = "abort"
+            self._retire()
+
+    async def health(self) -> bool:
+        """True unless the engine is closed or its last weight update failed."""
+        return self._weights_whole and not self._closed
+
+    async def close(self) -> None:
+        """End all requests as ``abort`` does, and release the model, its cache and the thread."""
+        self._closed = True
+        await self.abort()
+        self._running.set()
+        if self._serving is not None:
+            await self._serving
+        self._thread.shutdown()
+        del self._batch, self._runner
+
+    async def _serve(self) -> None:
+        """Step until nobody waits. A failure is handed to every caller, and leaves the engine empty."""
+        try:
+            while self._batch.sequences or self._waiting:
+                await self._running.wait()
+                async with self._between_steps:
+                    if self._running.is_set():
+                        await self._step()
+        except Exception as error:
+            for request in self._requests:
+                if not request.finished.done():
+                    request.finished.set_exception(error)
+            self._waiting.clear()
+            self._batch = RunningBatch(self._runner)
+            self._runner.cache.clear()
+            self._requests.clear()
+
+    async def _step(self) -> None:
+        """Decode one token of the running sequences, then admit waiting ones into the free rows."""
+        if self._batch.sequences:
+            await self._on_thread(lambda: self._batch.step(self._version))
+        self._retire()
+        free = self._max_batch_size - len(self._batch.sequences)
+        admitted = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        if admitted:
+            await self._on_thread(lambda: self._batch.admit(admitted, self._version))
+            self._retire()
+
+    def _retire(self) -> None:
+        """Answer the finished requests, drop those whose callers have gone, and free their rows."""
+        for request in self._requests:
+            if request.finished.cancelled():
+                for sequence in request.sequences:
+                    sequence.finish_reason = sequence.finish_reason or "abort"
+            request.settle()
+        self._requests = [r for r in self._requests if not r.finished.done()]
+        self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
+        self._batch.retire()
+
+    async def _on_thread(self, work: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _check(self, request: GenerationRequest) -> None:
+        check_sampling(request.sampling)
+        if not request.prompt_ids:
+            raise ValueError("an empty prompt cannot be continued: give each prompt at least one token")
+        vocab = self._runner.vocab_size
+        outside = [i for i in request.prompt_ids if not 0 <= i < vocab]
+        if outside:
+            raise ValueError(
+                f"prompt token id {outside[0]} is outside the model's vocabulary of {vocab}: "
+                "use the tokenizer of --hf-checkpoint"
+            )
+        length, new = len(request.prompt_ids), request.sampling.max_new_tokens
+        if length + new > self._runner.max_length:
+            raise ValueError(
+                f"a prompt of {length} tokens and --rollout-max-response-len {new} make {length + new}, more than the "
+                f"model's max_position_embeddings {self._runner.max_length}: shorten either, or set "
+                "--rollout-max-context-len"
+            )

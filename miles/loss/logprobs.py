@@ -1,0 +1,139 @@
+"""Log-probabilities and entropy of a large vocabulary without the whole logits in memory, forward or backward.
+
+A chunk of positions at a time: logits, log-sum-exp, what is wanted of them, gone. The backward pass computes each
+chunk's logits again and writes their gradient down by hand; only the log-sum-exp and the entropy, [R] each, are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+def chunked_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    chunk_size: int,
+    bias: torch.Tensor | None = None,
+    with_entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs of ``targets`` [R] under softmax(logits / temperature), and its entropy in nats if asked; fp32 [R].
+
+    ``hidden`` [R, H] and ``weight`` [V, H] share a dtype, in which the logits ``hidden @ weight.T + bias`` are
+    computed; everything after is fp32. At most ``chunk_size`` positions have their logits in memory, -1 for no limit.
+    Temperature 0 (greedy sampling) means the raw logits. Gradients flow to ``hidden``, ``weight`` and ``bias``, from
+    both outputs; those of ``weight`` and ``bias`` are accumulated over the chunks in fp32 (fp64 for fp64).
+    """
+    assert chunk_size == -1 or chunk_size > 0, f"--log-probs-chunk-size {chunk_size} must be above 0, or -1"
+    assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight {weight.dtype}"
+    rows = chunk_size if chunk_size > 0 else max(len(hidden), 1)
+    scale = 1.0 / temperature if temperature > 0 else 1.0
+    return _ChunkedLogProbs.apply(hidden, weight, bias, targets, scale, rows, with_entropy)
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    """With logits z (after scaling), p = softmax(z), log p = z - lse, entropy H = -sum p log p::
+
+    d log p[target] / dz = onehot(target) - p
+    d H / dz             = -p (log p + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        scale: float,
+        rows: int,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        lse = hidden.new_empty(len(hidden), dtype=_accumulate_dtype(hidden))
+        log_probs = torch.empty_like(lse)
+        entropy = torch.empty_like(lse) if with_entropy else None
+        for part in _chunks(len(hidden), rows):
+            logits = _logits(hidden[part], weight, bias, scale)
+            chosen = logits.gather(1, targets[part, None]).squeeze(1)
+            lse[part] = torch.logsumexp(logits, 1)
+            log_probs[part] = chosen - lse[part]
+            if entropy is not None:
+                log_p = logits.sub_(lse[part, None])
+                entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+        ctx.scale, ctx.rows = scale, rows
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple:
+        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if needs_bias else None
+        for part in _chunks(len(hidden), ctx.rows):
+            log_p = _logits(hidden[part], weight, bias, ctx.scale).sub_(lse[part, None])
+            grad = _logits_gradient(
+                log_p,
+                targets[part],
+                None if grad_log_probs is None else grad_log_probs[part],
+                None if grad_entropy is None else grad_entropy[part],
+                None if entropy is None else entropy[part],
+            )
+            if ctx.scale != 1.0:
+                grad.mul_(ctx.scale)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[part]
+        return (grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), None, None, None, None)
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float) -> torch.Tensor:
+    logits = torch.nn.functional.linear(hidden, weight, bias).to(_accumulate_dtype(hidden))
+    return logits if scale == 1.0 else logits.mul_(scale)
+
+
+def _logits_gradient(
+    log_p: torch.Tensor,
+    targets: torch.Tensor,
+    grad_log_probs: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    """``g_lp (onehot - p) - g_H p (log p + H)`` as ``p * (-g_H log p - g_H H - g_lp) + g_lp onehot``; [rows, V]."""
+    shift = torch.zeros_like(log_p[:, 0])
+    if grad_log_probs is not None:
+        shift -= grad_log_probs
+    if grad_entropy is None:
+        grad = log_p.exp_().mul_(shift[:, None])
+    else:
+        assert entropy is not None
+        shift -= grad_entropy * entropy
+        p = log_p.exp()
+        grad = log_p.mul_(-grad_entropy[:, None]).add_(shift[:, None]).mul_(p)
+    if grad_log_probs is not None:
+        grad.scatter_add_(1, targets[:, None], grad_log_probs[:, None])
+    return grad
+
+
+def _chunks(length: int, rows: int) -> Iterator[slice]:
+    return (slice(start, min(start + rows, length)) for start in range(0, length, rows))
+
+
+def _accumulate_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _cast(gradient: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None or like is None else gradient.to(like.dtype)

@@ -1,0 +1,81 @@
+"""The policy gradient loss: clipped ratios, with an optional KL term and entropy bonus."""
+
+from __future__ import annotations
+
+import torch
+
+from miles.arguments.loss import LossArguments
+from miles.loss.aggregation import get_pg_loss_reducer, is_per_token
+from miles.loss.kl import approximate_kl
+from miles.loss.log_ratio import masked_log_ratio
+from miles.loss.output import LossOutput
+from miles.loss.reducers import get_sum_of_sample_mean
+from miles.train_batch import MicroBatch
+
+
+def compute_policy_loss(
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    eps_clip: float,
+    eps_clip_high: float | None = None,
+    eps_clip_c: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-token losses and whether each was clipped (0/1, without graph); all [R], fp32.
+
+    ``log_ratio`` is log policy - log old policy. PPO's clip (arXiv 1707.06347) of the ratio to [1 - eps_clip,
+    1 + eps_clip_high], the latter DAPO's clip-higher (2503.14476), ``eps_clip`` if None. With ``eps_clip_c`` (above 1)
+    the loss of a negative advantage is at most ``-eps_clip_c * advantage``: dual clip (1912.09729 Eq. 5). The clip
+    fraction counts PPO's clip, not the dual one.
+    """
+    high = eps_clip if eps_clip_high is None else eps_clip_high
+    ratio = log_ratio.float().exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - eps_clip, 1.0 + high)
+    losses = torch.maximum(unclipped, clipped)
+    if eps_clip_c is not None:
+        assert eps_clip_c > 1.0, f"--eps-clip-c {eps_clip_c} must be above 1"
+        losses = torch.where(advantages < 0, torch.minimum(losses, -eps_clip_c * advantages), losses)
+    return losses, (clipped > unclipped).float().detach()
+
+
+def policy_loss_function(
+    loss: LossArguments, micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None
+) -> LossOutput:
+    """``pg_loss - entropy_coef * entropy + kl_loss_coef * kl`` of one micro-batch; ``log_probs``, ``entropy`` are [R].
+
+    Only pg_loss follows ``--loss-aggregation`` (or the custom reducer); everything else keeps the sample mean, or the
+    token mean under ``token_mean``, so that runs of different modes stay comparable. ``entropy`` may be None if its
+    coefficient is 0; it is then not reported.
+    """
+    reduce = get_sum_of_sample_mean(micro, is_per_token(loss))
+    old_log_probs = log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs
+    log_ratio = masked_log_ratio(log_probs, old_log_probs, micro.loss_mask)
+    token_losses, clipped = compute_policy_loss(
+        log_ratio, micro.advantages, loss.eps_clip, loss.eps_clip_high, loss.eps_clip_c
+    )
+    total = pg_loss = get_pg_loss_reducer(loss, micro)(token_losses)
+    metrics = {
+        "pg_loss": pg_loss,
+        "pg_clipfrac": reduce(clipped),
+        "ppo_kl": reduce(-log_ratio),
+        "train_rollout_logprob_abs_diff": reduce((old_log_probs - micro.rollout_log_probs).abs()),
+    }
+    if entropy is not None:
+        metrics["entropy_loss"] = entropy_loss = reduce(entropy)
+        if loss.entropy_coef:
+            total = total - loss.entropy_coef * entropy_loss
+    else:
+        assert not loss.entropy_coef, "--entropy-coef needs the entropy"
+    if loss.use_kl_loss:
+        metrics["kl_loss"] = kl_loss = reduce(_token_kl(loss, micro, log_probs))
+        if loss.kl_loss_coef:
+            total = total + loss.kl_loss_coef * kl_loss
+    metrics["loss"] = total
+    return LossOutput(total, {name: value.detach() for name, value in metrics.items()})
+
+
+def _token_kl(loss: LossArguments, micro: MicroBatch, log_probs: torch.Tensor) -> torch.Tensor:
+    """The KL to the reference model of each token [R]; without a graph if it is only measured."""
+    assert micro.ref_log_probs is not None, "--use-kl-loss needs the reference model's log-probs in the batch"
+    current = log_probs if loss.kl_loss_coef else log_probs.detach()
+    return approximate_kl(masked_log_ratio(current, micro.ref_log_probs, micro.loss_mask), loss.kl_loss_type)

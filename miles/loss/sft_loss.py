@@ -1,0 +1,16 @@
+"""Supervised fine-tuning: the negative log-likelihood of the response, aggregated like the policy loss."""
+
+from __future__ import annotations
+
+import torch
+
+from miles.arguments.loss import LossArguments
+from miles.loss.aggregation import get_pg_loss_reducer
+from miles.loss.output import LossOutput
+from miles.train_batch import MicroBatch
+
+
+def sft_loss_function(loss: LossArguments, micro: MicroBatch, log_probs: torch.Tensor) -> LossOutput:
+    """``-log_probs`` [R] of the unmasked response tokens, reduced as ``--loss-aggregation`` says."""
+    negative_log_likelihood = get_pg_loss_reducer(loss, micro)(-log_probs)
+    return LossOutput(negative_log_likelihood, {"loss": negative_log_likelihood.detach()})

@@ -1,0 +1,56 @@
+"""``--rm-type last_number``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+
+from miles.rewards.reference import reference_text
+from miles.sample import Sample
+
+# A minus that follows a word, a number or a closing bracket is a subtraction ("7-3"), not a sign.
+_NUMBER = re.compile(
+    r"""
+    (?P<sign> (?<![\w.)\]]) - )?
+    (?P<digits> [0-9]{1,3} (?: ,[0-9]{3} )+ (?![0-9]) (?: \.[0-9]+ )?  # 1,234,567.8
+              | [0-9]+ (?: \.[0-9]+ )?                                 # 1234.5
+              | \.[0-9]+ )                                             # .5
+    (?P<exponent> [eE] [+-]? [0-9]{1,3} (?![0-9]) )?
+    """,
+    re.VERBOSE | re.ASCII,
+)
+
+
+def last_number(samples: Sequence[Sample]) -> list[float]:
+    """1 where the last number in the response equals the last number in the label, else 0.
+
+    Numbers are compared as exact decimals: 6, 6.0, 006 and 0.6e1 are equal, 1,234 is 1234. So a label may hold a
+    whole derivation that ends with its answer. Raises ``ValueError`` for a label without a number.
+    """
+    return [float(find_last_number(s.response) == _reference(s)) for s in samples]
+
+
+def find_last_number(text: str) -> Decimal | None:
+    """The last number in ``text``, exactly; None if there is none.
+
+    >>> find_last_number("7-3 = 4, and 1,000 times that is 4,000.50.")
+    Decimal('4000.50')
+    """
+    last = None
+    for last in _NUMBER.finditer(text):  # noqa: B007 (the last one is what we want)
+        pass
+    if last is None:
+        return None
+    return Decimal((last["sign"] or "") + last["digits"].replace(",", "") + (last["exponent"] or ""))
+
+
+def _reference(sample: Sample) -> Decimal:
+    text = reference_text(sample.prompt, "last_number")
+    number = find_last_number(text)
+    if number is None:
+        raise ValueError(
+            f"--rm-type last_number: the label {text[:80]!r} of the prompt {sample.prompt.source} holds no number; "
+            f"name the column of numeric answers with --label-key, or use --rm-type exact_match"
+        )
+    return number

@@ -1,0 +1,24 @@
+"""The reference answer of a prompt, as the built-in rewards want it."""
+
+from __future__ import annotations
+
+from miles.sample import Prompt
+
+
+def reference_text(prompt: Prompt, rm_type: str) -> str:
+    """The prompt's label as stripped text; a number is written out.
+
+    Raises ``ValueError`` for a label that is missing, empty, or neither text nor number.
+    """
+    label = prompt.label
+    if label is None:
+        raise ValueError(
+            f"--rm-type {rm_type}: the prompt {prompt.source} has no label to compare with; name the column of the "
+            f"reference answers with --label-key"
+        )
+    if isinstance(label, bool) or not isinstance(label, (str, int, float)) or not str(label).strip():
+        raise ValueError(
+            f"--rm-type {rm_type}: the label of the prompt {prompt.source} is {label!r}; it must be text or a number: "
+            f"name another column with --label-key, or correct the row"
+        )
+    return str(label).strip()

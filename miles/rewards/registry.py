@@ -1,0 +1,88 @@
+"""Reward functions by name (``--rm-type``) or import path (``--custom-rm-path``)."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from miles.arguments.reward import RewardArguments
+from miles.import_path import load_function
+from miles.rewards.base import RewardFunction
+from miles.sample import Sample
+
+# By import path, so that a run loads only the libraries of the reward it uses.
+BUILT_IN = {
+    "exact_match": "miles.rewards.exact_match:exact_match",
+    "last_number": "miles.rewards.last_number:last_number",
+    "math": "miles.rewards.math_answer:math",
+    "reasoning_gym": "miles.rewards.reasoning_gym_answer:reasoning_gym",
+    "length": "miles.rewards.length:length",
+}
+
+
+def get_reward_function(reward: RewardArguments) -> RewardFunction:
+    """The run's reward function.
+
+    A custom function takes ``samples: Sequence[Sample]``, generated and not to be changed, and returns one finite
+    number a sample, in order; with ``--reward-key KEY`` one mapping a sample, whose KEY is the number. It may be
+    ``async``; a synchronous one runs in a thread, so that it cannot hold up generation, and several calls may run at
+    once. Aborted and truncated samples come like all others: ``sample.status`` tells them apart.
+
+    Raises ``ValueError`` for no reward, for two, for an unknown name and for a path that cannot be imported.
+    """
+    key = reward.reward_key
+    if reward.rm_type is not None and reward.custom_rm_path is not None:
+        raise ValueError(
+            f"--rm-type {reward.rm_type}: would be ignored beside --custom-rm-path {reward.custom_rm_path}; drop one"
+        )
+    if reward.custom_rm_path is not None:
+        function = load_function(reward.custom_rm_path, "--custom-rm-path")
+        return _with_key(_awaitable(function), key) if key is not None else _awaitable(function)
+    if reward.rm_type is None:
+        raise ValueError(f"no reward: give --rm-type ({', '.join(BUILT_IN)}) or --custom-rm-path module:function")
+    if key is not None:
+        raise ValueError(
+            f"--reward-key {key}: would be ignored, as --rm-type {reward.rm_type} gives plain numbers; drop it"
+        )
+    return _awaitable(_built_in(reward.rm_type))
+
+
+def _built_in(name: str) -> Callable[..., Any]:
+    if name not in BUILT_IN:
+        near = get_close_matches(name, BUILT_IN, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(
+            f"--rm-type {name}: no such reward; {hint}the built-in ones are {', '.join(BUILT_IN)}; "
+            f"for your own give --custom-rm-path module:function"
+        )
+    return load_function(BUILT_IN[name], f"--rm-type {name}:")
+
+
+def _awaitable(function: Callable[..., Any]) -> RewardFunction:
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        return function
+
+    async def in_thread(samples: Sequence[Sample]) -> list[float]:
+        results = await asyncio.to_thread(function, samples)
+        # A wrapper around an async function is not recognised as one until it has been called.
+        return await results if inspect.isawaitable(results) else results
+
+    return in_thread
+
+
+def _with_key(function: RewardFunction, key: str) -> RewardFunction:
+    async def pick(samples: Sequence[Sample]) -> list[float]:
+        return [_value(result, key) for result in await function(samples)]
+
+    return pick
+
+
+def _value(result: Any, key: str) -> float:
+    if not isinstance(result, Mapping):
+        raise ValueError(f"--reward-key {key}: the reward function returned {result!r}, not an object; drop the flag")
+    if key not in result:
+        raise ValueError(f"--reward-key {key}: the result has only the keys {', '.join(map(str, result))}; name one")
+    return result[key]

@@ -1,0 +1,86 @@
+"""Scoring a batch of samples, and what happens when the reward function fails."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+from miles.rewards.base import RewardFunction
+from miles.sample import Sample
+
+_logger = logging.getLogger(__name__)
+
+
+class RewardError(RuntimeError):
+    """The reward function raised (then that is the ``__cause__``), or returned something other than rewards."""
+
+
+async def score(samples: Sequence[Sample], function: RewardFunction, error_value: float | None) -> int:
+    """Set ``reward`` of every sample, aborted and truncated ones like the others; return how many got ``error_value``.
+
+    The function is called once with all samples. If that fails it is called with each alone, so that the samples at
+    fault are known. They get ``error_value``, and a line in the log. With ``error_value`` None the first of them
+    raises ``RewardError``, as does a batch that fails though no sample alone does; then no reward is set.
+    """
+    if not samples:
+        return 0
+    try:
+        outcomes = _per_sample(samples, await function(samples))
+    except Exception as error:  # whatever a user's function raises
+        failure = _failure(samples, f"raised {type(error).__name__}: {error}", error)
+        outcomes = await _one_by_one(samples, function, failure, strict=error_value is None)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
+    if failures and error_value is None:
+        raise failures[0]
+    for failure in failures:
+        _logger.warning("reward %s by --reward-error-value: %s", error_value, failure)
+    for sample, outcome in zip(samples, outcomes, strict=True):
+        sample.reward = error_value if isinstance(outcome, RewardError) else outcome
+    return len(failures)
+
+
+async def _one_by_one(
+    samples: Sequence[Sample], function: RewardFunction, batch_failure: RewardError, *, strict: bool
+) -> list[float | RewardError]:
+    if len(samples) == 1:
+        return [batch_failure]
+    outcomes: list[float | RewardError] = []
+    for sample in samples:
+        try:
+            outcomes += _per_sample([sample], await function([sample]))
+        except Exception as error:
+            outcomes.append(_failure([sample], f"raised {type(error).__name__}: {error}", error))
+    if not any(isinstance(outcome, RewardError) for outcome in outcomes):
+        if strict:
+            raise batch_failure
+        _logger.warning("scored one by one, which succeeded: %s", batch_failure)
+    return outcomes
+
+
+def _per_sample(samples: Sequence[Sample], results: Any) -> list[float | RewardError]:
+    """A float for each finite number; raises ``TypeError`` unless there is one result a sample."""
+    if isinstance(results, (str, bytes, dict)) or not hasattr(results, "__len__"):
+        raise TypeError(f"it returned {type(results).__name__} {results!r:.80}; return a list, one number a sample")
+    if len(results) != len(samples):
+        raise TypeError(f"it returned {len(results)} rewards for {len(samples)} samples; return one a sample")
+    return [
+        float(result)
+        if isinstance(result, Real) and math.isfinite(result)
+        else _failure([sample], f"returned {result!r:.80}, which is not a finite number (a float, say)")
+        for sample, result in zip(samples, results, strict=True)
+    ]
+
+
+def _failure(samples: Sequence[Sample], fault: str, cause: Exception | None = None) -> RewardError:
+    first = samples[0]
+    error = RewardError(
+        f"the reward function {fault}\n  sample: prompt {first.prompt.source}, group {first.group_index}, rollout "
+        f"{first.rollout_id}{f' (the first of {len(samples)} in the call)' if len(samples) > 1 else ''}, response "
+        f"{first.response[:80]!r}\n  correct the reward function or the data, or give such samples a reward with "
+        f"--reward-error-value"
+    )
+    error.__cause__ = cause
+    return error

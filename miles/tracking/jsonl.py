@@ -1,0 +1,61 @@
+"""One JSON object a line: the form in which a run keeps its numbers and sampled answers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+_ERRORS = "backslashreplace"  # a lone surrogate, which UTF-8 cannot hold, becomes its JSON escape
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity; both become null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def dump_line(row: Mapping[str, Any]) -> str:
+    """``row`` as one line of strict JSON. What JSON cannot hold is written as its ``str``."""
+    finite = {name: _finite(value) for name, value in row.items()}
+    return json.dumps(finite, ensure_ascii=False, default=str) + "\n"
+
+
+def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add ``rows`` at the end and flush, so that a killed run loses no finished step."""
+    with path.open("a", encoding="utf-8", errors=_ERRORS) as file:
+        file.writelines(dump_line(row) for row in rows)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All rows; none when there is no file. A last line without its newline is still being written and is left out.
+
+    Raises ``ValueError`` naming file and line when another line is not a JSON object.
+    """
+    if not path.is_file():
+        return []
+    complete = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    rows = []
+    for number, line in enumerate(complete, 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not JSON ({error}); remove the line or the file") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}:{number}: {line[:60]} is not a JSON object; remove the line or the file")
+        rows.append(row)
+    return rows
+
+
+def drop_from(path: Path, key: str, limit: int) -> int:
+    """Remove the rows whose ``row[key] >= limit`` and an unfinished last line; give the number of rows removed."""
+    if not path.is_file():
+        return 0
+    rows = read(path)
+    kept = [row for row in rows if row[key] < limit]
+    replacement = path.with_name(path.name + ".new")  # renamed into place: a kill here loses neither file
+    replacement.write_text("".join(map(dump_line, kept)), encoding="utf-8", errors=_ERRORS)
+    os.replace(replacement, path)
+    return len(rows) - len(kept)

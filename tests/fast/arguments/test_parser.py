@@ -1,0 +1,119 @@
+"""Flags to settings, and how a wrong flag is told."""
+
+import dataclasses
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.arguments.parser import SECTIONS, FlagError, build_parser, defaults, main_parse, parse
+from miles.arguments.settings import Settings
+
+
+def test_no_flags_are_the_defaults():
+    assert parse([]) == Settings(**{name: section() for name, section in SECTIONS.items()})
+
+
+def test_flag_names_are_unique_over_the_sections():
+    assert len(defaults()) == sum(len(dataclasses.fields(section)) for section in SECTIONS.values())
+
+
+@given(
+    lr=st.floats(allow_nan=False),
+    prompts=st.integers(),
+    tokens=st.lists(st.integers(), min_size=1),
+    colocate=st.booleans(),
+)
+def test_values_arrive_as_typed(lr, prompts, tokens, colocate):
+    words = [f"--lr={lr!r}", f"--rollout-batch-size={prompts}", *(["--colocate"] if colocate else [])]
+    settings = parse([*words, "--rollout-stop-token-ids", *map(str, tokens)])
+    assert settings.optimizer.lr == lr
+    assert settings.rollout.rollout_batch_size == prompts
+    assert settings.rollout.rollout_stop_token_ids == tuple(tokens)
+    assert settings.cluster.colocate is colocate
+
+
+def test_a_file_of_flags(tmp_path):
+    file = tmp_path / "run.flags"
+    file.write_text('--lr 1e-5 --colocate  # both\n\n# a comment\n--output-dir "two words"\n--seed 3\n')
+    settings = parse([f"@{file}", "--seed", "4"])
+    assert settings.optimizer.lr == 1e-5
+    assert settings.cluster.colocate
+    assert settings.tracking.output_dir == "two words"
+    assert settings.training.seed == 4, "the last one given counts"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--rolout-batch-size 3", "--rolout-batch-size: no such flag; did you mean --rollout-batch-size?"),
+        ("--rollout-batch 3", "--rollout-batch: no such flag; did you mean --rollout-batch-size?"),
+        ("--xyzzy=3", "--xyzzy: no such flag; --help lists all flags"),
+        ("stray", "the word 'stray' belongs to no flag"),
+        ("--lr fast", "--lr fast: must be a number (float)"),
+        ("--seed 1.5", "--seed 1.5: must be a number (int)"),
+        ("--loss-aggregation mean", "--loss-aggregation mean: no such choice; give one of 'sample_mean', "),
+        ("--loss-agg-mode mean", "--loss-agg-mode mean: no such choice; give one of 'token-mean', "),
+        ("--lr", "--lr: expected one argument; a value that starts with a minus is written --lr=VALUE"),
+        ("--colocate=yes", "--colocate: ignored explicit argument 'yes'"),
+        ("@nowhere.flags", "@nowhere.flags: the file of flags cannot be read"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_exit_code_2(words, sentence, capsys):
+    with pytest.raises(FlagError):
+        parse(words.split())
+    with pytest.raises(SystemExit) as caught:
+        main_parse(words.split())
+    printed = capsys.readouterr()
+    assert caught.value.code == 2
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert sentence in printed.err
+
+
+def test_bad_quotes_in_a_file_of_flags(tmp_path):
+    (tmp_path / "f").write_text("--output-dir 'open\n")
+    with pytest.raises(FlagError, match="check its quotes"):
+        parse([f"@{tmp_path / 'f'}"])
+
+
+def test_help_has_every_flag_and_section(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main_parse(["--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert all(f"\n{name}:" in text for name in SECTIONS)
+    assert all(option in text for option in build_parser()._option_string_actions)
+    assert "(default: 0.2)" in text
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main_parse(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("miles ")
+
+
+WRONG_FLAG = """
+import sys
+from miles.arguments.parser import main_parse
+try:
+    main_parse(["--lr", "0", "--hf-checkpoint", "m", "--loss-aggregation", "constant"])
+except SystemExit as error:
+    heavy = {"torch", "ray", "transformers", "numpy", "datasets"} & set(sys.modules)
+    print(error.code, sorted(heavy))
+"""
+
+
+def test_a_wrong_flag_is_told_within_a_second_and_without_torch():
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        run = subprocess.run([sys.executable, "-c", WRONG_FLAG], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - start)
+        assert run.stdout == "2 []\n"
+        assert run.stderr.startswith("train.py: error: --")
+    assert min(seconds) < 1.0

@@ -1,0 +1,178 @@
+"""The validator table of docs/loss-aggregation.md, row by row."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.arguments.aggregation_rules import VERL_MODES, reconcile_aggregation
+from miles.arguments.loss import LossArguments
+from miles.arguments.validate import validate
+
+REDUCER = "--custom-pg-loss-reducer-function-path mine:reducer"
+
+
+def test_default_is_the_sample_mean_and_says_nothing(validated):
+    loss = validated("--global-batch-size 32").settings.loss
+    assert loss == LossArguments()
+    assert validated("--global-batch-size 32").notes == ()
+
+
+def test_token_mean_sets_the_per_token_path(validated):
+    result = validated("--loss-aggregation token_mean")
+    assert result.settings.loss.calculate_per_token_loss
+    assert any("sets --calculate-per-token-loss" in note for note in result.notes)
+
+
+def test_per_token_loss_is_relabelled_token_mean(validated):
+    result = validated("--calculate-per-token-loss")
+    assert result.settings.loss == validated("--loss-aggregation token_mean").settings.loss
+    assert any("relabelled" in note for note in result.notes)
+
+
+def test_per_token_loss_is_left_to_a_custom_reducer(validated):
+    loss = validated(f"--calculate-per-token-loss {REDUCER}").settings.loss
+    assert (loss.loss_aggregation, loss.calculate_per_token_loss) == ("sample_mean", True)
+
+
+@pytest.mark.parametrize("divisor", ["0", "=-3", "nan", "inf", "=-inf"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--loss-aggregation constant --loss-aggregation-divisor",
+        "--pg-loss-divisor",
+        "--loss-agg-mode seq-mean-token-sum-norm --loss-scale-factor",
+    ],
+)
+def test_a_divisor_is_finite_and_above_zero(validated, flag, divisor):
+    words = f"{flag}{divisor}" if divisor.startswith("=") else f"{flag} {divisor}"
+    with pytest.raises(ValueError, match=rf"{flag.split()[-1]} .*{divisor.strip('=')}.*finite and above 0"):
+        validated(words)
+
+
+REFUSED = [
+    ("--loss-aggregation constant", r"--loss-aggregation constant: needs .*--loss-aggregation-divisor"),
+    ("--loss-aggregation-divisor 8", r"--loss-aggregation-divisor 8.*ignored by --loss-aggregation sample_mean"),
+    ("--loss-aggregation prompt_mean --loss-aggregation-divisor 8", "ignored by --loss-aggregation prompt_mean"),
+    ("--loss-aggregation token_mean --loss-aggregation-divisor 8", "ignored by --loss-aggregation token_mean"),
+    ("--loss-aggregation constant --loss-aggregation-divisor 8 --calculate-per-token-loss", "divide the normalization"),
+    ("--loss-aggregation prompt_mean --calculate-per-token-loss", "normalization of --loss-aggregation prompt_mean"),
+    (f"--loss-aggregation token_mean {REDUCER}", "token_mean: would be ignored: --custom-pg-loss-reducer"),
+    (f"--loss-aggregation prompt_mean {REDUCER}", "prompt_mean: would be ignored: --custom-pg-loss-reducer"),
+    (f"--loss-aggregation constant --loss-aggregation-divisor 8 {REDUCER}", "takes precedence"),
+    (f"--loss-aggregation-divisor 8 {REDUCER}", "would be ignored"),
+    (
+        "--loss-aggregation prompt_mean --global-batch-size 2",
+        r"size 2 .*--n-samples-per-prompt 4 in two.*multiple of 4",
+    ),
+    ("--context-parallel-size 2 --qkv-format bshd", "padded lengths are not known"),
+    ("--context-parallel-size 2", "this version has no context parallelism"),
+    ("--qkv-format bshd", "use --qkv-format thd"),
+    ("--pg-loss-divisor 8 --loss-aggregation token_mean", "contradicts --loss-aggregation token_mean"),
+    ("--pg-loss-divisor 8 --loss-aggregation prompt_mean", "contradicts --loss-aggregation prompt_mean"),
+    ("--pg-loss-divisor 8 --loss-agg-mode token-mean", "contradicts --loss-agg-mode"),
+    ("--pg-loss-divisor 8 --loss-aggregation-divisor 8", "names the divisor twice"),
+    ("--pg-loss-divisor 8 --calculate-per-token-loss", "divide the normalization"),
+    (f"--pg-loss-divisor 8 {REDUCER}", "would be ignored beside --custom-pg-loss-reducer"),
+    ("--loss-scale-factor 8", "ignored without --loss-agg-mode"),
+    ("--loss-agg-mode token-mean --loss-scale-factor 8", "ignored by --loss-agg-mode token-mean"),
+    ("--loss-agg-mode seq-mean-token-sum --loss-scale-factor 8", "ignored by --loss-agg-mode seq-mean-token-sum"),
+    ("--loss-agg-mode token-mean --loss-aggregation prompt_mean", "names the aggregation twice"),
+    ("--loss-agg-mode token-mean --loss-aggregation-divisor 8", "cannot use --loss-aggregation-divisor"),
+    (f"--loss-agg-mode token-mean {REDUCER}", "takes precedence"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), REFUSED)
+def test_refused_in_one_sentence(validated, flags, sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        validated(flags)
+    assert re.match(r"--[a-z-]+.*: .*; ", str(caught.value)), "flag, rule; way out"
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [4, 8, 16, 32])
+def test_prompt_mean_takes_steps_of_whole_groups(validated, size):
+    settings = validated(f"--loss-aggregation prompt_mean --global-batch-size {size}").settings
+    assert settings.loss.loss_aggregation == "prompt_mean"
+    assert settings.steps_per_rollout == 32 // size
+
+
+@pytest.mark.parametrize("beside", ["", "--loss-aggregation constant"])
+def test_pg_loss_divisor_is_constant(validated, beside):
+    result = validated(f"--pg-loss-divisor 12 {beside}")
+    expected = validated("--loss-aggregation constant --loss-aggregation-divisor 12").settings
+    assert result.settings == expected
+    assert any("--pg-loss-divisor 12 is read as" in note for note in result.notes)
+
+
+VERL = [
+    ("token-mean", "--loss-aggregation token_mean"),
+    ("seq-mean-token-mean", "--loss-aggregation sample_mean"),
+    ("seq-mean-token-sum", "--loss-aggregation constant --loss-aggregation-divisor 1"),
+    ("seq-mean-token-sum-norm --loss-scale-factor 9", "--loss-aggregation constant --loss-aggregation-divisor 9"),
+    ("seq-mean-token-sum-norm", "--loss-aggregation constant --loss-aggregation-divisor 64"),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), VERL)
+def test_verl_names(validated, theirs, ours):
+    result = validated(f"--loss-agg-mode {theirs}")
+    assert result.settings == validated(ours).settings
+    assert any("--loss-agg-mode" in note for note in result.notes)
+
+
+def test_verl_default_factor_is_said(validated):
+    notes = validated("--loss-agg-mode seq-mean-token-sum-norm").notes
+    assert any("--rollout-max-response-len 64" in note for note in notes)
+
+
+divisors = st.none() | st.floats(allow_nan=True, allow_infinity=True)
+losses = st.builds(
+    LossArguments,
+    loss_aggregation=st.sampled_from(["sample_mean", "prompt_mean", "token_mean", "constant"]),
+    loss_aggregation_divisor=divisors,
+    calculate_per_token_loss=st.booleans(),
+    pg_loss_divisor=divisors,
+    loss_agg_mode=st.none() | st.sampled_from(sorted(VERL_MODES)),
+    loss_scale_factor=divisors,
+    custom_pg_loss_reducer_function_path=st.none() | st.just("mine:reducer"),
+)
+
+
+@given(loss=losses, rollouts=st.integers(1, 64), samples=st.integers(1, 8))
+def test_what_is_accepted_is_consistent_and_stays_as_it_is(loss, rollouts, samples):
+    """Anything is refused with a flag's name, or becomes one mode without aliases; twice is the same as once."""
+    try:
+        result, _ = reconcile_aggregation(loss, 64, rollouts, samples)
+    except ValueError as error:
+        assert str(error).startswith("--")
+        return
+    assert result.pg_loss_divisor is result.loss_agg_mode is result.loss_scale_factor is None
+    assert (result.loss_aggregation_divisor is not None) == (result.loss_aggregation == "constant")
+    if result.custom_pg_loss_reducer_function_path is None:
+        assert result.calculate_per_token_loss == (result.loss_aggregation == "token_mean")
+    else:
+        assert result.loss_aggregation == "sample_mean"
+    if result.loss_aggregation == "prompt_mean":
+        assert rollouts % samples == 0
+    assert reconcile_aggregation(result, 64, rollouts, samples) == (result, [])
+
+
+@given(loss=losses)
+def test_only_aggregation_flags_change(loss):
+    try:
+        result, _ = reconcile_aggregation(loss, 64, 8, 4)
+    except ValueError:
+        return
+    names = ("loss_aggregation", "loss_aggregation_divisor", "calculate_per_token_loss")
+    aliases = ("pg_loss_divisor", "loss_agg_mode", "loss_scale_factor")
+    assert replace(loss, **{name: getattr(result, name) for name in names + aliases}) == result
+
+
+def test_validate_is_idempotent(validated):
+    for flags in ("", "--pg-loss-divisor 3", "--loss-agg-mode token-mean", "--num-steps-per-rollout 4"):
+        once = validated(flags).settings
+        assert validate(once).settings == once

@@ -1,0 +1,75 @@
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.data.stream import PromptStream
+from miles.sample import Prompt
+
+sizes = st.integers(1, 7)
+seeds = st.integers(0, 5)
+draws = st.lists(st.integers(0, 9), max_size=6)
+
+
+def stream_of(size, shuffle=True, seed=0):
+    return PromptStream([Prompt(str(i), (i,)) for i in range(size)], shuffle, seed)
+
+
+def facts(groups):
+    return [(g.group_index, g.prompt.text) for g in groups]
+
+
+@given(sizes, st.booleans(), seeds, draws, draws)
+def test_restored_stream_draws_the_same(size, shuffle, seed, before, after):
+    stream, restored = stream_of(size, shuffle, seed), stream_of(size, shuffle, seed)
+    for n in before:
+        stream.draw(n)
+    restored.restore(json.loads(json.dumps(stream.state())))
+    for n in after:
+        assert restored.epoch == stream.epoch
+        assert facts(restored.draw(n)) == facts(stream.draw(n))
+    assert restored.state() == stream.state()
+
+
+@given(sizes, st.booleans(), seeds, draws)
+def test_how_draws_are_split_changes_nothing(size, shuffle, seed, ns):
+    stream, at_once = stream_of(size, shuffle, seed), stream_of(size, shuffle, seed)
+    drawn = [group for n in ns for group in stream.draw(n)]
+    assert facts(drawn) == facts(at_once.draw(sum(ns)))
+    assert [g.group_index for g in drawn] == list(range(len(drawn)))
+    assert all(g.samples == [] for g in drawn)
+
+
+@given(sizes, st.booleans(), seeds, st.integers(1, 4))
+def test_every_pass_draws_every_prompt_once(size, shuffle, seed, passes):
+    stream = stream_of(size, shuffle, seed)
+    for epoch in range(passes):
+        assert Counter(text for _, text in facts(stream.draw(size))) == Counter(map(str, range(size)))
+        assert stream.epoch == epoch
+
+
+def test_shuffling_differs_by_pass_and_seed():
+    stream, other = stream_of(50), stream_of(50, seed=1)
+    first, second, third = ([g.prompt.text for g in s.draw(50)] for s in (stream, stream, other))
+    assert len({tuple(order) for order in (first, second, third)}) == 3
+    assert [g.prompt.text for g in stream_of(50, shuffle=False).draw(50)] == [str(i) for i in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("other", "fault"),
+    [
+        (stream_of(4), "--prompt-data: .* num_prompts 5, this run has num_prompts 4"),
+        (stream_of(5, shuffle=False), "--rollout-shuffle: .*"),
+        (stream_of(5, seed=9), "--rollout-seed: .* seed 0, this run has seed 9"),
+    ],
+)
+def test_state_of_another_order_is_refused(other, fault):
+    with pytest.raises(ValueError, match=fault):
+        other.restore(stream_of(5).state())
+
+
+def test_no_prompts():
+    with pytest.raises(ValueError, match="at least one prompt"):
+        PromptStream([], shuffle=False, seed=0)

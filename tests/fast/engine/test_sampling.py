@@ -1,0 +1,98 @@
+"""Draws follow the distribution they claim, and depend on their own row alone."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miles.engine.base import SamplingParams
+from miles.engine.sampling import RowSampling, check_sampling, sample, seeded_uniforms
+
+CPU = torch.device("cpu")
+
+
+def draw(logits, params, uniforms):
+    return sample(logits, RowSampling.of(params, logits.shape[1], CPU), uniforms)
+
+
+def many_draws(logits, params, count=4096):
+    """Stratified uniforms: the empirical distribution is within 1 / count of the true one, token by token."""
+    uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    tokens, log_probs = draw(logits.expand(count, -1), [params] * count, uniforms)
+    return torch.bincount(tokens, minlength=logits.shape[-1]).double() / count, log_probs, tokens
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([3, 256, 300, 700]), st.sampled_from([0.3, 1.0, 2.5]))
+def test_frequencies_are_the_softmax_and_log_probs_its_log(seed, vocab, temperature):
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 2
+    frequency, log_probs, tokens = many_draws(logits, SamplingParams(1, temperature))
+    expected = torch.log_softmax(logits.double() / temperature, -1)
+    assert (frequency - expected.exp()).abs().max() <= 1.01 / 4096
+    torch.testing.assert_close(log_probs.double(), expected[tokens], atol=1e-5, rtol=0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 20), st.floats(0.05, 1.0))
+def test_top_k_and_top_p_keep_the_heaviest(seed, top_k, top_p):
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(seed)) * 2
+    frequency, log_probs, tokens = many_draws(logits, SamplingParams(1, 1.0, top_p, top_k))
+    probs, order = logits.double().softmax(-1).sort(descending=True)
+    probs = torch.where(torch.arange(300) < top_k, probs, 0) / probs[:top_k].sum()
+    kept = torch.where(probs.cumsum(-1) - probs < top_p - 1e-9, probs, 0)
+    expected = torch.zeros(300, dtype=torch.double).index_copy(0, order, kept / kept.sum())
+    assert (frequency - expected).abs().max() <= 2 / 4096
+    torch.testing.assert_close(log_probs, torch.log_softmax(logits, -1)[tokens], atol=1e-5, rtol=0)
+
+
+def test_top_p_looks_beyond_the_first_candidates():
+    frequency, _, _ = many_draws(torch.linspace(0, 1e-3, 2000), SamplingParams(1, 1.0, 0.9), count=2048)
+    assert (frequency > 0).sum() > 1500
+    assert frequency[:150].sum() == 0
+
+
+def test_rows_do_not_see_each_other():
+    logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0))
+    params = [
+        SamplingParams(1, t, p, k)
+        for t, p, k in ((0, 1, -1), (1, 1, -1), (0.7, 0.5, -1), (1, 1, 5), (2, 0.9, 9), (0, 0.1, 1))
+    ]
+    uniforms = torch.rand(6, dtype=torch.float64)
+    tokens, log_probs = draw(logits, params, uniforms)
+    for i in range(6):
+        token, log_prob = draw(logits[i : i + 1], params[i : i + 1], uniforms[i : i + 1])
+        assert token.item() == tokens[i]
+        assert log_prob.item() == pytest.approx(log_probs[i].item(), abs=1e-6)
+    assert tokens[0] == logits[0].argmax()
+    assert tokens[5] == logits[5].argmax()
+
+
+@pytest.mark.parametrize("uniform", [0.0, math.nextafter(1.0, 0.0)])
+def test_impossible_tokens_are_never_drawn(uniform):
+    logits = torch.full((1, 600), -math.inf)
+    logits[0, 300] = logits[0, 301] = 5.0
+    token, log_prob = draw(logits, [SamplingParams(1)], torch.tensor([uniform], dtype=torch.float64))
+    assert token.item() == (300 if uniform == 0 else 301)
+    assert log_prob.item() == pytest.approx(math.log(0.5))
+
+
+def test_uniforms_repeat_by_seed_and_do_not_depend_on_the_count():
+    assert seeded_uniforms(7, 5).tolist() == seeded_uniforms(7, 9)[:5].tolist()
+    assert seeded_uniforms(7, 5).tolist() != seeded_uniforms(8, 5).tolist()
+
+
+@pytest.mark.parametrize(
+    ("params", "flag"),
+    [
+        (SamplingParams(0), "--rollout-max-response-len 0"),
+        (SamplingParams(1, -1.0), "--rollout-temperature -1.0"),
+        (SamplingParams(1, float("nan")), "--rollout-temperature nan"),
+        (SamplingParams(1, 1.0, 0.0), "--rollout-top-p 0.0"),
+        (SamplingParams(1, 1.0, 1.0, 0), "--rollout-top-k 0"),
+    ],
+)
+def test_values_outside_their_range_are_named(params, flag):
+    with pytest.raises(ValueError, match=flag):
+        check_sampling(params)

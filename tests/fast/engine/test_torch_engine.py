@@ -1,0 +1,291 @@
+"""The embedded engine against transformers, and the life of a request."""
+
+import asyncio
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from miles.engine.base import GenerationRequest, SamplingParams, WeightChunk
+from miles.engine.torch_engine import TorchEngine
+
+torch.set_num_threads(1)
+SHAPE = dict(
+    vocab_size=256,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+    initializer_range=0.5,
+    eos_token_id=None,
+    bos_token_id=None,
+    pad_token_id=None,
+)
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+}
+PROMPTS = [(5, 6, 7), (9,), tuple(range(20, 37)), (5, 6, 8), (1, 2)]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model_path(request, tmp_path_factory):
+    return save(CONFIGS[request.param], tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama_path(tmp_path_factory):
+    return save(CONFIGS["llama"], tmp_path_factory.mktemp("llama"))
+
+
+def save(config, folder):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def make_engine(path, max_batch_size=64):
+    return TorchEngine(path, torch.float32, "cpu", max_batch_size)
+
+
+def requests(sampling, seeds=(0, 1, 2), prompts=PROMPTS):
+    return [GenerationRequest(p, tuple(seeds), sampling) for p in prompts]
+
+
+async def generate_all(engine, reqs):
+    return await asyncio.gather(*(engine.generate(r) for r in reqs))
+
+
+def responses(engine, reqs):
+    return [[g.token_ids for g in group] for group in asyncio.run(generate_all(engine, reqs))]
+
+
+async def tokens_generated(engine, count):
+    """Wait until some running sequence has ``count`` tokens, seen between two turns of the loop."""
+    while not any(len(s.token_ids) >= count for s in engine._batch.sequences):
+        await asyncio.sleep(0)
+
+
+def test_greedy_is_what_transformers_generates(model_path):
+    reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    got = responses(make_engine(model_path), requests(SamplingParams(40, temperature=0), seeds=(0,)))
+    for prompt, [response] in zip(PROMPTS, got, strict=True):
+        ids = torch.tensor([prompt])
+        expected = reference.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)
+        assert response == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_log_probs_are_those_of_a_transformers_forward(model_path, temperature):
+    reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    groups = asyncio.run(generate_all(make_engine(model_path), requests(SamplingParams(70, temperature, 0.9))))
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for response in group:
+            ids = torch.tensor([[*prompt, *response.token_ids]])
+            with torch.no_grad():
+                logits = reference(ids).logits[0, len(prompt) - 1 : -1]
+            expected = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(response.log_probs), expected, atol=1e-5, rtol=1e-5)
+            assert (response.finish_reason, len(response.token_ids)) == ("length", 70)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_response_does_not_depend_on_its_batch(llama_path, temperature):
+    reqs = requests(SamplingParams(20, temperature, stop_token_ids=tuple(range(0, 256, 16))))
+    together = responses(make_engine(llama_path), reqs)
+    assert responses(make_engine(llama_path), reqs[::-1])[::-1] == together
+    assert responses(make_engine(llama_path, max_batch_size=4), reqs) == together
+    assert [responses(make_engine(llama_path), [r])[0] for r in reqs] == together
+
+
+def test_seeds_repeat_and_differ(llama_path):
+    [[a, b, again]] = responses(make_engine(llama_path), requests(SamplingParams(12), (3, 4, 3), PROMPTS[:1]))
+    assert a == again
+    assert a != b
+
+
+def test_stop_tokens_end_a_response_and_stay_in_it(llama_path):
+    engine = make_engine(llama_path, max_batch_size=5)
+    engine._runner.eos_ids = frozenset(range(0, 64))
+    stops = frozenset(range(0, 128))
+    sampling = SamplingParams(30, stop_token_ids=tuple(range(64, 128)))
+    groups = asyncio.run(generate_all(engine, requests(sampling, seeds=range(8))))
+    reasons = set()
+    for response in (r for group in groups for r in group):
+        assert not stops.intersection(response.token_ids[:-1])
+        assert (response.token_ids[-1] in stops) == (response.finish_reason == "stop")
+        assert len(response.token_ids) == len(response.log_probs) <= 30
+        reasons.add(response.finish_reason)
+    assert "stop" in reasons
+    assert not engine._batch.sequences
+
+
+def test_the_batch_never_exceeds_its_size_and_a_prompt_is_prefilled_once(llama_path, monkeypatch):
+    engine = make_engine(llama_path, max_batch_size=6)
+    rows, prefilled = [], []
+    decode, prefill = engine._runner.decode, engine._runner.prefill
+    monkeypatch.setattr(engine._runner, "decode", lambda t, *a: rows.append(len(t)) or decode(t, *a))
+    monkeypatch.setattr(engine._runner, "prefill", lambda p, *a, **k: prefilled.extend(p) or prefill(p, *a, **k))
+    responses(engine, requests(SamplingParams(5)))
+    assert max(rows) == 6
+    # Two groups of three fit at a time, so no group is cut.
+    assert sorted(prefilled) == sorted(PROMPTS)
+
+
+def test_abort_returns_what_there_is(llama_path):
+    async def scenario():
+        engine = make_engine(llama_path, max_batch_size=2)
+        tasks = [asyncio.create_task(engine.generate(r)) for r in requests(SamplingParams(100), seeds=(0,))]
+        await tokens_generated(engine, 3)
+        await engine.abort()
+        aborted = [r for group in await asyncio.gather(*tasks) for r in group]
+        return aborted, await generate_all(engine, requests(SamplingParams(100), seeds=(0,)))
+
+    aborted, whole = asyncio.run(scenario())
+    assert {r.finish_reason for r in aborted} == {"abort"}
+    assert [len(r.token_ids) > 0 for r in aborted] == [True, True, False, False, False]
+    for partial, [full] in zip(aborted, whole, strict=True):
+        assert full.token_ids[: len(partial.token_ids)] == partial.token_ids
+
+
+def test_pause_stops_resume_goes_on_with_the_same_tokens(llama_path):
+    reqs = requests(SamplingParams(40))
+
+    async def scenario():
+        engine = make_engine(llama_path)
+        running = asyncio.create_task(generate_all(engine, reqs))
+        await tokens_generated(engine, 5)
+        await engine.pause()
+        before = [list(s.token_ids) for s in engine._batch.sequences]
+        late = asyncio.create_task(engine.generate(reqs[0]))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert [s.token_ids for s in engine._batch.sequences] == before
+        assert not running.done()
+        await engine.resume()
+        return await running, await late
+
+    groups, late = asyncio.run(scenario())
+    assert [[g.token_ids for g in group] for group in groups] == responses(make_engine(llama_path), reqs)
+    assert [g.token_ids for g in late] == [g.token_ids for g in groups[0]]
+
+
+def test_a_failure_reaches_every_caller_and_the_engine_recovers(llama_path, monkeypatch):
+    engine = make_engine(llama_path, max_batch_size=4)
+    reqs = requests(SamplingParams(6))
+    expected = responses(engine, reqs)
+
+    def fail(*_):
+        raise MemoryError("no room")
+
+    async def scenario():
+        return await asyncio.gather(*(engine.generate(r) for r in reqs), return_exceptions=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "decode", fail)
+        assert [type(e) for e in asyncio.run(scenario())] == [MemoryError] * len(reqs)
+    assert responses(engine, reqs) == expected
+
+
+def test_a_cancelled_caller_frees_its_rows(llama_path):
+    async def scenario():
+        engine = make_engine(llama_path, max_batch_size=3)
+        gone = asyncio.create_task(engine.generate(GenerationRequest((1, 2), (0, 1, 2), SamplingParams(120))))
+        await tokens_generated(engine, 2)
+        gone.cancel()
+        [response] = await engine.generate(GenerationRequest((3, 4), (0,), SamplingParams(2)))
+        return engine, response
+
+    engine, response = asyncio.run(scenario())
+    assert len(response.token_ids) == 2
+    assert not engine._batch.sequences
+
+
+def test_update_weights_replaces_the_model(model_path, tmp_path):
+    config = AutoModelForCausalLM.from_pretrained(model_path).config
+    torch.manual_seed(1)
+    other = AutoModelForCausalLM.from_config(config)
+    other.save_pretrained(tmp_path)
+    reqs = requests(SamplingParams(10))
+    named = list(other.named_parameters())  # without lm_head.weight where it is tied
+    chunks = [WeightChunk({name: p.double()}) for name, p in named]
+
+    async def scenario():
+        engine = make_engine(model_path)
+        [[first]] = await generate_all(engine, requests(SamplingParams(3), (0,), PROMPTS[:1]))
+        await engine.pause()
+        await engine.update_weights(iter(chunks), version=7)
+        await engine.resume()
+        return first, await generate_all(engine, reqs)
+
+    first, groups = asyncio.run(scenario())
+    assert first.weight_version == 0
+    assert {g.weight_version for group in groups for g in group} == {7}
+    assert [[g.token_ids for g in group] for group in groups] == responses(make_engine(str(tmp_path)), reqs)
+
+
+def test_weight_updates_name_what_is_wrong(llama_path):
+    engine = make_engine(llama_path)
+    weights = {k: v.clone() for k, v in AutoModelForCausalLM.from_pretrained(llama_path).state_dict().items()}
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def update(tensors):
+        asyncio.run(engine.update_weights([WeightChunk(tensors)], 1))
+
+    with pytest.raises(ValueError, match=name):
+        update({k: v for k, v in weights.items() if k != name})
+    assert asyncio.run(engine.health()) is False
+    with pytest.raises(RuntimeError, match="weight update"):
+        responses(engine, requests(SamplingParams(1)))
+    with pytest.raises(ValueError, match="model.layers.9.weight"):
+        update({**weights, "model.layers.9.weight": weights[name]})
+    with pytest.raises(ValueError, match=rf"{name} of shape \(32, 64\).*\(64, 32\)"):
+        update({**weights, name: weights[name].T})
+    update(weights)
+    assert asyncio.run(engine.health()) is True
+
+
+def test_requests_that_cannot_be_served_are_refused(llama_path):
+    engine = make_engine(llama_path)
+    for prompt, new, message in (
+        ((1, 256), 1, "token id 256 .*vocabulary of 256"),
+        ((-1,), 1, "token id -1"),
+        ((), 1, "empty prompt"),
+        ((1,) * 100, 29, "100 tokens and --rollout-max-response-len 29 make 129.*128"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            responses(engine, requests(SamplingParams(new), (0,), [prompt]))
+    assert asyncio.run(engine.generate(GenerationRequest((1,), (), SamplingParams(1)))) == []
+
+
+def test_models_without_plain_full_attention_are_refused(tmp_path):
+    sliding = MistralConfig(**SHAPE, sliding_window=16)
+    mixed = Qwen3Config(
+        **SHAPE, layer_types=["full_attention", "sliding_attention"], sliding_window=16, use_sliding_window=True
+    )
+    for name, config in (("mistral", sliding), ("mixed", mixed)):
+        with pytest.raises(ValueError, match="full.attention"):
+            make_engine(save(config, tmp_path / name))
+    with pytest.raises(ValueError, match="--torch-engine-max-batch-size 0"):
+        make_engine(str(tmp_path), max_batch_size=0)
+
+
+def test_close_ends_everything(llama_path):
+    async def scenario():
+        engine = make_engine(llama_path)
+        running = asyncio.create_task(generate_all(engine, requests(SamplingParams(100))))
+        await tokens_generated(engine, 2)
+        await engine.close()
+        return {g.finish_reason for group in await running for g in group}, await engine.health()
+
+    assert asyncio.run(scenario()) == ({"abort"}, False)

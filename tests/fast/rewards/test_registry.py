@@ -1,0 +1,83 @@
+import asyncio
+import threading
+
+import pytest
+
+from miles.arguments.reward import RewardArguments
+from miles.rewards.registry import BUILT_IN, get_reward_function
+
+MODULE = "custom_rewards_for_test"
+CODE = """
+import functools, threading
+threads = []
+def plain(samples):
+    threads.append(threading.get_ident())
+    return [1.0 for _ in samples]
+async def awaited(samples):
+    threads.append(threading.get_ident())
+    return [2.0 for _ in samples]
+@functools.wraps(plain)
+def wrapper_of_async(samples):
+    return awaited(samples)
+class Judge:
+    async def __call__(self, samples):
+        return [3.0 for _ in samples]
+judge = Judge()
+def objects(samples):
+    return [{"correct": 0.5, "format": 1.0} for _ in samples]
+"""
+
+
+@pytest.fixture
+def custom(tmp_path, monkeypatch):
+    (tmp_path / f"{MODULE}.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, MODULE, raising=False)
+    return lambda name, **more: get_reward_function(RewardArguments(custom_rm_path=f"{MODULE}:{name}", **more))
+
+
+def run(function, samples):
+    return asyncio.run(function(samples))
+
+
+@pytest.mark.parametrize(
+    ("name", "reward"), [("plain", 1.0), ("awaited", 2.0), ("wrapper_of_async", 2.0), ("judge", 3.0)]
+)
+def test_custom_functions_of_every_kind(custom, make_sample, name, reward):
+    assert run(custom(name), [make_sample("a"), make_sample("b")]) == [reward, reward]
+
+
+def test_synchronous_functions_do_not_run_in_the_loop(custom, make_sample):
+    for name, in_loop in (("plain", False), ("awaited", True)):
+        function = custom(name)
+        run(function, [make_sample("a")])
+        threads = __import__(MODULE).threads
+        assert (threads.pop() == threading.get_ident()) is in_loop
+
+
+def test_reward_key_picks_from_objects(custom, make_sample):
+    assert run(custom("objects", reward_key="correct"), [make_sample("a")]) == [0.5]
+    with pytest.raises(ValueError, match="--reward-key correctness: the result has only the keys correct, format"):
+        run(custom("objects", reward_key="correctness"), [make_sample("a")])
+    with pytest.raises(ValueError, match="--reward-key x: the reward function returned 1.0, not an object"):
+        run(custom("plain", reward_key="x"), [make_sample("a")])
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_loads(name):
+    assert callable(get_reward_function(RewardArguments(rm_type=name)))
+
+
+@pytest.mark.parametrize(
+    ("reward", "fault"),
+    [
+        (RewardArguments(), "no reward: give --rm-type"),
+        (RewardArguments(rm_type="exactmatch"), "--rm-type exactmatch: no such reward; did you mean exact_match"),
+        (RewardArguments(rm_type="math", custom_rm_path="a:b"), "would be ignored beside --custom-rm-path"),
+        (RewardArguments(rm_type="math", reward_key="k"), "--reward-key k: would be ignored"),
+        (RewardArguments(custom_rm_path="no_such_module:f"), "--custom-rm-path no_such_module:f: cannot import"),
+    ],
+)
+def test_wrong_flags(reward, fault):
+    with pytest.raises(ValueError, match=fault):
+        get_reward_function(reward)

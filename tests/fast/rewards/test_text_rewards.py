@@ -1,0 +1,71 @@
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.rewards.exact_match import exact_match
+from miles.rewards.last_number import find_last_number, last_number
+from miles.rewards.length import length
+
+padding = st.text(" \n\t", max_size=3)
+words = st.text("abcxyz =,.!?$()\n", max_size=12)
+decimals = st.decimals(-(10**9), 10**9, allow_nan=False, places=3)
+
+
+@given(padding, st.text(min_size=1).filter(str.strip), padding)
+def test_exact_match_ignores_surrounding_white_space_only(make_sample, left, text, right):
+    assert exact_match([make_sample(left + text + right, text), make_sample(text + "x", text)]) == [1.0, 0.0]
+
+
+def test_exact_match_writes_numbers_out(make_sample):
+    assert exact_match([make_sample("7", 7), make_sample("0.5", 0.5), make_sample("7.0", 7)]) == [1.0, 1.0, 0.0]
+
+
+@given(words, decimals, words)
+def test_last_number_is_found_in_any_words(make_sample, before, number, after):
+    plain, grouped = f"{before} {number:f} {after}", f"{before} {number:,f} {after}"
+    assert find_last_number(plain) == find_last_number(grouped) == number
+    assert last_number([make_sample(plain, f"{number:f}"), make_sample(plain, str(number + 1))]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("3 then 4.", "4"),
+        ("10-4", "4"),
+        ("(2)-4", "4"),
+        ("x = -4", "-4"),
+        ("1,234,567.5 EUR", "1234567.5"),
+        ("1,2", "2"),
+        ("12,3456", "3456"),
+        ("about .25", "0.25"),
+        ("6.0e2", "600"),
+        ("1e99999999999", "99999999999"),
+        ("#### 72", "72"),
+        ("v2x", "2"),
+    ],
+)
+def test_last_number_readings(text, number):
+    assert find_last_number(text) == Decimal(number)
+
+
+def test_no_number_in_the_response_is_wrong(make_sample):
+    assert find_last_number("none") is None
+    assert last_number([make_sample("none", "7"), make_sample("", "7")]) == [0.0, 0.0]
+
+
+def test_labels_that_cannot_be_compared_with(make_sample):
+    with pytest.raises(ValueError, match="prompts.jsonl:17 has no label .*--label-key"):
+        exact_match([make_sample("7")])
+    with pytest.raises(ValueError, match="holds no number"):
+        last_number([make_sample("7", "seven")])
+    for label in ({"a": 1}, True, "  "):
+        with pytest.raises(ValueError, match="must be text or a number"):
+            exact_match([make_sample("7", label)])
+
+
+@given(st.text(max_size=9), st.text(max_size=9))
+def test_shorter_is_better(make_sample, one, other):
+    rewards = length([make_sample(one), make_sample(other)])
+    assert (rewards[0] > rewards[1]) == (len(one) < len(other))

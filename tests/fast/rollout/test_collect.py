@@ -1,0 +1,154 @@
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.arguments.reward import RewardArguments
+from miles.arguments.rollout import RolloutArguments
+from miles.rollout import filters
+from miles.rollout.collect import MAX_BARREN_BURSTS, MIN_BARREN_BURSTS, Collector
+from miles.rollout.filters import FilterDecision
+
+NONZERO_STD = "miles.rollout.filters:check_reward_nonzero_std"
+MINE = "miles.rollout.filters:mine"
+
+
+async def odd_length(samples):
+    return [float(len(s.response_ids) % 2) for s in samples]
+
+
+def collector(engine, stream, tokenizer, reward_function=odd_length, log_passrate=False, seed=42, **options):
+    options = {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "rollout_max_response_len": 8} | options
+    reward = RewardArguments(log_passrate=log_passrate)
+    return Collector(stream, engine, tokenizer, reward_function, RolloutArguments(**options), reward, seed)
+
+
+def collect(*args, **options):
+    return asyncio.run(collector(*args, **options).collect(0))
+
+
+def test_without_a_filter_one_burst_is_the_rollout(scripted_engine, counting_stream, tokenizer):
+    stream, engine = counting_stream(100), scripted_engine(delays=(5, 0, 2))
+    rollout = collect(engine, stream, tokenizer)
+    assert [g.group_index for g in rollout.groups] == [0, 1, 2, 3]
+    assert stream.drawn == len(engine.requests) == 4
+    assert engine.finished != [r.prompt_ids for r in engine.requests]  # they did finish out of order
+    assert all(s.reward is not None for g in rollout.groups for s in g.samples)
+    assert not any("dropped" in name or "surplus" in name for name in rollout.metrics)
+
+
+@pytest.mark.parametrize("path", [None, NONZERO_STD])
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.sampled_from([4, 6, 9]))
+def test_the_order_of_completion_changes_nothing(scripted_engine, counting_stream, tokenizer, path, delays, burst):
+    options = {"dynamic_sampling_filter_path": path, "over_sampling_batch_size": burst if path else None}
+    slow = collect(scripted_engine(delays), counting_stream(50), tokenizer, **options)
+    straight = collect(scripted_engine(), counting_stream(50), tokenizer, **options)
+    assert slow == straight
+
+
+@given(dropped=st.sets(st.integers(0, 30)), burst=st.integers(4, 9))
+def test_the_first_groups_that_pass_make_the_rollout(scripted_engine, counting_stream, tokenizer, dropped, burst):
+    def mine(group):
+        return FilterDecision(group.group_index not in dropped, "odd" if group.group_index % 2 else "even")
+
+    stream = counting_stream(1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filters, "mine", mine, raising=False)
+        options = {"dynamic_sampling_filter_path": MINE, "over_sampling_batch_size": burst}
+        rollout = collect(scripted_engine(), stream, tokenizer, **options)
+    drawn = range(stream.drawn)
+    passed = [i for i in drawn if i not in dropped]
+    assert [g.group_index for g in rollout.groups] == passed[:4]
+    assert stream.drawn % burst == 0
+    assert len([i for i in passed if i < stream.drawn - burst]) < 4  # no burst more than it took
+    values = {name: metric.value for name, metric in rollout.metrics.items()}
+    assert values["rollout/surplus_groups"] == len(passed) - 4
+    for reason, parity in (("even", 0), ("odd", 1)):
+        expected = len([i for i in drawn if i in dropped and i % 2 == parity])
+        assert values.get(f"rollout/dropped/{reason}", 0) == expected
+
+
+@pytest.mark.parametrize(("prompts", "bursts"), [(4, MIN_BARREN_BURSTS), (100, 50), (10**6, MAX_BARREN_BURSTS)])
+def test_a_filter_that_drops_everything_stops_the_run(scripted_engine, counting_stream, tokenizer, prompts, bursts):
+    async def never(samples):
+        return [0.0 for _ in samples]
+
+    stream = counting_stream(prompts)
+    fault = (
+        rf"--dynamic-sampling-filter-path {NONZERO_STD}: .*0 of 4 groups.*last {bursts} bursts.*{4 * bursts} zero_std"
+    )
+    with pytest.raises(ValueError, match=fault):
+        collect(scripted_engine(), stream, tokenizer, never, dynamic_sampling_filter_path=NONZERO_STD)
+    assert stream.drawn == 4 * bursts
+
+
+def test_metrics_of_kept_and_of_all_generated_groups(scripted_engine, counting_stream, tokenizer):
+    async def by_prompt(samples):  # prompts 0 and 2 are always solved, the others by their first sample only
+        return [float(s.prompt.label % 2 == 0 or s.rollout_id % 4 == 0) for s in samples]
+
+    engine = scripted_engine(finish=lambda seed: "length")
+    options = {"rollout_batch_size": 2, "over_sampling_batch_size": 4, "dynamic_sampling_filter_path": NONZERO_STD}
+    rollout = collect(engine, counting_stream(100), tokenizer, by_prompt, log_passrate=True, **options)
+    values = {name.removeprefix("rollout/"): metric.value for name, metric in rollout.metrics.items()}
+    assert [g.group_index for g in rollout.groups] == [1, 3]
+    assert values["reward"] == 0.25
+    assert values["reward_std"] == pytest.approx(0.5)
+    assert values["prompt_length"] == (2 + 4) / 2
+    assert (values["truncated_fraction"], values["aborted_fraction"]) == (1.0, 0.0)
+    assert (values["zero_std_groups"], values["dropped/zero_std"]) == (0.5, 2)
+    assert [values[f"pass@{k}"] for k in (1, 2, 4)] == pytest.approx([0.625, 0.75, 1.0])
+    assert values["tokens"] == sum(min(1 + seed % 5, 8) for r in engine.requests for seed in r.seeds)
+    assert values["reward_errors"] == 0
+
+
+def test_the_seed_alone_decides_the_responses(scripted_engine, counting_stream, tokenizer):
+    runs = [collect(scripted_engine(), counting_stream(9), tokenizer, seed=seed).groups for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_failure_is_told_as_it_is_and_leaves_no_task_behind(counting_stream, tokenizer):
+    class Failing:
+        async def generate(self, request):
+            if len(request.prompt_ids) == 2:
+                raise ValueError("token id 99 is outside the vocabulary")
+            await asyncio.get_running_loop().create_future()  # never answered
+
+    async def run():
+        with pytest.raises(ValueError, match="token id 99"):
+            await collector(Failing(), counting_stream(9), tokenizer).collect(0)
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(run()) == 1
+
+
+def test_a_hard_stretch_between_kept_groups_does_not_stop_the_run(scripted_engine, counting_stream, tokenizer):
+    hard = MIN_BARREN_BURSTS - 1  # bursts between two that bring one group each; the set of 4 prompts is passed often
+
+    async def now_and_then(samples):
+        easy = samples[0].group_index % (4 * (hard + 1)) == 0
+        return [float(easy and i == 0) for i, _ in enumerate(samples)]
+
+    stream = counting_stream(4)
+    rollout = collect(scripted_engine(), stream, tokenizer, now_and_then, dynamic_sampling_filter_path=NONZERO_STD)
+    assert [g.group_index for g in rollout.groups] == [4 * (hard + 1) * i for i in range(4)]
+
+
+def test_the_context_limit_reaches_the_engine(scripted_engine, counting_stream, tokenizer):
+    engine = scripted_engine()
+    collect(engine, counting_stream(9), tokenizer, rollout_max_context_len=6)
+    assert [r.sampling.max_new_tokens for r in engine.requests] == [5, 4, 3, 2]
+
+
+def test_reward_errors_are_counted_where_a_value_stands_in(scripted_engine, counting_stream, tokenizer):
+    async def fails_on_prompt_1(samples):
+        if any(s.prompt.label == 1 for s in samples):
+            raise RuntimeError("no answer found")
+        return [1.0 for _ in samples]
+
+    options = RolloutArguments(rollout_batch_size=4, n_samples_per_prompt=2, rollout_max_response_len=8)
+    reward = RewardArguments(reward_error_value=-1.0)
+    collecting = Collector(counting_stream(9), scripted_engine(), tokenizer, fails_on_prompt_1, options, reward, 42)
+    rollout = asyncio.run(collecting.collect(0))
+    assert [g.rewards for g in rollout.groups] == [[1.0, 1.0], [-1.0, -1.0], [1.0, 1.0], [1.0, 1.0]]
+    assert rollout.metrics["rollout/reward_errors"].value == 2

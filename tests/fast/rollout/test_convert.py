@@ -1,0 +1,141 @@
+from dataclasses import fields
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.arguments.loss import LossArguments
+from miles.rollout.convert import convert
+
+MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
+
+
+@st.composite
+def rollout_shapes(draw):
+    """Groups of rollouts of samples (loss tokens, reward); the samples of one rollout share its reward."""
+
+    def rollout():
+        reward = draw(st.sampled_from([0.0, 0.5, 1.0]))
+        return [(tokens, reward) for tokens in draw(st.lists(st.integers(0, 6), min_size=1, max_size=3))]
+
+    return [[rollout() for _ in range(draw(st.integers(1, 4)))] for _ in range(draw(st.integers(1, 4)))]
+
+
+def build(group_of, shapes):
+    ids, groups = count(), []
+    for index, shape in enumerate(shapes):
+        groups.append(group_of(index, shape, next(ids)))
+        for _ in shape[1:]:
+            next(ids)
+    return groups
+
+
+def loss_for(mode, **options):
+    return LossArguments(loss_aggregation=mode, loss_aggregation_divisor=8.0 if mode == "constant" else None, **options)
+
+
+@pytest.mark.parametrize(
+    ("mode", "denoms", "pg_loss"),
+    [
+        ("sample_mean", [2, 6, 4, 8], 0.25),
+        ("prompt_mean", [4, 4, 6, 6], 0.125),
+        ("token_mean", [5, 5, 5, 5], 0.1),
+        ("constant", [8, 8, 8, 8], 0.0625),
+    ],
+)
+def test_the_worked_example(group_of, mode, denoms, pg_loss):
+    groups = build(group_of, [[[(2, 1.0)], [(6, 0.0)]], [[(4, 1.0)], [(8, 0.0)]]])
+    (batch,) = convert(groups, loss=loss_for(mode), global_batch_size=4)
+    assert batch.sample_denoms == pytest.approx(denoms)
+    assert 2 / batch.sample_denoms[0] / batch.num_rollouts == pytest.approx(pg_loss)
+    assert (batch.num_rollouts, batch.num_groups, batch.num_loss_tokens) == (4, 2, 20)
+    assert batch.rollout_token_counts == [2, 6, 4, 8]
+
+
+@given(shapes=rollout_shapes(), size=st.integers(1, 6))
+def test_steps_are_whole_rollouts_in_group_order(group_of, shapes, size):
+    groups = build(group_of, shapes)
+    steps = convert(groups, loss=LossArguments(), global_batch_size=size)
+    assert [i for step in steps for i in step.rollout_ids] == [s.rollout_id for g in groups for s in g.samples]
+    per_step = [set(step.rollout_ids) for step in steps]
+    assert sum(map(len, per_step)) == len(set().union(*per_step)), "a rollout stands in two steps"
+    assert all(len(ids) == size for ids in per_step[:-1]) and 1 <= len(per_step[-1]) <= size
+    for step in steps:
+        assert step.num_rollouts == len(set(step.rollout_ids))
+        assert step.num_groups == len(set(step.group_indices))
+        assert step.num_loss_tokens == sum(mask.sum() for mask in step.loss_masks)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(shapes=rollout_shapes())
+def test_the_mass_of_a_step_is_what_its_denominators_say(group_of, mode, shapes):
+    (batch,) = convert(build(group_of, shapes), loss=loss_for(mode), global_batch_size=1000)
+    pairs = zip(batch.loss_masks, batch.sample_denoms, strict=True)
+    mass = sum(float(mask.sum()) / denom for mask, denom in pairs if mask.sum()) / batch.num_rollouts
+    assert mass == pytest.approx(batch.expected_loss_mass)
+
+
+@given(shapes=rollout_shapes(), size=st.integers(1, 6), whiten=st.booleans())
+def test_cutting_into_steps_changes_no_reward(group_of, shapes, size, whiten):
+    loss = LossArguments(disable_grpo_std_normalization=not whiten)
+    groups = build(group_of, shapes)
+    (whole,) = convert(groups, loss=loss, global_batch_size=1000)
+    steps = convert(groups, loss=loss, global_batch_size=size)
+    assert [r for step in steps for r in step.rewards] == whole.rewards
+    assert whole.raw_rewards == [r for g in groups for r in g.rewards]
+
+
+def test_interleaved_samples_of_a_rollout_come_together(group_of):
+    (group,) = build(group_of, [[[(1, 0.0), (2, 0.0)], [(3, 1.0)]]])
+    group.samples = [group.samples[i] for i in (0, 2, 1)]
+    first, second = convert([group], loss=LossArguments(), global_batch_size=1)
+    assert (first.rollout_ids, second.rollout_ids) == ([0, 0], [1])
+    assert first.rewards[0] == first.rewards[1] < 0 < second.rewards[0]
+    assert first.raw_rewards == [0.0, 0.0] and second.raw_rewards == [1.0]
+
+
+def test_columns_are_those_of_the_samples(group_of):
+    groups = build(group_of, [[[(2, 1.0)], [(0, 0.0)]]])
+    (batch,) = convert(groups, loss=LossArguments(disable_rewards_normalization=True), global_batch_size=2)
+    assert batch.rewards == batch.raw_rewards == [1.0, 0.0]
+    for i, sample in enumerate(groups[0].samples):
+        np.testing.assert_array_equal(batch.tokens[i], sample.tokens)
+        np.testing.assert_array_equal(batch.loss_masks[i], sample.loss_mask)
+        np.testing.assert_array_equal(batch.rollout_log_probs[i], np.float32(sample.rollout_log_probs))
+        assert batch.response_lengths[i] == len(sample.response_ids)
+    assert (batch.tokens[0].dtype, batch.loss_masks[0].dtype) == (np.int64, np.float32)
+    columns = [getattr(batch, f.name) for f in fields(batch)]
+    assert {len(c) for c in columns if isinstance(c, list)} == {2}
+
+
+def test_prompt_mean_never_cuts_a_group(group_of):
+    groups = build(group_of, [[[(1, 0.0)]] * 4] * 3)
+    assert [len(s) for s in convert(groups, loss=loss_for("prompt_mean"), global_batch_size=8)] == [8, 4]
+    with pytest.raises(ValueError, match="--global-batch-size 6: a step would cut prompt group 1 of 4 rollouts"):
+        convert(groups, loss=loss_for("prompt_mean"), global_batch_size=6)
+    assert [len(s) for s in convert(groups, loss=LossArguments(), global_batch_size=6)] == [6, 6]
+
+
+def test_fine_tuning_needs_no_rewards(group_of):
+    groups = build(group_of, [[[(2, 1.0)], [(3, 0.0)]]])
+    for sample in groups[0].samples:
+        sample.reward = None
+    (batch,) = convert(groups, loss=LossArguments(loss_type="sft_loss"), global_batch_size=2)
+    assert batch.rewards == batch.raw_rewards == [0.0, 0.0]
+
+
+def test_a_column_of_the_wrong_length_is_told(group_of):
+    groups = build(group_of, [[[(2, 1.0)]]])
+    groups[0].samples[0].loss_mask.pop()
+    with pytest.raises(ValueError, match="loss_mask has 2 entries for 3 response tokens"):
+        convert(groups, loss=LossArguments(), global_batch_size=1)
+
+
+def test_rewards_are_normalized_as_the_flags_say(group_of):
+    groups = build(group_of, [[[(2, 1.0)], [(2, 0.0)], [(2, 0.0)], [(2, 0.0)]]])
+    (centred,) = convert(groups, loss=LossArguments(disable_grpo_std_normalization=True), global_batch_size=4)
+    (scaled,) = convert(groups, loss=LossArguments(), global_batch_size=4)
+    assert centred.rewards == pytest.approx([0.75, -0.25, -0.25, -0.25])
+    assert scaled.rewards == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-4)  # the unbiased deviation is 0.5

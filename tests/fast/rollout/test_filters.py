@@ -1,0 +1,51 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.rollout import filters
+from miles.rollout.filters import FilterDecision, check_reward_nonzero_std, load_group_filter
+from miles.sample import Prompt, PromptGroup, Sample
+
+PROMPT = Prompt("p", (1,), source="set.jsonl:1")
+
+
+def group_with(rewards):
+    return PromptGroup(7, PROMPT, [Sample(PROMPT, 7, rollout_id=i, reward=r) for i, r in enumerate(rewards)])
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8))
+def test_groups_without_reward_spread_are_dropped(rewards):
+    assert check_reward_nonzero_std(group_with(rewards)).keep == (min(rewards) != max(rewards))
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.integers(1, 9))
+def test_equal_rewards_have_no_spread_whatever_their_size(reward, n):
+    assert check_reward_nonzero_std(group_with([reward] * n)) == FilterDecision(False, "zero_std")
+
+
+@pytest.mark.parametrize(
+    ("answer", "decision"),
+    [
+        (True, FilterDecision(True)),
+        (False, FilterDecision(False, "filtered")),
+        (FilterDecision(False), FilterDecision(False, "filtered")),
+        (FilterDecision(False, "too_easy"), FilterDecision(False, "too_easy")),
+    ],
+)
+def test_a_filter_may_answer_with_a_bool(monkeypatch, answer, decision):
+    monkeypatch.setattr(filters, "mine", lambda group: answer, raising=False)
+    assert load_group_filter("miles.rollout.filters:mine")(group_with([1.0])) == decision
+
+
+def test_any_other_answer_is_refused(monkeypatch):
+    monkeypatch.setattr(filters, "mine", lambda group: 0.5, raising=False)
+    decide = load_group_filter("miles.rollout.filters:mine")
+    with pytest.raises(
+        ValueError, match=r"--dynamic-sampling-filter-path miles\S+: .*0\.5 for group 7 \(set\.jsonl:1\)"
+    ):
+        decide(group_with([1.0]))
+
+
+def test_a_wrong_path_names_the_flag():
+    with pytest.raises(ValueError, match="--dynamic-sampling-filter-path miles.rollout.filters:no_such"):
+        load_group_filter("miles.rollout.filters:no_such")

@@ -1,0 +1,147 @@
+"""The rules of docs/architecture.md that can be read off the source: who may know whom, and how big a thing may get."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "miles").rglob("*.py")) + [p for p in [ROOT / "train.py"] if p.exists()]
+TEXTS = [
+    path
+    for folder in ("miles", "tests", "docs", "examples", "benchmarks", "scripts", ".ci")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.is_file() and path.suffix in {".py", ".md", ".sh", ".yml", ".toml", ".txt", ""}
+] + sorted(p for p in ROOT.iterdir() if p.suffix in {".py", ".md", ".yml", ".toml", ".txt"})
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below ``node`` that can run: function bodies too, annotations' imports not."""
+    for child in ast.iter_child_nodes(node):
+        if is_type_checking(child):
+            assert isinstance(child, ast.If)
+            for alternative in child.orelse:
+                yield alternative
+                yield from runtime_nodes(alternative)
+            continue
+        yield child
+        yield from runtime_nodes(child)
+
+
+def imports(source: str, module: str = "", is_package: bool = False) -> set[str]:
+    """Dotted names that a module imports or reaches through an attribute (``torch.distributed.barrier``)."""
+    names: set[str] = set()
+    for node in runtime_nodes(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".")
+            parents = package[: len(package) - node.level + is_package] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            names.update({base, *(f"{base}.{alias.name}" for alias in node.names)})
+        elif isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            if re.fullmatch(r"torch(\.\w+)+", text):
+                names.add(text)
+    return names
+
+
+IMPORTS = {module_name(p): imports(p.read_text(), module_name(p), p.name == "__init__.py") for p in SOURCES}
+
+
+def inside(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+# (who, must not know, except what lies in)
+FORBIDDEN = [
+    ("miles.sample", "miles", ()),
+    ("miles.train_batch", "miles", ()),
+    ("miles.tracking.metrics", "miles", ()),
+    ("miles.arguments", "miles", ("miles.arguments", "miles.__version__")),
+    ("miles.arguments", "torch", ()),
+    ("miles.arguments", "transformers", ()),
+    ("miles.loss", "ray", ()),
+    ("miles.loss", "torch.distributed", ()),
+    ("miles.rollout", "miles.training", ()),
+    ("miles.rewards", "miles.training", ()),
+    ("miles.training", "miles.rollout", ()),
+    ("miles.training", "miles.rewards", ()),
+    ("miles.training.fsdp", "miles.training.megatron", ()),
+    ("miles.training.megatron", "miles.training.fsdp", ()),
+    ("miles.weight_sync", "miles.training", ()),
+    ("miles.weight_sync", "transformers", ()),
+]
+
+# (library, the only modules that may import it)
+RESERVED = [
+    ("ray", ("miles.cluster", "train")),
+    ("sglang", ("miles.engine",)),
+    ("megatron", ("miles.training.megatron", "miles.arguments.parser")),
+]
+
+
+@pytest.mark.parametrize(("who", "forbidden", "allowed"), FORBIDDEN)
+def test_layer_does_not_know(who: str, forbidden: str, allowed: tuple[str, ...]) -> None:
+    found = {
+        f"{module} imports {name}"
+        for module, names in IMPORTS.items()
+        if inside(module, who)
+        for name in names
+        # `from miles import x` names miles itself too; the rule is about what is inside it
+        if inside(name, forbidden) and name != "miles" and not any(inside(name, a) for a in allowed)
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(("library", "owners"), RESERVED)
+def test_library_has_one_owner(library: str, owners: tuple[str, ...]) -> None:
+    found = {m for m, names in IMPORTS.items() if any(inside(n, library) for n in names)}
+    assert not {m for m in found if not any(inside(m, owner) for owner in owners)}
+
+
+def test_imports_are_seen_wherever_they_hide() -> None:
+    source = (
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import hidden\n"
+        "def f():\n    from torch import distributed\n    import ray.util\n    torch.cuda.empty_cache()\n"
+        "from . import base\n"
+    )
+    found = imports(source, "miles.engine.torch_engine")
+    assert {"torch.distributed", "ray.util", "torch.cuda", "miles.engine.base"} <= found
+    assert "hidden" not in found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_module_is_small(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 500
+    long = {
+        f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno + 1 > 60
+    }
+    assert not long
+
+
+def test_no_module_is_called_utils() -> None:
+    assert not [m for m in IMPORTS if {"utils", "util", "helpers", "misc"} & set(m.split("."))]
+
+
+def test_no_machine_paths() -> None:
+    machine = re.compile(r"(?<![\w.])/(?:home|work|root|opt|Users|mnt)/\w")
+    found = {str(p.relative_to(ROOT)) for p in TEXTS if machine.search(p.read_text(errors="replace"))}
+    assert not found

@@ -1,0 +1,45 @@
+"""run.json: everything a report needs, and no secret."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from miles.arguments.tracking import TrackingArguments
+from miles.tracking.run_header import FILE_NAME, RunHeader
+
+
+@dataclass(frozen=True)
+class Sections:
+    tracking: TrackingArguments = field(default_factory=TrackingArguments)
+
+
+def header(tracking: TrackingArguments) -> RunHeader:
+    return RunHeader.from_sections("title", Sections(tracking), "words", "Σ formula", 7)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    written = header(TrackingArguments(report_samples=9))
+    written.save(tmp_path)
+    assert RunHeader.load(tmp_path) == written
+
+
+def test_what_differs_from_the_default_is_known_after_reading_too(tmp_path: Path) -> None:
+    header(TrackingArguments(report_samples=9)).save(tmp_path)
+    read = RunHeader.load(tmp_path)
+    assert [name for name in read.settings["tracking"] if not read.is_default("tracking", name)] == ["report_samples"]
+
+
+def test_secrets_stay_in_the_process(tmp_path: Path) -> None:
+    secret = header(TrackingArguments(wandb_key="sesame"))
+    secret.save(tmp_path)
+    assert "sesame" not in (tmp_path / FILE_NAME).read_text()
+    assert secret.public_settings()["tracking"]["wandb_key"] == "(hidden)"
+    assert secret.settings["tracking"]["wandb_key"] == "sesame"
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--output-dir"):
+        RunHeader.load(tmp_path)

@@ -1,0 +1,115 @@
+"""The tracker as a run uses it: all sinks, resume, the report at the end."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from miles.arguments.tracking import TrackingArguments
+from miles.tracking.metrics import Metric
+from miles.tracking.run_files import REPORT, TENSORBOARD, RunFiles, SampleRecord
+from miles.tracking.run_header import RunHeader
+from miles.tracking.tracker import Tracker
+
+HEADER = RunHeader("a run", {"tracking": {"wandb_key": "sesame"}}, "words", "1/N", total_rollouts=4)
+
+
+def arguments(folder: Path, **changes) -> TrackingArguments:
+    return TrackingArguments(output_dir=str(folder), **changes)
+
+
+def run(tracking: TrackingArguments, steps: range, resume: bool = False) -> None:
+    """Log the steps; the reward of a step is a quarter of its number."""
+    with Tracker(tracking, HEADER) as tracker:
+        if resume:
+            tracker.resume(steps.start)
+        for step in steps:
+            tracker.log(step, {"rollout/reward": Metric(step, 4.0), "time/step": 1})
+            tracker.log_samples(step, [SampleRecord(f"p{i}", "r", 1.0, None, "completed") for i in range(8)])
+
+
+def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder / TENSORBOARD))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_every_sink_has_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(arguments(tmp_path), range(4))
+    assert [row["rollout/reward"] for row in RunFiles(tmp_path).read_metrics()] == [0.0, 0.25, 0.5, 0.75]
+    assert scalars(tmp_path, "rollout/reward") == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75)]
+    assert capsys.readouterr().out.count("\nstep ") == 4
+    assert "<figure" in (tmp_path / REPORT).read_text()
+
+
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
+    run(arguments(tmp_path / "unbroken"), range(4))
+    run(arguments(tmp_path / "resumed"), range(3))
+    run(arguments(tmp_path / "resumed"), range(2, 4), resume=True)
+    unbroken, resumed = RunFiles(tmp_path / "unbroken"), RunFiles(tmp_path / "resumed")
+    assert resumed.read_metrics() == unbroken.read_metrics()
+    assert resumed.read_samples() == unbroken.read_samples()
+    assert (tmp_path / "resumed" / REPORT).read_text() == (tmp_path / "unbroken" / REPORT).read_text()
+    assert scalars(tmp_path / "resumed", "rollout/reward") == scalars(tmp_path / "unbroken", "rollout/reward")
+
+
+def test_a_new_run_sets_an_earlier_one_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(arguments(tmp_path), range(4))
+    run(arguments(tmp_path), range(1))
+    assert len(RunFiles(tmp_path).read_metrics()) == 1
+    assert len(RunFiles(tmp_path / "earlier-1").read_metrics()) == 4
+    assert len(scalars(tmp_path, "rollout/reward")) == 1
+    assert "earlier-1" in capsys.readouterr().out
+
+
+def test_samples_kept_are_spread_over_the_rollout(tmp_path: Path) -> None:
+    run(arguments(tmp_path, report_samples=4), range(1))
+    assert [s.prompt for s in RunFiles(tmp_path).read_samples()[0]] == ["p0", "p2", "p4", "p6"]
+
+
+@pytest.mark.parametrize("count", [0, 100])
+def test_report_samples_may_be_none_or_more_than_there_are(tmp_path: Path, count: int) -> None:
+    run(arguments(tmp_path, report_samples=count), range(1))
+    assert len(RunFiles(tmp_path).read_samples().get(0, [])) == min(count, 8)
+
+
+def test_no_report(tmp_path: Path) -> None:
+    run(arguments(tmp_path, no_report=True), range(1))
+    assert not (tmp_path / REPORT).exists()
+
+
+def test_a_run_that_logged_nothing_leaves_an_earlier_one_alone(tmp_path: Path) -> None:
+    run(arguments(tmp_path), range(2))
+    run(arguments(tmp_path), range(0))
+    assert len(RunFiles(tmp_path).read_metrics()) == 2
+
+
+def test_missing_wandb_names_the_flag_and_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it raises ImportError
+    with pytest.raises(ValueError, match=r"--use-wandb.*miles\[wandb\]"):
+        Tracker(arguments(tmp_path, use_wandb=True), HEADER)
+
+
+def test_wandb_gets_the_settings_and_the_steps_but_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple] = []
+    wandb_run = SimpleNamespace(
+        log=lambda values, step: calls.append(("log", step, values)), finish=lambda: calls.append(("finish",))
+    )
+    fake = SimpleNamespace(
+        login=lambda **given: calls.append(("login", given)),
+        init=lambda **given: calls.append(("init", given)) or wandb_run,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    tracking = arguments(tmp_path, use_wandb=True, wandb_key="sesame", wandb_host="h", wandb_team="t", wandb_group="g")
+    with Tracker(tracking, HEADER) as tracker:
+        tracker.log(0, {"a": Metric(1.0, 2.0), "b": math.nan})
+    (_, login), (_, init), (_, step, values), finish = calls
+    assert login == {"key": "sesame", "host": "h"}
+    assert (init["entity"], init["group"], init["name"]) == ("t", "g", "a run")
+    assert "sesame" not in str(init)
+    assert (step, values["a"], finish) == (0, 0.5, ("finish",))

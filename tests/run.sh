@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# The suite stage-a-cpu: style, types, docs, then tests/fast. pytest's summary is the last thing printed.
+#   bash tests/run.sh            everything but the slow tests
+#   bash tests/run.sh --all      with the slow tests
+#   bash tests/run.sh -k loss    further arguments go to pytest
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/venv.sh || exit 1
+
+pytest_args=()
+for arg in "$@"; do
+    if [ "$arg" = --all ]; then pytest_args+=(-m ""); else pytest_args+=("$arg"); fi
+done
+
+site="$(mktemp -d)"
+trap 'rm -rf "$site"' EXIT
+failed=()
+check() { # check NAME COMMAND...: silent when it passes
+    local name="$1" output
+    shift
+    if output="$("$@" 2>&1)"; then
+        echo "ok      $name"
+    else
+        printf '%s\nFAILED  %s\n' "$output" "$name"
+        failed+=("$name")
+    fi
+}
+
+check "ruff check" "$VENV/bin/ruff" check .
+check "ruff format" "$VENV/bin/ruff" format --check .
+check "mypy" "$VENV/bin/mypy"
+# Not --quiet: it hides warnings from --strict as well.
+check "mkdocs" "$VENV/bin/mkdocs" build --strict --site-dir "$site"
+[ ${#failed[@]} -eq 0 ] || echo "FAILED before the tests: ${failed[*]}"
+
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$PYTHON" -m pytest "${pytest_args[@]}"
+status=$?
+[ $status -eq 0 ] && [ ${#failed[@]} -eq 0 ]

@@ -1,0 +1,136 @@
+"""Train a language model by reinforcement learning: ``python train.py --flags…`` (``--help`` lists them).
+
+parse -> validate -> place -> loop (generate, train, sync weights, save, evaluate).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from miles.arguments.explain import objective_formula, objective_in_words
+from miles.arguments.parser import main_parse
+from miles.arguments.settings import Settings
+from miles.tracking.metrics import Metric
+
+
+def main(argv: list[str]) -> None:
+    """Run the command line; wrong flags exit with 2 before anything starts, failures of the run with 1."""
+    validated = main_parse(argv)
+    from miles.cluster.failures import told_to_the_user  # Ray and torch are imported from here on
+
+    with told_to_the_user(validated.settings.checkpoint):
+        for note in validated.notes:
+            print(f"note: {note}")
+        run(validated.settings)
+
+
+def run(settings: Settings) -> None:
+    """Start the actors, train for ``--num-rollout`` rollouts, and stop what was started."""
+    from miles.cluster.rollout_group import RolloutGroup
+    from miles.cluster.session import ray_session
+    from miles.cluster.train_group import TrainGroup
+    from miles.tracking.run_header import RunHeader
+    from miles.tracking.tracker import Tracker
+
+    with ray_session(settings.cluster) as placement:
+        rollout = RolloutGroup(settings, placement)
+        total_rollouts = rollout.total_rollouts()
+        trainer = TrainGroup(settings, placement, total_rollouts * settings.steps_per_rollout)
+        header = RunHeader.from_sections(
+            "miles", settings, objective_in_words(settings), objective_formula(settings), total_rollouts
+        )
+        with Tracker(settings.tracking, header) as tracker:
+            Loop(settings, rollout, trainer, tracker, total_rollouts).run()
+
+
+class Loop:
+    """Generate, train, sync weights, save, evaluate; repeat."""
+
+    def __init__(self, settings, rollout, trainer, tracker, total_rollouts: int) -> None:  # type: ignore[no-untyped-def]
+        from miles.tracking.phase_timer import PhaseTimer
+
+        self.settings = settings
+        self.rollout = rollout
+        self.trainer = trainer
+        self.tracker = tracker
+        self.total_rollouts = total_rollouts
+        self.timer = PhaseTimer()
+
+    def run(self) -> None:
+        """From the newest checkpoint of ``--load``, if any, to the last rollout."""
+        done = self.resume()
+        self.sync_weights(done)
+        if done == 0 and self.settings.evaluation.has_sets and not self.settings.evaluation.skip_eval_before_train:
+            self.log(0, [self.evaluate()])
+        for rollout_id in range(done, self.total_rollouts):
+            self.train_one(rollout_id)
+        if self.settings.checkpoint.save_hf is not None:
+            self.export_hf(Path(self.settings.checkpoint.save_hf))
+
+    def train_one(self, rollout_id: int) -> None:
+        """One rollout, its optimizer steps, and what falls due after it."""
+        with self.timer.phase("generate"):
+            generated = self.rollout.generate(rollout_id)
+        with self.timer.phase("train"):
+            steps = self.trainer.train(generated.shards_by_rank)
+        done = rollout_id + 1
+        self.sync_weights(done)
+        steps[-1] |= generated.metrics
+        if self.due(self.settings.checkpoint.save_interval, done) and self.settings.checkpoint.save is not None:
+            with self.timer.phase("save"):
+                self.trainer.save(done, {"rollouts_done": done, "prompts": self.rollout.state()})
+        if self.settings.evaluation.has_sets and self.due(self.settings.evaluation.eval_interval, done):
+            steps[-1] |= self.evaluate()
+        self.log(self.steps_done(rollout_id) + 1, steps)
+        self.tracker.log_samples(self.steps_done(done), generated.records())
+
+    def due(self, interval: int | None, done: int) -> bool:
+        """Every ``interval`` rollouts, and after the last."""
+        return done == self.total_rollouts or (interval is not None and done % interval == 0)
+
+    def steps_done(self, rollouts: int) -> int:
+        """Optimizer steps that ``rollouts`` rollouts make: the ``step`` of metrics.jsonl."""
+        return rollouts * self.settings.steps_per_rollout
+
+    def evaluate(self) -> dict[str, Metric]:
+        """Metrics of the held-out sets under the engine's weights."""
+        with self.timer.phase("eval"):
+            return self.rollout.evaluate()
+
+    def sync_weights(self, version: int) -> None:
+        """The engine's weights become the trainer's; ``version`` counts the rollouts trained on."""
+        with self.timer.phase("sync_weights"):
+            self.rollout.update_weights(self.trainer.export_weights(), version)
+
+    def log(self, first_step: int, steps: list[dict[str, Metric]]) -> None:
+        """One row a step; the seconds of the phases stand in the last."""
+        steps[-1] |= {name: Metric(seconds) for name, seconds in self.timer.metrics().items()}
+        steps[-1] |= throughput(steps[-1])
+        for step, metrics in enumerate(steps, start=first_step):
+            self.tracker.log(step, metrics)
+
+    def resume(self) -> int:
+        """Load the newest checkpoint of ``--load``; returns the rollouts already done."""
+        state = self.trainer.resume()
+        if state is None:
+            return 0
+        self.rollout.restore(state["prompts"])
+        self.tracker.resume(self.steps_done(state["rollouts_done"]) + 1)
+        return state["rollouts_done"]
+
+    def export_hf(self, folder: Path) -> None:
+        """Write what transformers' ``from_pretrained`` loads: weights, configuration and tokenizer."""
+        self.trainer.export_hf(folder)
+        self.rollout.save_tokenizer(folder)
+
+
+def throughput(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """Generated tokens per second of generation."""
+    if "rollout/tokens" not in metrics:
+        return {}
+    return {"perf/tokens_per_second": Metric(metrics["rollout/tokens"].value, metrics["time/generate"].value)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
