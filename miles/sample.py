@@ -8,11 +8,11 @@ and gives them ``group_index`` 0 and 1. Generation gives the four trajectories `
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 
-class SampleStatus(str, Enum):
+class SampleStatus(StrEnum):
     """How a sample ended."""
 
     PENDING = "pending"  # not generated yet
@@ -42,7 +42,7 @@ class Sample:
     """One token sequence: the prompt's tokens, then ``response_ids`` with a 0/1 ``loss_mask`` over them.
 
     >>> p = Prompt("2*3=", (1, 2, 3))
-    >>> s = Sample(p, group_index=0, rollout_id=1, response_ids=[6, 0], rollout_log_probs=[-0.1, -0.2], loss_mask=[1, 1])
+    >>> s = Sample(p, group_index=0, rollout_id=1, response_ids=[6, 0], loss_mask=[1, 1], rollout_log_probs=[-1, -2])
     >>> s.tokens, s.num_loss_tokens
     ([1, 2, 3, 6, 0], 2)
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class TrainBatch:
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """The shard with these samples, in this order; step-wide numbers stay those of the whole step."""
-        columns = {}
+        columns: dict[str, Any] = {}
         for f in fields(self):
             column = getattr(self, f.name)
             if f.name in _STEP_WIDE or column is None:
@@ -73,12 +73,16 @@ class TrainBatch:
 class TrainShard:
     """What one data-parallel rank gets of one step: its samples, and how they are grouped into micro-batches.
 
-    Every rank of a step has the same number of micro-batches; an entry may be empty (a rank with fewer samples takes
-    part in every collective and contributes zero).
+    ``micro_batches`` are trained on. ``score_only`` holds the samples whose loss has no gradient (advantage 0, and no
+    KL or entropy term): they are scored for the metrics, without a backward pass.
+
+    Every rank of a step has the same number of each; an entry may be empty (a rank with fewer samples takes part in
+    every collective and contributes zero).
     """
 
     batch: TrainBatch
     micro_batches: Sequence[Sequence[int]]  # indices into ``batch``
+    score_only: Sequence[Sequence[int]] = ()  # likewise
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def pack_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def balanced_partition(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices of ``weights`` in ``parts`` lists of nearly equal sum; some are empty when there are more parts than items.
+    """Indices of ``weights`` in ``parts`` lists of nearly equal sum, some empty when the parts outnumber the items.
 
     The largest differencing method (Karmarkar and Karp, 1982): the two partitions whose largest and smallest parts
     differ most are merged, largest part onto smallest, until one is left.

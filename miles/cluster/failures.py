@@ -7,11 +7,13 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import ray.exceptions
 
 from miles.arguments.checkpoint import CheckpointArguments
+from miles.training.checkpoint_folder import newest
 
 
 @contextmanager
@@ -51,4 +53,6 @@ def _in_one_line(error: Exception) -> str:
 def _how_to_resume(checkpoint: CheckpointArguments) -> str:
     if checkpoint.save is None:
         return "nothing was saved (no --save), so it starts anew"
+    if newest(Path(checkpoint.save)) is None:
+        return f"no checkpoint was saved in {checkpoint.save} yet, so it starts anew"
     return f"the same command with --load {checkpoint.save} goes on from the last checkpoint"

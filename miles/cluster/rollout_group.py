@@ -41,8 +41,9 @@ class RolloutGroup:
 
     def __init__(self, settings: Settings, placement: Placement) -> None:
         self.settings = settings
-        self.worker = ray.remote(RolloutWorker).options(**placement.rollout_options()).remote(settings, placement.device)
-        self.prompts = ray.get(self.worker.num_prompts.remote())
+        actor: Any = ray.remote(RolloutWorker).options(**placement.rollout_options())
+        self.worker: Any = actor.remote(settings, placement.device)
+        self.prompts: int = ray.get(self.worker.num_prompts.remote())
 
     def total_rollouts(self) -> int:
         """``--num-rollout``, or what ``--num-epoch`` passes over the prompts make."""

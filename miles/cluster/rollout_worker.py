@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from miles.arguments.settings import Settings
 from miles.batching.schedule import schedule_step
@@ -16,7 +17,8 @@ from miles.cluster.threads import use_threads
 from miles.data.prompts import load_prompts
 from miles.data.stream import PromptStream
 from miles.data.tokenizer import load_tokenizer
-from miles.engine.base import Engine
+from miles.engine.base import Engine, WeightChunk
+from miles.loss.policy_loss import samples_with_gradient
 from miles.rewards.registry import get_reward_function
 from miles.rollout.collect import Collector, Rollout
 from miles.rollout.convert import convert
@@ -47,12 +49,15 @@ class RolloutWorker:
         assert settings.model.hf_checkpoint is not None
         self.settings = settings
         self.loop = asyncio.new_event_loop()
+        disable_progress_bar()  # of loading weights: the launcher's own is the one on the screen
         use_threads(device, sharers=1 if settings.cluster.colocate else 1 + settings.cluster.actor_num_gpus_per_node)
         self.tokenizer = load_tokenizer(settings.model.hf_checkpoint)
         self.eval_sets = load_eval_sets(settings.evaluation, settings.data, settings.rollout, self.tokenizer)
         self.stream: PromptStream | None = None
+        self._num_prompts = 0
         if settings.data.prompt_data is not None:
             prompts = load_prompts(settings.data.prompt_data, settings.data, self.tokenizer)
+            self._num_prompts = len(prompts.prompts)
             self.stream = PromptStream(prompts.prompts, settings.data.rollout_shuffle, settings.data.rollout_seed)
         self.engine = self._build_engine(device) if self._generates else None
         self.reward_function = get_reward_function(settings.reward) if self._scores else None
@@ -91,17 +96,23 @@ class RolloutWorker:
 
     def num_prompts(self) -> int:
         """Prompts of one epoch."""
-        return 0 if self.stream is None else len(self.stream)
+        return self._num_prompts
 
     def generate(self, rollout_id: int) -> GeneratedRollout:
         """Collect rollout ``rollout_id``, and put one list of shards a trainer rank into the object store."""
         rollout = self._collect(rollout_id)
         if self.settings.rollout.save_debug_rollout_data is not None:
             save_rollout(self.settings.rollout.save_debug_rollout_data, rollout_id, rollout.groups)
-        batches = convert(
-            rollout.groups, loss=self.settings.loss, global_batch_size=self.settings.global_batch_size
-        )
-        steps = [schedule_step(b, self.settings.cluster.world_size, self.settings.training) for b in batches]
+        batches = convert(rollout.groups, loss=self.settings.loss, global_batch_size=self.settings.global_batch_size)
+        steps = [
+            schedule_step(
+                batch,
+                self.settings.cluster.world_size,
+                self.settings.training,
+                samples_with_gradient(self.settings.loss, batch.rewards),
+            )
+            for batch in batches
+        ]
         shards = [ray.put(list(of_rank)) for of_rank in zip(*steps, strict=True)]
         shown = self.settings.tracking.report_samples
         return GeneratedRollout(shards, rollout.metrics, [group.samples[0] for group in rollout.groups[:shown]])
@@ -134,7 +145,7 @@ class RolloutWorker:
         if self.engine is None:
             return
 
-        def chunks():  # type: ignore[no-untyped-def]  # one chunk in memory at a time
+        def chunks() -> Iterator[WeightChunk]:  # one in memory at a time
             for reference in packed:
                 chunk: PackedChunk = ray.get(reference)
                 yield unpack(chunk)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -52,7 +53,9 @@ def ray_session(cluster: ClusterArguments) -> Iterator[Placement]:
     bundles = cluster.world_size + (0 if cluster.colocate else 1)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Actors import the same miles as the launcher, also when it runs from a checkout that is not installed.
-    runtime_env = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, [_checkout(), os.environ.get("PYTHONPATH")]))}}
+    runtime_env = {
+        "env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, [_checkout(), os.environ.get("PYTHONPATH")]))}
+    }
     if cluster.ray_address:
         ray.init(address=cluster.ray_address, runtime_env=runtime_env, log_to_driver=True)
     else:
@@ -62,7 +65,7 @@ def ray_session(cluster: ClusterArguments) -> Iterator[Placement]:
             include_dashboard=False,
             runtime_env=runtime_env,
             log_to_driver=True,
-            logging_level="warning",
+            logging_level=logging.WARNING,
             object_store_memory=1024**3,
         )
     group: PlacementGroup | None = None

@@ -21,7 +21,7 @@ class TrainGroup:
     def __init__(self, settings: Settings, placement: Placement, total_steps: int) -> None:
         env = json.loads(settings.cluster.train_env_vars or "{}")
         self.settings = settings
-        self.actors = [
+        self.actors: list[Any] = [
             ray.remote(TrainWorker)
             .options(name=None, runtime_env={"env_vars": env} if env else None, **placement.trainer_options(rank))
             .remote(rank, settings, placement.device)

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
 
 from miles.arguments.settings import Settings
 from miles.cluster.threads import use_threads
@@ -29,6 +30,7 @@ class TrainWorker:
         self.settings = settings
         self.device = torch.device(device)
         self.backend: TrainBackend | None = None
+        disable_progress_bar()
         use_threads(device, sharers=settings.cluster.actor_num_gpus_per_node)
 
     def serve_store(self) -> tuple[str, int]:
@@ -89,6 +91,6 @@ def _build_backend(settings: Settings, device: torch.device, total_steps: int) -
     from miles.training.fsdp.backend import FsdpBackend
 
     if device.type == "cuda":
-        device = torch.device("cuda", 0 if "CUDA_VISIBLE_DEVICES" in os.environ else ray.get_gpu_ids()[0])
+        device = torch.device("cuda", 0 if "CUDA_VISIBLE_DEVICES" in os.environ else int(ray.get_gpu_ids()[0]))
         torch.cuda.set_device(device)
     return FsdpBackend(settings, device, total_steps)

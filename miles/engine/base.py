@@ -40,9 +40,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """One response. ``log_probs``: fp32, of the sampled tokens, under softmax(logits / temperature) of the full vocabulary
+    """One response, and the version of the weights that generated it (its last token).
 
-    (before top-k and top-p; of the raw logits when greedy). ``weight_version``: of the weights that generated it.
+    ``log_probs``: fp32, of the sampled tokens, under softmax(logits / temperature) of the full vocabulary (before top-k
+    and top-p; of the raw logits when greedy).
     """
 
     token_ids: list[int]

@@ -8,7 +8,7 @@ WIDTH_STEP = 64  # row lengths grow in steps of this, so that buffers are seldom
 
 
 class KVCache:
-    """One buffer a layer, ``[2 (key, value), rows, kv_heads, width, head_dim]``, written in place and grown by doubling.
+    """One buffer a layer, ``[2 (key, value), rows, kv_heads, width, head_dim]``, written in place, grown by doubling.
 
     Rows ``0 .. n - 1`` belong to the running sequences, in their order. What stands behind a row's length is finite
     but meaningless: attention masks it out.

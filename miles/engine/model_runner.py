@@ -23,11 +23,12 @@ class ModelRunner:
     def __init__(self, model_path: str, dtype: torch.dtype, device: str) -> None:
         config = AutoConfig.from_pretrained(model_path)
         _check_full_attention(config, model_path)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
+        self.device = torch.device(device)
+        # Any: the wrappers around transformers' methods hide their types
+        model: Any = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=dtype, attn_implementation=slot_attention.NAME
         )
-        self.device = torch.device(device)
-        self.model.to(self.device).eval().requires_grad_(False)
+        self.model: Any = model.to(self.device).eval().requires_grad_(False)
         self.cache = KVCache()
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self.max_length: int = config.get_text_config().max_position_embeddings
@@ -104,8 +105,8 @@ class ModelRunner:
         layers = self.model.config.get_text_config().num_hidden_layers
         if self.cache.num_layers != layers:
             raise ValueError(
-                f"--hf-checkpoint {model_path}: {self.cache.num_layers} of {layers} layers attend through transformers' "
-                "attention interface; --rollout-engine torch needs all of them: choose another model"
+                f"--hf-checkpoint {model_path}: {self.cache.num_layers} of {layers} layers attend through "
+                "transformers' attention interface; --rollout-engine torch needs all of them: choose another model"
             )
         self.cache.clear()
 
@@ -116,8 +117,8 @@ def _check_full_attention(config: PreTrainedConfig, model_path: str) -> None:
     if config.is_encoder_decoder or kinds != {"full_attention"}:
         found = "an encoder and a decoder" if config.is_encoder_decoder else f"layers of {', '.join(sorted(kinds))}"
         raise ValueError(
-            f"--hf-checkpoint {model_path}: the model has {found}; --rollout-engine torch runs decoder-only models whose "
-            "layers are all full_attention: choose another model"
+            f"--hf-checkpoint {model_path}: the model has {found}; --rollout-engine torch runs decoder-only models "
+            "whose layers are all full_attention: choose another model"
         )
 
 

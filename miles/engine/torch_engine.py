@@ -34,7 +34,8 @@ class TorchEngine:
 
     One asyncio task serves all requests: between two steps it takes finished sequences out of the batch and waiting
     ones in, up to ``max_batch_size``; the steps run on one thread of the engine's own. A response depends on the
-    weights, the prompt, the sampling and its seed, not on what else is in the batch, up to the rounding of matrix products.
+    weights, the prompt, the sampling and its seed, not on what else is in the batch, up to the
+    rounding of matrix products.
 
     A response in flight during ``update_weights`` goes on with the new weights and keeps the cache of the old ones; its
     ``weight_version`` is that of its last token.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from miles.arguments.loss import LossArguments
@@ -79,3 +81,18 @@ def _token_kl(loss: LossArguments, micro: MicroBatch, log_probs: torch.Tensor) -
     assert micro.ref_log_probs is not None, "--use-kl-loss needs the reference model's log-probs in the batch"
     current = log_probs if loss.kl_loss_coef else log_probs.detach()
     return approximate_kl(masked_log_ratio(current, micro.ref_log_probs, micro.loss_mask), loss.kl_loss_type)
+
+
+def samples_with_gradient(loss: LossArguments, rewards: Sequence[float]) -> list[bool]:
+    """Which samples' losses can have a gradient, given the normalized ``rewards`` that become their advantages.
+
+    A sample of advantage 0 has none, unless a KL, an entropy bonus or a custom reducer may give it one. Groups whose
+    samples were all right or all wrong are such samples.
+    """
+    only_policy_gradient = (
+        loss.loss_type == "policy_loss"
+        and loss.kl_loss_coef == 0.0
+        and loss.entropy_coef == 0.0
+        and loss.custom_pg_loss_reducer_function_path is None
+    )
+    return [reward != 0.0 or not only_policy_gradient for reward in rewards]

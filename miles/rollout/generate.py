@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
 from miles.arguments.rollout import RolloutArguments
 from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams
@@ -23,7 +23,7 @@ _STATUS: dict[FinishReason, SampleStatus] = {
 class Detokenizer(Protocol):
     """The part of a tokenizer that generation needs."""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any: ...  # str for one sequence
 
 
 def response_seed(*parts: int | str) -> int:

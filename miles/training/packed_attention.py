@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 NAME = "miles_packed"
+SHORT = 512  # tokens of a row up to which the CPU computes attention as two matrix products
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class PackedLayout:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
-        """Sequences of ``lengths`` in buckets in which none is shorter than half the longest: at most half is padding."""
+        """Buckets of sequences in which none is shorter than half the longest, so that at most half is padding."""
         starts = torch.tensor([0, *lengths]).cumsum(0)
         total = int(starts[-1])
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -63,7 +64,7 @@ def _rows(bucket: list[int], lengths: Sequence[int], starts: torch.Tensor, total
 
 
 class _ToRows(torch.autograd.Function):
-    """Packed [T, ...] to rows [S * L, ...], zeros where nothing stands. A gather both ways, as each token has one cell."""
+    """Packed [T, ...] to rows [S * L, ...], zeros for padding. A gather both ways, as each token has one cell."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, rows: Rows) -> torch.Tensor:  # type: ignore[override]
@@ -79,6 +80,20 @@ class _ToRows(torch.autograd.Function):
 
 def _gather_or_zero(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[index]
+
+
+def _short_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Causal attention as two matrix products, for rows so short that the scores are small.
+
+    PyTorch's fused CPU kernel has a slow backward: on rows of 54 tokens this is several times faster
+    (benchmarks/packed_attention.py). Heads that share a key head become rows of one product; the softmax is fp32.
+    """
+    rows, heads, length, width = q.shape
+    shared = heads // k.shape[1]
+    scores = q.reshape(rows, k.shape[1], shared * length, width) @ k.transpose(-1, -2)
+    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1).repeat(shared, 1)
+    scores = (scores.float() * scaling).masked_fill_(future, -torch.inf)
+    return (scores.softmax(-1).to(v.dtype) @ v).reshape(q.shape)
 
 
 def packed_attention(
@@ -99,14 +114,19 @@ def packed_attention(
     Raises ``ValueError`` for a layer with a sliding window: it would be attended in full, silently.
     """
     if sliding_window is not None:
-        raise ValueError("this model has sliding-window attention; --train-backend fsdp trains full-attention models only")
+        raise ValueError(
+            "this model has sliding-window attention; --train-backend fsdp trains full-attention models only"
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     out = q.new_zeros(q.shape)
     for rows in packed.rows:
         qr, kr, vr = (_ToRows.apply(x, rows).view(*rows.shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        o = F.scaled_dot_product_attention(
-            qr, kr, vr, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=qr.shape[1] != kr.shape[1]
-        )
+        if query.device.type == "cpu" and rows.shape[1] <= SHORT and dropout == 0.0:
+            o = _short_attention(qr, kr, vr, scaling)
+        else:
+            o = F.scaled_dot_product_attention(
+                qr, kr, vr, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=qr.shape[1] != kr.shape[1]
+            )
         out = out.index_copy(0, rows.tokens, o.transpose(1, 2).flatten(0, 1)[rows.to_packed])
     return out.unsqueeze(0), None
 

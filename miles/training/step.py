@@ -18,7 +18,9 @@ def train_rollout(backend: TrainBackend, shards: Sequence[TrainShard], use_refer
     are the current ones.
     """
     started = time.perf_counter()
-    scored = [_with_log_probs(backend, shard, old=step > 0, reference=use_reference) for step, shard in enumerate(shards)]
+    scored = [
+        _with_log_probs(backend, shard, old=step > 0, reference=use_reference) for step, shard in enumerate(shards)
+    ]
     scoring = time.perf_counter() - started
     steps = [_step(backend, shard) for shard in scored]
     if steps:

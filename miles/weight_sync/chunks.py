@@ -47,5 +47,5 @@ def unpack(packed: PackedChunk) -> WeightChunk:
     """The tensors, on the store's read-only memory: copy from them, never write to them."""
     tensors = {}
     for name, (dtype, shape, data) in packed.entries.items():
-        tensors[name] = torch.frombuffer(memoryview(data), dtype=getattr(torch, dtype)).reshape(shape)
+        tensors[name] = torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
     return WeightChunk(tensors)

@@ -41,7 +41,9 @@ class FsdpBackend:
             self.reference.eval().requires_grad_(False)
 
     def _build(self, path: str, dtype: torch.dtype) -> Policy:
-        policy = load_policy(path, self.settings.rollout.rollout_temperature, self.settings.loss.log_probs_chunk_size, dtype)
+        policy = load_policy(
+            path, self.settings.rollout.rollout_temperature, self.settings.loss.log_probs_chunk_size, dtype
+        )
         policy.to(self.device)
         shard_policy(policy, self.mesh, self.compute_dtype, self.settings.training.gradient_checkpointing)
         return policy

@@ -37,7 +37,7 @@ class ShardedOptimizer:
         self._parameters = parameters
 
     def step(self) -> dict[str, Metric]:
-        """Clip, update and clear. Raises ``FloatingPointError`` before touching the weights if a gradient is not finite."""
+        """Clip, update and clear. Raises ``FloatingPointError``, weights untouched, if a gradient is not finite."""
         norm = self.gradient_norm()
         if not math.isfinite(norm):
             raise FloatingPointError(

@@ -69,7 +69,9 @@ def shard_policy(policy: Policy, mesh: DeviceMesh, compute_dtype: torch.dtype, c
         policy.language_model.gradient_checkpointing_enable({"use_reentrant": False})
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     reshard = mesh.size() > 1
-    for layer in policy.language_model.base_model.layers:
+    layers = policy.language_model.base_model.layers
+    assert isinstance(layers, nn.ModuleList)
+    for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     for module in policy.modules():
