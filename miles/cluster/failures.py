@@ -27,20 +27,28 @@ def told_to_the_user(checkpoint: CheckpointArguments) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print(f"stopped by the user; {_how_to_resume(checkpoint)}", file=sys.stderr)
+        print(f"stopped by the user; {how_to_resume(checkpoint)}", file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
         if isinstance(cause, ValueError):
             print(f"train.py: error: {cause}", file=sys.stderr)
         else:
-            traceback.print_exception(error)
-            print(f"train.py: the run stopped: {_in_one_line(error)}; {_how_to_resume(checkpoint)}", file=sys.stderr)
+            _show(error)
+            print(f"train.py: the run stopped: {_in_one_line(error)}; {how_to_resume(checkpoint)}", file=sys.stderr)
         raise SystemExit(1) from None
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _show(error: Exception) -> None:
+    """The traceback of the process that failed; the launcher's own, when the failure is elsewhere, says nothing."""
+    if isinstance(error, ray.exceptions.RayError):
+        print(error, file=sys.stderr)
+    else:
+        traceback.print_exception(error)
 
 
 def _in_one_line(error: Exception) -> str:
@@ -50,7 +58,8 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
-def _how_to_resume(checkpoint: CheckpointArguments) -> str:
+def how_to_resume(checkpoint: CheckpointArguments) -> str:
+    """What to type after a run that ended early, or that it starts anew."""
     if checkpoint.save is None:
         return "nothing was saved (no --save), so it starts anew"
     if newest(Path(checkpoint.save)) is None:

@@ -43,7 +43,7 @@ class RolloutGroup:
         self.settings = settings
         actor: Any = ray.remote(RolloutWorker).options(**placement.rollout_options())
         self.worker: Any = actor.remote(settings, placement.device)
-        self.prompts: int = ray.get(self.worker.num_prompts.remote())
+        self.prompts: int = ray.get(self.worker.prepare.remote())
 
     def total_rollouts(self) -> int:
         """``--num-rollout``, or what ``--num-epoch`` passes over the prompts make."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -46,22 +47,36 @@ class RolloutWorker:
     """Generates, scores, converts and evaluates. Calls come one at a time; inside a call everything is concurrent."""
 
     def __init__(self, settings: Settings, device: str) -> None:
-        assert settings.model.hf_checkpoint is not None
+        """Does nothing that can fail: Ray turns what a constructor raises into the death of the actor."""
         self.settings = settings
+        self.device = device
         self.loop = asyncio.new_event_loop()
+
+    def prepare(self) -> int:
+        """Load prompts, evaluation sets and the engine; returns the prompts of one epoch.
+
+        Raises ``ValueError`` for a malformed row, an unknown reward and the like.
+        """
+        settings = self.settings
+        assert settings.model.hf_checkpoint is not None
         disable_progress_bar()  # of loading weights: the launcher's own is the one on the screen
-        use_threads(device, sharers=1 if settings.cluster.colocate else 1 + settings.cluster.actor_num_gpus_per_node)
+        # Weights are read from the object store's memory, which is read-only, and nothing writes there.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        use_threads(
+            self.device, sharers=1 if settings.cluster.colocate else 1 + settings.cluster.actor_num_gpus_per_node
+        )
         self.tokenizer = load_tokenizer(settings.model.hf_checkpoint)
+        self.reward_function = get_reward_function(settings.reward) if self._scores else None
         self.eval_sets = load_eval_sets(settings.evaluation, settings.data, settings.rollout, self.tokenizer)
         self.stream: PromptStream | None = None
-        self._num_prompts = 0
+        num_prompts = 0
         if settings.data.prompt_data is not None:
-            prompts = load_prompts(settings.data.prompt_data, settings.data, self.tokenizer)
-            self._num_prompts = len(prompts.prompts)
-            self.stream = PromptStream(prompts.prompts, settings.data.rollout_shuffle, settings.data.rollout_seed)
-        self.engine = self._build_engine(device) if self._generates else None
-        self.reward_function = get_reward_function(settings.reward) if self._scores else None
+            prompts = load_prompts(settings.data.prompt_data, settings.data, self.tokenizer).prompts
+            self.stream = PromptStream(prompts, settings.data.rollout_shuffle, settings.data.rollout_seed)
+            num_prompts = len(prompts)
+        self.engine = self._build_engine() if self._generates else None
         self.collector = self._build_collector()
+        return num_prompts
 
     @property
     def _generates(self) -> bool:
@@ -71,13 +86,13 @@ class RolloutWorker:
     def _scores(self) -> bool:
         return self.settings.reward.rm_type is not None or self.settings.reward.custom_rm_path is not None
 
-    def _build_engine(self, device: str) -> Engine:
+    def _build_engine(self) -> Engine:
         from miles.engine.torch_engine import TorchEngine
 
         assert self.settings.model.hf_checkpoint is not None
         dtype = torch.bfloat16 if self.settings.training.bf16 else torch.float32
         return TorchEngine(
-            self.settings.model.hf_checkpoint, dtype, device, self.settings.rollout.torch_engine_max_batch_size
+            self.settings.model.hf_checkpoint, dtype, self.device, self.settings.rollout.torch_engine_max_batch_size
         )
 
     def _build_collector(self) -> Collector | None:
@@ -93,10 +108,6 @@ class RolloutWorker:
             self.settings.reward,
             self.settings.data.rollout_seed,
         )
-
-    def num_prompts(self) -> int:
-        """Prompts of one epoch."""
-        return self._num_prompts
 
     def generate(self, rollout_id: int) -> GeneratedRollout:
         """Collect rollout ``rollout_id``, and put one list of shards a trainer rank into the object store."""

@@ -59,6 +59,8 @@ def ray_session(cluster: ClusterArguments) -> Iterator[Placement]:
     if cluster.ray_address:
         ray.init(address=cluster.ray_address, runtime_env=runtime_env, log_to_driver=True)
     else:
+        # Ray warns that a cluster of its own asks for a token. It does, that is right, and no user needs to act on it.
+        logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         # Locally, Ray's CPU count is only a ticket counter: one ticket a process, whatever the machine has.
         ray.init(
             num_cpus=max(bundles, 1) if device == "cpu" else None,

@@ -46,7 +46,10 @@ class TorchEngine:
         if max_batch_size < 1:
             raise ValueError(f"--torch-engine-max-batch-size {max_batch_size}: must be at least 1")
         self._max_batch_size = max_batch_size
-        self._runner = ModelRunner(model_path, dtype, device)
+        # Everything that touches tensors runs on this one thread, loading included: each thread that calls torch gets an
+        # OpenMP pool of its own, and with more pools than cores their workers sleep between operations (half the speed).
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
+        self._runner = self._thread.submit(ModelRunner, model_path, dtype, device).result()
         self._batch = RunningBatch(self._runner)
         self._version = 0
         self._weights_whole = True
@@ -57,8 +60,6 @@ class TorchEngine:
         self._running.set()
         self._between_steps = asyncio.Lock()
         self._serving: asyncio.Task[None] | None = None
-        # One thread: torch keeps a pool of OpenMP threads for every thread that calls it.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         """One ``Generation`` a seed, in order. Requests of one tick of the loop are admitted together, in order.

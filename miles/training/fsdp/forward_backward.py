@@ -36,11 +36,12 @@ def forward_backward(policy: Policy, shard: TrainShard, loss: LossArguments, dev
 
 @contextmanager
 def scoring(policy: Policy) -> Iterator[None]:
-    """Forward passes without a graph. FSDP frees gathered weights in the backward pass; here they are freed at the end."""
+    """Forward passes without a graph. FSDP frees gathered weights in the backward pass; here it is told at the end."""
     with torch.no_grad():
         yield
-    assert isinstance(policy, FSDPModule)
-    policy.reshard()
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _loss_of(policy: Policy, micro: MicroBatch, loss: LossArguments) -> LossOutput:

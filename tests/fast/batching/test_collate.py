@@ -1,0 +1,88 @@
+"""Packing against a loop over samples and tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.batching.collate import collate, split_by_sample
+
+CPU = torch.device("cpu")
+LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 8)), min_size=1, max_size=8)
+
+
+@st.composite
+def choices(draw):
+    lengths = draw(LENGTHS)
+    return lengths, draw(st.lists(st.sampled_from(range(len(lengths))), unique=True, min_size=1))
+
+
+@given(choices())
+def test_layout_is_that_of_a_loop(make_batch, choice):
+    lengths, indices = choice
+    batch = make_batch(lengths)
+    micro = collate(batch, indices, CPU)
+    ids, positions, bounds, logit_index, targets, sample_index = [], [], [0], [], [], []
+    for s, i in enumerate(indices):
+        prompt, start = lengths[i][0], len(ids)
+        for t, token in enumerate(batch.tokens[i].tolist()):
+            ids.append(token)
+            positions.append(t)
+            if t >= prompt:
+                logit_index.append(start + t - 1)
+                targets.append(token)
+                sample_index.append(s)
+        bounds.append(len(ids))
+    assert micro.input_ids.tolist() == ids and micro.position_ids.tolist() == positions
+    assert micro.cu_seqlens.tolist() == bounds and micro.cu_seqlens.dtype == torch.int32
+    assert micro.logit_index.tolist() == logit_index and micro.targets.tolist() == targets
+    assert micro.sample_index.tolist() == sample_index
+    assert micro.total_lengths == tuple(len(batch.tokens[i]) for i in indices)
+
+
+@given(choices())
+def test_columns_follow_their_samples(make_batch, choice):
+    lengths, indices = choice
+    batch = make_batch(lengths)
+    micro = collate(batch, indices, CPU)
+    for name, column in (
+        ("loss_mask", batch.loss_masks),
+        ("rollout_log_probs", batch.rollout_log_probs),
+        ("old_log_probs", batch.old_log_probs),
+        ("ref_log_probs", batch.ref_log_probs),
+    ):
+        parts = split_by_sample(getattr(micro, name), micro)
+        assert all(np.array_equal(part, column[i]) for part, i in zip(parts, indices, strict=True)), name
+    assert micro.advantages.tolist() == [i + 0.5 for i in indices for _ in range(lengths[i][1])]
+    assert micro.sample_denoms.tolist() == [i + 2.0 for i in indices]
+    assert micro.rollout_token_counts.tolist() == [i + 3.0 for i in indices]
+    assert (micro.num_rollouts, micro.num_loss_tokens) == (91, 93)
+
+
+def test_no_samples_are_one_token_and_no_response(make_batch):
+    for batch in (make_batch([(2, 3)]), make_batch([]), make_batch([(2, 3)], scored=False)):
+        micro = collate(batch, [], CPU)
+        assert micro.input_ids.shape == (1,) and micro.cu_seqlens.tolist() == [0, 1] and micro.total_lengths == (1,)
+        assert micro.response_lengths == () and split_by_sample(micro.loss_mask, micro) == []
+        for name in ("logit_index", "targets", "sample_index", "loss_mask", "advantages", "sample_denoms"):
+            assert getattr(micro, name).shape == (0,), name
+        assert micro.logit_index.dtype == micro.targets.dtype == torch.int64
+        assert (micro.num_rollouts, micro.num_loss_tokens) == (91, 93)
+
+
+def test_without_scores_there_are_none(make_batch):
+    micro = collate(make_batch([(2, 3)], scored=False), [0], CPU)
+    assert micro.old_log_probs is None and micro.ref_log_probs is None
+
+
+@given(choices())
+def test_select_keeps_the_numbers_of_the_step(make_batch, choice):
+    lengths, indices = choice
+    batch = make_batch(lengths)
+    part = batch.select(indices)
+    assert part.rollout_ids == [100 + i for i in indices]
+    assert all(np.array_equal(a, batch.tokens[i]) for a, i in zip(part.tokens, indices, strict=True))
+    assert (part.num_rollouts, part.num_groups, part.num_loss_tokens, part.expected_loss_mass) == (91, 92, 93, 0.94)
+    assert part.select([]).num_rollouts == 91 and len(part.select([])) == 0

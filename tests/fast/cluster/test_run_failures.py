@@ -1,0 +1,53 @@
+"""How a run ends early: the exit status, the words on standard error, and that nothing is left running."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def failed(launch, workplace):
+    """Three runs that fail, at the same time, since each mostly waits for Ray."""
+    rows = (workplace / "prompts.jsonl").read_text().splitlines()
+    (workplace / "malformed.jsonl").write_text("\n".join([*rows[:6], '{"input": nope}', *rows[7:]]))
+    runs = {
+        "malformed": launch("malformed", "--prompt-data", str(workplace / "malformed.jsonl")),
+        "raises": launch("raises", reward="raises"),
+        "dies": launch("dies", "--save", str(workplace / "dies_ckpt"), "--save-interval", "1", reward="dies"),
+    }
+    for run in runs.values():
+        assert run.wait() == 1, run.err
+    return runs
+
+
+def test_malformed_row_is_one_sentence(failed, workplace):
+    error = failed["malformed"].err
+    assert error.startswith(f"train.py: error: {workplace / 'malformed.jsonl'}:7: not JSON")
+    assert error.count("\n") == 1
+
+
+def test_raising_reward_names_the_sample(failed, workplace):
+    error = failed["raises"].err
+    assert "KeyError: 'gold'" in error
+    assert f"sample: prompt {workplace / 'prompts.jsonl'}:" in error
+    assert "--reward-error-value" in error
+
+
+def test_dead_worker_is_told_with_the_way_on(failed, workplace):
+    last = failed["dies"].err.splitlines()[-1]
+    assert "a worker process died" in last
+    assert f"--load {workplace / 'dies_ckpt'}" in last
+
+
+def test_failed_runs_leave_no_process(failed):
+    assert all(run.none_left() for run in failed.values())
+
+
+def test_ctrl_c_says_how_to_go_on(launch, workplace):
+    held, checkpoints = workplace / "ctrl_c.held", workplace / "ctrl_c_ckpt"
+    saving = ["--save", str(checkpoints), "--save-interval", "1"]
+    run = launch("ctrl_c", *saving, HOLD_AT="1", HELD=str(held))
+    run.wait_until(held.exists)  # in the middle of a reward function that does not return
+    run.interrupt()
+    assert run.wait() == 130, run.err
+    assert run.err.splitlines()[-1].startswith("stopped by the user; the same command with --load")
+    assert "Traceback" not in run.err
+    assert run.none_left()

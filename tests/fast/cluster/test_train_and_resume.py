@@ -1,0 +1,100 @@
+"""A whole run of ``train.py``: what it leaves behind, and that a killed one goes on as if it had not been."""
+
+import math
+
+import pytest
+
+SAVING = ["--use-kl-loss", "--kl-loss-coef", "0.1", "--save-interval", "3", "--eval-interval", "3"]
+IN_EVERY_STEP = {"train/loss", "train/pg_loss", "train/kl_loss", "train/ppo_kl", "train/grad_norm", "train/lr"}
+IN_LAST_STEP = {"rollout/reward", "rollout/response_length", "time/generate", "time/sync_weights"}
+STEPS = 2  # optimizer steps a rollout
+
+
+def flags(workplace, name):
+    sets = ["--eval-prompt-data", "held", str(workplace / "prompts.jsonl")]
+    return [*SAVING, *sets, "--save", str(workplace / name)]
+
+
+def trained(row):
+    """The metrics of a step that depend on nothing but the weights and the data."""
+    return {name: value for name, value in row.items() if not name.startswith(("time/", "perf/"))}
+
+
+@pytest.fixture(scope="module")
+def whole(launch, workplace):
+    saved = [
+        "--save-hf",
+        str(workplace / "hf"),
+        "--save-debug-rollout-data",
+        str(workplace / "debug_{rollout_id}.jsonl"),
+    ]
+    run = launch("whole", *flags(workplace, "whole_checkpoints"), *saved, ranks=2)
+    assert run.wait() == 0, run.err
+    return run
+
+
+def test_every_step_is_logged(whole):
+    rows = whole.rows()
+    assert sorted(rows) == list(range(1 + 6 * STEPS))  # step 0 is the evaluation before training
+    assert all(rows[step].keys() >= IN_EVERY_STEP for step in range(1, 13))
+    assert all(rows[step].keys() >= IN_LAST_STEP for step in range(STEPS, 13, STEPS))
+    assert [step for step, row in rows.items() if "eval/held/accuracy" in row] == [0, 3 * STEPS, 6 * STEPS]
+    assert all(math.isfinite(value) for row in rows.values() for value in row.values())
+    assert all(rows[step]["train/grad_norm"] > 0 for step in range(1, 13))
+
+
+def test_report_and_events_are_written(whole):
+    assert (whole.output / "report.html").stat().st_size > 1000
+    assert list((whole.output / "tensorboard").rglob("events.out.tfevents.*"))
+
+
+def test_checkpoints_appear_whole(whole, workplace):
+    folder = workplace / "whole_checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000003", "iter_0000006"]
+
+
+def test_export_is_the_trained_model(whole, workplace, tiny_model):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export = workplace / "hf"
+    assert AutoTokenizer.from_pretrained(export)("1 + 1").input_ids
+    before = dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters())
+    after = dict(AutoModelForCausalLM.from_pretrained(export).named_parameters())
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_no_process_is_left(whole):
+    assert whole.none_left()
+
+
+def test_console_shows_the_run_and_nothing_else(whole):
+    assert whole.out.count("step ") >= 13
+    assert whole.err == ""
+
+
+def test_killed_run_goes_on_as_if_it_had_not_been(whole, launch, workplace):
+    """Metric by metric, in every step after the checkpoint."""
+    held, checkpoints = workplace / "killed.held", workplace / "killed_checkpoints"
+    same = flags(workplace, checkpoints.name)
+    killed = launch("killed", *same, ranks=2, HOLD_AT="4", HELD=str(held))
+    killed.wait_until(lambda: held.exists() and (checkpoints / "iter_0000003").exists())
+    killed.kill()
+    assert 4 * STEPS in killed.rows(), "it was to be killed past its checkpoint"
+
+    resumed = launch("killed", *same, "--load", str(checkpoints), ranks=2)
+    assert resumed.wait() == 0, resumed.err
+    rows, expected = resumed.rows(), whole.rows()
+    assert rows.keys() == expected.keys()
+    for step in expected:
+        assert trained(rows[step]) == pytest.approx(trained(expected[step]), rel=1e-6, abs=1e-6), step
+
+
+def test_saved_samples_train_the_same_first_step(whole, launch, workplace):
+    saved = ["--load-debug-rollout-data", str(workplace / "debug_{rollout_id}.jsonl"), "--num-rollout", "1"]
+    run = launch("debug", "--use-kl-loss", "--kl-loss-coef", "0.1", *saved, ranks=2)
+    assert run.wait() == 0, run.err
+    first, expected = run.rows()[1], whole.rows()[1]
+    names = [name for name in expected if name.startswith("train/") and name != "train/lr"]  # the run is shorter
+    assert {name: first[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-6)

@@ -1,0 +1,33 @@
+"""Wrong flags are told by ``train.py`` at once, before Ray or torch are imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+VALID = (
+    "--hf-checkpoint m --prompt-data p.jsonl --rm-type length --rollout-batch-size 4 --n-samples-per-prompt 4 "
+    "--rollout-max-response-len 8 --num-rollout 1 "
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("", "--hf-checkpoint"),
+        (VALID + "--rollout-bach-size 4", "--rollout-batch-size"),
+        (VALID + "--global-batch-size 5", "--global-batch-size 5"),
+        (VALID + "--kl-loss-coef 0.1", "--use-kl-loss"),
+        (VALID + "--lr fast", "--lr"),
+    ],
+)
+def test_wrong_flags_exit_2(flags, told):
+    script = "import sys, runpy; sys.argv[0] = 'train.py'\ntry:\n    runpy.run_path('train.py', run_name='__main__')\n"
+    script += "finally:\n    assert not {'ray', 'torch'} & sys.modules.keys()"
+    command = [sys.executable, "-c", script, *flags.split()]
+    ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert told in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,204 @@
+"""What the checks stand on: tiny models, uneven batches, and a backend on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from oracle import DIVISOR, load_oracle, objective, token_scores
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from miles.arguments.checkpoint import CheckpointArguments
+from miles.arguments.cluster import ClusterArguments
+from miles.arguments.data import DataArguments
+from miles.arguments.evaluation import EvaluationArguments
+from miles.arguments.loss import LossArguments
+from miles.arguments.model import ModelArguments
+from miles.arguments.optimizer import OptimizerArguments
+from miles.arguments.reward import RewardArguments
+from miles.arguments.rollout import RolloutArguments
+from miles.arguments.settings import Settings
+from miles.arguments.tracking import TrackingArguments
+from miles.arguments.training import TrainingArguments
+from miles.batching.schedule import schedule_step
+from miles.rollout.convert import convert
+from miles.sample import Prompt, PromptGroup, Sample
+from miles.tracking.metrics import Metric, values
+from miles.train_batch import TrainBatch, TrainShard
+from miles.training.fsdp.backend import FsdpBackend
+
+TEMPERATURE = 0.8
+FIXED = TrainingArguments(micro_batch_size=2)
+BUDGET = TrainingArguments(use_dynamic_batch_size=True, max_tokens_per_gpu=24, balance_data=True)
+PLAIN = LossArguments()
+CPU = torch.device("cpu")
+
+# rollouts of each group: the (prompt is 3 tokens) response lengths of a rollout's samples
+UNEVEN = (((4,), (9, 2), (6,)), ((1,), (12,)), ((5,), (5,)))
+EQUAL_REWARDS = 2  # the group whose samples have no advantage
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where one rank stands: which models there are, and a folder that the ranks share."""
+
+    folder: Path
+    rank: int
+    world: int
+
+    def model(self, name: str) -> str:
+        return str(self.folder / name)
+
+
+def save_models(folder: Path) -> None:
+    for name, tied in (("tied", True), ("untied", False)):
+        torch.manual_seed(7)
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            initializer_range=0.15,
+            tie_word_embeddings=tied,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+
+
+def make_backend(stage: Stage, name: str = "untied", total_steps: int = 10, **optimizer: Any) -> FsdpBackend:
+    settings = Settings(
+        cluster=ClusterArguments(actor_num_gpus_per_node=stage.world),
+        model=ModelArguments(hf_checkpoint=stage.model(name)),
+        data=DataArguments(),
+        reward=RewardArguments(),
+        rollout=RolloutArguments(rollout_temperature=TEMPERATURE),
+        loss=PLAIN,
+        optimizer=OptimizerArguments(**optimizer),
+        training=TrainingArguments(global_batch_size=7),
+        checkpoint=CheckpointArguments(),
+        evaluation=EvaluationArguments(),
+        tracking=TrackingArguments(),
+    )
+    return FsdpBackend(settings, CPU, total_steps)
+
+
+def make_batch(
+    loss: LossArguments,
+    groups: Sequence[Sequence[Sequence[int]]] = UNEVEN,
+    masked: bool = False,
+    seed: int = 0,
+) -> TrainBatch:
+    """One step through the production converter; masks have holes, the first sample is masked in full."""
+    rng = np.random.default_rng(seed)
+    prompt_groups, rollout_id = [], 0
+    for g, rollouts in enumerate(groups):
+        prompt = Prompt("", tuple(rng.integers(0, 64, 3).tolist()))
+        group = PromptGroup(g, prompt)
+        for responses in rollouts:
+            reward = 1.0 if g == EQUAL_REWARDS else float(rng.normal())
+            group.samples += [_sample(rng, prompt, g, rollout_id, n, reward, masked) for n in responses]
+            rollout_id += 1
+        group.samples[0].loss_mask = [0] * len(group.samples[0].response_ids) if g == 0 else group.samples[0].loss_mask
+        prompt_groups.append(group)
+    return convert(prompt_groups, loss=loss, global_batch_size=rollout_id)[0]
+
+
+def _sample(
+    rng: np.random.Generator, prompt: Prompt, group: int, rollout: int, n: int, reward: float, masked: bool
+) -> Sample:
+    return Sample(
+        prompt,
+        group,
+        rollout,
+        response_ids=rng.integers(0, 64, n).tolist(),
+        loss_mask=[0] * n if masked else [int(t % 4 != 2) for t in range(n)],
+        rollout_log_probs=rng.normal(-4, 0.3, n).tolist(),
+        reward=reward,
+    )
+
+
+def off_policy(batch: TrainBatch, path: str) -> TrainBatch:
+    """With old and reference log-probs some way from the current ones, so that ratios fall on both sides of the clip."""
+    rng, model = np.random.default_rng(1), load_oracle(path)
+    with torch.no_grad():
+        current = [token_scores(model, batch, i, TEMPERATURE)[0].numpy() for i in range(len(batch))]
+    old, reference = (
+        [(p + rng.normal(0, 0.4, len(p))).astype(np.float32) for p in current] for _ in ("old", "reference")
+    )
+    return replace(batch, old_log_probs=old, ref_log_probs=reference)
+
+
+def loss_of(mode: Any, **given: Any) -> LossArguments:
+    return LossArguments(
+        loss_aggregation=mode,
+        loss_aggregation_divisor=DIVISOR if mode == "constant" else None,
+        calculate_per_token_loss=mode == "token_mean",
+        **given,
+    )
+
+
+def shard_of(
+    stage: Stage, batch: TrainBatch, training: TrainingArguments, has_gradient: Sequence[bool] | None = None
+) -> TrainShard:
+    return schedule_step(batch, stage.world, training, has_gradient)[stage.rank]
+
+
+def full(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def gradients(backend: FsdpBackend) -> dict[str, torch.Tensor]:
+    return {name: full(p.grad) for name, p in backend.policy.language_model.named_parameters()}
+
+
+def weights(backend: FsdpBackend) -> dict[str, torch.Tensor]:
+    return {name: full(p) for name, p in backend.policy.language_model.named_parameters()}
+
+
+def gradient_step(
+    backend: FsdpBackend, shard: TrainShard, loss: LossArguments
+) -> tuple[dict[str, torch.Tensor], dict[str, Metric]]:
+    """Gradients and metrics of a step that is then thrown away."""
+    backend.settings = replace(backend.settings, loss=loss)
+    metrics = backend.forward_backward(shard)
+    found = gradients(backend)
+    backend.skip_step()
+    return found, metrics
+
+
+def oracle_step(path: str, batch: TrainBatch, loss: LossArguments) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    model = load_oracle(path)
+    metrics = objective(model, batch, loss, TEMPERATURE)
+    metrics["loss"].backward()
+    return {n: full(p.grad) for n, p in model.named_parameters()}, {n: m.item() for n, m in metrics.items()}
+
+
+def assert_same_gradient(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], bound: float = 1e-5) -> None:
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        error = (found[name].double() - gradient.double()).norm() / gradient.double().norm()
+        assert error <= bound, f"{name}: relative error {error:.2e}"
+
+
+def assert_same_metrics(found: dict[str, Metric], wanted: dict[str, float], bound: float = 1e-5) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in values(found).items():
+        assert abs(value - wanted[name]) <= bound * max(abs(wanted[name]), 0.05), f"{name}: {value} for {wanted[name]}"
+
+
+def assert_equal_on_all_ranks(metrics: dict[str, Metric]) -> None:
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, values(metrics))
+    assert all(report == reports[0] for report in reports)

@@ -1,0 +1,240 @@
+"""The optimizer, the rollout's steps, and what is written to disk and read back."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from stage import (
+    FIXED,
+    PLAIN,
+    Stage,
+    full,
+    gradients,
+    loss_of,
+    make_backend,
+    make_batch,
+    off_policy,
+    shard_of,
+    weights,
+)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from transformers import AutoModelForCausalLM
+
+from miles.tracking.metrics import values
+from miles.train_batch import TrainShard
+from miles.training.fsdp.backend import FsdpBackend
+from miles.training.step import train_rollout
+
+ADAM = dict(lr=1e-2, lr_decay_style="linear", weight_decay=0.1, clip_grad=0.05)
+TOTAL_STEPS = 10
+
+
+def optimizer_is_adamw_with_clipping(stage: Stage) -> None:
+    """Three steps against torch.optim.AdamW and clip_grad_norm_ on whole tensors in one process."""
+    backend = make_backend(stage, total_steps=TOTAL_STEPS, **ADAM)
+    plain = {n: torch.nn.Parameter(w) for n, w in weights(backend).items()}
+    adam = torch.optim.AdamW(
+        [
+            {"params": [p for p in plain.values() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in plain.values() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        eps=1e-8,
+    )
+    shard = shard_of(stage, off_policy(make_batch(PLAIN), stage.model("untied")), FIXED)
+    for step in range(3):
+        backend.forward_backward(shard)
+        for name, gradient in gradients(backend).items():
+            plain[name].grad = gradient
+        norm = torch.nn.utils.clip_grad_norm_(plain.values(), 0.05)
+        assert norm > 0.05, "the gradient must be long enough to be clipped"
+        for group in adam.param_groups:
+            group["lr"] = 1e-2 * (1 - step / TOTAL_STEPS)
+        adam.step()
+        metrics = values(backend.optimizer_step())
+        assert math.isclose(metrics["grad_norm"], norm.item(), rel_tol=1e-5)
+        assert math.isclose(metrics["lr"], 1e-2 * (1 - step / TOTAL_STEPS))
+        for name, found in weights(backend).items():
+            torch.testing.assert_close(found, plain[name].detach(), rtol=1e-4, atol=2e-6, msg=name)
+
+
+def step_without_loss_tokens_is_skipped(stage: Stage) -> None:
+    """T = 0: weights and schedule stay; the step that follows is the first."""
+    backend = make_backend(stage, total_steps=TOTAL_STEPS, **ADAM)
+    before = weights(backend)
+    empty = make_batch(PLAIN, masked=True)
+    assert empty.num_loss_tokens == 0
+    (metrics,) = train_rollout(backend, [shard_of(stage, empty, FIXED)], use_reference=False)
+    assert metrics["train/skipped_steps"].value == 1.0 and metrics["train/loss"].value == 0.0
+    assert "train/lr" not in metrics and backend.optimizer.steps_done == 0
+    after = weights(backend)
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    (metrics,) = train_rollout(backend, [shard_of(stage, make_batch(PLAIN), FIXED)], use_reference=False)
+    assert metrics["train/lr"].value == 1e-2
+
+
+def non_finite_gradient_leaves_the_weights(stage: Stage) -> None:
+    """A NaN on one rank stops every rank."""
+    for poison in (math.nan, math.inf):
+        backend = make_backend(stage)
+        before = weights(backend)
+        backend.forward_backward(shard_of(stage, make_batch(PLAIN), FIXED))
+        if stage.rank == 0:
+            gradient = next(p.grad for p in backend.policy.parameters() if p.grad is not None)
+            gradient.to_local().view(-1)[0] = poison  # type: ignore[union-attr]
+        message = ""
+        try:
+            backend.optimizer_step()
+        except FloatingPointError as error:
+            message = str(error)
+        assert "--lr" in message and "step 0" in message
+        after = weights(backend)
+        assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+class _Recording:
+    """A backend that notes the shards it was asked to train on."""
+
+    def __init__(self, backend: FsdpBackend) -> None:
+        self.shards: list[TrainShard] = []
+        self._backend = backend
+        self.optimizer_step, self.skip_step = backend.optimizer_step, backend.skip_step
+        self.log_probs = backend.log_probs
+
+    def forward_backward(self, shard: TrainShard):
+        self.shards.append(shard)
+        return self._backend.forward_backward(shard)
+
+
+def later_steps_use_log_probs_of_the_start(stage: Stage) -> None:
+    backend = make_backend(stage, total_steps=TOTAL_STEPS, **ADAM)
+    shards = [shard_of(stage, make_batch(PLAIN, seed=seed), FIXED) for seed in (1, 2, 3)]
+    at_start = [backend.log_probs(shard) for shard in shards]
+    recording = _Recording(backend)
+    metrics = train_rollout(recording, shards, use_reference=False)  # type: ignore[arg-type]
+    assert recording.shards[0].batch.old_log_probs is None
+    for shard, wanted in zip(recording.shards[1:], at_start[1:], strict=True):
+        assert shard.batch.old_log_probs is not None
+        for found, start in zip(shard.batch.old_log_probs, wanted, strict=True):
+            np.testing.assert_array_equal(found, start)
+    assert metrics[0]["train/ppo_kl"].value == 0.0 and all(m["train/ppo_kl"].value != 0.0 for m in metrics[1:])
+    np.testing.assert_allclose([m["train/lr"].value for m in metrics], [1e-2, 9e-3, 8e-3])
+
+
+def reference_stays_where_it_began(stage: Stage) -> None:
+    """The reference model's log-probs are those of the start after the policy has moved; then the KL is not 0."""
+    backend = make_backend(stage, total_steps=TOTAL_STEPS, **ADAM)
+    loss = loss_of("sample_mean", use_kl_loss=True, kl_loss_coef=0.1)
+    backend.settings = replace(backend.settings, loss=loss)
+    backend.reference = make_backend(stage).policy.eval().requires_grad_(False)
+    shard = shard_of(stage, make_batch(loss), FIXED)
+    start = backend.log_probs(shard)
+    kl = [
+        train_rollout(backend, [shard], use_reference=True)[0]["train/kl_loss"].value,
+        train_rollout(backend, [shard], use_reference=True)[0]["train/kl_loss"].value,
+    ]
+    assert abs(kl[0]) < 1e-6 and abs(kl[1]) > 1e-4
+    for found, wanted in zip(backend.log_probs(shard, reference=True), start, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+def export_is_read_by_transformers(stage: Stage) -> None:
+    """The exported folder gives the logits of the trained weights, tied and untied; chunks carry every weight once."""
+    ids = torch.arange(10)[None]
+    for name in ("tied", "untied"):
+        backend = make_backend(stage, name, **ADAM)
+        train_rollout(backend, [shard_of(stage, make_batch(PLAIN), FIXED)], use_reference=False)
+        plain = AutoModelForCausalLM.from_pretrained(stage.model(name), dtype=torch.float32)
+        names = [n for chunk in backend.export_weights() for n in chunk.tensors]
+        assert names == [n for n, _ in plain.named_parameters()]
+        plain.load_state_dict(weights(backend), strict=False)
+        folder = stage.folder / f"export_{name}_{stage.world}"
+        backend.export_hf(folder)
+        exported = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        assert exported.dtype == torch.float32
+        with torch.no_grad():
+            torch.testing.assert_close(exported(ids).logits, plain(ids).logits, rtol=0, atol=1e-6)
+
+
+def _train_two_steps(stage: Stage, backend: FsdpBackend) -> None:
+    for seed in (1, 2):
+        train_rollout(backend, [shard_of(stage, make_batch(PLAIN, seed=seed), FIXED)], use_reference=False)
+
+
+def _adam_state(backend: FsdpBackend) -> dict[str, dict[str, torch.Tensor]]:
+    state = get_optimizer_state_dict(backend.policy, backend.optimizer.adam)["state"]
+    return {name: {key: full(value) for key, value in of.items()} for name, of in state.items()}
+
+
+def save_checkpoint(stage: Stage) -> None:
+    """Two ranks train and save; beside it go the whole tensors that the loader is to find."""
+    backend = make_backend(stage, **ADAM)
+    _train_two_steps(stage, backend)
+    folder = stage.folder / "checkpoint"
+    folder.mkdir(exist_ok=True)
+    backend.save(folder, {"rollout": 2})
+    wanted = {"weights": weights(backend), "adam": _adam_state(backend)}
+    _train_two_steps(stage, backend)
+    wanted["later"] = weights(backend)
+    if stage.rank == 0:
+        torch.save(wanted, stage.folder / "wanted.pt")
+    dist.barrier()
+
+
+def checkpoint_survives_another_number_of_ranks(stage: Stage) -> None:
+    """Weights, Adam's moments and the schedule are equal, and so is what training makes of them."""
+    wanted = torch.load(stage.folder / "wanted.pt")
+    backend = make_backend(stage, **ADAM)
+    assert backend.load(stage.folder / "checkpoint") == {"rollout": 2}
+    assert backend.optimizer.steps_done == 2
+    found = weights(backend)
+    assert all(torch.equal(found[n], w) for n, w in wanted["weights"].items())
+    adam = _adam_state(backend)
+    assert adam.keys() == wanted["adam"].keys()
+    for name, state in wanted["adam"].items():
+        assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(adam[name][key], value) for key, value in state.items()), name
+    _train_two_steps(stage, backend)
+    for name, later in weights(backend).items():
+        torch.testing.assert_close(later, wanted["later"][name], rtol=1e-3, atol=2e-5, msg=name)
+
+
+def checkpoint_without_optimizer_starts_anew(stage: Stage) -> None:
+    wanted = torch.load(stage.folder / "wanted.pt")["weights"]
+    backend = make_backend(stage, **ADAM)
+    seed = torch.get_rng_state()
+    backend.load(stage.folder / "checkpoint", optimizer=False, rng=False)
+    assert torch.equal(torch.get_rng_state(), seed)
+    assert backend.optimizer.steps_done == 0 and not backend.optimizer.adam.state
+    found = weights(backend)
+    assert all(torch.equal(found[n], w) for n, w in wanted.items())
+
+
+def random_state_comes_back(stage: Stage) -> None:
+    backend = make_backend(stage)
+    folder = stage.folder / f"random_{stage.world}"
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(100 + stage.rank)
+    backend.save(folder, {})
+    wanted = torch.rand(4)
+    torch.manual_seed(0)
+    backend.load(folder)
+    assert torch.equal(torch.rand(4), wanted)
+    assert json.loads((folder / "state.json").read_text())["launcher"] == {}
+
+
+CHECKS = (
+    optimizer_is_adamw_with_clipping,
+    step_without_loss_tokens_is_skipped,
+    non_finite_gradient_leaves_the_weights,
+    later_steps_use_log_probs_of_the_start,
+    reference_stays_where_it_began,
+    export_is_read_by_transformers,
+    random_state_comes_back,
+)
+ON_TWO_RANKS = (save_checkpoint,)
+AFTER_TWO_RANKS = (checkpoint_survives_another_number_of_ranks, checkpoint_without_optimizer_starts_anew)

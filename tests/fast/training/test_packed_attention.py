@@ -1,0 +1,82 @@
+"""A model on packed sequences equals the same model on each sequence alone, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from miles.training import packed_attention
+from miles.training.packed_attention import NAME, PackedLayout
+
+CPU = torch.device("cpu")
+
+
+def make_model(kv_heads: int, attention: str, **given) -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        head_dim=8,
+        initializer_range=0.2,
+        attn_implementation=attention,
+        **given,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def packed_logits(model, sequences):
+    lengths = [len(s) for s in sequences]
+    return model(
+        input_ids=torch.cat(sequences)[None],
+        position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
+        use_cache=False,
+        packed=PackedLayout.of(lengths, CPU),
+    ).logits[0]
+
+
+@pytest.mark.parametrize("short", [0, 512])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [(5,), (1,), (7, 7, 7), (3, 40, 1, 19, 2, 41, 20)])
+def test_packed_equals_each_alone(monkeypatch, lengths, kv_heads, short):
+    monkeypatch.setattr(packed_attention, "SHORT", short)
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(0, 64, (n,), generator=generator) for n in lengths]
+    weights = torch.randn(sum(lengths), 64, generator=generator)
+    packed, alone = make_model(kv_heads, NAME), make_model(kv_heads, "sdpa")
+    found = packed_logits(packed, sequences)
+    wanted = torch.cat([alone(input_ids=s[None], use_cache=False).logits[0] for s in sequences])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    (found * weights).sum().backward()
+    (wanted * weights).sum().backward()
+    for (name, a), b in zip(packed.named_parameters(), alone.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None
+        error = (a.grad - b.grad).norm() / b.grad.norm().clamp_min(1e-4)
+        assert error < 1e-5, f"{name}: relative error {error:.2e}"
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12))
+def test_layout_places_each_token_once_with_at_most_half_padding(lengths):
+    layout = PackedLayout.of(lengths, CPU)
+    placed = torch.cat([rows.tokens for rows in layout.rows])
+    assert sorted(placed.tolist()) == list(range(sum(lengths)))
+    for rows in layout.rows:
+        cells = rows.to_rows
+        assert cells.numel() == rows.shape[0] * rows.shape[1] <= 2 * len(rows.tokens)
+        assert torch.equal(cells[rows.to_packed], rows.tokens)
+        assert (cells == sum(lengths)).sum() == cells.numel() - len(rows.tokens)
+
+
+def test_sliding_windows_are_refused():
+    x = torch.zeros(1, 1, 2, 8)
+    layout = PackedLayout.of([2], CPU)
+    with pytest.raises(ValueError, match="--train-backend"):
+        packed_attention.packed_attention(
+            torch.nn.Identity(), x, x, x, None, packed=layout, scaling=1.0, sliding_window=4
+        )
