@@ -46,8 +46,9 @@ class TorchEngine:
         if max_batch_size < 1:
             raise ValueError(f"--torch-engine-max-batch-size {max_batch_size}: must be at least 1")
         self._max_batch_size = max_batch_size
-        # Everything that touches tensors runs on this one thread, loading included: each thread that calls torch gets an
-        # OpenMP pool of its own, and with more pools than cores their workers sleep between operations (half the speed).
+        # Everything that touches tensors runs on this one thread, loading included: each thread that calls torch has an
+        # OpenMP pool of its own, and with more pools than cores their workers sleep between operations, at half the
+        # speed.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
         self._runner = self._thread.submit(ModelRunner, model_path, dtype, device).result()
         self._batch = RunningBatch(self._runner)

@@ -8,8 +8,8 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 VALID = (
-    "--hf-checkpoint m --prompt-data p.jsonl --rm-type length --rollout-batch-size 4 --n-samples-per-prompt 4 "
-    "--rollout-max-response-len 8 --num-rollout 1 "
+    "--hf-checkpoint m --prompt-data reasoning_gym:gcd --rm-type length --rollout-batch-size 4 "
+    "--n-samples-per-prompt 4 --rollout-max-response-len 8 --num-rollout 1 "
 )
 
 

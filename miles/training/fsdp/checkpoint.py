@@ -56,7 +56,8 @@ def load(folder: Path, policy: Policy, optimizer: ShardedOptimizer, with_optimiz
 def export_hf(folder: Path, policy: Policy, weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
     """Write safetensors, config.json and generation_config.json; every rank gathers, rank 0 keeps and writes."""
     writes = dist.get_rank() == 0
-    state = {name: tensor for name, tensor in weights if writes}
+    # A gathered tensor may be a view of padded storage, which safetensors refuses: hence the copy.
+    state = {name: tensor.clone() for name, tensor in weights if writes}
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         model = policy.language_model

@@ -55,9 +55,11 @@ def test_packed_equals_each_alone(monkeypatch, lengths, kv_heads, short):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     (found * weights).sum().backward()
     (wanted * weights).sum().backward()
+    size = torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None]).norm()
     for (name, a), b in zip(packed.named_parameters(), alone.parameters(), strict=True):
         assert a.grad is not None and b.grad is not None
-        error = (a.grad - b.grad).norm() / b.grad.norm().clamp_min(1e-4)
+        floor = 0.01 * size  # a sequence of one token has no query gradient, only rounding
+        error = (a.grad - b.grad).norm() / torch.maximum(b.grad.norm(), floor)
         assert error < 1e-5, f"{name}: relative error {error:.2e}"
 
 

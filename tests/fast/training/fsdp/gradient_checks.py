@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from oracle import load_oracle, token_scores
 from stage import (
@@ -25,7 +26,9 @@ from stage import (
 from miles.loss.policy_loss import samples_with_gradient
 from miles.tracking.metrics import values
 
-FULL = dict(eps_clip_high=0.28, use_kl_loss=True, kl_loss_coef=0.05, kl_loss_type="k3", entropy_coef=0.01)
+FULL: dict[str, Any] = dict(
+    eps_clip_high=0.28, use_kl_loss=True, kl_loss_coef=0.05, kl_loss_type="k3", entropy_coef=0.01
+)
 
 
 def _equals_oracle(stage: Stage, model: str) -> None:

@@ -129,7 +129,7 @@ def _sample(
 
 
 def off_policy(batch: TrainBatch, path: str) -> TrainBatch:
-    """With old and reference log-probs some way from the current ones, so that ratios fall on both sides of the clip."""
+    """With old and reference log-probs away from the current ones: ratios fall on both sides of the clip."""
     rng, model = np.random.default_rng(1), load_oracle(path)
     with torch.no_grad():
         current = [token_scores(model, batch, i, TEMPERATURE)[0].numpy() for i in range(len(batch))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from miles.train_batch import TrainShard
 from miles.training.fsdp.backend import FsdpBackend
 from miles.training.step import train_rollout
 
-ADAM = dict(lr=1e-2, lr_decay_style="linear", weight_decay=0.1, clip_grad=0.05)
+ADAM: dict[str, Any] = dict(lr=1e-2, lr_decay_style="linear", weight_decay=0.1, clip_grad=0.05)
 TOTAL_STEPS = 10
 
 
@@ -166,7 +167,7 @@ def _train_two_steps(stage: Stage, backend: FsdpBackend) -> None:
 
 
 def _adam_state(backend: FsdpBackend) -> dict[str, dict[str, torch.Tensor]]:
-    state = get_optimizer_state_dict(backend.policy, backend.optimizer.adam)["state"]
+    state: Any = get_optimizer_state_dict(backend.policy, backend.optimizer.adam)["state"]
     return {name: {key: full(value) for key, value in of.items()} for name, of in state.items()}
 
 
