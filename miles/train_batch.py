@@ -89,19 +89,20 @@ class TrainShard:
 class MicroBatch:
     """Packed samples of one forward/backward pass, as tensors on the training device.
 
-    ``S`` samples, ``T`` tokens in all, ``R`` response tokens in all. Samples stand one after the other without padding;
-    sample ``s`` owns ``cu_seqlens[s]:cu_seqlens[s+1]`` of the token axis. The response axis is flat too:
-    ``sample_index[r]`` names the sample of response token ``r``, and the logits at ``logit_index[r]`` predict it.
+    ``S`` samples, ``T`` packed tokens, ``R`` response tokens. Nothing is padded, and a prompt that several samples share
+    stands once: ``token_index`` gives, sample after sample, where each of its tokens stands in the packed axis. The
+    response axis is flat too: ``sample_index[r]`` names the sample of response token ``r``, and the logits at
+    ``logit_index[r]`` predict it.
 
-    Two samples, prompts of 2 and 1 tokens, responses of 1 and 2::
+    Two samples of the prompt ``a b``, with responses ``c`` and ``d e``::
 
-        input_ids    = [a b c | d e f]      cu_seqlens   = [0 3 6]
-        logit_index  = [1, 3, 4]            targets      = [c, e, f]      sample_index = [0, 1, 1]
+        input_ids    = [a b c d e]    token_index  = [0 1 2 | 0 1 3 4]    total_lengths = (3, 4)
+        logit_index  = [1, 1, 3]      targets      = [c, d, e]            sample_index  = [0, 1, 1]
     """
 
     input_ids: torch.Tensor  # int64 [T]
     position_ids: torch.Tensor  # int64 [T], from 0 in each sample
-    cu_seqlens: torch.Tensor  # int32 [S + 1]
+    token_index: torch.Tensor  # int64 [sum of total_lengths], into the packed axis
     logit_index: torch.Tensor  # int64 [R]
     targets: torch.Tensor  # int64 [R]
     sample_index: torch.Tensor  # int64 [R]

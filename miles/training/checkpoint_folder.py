@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-_NAME = re.compile(r"iter_(\d{7})")
+_NAME = re.compile(r"(\.replaced_)?iter_(\d{7})")
 
 
 def staging(root: Path, rollout: int) -> Path:
@@ -38,11 +38,16 @@ def publish(root: Path, rollout: int) -> Path:
 
 
 def newest(root: Path) -> Path | None:
-    """The checkpoint of the most rollouts in ``root``, or None where there is none."""
+    """The checkpoint of the most rollouts in ``root``, or None where there is none.
+
+    A run killed while it replaced a checkpoint has left the older one under its ``.replaced_`` name: it counts.
+    """
     if not root.is_dir():
         return None
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return max(found)[1] if found else None
+    found = [
+        (int(match[2]), match[1] is None, path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))
+    ]
+    return max(found)[2] if found else None
 
 
 def _flush(folder: Path) -> None:

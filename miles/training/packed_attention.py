@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 NAME = "miles_packed"
@@ -21,8 +22,8 @@ SHORT = 512  # tokens of a row up to which the CPU computes attention as two mat
 class Rows:
     """Sequences of similar length, padded to the longest.
 
-    ``to_rows`` [S * L] gives for each cell the packed token that stands there, or T (one past the end) for padding;
-    ``to_packed`` [n] gives for each of these sequences' tokens its cell, in packed order; ``tokens`` [n] which tokens.
+    ``to_rows`` [S * L] gives for each cell the packed token that stands there, or T (one past the end) for padding.
+    ``tokens`` [n] are the packed tokens that occur, each once, and ``to_packed`` [n] a cell in which each stands.
     """
 
     shape: tuple[int, int]
@@ -38,48 +39,44 @@ class PackedLayout:
     rows: tuple[Rows, ...]
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
-        """Buckets of sequences in which none is shorter than half the longest, so that at most half is padding."""
-        starts = torch.tensor([0, *lengths]).cumsum(0)
-        total = int(starts[-1])
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        buckets: list[list[int]] = []
-        for i in order:
-            if not buckets or 2 * lengths[i] < lengths[buckets[-1][0]]:
+    def of(cls, token_index: torch.Tensor, lengths: Sequence[int]) -> PackedLayout:
+        """Buckets of sequences in which none is shorter than half the longest, so that at most half is padding.
+
+        ``token_index`` [sum of lengths] says, sequence after sequence, which packed token stands there
+        (``MicroBatch``). A packed token of several sequences (a shared prompt) is read by all of them.
+        """
+        packed = int(token_index.max()) + 1
+        sequences = token_index.cpu().split(list(lengths))
+        buckets: list[list[torch.Tensor]] = []
+        for sequence in sorted(sequences, key=len, reverse=True):
+            if not buckets or 2 * len(sequence) < len(buckets[-1][0]):
                 buckets.append([])
-            buckets[-1].append(i)
-        return cls(tuple(_rows(bucket, lengths, starts, total, device) for bucket in buckets))
+            buckets[-1].append(sequence)
+        return cls(tuple(_rows(bucket, packed, token_index.device) for bucket in buckets))
 
 
-def _rows(bucket: list[int], lengths: Sequence[int], starts: torch.Tensor, total: int, device: torch.device) -> Rows:
-    longest = lengths[bucket[0]]
-    cell = torch.arange(longest)
-    length = torch.tensor([lengths[i] for i in bucket])[:, None]
-    token = starts[torch.tensor(bucket)][:, None] + cell
-    used = cell < length
-    to_rows = torch.where(used, token, total).flatten()
-    return Rows(
-        (len(bucket), longest), to_rows.to(device), used.flatten().nonzero()[:, 0].to(device), token[used].to(device)
-    )
+def _rows(bucket: list[torch.Tensor], packed: int, device: torch.device) -> Rows:
+    cells = pad_sequence(bucket, batch_first=True, padding_value=packed)
+    used = (cells.flatten() < packed).nonzero()[:, 0]
+    tokens, occurrence = cells.flatten()[used].unique(return_inverse=True)
+    # Any cell of a token will do, as the attention of a causal prefix is the same in each; the first repeats exactly.
+    to_packed = torch.full_like(tokens, cells.numel()).scatter_reduce_(0, occurrence, used, "amin")
+    return Rows((len(bucket), cells.shape[1]), cells.flatten().to(device), to_packed.to(device), tokens.to(device))
 
 
 class _ToRows(torch.autograd.Function):
-    """Packed [T, ...] to rows [S * L, ...], zeros for padding. A gather both ways, as each token has one cell."""
+    """Packed [T, ...] to rows [S * L, ...], zeros for padding. A token in several rows sums their gradients, in fp32."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, rows: Rows) -> torch.Tensor:  # type: ignore[override]
         ctx.rows, ctx.total = rows, x.shape[0]
-        return _gather_or_zero(x, rows.to_rows)
+        return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[rows.to_rows]
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        out = grad.new_zeros(ctx.total, *grad.shape[1:])
-        out[ctx.rows.tokens] = grad[ctx.rows.to_packed]
-        return out, None
-
-
-def _gather_or_zero(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[index]
+        out = grad.new_zeros(ctx.total + 1, *grad.shape[1:], dtype=torch.float32 if grad.dtype.itemsize < 4 else None)
+        out.index_add_(0, ctx.rows.to_rows, grad.to(out.dtype))
+        return out[:-1].to(grad.dtype), None
 
 
 def _short_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -31,7 +31,7 @@ class Policy(nn.Module):
             input_ids=micro.input_ids[None],
             position_ids=micro.position_ids[None],
             use_cache=False,
-            packed=PackedLayout.of(micro.total_lengths, micro.input_ids.device),
+            packed=PackedLayout.of(micro.token_index, micro.total_lengths),
         ).last_hidden_state[0]
         head = self.language_model.get_output_embeddings()
         return chunked_log_probs(

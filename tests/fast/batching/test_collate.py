@@ -24,7 +24,7 @@ def test_layout_is_that_of_a_loop(make_batch, choice):
     lengths, indices = choice
     batch = make_batch(lengths)
     micro = collate(batch, indices, CPU)
-    ids, positions, bounds, logit_index, targets, sample_index = [], [], [0], [], [], []
+    ids, positions, logit_index, targets, sample_index = [], [], [], [], []
     for s, i in enumerate(indices):
         prompt, start = lengths[i][0], len(ids)
         for t, token in enumerate(batch.tokens[i].tolist()):
@@ -34,10 +34,12 @@ def test_layout_is_that_of_a_loop(make_batch, choice):
                 logit_index.append(start + t - 1)
                 targets.append(token)
                 sample_index.append(s)
-        bounds.append(len(ids))
-    assert micro.input_ids.tolist() == ids and micro.position_ids.tolist() == positions
-    assert micro.cu_seqlens.tolist() == bounds and micro.cu_seqlens.dtype == torch.int32
-    assert micro.logit_index.tolist() == logit_index and micro.targets.tolist() == targets
+    index = micro.token_index
+    assert micro.input_ids[index].tolist() == ids and micro.position_ids[index].tolist() == positions
+    assert micro.logit_index.tolist() == index[logit_index].tolist() and micro.targets.tolist() == targets
+    assert index.unique().tolist() == list(range(len(micro.input_ids)))
+    prompts = {tuple(batch.tokens[i][: lengths[i][0]].tolist()): lengths[i][0] for i in indices}
+    assert len(index.unique()) == sum(prompts.values()) + len(targets), "equal prompts stand once"
     assert micro.sample_index.tolist() == sample_index
     assert micro.total_lengths == tuple(len(batch.tokens[i]) for i in indices)
 
@@ -64,7 +66,7 @@ def test_columns_follow_their_samples(make_batch, choice):
 def test_no_samples_are_one_token_and_no_response(make_batch):
     for batch in (make_batch([(2, 3)]), make_batch([]), make_batch([(2, 3)], scored=False)):
         micro = collate(batch, [], CPU)
-        assert micro.input_ids.shape == (1,) and micro.cu_seqlens.tolist() == [0, 1] and micro.total_lengths == (1,)
+        assert micro.input_ids.shape == (1,) and micro.token_index.tolist() == [0] and micro.total_lengths == (1,)
         assert micro.response_lengths == () and split_by_sample(micro.loss_mask, micro) == []
         for name in ("logit_index", "targets", "sample_index", "loss_mask", "advantages", "sample_denoms"):
             assert getattr(micro, name).shape == (0,), name

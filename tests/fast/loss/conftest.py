@@ -21,7 +21,7 @@ def _make_micro(masks: list[list[float]], **given: Any) -> MicroBatch:
     columns: dict[str, Any] = dict(
         input_ids=torch.zeros(int(starts[-1]), dtype=torch.int64),
         position_ids=torch.zeros(int(starts[-1]), dtype=torch.int64),
-        cu_seqlens=starts.int(),
+        token_index=torch.arange(int(starts[-1])),
         logit_index=torch.arange(size) + 2 * sample_index + 1,
         targets=torch.zeros(size, dtype=torch.int64),
         sample_index=sample_index,

@@ -41,6 +41,13 @@ def test_a_checkpoint_written_again_is_replaced_whole(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["iter_0000004"]
 
 
+def test_a_run_killed_while_replacing_leaves_the_older_checkpoint(tmp_path):
+    write(tmp_path, 4, "older")
+    (tmp_path / "iter_0000004").rename(tmp_path / ".replaced_iter_0000004")
+    found = newest(tmp_path)
+    assert found is not None and (found / "weights").read_text() == "older"
+
+
 def test_other_names_are_not_checkpoints(tmp_path):
     for name in ("iter_12", "iter_0000012.old", "hf", "iter_abcdefg"):
         (tmp_path / name).mkdir()

@@ -37,7 +37,7 @@ def packed_logits(model, sequences):
         input_ids=torch.cat(sequences)[None],
         position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
         use_cache=False,
-        packed=PackedLayout.of(lengths, CPU),
+        packed=PackedLayout.of(torch.arange(sum(lengths)), lengths),
     ).logits[0]
 
 
@@ -63,9 +63,38 @@ def test_packed_equals_each_alone(monkeypatch, lengths, kv_heads, short):
         assert error < 1e-5, f"{name}: relative error {error:.2e}"
 
 
+@pytest.mark.parametrize("short", [0, 512])
+@pytest.mark.parametrize("responses", [(3, 1, 7), (2, 60, 1)])
+def test_a_shared_prompt_stands_once_with_the_gradients_of_all(monkeypatch, responses, short):
+    monkeypatch.setattr(packed_attention, "SHORT", short)
+    prompt, lengths = 9, [9 + r for r in responses]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 64, (prompt + sum(responses),), generator=generator)
+    starts = torch.tensor([prompt, *responses]).cumsum(0)
+    own = [
+        torch.cat([torch.arange(prompt), start + torch.arange(r)])
+        for start, r in zip(starts[:-1], responses, strict=True)
+    ]
+    shared, alone = make_model(2, NAME), make_model(2, "sdpa")
+    found = shared(
+        input_ids=ids[None],
+        position_ids=torch.cat([torch.arange(prompt), *(prompt + torch.arange(r) for r in responses)])[None],
+        use_cache=False,
+        packed=PackedLayout.of(torch.cat(own), lengths),
+    ).logits[0]
+    for tokens, start, response in zip(own, starts[:-1], responses, strict=True):
+        weights = torch.randn(response, 64, generator=generator)
+        wanted = alone(input_ids=ids[tokens][None], use_cache=False).logits[0]
+        torch.testing.assert_close(found[tokens], wanted, rtol=1e-4, atol=1e-5)
+        (wanted[prompt:] * weights).sum().backward()
+        (found[start : start + response] * weights).sum().backward(retain_graph=True)
+    for (name, a), b in zip(shared.named_parameters(), alone.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() <= 1e-5 * b.grad.norm(), name
+
+
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12))
 def test_layout_places_each_token_once_with_at_most_half_padding(lengths):
-    layout = PackedLayout.of(lengths, CPU)
+    layout = PackedLayout.of(torch.arange(sum(lengths)), lengths)
     placed = torch.cat([rows.tokens for rows in layout.rows])
     assert sorted(placed.tolist()) == list(range(sum(lengths)))
     for rows in layout.rows:
@@ -77,7 +106,7 @@ def test_layout_places_each_token_once_with_at_most_half_padding(lengths):
 
 def test_sliding_windows_are_refused():
     x = torch.zeros(1, 1, 2, 8)
-    layout = PackedLayout.of([2], CPU)
+    layout = PackedLayout.of(torch.arange(2), [2])
     with pytest.raises(ValueError, match="--train-backend"):
         packed_attention.packed_attention(
             torch.nn.Identity(), x, x, x, None, packed=layout, scaling=1.0, sliding_window=4
