@@ -89,9 +89,9 @@ class TrainShard:
 class MicroBatch:
     """Packed samples of one forward/backward pass, as tensors on the training device.
 
-    ``S`` samples, ``T`` packed tokens, ``R`` response tokens. Nothing is padded, and a prompt that several samples share
-    stands once: ``token_index`` gives, sample after sample, where each of its tokens stands in the packed axis. The
-    response axis is flat too: ``sample_index[r]`` names the sample of response token ``r``, and the logits at
+    ``S`` samples, ``T`` packed tokens, ``R`` response tokens. Nothing is padded, and a prompt that several samples
+    share stands once: ``token_index`` gives, sample after sample, where each of its tokens stands in the packed axis.
+    The response axis is flat too: ``sample_index[r]`` names the sample of response token ``r``, and the logits at
     ``logit_index[r]`` predict it.
 
     Two samples of the prompt ``a b``, with responses ``c`` and ``d e``::

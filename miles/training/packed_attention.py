@@ -65,7 +65,7 @@ def _rows(bucket: list[torch.Tensor], packed: int, device: torch.device) -> Rows
 
 
 class _ToRows(torch.autograd.Function):
-    """Packed [T, ...] to rows [S * L, ...], zeros for padding. A token in several rows sums their gradients, in fp32."""
+    """Packed [T, ...] to rows [S * L, ...], zeros for padding. A token sums the gradients of its rows, in fp32."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, rows: Rows) -> torch.Tensor:  # type: ignore[override]

@@ -70,11 +70,9 @@ def test_a_shared_prompt_stands_once_with_the_gradients_of_all(monkeypatch, resp
     prompt, lengths = 9, [9 + r for r in responses]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 64, (prompt + sum(responses),), generator=generator)
-    starts = torch.tensor([prompt, *responses]).cumsum(0)
-    own = [
-        torch.cat([torch.arange(prompt), start + torch.arange(r)])
-        for start, r in zip(starts[:-1], responses, strict=True)
-    ]
+    starts = torch.tensor([prompt, *responses[:-1]]).cumsum(0)
+    spans = list(zip(starts, responses, strict=True))
+    own = [torch.cat([torch.arange(prompt), start + torch.arange(response)]) for start, response in spans]
     shared, alone = make_model(2, NAME), make_model(2, "sdpa")
     found = shared(
         input_ids=ids[None],
@@ -82,7 +80,7 @@ def test_a_shared_prompt_stands_once_with_the_gradients_of_all(monkeypatch, resp
         use_cache=False,
         packed=PackedLayout.of(torch.cat(own), lengths),
     ).logits[0]
-    for tokens, start, response in zip(own, starts[:-1], responses, strict=True):
+    for tokens, (start, response) in zip(own, spans, strict=True):
         weights = torch.randn(response, 64, generator=generator)
         wanted = alone(input_ids=ids[tokens][None], use_cache=False).logits[0]
         torch.testing.assert_close(found[tokens], wanted, rtol=1e-4, atol=1e-5)
