@@ -36,9 +36,10 @@ def run(settings: Settings) -> None:
     with ray_session(settings.cluster) as placement:
         rollout = RolloutGroup(settings, placement)
         total_rollouts = rollout.total_rollouts()
-        trainer = TrainGroup(settings, placement, total_rollouts * settings.steps_per_rollout)
+        total_steps = total_rollouts * settings.steps_per_rollout
+        trainer = TrainGroup(settings, placement, total_steps)
         header = RunHeader.from_sections(
-            "miles", settings, objective_in_words(settings), objective_formula(settings), total_rollouts
+            "miles", settings, objective_in_words(settings), objective_formula(settings), total_steps
         )
         with Tracker(settings.tracking, header) as tracker:
             Loop(settings, rollout, trainer, tracker, total_rollouts).run()

@@ -5,12 +5,14 @@ from typing import Optional
 
 from miles.arguments.flag import flag
 
+BUILT_IN_REWARDS = ("exact_match", "last_number", "math", "reasoning_gym", "length")
+
 
 @dataclass(frozen=True)
 class RewardArguments:
     """reward: the reward function and what happens when it fails."""
 
-    rm_type: Optional[str] = flag(None, "built-in reward: exact_match, last_number, math, reasoning_gym, length")
+    rm_type: Optional[str] = flag(None, "built-in reward", choices=BUILT_IN_REWARDS, type=str)
     custom_rm_path: Optional[str] = flag(None, "your reward function, module:function or module.function")
     reward_key: Optional[str] = flag(None, "key of the reward where the function returns an object")
     reward_error_value: Optional[float] = flag(

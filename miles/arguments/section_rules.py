@@ -92,6 +92,9 @@ def check_reward(reward: RewardArguments, needed: bool) -> None:
             "--rm-type or --custom-rm-path is required: responses must be scored; add one of the two, "
             "such as --rm-type exact_match"
         )
+    if reward.rm_type is not None:
+        why = f"as --rm-type {reward.rm_type} gives plain numbers"
+        refuse_ignored(reward, ["reward_key"], why, "drop it, or use --custom-rm-path")
     finite(reward, "reward_error_value")
 
 

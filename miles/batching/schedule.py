@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miles.arguments.training import TrainingArguments
-from miles.batching.packing import balanced_partition, pack_by_budget
+from miles.batching.packing import PackedSample, balanced_partition, pack_by_budget, split_to_count
 from miles.train_batch import TrainBatch, TrainShard
 
 
@@ -38,13 +38,9 @@ def _micro_batches_of_ranks(
     shards: Sequence[TrainBatch], chosen: Sequence[Sequence[int]], training: TrainingArguments, at_least: int
 ) -> list[list[list[int]]]:
     """The ``chosen`` samples of each rank's shard in micro-batches, the same number on every rank."""
-    lengths = [[shard.total_lengths[i] for i in indices] for shard, indices in zip(shards, chosen, strict=True)]
-    per_rank = [_micro_batches(of_rank, training) for of_rank in lengths]
+    per_rank = [_micro_batches(shard, indices, training) for shard, indices in zip(shards, chosen, strict=True)]
     count = max(at_least, *(len(micro_batches) for micro_batches in per_rank))
-    return [
-        [[indices[i] for i in part] for part in _exactly(micro_batches, count, of_rank, training)]
-        for micro_batches, of_rank, indices in zip(per_rank, lengths, chosen, strict=True)
-    ]
+    return [split_to_count(micro_batches, count) for micro_batches in per_rank]
 
 
 def _in_order(n: int, parts: int) -> list[list[int]]:
@@ -53,20 +49,16 @@ def _in_order(n: int, parts: int) -> list[list[int]]:
     return [list(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
-def _micro_batches(lengths: Sequence[int], training: TrainingArguments) -> list[list[int]]:
-    if training.use_dynamic_batch_size:
-        assert training.max_tokens_per_gpu is not None, "validate() demands it"
-        return pack_by_budget(lengths, training.max_tokens_per_gpu)
-    size = training.micro_batch_size
-    return [list(range(i, min(i + size, len(lengths)))) for i in range(0, len(lengths), size)]
+def _micro_batches(shard: TrainBatch, chosen: Sequence[int], training: TrainingArguments) -> list[list[int]]:
+    if not training.use_dynamic_batch_size:
+        size = training.micro_batch_size
+        return [list(chosen[i : i + size]) for i in range(0, len(chosen), size)]
+    assert training.max_tokens_per_gpu is not None, "validate() demands it"
+    samples = [_packed_sample(shard, i) for i in chosen]
+    return [[chosen[i] for i in part] for part in pack_by_budget(samples, training.max_tokens_per_gpu)]
 
 
-def _exactly(
-    micro_batches: list[list[int]], count: int, lengths: Sequence[int], training: TrainingArguments
-) -> list[list[int]]:
-    """``count`` micro-batches: where a rank needed fewer, its samples are spread anew, or empty ones are added."""
-    if len(micro_batches) == count:
-        return micro_batches
-    if training.use_dynamic_batch_size:
-        return balanced_partition(lengths, count)
-    return micro_batches + [[] for _ in range(count - len(micro_batches))]
+def _packed_sample(shard: TrainBatch, index: int) -> PackedSample:
+    tokens, response = shard.tokens[index], shard.response_lengths[index]
+    prompt = tokens[: len(tokens) - response]
+    return PackedSample(prompt.tobytes(), len(prompt), response)

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from miles.arguments.settings import Settings
 from miles.batching.schedule import schedule_step
-from miles.cluster.threads import use_threads
+from miles.cluster.cpu_tuning import use_threads
 from miles.data.prompts import load_prompts
 from miles.data.stream import PromptStream
 from miles.data.tokenizer import load_tokenizer

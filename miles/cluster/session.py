@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles.arguments.cluster import ClusterArguments
+from miles.cluster.cpu_tuning import malloc_environment
 
 PLACEMENT_SECONDS = 300
 
@@ -53,9 +54,8 @@ def ray_session(cluster: ClusterArguments) -> Iterator[Placement]:
     bundles = cluster.world_size + (0 if cluster.colocate else 1)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Actors import the same miles as the launcher, also when it runs from a checkout that is not installed.
-    runtime_env = {
-        "env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, [_checkout(), os.environ.get("PYTHONPATH")]))}
-    }
+    python_path = os.pathsep.join(filter(None, [_checkout(), os.environ.get("PYTHONPATH")]))
+    runtime_env = {"env_vars": {"PYTHONPATH": python_path, **malloc_environment(device, os.environ)}}
     if cluster.ray_address:
         ray.init(address=cluster.ray_address, runtime_env=runtime_env, log_to_driver=True)
     else:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from miles.arguments.settings import Settings
-from miles.cluster.threads import use_threads
+from miles.cluster.cpu_tuning import use_threads
 from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
 from miles.training.backend import TrainBackend

@@ -39,8 +39,8 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     >>> nice_ticks(0.0, 0.93)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     """
-    if high <= low:
-        margin = abs(low) * 0.1 or 0.5
+    if high - low <= max(abs(low), abs(high)) * 1e-9 or high - low < 1e-300:  # nothing that floats could tell apart
+        margin = abs(low) * 0.1 if abs(low) > 1e-290 else 0.5
         low, high = low - margin, high + margin
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))

@@ -71,15 +71,16 @@ class ConsoleSink:
         self._progress: Progress | None = None
         self.note(Text(header.title, style="bold"))
         self.note(Text.assemble(("objective  ", "dim"), header.objective_words))
-        self.note(Text.assemble(("           ", "dim"), header.objective_formula))
+        for line in header.objective_formula.splitlines():
+            self.note(Text.assemble(("           ", "dim"), line))
         self.note(Text.assemble(("output     ", "dim"), output_dir))
         if self._console.is_terminal:
-            self._progress = self._start_bar(header.total_rollouts)
+            self._progress = self._start_bar(header.total_steps)
 
-    def _start_bar(self, total_rollouts: int) -> Progress:
-        columns = (TextColumn("rollouts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    def _start_bar(self, total_steps: int) -> Progress:
+        columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         progress = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=self._console)
-        self._bar = progress.add_task("rollouts", total=total_rollouts)
+        self._bar = progress.add_task("steps", total=total_steps)
         progress.start()
         return progress
 
@@ -91,7 +92,7 @@ class ConsoleSink:
         """Print the line of the step; a step that trained moves the bar."""
         self.note(step_line(step, values))
         if self._progress is not None and any(name.startswith(("train/", "rollout/")) for name in values):
-            self._progress.update(self._bar, completed=step + 1)
+            self._progress.update(self._bar, completed=step)
 
     def close(self) -> None:
         """Leave the bar as it stands and give the terminal back."""

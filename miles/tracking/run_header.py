@@ -17,19 +17,19 @@ class RunHeader:
 
     ``settings`` maps section to field to value, ``defaults`` likewise (a field missing there counts as default, so that
     a header without defaults highlights nothing); ``objective_words`` and ``objective_formula`` say what is optimized;
-    ``total_rollouts`` is the length of the progress bar.
+    ``total_steps`` of the optimizer is the length of the progress bar.
     """
 
     title: str
     settings: dict[str, dict[str, Any]]
     objective_words: str
     objective_formula: str
-    total_rollouts: int
+    total_steps: int
     defaults: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def from_sections(
-        cls, title: str, sections: Any, objective_words: str, objective_formula: str, total_rollouts: int
+        cls, title: str, sections: Any, objective_words: str, objective_formula: str, total_steps: int
     ) -> RunHeader:
         """Read settings and defaults from ``sections``, a dataclass whose fields are dataclasses (``Settings``)."""
         settings, defaults = {}, {}
@@ -39,7 +39,7 @@ class RunHeader:
             defaults[section.name] = {
                 f.name: f.default for f in dataclasses.fields(values) if f.default is not dataclasses.MISSING
             }
-        return cls(title, settings, objective_words, objective_formula, total_rollouts, defaults)
+        return cls(title, settings, objective_words, objective_formula, total_steps, defaults)
 
     def is_default(self, section: str, name: str) -> bool:
         """Whether the setting has its default value, or has none to compare with."""

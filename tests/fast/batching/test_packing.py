@@ -5,22 +5,52 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.batching.packing import balanced_partition, pack_by_budget
+from miles.batching.packing import PackedSample, balanced_partition, pack_by_budget, split_to_count
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=30)
+PROMPT_LENGTHS = {b"a": 5, b"b": 9, b"c": 20}
+SAMPLES = st.lists(
+    st.builds(
+        lambda prompt, response: PackedSample(prompt, PROMPT_LENGTHS[prompt], response),
+        st.sampled_from(sorted(PROMPT_LENGTHS)),
+        st.integers(0, 30),
+    ),
+    max_size=30,
+)
 
 
-@given(LENGTHS, st.integers(1, 100))
-def test_bins_cover_each_index_once_within_the_budget(lengths, budget):
-    bins = pack_by_budget(lengths, budget)
-    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
-    assert all(b and (len(b) == 1 or sum(lengths[i] for i in b) <= budget) for b in bins)
+def packed_tokens(samples):
+    """Tokens of a bin in which every prompt stands once."""
+    return sum(s.response for s in samples) + sum(PROMPT_LENGTHS[p] for p in {s.prompt for s in samples})
 
 
-@given(LENGTHS, st.integers(1, 100))
-def test_no_two_bins_fit_into_one(lengths, budget):
-    sums = sorted(sum(lengths[i] for i in b) for b in pack_by_budget(lengths, budget))
+@given(SAMPLES, st.integers(1, 100))
+def test_bins_cover_each_index_once_within_the_budget(samples, budget):
+    bins = pack_by_budget(samples, budget)
+    assert sorted(i for b in bins for i in b) == list(range(len(samples)))
+    assert all(b and (len(b) == 1 or packed_tokens([samples[i] for i in b]) <= budget) for b in bins)
+
+
+@given(SAMPLES, st.integers(1, 100))
+def test_no_two_bins_fit_into_one(samples, budget):
+    bins = pack_by_budget([s._replace(prompt=bytes([i])) for i, s in enumerate(samples)], budget)
+    sums = sorted(sum(samples[i].length for i in b) for b in bins)
     assert len(sums) < 2 or sums[0] + sums[1] > budget
+
+
+def test_a_group_stays_together_where_it_fits():
+    samples = [PackedSample(prompt, 9, 5) for prompt in (b"a", b"b", b"a", b"b")]
+    assert sorted(map(sorted, pack_by_budget(samples, 19))) == [[0, 2], [1, 3]]
+
+
+@given(st.lists(st.lists(st.integers(), min_size=1, max_size=6), max_size=5), st.integers(0, 12))
+def test_splitting_keeps_every_item_and_enlarges_nothing(bins, more):
+    count = len(bins) + more
+    parts = split_to_count(bins, count)
+    assert len(parts) == count
+    assert sorted(i for p in parts for i in p) == sorted(i for b in bins for i in b)
+    assert all(not p or any(set(p) <= set(b) for b in bins) for p in parts)
+    assert all(parts) or all(len(p) <= 1 for p in parts), "nothing is empty while something can be halved"
 
 
 @given(LENGTHS, st.integers(1, 8))

@@ -74,6 +74,7 @@ def test_console_shows_the_run_and_nothing_else(whole):
     assert whole.err == ""
 
 
+@pytest.mark.timeout(300)
 def test_killed_run_goes_on_as_if_it_had_not_been(whole, launch, workplace):
     """Metric by metric, in every step after the checkpoint."""
     held, checkpoints = workplace / "killed.held", workplace / "killed_checkpoints"

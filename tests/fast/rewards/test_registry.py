@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from miles.arguments.reward import RewardArguments
+from miles.arguments.reward import BUILT_IN_REWARDS, RewardArguments
 from miles.rewards.registry import BUILT_IN, get_reward_function
 
 MODULE = "custom_rewards_for_test"
@@ -61,6 +61,10 @@ def test_reward_key_picks_from_objects(custom, make_sample):
         run(custom("objects", reward_key="correctness"), [make_sample("a")])
     with pytest.raises(ValueError, match="--reward-key x: the reward function returned 1.0, not an object"):
         run(custom("plain", reward_key="x"), [make_sample("a")])
+
+
+def test_the_flag_offers_what_there_is():
+    assert tuple(BUILT_IN) == BUILT_IN_REWARDS
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -11,13 +11,13 @@ from rich.console import Console
 from miles.tracking.console import ConsoleSink, step_line
 from miles.tracking.run_header import RunHeader
 
-HEADER = RunHeader("a run", {}, "the mean of means", "1/N", total_rollouts=3)
+HEADER = RunHeader("a run", {}, "the mean of means", "1/N", total_steps=3)
 
 
 def printed(console_is_terminal: bool) -> str:
     file = io.StringIO()
     sink = ConsoleSink(HEADER, "out", Console(file=file, force_terminal=console_is_terminal, width=60))
-    for step in range(3):
+    for step in range(1, 4):
         sink.log(step, {"rollout/reward": 0.5, **{f"time/phase_{i}": 1.0 for i in range(20)}})
     sink.close()
     return file.getvalue()

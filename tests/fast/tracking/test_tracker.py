@@ -16,7 +16,7 @@ from miles.tracking.run_files import REPORT, TENSORBOARD, RunFiles, SampleRecord
 from miles.tracking.run_header import RunHeader
 from miles.tracking.tracker import Tracker
 
-HEADER = RunHeader("a run", {"tracking": {"wandb_key": "sesame"}}, "words", "1/N", total_rollouts=4)
+HEADER = RunHeader("a run", {"tracking": {"wandb_key": "sesame"}}, "words", "1/N", total_steps=4)
 
 
 def arguments(folder: Path, **changes) -> TrackingArguments:
