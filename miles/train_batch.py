@@ -11,6 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+    from miles.parallel.groups import ContextGroup
+
 _STEP_WIDE = ("num_rollouts", "num_groups", "num_loss_tokens", "expected_loss_mass")
 
 
@@ -70,19 +72,28 @@ class TrainBatch:
 
 
 @dataclass(frozen=True)
+class MicroBatchPlan:
+    """Which samples make a micro-batch, and how many consecutive ranks share it (context parallelism)."""
+
+    samples: tuple[int, ...]  # indices into the shard's batch
+    context_parallel_size: int = 1
+
+
+@dataclass(frozen=True)
 class TrainShard:
-    """What one data-parallel rank gets of one step: its samples, and how they are grouped into micro-batches.
+    """What one rank gets of one step: its samples, and how they are grouped into micro-batches.
 
     ``micro_batches`` are trained on. ``score_only`` holds the samples whose loss has no gradient (advantage 0, and no
     KL or entropy term): they are scored for the metrics, without a backward pass.
 
     Every rank of a step has the same number of each; an entry may be empty (a rank with fewer samples takes part in
-    every collective and contributes zero).
+    every collective and contributes zero). Ranks that share a micro-batch have the same samples in it.
     """
 
     batch: TrainBatch
-    micro_batches: Sequence[Sequence[int]]  # indices into ``batch``
-    score_only: Sequence[Sequence[int]] = ()  # likewise
+    micro_batches: Sequence[MicroBatchPlan]
+    score_only: Sequence[MicroBatchPlan]
+    expected_loss_mass: float  # of all samples of the step that are trained on, over all ranks (loss/canary.py)
 
 
 @dataclass(frozen=True)
@@ -98,14 +109,20 @@ class MicroBatch:
 
         input_ids    = [a b c d e]    token_index  = [0 1 2 | 0 1 3 4]    total_lengths = (3, 4)
         logit_index  = [1, 1, 3]      targets      = [c, d, e]            sample_index  = [0, 1, 1]
+
+    Under context parallelism (``context.size`` above 1) ``T`` and ``R`` are this rank's share: the zig-zag chunks of
+    every sample, padded (parallel/context_parallel.py), and the response tokens that their logits predict. Everything
+    on the response axis is sliced alike; ``response_index`` says where in the whole responses each token stands. Every
+    response token stands on exactly one rank. ``token_index`` then points into the packed axes of all ranks end to end.
     """
 
     input_ids: torch.Tensor  # int64 [T]
     position_ids: torch.Tensor  # int64 [T], from 0 in each sample
-    token_index: torch.Tensor  # int64 [sum of total_lengths], into the packed axis
+    token_index: torch.Tensor  # int64 [sum of padded total_lengths], into the packed axis (of all ranks)
     logit_index: torch.Tensor  # int64 [R]
     targets: torch.Tensor  # int64 [R]
     sample_index: torch.Tensor  # int64 [R]
+    response_index: torch.Tensor  # int64 [R], into the concatenated whole responses, [sum of response_lengths]
     loss_mask: torch.Tensor  # float32 [R]
     advantages: torch.Tensor  # float32 [R]
     rollout_log_probs: torch.Tensor  # float32 [R]
@@ -113,7 +130,8 @@ class MicroBatch:
     ref_log_probs: torch.Tensor | None  # float32 [R]
     sample_denoms: torch.Tensor  # float32 [S]
     rollout_token_counts: torch.Tensor  # float32 [S]
-    response_lengths: tuple[int, ...]  # S entries
-    total_lengths: tuple[int, ...]  # S entries
+    response_lengths: tuple[int, ...]  # S entries, of whole responses
+    total_lengths: tuple[int, ...]  # S entries, of whole samples, without padding
     num_rollouts: int  # N of the whole step
     num_loss_tokens: int  # T of the whole step
+    context: ContextGroup  # the ranks that share these samples

@@ -6,6 +6,7 @@ from typing import Literal, Optional
 from miles.arguments.flag import flag
 
 Aggregation = Literal["sample_mean", "prompt_mean", "token_mean", "constant"]
+ImportanceLevel = Literal["token", "sequence", "geometric"]
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,9 @@ class LossArguments:
     """loss: advantages, policy loss, aggregation, KL and entropy."""
 
     loss_type: Literal["policy_loss", "sft_loss"] = flag("policy_loss", "policy gradient, or supervised fine-tuning")
-    advantage_estimator: Literal["grpo"] = flag("grpo", "how rewards become advantages")
+    advantage_estimator: Literal["grpo", "gspo"] = flag(
+        "grpo", "how rewards become advantages; gspo is grpo with the ratio of whole sequences"
+    )
     disable_grpo_std_normalization: bool = flag(False, "subtract the group's mean only, as Dr.GRPO does")
     disable_rewards_normalization: bool = flag(False, "use the rewards as they are as advantages")
     loss_aggregation: Aggregation = flag("sample_mean", "how per-token losses become the loss of the step")
@@ -38,6 +41,27 @@ class LossArguments:
     eps_clip: float = flag(0.2, "lower PPO ratio clip: 1 - eps")
     eps_clip_high: Optional[float] = flag(None, "upper PPO ratio clip: 1 + eps; default --eps-clip")
     eps_clip_c: Optional[float] = flag(None, "dual-clip bound for negative advantages, above 1")
+    use_opsm: bool = flag(
+        False, "drop sequences of negative advantage whose KL from the old policy exceeds --opsm-delta"
+    )
+    opsm_delta: float = flag(1e-4, "mean KL a token above which --use-opsm drops a sequence")
+    use_tis: bool = flag(False, "weight token losses by the ratio of trainer to engine probability, bounded")
+    tis_clip: float = flag(2.0, "upper bound of the weight of --use-tis")
+    tis_clip_low: float = flag(0.0, "lower bound of the weight of --use-tis")
+    tis_mode: Literal["truncate", "icepop"] = flag("truncate", "outside its bounds a ratio is cut to them, or worth 0")
+    tis_level: ImportanceLevel = flag("token", "ratio of a token, of a sequence (product), or its geometric mean")
+    use_rs: bool = flag(
+        False, "drop what lies outside --rs-lower-bound and --rs-upper-bound (masked importance sampling)"
+    )
+    rs_lower_bound: float = flag(0.5, "lower bound of the ratio with --use-rs")
+    rs_upper_bound: float = flag(2.0, "upper bound of the ratio with --use-rs")
+    rs_level: ImportanceLevel = flag("token", "what --use-rs judges and drops: tokens, or sequences")
+    get_mismatch_metrics: bool = flag(
+        False, "log how far the trainer's log-probs are from the engine's (KL, chi2, ...)"
+    )
+    loss_canary: Literal["first-step", "always", "off"] = flag(
+        "first-step", "check that the weights of all tokens add up to what the objective says, and stop if not"
+    )
     use_kl_loss: bool = flag(
         False, "add the KL to the reference model to the loss (with coefficient 0: only measure it)"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miles.arguments.checks import above, at_least, finite, refuse, refuse_ignored, within
+from miles.arguments.checks import above, at_least, finite, flag_name, refuse, refuse_ignored, within
 from miles.arguments.loss import LossArguments
 from miles.arguments.settings import Settings
 
@@ -14,6 +14,11 @@ POLICY_FLAGS = (
     "eps_clip_c",
     "use_kl_loss",
     "entropy_coef",
+    "advantage_estimator",
+    "use_opsm",
+    "use_tis",
+    "use_rs",
+    "get_mismatch_metrics",
 )
 
 
@@ -26,6 +31,7 @@ def check_loss(settings: Settings) -> None:
         )
     _check_clip(loss)
     _check_kl(settings)
+    _check_corrections(loss)
     finite(loss, "entropy_coef")
     if loss.loss_type == "sft_loss":
         _check_sft(settings)
@@ -46,6 +52,25 @@ def _check_kl(settings: Settings) -> None:
         why, way_out = "without --use-kl-loss", "add that switch"
         refuse_ignored(loss, ["kl_loss_coef", "kl_loss_type"], why, way_out)
         refuse_ignored(settings.model, ["ref_load"], why, way_out)
+
+
+def _check_corrections(loss: LossArguments) -> None:
+    for switch, names in (
+        ("use_opsm", ["opsm_delta"]),
+        ("use_tis", ["tis_clip", "tis_clip_low", "tis_mode", "tis_level"]),
+        ("use_rs", ["rs_lower_bound", "rs_upper_bound", "rs_level"]),
+    ):
+        if not getattr(loss, switch):
+            refuse_ignored(loss, names, f"without {flag_name(switch)}", "add that switch")
+    above(loss, 0, "tis_clip", "rs_upper_bound")
+    at_least(loss, 0, "tis_clip_low", "rs_lower_bound", "opsm_delta")
+    for low, high in (("tis_clip_low", "tis_clip"), ("rs_lower_bound", "rs_upper_bound")):
+        if getattr(loss, low) > getattr(loss, high):
+            rule = f"is above {flag_name(high)} {getattr(loss, high):g}"
+            refuse(low, getattr(loss, low), rule, "give bounds of which the lower is lower")
+    if loss.custom_pg_loss_reducer_function_path is not None:
+        why = "with --custom-pg-loss-reducer-function-path, whose weights are not known beforehand"
+        refuse_ignored(loss, ["loss_canary"], why, "leave the default, which checks nothing then")
 
 
 def _check_advantages(settings: Settings) -> None:

@@ -1,14 +1,14 @@
 """Which model is trained, and what it is compared with."""
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Optional
 
 from miles.arguments.flag import flag
 
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """model: weights, reference and layout of the sequences."""
+    """model: initial weights and the reference model."""
 
     hf_checkpoint: Optional[str] = flag(
         None, "Hugging Face folder or name: tokenizer, config and initial weights (required)", metavar="PATH"
@@ -16,5 +16,3 @@ class ModelArguments:
     ref_load: Optional[str] = flag(
         None, "Hugging Face folder of the reference model for the KL; default --hf-checkpoint", metavar="PATH"
     )
-    qkv_format: Literal["thd", "bshd"] = flag("thd", "packed (thd) or padded (bshd) sequences in the trainer")
-    context_parallel_size: int = flag(1, "ranks that share one sequence in the trainer")

@@ -46,21 +46,10 @@ def check_cluster(cluster: ClusterArguments) -> None:
 
 
 def check_model(model: ModelArguments) -> None:
-    """A checkpoint that is there, and a layout that this version trains."""
+    """A checkpoint that is there."""
     require("hf_checkpoint", model.hf_checkpoint, "tokenizer, config and initial weights")
     existing_folder("hf_checkpoint", model.hf_checkpoint)
     existing_folder("ref_load", model.ref_load)
-    at_least(model, 1, "context_parallel_size")
-    if model.context_parallel_size > 1 and model.qkv_format == "bshd":
-        rule = f"padded lengths are not known under --context-parallel-size {model.context_parallel_size}"
-        refuse("qkv_format", "bshd", rule, "use --qkv-format thd")
-    if model.context_parallel_size > 1:
-        rule = "this version has no context parallelism"
-        refuse("context_parallel_size", model.context_parallel_size, rule, "use 1; data parallelism takes all ranks")
-    if model.qkv_format == "bshd":
-        refuse(
-            "qkv_format", "bshd", "the fsdp backend packs sequences and has no padded layout", "use --qkv-format thd"
-        )
 
 
 def check_data(data: DataArguments, loads_samples: bool) -> None:

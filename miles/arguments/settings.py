@@ -9,6 +9,7 @@ from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.loss import LossArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
+from miles.arguments.parallel import ParallelArguments
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.tracking import TrackingArguments
@@ -27,6 +28,7 @@ class Settings:
     loss: LossArguments
     optimizer: OptimizerArguments
     training: TrainingArguments
+    parallel: ParallelArguments
     checkpoint: CheckpointArguments
     evaluation: EvaluationArguments
     tracking: TrackingArguments

@@ -3,65 +3,112 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from miles.loss.advantages import grpo_advantages
+from miles.loss.sequences import whole_responses
+from miles.parallel.context_parallel import gathered_index, zigzag_positions
+from miles.parallel.groups import ALONE, ContextGroup
 from miles.train_batch import MicroBatch, TrainBatch
 
 
-def collate(batch: TrainBatch, indices: Sequence[int], device: torch.device) -> MicroBatch:
-    """Pack the samples ``indices`` of ``batch`` without padding, equal prompts once.
+def collate(
+    batch: TrainBatch, samples: Sequence[int], device: torch.device, context: ContextGroup = ALONE
+) -> MicroBatch:
+    """Pack ``samples`` of ``batch``: this rank's part of each, where ``context`` shares them.
 
-    A causal model computes the same for a prompt whichever response follows, so the samples of a group share it; the
-    gradients of all of them add up in it.
+    A rank by itself pads nothing, and equal prompts stand once: a causal model computes the same for a prompt whichever
+    response follows, so the samples of a group share it; the gradients of all of them add up in it.
 
-    No samples give a micro-batch of one token and no response: the rank takes part in every collective and adds zero.
+    No samples give a micro-batch without response: the rank takes part in every collective and adds zero.
     """
-    part = batch.select(indices)
+    part = batch.select(samples)
     assert all(total > response for total, response in zip(part.total_lengths, part.response_lengths, strict=True)), (
         "a sample needs a prompt token, whose logits predict its first response token"
     )
-    totals, responses = part.total_lengths, part.response_lengths
-    starts = np.concatenate([[0], np.cumsum(totals)]).astype(np.int64)
-    sample_index = np.repeat(np.arange(len(part)), responses)
-    within = _ranges(responses)
-    first_response = starts[:-1] + np.asarray(totals, np.int64) - np.asarray(responses, np.int64)
-    position = first_response[sample_index] + within if len(part) else within
-    tokens = np.concatenate(part.tokens) if len(part) else np.zeros(1, np.int64)
-    part_lengths = totals or [1]
-    token_index, kept = _share_prompts(tokens, part_lengths, responses or [0])
+    layout = _layout(part, context)
 
     def tensor(values: object, dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values), dtype=dtype, device=device)
 
-    def response_axis(columns: list[np.ndarray] | None) -> torch.Tensor | None:
-        return None if columns is None else tensor(_concatenate(columns), torch.float32)
+    def response_axis(columns: list[np.ndarray]) -> torch.Tensor:
+        whole = np.concatenate(columns) if columns else np.zeros(0, np.float32)
+        return tensor(whole[layout.response_index], torch.float32)
 
-    index = tensor(sample_index, torch.int64)
-    rollout_log_probs = response_axis(part.rollout_log_probs)
-    loss_mask = response_axis(part.loss_masks)
-    assert rollout_log_probs is not None and loss_mask is not None
+    sample_index = tensor(layout.sample_index, torch.int64)
     return MicroBatch(
-        input_ids=tensor(tokens[kept], torch.int64),
-        position_ids=tensor(_ranges(part_lengths)[kept], torch.int64),
-        token_index=tensor(token_index, torch.int64),
-        logit_index=tensor(token_index[position - 1], torch.int64),
-        targets=tensor(tokens[position], torch.int64),
-        sample_index=index,
-        loss_mask=loss_mask,
-        advantages=grpo_advantages(tensor(part.rewards, torch.float32), index),
-        rollout_log_probs=rollout_log_probs,
-        old_log_probs=response_axis(part.old_log_probs),
-        ref_log_probs=response_axis(part.ref_log_probs),
+        input_ids=tensor(layout.input_ids, torch.int64),
+        position_ids=tensor(layout.position_ids, torch.int64),
+        token_index=tensor(layout.token_index, torch.int64),
+        logit_index=tensor(layout.logit_index, torch.int64),
+        targets=tensor(layout.targets, torch.int64),
+        sample_index=sample_index,
+        response_index=tensor(layout.response_index, torch.int64),
+        loss_mask=response_axis(part.loss_masks),
+        advantages=grpo_advantages(tensor(part.rewards, torch.float32), sample_index),
+        rollout_log_probs=response_axis(part.rollout_log_probs),
+        old_log_probs=None if part.old_log_probs is None else response_axis(part.old_log_probs),
+        ref_log_probs=None if part.ref_log_probs is None else response_axis(part.ref_log_probs),
         sample_denoms=tensor(part.sample_denoms, torch.float32),
         rollout_token_counts=tensor(part.rollout_token_counts, torch.float32),
-        response_lengths=tuple(responses),
-        total_lengths=tuple(part_lengths),
+        response_lengths=tuple(part.response_lengths),
+        total_lengths=tuple(part.total_lengths or [1]),
         num_rollouts=part.num_rollouts,
         num_loss_tokens=part.num_loss_tokens,
+        context=context,
     )
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The columns of ``MicroBatch`` of the same names, int64."""
+
+    input_ids: np.ndarray
+    position_ids: np.ndarray
+    token_index: np.ndarray
+    logit_index: np.ndarray
+    targets: np.ndarray
+    sample_index: np.ndarray
+    response_index: np.ndarray
+
+
+def _layout(part: TrainBatch, context: ContextGroup) -> _Layout:
+    # Without samples one token of padding stands in for them, so that the model has something to compute.
+    tokens = np.concatenate(part.tokens) if len(part) else np.zeros(1, np.int64)
+    totals = np.asarray(part.total_lengths or [1], np.int64)
+    responses = np.asarray(part.response_lengths or [0], np.int64)
+    starts, response_starts = _starts(totals), _starts(responses)
+    prompts = totals - responses
+
+    held = [zigzag_positions(int(total), context.size, context.rank) for total in totals]
+    position = np.concatenate(held)
+    sample = np.repeat(np.arange(len(totals)), [len(positions) for positions in held])
+    inside = position < totals[sample]
+    ids = np.where(inside, tokens[starts[sample] + np.minimum(position, totals[sample] - 1)], 0)
+    # The logits at a position predict the token after it: the rank of the position has the loss of that token.
+    predicting = np.flatnonzero((position >= prompts[sample] - 1) & (position < totals[sample] - 1))
+    owner, target = sample[predicting], position[predicting] + 1
+    token_index, kept = gathered_index(totals.tolist(), context.size), np.arange(len(ids))
+    logit_index = predicting
+    if context.size == 1:
+        token_index, kept = _share_prompts(tokens, totals.tolist(), responses.tolist())
+        logit_index = token_index[predicting]
+    return _Layout(
+        input_ids=ids[kept],
+        position_ids=position[kept],
+        token_index=token_index,
+        logit_index=logit_index,
+        targets=tokens[starts[owner] + target],
+        sample_index=owner,
+        response_index=response_starts[owner] + target - prompts[owner],
+    )
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    return np.cumsum(lengths) - lengths
 
 
 def _share_prompts(tokens: np.ndarray, totals: list[int], responses: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -79,17 +126,6 @@ def _share_prompts(tokens: np.ndarray, totals: list[int], responses: list[int]) 
 
 
 def split_by_sample(values: torch.Tensor, micro: MicroBatch) -> list[np.ndarray]:
-    """A flat response vector [R] as one float32 array a sample."""
-    parts = values.detach().float().cpu().split(list(micro.response_lengths))
+    """A flat response vector [R] as one float32 array of the whole response a sample, the same on every rank."""
+    parts = whole_responses(values.detach().float(), micro).cpu().split(list(micro.response_lengths))
     return [part.numpy() for part in parts]
-
-
-def _ranges(lengths: Sequence[int]) -> np.ndarray:
-    """0..n-1 for each length, one after the other."""
-    if not lengths:
-        return np.zeros(0, np.int64)
-    return np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])
-
-
-def _concatenate(columns: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(columns) if columns else np.zeros(0, np.float32)

@@ -1,46 +1,89 @@
-"""The schedule of a step: which rank trains a sample, and in which micro-batch. Decided before the split."""
+"""The schedule of a step: which ranks train a sample, and in which micro-batch. Decided before the split."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from miles.arguments.parallel import ParallelArguments
 from miles.arguments.training import TrainingArguments
 from miles.batching.packing import PackedSample, balanced_partition, pack_by_budget, split_to_count
-from miles.train_batch import TrainBatch, TrainShard
+from miles.loss.canary import expected_loss_mass
+from miles.parallel.dynamic_context_parallel import plan_dynamic_context_parallel
+from miles.train_batch import MicroBatchPlan, TrainBatch, TrainShard
+
+Plans = list[list[MicroBatchPlan]]  # one list a rank
 
 
 def schedule_step(
-    batch: TrainBatch, world_size: int, training: TrainingArguments, has_gradient: Sequence[bool] | None = None
+    batch: TrainBatch,
+    ranks: int,
+    training: TrainingArguments,
+    parallel: ParallelArguments,
+    has_gradient: Sequence[bool] | None = None,
 ) -> list[TrainShard]:
     """One shard a rank. Every rank gets the same number of micro-batches, because each is a collective operation.
 
-    Which rank and micro-batch a sample lands in cannot change the gradient: its weight travels with it. Samples for
-    which ``has_gradient`` is false get micro-batches of their own, to be scored only.
+    ``ranks`` counts the ranks that hold different tokens (data parallel times context parallel). Which of them and
+    which micro-batch a sample lands in cannot change the gradient: its weight travels with it. Samples for which
+    ``has_gradient`` is false get micro-batches of their own, to be scored only.
     """
-    trained = has_gradient if has_gradient is not None else [True] * len(batch)
+    trained = [i for i in range(len(batch)) if has_gradient is None or has_gradient[i]]
+    scored = [i for i in range(len(batch)) if has_gradient is not None and not has_gradient[i]]
+    if parallel.dynamic_context_parallel:
+        assert parallel.max_seqlen_per_dp_cp_rank is not None, "validate() demands it"
+        plans = [_dynamic(batch, part, ranks, parallel.max_seqlen_per_dp_cp_rank) for part in (trained, scored)]
+    else:
+        plans = _static(batch, [trained, scored], ranks, training, parallel.context_parallel_size)
+    to_train, to_score = plans
+    mass = expected_loss_mass(batch, trained)
+    if not to_train[0]:
+        to_train = [[MicroBatchPlan(())] for _ in range(ranks)]
+    return [_shard(batch, mass, *of_rank) for of_rank in zip(to_train, to_score, strict=True)]
+
+
+def _shard(
+    batch: TrainBatch, mass: float, to_train: list[MicroBatchPlan], to_score: list[MicroBatchPlan]
+) -> TrainShard:
+    """The samples that the plans name, and the plans in terms of their places in the shard."""
+    samples = sorted({i for plan in (*to_train, *to_score) for i in plan.samples})
+    place = {sample: i for i, sample in enumerate(samples)}
+
+    def local(plans: list[MicroBatchPlan]) -> list[MicroBatchPlan]:
+        return [replace(plan, samples=tuple(place[i] for i in plan.samples)) for plan in plans]
+
+    return TrainShard(batch.select(samples), local(to_train), local(to_score), mass)
+
+
+def _static(
+    batch: TrainBatch, kinds: Sequence[list[int]], ranks: int, training: TrainingArguments, size: int
+) -> list[Plans]:
+    """The same size throughout: consecutive ranks are one replica, which has one share of the samples."""
+    replicas = ranks // size
     lengths = batch.total_lengths
-    ranks = balanced_partition(lengths, world_size) if training.balance_data else _in_order(len(batch), world_size)
-    shards = [batch.select(rank) for rank in ranks]
-    to_train = [[i for i, sample in enumerate(rank) if trained[sample]] for rank in ranks]
-    to_score = [[i for i, sample in enumerate(rank) if not trained[sample]] for rank in ranks]
+    shares = balanced_partition(lengths, replicas) if training.balance_data else _in_order(len(batch), replicas)
+    plans: list[Plans] = []
+    for kind in kinds:
+        wanted = set(kind)
+        chosen = [[i for i in share if i in wanted] for share in shares]
+        per_replica = [_micro_batches(batch, indices, training, size) for indices in chosen]
+        count = max(len(micro_batches) for micro_batches in per_replica)
+        cut = [split_to_count(micro_batches, count) for micro_batches in per_replica]
+        plans.append([[MicroBatchPlan(tuple(part), size) for part in cut[rank // size]] for rank in range(ranks)])
+    return plans
+
+
+def _dynamic(batch: TrainBatch, chosen: Sequence[int], ranks: int, max_seqlen_per_rank: int) -> Plans:
+    """Every micro-batch over all ranks, each of its groups with samples of its own."""
+    lengths = batch.total_lengths
+    micro_batches = plan_dynamic_context_parallel([lengths[i] for i in chosen], ranks, max_seqlen_per_rank)
     return [
-        TrainShard(shard, micro_batches, score_only)
-        for shard, micro_batches, score_only in zip(
-            shards,
-            _micro_batches_of_ranks(shards, to_train, training, at_least=1),
-            _micro_batches_of_ranks(shards, to_score, training, at_least=0),
-            strict=True,
-        )
+        [
+            MicroBatchPlan(tuple(chosen[i] for i in micro.groups[rank // micro.size]), micro.size)
+            for micro in micro_batches
+        ]
+        for rank in range(ranks)
     ]
-
-
-def _micro_batches_of_ranks(
-    shards: Sequence[TrainBatch], chosen: Sequence[Sequence[int]], training: TrainingArguments, at_least: int
-) -> list[list[list[int]]]:
-    """The ``chosen`` samples of each rank's shard in micro-batches, the same number on every rank."""
-    per_rank = [_micro_batches(shard, indices, training) for shard, indices in zip(shards, chosen, strict=True)]
-    count = max(at_least, *(len(micro_batches) for micro_batches in per_rank))
-    return [split_to_count(micro_batches, count) for micro_batches in per_rank]
 
 
 def _in_order(n: int, parts: int) -> list[list[int]]:
@@ -49,16 +92,17 @@ def _in_order(n: int, parts: int) -> list[list[int]]:
     return [list(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
-def _micro_batches(shard: TrainBatch, chosen: Sequence[int], training: TrainingArguments) -> list[list[int]]:
+def _micro_batches(batch: TrainBatch, chosen: Sequence[int], training: TrainingArguments, size: int) -> list[list[int]]:
     if not training.use_dynamic_batch_size:
-        size = training.micro_batch_size
-        return [list(chosen[i : i + size]) for i in range(0, len(chosen), size)]
+        count = training.micro_batch_size
+        return [list(chosen[i : i + count]) for i in range(0, len(chosen), count)]
     assert training.max_tokens_per_gpu is not None, "validate() demands it"
-    samples = [_packed_sample(shard, i) for i in chosen]
-    return [[chosen[i] for i in part] for part in pack_by_budget(samples, training.max_tokens_per_gpu)]
+    samples = [_packed_sample(batch, i, shared=size == 1) for i in chosen]
+    return [[chosen[i] for i in part] for part in pack_by_budget(samples, training.max_tokens_per_gpu * size)]
 
 
-def _packed_sample(shard: TrainBatch, index: int) -> PackedSample:
-    tokens, response = shard.tokens[index], shard.response_lengths[index]
+def _packed_sample(batch: TrainBatch, index: int, shared: bool) -> PackedSample:
+    """``shared``: equal prompts stand once, as on a rank by itself (collate)."""
+    tokens, response = batch.tokens[index], batch.response_lengths[index]
     prompt = tokens[: len(tokens) - response]
-    return PackedSample(prompt.tobytes(), len(prompt), response)
+    return PackedSample(prompt.tobytes() if shared else index.to_bytes(8, "big"), len(prompt), response)

@@ -120,6 +120,7 @@ class RolloutWorker:
                 batch,
                 self.settings.cluster.world_size,
                 self.settings.training,
+                self.settings.parallel,
                 samples_with_gradient(self.settings.loss, batch.rewards),
             )
             for batch in batches

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from miles.arguments.loss import Aggregation, LossArguments
@@ -63,8 +63,27 @@ def step_denominators(
     else:
         denoms = [_checked_divisor(divisor)] * len(token_counts)
 
-    mass = math.fsum(count / (rollouts * denom) for count, denom in zip(token_counts, denoms, strict=True))
+    mass = _loss_mass(mode, tokens_of_rollout, tokens_of_group, divisor)
     return StepDenominators(list(denoms), rollout_token_counts, rollouts, groups, tokens, mass)
+
+
+def _loss_mass(
+    mode: Aggregation, tokens_of_rollout: Mapping[int, int], tokens_of_group: Mapping[int, int], divisor: float | None
+) -> float:
+    """What a token loss of 1 everywhere adds up to, read off the objective, not off the denominators it has to check.
+
+    A mean of ones is 1; a rollout or prompt without a token keeps its place in the mean and adds nothing.
+    """
+    tokens, rollouts = sum(tokens_of_rollout.values()), len(tokens_of_rollout)
+    if not tokens:
+        return 0.0
+    if mode == "sample_mean":
+        return sum(count > 0 for count in tokens_of_rollout.values()) / rollouts
+    if mode == "prompt_mean":
+        return sum(count > 0 for count in tokens_of_group.values()) / len(tokens_of_group)
+    if mode == "token_mean":
+        return 1.0
+    return tokens / (_checked_divisor(divisor) * rollouts)
 
 
 def get_pg_loss_reducer(loss: LossArguments, micro: MicroBatch) -> Reducer:

@@ -12,6 +12,7 @@ import torch
 from miles.arguments.loss import LossArguments
 from miles.import_path import load_function
 from miles.loss.reducers import Reducer
+from miles.loss.sequences import whole_responses
 from miles.train_batch import MicroBatch
 
 _FLAG = "--custom-pg-loss-reducer-function-path"
@@ -19,7 +20,10 @@ _FLAG = "--custom-pg-loss-reducer-function-path"
 
 @dataclass(frozen=True)
 class ReducerInputs:
-    """What a reducer may know of a micro-batch: ``S`` samples, ``R`` response tokens in all, and the step's counts."""
+    """What a reducer may know of a micro-batch: ``S`` samples, ``R`` response tokens in all, and the step's counts.
+
+    Samples are whole, also where context parallelism has cut them: what would be a slice is gathered beforehand.
+    """
 
     total_lengths: tuple[int, ...]  # S entries, prompt + response
     response_lengths: tuple[int, ...]  # S entries
@@ -28,6 +32,7 @@ class ReducerInputs:
     sample_denoms: torch.Tensor  # float32 [S]
     num_rollouts: int  # N of the whole step
     num_loss_tokens: int  # T of the whole step
+    context_parallel_size: int  # ranks that share these samples; what is given here is whole all the same
     settings: LossArguments
 
 
@@ -71,24 +76,26 @@ def get_custom_pg_loss_reducer(path: str, loss: LossArguments, micro: MicroBatch
     num_arguments = _positional_arguments(function, path)
     if not micro.response_lengths:
         return torch.sum
-    loss_masks = micro.loss_mask.split(list(micro.response_lengths))
+    whole_mask = whole_responses(micro.loss_mask, micro)
+    loss_masks = whole_mask.split(list(micro.response_lengths))
     if num_arguments == 1:
         reducer = function(
             ReducerInputs(
                 total_lengths=micro.total_lengths,
                 response_lengths=micro.response_lengths,
-                loss_mask=micro.loss_mask,
+                loss_mask=whole_mask,
                 loss_masks=loss_masks,
                 sample_denoms=micro.sample_denoms,
                 num_rollouts=micro.num_rollouts,
                 num_loss_tokens=micro.num_loss_tokens,
+                context_parallel_size=micro.context.size,
                 settings=loss,
             )
         )
-        return _checked(reducer, path, divisor=1)
+        return _checked(reducer, path, micro, divisor=1)
     per_token = loss.calculate_per_token_loss
     reducer = function(list(micro.total_lengths), list(micro.response_lengths), list(loss_masks), per_token)
-    return _checked(reducer, path, divisor=max(micro.num_loss_tokens, 1) if per_token else micro.num_rollouts)
+    return _checked(reducer, path, micro, divisor=max(micro.num_loss_tokens, 1) if per_token else micro.num_rollouts)
 
 
 def _positional_arguments(function: Callable[..., Any], path: str) -> int:
@@ -107,17 +114,19 @@ def _positional_arguments(function: Callable[..., Any], path: str) -> int:
     )
 
 
-def _checked(reducer: Any, path: str, divisor: int) -> Reducer:
+def _checked(reducer: Any, path: str, micro: MicroBatch, divisor: int) -> Reducer:
+    """``reducer`` over whole responses: ranks that share the samples each give it all, and one of them counts."""
     if not callable(reducer):
         raise ValueError(
             f"{_FLAG} {path}: returned {type(reducer).__name__}; return a function of the per-token losses"
         )
 
     def reduce(values: torch.Tensor) -> torch.Tensor:
-        result = reducer(values.float())
+        result = reducer(whole_responses(values.float(), micro))
         if not isinstance(result, torch.Tensor) or result.dim() != 0:
             found = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
             raise ValueError(f"{_FLAG} {path}: its reducer returned {found}; return a scalar tensor")
-        return result.float() / divisor
+        result = result.float() / divisor
+        return result if micro.context.rank == 0 else result - result.detach()
 
     return reduce

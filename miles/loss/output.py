@@ -1,10 +1,13 @@
-"""What a loss function returns."""
+"""What a loss function returns, and what is reported of it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+
+from miles.tracking.metrics import Metric
 
 
 @dataclass(frozen=True)
@@ -18,3 +21,17 @@ class LossOutput:
 
     loss: torch.Tensor  # fp32 scalar with a graph, also when the micro-batch is empty
     metrics: dict[str, torch.Tensor]
+
+
+def reported(sums: Mapping[str, float], count: int) -> dict[str, Metric]:
+    """The metrics of a step from the sums of ``LossOutput.metrics`` over all its micro-batches and ranks.
+
+    ``count`` is what the means are over: rollouts, or tokens. The sums hold 1 / count already; each is weighed by it
+    again, so that the metrics of several steps add up to the value over all of them. ``ess_ratio``, the effective
+    sample size over the sample size (Kong 1992), is made of the two means that it needs, once both are whole.
+    """
+    metrics = {name: Metric(value * count, float(count)) for name, value in sums.items()}
+    if "is_ratio_square" in sums:
+        metrics["ess_ratio"] = Metric(sums["is_ratio"] ** 2, sums["is_ratio_square"])
+        del metrics["is_ratio_square"]
+    return metrics

@@ -8,10 +8,12 @@ import torch
 
 from miles.arguments.loss import LossArguments
 from miles.loss.aggregation import get_pg_loss_reducer, is_per_token
+from miles.loss.importance_sampling import importance_correction
 from miles.loss.kl import approximate_kl
 from miles.loss.log_ratio import masked_log_ratio
 from miles.loss.output import LossOutput
 from miles.loss.reducers import get_sum_of_sample_mean
+from miles.loss.sequences import sequence_means
 from miles.train_batch import MicroBatch
 
 
@@ -41,26 +43,39 @@ def compute_policy_loss(
 
 
 def policy_loss_function(
-    loss: LossArguments, micro: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None
+    loss: LossArguments,
+    micro: MicroBatch,
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor | None,
+    canary: torch.Tensor | None = None,
 ) -> LossOutput:
     """``pg_loss - entropy_coef * entropy + kl_loss_coef * kl`` of one micro-batch; ``log_probs``, ``entropy`` are [R].
 
     Only pg_loss follows ``--loss-aggregation`` (or the custom reducer); everything else keeps the sample mean, or the
     token mean under ``token_mean``, so that runs of different modes stay comparable. ``entropy`` may be None if its
-    coefficient is 0; it is then not reported.
+    coefficient is 0; it is then not reported. ``canary`` is the scalar of loss/canary.py, worth 0.
     """
     reduce = get_sum_of_sample_mean(micro, is_per_token(loss))
     old_log_probs = log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs
     log_ratio = masked_log_ratio(log_probs, old_log_probs, micro.loss_mask)
     token_losses, clipped = compute_policy_loss(
-        log_ratio, micro.advantages, loss.eps_clip, loss.eps_clip_high, loss.eps_clip_c
+        _policy_log_ratio(loss, micro, log_ratio), micro.advantages, loss.eps_clip, loss.eps_clip_high, loss.eps_clip_c
     )
+    correction = importance_correction(loss, micro, old_log_probs)
+    token_losses = token_losses * correction.weights
+    logged = dict(correction.values)
+    if loss.use_opsm:
+        logged["opsm_clipfrac"] = dropped = off_policy_sequences(loss, micro, log_ratio)
+        token_losses = token_losses * (1.0 - dropped)
+    if canary is not None:
+        token_losses = token_losses + canary
     total = pg_loss = get_pg_loss_reducer(loss, micro)(token_losses)
     metrics = {
         "pg_loss": pg_loss,
         "pg_clipfrac": reduce(clipped),
         "ppo_kl": reduce(-log_ratio),
         "train_rollout_logprob_abs_diff": reduce((old_log_probs - micro.rollout_log_probs).abs()),
+        **{name: reduce(values) for name, values in logged.items()},
     }
     if entropy is not None:
         metrics["entropy_loss"] = entropy_loss = reduce(entropy)
@@ -74,6 +89,28 @@ def policy_loss_function(
             total = total + loss.kl_loss_coef * kl_loss
     metrics["loss"] = total
     return LossOutput(total, {name: value.detach() for name, value in metrics.items()})
+
+
+def _policy_log_ratio(loss: LossArguments, micro: MicroBatch, log_ratio: torch.Tensor) -> torch.Tensor:
+    """The log-ratio that is clipped, [R]: the token's own, or under ``gspo`` that of its sequence.
+
+    GSPO (arXiv 2507.18071 Eq. 7): the geometric mean of the ratios of a sequence's tokens. Written as in its Eq. 13:
+    the value is the sequence's and the gradient the token's own, which adds up to the same, also where the tokens stand
+    on several ranks.
+    """
+    if loss.advantage_estimator != "gspo":
+        return log_ratio
+    return sequence_means(log_ratio, micro)[micro.sample_index] + (log_ratio - log_ratio.detach())
+
+
+def off_policy_sequences(loss: LossArguments, micro: MicroBatch, log_ratio: torch.Tensor) -> torch.Tensor:
+    """1 for tokens of sequences that ``--use-opsm`` drops, else 0; fp32 [R].
+
+    Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556 §3.1): a negative advantage, and a mean of
+    log old - log current over the sequence's tokens above ``--opsm-delta``.
+    """
+    divergence = sequence_means(-log_ratio, micro)[micro.sample_index]
+    return ((micro.advantages < 0) & (divergence > loss.opsm_delta)).float()
 
 
 def _token_kl(loss: LossArguments, micro: MicroBatch, log_probs: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from miles.train_batch import MicroBatch
 
@@ -30,8 +32,8 @@ def get_sum_of_sample_mean(micro: MicroBatch, calculate_per_token_loss: bool) ->
 
 def per_sample_reducer(micro: MicroBatch, denominators: torch.Tensor) -> Reducer:
     """``1/N sum_i S_i / denominators[i]`` with ``S_i = sum_t m_it l_it``; ``denominators`` is [S], above 0."""
-    per_token = denominators.float()[micro.sample_index] * micro.num_rollouts
-    return weighted_sum(micro.loss_mask.float() / per_token)
+    per_sample = 1.0 / (denominators.float() * micro.num_rollouts)
+    return weighted_sum(per_sample.index_select(0, micro.sample_index).mul_(micro.loss_mask))
 
 
 def weighted_sum(weights: torch.Tensor) -> Reducer:
@@ -39,6 +41,22 @@ def weighted_sum(weights: torch.Tensor) -> Reducer:
 
     def reduce(values: torch.Tensor) -> torch.Tensor:
         assert values.shape == weights.shape, f"{tuple(values.shape)} values for {tuple(weights.shape)} weights"
-        return (values.float().masked_fill(weights == 0, 0.0) * weights).sum()
+        return _WeightedSum.apply(values, weights)
 
     return reduce
+
+
+class _WeightedSum(torch.autograd.Function):
+    """One pass over the values, and one over the weights for their gradient: millions of tokens are usual."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weights)
+        ctx.dtype = values.dtype
+        return torch.dot(values.float().masked_fill(weights == 0, 0.0), weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (weights,) = ctx.saved_tensors
+        return (weights * grad).to(ctx.dtype), None

@@ -2,34 +2,58 @@
 
 Linear layers run on the packed tokens, without padding. For attention alone the tokens are laid out as rows, padded on
 the right: a causal query never sees a key to its right, so no mask is needed and the fused kernels apply.
+
+Under context parallelism a rank holds the zig-zag chunks of every sequence. It gathers the keys and values of the
+others, and its two chunks of queries each attend to the part of the sequence that ends with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
+from miles.parallel.context_parallel import padded_length
+from miles.parallel.groups import ALONE, ContextGroup
+
 NAME = "miles_packed"
-SHORT = 512  # tokens of a row up to which the CPU computes attention as two matrix products
+SHORT = 512  # keys of a row up to which attention is computed with its scores in memory
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Queries that stand one after the other, and the keys from the start of their sequence to the last of them."""
+
+    queries: torch.Tensor  # int64 [Q], into this rank's packed axis
+    keys: torch.Tensor  # int64 [K], into the packed axes of all ranks
+
+    @property
+    def first(self) -> int:
+        """The position of the first query."""
+        return len(self.keys) - len(self.queries)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences of similar length, padded to the longest.
+    """Spans of similar length as rows, padded on the right to the longest.
 
-    ``to_rows`` [S * L] gives for each cell the packed token that stands there, or T (one past the end) for padding.
+    ``queries`` and ``keys`` give for each cell the token that stands there, or one past the last for padding.
     ``tokens`` [n] are the packed tokens that occur, each once, and ``to_packed`` [n] a cell in which each stands.
+    ``visible`` says which key each query sees; None where that is causal, the last query at the last key.
     """
 
-    shape: tuple[int, int]
-    to_rows: torch.Tensor
+    query_shape: tuple[int, int]  # rows, Q
+    key_shape: tuple[int, int]  # rows, K
+    queries: torch.Tensor  # int64 [rows * Q]
+    keys: torch.Tensor  # int64 [rows * K]
     to_packed: torch.Tensor
     tokens: torch.Tensor
+    visible: torch.Tensor | None  # bool [rows, 1, Q, K]
 
 
 @dataclass(frozen=True)
@@ -37,60 +61,108 @@ class PackedLayout:
     """How the packed tokens of one micro-batch become rows. Built once a micro-batch, used by every layer."""
 
     rows: tuple[Rows, ...]
+    context: ContextGroup
 
     @classmethod
-    def of(cls, token_index: torch.Tensor, lengths: Sequence[int]) -> PackedLayout:
-        """Buckets of sequences in which none is shorter than half the longest, so that at most half is padding.
+    def of(cls, token_index: torch.Tensor, lengths: Sequence[int], context: ContextGroup = ALONE) -> PackedLayout:
+        """Buckets of spans in which none is shorter than half the longest, so that at most half is padding.
 
-        ``token_index`` [sum of lengths] says, sequence after sequence, which packed token stands there
-        (``MicroBatch``). A packed token of several sequences (a shared prompt) is read by all of them.
+        ``token_index`` says, sequence after sequence (padded for ``context``), which packed token stands there, as in
+        ``MicroBatch``; ``lengths`` are those without padding. A packed token of several sequences (a shared prompt) is
+        read by all of them. Long spans that do not start at the first token stand alone: fused kernels know no mask but
+        the causal one.
         """
-        packed = int(token_index.max()) + 1
-        sequences = token_index.cpu().split(list(lengths))
-        buckets: list[list[torch.Tensor]] = []
-        for sequence in sorted(sequences, key=len, reverse=True):
-            if not buckets or 2 * len(sequence) < len(buckets[-1][0]):
+        buckets: list[list[_Span]] = []
+        for span in sorted(_spans(token_index, lengths, context), key=lambda span: len(span.keys), reverse=True):
+            alone = context.size > 1 and buckets and len(buckets[-1][0].keys) > SHORT
+            if not buckets or alone or 2 * len(span.keys) < len(buckets[-1][0].keys):
                 buckets.append([])
-            buckets[-1].append(sequence)
-        return cls(tuple(_rows(bucket, packed, token_index.device) for bucket in buckets))
+            buckets[-1].append(span)
+        everywhere = int(token_index.max()) + 1
+        packed, device = everywhere // context.size, token_index.device
+        return cls(tuple(_rows(bucket, packed, everywhere, device) for bucket in buckets), context)
 
 
-def _rows(bucket: list[torch.Tensor], packed: int, device: torch.device) -> Rows:
-    cells = pad_sequence(bucket, batch_first=True, padding_value=packed)
-    used = (cells.flatten() < packed).nonzero()[:, 0]
-    tokens, occurrence = cells.flatten()[used].unique(return_inverse=True)
+def _spans(token_index: torch.Tensor, lengths: Sequence[int], context: ContextGroup) -> Iterator[_Span]:
+    padded = [padded_length(length, context.size) for length in lengths]
+    start = 0
+    for sequence in token_index.cpu().split(padded):
+        if context.size == 1:
+            yield _Span(sequence, sequence)
+            continue
+        chunk = len(sequence) // (2 * context.size)
+        for half, number in enumerate((context.rank, 2 * context.size - 1 - context.rank)):
+            mine = start + half * chunk + torch.arange(chunk)
+            yield _Span(mine, sequence[: (number + 1) * chunk])
+        start += 2 * chunk
+
+
+def _rows(bucket: list[_Span], packed: int, everywhere: int, device: torch.device) -> Rows:
+    queries = pad_sequence([span.queries for span in bucket], batch_first=True, padding_value=packed)
+    keys = pad_sequence([span.keys for span in bucket], batch_first=True, padding_value=everywhere)
+    used = (queries.flatten() < packed).nonzero()[:, 0]
+    tokens, occurrence = queries.flatten()[used].unique(return_inverse=True)
     # Any cell of a token will do, as the attention of a causal prefix is the same in each; the first repeats exactly.
-    to_packed = torch.full_like(tokens, cells.numel()).scatter_reduce_(0, occurrence, used, "amin")
-    return Rows((len(bucket), cells.shape[1]), cells.flatten().to(device), to_packed.to(device), tokens.to(device))
+    to_packed = torch.full_like(tokens, queries.numel()).scatter_reduce_(0, occurrence, used, "amin")
+    visible = None
+    if any(span.first for span in bucket) and (len(bucket) > 1 or keys.shape[1] <= SHORT):
+        position = torch.tensor([span.first for span in bucket])[:, None] + torch.arange(queries.shape[1])
+        visible = (torch.arange(keys.shape[1]) <= position[:, :, None]).unsqueeze(1).to(device)
+    return Rows(
+        (len(bucket), queries.shape[1]),
+        (len(bucket), keys.shape[1]),
+        queries.flatten().to(device),
+        keys.flatten().to(device),
+        to_packed.to(device),
+        tokens.to(device),
+        visible,
+    )
 
 
 class _ToRows(torch.autograd.Function):
-    """Packed [T, ...] to rows [S * L, ...], zeros for padding. A token sums the gradients of its rows, in fp32."""
+    """Tokens [T, ...] to cells [cells, ...], zeros for padding. A token sums the gradients of its cells, in fp32."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, rows: Rows) -> torch.Tensor:  # type: ignore[override]
-        ctx.rows, ctx.total = rows, x.shape[0]
-        return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[rows.to_rows]
+    def forward(ctx, x: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.cells, ctx.total = cells, x.shape[0]
+        return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[cells]
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         out = grad.new_zeros(ctx.total + 1, *grad.shape[1:], dtype=torch.float32 if grad.dtype.itemsize < 4 else None)
-        out.index_add_(0, ctx.rows.to_rows, grad.to(out.dtype))
+        out.index_add_(0, ctx.cells, grad.to(out.dtype))
         return out[:-1].to(grad.dtype), None
 
 
-def _short_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Causal attention as two matrix products, for rows so short that the scores are small.
+def _short_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, visible: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention as two matrix products, for rows so short that the scores are small.
 
     PyTorch's fused CPU kernel has a slow backward: on rows of 54 tokens this is several times faster
     (benchmarks/packed_attention.py). Heads that share a key head become rows of one product; the softmax is fp32.
     """
     rows, heads, length, width = q.shape
-    shared = heads // k.shape[1]
-    scores = q.reshape(rows, k.shape[1], shared * length, width) @ k.transpose(-1, -2)
-    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1).repeat(shared, 1)
-    scores = (scores.float() * scaling).masked_fill_(future, -torch.inf)
+    groups = k.shape[1]
+    scores = q.reshape(rows, groups, heads // groups * length, width) @ k.transpose(-1, -2)
+    if visible is None:
+        visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()[None, None]
+    hidden = ~visible.repeat(1, 1, heads // groups, 1)
+    scores = (scores.float() * scaling).masked_fill(hidden, -torch.inf)
     return (scores.softmax(-1).to(v.dtype) @ v).reshape(q.shape)
+
+
+def _fused_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, dropout: float, visible: torch.Tensor | None
+) -> torch.Tensor:
+    """PyTorch's own. Without ``visible``, queries fewer than the keys are the last of them."""
+    causal = q.shape[2] == k.shape[2] and visible is None
+    if visible is None and not causal:
+        visible = causal_lower_right(q.shape[2], k.shape[2])
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible, is_causal=causal, dropout_p=dropout, scale=scaling, enable_gqa=gqa
+    )
 
 
 def packed_attention(
@@ -114,16 +186,22 @@ def packed_attention(
         raise ValueError(
             "this model has sliding-window attention; --train-backend fsdp trains full-attention models only"
         )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
-    out = q.new_zeros(q.shape)
+    q = query[0].transpose(0, 1)  # [T, heads, D]
+    width = key.shape[-1]
+    both = packed.context.gather(torch.cat([key, value], -1)[0].transpose(0, 1))  # of all ranks, one exchange
+    out = q.new_zeros(*q.shape[:2], value.shape[-1])
     for rows in packed.rows:
-        qr, kr, vr = (_ToRows.apply(x, rows).view(*rows.shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        if query.device.type == "cpu" and rows.shape[1] <= SHORT and dropout == 0.0:
-            o = _short_attention(qr, kr, vr, scaling)
+        qr = _ToRows.apply(q, rows.queries).view(*rows.query_shape, *q.shape[1:]).transpose(1, 2)
+        kr, vr = (
+            _ToRows.apply(both, rows.keys)
+            .view(*rows.key_shape, *both.shape[1:])
+            .transpose(1, 2)
+            .split([width, both.shape[-1] - width], -1)
+        )
+        if query.device.type == "cpu" and rows.key_shape[1] <= SHORT and dropout == 0.0:
+            o = _short_attention(qr, kr, vr, scaling, rows.visible)
         else:
-            o = F.scaled_dot_product_attention(
-                qr, kr, vr, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=qr.shape[1] != kr.shape[1]
-            )
+            o = _fused_attention(qr, kr, vr, scaling, dropout, rows.visible)
         out = out.index_copy(0, rows.tokens, o.transpose(1, 2).flatten(0, 1)[rows.to_packed])
     return out.unsqueeze(0), None
 

@@ -6,14 +6,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from miles.loss.canary import LossMassWatch
 from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
 from miles.training.backend import TrainBackend
 
 
-def train_rollout(backend: TrainBackend, shards: Sequence[TrainShard], use_reference: bool) -> list[dict[str, Metric]]:
+def train_rollout(
+    backend: TrainBackend,
+    shards: Sequence[TrainShard],
+    use_reference: bool,
+    watch: LossMassWatch,
+) -> list[dict[str, Metric]]:
     """Take one optimizer step a shard; returns each step's metrics, with seconds under ``time/``.
 
+    ``watch`` sees each step's metrics before the optimizer moves, and raises ``LossMassError`` to stop the run.
     Log-probs under the weights that the rollout began with are needed from the second step on; in the first step they
     are the current ones.
     """
@@ -22,7 +29,7 @@ def train_rollout(backend: TrainBackend, shards: Sequence[TrainShard], use_refer
         _with_log_probs(backend, shard, old=step > 0, reference=use_reference) for step, shard in enumerate(shards)
     ]
     scoring = time.perf_counter() - started
-    steps = [_step(backend, shard) for shard in scored]
+    steps = [_step(backend, shard, watch) for shard in scored]
     if steps:
         steps[0]["time/log_probs"] = Metric(scoring)
     return steps
@@ -37,9 +44,11 @@ def _with_log_probs(backend: TrainBackend, shard: TrainShard, old: bool, referen
     return replace(shard, batch=batch)
 
 
-def _step(backend: TrainBackend, shard: TrainShard) -> dict[str, Metric]:
+def _step(backend: TrainBackend, shard: TrainShard, watch: LossMassWatch) -> dict[str, Metric]:
     started = time.perf_counter()
-    metrics = {f"train/{name}": metric for name, metric in backend.forward_backward(shard).items()}
+    found = backend.forward_backward(shard)
+    watch.check(shard, found)
+    metrics = {f"train/{name}": metric for name, metric in found.items()}
     computed = time.perf_counter()
     update = backend.optimizer_step if shard.batch.num_loss_tokens else backend.skip_step
     metrics |= {f"train/{name}": metric for name, metric in update().items()}

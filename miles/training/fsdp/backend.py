@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from miles.arguments.settings import Settings
 from miles.engine.base import WeightChunk
+from miles.parallel.dynamic_context_parallel import possible_sizes
+from miles.parallel.groups import ContextGroups
 from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
 from miles.training.fsdp import checkpoint
@@ -32,9 +34,10 @@ class FsdpBackend:
         self.settings = settings
         self.compute_dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
         self.mesh = init_device_mesh(device.type, (settings.cluster.world_size,))
+        self.groups = ContextGroups(_context_sizes(settings))
         self.policy = self._build(settings.model.hf_checkpoint, torch.float32)
         self.policy.train()
-        self.optimizer = ShardedOptimizer(self.policy, settings.optimizer, total_steps)
+        self.optimizer = ShardedOptimizer(self.policy.language_model, settings.optimizer, total_steps)
         self.reference: Policy | None = None
         if settings.loss.use_kl_loss:
             self.reference = self._build(settings.model.ref_load or settings.model.hf_checkpoint, self.compute_dtype)
@@ -49,7 +52,7 @@ class FsdpBackend:
         return policy
 
     def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
-        return forward_backward(self.policy, shard, self.settings.loss, self.device)
+        return forward_backward(self.policy, shard, self.settings.loss, self.groups, self.device)
 
     def optimizer_step(self) -> dict[str, Metric]:
         return self.optimizer.step()
@@ -60,7 +63,7 @@ class FsdpBackend:
     def log_probs(self, shard: TrainShard, reference: bool = False) -> list[np.ndarray]:
         policy = self.reference if reference else self.policy
         assert policy is not None, "reference log-probs need --use-kl-loss"
-        return log_probs_of(policy, shard, self.device)
+        return log_probs_of(policy, shard, self.groups, self.device)
 
     def export_weights(self) -> Iterator[WeightChunk]:
         return in_chunks(self._full_weights())
@@ -74,11 +77,18 @@ class FsdpBackend:
             yield name, full.cpu()
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
-        checkpoint.save(folder, self.policy, self.optimizer, state)
+        checkpoint.save(folder, self.policy.language_model, self.optimizer, state)
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
-        return checkpoint.load(folder, self.policy, self.optimizer, optimizer, rng)
+        return checkpoint.load(folder, self.policy.language_model, self.optimizer, optimizer, rng)
 
     def export_hf(self, folder: Path) -> None:
         """Write weights (in compute dtype), config and generation config as transformers would. Rank 0 writes."""
-        checkpoint.export_hf(folder, self.policy, self._full_weights(), self.compute_dtype)
+        checkpoint.export_hf(folder, self.policy.language_model, self._full_weights(), self.compute_dtype)
+
+
+def _context_sizes(settings: Settings) -> list[int]:
+    """The context-parallel sizes that a micro-batch of this run may have."""
+    if settings.parallel.dynamic_context_parallel:
+        return possible_sizes(settings.cluster.world_size)
+    return [settings.parallel.context_parallel_size]

@@ -17,18 +17,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from transformers import PreTrainedModel
 
 from miles.training.fsdp.optimizer import ShardedOptimizer
-from miles.training.fsdp.policy import Policy
 
 _STATE = "state.json"
 
 
-def save(folder: Path, policy: Policy, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
+def save(folder: Path, model: PreTrainedModel, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
     """Write everything a resumed run needs into ``folder``; whoever calls makes the folder appear at once (atomic)."""
     tensors = {
-        "model": get_model_state_dict(policy),
-        "optimizer": get_optimizer_state_dict(policy, optimizer.adam),
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer.adam),
     }
     dcp.save(tensors, checkpoint_id=folder)
     torch.save(_random_state(), _random_file(folder))
@@ -37,30 +37,33 @@ def save(folder: Path, policy: Policy, optimizer: ShardedOptimizer, state: dict[
     dist.barrier()
 
 
-def load(folder: Path, policy: Policy, optimizer: ShardedOptimizer, with_optimizer: bool, rng: bool) -> dict[str, Any]:
+def load(
+    folder: Path, model: PreTrainedModel, optimizer: ShardedOptimizer, with_optimizer: bool, rng: bool
+) -> dict[str, Any]:
     """Read what ``save`` wrote, under any number of ranks; returns the launcher's state."""
-    tensors: dict[str, Any] = {"model": get_model_state_dict(policy)}
+    tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
     if with_optimizer:
-        tensors["optimizer"] = get_optimizer_state_dict(policy, optimizer.adam)
+        tensors["optimizer"] = get_optimizer_state_dict(model, optimizer.adam)
     dcp.load(tensors, checkpoint_id=folder)
-    set_model_state_dict(policy, tensors["model"])
+    set_model_state_dict(model, tensors["model"])
     state = json.loads((folder / _STATE).read_text())
     if with_optimizer:
-        set_optimizer_state_dict(policy, optimizer.adam, tensors["optimizer"])
+        set_optimizer_state_dict(model, optimizer.adam, tensors["optimizer"])
         optimizer.steps_done = state["schedule"]["steps_done"]
     if rng and _random_file(folder).exists():  # a rank that the saving run did not have starts from its own seed
         _restore_random_state(torch.load(_random_file(folder), weights_only=True))
     return state["launcher"]
 
 
-def export_hf(folder: Path, policy: Policy, weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
+def export_hf(
+    folder: Path, model: PreTrainedModel, weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype
+) -> None:
     """Write safetensors, config.json and generation_config.json; every rank gathers, rank 0 keeps and writes."""
     writes = dist.get_rank() == 0
     # A gathered tensor may be a view of padded storage, which safetensors refuses: hence the copy.
     state = {name: tensor.clone() for name, tensor in weights if writes}
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
-        model = policy.language_model
         config = type(model.config).from_dict(model.config.to_dict())
         config.dtype = dtype
         config.save_pretrained(folder)

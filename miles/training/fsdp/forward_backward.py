@@ -13,25 +13,32 @@ from torch.distributed.fsdp import FSDPModule
 from miles.arguments.loss import LossArguments
 from miles.batching.collate import collate, split_by_sample
 from miles.loss.aggregation import is_per_token
-from miles.loss.output import LossOutput
+from miles.loss.output import LossOutput, reported
 from miles.loss.policy_loss import policy_loss_function
 from miles.loss.sft_loss import sft_loss_function
+from miles.parallel.groups import ContextGroups
 from miles.tracking.metrics import Metric
-from miles.train_batch import MicroBatch, TrainShard
+from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 from miles.training.fsdp.policy import Policy
 
 
-def forward_backward(policy: Policy, shard: TrainShard, loss: LossArguments, device: torch.device) -> dict[str, Metric]:
+def forward_backward(
+    policy: Policy, shard: TrainShard, loss: LossArguments, groups: ContextGroups, device: torch.device
+) -> dict[str, Metric]:
     """Backward through every micro-batch. The metrics are the step's, the same on every rank."""
     totals: dict[str, torch.Tensor] = {}
-    for indices in shard.micro_batches:
-        output = _loss_of(policy, collate(shard.batch, indices, device), loss)
+    for plan in shard.micro_batches:
+        output = _loss_of(policy, _collate(shard, plan, groups, device), loss)
         output.loss.backward()
         _add(totals, output)
     with scoring(policy):
-        for indices in shard.score_only:
-            _add(totals, _loss_of(policy, collate(shard.batch, indices, device), loss))
-    return _reduce(totals, shard, loss)
+        for plan in shard.score_only:
+            _add(totals, _loss_of(policy, _collate(shard, plan, groups, device), loss))
+    return _reduce(totals, policy.canary.take_mass(), shard, loss)
+
+
+def _collate(shard: TrainShard, plan: MicroBatchPlan, groups: ContextGroups, device: torch.device) -> MicroBatch:
+    return collate(shard.batch, plan.samples, device, groups.of(plan.context_parallel_size))
 
 
 @contextmanager
@@ -45,10 +52,11 @@ def scoring(policy: Policy) -> Iterator[None]:
 
 
 def _loss_of(policy: Policy, micro: MicroBatch, loss: LossArguments) -> LossOutput:
-    log_probs, entropy = policy(micro, with_entropy=loss.loss_type == "policy_loss")
+    scores = policy(micro, with_entropy=loss.loss_type == "policy_loss")
+    canary = None if loss.loss_canary == "off" else scores.canary
     if loss.loss_type == "sft_loss":
-        return sft_loss_function(loss, micro, log_probs)
-    return policy_loss_function(loss, micro, log_probs, entropy)
+        return sft_loss_function(loss, micro, scores.log_probs, canary)
+    return policy_loss_function(loss, micro, scores.log_probs, scores.entropy, canary)
 
 
 def _add(totals: dict[str, torch.Tensor], output: LossOutput) -> None:
@@ -56,26 +64,26 @@ def _add(totals: dict[str, torch.Tensor], output: LossOutput) -> None:
         totals[name] = totals[name] + value if name in totals else value
 
 
-def log_probs_of(policy: Policy, shard: TrainShard, device: torch.device) -> list[np.ndarray]:
-    """Log-probs of each sample's response, float32 [response], without a graph."""
+def log_probs_of(policy: Policy, shard: TrainShard, groups: ContextGroups, device: torch.device) -> list[np.ndarray]:
+    """Log-probs of each sample's whole response, float32 [response], without a graph."""
     by_sample: dict[int, np.ndarray] = {}
     with scoring(policy):
-        for indices in (*shard.micro_batches, *shard.score_only):
-            micro = collate(shard.batch, indices, device)
-            log_probs, _ = policy(micro, with_entropy=False)
-            by_sample |= zip(indices, split_by_sample(log_probs, micro), strict=True)
+        for plan in (*shard.micro_batches, *shard.score_only):
+            micro = _collate(shard, plan, groups, device)
+            scores = policy(micro, with_entropy=False)
+            by_sample |= zip(plan.samples, split_by_sample(scores.log_probs, micro), strict=True)
     return [by_sample[i] for i in range(len(shard.batch))]
 
 
-def _reduce(totals: dict[str, torch.Tensor], shard: TrainShard, loss: LossArguments) -> dict[str, Metric]:
-    """Sum the weighted numerators over ranks, all in one collective; weigh each by the step's own count.
-
-    The numerators already hold the step's 1/N (or 1/T), so their sum is the step's value. Multiplied by that count
-    again, the metrics of several steps add up to the value over all of them.
-    """
+def _reduce(
+    totals: dict[str, torch.Tensor], mass: torch.Tensor, shard: TrainShard, loss: LossArguments
+) -> dict[str, Metric]:
+    """Sum over ranks, all in one collective; what the sums are worth is told in ``reported``."""
     names = sorted(totals)
-    packed = torch.stack([totals[name].detach().float() for name in names])
+    packed = torch.stack([*(totals[name].detach().float() for name in names), mass])
     dist.all_reduce(packed)
+    *sums, loss_mass = packed.tolist()
     batch = shard.batch
     count = batch.num_loss_tokens if is_per_token(loss) else batch.num_rollouts
-    return {name: Metric(value * count, float(count)) for name, value in zip(names, packed.tolist(), strict=True)}
+    metrics = reported(dict(zip(names, sums, strict=True)), count)
+    return metrics if loss.loss_canary == "off" else metrics | {"loss_mass": Metric(loss_mass)}

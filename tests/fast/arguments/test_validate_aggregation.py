@@ -68,7 +68,7 @@ REFUSED = [
         r"size 2 .*--n-samples-per-prompt 4 in two.*multiple of 4",
     ),
     ("--context-parallel-size 2 --qkv-format bshd", "padded lengths are not known"),
-    ("--context-parallel-size 2", "this version has no context parallelism"),
+    ("--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64 --qkv-format bshd", "padded lengths are not known"),
     ("--qkv-format bshd", "use --qkv-format thd"),
     ("--pg-loss-divisor 8 --loss-aggregation token_mean", "contradicts --loss-aggregation token_mean"),
     ("--pg-loss-divisor 8 --loss-aggregation prompt_mean", "contradicts --loss-aggregation prompt_mean"),

@@ -12,6 +12,7 @@ from miles.arguments.validate import validate
 LOADS = "--load-debug-rollout-data saved_{rollout_id}.jsonl"
 EVAL = "--eval-prompt-data held_out reasoning_gym:products --eval-interval 5"
 
+DYNAMIC = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64"
 # flags given, flags left out of the smallest command, what the error says
 REFUSED = [
     ("", "--hf-checkpoint", "--hf-checkpoint is required"),
@@ -55,6 +56,21 @@ REFUSED = [
     ("--ref-load some/model", "", "ignored without --use-kl-loss"),
     ("--use-kl-loss --kl-loss-coef=-1", "", "at least 0"),
     ("--entropy-coef inf", "", "finite"),
+    ("--context-parallel-size 3", "", r"--context-parallel-size 3: must divide the 8 trainer ranks"),
+    ("--context-parallel-size 0", "", "at least 1"),
+    ("--max-seqlen-per-dp-cp-rank 64", "", "ignored without --dynamic-context-parallel"),
+    ("--dynamic-context-parallel", "", "add --max-seqlen-per-dp-cp-rank"),
+    (f"{DYNAMIC} --context-parallel-size 2", "", "--context-parallel-size 2: fixes what --dynamic-context-parallel"),
+    (f"{DYNAMIC} --use-dynamic-batch-size --max-tokens-per-gpu 64", "", "ignored by --dynamic-context-parallel"),
+    (f"{DYNAMIC} --micro-batch-size 2", "", "--micro-batch-size 2: would be ignored by --dynamic-context-parallel"),
+    ("--tis-clip 3", "", "--tis-clip 3.0: would be ignored without --use-tis"),
+    ("--rs-level sequence", "", "ignored without --use-rs"),
+    ("--opsm-delta 1", "", "ignored without --use-opsm"),
+    ("--use-tis --tis-clip 0.5 --tis-clip-low 0.8", "", "--tis-clip-low 0.8: is above --tis-clip 0.5"),
+    ("--use-rs --rs-lower-bound 3", "", "is above --rs-upper-bound 2"),
+    ("--use-tis --tis-clip 0", "", "above 0"),
+    ("--custom-pg-loss-reducer-function-path a:b --loss-canary always", "", "--loss-canary always: would be ignored"),
+    (f"--loss-type sft_loss --use-tis {LOADS}", "--rm-type", "--use-tis: would be ignored by --loss-type sft_loss"),
     ("--log-probs-chunk-size 0", "", "-1 .all tokens. or at least 1"),
     ("--disable-rewards-normalization --disable-grpo-std-normalization", "", "with --disable-rewards-normalization"),
     ("--loss-type sft_loss", "", "--load-debug-rollout-data"),

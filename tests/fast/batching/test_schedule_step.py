@@ -1,80 +1,131 @@
-"""Every sample lands on one rank and in one micro-batch, and ranks agree on the number of micro-batches."""
+"""Every sample lands in one micro-batch, on the ranks that share it, and ranks agree on the number of micro-batches."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles.arguments.parallel import ParallelArguments
 from miles.arguments.training import TrainingArguments
 from miles.batching.schedule import schedule_step
+from miles.parallel.context_parallel import padded_length
 
 STEPS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 20), st.booleans()), max_size=20)
-TRAINING = st.one_of(
-    st.builds(TrainingArguments, micro_batch_size=st.integers(1, 5), balance_data=st.booleans()),
-    st.builds(
-        TrainingArguments,
-        use_dynamic_batch_size=st.just(True),
-        max_tokens_per_gpu=st.integers(5, 60),
-        balance_data=st.booleans(),
-    ),
-)
-WORLDS = st.integers(1, 6)
+ALONE = ParallelArguments()
+PLAIN = TrainingArguments()
 
 
-@given(STEPS, WORLDS, TRAINING)
-def test_every_sample_once_in_micro_batches_of_its_kind(make_batch, step, world, training):
+@dataclass(frozen=True)
+class Split:
+    """How a step is cut."""
+
+    ranks: int
+    training: TrainingArguments
+    parallel: ParallelArguments
+
+
+@st.composite
+def splits(draw):
+    training = draw(
+        st.one_of(
+            st.builds(TrainingArguments, micro_batch_size=st.integers(1, 5), balance_data=st.booleans()),
+            st.builds(
+                TrainingArguments,
+                use_dynamic_batch_size=st.just(True),
+                max_tokens_per_gpu=st.integers(5, 60),
+                balance_data=st.booleans(),
+            ),
+        )
+    )
+    size, replicas = draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 4))
+    if draw(st.booleans()):
+        return Split(size * replicas, training, ParallelArguments(context_parallel_size=size))
+    ranks = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    budget = draw(st.integers(14, 60)) * 2
+    return Split(ranks, PLAIN, ParallelArguments(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=budget))
+
+
+def shards_of(make_batch, step, split, flags=None):
     batch = make_batch([(prompt, response) for prompt, response, _ in step])
+    return schedule_step(batch, split.ranks, split.training, split.parallel, flags)
+
+
+def kinds(shard):
+    return ((shard.micro_batches, True), (shard.score_only, False))
+
+
+@given(STEPS, splits())
+def test_every_sample_once_on_the_ranks_that_share_it(make_batch, step, split):
     has_gradient = {100 + i: flag for i, (_, _, flag) in enumerate(step)}
-    shards = schedule_step(batch, world, training, list(has_gradient.values()))
-    assert len(shards) == world
-    assert sorted(r for shard in shards for r in shard.batch.rollout_ids) == list(has_gradient)
-    for shard in shards:
-        for micro_batches, kind in ((shard.micro_batches, True), (shard.score_only, False)):
-            found = sorted(shard.batch.rollout_ids[i] for part in micro_batches for i in part)
-            assert found == sorted(r for r in shard.batch.rollout_ids if has_gradient[r] is kind)
+    shards = shards_of(make_batch, step, split, list(has_gradient.values()))
+    assert len(shards) == split.ranks
+    found = []
+    for rank, shard in enumerate(shards):
+        for plans, kind in kinds(shard):
+            for plan in plans:
+                rollouts = [shard.batch.rollout_ids[i] for i in plan.samples]
+                assert all(has_gradient[r] is kind for r in rollouts)
+                if rank % plan.context_parallel_size == 0:  # the first of those that share it
+                    found += rollouts
+    assert sorted(found) == list(has_gradient)
 
 
-@given(STEPS, WORLDS, TRAINING)
-def test_ranks_agree_on_the_number_of_micro_batches(make_batch, step, world, training):
-    batch = make_batch([(prompt, response) for prompt, response, _ in step])
-    shards = schedule_step(batch, world, training, [flag for *_, flag in step])
+@given(STEPS, splits())
+def test_ranks_that_share_a_micro_batch_have_the_same_samples(make_batch, step, split):
+    shards = shards_of(make_batch, step, split, [flag for *_, flag in step])
+    for rank, shard in enumerate(shards):
+        for number, plan in enumerate(shard.micro_batches):
+            size = plan.context_parallel_size
+            first = shards[rank // size * size]
+            assert first.micro_batches[number].context_parallel_size == size
+            assert [first.batch.rollout_ids[i] for i in first.micro_batches[number].samples] == [
+                shard.batch.rollout_ids[i] for i in plan.samples
+            ]
+
+
+@given(STEPS, splits())
+def test_ranks_agree_on_the_number_of_micro_batches(make_batch, step, split):
+    shards = shards_of(make_batch, step, split, [flag for *_, flag in step])
     assert len({len(shard.micro_batches) for shard in shards}) == 1 <= len(shards[0].micro_batches)
     assert len({len(shard.score_only) for shard in shards}) == 1
     assert any(flag for *_, flag in step) or len(shards[0].micro_batches) == 1
     assert not all(flag for *_, flag in step) or not shards[0].score_only
 
 
-@given(STEPS, WORLDS, TRAINING)
-def test_micro_batches_keep_their_size(make_batch, step, world, training):
-    batch = make_batch([(prompt, response) for prompt, response, _ in step])
-    for shard in schedule_step(batch, world, training, [flag for *_, flag in step]):
-        for part in (*shard.micro_batches, *shard.score_only):
-            if training.use_dynamic_batch_size:
-                tokens = sum(shard.batch.total_lengths[i] for i in part)
-                assert len(part) <= 1 or tokens <= training.max_tokens_per_gpu
+@given(STEPS, splits())
+def test_micro_batches_keep_their_size(make_batch, step, split):
+    training, parallel = split.training, split.parallel
+    for shard in shards_of(make_batch, step, split, [flag for *_, flag in step]):
+        for plan in (*shard.micro_batches, *shard.score_only):
+            size, lengths = plan.context_parallel_size, [shard.batch.total_lengths[i] for i in plan.samples]
+            if parallel.dynamic_context_parallel:
+                assert sum(padded_length(n, size) for n in lengths) <= parallel.max_seqlen_per_dp_cp_rank * size
+            elif training.use_dynamic_batch_size:
+                assert len(lengths) <= 1 or sum(lengths) <= training.max_tokens_per_gpu * size
             else:
-                assert len(part) <= training.micro_batch_size
+                assert len(lengths) <= training.micro_batch_size
 
 
-@given(STEPS, WORLDS, TRAINING)
-def test_all_train_where_nothing_is_said(make_batch, step, world, training):
-    batch = make_batch([(prompt, response) for prompt, response, _ in step])
-    said = schedule_step(batch, world, training, [True] * len(step))
-    unsaid = schedule_step(batch, world, training)
+@given(STEPS, splits())
+def test_all_train_where_nothing_is_said(make_batch, step, split):
+    said, unsaid = (shards_of(make_batch, step, split, flags) for flags in ([True] * len(step), None))
     assert [(s.micro_batches, s.score_only) for s in said] == [(s.micro_batches, s.score_only) for s in unsaid]
 
 
 def test_more_ranks_than_samples(make_batch):
-    shards = schedule_step(make_batch([(2, 3)]), 4, TrainingArguments())
+    shards = schedule_step(make_batch([(2, 3)]), 4, PLAIN, ALONE)
     assert sorted(len(shard.batch) for shard in shards) == [0, 0, 0, 1]
     assert all(len(shard.micro_batches) == 1 for shard in shards)
 
 
 def test_in_order_without_balancing(make_batch):
-    shards = schedule_step(make_batch([(1, 9), (1, 1), (1, 1), (1, 1), (1, 1)]), 2, TrainingArguments())
+    shards = schedule_step(make_batch([(1, 9), (1, 1), (1, 1), (1, 1), (1, 1)]), 2, PLAIN, ALONE)
     assert [shard.batch.rollout_ids for shard in shards] == [[100, 101], [102, 103, 104]]
 
 
 def test_balancing_evens_out_tokens(make_batch):
-    shards = schedule_step(make_batch([(1, 7), (1, 6), (1, 1), (1, 2)]), 2, TrainingArguments(balance_data=True))
+    batch = make_batch([(1, 7), (1, 6), (1, 1), (1, 2)])
+    shards = schedule_step(batch, 2, TrainingArguments(balance_data=True), ALONE)
     assert sorted(sum(shard.batch.total_lengths) for shard in shards) == [10, 10]

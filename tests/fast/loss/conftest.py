@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from miles.parallel.groups import ALONE
 from miles.train_batch import MicroBatch
 
 
@@ -25,6 +26,7 @@ def _make_micro(masks: list[list[float]], **given: Any) -> MicroBatch:
         logit_index=torch.arange(size) + 2 * sample_index + 1,
         targets=torch.zeros(size, dtype=torch.int64),
         sample_index=sample_index,
+        response_index=torch.arange(size),
         loss_mask=torch.tensor([x for m in masks for x in m], dtype=torch.float32),
         advantages=torch.ones(size),
         rollout_log_probs=torch.zeros(size),
@@ -36,6 +38,7 @@ def _make_micro(masks: list[list[float]], **given: Any) -> MicroBatch:
         total_lengths=tuple(n + 2 for n in lengths),
         num_rollouts=len(masks),
         num_loss_tokens=int(sum(counts)),
+        context=ALONE,
     )
     return MicroBatch(**(columns | given))
 

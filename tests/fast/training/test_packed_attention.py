@@ -96,8 +96,9 @@ def test_layout_places_each_token_once_with_at_most_half_padding(lengths):
     placed = torch.cat([rows.tokens for rows in layout.rows])
     assert sorted(placed.tolist()) == list(range(sum(lengths)))
     for rows in layout.rows:
-        cells = rows.to_rows
-        assert cells.numel() == rows.shape[0] * rows.shape[1] <= 2 * len(rows.tokens)
+        cells = rows.keys
+        assert torch.equal(cells, rows.queries) and rows.visible is None
+        assert cells.numel() == rows.key_shape[0] * rows.key_shape[1] <= 2 * len(rows.tokens)
         assert torch.equal(cells[rows.to_packed], rows.tokens)
         assert (cells == sum(lengths)).sum() == cells.numel() - len(rows.tokens)
 

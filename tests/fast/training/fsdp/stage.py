@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from oracle import DIVISOR, load_oracle, objective, token_scores
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,22 +20,27 @@ from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.loss import LossArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
+from miles.arguments.parallel import ParallelArguments
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.arguments.tracking import TrackingArguments
 from miles.arguments.training import TrainingArguments
 from miles.batching.schedule import schedule_step
+from miles.loss.canary import LossMassWatch
 from miles.rollout.convert import convert
 from miles.sample import Prompt, PromptGroup, Sample
-from miles.tracking.metrics import Metric, values
+from miles.tracking.metrics import Metric
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training.fsdp.backend import FsdpBackend
+from miles.training.step import train_rollout
 
 TEMPERATURE = 0.8
 FIXED = TrainingArguments(micro_batch_size=2)
 BUDGET = TrainingArguments(use_dynamic_batch_size=True, max_tokens_per_gpu=24, balance_data=True)
 PLAIN = LossArguments()
+WATCHED = LossArguments(loss_canary="always")
+DIVISOR = 8.0
 CPU = torch.device("cpu")
 
 # rollouts of each group: the (prompt is 3 tokens) response lengths of a rollout's samples
@@ -86,6 +90,7 @@ def make_backend(stage: Stage, name: str = "untied", total_steps: int = 10, **op
         loss=PLAIN,
         optimizer=OptimizerArguments(**optimizer),
         training=TrainingArguments(global_batch_size=7),
+        parallel=ParallelArguments(),
         checkpoint=CheckpointArguments(),
         evaluation=EvaluationArguments(),
         tracking=TrackingArguments(),
@@ -128,15 +133,10 @@ def _sample(
     )
 
 
-def off_policy(batch: TrainBatch, path: str) -> TrainBatch:
-    """With old and reference log-probs away from the current ones: ratios fall on both sides of the clip."""
-    rng, model = np.random.default_rng(1), load_oracle(path)
-    with torch.no_grad():
-        current = [token_scores(model, batch, i, TEMPERATURE)[0].numpy() for i in range(len(batch))]
-    old, reference = (
-        [(p + rng.normal(0, 0.4, len(p))).astype(np.float32) for p in current] for _ in ("old", "reference")
-    )
-    return replace(batch, old_log_probs=old, ref_log_probs=reference)
+def off_policy(batch: TrainBatch) -> TrainBatch:
+    """With old log-probs away from the current ones, so that the gradient is not that of ratio 1."""
+    rng = np.random.default_rng(1)
+    return replace(batch, old_log_probs=[rng.normal(-4, 0.4, n).astype(np.float32) for n in batch.response_lengths])
 
 
 def loss_of(mode: Any, **given: Any) -> LossArguments:
@@ -151,7 +151,7 @@ def loss_of(mode: Any, **given: Any) -> LossArguments:
 def shard_of(
     stage: Stage, batch: TrainBatch, training: TrainingArguments, has_gradient: Sequence[bool] | None = None
 ) -> TrainShard:
-    return schedule_step(batch, stage.world, training, has_gradient)[stage.rank]
+    return schedule_step(batch, stage.world, training, ParallelArguments(), has_gradient)[stage.rank]
 
 
 def full(tensor: torch.Tensor | None) -> torch.Tensor:
@@ -167,38 +167,6 @@ def weights(backend: FsdpBackend) -> dict[str, torch.Tensor]:
     return {name: full(p) for name, p in backend.policy.language_model.named_parameters()}
 
 
-def gradient_step(
-    backend: FsdpBackend, shard: TrainShard, loss: LossArguments
-) -> tuple[dict[str, torch.Tensor], dict[str, Metric]]:
-    """Gradients and metrics of a step that is then thrown away."""
-    backend.settings = replace(backend.settings, loss=loss)
-    metrics = backend.forward_backward(shard)
-    found = gradients(backend)
-    backend.skip_step()
-    return found, metrics
-
-
-def oracle_step(path: str, batch: TrainBatch, loss: LossArguments) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    model = load_oracle(path)
-    metrics = objective(model, batch, loss, TEMPERATURE)
-    metrics["loss"].backward()
-    return {n: full(p.grad) for n, p in model.named_parameters()}, {n: m.item() for n, m in metrics.items()}
-
-
-def assert_same_gradient(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], bound: float = 1e-5) -> None:
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        error = (found[name].double() - gradient.double()).norm() / gradient.double().norm()
-        assert error <= bound, f"{name}: relative error {error:.2e}"
-
-
-def assert_same_metrics(found: dict[str, Metric], wanted: dict[str, float], bound: float = 1e-5) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in values(found).items():
-        assert abs(value - wanted[name]) <= bound * max(abs(wanted[name]), 0.05), f"{name}: {value} for {wanted[name]}"
-
-
-def assert_equal_on_all_ranks(metrics: dict[str, Metric]) -> None:
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, values(metrics))
-    assert all(report == reports[0] for report in reports)
+def train(backend: Any, shards: Sequence[TrainShard], use_reference: bool = False) -> list[dict[str, Metric]]:
+    """The production step, with the canary watching every one of them."""
+    return train_rollout(backend, shards, use_reference, LossMassWatch(WATCHED, dist.get_world_size()))

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from stage import (
+    BUDGET,
     FIXED,
     PLAIN,
+    TEMPERATURE,
     Stage,
     full,
     gradients,
@@ -21,6 +23,7 @@ from stage import (
     make_batch,
     off_policy,
     shard_of,
+    train,
     weights,
 )
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -29,7 +32,6 @@ from transformers import AutoModelForCausalLM
 from miles.tracking.metrics import values
 from miles.train_batch import TrainShard
 from miles.training.fsdp.backend import FsdpBackend
-from miles.training.step import train_rollout
 
 ADAM: dict[str, Any] = dict(lr=1e-2, lr_decay_style="linear", weight_decay=0.1, clip_grad=0.05)
 TOTAL_STEPS = 10
@@ -46,7 +48,7 @@ def optimizer_is_adamw_with_clipping(stage: Stage) -> None:
         ],
         eps=1e-8,
     )
-    shard = shard_of(stage, off_policy(make_batch(PLAIN), stage.model("untied")), FIXED)
+    shard = shard_of(stage, off_policy(make_batch(PLAIN)), FIXED)
     for step in range(3):
         backend.forward_backward(shard)
         for name, gradient in gradients(backend).items():
@@ -69,12 +71,12 @@ def step_without_loss_tokens_is_skipped(stage: Stage) -> None:
     before = weights(backend)
     empty = make_batch(PLAIN, masked=True)
     assert empty.num_loss_tokens == 0
-    (metrics,) = train_rollout(backend, [shard_of(stage, empty, FIXED)], use_reference=False)
+    (metrics,) = train(backend, [shard_of(stage, empty, FIXED)])
     assert metrics["train/skipped_steps"].value == 1.0 and metrics["train/loss"].value == 0.0
     assert "train/lr" not in metrics and backend.optimizer.steps_done == 0
     after = weights(backend)
     assert all(torch.equal(before[n], after[n]) for n in before)
-    (metrics,) = train_rollout(backend, [shard_of(stage, make_batch(PLAIN), FIXED)], use_reference=False)
+    (metrics,) = train(backend, [shard_of(stage, make_batch(PLAIN), FIXED)])
     assert metrics["train/lr"].value == 1e-2
 
 
@@ -116,7 +118,7 @@ def later_steps_use_log_probs_of_the_start(stage: Stage) -> None:
     shards = [shard_of(stage, make_batch(PLAIN, seed=seed), FIXED) for seed in (1, 2, 3)]
     at_start = [backend.log_probs(shard) for shard in shards]
     recording = _Recording(backend)
-    metrics = train_rollout(recording, shards, use_reference=False)  # type: ignore[arg-type]
+    metrics = train(recording, shards)
     assert recording.shards[0].batch.old_log_probs is None
     for shard, wanted in zip(recording.shards[1:], at_start[1:], strict=True):
         assert shard.batch.old_log_probs is not None
@@ -135,12 +137,25 @@ def reference_stays_where_it_began(stage: Stage) -> None:
     shard = shard_of(stage, make_batch(loss), FIXED)
     start = backend.log_probs(shard)
     kl = [
-        train_rollout(backend, [shard], use_reference=True)[0]["train/kl_loss"].value,
-        train_rollout(backend, [shard], use_reference=True)[0]["train/kl_loss"].value,
+        train(backend, [shard], use_reference=True)[0]["train/kl_loss"].value,
+        train(backend, [shard], use_reference=True)[0]["train/kl_loss"].value,
     ]
     assert abs(kl[0]) < 1e-6 and abs(kl[1]) > 1e-4
     for found, wanted in zip(backend.log_probs(shard, reference=True), start, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+def log_probs_come_back_in_the_order_of_the_shard(stage: Stage) -> None:
+    """However samples are packed, each gets its own: those of the sample alone in a forward pass of transformers."""
+    batch = make_batch(PLAIN)
+    shard = shard_of(stage, batch, BUDGET, [i % 3 != 0 for i in range(len(batch))])
+    model = AutoModelForCausalLM.from_pretrained(stage.model("untied"), dtype=torch.float64)
+    for i, found in enumerate(make_backend(stage).log_probs(shard)):
+        tokens, response = torch.as_tensor(shard.batch.tokens[i]), shard.batch.response_lengths[i]
+        with torch.no_grad():
+            log_p = (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
+        wanted = log_p[:-1].gather(-1, tokens[1:, None])[-response:, 0].numpy()
+        assert found.dtype == "float32" and abs(found - wanted).max() < 1e-5
 
 
 def export_is_read_by_transformers(stage: Stage) -> None:
@@ -148,7 +163,7 @@ def export_is_read_by_transformers(stage: Stage) -> None:
     ids = torch.arange(10)[None]
     for name in ("tied", "untied"):
         backend = make_backend(stage, name, **ADAM)
-        train_rollout(backend, [shard_of(stage, make_batch(PLAIN), FIXED)], use_reference=False)
+        train(backend, [shard_of(stage, make_batch(PLAIN), FIXED)])
         plain = AutoModelForCausalLM.from_pretrained(stage.model(name), dtype=torch.float32)
         names = [n for chunk in backend.export_weights() for n in chunk.tensors]
         assert names == [n for n, _ in plain.named_parameters()]
@@ -163,11 +178,11 @@ def export_is_read_by_transformers(stage: Stage) -> None:
 
 def _train_two_steps(stage: Stage, backend: FsdpBackend) -> None:
     for seed in (1, 2):
-        train_rollout(backend, [shard_of(stage, make_batch(PLAIN, seed=seed), FIXED)], use_reference=False)
+        train(backend, [shard_of(stage, make_batch(PLAIN, seed=seed), FIXED)])
 
 
 def _adam_state(backend: FsdpBackend) -> dict[str, dict[str, torch.Tensor]]:
-    state: Any = get_optimizer_state_dict(backend.policy, backend.optimizer.adam)["state"]
+    state: Any = get_optimizer_state_dict(backend.policy.language_model, backend.optimizer.adam)["state"]
     return {name: {key: full(value) for key, value in of.items()} for name, of in state.items()}
 
 
@@ -234,6 +249,7 @@ CHECKS = (
     non_finite_gradient_leaves_the_weights,
     later_steps_use_log_probs_of_the_start,
     reference_stays_where_it_began,
+    log_probs_come_back_in_the_order_of_the_shard,
     export_is_read_by_transformers,
     random_state_comes_back,
 )

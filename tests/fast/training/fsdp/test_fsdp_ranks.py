@@ -1,4 +1,5 @@
-"""The FSDP backend in real processes over gloo; the checks are in gradient_checks.py and state_checks.py.
+"""The FSDP backend in real processes over gloo; the checks are in state_checks.py. What a step computes is for
+tests/fast/conformance to say.
 
 Each check is a test for each number of ranks, by its name. All of them run once, in one process tree (launch.py).
 """
@@ -28,11 +29,10 @@ def _names(file: str, *tuples: str) -> list[str]:
     return found
 
 
-GRADIENT, STATE = _names("gradient_checks.py", "CHECKS"), _names("state_checks.py", "CHECKS")
+STATE = _names("state_checks.py", "CHECKS")
 OF_WORLD = {
-    1: GRADIENT + STATE + _names("state_checks.py", "AFTER_TWO_RANKS"),
-    2: GRADIENT + STATE + _names("state_checks.py", "ON_TWO_RANKS"),
-    4: GRADIENT,
+    1: STATE + _names("state_checks.py", "AFTER_TWO_RANKS"),
+    2: STATE + _names("state_checks.py", "ON_TWO_RANKS"),
 }
 
 

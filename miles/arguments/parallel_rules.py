@@ -1,0 +1,48 @@
+"""What the parallel section must satisfy: sizes that divide the ranks, and one way to cut sequences at a time."""
+
+from __future__ import annotations
+
+from miles.arguments.checks import at_least, refuse, refuse_ignored
+from miles.arguments.parallel import ParallelArguments
+from miles.arguments.training import TrainingArguments
+
+
+def check_parallel(parallel: ParallelArguments, training: TrainingArguments, ranks: int) -> None:
+    """``ranks`` is the number of trainer ranks."""
+    at_least(parallel, 1, "context_parallel_size")
+    at_least(parallel, 2, "max_seqlen_per_dp_cp_rank")
+    _check_layout(parallel)
+    if parallel.dynamic_context_parallel:
+        _check_dynamic(parallel, training)
+    else:
+        why = "without --dynamic-context-parallel"
+        refuse_ignored(parallel, ["max_seqlen_per_dp_cp_rank"], why, "add that switch")
+    if ranks % parallel.context_parallel_size:
+        rule = f"must divide the {ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node)"
+        refuse("context_parallel_size", parallel.context_parallel_size, rule, f"give a divisor of {ranks}")
+
+
+def _check_layout(parallel: ParallelArguments) -> None:
+    if parallel.qkv_format != "bshd":
+        return
+    if parallel.context_parallel_size > 1 or parallel.dynamic_context_parallel:
+        shared = (
+            "--dynamic-context-parallel"
+            if parallel.dynamic_context_parallel
+            else f"--context-parallel-size {parallel.context_parallel_size}"
+        )
+        refuse("qkv_format", "bshd", f"padded lengths are not known under {shared}", "use --qkv-format thd")
+    refuse("qkv_format", "bshd", "the fsdp backend packs sequences and has no padded layout", "use --qkv-format thd")
+
+
+def _check_dynamic(parallel: ParallelArguments, training: TrainingArguments) -> None:
+    if parallel.context_parallel_size > 1:
+        rule = "fixes what --dynamic-context-parallel chooses for each micro-batch"
+        refuse("context_parallel_size", parallel.context_parallel_size, rule, "keep one of the two")
+    if parallel.max_seqlen_per_dp_cp_rank is None:
+        way_out = "add --max-seqlen-per-dp-cp-rank, the tokens that one rank can hold"
+        refuse("dynamic_context_parallel", True, "needs the token budget of a rank", way_out)
+    why, way_out = "by --dynamic-context-parallel, which packs by --max-seqlen-per-dp-cp-rank", "drop that switch"
+    refuse_ignored(
+        training, ["use_dynamic_batch_size", "max_tokens_per_gpu", "micro_batch_size", "balance_data"], why, way_out
+    )

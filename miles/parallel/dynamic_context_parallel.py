@@ -1,0 +1,88 @@
+"""Dynamic context parallelism: every micro-batch is cut over as few ranks as its longest sequence needs.
+
+Under a static size, short sequences are cut as finely as the longest one of the run, and pay for the exchange of keys
+and values without need. Here a micro-batch gets its own power of two, and the ranks fall into groups of that size, each
+with sequences of its own. Every token still stands on exactly one rank, so the loss knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from miles.parallel.context_parallel import padded_length
+
+
+@dataclass(frozen=True)
+class GroupedMicroBatch:
+    """One micro-batch of all ranks: ``groups[g]`` are the sequences of ranks ``g * size`` to ``(g + 1) * size - 1``."""
+
+    size: int
+    groups: list[list[int]]
+
+
+def possible_sizes(ranks: int) -> list[int]:
+    """The powers of two that divide ``ranks``, ascending.
+
+    >>> possible_sizes(12)
+    [1, 2, 4]
+    """
+    return [1 << power for power in range(ranks.bit_length()) if ranks % (1 << power) == 0]
+
+
+def plan_dynamic_context_parallel(
+    lengths: Sequence[int], ranks: int, max_seqlen_per_rank: int
+) -> list[GroupedMicroBatch]:
+    """Cut sequences of ``lengths`` into micro-batches of at most ``max_seqlen_per_rank`` tokens a rank.
+
+    The longest sequence left decides the smallest size that fits it; shorter ones fill what is left of the budget,
+    always in the group with the fewest tokens. Where that leaves fewer sequences than groups, the size is doubled until
+    every group has one. Raises ``ValueError`` for a sequence that all ranks together cannot hold.
+
+    >>> plan_dynamic_context_parallel([16, 3, 3, 2, 2, 2], ranks=4, max_seqlen_per_rank=4)
+    [GroupedMicroBatch(size=4, groups=[[0]]), GroupedMicroBatch(size=1, groups=[[1], [2], [3, 5], [4]])]
+    """
+    sizes = possible_sizes(ranks)
+    left = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    plan = []
+    while left:
+        size = _smallest_size(lengths[left[0]], sizes, max_seqlen_per_rank)
+        groups, later = _fill(left, lengths, size, ranks // size, max_seqlen_per_rank)
+        placed = sorted((i for group in groups for i in group), key=lambda i: (-lengths[i], i))
+        while len(placed) < ranks // size and size < sizes[-1]:
+            size *= 2
+            groups, rest = _fill(placed, lengths, size, ranks // size, max_seqlen_per_rank)
+            assert not rest, "two of the old groups fit into one of the new"
+        plan.append(GroupedMicroBatch(size, groups))
+        left = later
+    return plan
+
+
+def _smallest_size(length: int, sizes: Sequence[int], max_seqlen_per_rank: int) -> int:
+    for size in sizes:
+        if padded_length(length, size) <= max_seqlen_per_rank * size:
+            return size
+    raise ValueError(
+        f"--max-seqlen-per-dp-cp-rank {max_seqlen_per_rank}: a sequence of {length} tokens does not fit on "
+        f"{sizes[-1]} ranks, the most that can share one; give at least {-(-length // (2 * sizes[-1])) * 2}, "
+        "or shorten prompts and responses"
+    )
+
+
+def _fill(
+    candidates: Sequence[int], lengths: Sequence[int], size: int, groups: int, max_seqlen_per_rank: int
+) -> tuple[list[list[int]], list[int]]:
+    """``candidates``, longest first, each into the group with the fewest tokens; those that do not fit are returned."""
+    chosen: list[list[int]] = [[] for _ in range(groups)]
+    loads = [(0, group) for group in range(groups)]
+    later = []
+    for index in candidates:
+        load, group = loads[0]
+        load += padded_length(lengths[index], size)
+        if load <= max_seqlen_per_rank * size:
+            heapq.heapreplace(loads, (load, group))
+            chosen[group].append(index)
+        else:
+            later.append(index)
+    return chosen, later

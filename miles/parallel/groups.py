@@ -1,0 +1,71 @@
+"""The process groups of context parallelism, made once, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The ranks that share the sequences of a micro-batch, as one of them sees it. The default is a rank by itself."""
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` added up over the group, the same on every rank; without a graph."""
+        values = values.detach()
+        if self.size > 1 and values.numel():
+            values = values.clone()
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` [T, ...] of all ranks end to end, [size * T, ...]. The gradient comes back summed, in fp32."""
+        return values if self.size == 1 else _Gather.apply(values, self)
+
+
+ALONE = ContextGroup()
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, context: ContextGroup) -> torch.Tensor:
+        ctx.context = context
+        gathered = values.new_empty(context.size * len(values), *values.shape[1:])
+        dist.all_gather_into_tensor(gathered, values.contiguous(), group=context.group)
+        return gathered
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        mine = grad.new_empty(len(grad) // ctx.context.size, *grad.shape[1:], dtype=dtype)
+        dist.reduce_scatter_tensor(mine, grad.to(dtype).contiguous(), group=ctx.context.group)
+        return mine.to(grad.dtype), None
+
+
+class ContextGroups:
+    """This rank's group of every size that micro-batches may have; consecutive ranks make a group."""
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        """Collective: every rank makes every group, in the same order. ``sizes`` must divide the world size."""
+        world, me = dist.get_world_size(), dist.get_rank()
+        self._groups = {1: ALONE}
+        for size in sorted(set(sizes) - {1}):
+            assert world % size == 0, f"{world} ranks cannot be cut into groups of {size}"
+            for start in range(0, world, size):
+                group = dist.new_group(list(range(start, start + size)))
+                if start <= me < start + size:
+                    self._groups[size] = ContextGroup(size, me - start, group)
+
+    def of(self, size: int) -> ContextGroup:
+        """The group in which this rank works on a micro-batch of context-parallel size ``size``."""
+        return self._groups[size]

@@ -1,0 +1,188 @@
+"""What is run on the ranks: a step's samples, the objective, and how the step is split. Plain data, to be pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from miles.arguments.loss import LossArguments
+from miles.arguments.parallel import ParallelArguments
+from miles.arguments.training import TrainingArguments
+from miles.loss.advantages import normalize_rewards
+from miles.sample import Prompt, PromptGroup, Sample
+
+VOCABULARY = 64
+DIVISOR = 8.0  # L of ``constant``
+TEMPERATURE = 0.8
+MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
+
+Mask = tuple[int, ...]
+Spec = tuple[tuple[tuple[Mask, ...], ...], ...]  # groups of rollouts of samples, each by its loss mask
+
+
+def ones(*lengths: int) -> tuple[Mask, ...]:
+    return tuple((1,) * n for n in lengths)
+
+
+EVEN: Spec = ((ones(6), ones(6)), (ones(6), ones(6)))
+UNEVEN: Spec = ((ones(4), ones(11), ones(6)), (ones(1), ones(14)), (ones(5), ones(5), ones(2)))
+MASKED: Spec = (
+    (((0, 0, 0, 0),), ((1, 1, 0, 1, 1, 0, 0, 1, 1),)),  # a rollout without a token, and one with holes
+    (((1, 0, 0),), ((0, 1, 1, 1, 1, 0),), ((1, 1),)),
+    (((0, 0),), ((0,),)),  # a prompt without a token
+)
+COMPACTED: Spec = ((ones(4, 9, 2), ones(6)), (ones(1), (ones(12)[0], (0, 1, 1, 0))), (ones(5), ones(5)))
+ONE_SAMPLE: Spec = ((ones(7),),)
+BATCHES = {"even": EVEN, "uneven": UNEVEN, "masked": MASKED, "compacted": COMPACTED, "one sample": ONE_SAMPLE}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is split over ``ranks`` processes of a backend."""
+
+    name: str
+    ranks: int
+    parallel: ParallelArguments = ParallelArguments()
+    training: TrainingArguments = TrainingArguments(micro_batch_size=2)
+    backend: str = "fsdp"
+
+
+FIXED = TrainingArguments(micro_batch_size=2)
+BUDGET = TrainingArguments(use_dynamic_batch_size=True, max_tokens_per_gpu=24, balance_data=True)
+
+
+def context(size: int) -> ParallelArguments:
+    return ParallelArguments(context_parallel_size=size)
+
+
+def dynamic(budget: int) -> ParallelArguments:
+    return ParallelArguments(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=budget)
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("alone", 1),
+        Layout("alone, packed", 1, training=BUDGET),
+        Layout("dp2", 2),
+        Layout("dp2, packed", 2, training=BUDGET),
+        Layout("dp3, packed", 3, training=BUDGET),
+        Layout("dp4", 4),
+        Layout("cp2", 2, context(2)),
+        Layout("cp2, packed", 2, context(2), BUDGET),
+        Layout("cp4, packed", 4, context(4), BUDGET),
+        Layout("dp2 x cp2", 4, context(2)),
+        Layout("dp2 x cp2, packed", 4, context(2), BUDGET),
+        Layout("dynamic cp, 2 ranks", 2, dynamic(10), TrainingArguments()),
+        Layout("dynamic cp, 4 ranks", 4, dynamic(8), TrainingArguments()),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rollout to train on. ``rollouts_per_step`` smaller than the rollouts makes several optimizer steps."""
+
+    spec: Spec
+    loss: LossArguments
+    layout: Layout
+    seed: int = 0
+    off_policy: bool = False  # old and reference log-probs away from the current ones
+    rollouts_per_step: int | None = None
+    shuffled: bool = False  # groups, and rollouts within them, in another order
+    mutation: str | None = None
+    model: str = "untied"
+    watch: bool = False  # the loss-mass canary may stop the run
+    scores: dict[str, list[list[float]]] = field(default_factory=dict)  # old and ref, by the sample's place in the spec
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step came to: gradients and weights before it by parameter, metrics as reported."""
+
+    gradients: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+    metrics: dict[str, float]
+
+
+def loss_of(mode: Any, **given: Any) -> LossArguments:
+    return LossArguments(
+        loss_aggregation=mode,
+        loss_aggregation_divisor=DIVISOR if mode == "constant" else None,
+        calculate_per_token_loss=mode == "token_mean",
+        **{"loss_canary": "always", **given},
+    )
+
+
+FULL: dict[str, Any] = dict(
+    eps_clip_high=0.28, use_kl_loss=True, kl_loss_coef=0.05, kl_loss_type="k3", entropy_coef=0.01
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sample with its place in the spec, and its advantage."""
+
+    place: int
+    sample: Sample
+    advantage: float
+
+
+def rows_of(case: Case) -> list[Row]:
+    """Every sample of the case in the order of its spec."""
+    rng = np.random.default_rng(case.seed)
+    samples: list[Sample] = []
+    rollout = 0
+    for number, group in enumerate(case.spec):
+        prompt = Prompt("", tuple(rng.integers(0, VOCABULARY, 3).tolist()))
+        for masks in group:
+            reward = float(rng.normal())
+            samples += [_sample(rng, prompt, number, rollout, mask, reward) for mask in masks]
+            rollout += 1
+    rewards = [s.reward or 0.0 for s in samples]
+    std = not case.loss.disable_grpo_std_normalization
+    advantages = normalize_rewards(
+        rewards, [s.group_index for s in samples], [s.rollout_id or 0 for s in samples], std=std
+    )
+    return [Row(i, s, a) for i, (s, a) in enumerate(zip(samples, advantages, strict=True))]
+
+
+def _sample(rng: np.random.Generator, prompt: Prompt, group: int, rollout: int, mask: Mask, reward: float) -> Sample:
+    n = len(mask)
+    return Sample(
+        prompt,
+        group,
+        rollout,
+        response_ids=rng.integers(0, VOCABULARY, n).tolist(),
+        loss_mask=list(mask),
+        rollout_log_probs=rng.normal(-4, 0.3, n).tolist(),
+        reward=reward,
+    )
+
+
+def groups_of(case: Case, rows: Sequence[Row]) -> list[PromptGroup]:
+    """The prompt groups as a rollout would deliver them; shuffled, groups and rollouts come in another order."""
+    groups: dict[int, PromptGroup] = {}
+    for row in rows:
+        group = groups.setdefault(row.sample.group_index, PromptGroup(row.sample.group_index, row.sample.prompt))
+        group.samples.append(row.sample)
+    ordered = list(groups.values())
+    if case.shuffled:
+        ordered.reverse()
+        for group in ordered:
+            rollouts = sorted({s.rollout_id or 0 for s in group.samples}, reverse=True)
+            group.samples.sort(key=lambda s, order=rollouts: order.index(s.rollout_id or 0))
+    return ordered
+
+
+def with_scores(case: Case, model_scores: Sequence[Sequence[float]]) -> Case:
+    """``case`` off-policy: old and reference log-probs around the current ones, ratios on both sides of the clip."""
+    rng = np.random.default_rng(case.seed + 1)
+    scores = {
+        name: [(np.asarray(p) + rng.normal(0, 0.4, len(p))).astype(np.float32).tolist() for p in model_scores]
+        for name in ("old", "ref")
+    }
+    return replace(case, off_policy=True, scores=scores)

@@ -1,0 +1,75 @@
+"""A result of the ranks against the oracle: every parameter's gradient, its norm, and every metric."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from cases import TEMPERATURE, Case, rows_of, with_scores
+from oracle import OracleSample, objective, token_scores
+
+BOUND = 1e-5  # relative, fp32 against float64
+OF_THE_RUN = ("lr", "loss_mass", "skipped_steps")  # reported, and not part of the objective
+
+
+def off_policy(case: Case, model: Any) -> Case:
+    """``case`` with old and reference log-probs around the model's own."""
+    with torch.no_grad():
+        scores = [
+            token_scores(model, row.sample.tokens, len(row.sample.response_ids), TEMPERATURE)[0].tolist()
+            for row in rows_of(case)
+        ]
+    return with_scores(case, scores)
+
+
+def samples_of(case: Case) -> list[OracleSample]:
+    found = []
+    for row in rows_of(case):
+        sample = row.sample
+        assert sample.rollout_id is not None and sample.rollout_log_probs is not None
+        plain = OracleSample(
+            sample.tokens, sample.loss_mask, sample.rollout_id, sample.group_index, row.advantage,
+            sample.rollout_log_probs,
+        )  # fmt: skip
+        if case.off_policy:
+            plain = replace(
+                plain, old_log_probs=case.scores["old"][row.place], ref_log_probs=case.scores["ref"][row.place]
+            )
+        found.append(plain)
+    return found
+
+
+def wanted(case: Case, model: Any, samples: Sequence[OracleSample]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """The oracle's gradients by parameter and metrics by name."""
+    model.zero_grad()
+    metrics = objective(model, samples, case.loss, TEMPERATURE)
+    total = metrics["loss"]
+    if total.requires_grad:
+        total.backward()
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }
+    return gradients, {name: float(value) for name, value in metrics.items()}
+
+
+def differences(result: Any, gradients: dict[str, torch.Tensor], metrics: dict[str, float]) -> list[str]:
+    """What is further from the oracle than fp32 explains, in words; empty where nothing is."""
+    assert result.gradients.keys() == gradients.keys()
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    found = []
+    for name, gradient in gradients.items():
+        # A gradient much smaller than the whole is rounding of the larger ones.
+        error = (torch.from_numpy(result.gradients[name]).double() - gradient).norm().item()
+        if error > BOUND * max(gradient.norm().item(), 0.05 * norm, 1e-7):
+            found.append(f"gradient of {name}: off by {error:.2e} of {gradient.norm().item():.2e}")
+    reported = {name: value for name, value in result.metrics.items() if name not in OF_THE_RUN}
+    skipped = "skipped_steps" in result.metrics
+    expected = metrics if skipped else metrics | {"grad_norm": norm}
+    found += [f"{name}: not reported" for name in expected.keys() - reported.keys()]
+    found += [f"{name}: not known to the oracle" for name in reported.keys() - expected.keys()]
+    for name in expected.keys() & reported.keys():
+        if abs(reported[name] - expected[name]) > BOUND * max(abs(expected[name]), 0.05):
+            found.append(f"{name}: {reported[name]:.8g} for {expected[name]:.8g}")
+    return found

@@ -1,0 +1,323 @@
+"""Faults seeded into the production code, to show that the matrix bites, and what the loss-mass canary sees of them.
+
+Each replaces one function for the length of a case, in the processes of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from cases import BATCHES, LAYOUTS, MODES, Case, loss_of
+from torch.distributed.fsdp import FSDPModule
+
+from miles.batching import collate, schedule
+from miles.loss import policy_loss
+from miles.parallel import groups
+from miles.rollout import convert
+from miles.train_batch import MicroBatch
+from miles.training import packed_attention
+from miles.training.fsdp import backend, forward_backward
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault, the case on which it shows, and whether the canary sees it there."""
+
+    fault: str
+    case: Case
+    canary: bool
+    patches: tuple[tuple[Any, str, Wrap], ...]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for owner, name, wrap in self.patches:
+                stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
+            yield
+
+
+def case(mode: str = "sample_mean", batch: str = "uneven", layout: str = "dp2", **given: Any) -> Case:
+    assert mode in MODES
+    return Case(BATCHES[batch], loss_of(mode, **given), LAYOUTS[layout])
+
+
+def of_result(change: Callable[..., Any]) -> Wrap:
+    """A wrap that changes what the function returns; ``change`` also gets its arguments."""
+    return lambda original: lambda *args, **kwargs: change(original(*args, **kwargs), *args, **kwargs)
+
+
+def denominators(change: Callable[[Any, dict[str, Any]], Any]) -> tuple[Any, str, Wrap]:
+    return (convert, "step_denominators", of_result(lambda found, mode, **given: change(found, given)))
+
+
+def micro_batch(change: Callable[[MicroBatch], MicroBatch]) -> tuple[Any, str, Wrap]:
+    return (forward_backward, "collate", of_result(lambda micro, *_: change(micro)))
+
+
+def loss_times(factor: Callable[..., float]) -> tuple[Any, str, Wrap]:
+    """The loss of every micro-batch times ``factor(micro)``; what is reported stays."""
+    return (
+        forward_backward,
+        "_loss_of",
+        of_result(lambda output, policy, micro, loss: replace(output, loss=output.loss * factor(micro))),
+    )
+
+
+class _Count:
+    """How many micro-batches the step has, over all ranks: noted when the step begins."""
+
+    def __init__(self) -> None:
+        self.here = self.everywhere = 1
+
+    def noted(self) -> tuple[Any, str, Wrap]:
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(policy: Any, shard: Any, *rest: Any) -> Any:
+                self.here = len(shard.micro_batches)
+                self.everywhere = self.here * dist.get_world_size()
+                return original(policy, shard, *rest)
+
+            return run
+
+        return (backend, "forward_backward", wrap)
+
+
+COUNT = _Count()
+WEIGHTS: list[torch.Tensor] = []
+
+
+def _own_samples_only(found: Any, given: dict[str, Any]) -> Any:
+    own = [float(max(count, 1)) for count in given["token_counts"]]
+    return replace(found, sample_denoms=own, rollout_token_counts=own)
+
+
+def _remember(found: Any, *_: Any) -> Any:
+    WEIGHTS[:] = [found.weights]
+    return found
+
+
+def _weights_in_the_denominator(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reducer(loss: Any, micro: MicroBatch) -> Any:
+        kept = micro.loss_mask * (WEIGHTS[0] > 0)
+        counts = torch.zeros_like(micro.rollout_token_counts).index_add(0, micro.sample_index, kept)
+        return original(loss, replace(micro, loss_mask=kept, rollout_token_counts=counts.clamp(min=1)))
+
+    return reducer
+
+
+def _mean_of_means(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reducer(micro: MicroBatch, per_token: bool) -> Any:
+        return original(replace(micro, num_rollouts=max(len(micro.response_lengths), 1) * COUNT.everywhere), per_token)
+
+    return reducer
+
+
+def _zeroed_before(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(policy: Any, micro: Any, loss: Any) -> Any:
+        policy.zero_grad()
+        return original(policy, micro, loss)
+
+    return run
+
+
+def _averaged(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda module, factor: original(module, factor * dist.get_world_size())
+
+
+def _everyone_sees_everything(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run(q: Any, k: Any, v: Any, scaling: float, visible: Any) -> Any:
+        return original(q, k, v, scaling, torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool))
+
+    return run
+
+
+def _own_gradient_only(_: Callable[..., Any]) -> Callable[..., Any]:
+    def run(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad.chunk(ctx.context.size)[ctx.context.rank].contiguous(), None
+
+    return run
+
+
+def _mirror_chunk_one_early(found: np.ndarray, length: int, size: int, rank: int) -> np.ndarray:
+    half = len(found) // 2
+    return found if size == 1 else np.concatenate([found[:half], found[half:] - 1])
+
+
+def _moved_by_one(micro: MicroBatch) -> MicroBatch:
+    return replace(micro, loss_mask=micro.loss_mask.roll(1))
+
+
+MASKED = dict(batch="masked")
+MUTATIONS: dict[str, Mutation] = {
+    mutation.fault: mutation
+    for mutation in (
+        Mutation(
+            "a rollout's samples are averaged one by one",
+            case(batch="compacted"),
+            True,
+            (denominators(_own_samples_only),),
+        ),
+        Mutation(
+            "prompt_mean forgets P / N",
+            case("prompt_mean"),
+            True,
+            (
+                denominators(
+                    lambda d, _: replace(d, sample_denoms=[x * d.num_rollouts / d.num_groups for x in d.sample_denoms])
+                ),
+            ),
+        ),
+        Mutation(
+            "constant divides by the longest response instead of L",
+            case("constant"),
+            True,
+            (
+                denominators(
+                    lambda d, given: replace(
+                        d, sample_denoms=[float(max(given["token_counts"]))] * len(d.sample_denoms)
+                    )
+                ),
+            ),
+        ),
+        Mutation(
+            "a fully masked sample adds a phantom token to T",
+            case("token_mean", **MASKED),
+            True,
+            (denominators(lambda d, given: replace(d, num_loss_tokens=sum(max(c, 1) for c in given["token_counts"]))),),
+        ),
+        Mutation(
+            "a fully masked rollout does not count in N",
+            case(**MASKED),
+            True,
+            (denominators(lambda d, given: replace(d, num_rollouts=d.num_rollouts - given["token_counts"].count(0))),),
+        ),
+        Mutation(
+            "T is the micro-batch's own count",
+            case("token_mean"),
+            True,
+            (micro_batch(lambda m: replace(m, num_loss_tokens=int(m.loss_mask.sum()))),),
+        ),
+        Mutation(
+            "N is the micro-batch's own count",
+            case(),
+            True,
+            (micro_batch(lambda m: replace(m, num_rollouts=max(len(m.response_lengths), 1))),),
+        ),
+        Mutation(
+            "gradients are averaged over ranks",
+            case(),
+            True,
+            ((FSDPModule, "set_gradient_divide_factor", _averaged),),
+        ),
+        Mutation(
+            "the loss is multiplied by the number of ranks",
+            case(layout="dp4"),
+            True,
+            (loss_times(lambda _: dist.get_world_size()),),
+        ),
+        Mutation(
+            "the loss is multiplied by the context-parallel size",
+            case(layout="dp2 x cp2"),
+            True,
+            (loss_times(lambda micro: micro.context.size),),
+        ),
+        Mutation(
+            "the loss is divided by the number of micro-batches",
+            case(),
+            True,
+            (COUNT.noted(), loss_times(lambda _: 1 / COUNT.here)),
+        ),
+        Mutation(
+            "gradients of the last micro-batch only",
+            case(),
+            True,
+            ((forward_backward, "_loss_of", _zeroed_before),),
+        ),
+        Mutation(
+            "the last sample of the step is lost",
+            case(layout="alone"),
+            True,
+            ((schedule, "_in_order", of_result(lambda parts, *_: [*parts[:-1], parts[-1][:-1]])),),
+        ),
+        Mutation(
+            "two ranks train the same sample",
+            case(),
+            True,
+            ((schedule, "_in_order", of_result(lambda parts, *_: [[*parts[0], parts[1][0]], *parts[1:]])),),
+        ),
+        Mutation(
+            "masked tokens are trained on",
+            case(**MASKED),
+            True,
+            (micro_batch(lambda m: replace(m, loss_mask=torch.ones_like(m.loss_mask))),),
+        ),
+        Mutation(
+            "masks are cut one token off", case(batch="masked", layout="cp2"), True, (micro_batch(_moved_by_one),)
+        ),
+        Mutation(
+            "the second zig-zag chunk starts one token early",
+            case(layout="cp2"),
+            True,
+            ((collate, "zigzag_positions", of_result(_mirror_chunk_one_early)),),
+        ),
+        Mutation(
+            "rejected tokens leave the denominator",
+            case(use_rs=True, rs_lower_bound=0.8, rs_upper_bound=1.25),
+            False,
+            (
+                (policy_loss, "importance_correction", of_result(_remember)),
+                (policy_loss, "get_pg_loss_reducer", _weights_in_the_denominator),
+            ),
+        ),
+        Mutation(
+            "a metric is a mean of micro-batch means",
+            case(),
+            False,
+            (COUNT.noted(), (policy_loss, "get_sum_of_sample_mean", _mean_of_means)),
+        ),
+        Mutation(
+            "advantages are centred in each micro-batch",
+            case(),
+            False,
+            (
+                micro_batch(
+                    lambda m: replace(
+                        m, advantages=m.advantages - m.advantages.mean() if len(m.advantages) else m.advantages
+                    )
+                ),
+            ),
+        ),
+        Mutation(
+            "packed samples see their future",
+            case(layout="alone, packed"),
+            False,
+            ((packed_attention, "_short_attention", _everyone_sees_everything),),
+        ),
+        Mutation(
+            "positions do not start anew in each sample",
+            case(layout="alone, packed"),
+            False,
+            (micro_batch(lambda m: replace(m, position_ids=torch.arange(len(m.position_ids)))),),
+        ),
+        Mutation(
+            "keys and values give their gradients to nobody else",
+            case(layout="cp2"),
+            False,
+            ((groups._Gather, "backward", lambda f: staticmethod(_own_gradient_only(f))),),
+        ),
+        Mutation(
+            "samples of negative advantage are not trained on",
+            case(),
+            False,
+            ((schedule, "schedule_step", lambda f: lambda b, r, t, p, _: f(b, r, t, p, [x > 0 for x in b.rewards])),),
+        ),
+    )
+}

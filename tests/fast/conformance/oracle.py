@@ -1,0 +1,167 @@
+"""The objective of docs/loss-aggregation.md read literally: whole unsplit samples, plain transformers, float64.
+
+Written from the table, not from the code: sums and means over whole samples, no packing, no weights, no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from miles.arguments.loss import LossArguments
+
+
+@dataclass(frozen=True)
+class OracleSample:
+    """One sample as the objective sees it: tokens, mask over the response, what it belongs to and its advantage."""
+
+    tokens: Sequence[int]
+    mask: Sequence[int]
+    rollout: int
+    group: int
+    advantage: float
+    rollout_log_probs: Sequence[float]
+    old_log_probs: Sequence[float] | None = None
+    ref_log_probs: Sequence[float] | None = None
+
+
+def load_oracle(path: str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa").train()
+
+
+def token_scores(model, tokens: Sequence[int], response: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of the last ``response`` of ``tokens``, each [response]."""
+    ids = torch.as_tensor(tokens)
+    logits = model(input_ids=ids[None]).logits[0] / temperature
+    log_p = logits[len(ids) - response - 1 : len(ids) - 1].log_softmax(-1)
+    return log_p.gather(-1, ids[len(ids) - response :, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """The four rows of the table: a mean over rollouts, over prompts, over tokens, and a constant."""
+
+    samples: Sequence[OracleSample]
+    divisor: float | None
+
+    def __call__(self, mode: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        masks = [torch.as_tensor(s.mask).double() for s in self.samples]
+        sums = [(v.masked_fill(m == 0, 0.0)).sum() for m, v in zip(masks, values, strict=True)]
+        counts = [float(m.sum()) for m in masks]
+        if mode == "sample_mean":
+            return self._mean_of_means([s.rollout for s in self.samples], sums, counts)
+        if mode == "prompt_mean":
+            return self._mean_of_means([s.group for s in self.samples], sums, counts)
+        if mode == "token_mean":
+            return sum(sums) / max(sum(counts), 1.0)
+        return sum(sums) / (self.divisor * len({s.rollout for s in self.samples}))
+
+    @staticmethod
+    def _mean_of_means(keys: Sequence[int], sums: Sequence[torch.Tensor], counts: Sequence[float]) -> torch.Tensor:
+        means = []
+        for key in sorted(set(keys)):
+            members = [i for i, k in enumerate(keys) if k == key]
+            means.append(sum(sums[i] for i in members) / max(sum(counts[i] for i in members), 1.0))
+        return sum(means) / len(means)
+
+
+def objective(
+    model, samples: Sequence[OracleSample], loss: LossArguments, temperature: float
+) -> dict[str, torch.Tensor]:
+    """Every metric of the step by name; ``loss`` is what is minimized."""
+    aggregate = Aggregate(samples, loss.loss_aggregation_divisor)
+    scored = [token_scores(model, s.tokens, len(s.mask), temperature) for s in samples]
+    log_probs, entropy = [s[0] for s in scored], [s[1] for s in scored]
+    if loss.loss_type == "sft_loss":
+        return {"loss": aggregate(loss.loss_aggregation, [-p for p in log_probs])}
+    diagnostic = "token_mean" if loss.loss_aggregation == "token_mean" else "sample_mean"
+
+    def mean(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        return aggregate(diagnostic, values)
+
+    old = [
+        p.detach() if s.old_log_probs is None else torch.as_tensor(s.old_log_probs).double()
+        for s, p in zip(samples, log_probs, strict=True)
+    ]
+    engine = [torch.as_tensor(s.rollout_log_probs).double() for s in samples]
+    losses, clipped, dropped = _policy_losses(loss, samples, log_probs, old)
+    weights, values = _weights(loss, samples, old, engine)
+    metrics = {name: mean(columns) for name, columns in values.items()}
+    if loss.use_opsm:
+        metrics["opsm_clipfrac"] = mean(dropped)
+        weights = [w * (1 - d) for w, d in zip(weights, dropped, strict=True)]
+    ratios = [(o - e).exp() for o, e in zip(old, engine, strict=True)]
+    metrics |= {
+        "pg_loss": aggregate(loss.loss_aggregation, [x * w for x, w in zip(losses, weights, strict=True)]),
+        "pg_clipfrac": mean(clipped),
+        "ppo_kl": mean([o - p for o, p in zip(old, log_probs, strict=True)]),
+        "entropy_loss": mean(entropy),
+        "train_rollout_logprob_abs_diff": mean([(o - e).abs() for o, e in zip(old, engine, strict=True)]),
+        "is_ratio": mean(ratios),
+        "ess_ratio": mean(ratios) ** 2 / mean([r**2 for r in ratios]).clamp(min=1e-300),
+    }
+    total = metrics["pg_loss"] - loss.entropy_coef * metrics["entropy_loss"]
+    if loss.use_kl_loss:
+        assert loss.kl_loss_type == "k3"
+        away = [torch.as_tensor(s.ref_log_probs).double() - p for s, p in zip(samples, log_probs, strict=True)]
+        metrics["kl_loss"] = mean([d.exp() - 1 - d for d in away])
+        total = total + loss.kl_loss_coef * metrics["kl_loss"]
+    return metrics | {"loss": total}
+
+
+def _policy_losses(loss: LossArguments, samples, log_probs, old):
+    """Per sample: clipped token losses, whether clipped, and whether OPSM drops it (all per token)."""
+    high = loss.eps_clip if loss.eps_clip_high is None else loss.eps_clip_high
+    losses, clipped, dropped = [], [], []
+    for sample, p, o in zip(samples, log_probs, old, strict=True):
+        mask = torch.as_tensor(sample.mask).double()
+        mean_log_ratio = ((p - o) * mask).sum() / mask.sum().clamp(min=1)
+        log_ratio = mean_log_ratio.expand(len(p)) if loss.advantage_estimator == "gspo" else p - o
+        ratio = log_ratio.exp()
+        plain, bounded = -sample.advantage * ratio, -sample.advantage * ratio.clamp(1 - loss.eps_clip, 1 + high)
+        losses.append(torch.maximum(plain, bounded))
+        clipped.append((bounded > plain).double())
+        drop = sample.advantage < 0 and -mean_log_ratio.item() > loss.opsm_delta
+        dropped.append(torch.full((len(p),), float(drop), dtype=torch.float64))
+    return losses, clipped, dropped
+
+
+def _weights(loss: LossArguments, samples, old, engine):
+    """The weight of every token loss, and what is logged of it."""
+    weights, columns = [], {}
+    for sample, o, e in zip(samples, old, engine, strict=True):
+        mask = torch.as_tensor(sample.mask).double()
+        difference = (o - e) * mask
+        at = {
+            "token": (o - e).exp(),
+            "sequence": difference.sum().exp().expand(len(o)),
+            "geometric": (difference.sum() / mask.sum().clamp(min=1)).exp().expand(len(o)),
+        }
+        weight, logged = torch.ones_like(o), {}
+        if loss.use_tis:
+            ratio = at[loss.tis_level]
+            outside = (ratio < loss.tis_clip_low) | (ratio > loss.tis_clip)
+            cut = ratio.clamp(loss.tis_clip_low, loss.tis_clip)
+            weight = cut if loss.tis_mode == "truncate" else torch.where(outside, 0.0, ratio)
+            logged |= {"tis": weight, "tis_clipfrac": outside.double()}
+        if loss.use_rs:
+            ratio = at[loss.rs_level]
+            rejected = (ratio < loss.rs_lower_bound) | (ratio > loss.rs_upper_bound)
+            weight = torch.where(rejected, 0.0, weight)
+            logged["rs_rejected"] = rejected.double()
+        if loss.get_mismatch_metrics:
+            ratio = at["token"]
+            logged |= {
+                "mismatch_kl": e - o,
+                "mismatch_k3_kl": ratio - 1 - (o - e),
+                "mismatch_chi2": ratio**2 - 1,
+                "train_log_ppl": -o,
+                "rollout_log_ppl": -e,
+            }
+        weights.append(weight)
+        for name, values in logged.items():
+            columns.setdefault(name, []).append(values)
+    return weights, columns

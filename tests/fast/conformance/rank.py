@@ -1,0 +1,198 @@
+"""The ranks: ``python rank.py ADDRESS FOLDER`` forks real process groups over gloo, and each runs the cases it is sent.
+
+The ranks are forked from one process that has imported everything, as importing costs far more than a case.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from cases import TEMPERATURE, Case, Row, StepResult, groups_of, rows_of
+from mutations import MUTATIONS
+from torch.distributed.tensor import DTensor
+
+from miles.arguments.checkpoint import CheckpointArguments
+from miles.arguments.cluster import ClusterArguments
+from miles.arguments.data import DataArguments
+from miles.arguments.evaluation import EvaluationArguments
+from miles.arguments.loss import LossArguments
+from miles.arguments.model import ModelArguments
+from miles.arguments.optimizer import OptimizerArguments
+from miles.arguments.reward import RewardArguments
+from miles.arguments.rollout import RolloutArguments
+from miles.arguments.settings import Settings
+from miles.arguments.tracking import TrackingArguments
+from miles.batching import schedule
+from miles.loss.canary import LossMassError, LossMassWatch
+from miles.loss.policy_loss import samples_with_gradient
+from miles.rollout import convert
+from miles.tracking.metrics import Metric, values
+from miles.train_batch import TrainBatch, TrainShard
+from miles.training import step
+from miles.training.fsdp.backend import FsdpBackend
+
+DEADLINE = timedelta(seconds=60)
+
+
+class Recorder:
+    """A backend that takes down gradient and weights before each update. Every other verb is the backend's own."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.taken: list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]] = []
+
+    def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
+        return self.backend.forward_backward(shard)
+
+    def log_probs(self, shard: TrainShard, reference: bool = False) -> Any:
+        return self.backend.log_probs(shard, reference)
+
+    def optimizer_step(self) -> dict[str, Metric]:
+        self._take()
+        return self.backend.optimizer_step()
+
+    def skip_step(self) -> dict[str, Metric]:
+        self._take()
+        return self.backend.skip_step()
+
+    def _take(self) -> None:
+        named = dict(self.backend.policy.language_model.named_parameters())
+        gradients = {name: _full(p.grad, p) for name, p in named.items()}
+        self.taken.append((gradients, {name: _full(p, p) for name, p in named.items()}))
+
+
+def _full(tensor: torch.Tensor | None, like: torch.Tensor) -> np.ndarray:
+    if tensor is None:
+        return np.zeros(tuple(like.shape), np.float32)
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone().numpy()
+
+
+class Rank:
+    """One process of a group. Backends are kept between cases that leave the weights alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.backends: dict[Any, FsdpBackend] = {}
+
+    def run(self, case: Case) -> list[StepResult] | str:
+        """The results of every step, or what the canary said."""
+        if case.mutation is not None or case.rollouts_per_step is not None:
+            self.backends.clear()
+        mutation = nullcontext() if case.mutation is None else MUTATIONS[case.mutation].applied()
+        try:
+            with mutation:
+                return self._train(case)
+        except LossMassError as error:
+            self.backends.clear()
+            return str(error)
+        finally:
+            if case.mutation is not None or case.rollouts_per_step is not None:
+                self.backends.clear()
+
+    def _train(self, case: Case) -> list[StepResult]:
+        rows = rows_of(case)
+        rollouts = len({row.sample.rollout_id for row in rows})
+        per_step = case.rollouts_per_step or rollouts
+        batches = convert.convert(groups_of(case, rows), loss=case.loss, global_batch_size=per_step)
+        if case.off_policy:
+            batches = [_scored(batch, rows, case) for batch in batches]
+        shards = [
+            schedule.schedule_step(
+                batch, dist.get_world_size(), case.layout.training, case.layout.parallel, _has_gradient(case, batch)
+            )[dist.get_rank()]
+            for batch in batches
+        ]
+        recorder = Recorder(self._backend(case))
+        watched = case.loss if case.watch else replace(case.loss, loss_canary="off")
+        metrics = step.train_rollout(recorder, shards, False, LossMassWatch(watched, dist.get_world_size()))
+        reported = [{n.removeprefix("train/"): v for n, v in values(m).items() if "time/" not in n} for m in metrics]
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, reported)
+        assert all(str(other) == str(reported) for other in everywhere), "ranks report different metrics"
+        return [StepResult(g, w, m) for (g, w), m in zip(recorder.taken, reported, strict=True)]
+
+    def _backend(self, case: Case) -> FsdpBackend:
+        key = (case.layout.backend, case.layout.parallel, case.model)
+        if key not in self.backends:
+            # A rate of 0 keeps the weights for the next case; where steps follow each other they have to move.
+            rate = 0.0 if case.rollouts_per_step is None else 1e-2
+            self.backends[key] = FsdpBackend(self._settings(case, rate), torch.device("cpu"), total_steps=10**9)
+        backend = self.backends[key]
+        backend.settings = replace(backend.settings, loss=case.loss)
+        return backend
+
+    def _settings(self, case: Case, rate: float) -> Settings:
+        return Settings(
+            cluster=ClusterArguments(actor_num_gpus_per_node=dist.get_world_size()),
+            model=ModelArguments(hf_checkpoint=str(self.folder / case.model)),
+            data=DataArguments(),
+            reward=RewardArguments(),
+            rollout=RolloutArguments(rollout_temperature=TEMPERATURE),
+            loss=LossArguments(),
+            optimizer=OptimizerArguments(lr=rate, weight_decay=0.0),
+            training=case.layout.training,
+            parallel=case.layout.parallel,
+            checkpoint=CheckpointArguments(),
+            evaluation=EvaluationArguments(),
+            tracking=TrackingArguments(),
+        )
+
+
+def _has_gradient(case: Case, batch: TrainBatch) -> Sequence[bool]:
+    return samples_with_gradient(case.loss, batch.rewards)
+
+
+def _scored(batch: TrainBatch, rows: Sequence[Row], case: Case) -> TrainBatch:
+    """``batch`` with the old and reference log-probs of the case, found by each sample's tokens."""
+    place = {(row.sample.rollout_id, tuple(row.sample.tokens)): row.place for row in rows}
+    places = [place[r, tuple(t.tolist())] for r, t in zip(batch.rollout_ids, batch.tokens, strict=True)]
+    old, ref = (
+        [torch.tensor(case.scores[name][p], dtype=torch.float32).numpy() for p in places] for name in ("old", "ref")
+    )
+    return replace(batch, old_log_probs=old, ref_log_probs=ref)
+
+
+def _serve(address: str, folder: Path, world: int, rank: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"store{world}"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=DEADLINE)
+    with Client(address) as connection:
+        connection.send((world, rank))
+        me = Rank(folder)
+        while (case := connection.recv()) is not None:
+            try:
+                result: Any = me.run(case)
+                connection.send(("done", result if rank == 0 else None))
+            except Exception:
+                me.backends.clear()
+                connection.send(("failed", traceback.format_exc()))
+
+
+def main(address: str, folder: Path, worlds: Sequence[int]) -> None:
+    """Fork the ranks of every world, and wait until the test that started them closes the line."""
+    fork = multiprocessing.get_context("fork")
+    ranks = [
+        fork.Process(target=_serve, args=(address, folder, world, rank)) for world in worlds for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
+    main(sys.argv[1], Path(sys.argv[2]), [int(world) for world in sys.argv[3:]])

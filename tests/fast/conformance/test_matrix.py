@@ -1,0 +1,132 @@
+"""The gradient and every metric of a step do not know how the step was split: modes x batches x layouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import BATCHES, FULL, LAYOUTS, MODES, TEMPERATURE, Case, loss_of
+from compare import differences, off_policy, samples_of, wanted
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import load_oracle, token_scores
+
+DRAWN = settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+CORRECTIONS = {
+    "tis": dict(use_tis=True, tis_clip=1.3, tis_clip_low=0.8),
+    "tis of sequences": dict(use_tis=True, tis_clip=1.3, tis_level="sequence"),
+    "icepop": dict(use_tis=True, tis_mode="icepop", tis_clip=1.4, tis_clip_low=0.7),
+    "token rejection": dict(use_rs=True, rs_lower_bound=0.7, rs_upper_bound=1.4),
+    "sequence rejection and tis": dict(
+        use_rs=True, rs_level="geometric", rs_lower_bound=0.95, rs_upper_bound=1.05, use_tis=True
+    ),
+    "mismatch metrics": dict(get_mismatch_metrics=True),
+    "gspo": dict(advantage_estimator="gspo", eps_clip=0.05),
+    "opsm": dict(use_opsm=True, opsm_delta=0.01),
+}
+
+
+def assert_conforms(case: Case, ranks, oracle) -> None:
+    (result,) = ranks.run(case)
+    assert differences(result, *wanted(case, oracle, samples_of(case))) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_at_every_layout(ranks, oracle, mode, layout):
+    """On- and off-policy with KL and entropy terms, over even, uneven, masked, compacted and tiny batches."""
+    for name, spec in BATCHES.items():
+        full = off_policy(Case(spec, loss_of(mode, **FULL), layout, seed=len(name)), oracle)
+        assert_conforms(full, ranks, oracle)
+    assert_conforms(Case(BATCHES["compacted"], loss_of(mode), layout, shuffled=True, watch=True), ranks, oracle)
+
+
+MASKS = st.lists(st.integers(0, 1), min_size=1, max_size=13).map(tuple)
+ROLLOUTS = st.lists(MASKS, min_size=1, max_size=3).map(tuple)
+SPECS = st.lists(st.lists(ROLLOUTS, min_size=1, max_size=4).map(tuple), min_size=1, max_size=4).map(tuple)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+def test_drawn_batches(ranks, oracle, layout):
+    @DRAWN
+    @given(SPECS, st.sampled_from(MODES), st.integers(0, 1000), st.booleans())
+    def conforms(spec, mode, seed, shuffled):
+        case = Case(spec, loss_of(mode), layout, seed, shuffled=shuffled, watch=True)
+        assert_conforms(case, ranks, oracle)
+
+    conforms()
+
+
+@pytest.mark.parametrize("layout", ["alone, packed", "dp2 x cp2", "dynamic cp, 4 ranks"])
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_corrections_touch_the_numerator_alone(ranks, oracle, correction, layout):
+    """Engine and trainer log-probs apart: weights, rejection and sequence ratios, equal at every layout."""
+    for mode in ("sample_mean", "token_mean"):
+        case = Case(BATCHES["compacted"], loss_of(mode, **CORRECTIONS[correction]), LAYOUTS[layout], watch=True)
+        case = off_policy(case, oracle)
+        near = replace(case, spec=BATCHES["uneven"], off_policy=False, scores={})
+        for each in (case, off_policy(near, oracle)):
+            assert_conforms(each, ranks, oracle)
+
+
+@pytest.mark.parametrize("layout", ["alone, packed", "dp2", "cp2", "dynamic cp, 4 ranks"])
+@pytest.mark.parametrize("mode", MODES)
+def test_supervised_fine_tuning_shares_the_path(ranks, oracle, mode, layout):
+    case = Case(BATCHES["masked"], loss_of(mode, loss_type="sft_loss"), LAYOUTS[layout], watch=True)
+    assert_conforms(case, ranks, oracle)
+
+
+@pytest.mark.parametrize("layout", ["alone, packed", "dp2", "dp2 x cp2", "dynamic cp, 4 ranks"])
+@pytest.mark.parametrize("mode", MODES)
+def test_several_steps_a_rollout(ranks, oracle, mode, layout):
+    """Each step has denominators of its own, and log-probs of the weights that the rollout began with."""
+    spec = (*BATCHES["uneven"][1:2], *BATCHES["even"], *BATCHES["uneven"][1:2])
+    case = Case(spec, loss_of(mode), LAYOUTS[layout], rollouts_per_step=4, watch=True)
+    results = ranks.run(case)
+    assert len(results) == 2
+    check_steps(case, results, samples_of(case), oracle)
+
+
+def check_steps(case, results, samples, oracle) -> None:
+    """Every step against an oracle that has the weights of that step, and the first weights for the old log-probs."""
+    initial = {name: p.detach().clone() for name, p in oracle.named_parameters()}
+    with torch.no_grad():
+        old = [token_scores(oracle, s.tokens, len(s.mask), TEMPERATURE)[0].tolist() for s in samples]
+    size = case.rollouts_per_step
+    try:
+        for number, result in enumerate(results):
+            with torch.no_grad():
+                for name, parameter in oracle.named_parameters():
+                    parameter.copy_(torch.from_numpy(result.weights[name]))
+            part = [
+                replace(s, old_log_probs=o) if number else s
+                for s, o in zip(samples, old, strict=True)
+                if s.rollout // size == number
+            ]
+            assert differences(result, *wanted(case, oracle, part)) == [], f"step {number}"
+            moved = any(abs(result.weights[n] - w.numpy()).max() > 1e-4 for n, w in initial.items())
+            assert moved == bool(number), "the weights move between the steps"
+    finally:
+        with torch.no_grad():
+            for name, parameter in oracle.named_parameters():
+                parameter.copy_(initial[name])
+
+
+@pytest.mark.parametrize("layout", ["alone", "dp2, packed", "dp2 x cp2"])
+def test_tied_embeddings(ranks, layout):
+    """The head's gradient and the embedding's meet in one parameter."""
+    model = load_oracle(str(ranks.folder / "tied"))
+    case = off_policy(Case(BATCHES["uneven"], loss_of("prompt_mean", **FULL), LAYOUTS[layout], model="tied"), model)
+    assert_conforms(case, ranks, model)
+
+
+@pytest.mark.parametrize("layout", ["alone", "dp2, packed", "dp2 x cp2", "dynamic cp, 2 ranks"])
+def test_a_step_without_a_token_is_skipped(ranks, oracle, layout):
+    spec = tuple(tuple(tuple((0,) * len(mask) for mask in rollout) for rollout in group) for group in BATCHES["uneven"])
+    for mode in MODES:
+        (result,) = ranks.run(Case(spec, loss_of(mode), LAYOUTS[layout], watch=True))
+        assert result.metrics["skipped_steps"] == 1 and result.metrics["loss_mass"] == 0
+        assert all(not g.any() for g in result.gradients.values())

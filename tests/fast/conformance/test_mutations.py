@@ -1,0 +1,30 @@
+"""The matrix bites: every seeded fault is found; and the loss-mass canary sees those that change a token's weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from compare import differences, samples_of, wanted
+from mutations import MUTATIONS
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=lambda mutation: mutation.fault)
+def test_fault_is_found(ranks, oracle, mutation):
+    right = mutation.case
+    expected = wanted(right, oracle, samples_of(right))
+    (result,) = ranks.run(right)
+    assert differences(result, *expected) == [], "without the fault the case conforms"
+    (result,) = ranks.run(replace(right, mutation=mutation.fault))
+    assert differences(result, *expected) != []
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=lambda mutation: mutation.fault)
+def test_what_the_canary_sees(ranks, mutation):
+    found = ranks.run(replace(mutation.case, mutation=mutation.fault, watch=True))
+    assert isinstance(found, str) is mutation.canary
+    assert not mutation.canary or "--loss-canary" in found
+
+
+def test_there_are_enough_faults():
+    assert len(MUTATIONS) >= 15
