@@ -52,7 +52,7 @@ def _weights(settings: Settings) -> list[str]:
 
 
 def _batch(settings: Settings) -> list[str]:
-    rollout, training, ranks = settings.rollout, settings.training, settings.cluster.world_size
+    rollout, ranks = settings.rollout, settings.cluster.world_size
     steps = settings.steps_per_rollout
     per_rank = settings.global_batch_size / ranks
     length = (
@@ -60,18 +60,32 @@ def _batch(settings: Settings) -> list[str]:
         if rollout.num_rollout is not None
         else f"--num-epoch {rollout.num_epoch} over the prompts, {_count(steps, 'optimizer step')} a rollout"
     )
-    cut = (
-        f"filled up to {training.max_tokens_per_gpu} tokens"
-        if training.use_dynamic_batch_size
-        else f"of {_count(training.micro_batch_size, 'sample')}"
-    )
+    cut = _cut(settings)
     return [
         f"generate   {rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples "
         f"= {_count(settings.rollouts_per_rollout_step, 'rollout')}",
         f"a step     N = {settings.global_batch_size} rollouts, {_count(steps, 'step')} from each generation",
-        f"a rank     {per_rank:g} rollouts a step on average, over {_count(ranks, 'rank')}, in micro-batches {cut}",
+        f"a rank     {per_rank:g} rollouts a step on average, over {_count(ranks, 'rank')}{_sharing(settings)}, "
+        f"in micro-batches {cut}",
         f"the run    {length}",
     ]
+
+
+def _cut(settings: Settings) -> str:
+    training, parallel = settings.training, settings.parallel
+    if parallel.dynamic_context_parallel:
+        return f"of up to {parallel.max_seqlen_per_dp_cp_rank} tokens a rank"
+    if training.use_dynamic_batch_size:
+        assert training.max_tokens_per_gpu is not None
+        return f"filled up to {training.max_tokens_per_gpu * parallel.context_parallel_size} tokens"
+    return f"of {_count(training.micro_batch_size, 'sample')}"
+
+
+def _sharing(settings: Settings) -> str:
+    if settings.parallel.dynamic_context_parallel:
+        return " (as few share a sequence as it needs)"
+    size = settings.parallel.context_parallel_size
+    return f" ({size} share each sequence)" if size > 1 else ""
 
 
 def without_effect(settings: Settings) -> list[str]:
@@ -83,6 +97,8 @@ def without_effect(settings: Settings) -> list[str]:
         idle.append(f"clip range [{low:g}, {high:g}]: one step a rollout, so the ratio is 1 and nothing is clipped")
         if loss.eps_clip_c is not None:
             idle.append("--eps-clip-c: the same")
+    if loss.custom_pg_loss_reducer_function_path is not None:
+        idle.append("--loss-canary: what your reducer's weights add up to is not known beforehand; it is logged only")
     if rollout.rollout_temperature == 0:
         idle.append("--rollout-top-p, --rollout-top-k: greedy sampling takes the most likely token")
     if settings.training.balance_data and settings.cluster.world_size == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miles.arguments.loss import Aggregation, LossArguments
+from miles.arguments.loss import Aggregation, ImportanceLevel, LossArguments
 from miles.arguments.settings import Settings
 
 _FORMULAS: dict[Aggregation, str] = {
@@ -54,12 +54,36 @@ def _aggregated(name: str, settings: Settings) -> list[str]:
 
 def _token_loss(loss: LossArguments) -> list[str]:
     low, high = clip_bounds(loss)
-    lines = [
-        f"l_it = max(-ρ A, -clip(ρ, {low:g}, {high:g}) A), ρ = exp(log p - log p_old)",
-    ]
+    corrections = _corrections(loss)
+    weight = "w " if corrections else ""
+    ratio = "exp(log p - log p_old)"
+    if loss.advantage_estimator == "gspo":
+        ratio = f"{ratio} in its geometric mean over the sequence"
+    lines = [f"l_it = {weight}max(-ρ A, -clip(ρ, {low:g}, {high:g}) A), ρ = {ratio}"]
     if loss.eps_clip_c is not None:
         lines.append(f"       at most -{loss.eps_clip_c:g} A where A < 0 (dual clip)")
+    return [*lines, *corrections]
+
+
+def _corrections(loss: LossArguments) -> list[str]:
+    """What multiplies a token's loss. The denominators are those of the original masks all the same."""
+    lines = []
+    if loss.use_tis:
+        low, high = loss.tis_clip_low, loss.tis_clip
+        bounded = (
+            f"clip(r, {low:g}, {high:g})" if loss.tis_mode == "truncate" else f"r, or 0 outside [{low:g}, {high:g}]"
+        )
+        lines.append(f"w = {bounded}, r = p_old / p_engine of the {_level(loss.tis_level)}")
+    if loss.use_rs:
+        bounds = f"[{loss.rs_lower_bound:g}, {loss.rs_upper_bound:g}]"
+        lines.append(f"w = 0 where p_old / p_engine of the {_level(loss.rs_level)} lies outside {bounds}")
+    if loss.use_opsm:
+        lines.append(f"w = 0 in sequences with A < 0 and a mean of log p_old - log p above {loss.opsm_delta:g}")
     return lines
+
+
+def _level(level: ImportanceLevel) -> str:
+    return {"token": "token", "sequence": "sequence (product)", "geometric": "sequence (geometric mean)"}[level]
 
 
 def _advantage(loss: LossArguments) -> str:

@@ -22,7 +22,7 @@ from miles.parallel.context_parallel import padded_length
 from miles.parallel.groups import ALONE, ContextGroup
 
 NAME = "miles_packed"
-SHORT = 512  # keys of a row up to which attention is computed with its scores in memory
+SHORT = 128  # keys of a row up to which attention is computed with its scores in memory
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def wanted(case: Case, model: Any, samples: Sequence[OracleSample]) -> tuple[dic
     gradients = {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
     }
-    return gradients, {name: float(value) for name, value in metrics.items()}
+    return gradients, {name: float(value.detach()) for name, value in metrics.items()}
 
 
 def differences(result: Any, gradients: dict[str, torch.Tensor], metrics: dict[str, float]) -> list[str]:

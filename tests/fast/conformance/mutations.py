@@ -270,7 +270,7 @@ MUTATIONS: dict[str, Mutation] = {
         ),
         Mutation(
             "rejected tokens leave the denominator",
-            case(use_rs=True, rs_lower_bound=0.8, rs_upper_bound=1.25),
+            case(batch="even", use_rs=True, rs_lower_bound=0.4, rs_upper_bound=2.5),
             False,
             (
                 (policy_loss, "importance_correction", of_result(_remember)),
@@ -279,7 +279,7 @@ MUTATIONS: dict[str, Mutation] = {
         ),
         Mutation(
             "a metric is a mean of micro-batch means",
-            case(),
+            case(**MASKED),
             False,
             (COUNT.noted(), (policy_loss, "get_sum_of_sample_mean", _mean_of_means)),
         ),

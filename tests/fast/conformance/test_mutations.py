@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from compare import differences, samples_of, wanted
@@ -28,3 +29,9 @@ def test_what_the_canary_sees(ranks, mutation):
 
 def test_there_are_enough_faults():
     assert len(MUTATIONS) >= 15
+
+
+def test_the_docs_say_what_the_canary_sees():
+    page = (Path(__file__).parents[3] / "docs" / "loss-aggregation.md").read_text()
+    for mutation in MUTATIONS.values():
+        assert f"| {mutation.fault} | {'yes' if mutation.canary else 'no'} |" in page
