@@ -92,8 +92,8 @@ class TrainShard:
 
     batch: TrainBatch
     micro_batches: Sequence[MicroBatchPlan]
-    score_only: Sequence[MicroBatchPlan]
-    expected_loss_mass: float  # of all samples of the step that are trained on, over all ranks (loss/canary.py)
+    score_only: Sequence[MicroBatchPlan] = ()
+    expected_loss_mass: float | None = None  # of the whole step, where the loss-mass canary watches (loss/canary.py)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.training import TrainingArguments
 from miles.batching.packing import PackedSample, balanced_partition, pack_by_budget, split_to_count
-from miles.loss.canary import expected_loss_mass
 from miles.parallel.dynamic_context_parallel import plan_dynamic_context_parallel
 from miles.train_batch import MicroBatchPlan, TrainBatch, TrainShard
 
@@ -21,13 +20,17 @@ def schedule_step(
     training: TrainingArguments,
     parallel: ParallelArguments,
     has_gradient: Sequence[bool] | None = None,
+    watch_mass: bool = False,
 ) -> list[TrainShard]:
     """One shard a rank. Every rank gets the same number of micro-batches, because each is a collective operation.
 
     ``ranks`` counts the ranks that hold different tokens (data parallel times context parallel). Which of them and
     which micro-batch a sample lands in cannot change the gradient: its weight travels with it. Samples for which
-    ``has_gradient`` is false get micro-batches of their own, to be scored only.
+    ``has_gradient`` is false get micro-batches of their own, to be scored only; not so with ``watch_mass``, where the
+    loss-mass canary is to see the weight of every token.
     """
+    if watch_mass:
+        has_gradient = None
     trained = [i for i in range(len(batch)) if has_gradient is None or has_gradient[i]]
     scored = [i for i in range(len(batch)) if has_gradient is not None and not has_gradient[i]]
     if parallel.dynamic_context_parallel:
@@ -36,14 +39,14 @@ def schedule_step(
     else:
         plans = _static(batch, [trained, scored], ranks, training, parallel.context_parallel_size)
     to_train, to_score = plans
-    mass = expected_loss_mass(batch, trained)
+    mass = batch.expected_loss_mass if watch_mass else None
     if not to_train[0]:
         to_train = [[MicroBatchPlan(())] for _ in range(ranks)]
     return [_shard(batch, mass, *of_rank) for of_rank in zip(to_train, to_score, strict=True)]
 
 
 def _shard(
-    batch: TrainBatch, mass: float, to_train: list[MicroBatchPlan], to_score: list[MicroBatchPlan]
+    batch: TrainBatch, mass: float | None, to_train: list[MicroBatchPlan], to_score: list[MicroBatchPlan]
 ) -> TrainShard:
     """The samples that the plans name, and the plans in terms of their places in the shard."""
     samples = sorted({i for plan in (*to_train, *to_score) for i in plan.samples})

@@ -19,6 +19,7 @@ from miles.data.prompts import load_prompts
 from miles.data.stream import PromptStream
 from miles.data.tokenizer import load_tokenizer
 from miles.engine.base import Engine, WeightChunk
+from miles.loss.canary import CanarySchedule
 from miles.loss.policy_loss import samples_with_gradient
 from miles.rewards.registry import get_reward_function
 from miles.rollout.collect import Collector, Rollout
@@ -51,6 +52,7 @@ class RolloutWorker:
         self.settings = settings
         self.device = device
         self.loop = asyncio.new_event_loop()
+        self.canary = CanarySchedule(settings.loss)
 
     def prepare(self) -> int:
         """Load prompts, evaluation sets and the engine; returns the prompts of one epoch.
@@ -122,6 +124,7 @@ class RolloutWorker:
                 self.settings.training,
                 self.settings.parallel,
                 samples_with_gradient(self.settings.loss, batch.rewards),
+                watch_mass=self.canary.is_due(batch),
             )
             for batch in batches
         ]

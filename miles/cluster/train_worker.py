@@ -15,7 +15,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from miles.arguments.settings import Settings
 from miles.cluster.cpu_tuning import use_threads
-from miles.loss.canary import LossMassWatch
 from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
 from miles.training.backend import TrainBackend
@@ -31,7 +30,6 @@ class TrainWorker:
         self.settings = settings
         self.device = torch.device(device)
         self.backend: TrainBackend | None = None
-        self.watch = LossMassWatch(settings.loss, settings.cluster.world_size)
         disable_progress_bar()
         use_threads(device, sharers=settings.cluster.actor_num_gpus_per_node)
 
@@ -57,7 +55,7 @@ class TrainWorker:
 
     def train(self, shards: Sequence[TrainShard]) -> list[dict[str, Metric]]:
         """One optimizer step a shard; every rank returns the same metrics."""
-        return train_rollout(self._backend, shards, self.settings.loss.use_kl_loss, self.watch)
+        return train_rollout(self._backend, shards, self.settings.loss.use_kl_loss, self.settings.cluster.world_size)
 
     def export_weights(self) -> list[ray.ObjectRef]:
         """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store."""

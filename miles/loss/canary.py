@@ -21,40 +21,35 @@ class LossMassError(ValueError):
     """The weights of a step's tokens do not add up to what the objective says."""
 
 
-def expected_loss_mass(batch: TrainBatch, trained: Sequence[int]) -> float:
-    """The weights of the tokens of the samples ``trained``, out of a whole step.
+class CanarySchedule:
+    """In which steps the mass is measured: ``--loss-canary``. Asked on the rollout side, once for every step in order.
 
-    What the others weigh is taken off the step's own mass, so that a wrong denominator shows whoever is trained.
-    """
-    left_out = set(range(len(batch))) - set(trained)
-    return batch.expected_loss_mass - sum(
-        float(batch.loss_masks[i].sum()) / (batch.num_rollouts * batch.sample_denoms[i]) for i in left_out
-    )
-
-
-class LossMassWatch:
-    """Checks ``train/loss_mass`` in the first step that has tokens, or in every step: ``--loss-canary``.
-
-    Under a custom reducer it is reported and not checked: what the tokens should weigh is then the user's to say.
+    Never under a custom reducer: what its weights add up to is not known beforehand.
     """
 
-    def __init__(self, loss: LossArguments, ranks: int) -> None:
-        """``ranks`` hold a step, data and context parallel together."""
-        self.ranks = ranks
+    def __init__(self, loss: LossArguments) -> None:
         self._always = loss.loss_canary == "always"
         self._due = loss.loss_canary != "off" and loss.custom_pg_loss_reducer_function_path is None
 
-    def check(self, shard: TrainShard, metrics: Mapping[str, Metric]) -> None:
-        """Raises ``LossMassError`` if the step's mass is wrong; every rank finds the same."""
-        if not self._due:
-            return
+    def is_due(self, batch: TrainBatch) -> bool:
+        """True for every step, or until the first that has a token."""
+        due = self._due
+        self._due = due and (self._always or batch.expected_loss_mass == 0)
+        return due
+
+
+def check_loss_mass(shard: TrainShard, metrics: Mapping[str, Metric], ranks: int) -> None:
+    """Hold ``loss_mass`` against what the shard expects, where it expects something; every rank finds the same.
+
+    ``ranks`` hold the step, data and context parallel together. Raises ``LossMassError``.
+    """
+    if shard.expected_loss_mass is not None:
         sizes = [plan.context_parallel_size for plan in shard.micro_batches]
         found = metrics["loss_mass"].value
-        check_loss_mass(found, shard.expected_loss_mass, self.ranks, sizes, len(shard.micro_batches))
-        self._due = self._always or shard.expected_loss_mass == 0
+        compare_loss_mass(found, shard.expected_loss_mass, ranks, sizes, len(shard.micro_batches))
 
 
-def check_loss_mass(
+def compare_loss_mass(
     found: float, expected: float, ranks: int, context_sizes: Sequence[int], micro_batches: int
 ) -> None:
     """Raises ``LossMassError`` with both numbers and the likely cause, if ``found`` is not ``expected``.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from miles.loss.canary import LossMassWatch
+from miles.loss.canary import check_loss_mass
 from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
 from miles.training.backend import TrainBackend
@@ -16,11 +16,12 @@ def train_rollout(
     backend: TrainBackend,
     shards: Sequence[TrainShard],
     use_reference: bool,
-    watch: LossMassWatch,
+    ranks: int,
 ) -> list[dict[str, Metric]]:
     """Take one optimizer step a shard; returns each step's metrics, with seconds under ``time/``.
 
-    ``watch`` sees each step's metrics before the optimizer moves, and raises ``LossMassError`` to stop the run.
+    ``ranks`` hold a step, data and context parallel together. Raises ``LossMassError`` before the optimizer moves, if
+    the weights of a watched step's tokens do not add up.
     Log-probs under the weights that the rollout began with are needed from the second step on; in the first step they
     are the current ones.
     """
@@ -29,7 +30,7 @@ def train_rollout(
         _with_log_probs(backend, shard, old=step > 0, reference=use_reference) for step, shard in enumerate(shards)
     ]
     scoring = time.perf_counter() - started
-    steps = [_step(backend, shard, watch) for shard in scored]
+    steps = [_step(backend, shard, ranks) for shard in scored]
     if steps:
         steps[0]["time/log_probs"] = Metric(scoring)
     return steps
@@ -44,10 +45,10 @@ def _with_log_probs(backend: TrainBackend, shard: TrainShard, old: bool, referen
     return replace(shard, batch=batch)
 
 
-def _step(backend: TrainBackend, shard: TrainShard, watch: LossMassWatch) -> dict[str, Metric]:
+def _step(backend: TrainBackend, shard: TrainShard, ranks: int) -> dict[str, Metric]:
     started = time.perf_counter()
     found = backend.forward_backward(shard)
-    watch.check(shard, found)
+    check_loss_mass(shard, found, ranks)
     metrics = {f"train/{name}": metric for name, metric in found.items()}
     computed = time.perf_counter()
     update = backend.optimizer_step if shard.batch.num_loss_tokens else backend.skip_step

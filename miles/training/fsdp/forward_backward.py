@@ -18,7 +18,7 @@ from miles.loss.policy_loss import policy_loss_function
 from miles.loss.sft_loss import sft_loss_function
 from miles.parallel.groups import ContextGroups
 from miles.tracking.metrics import Metric
-from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
+from miles.train_batch import MicroBatch, MicroBatchPlan, TrainBatch, TrainShard
 from miles.training.fsdp.policy import Policy
 
 
@@ -27,14 +27,15 @@ def forward_backward(
 ) -> dict[str, Metric]:
     """Backward through every micro-batch. The metrics are the step's, the same on every rank."""
     totals: dict[str, torch.Tensor] = {}
+    watched = shard.expected_loss_mass is not None
     for plan in shard.micro_batches:
-        output = _loss_of(policy, _collate(shard, plan, groups, device), loss)
+        output = _loss_of(policy, _collate(shard, plan, groups, device), loss, watched)
         output.loss.backward()
         _add(totals, output)
     with scoring(policy):
         for plan in shard.score_only:
-            _add(totals, _loss_of(policy, _collate(shard, plan, groups, device), loss))
-    return _reduce(totals, policy.canary.take_mass(), shard, loss)
+            _add(totals, _loss_of(policy, _collate(shard, plan, groups, device), loss, watched=False))
+    return _reduce(totals, policy.canary.take_mass() if watched else None, shard.batch, loss)
 
 
 def _collate(shard: TrainShard, plan: MicroBatchPlan, groups: ContextGroups, device: torch.device) -> MicroBatch:
@@ -51,9 +52,9 @@ def scoring(policy: Policy) -> Iterator[None]:
             module.reshard()
 
 
-def _loss_of(policy: Policy, micro: MicroBatch, loss: LossArguments) -> LossOutput:
+def _loss_of(policy: Policy, micro: MicroBatch, loss: LossArguments, watched: bool) -> LossOutput:
     scores = policy(micro, with_entropy=loss.loss_type == "policy_loss")
-    canary = None if loss.loss_canary == "off" else scores.canary
+    canary = scores.canary if watched else None
     if loss.loss_type == "sft_loss":
         return sft_loss_function(loss, micro, scores.log_probs, canary)
     return policy_loss_function(loss, micro, scores.log_probs, scores.entropy, canary)
@@ -76,14 +77,14 @@ def log_probs_of(policy: Policy, shard: TrainShard, groups: ContextGroups, devic
 
 
 def _reduce(
-    totals: dict[str, torch.Tensor], mass: torch.Tensor, shard: TrainShard, loss: LossArguments
+    totals: dict[str, torch.Tensor], mass: torch.Tensor | None, batch: TrainBatch, loss: LossArguments
 ) -> dict[str, Metric]:
     """Sum over ranks, all in one collective; what the sums are worth is told in ``reported``."""
     names = sorted(totals)
-    packed = torch.stack([*(totals[name].detach().float() for name in names), mass])
+    rows = [totals[name].detach().float() for name in names] + ([] if mass is None else [mass])
+    packed = torch.stack(rows)
     dist.all_reduce(packed)
-    *sums, loss_mass = packed.tolist()
-    batch = shard.batch
+    sums = packed.tolist()
     count = batch.num_loss_tokens if is_per_token(loss) else batch.num_rollouts
-    metrics = reported(dict(zip(names, sums, strict=True)), count)
-    return metrics if loss.loss_canary == "off" else metrics | {"loss_mass": Metric(loss_mass)}
+    metrics = reported(dict(zip(names, sums, strict=False)), count)
+    return metrics if mass is None else metrics | {"loss_mass": Metric(sums[-1])}

@@ -113,7 +113,7 @@ def loss_of(mode: Any, **given: Any) -> LossArguments:
         loss_aggregation=mode,
         loss_aggregation_divisor=DIVISOR if mode == "constant" else None,
         calculate_per_token_loss=mode == "token_mean",
-        **{"loss_canary": "always", **given},
+        **given,
     )
 
 

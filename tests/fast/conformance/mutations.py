@@ -68,7 +68,7 @@ def loss_times(factor: Callable[..., float]) -> tuple[Any, str, Wrap]:
     return (
         forward_backward,
         "_loss_of",
-        of_result(lambda output, policy, micro, loss: replace(output, loss=output.loss * factor(micro))),
+        of_result(lambda output, policy, micro, *_: replace(output, loss=output.loss * factor(micro))),
     )
 
 
@@ -121,9 +121,9 @@ def _mean_of_means(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _zeroed_before(original: Callable[..., Any]) -> Callable[..., Any]:
-    def run(policy: Any, micro: Any, loss: Any) -> Any:
+    def run(policy: Any, *rest: Any) -> Any:
         policy.zero_grad()
-        return original(policy, micro, loss)
+        return original(policy, *rest)
 
     return run
 
@@ -317,7 +317,7 @@ MUTATIONS: dict[str, Mutation] = {
             "samples of negative advantage are not trained on",
             case(),
             False,
-            ((schedule, "schedule_step", lambda f: lambda b, r, t, p, _: f(b, r, t, p, [x > 0 for x in b.rewards])),),
+            ((schedule, "schedule_step", lambda f: lambda b, r, t, p, *_: f(b, r, t, p, [x > 0 for x in b.rewards])),),
         ),
     )
 }

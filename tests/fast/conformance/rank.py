@@ -36,7 +36,7 @@ from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.arguments.tracking import TrackingArguments
 from miles.batching import schedule
-from miles.loss.canary import LossMassError, LossMassWatch
+from miles.loss.canary import LossMassError
 from miles.loss.policy_loss import samples_with_gradient
 from miles.rollout import convert
 from miles.tracking.metrics import Metric, values
@@ -111,13 +111,17 @@ class Rank:
             batches = [_scored(batch, rows, case) for batch in batches]
         shards = [
             schedule.schedule_step(
-                batch, dist.get_world_size(), case.layout.training, case.layout.parallel, _has_gradient(case, batch)
+                batch,
+                dist.get_world_size(),
+                case.layout.training,
+                case.layout.parallel,
+                _has_gradient(case, batch),
+                case.watch,
             )[dist.get_rank()]
             for batch in batches
         ]
         recorder = Recorder(self._backend(case))
-        watched = case.loss if case.watch else replace(case.loss, loss_canary="off")
-        metrics = step.train_rollout(recorder, shards, False, LossMassWatch(watched, dist.get_world_size()))
+        metrics = step.train_rollout(recorder, shards, False, dist.get_world_size())
         reported = [{n.removeprefix("train/"): v for n, v in values(m).items() if "time/" not in n} for m in metrics]
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, reported)

@@ -27,7 +27,6 @@ from miles.arguments.settings import Settings
 from miles.arguments.tracking import TrackingArguments
 from miles.arguments.training import TrainingArguments
 from miles.batching.schedule import schedule_step
-from miles.loss.canary import LossMassWatch
 from miles.rollout.convert import convert
 from miles.sample import Prompt, PromptGroup, Sample
 from miles.tracking.metrics import Metric
@@ -39,7 +38,6 @@ TEMPERATURE = 0.8
 FIXED = TrainingArguments(micro_batch_size=2)
 BUDGET = TrainingArguments(use_dynamic_batch_size=True, max_tokens_per_gpu=24, balance_data=True)
 PLAIN = LossArguments()
-WATCHED = LossArguments(loss_canary="always")
 DIVISOR = 8.0
 CPU = torch.device("cpu")
 
@@ -168,5 +166,5 @@ def weights(backend: FsdpBackend) -> dict[str, torch.Tensor]:
 
 
 def train(backend: Any, shards: Sequence[TrainShard], use_reference: bool = False) -> list[dict[str, Metric]]:
-    """The production step, with the canary watching every one of them."""
-    return train_rollout(backend, shards, use_reference, LossMassWatch(WATCHED, dist.get_world_size()))
+    """The production step."""
+    return train_rollout(backend, shards, use_reference, dist.get_world_size())
