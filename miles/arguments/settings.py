@@ -7,6 +7,7 @@ from miles.arguments.cluster import ClusterArguments
 from miles.arguments.data import DataArguments
 from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.loss import LossArguments
+from miles.arguments.megatron import MegatronArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.parallel import ParallelArguments
@@ -32,6 +33,7 @@ class Settings:
     checkpoint: CheckpointArguments
     evaluation: EvaluationArguments
     tracking: TrackingArguments
+    megatron: MegatronArguments = MegatronArguments()
 
     @property
     def rollouts_per_rollout_step(self) -> int:
