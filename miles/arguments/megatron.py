@@ -23,3 +23,8 @@ class MegatronArguments:
     def model_parallel_size(self) -> int:
         """Ranks that hold one copy of the dense weights."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def expert_ranks_a_matrix(self) -> int:
+        """Ranks that share each expert's matrices."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size

@@ -51,3 +51,12 @@ class Settings:
     def steps_per_rollout(self) -> int:
         """Optimizer steps taken from one rollout."""
         return self.rollouts_per_rollout_step // self.global_batch_size
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks that hold different tokens: data parallel times context parallel. The others repeat their shards."""
+        return self.cluster.world_size // self.megatron.model_parallel_size
+
+    def token_rank(self, rank: int) -> int:
+        """Which of the ``token_ranks`` trainer rank ``rank`` is; tensor parallel is numbered fastest, pipeline last."""
+        return rank // self.megatron.tensor_model_parallel_size % self.token_ranks

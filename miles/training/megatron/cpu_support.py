@@ -1,4 +1,4 @@
-"""What megatron-core 0.16.1 needs to run on CPU over gloo. Trainer processes without a GPU call ``support_cpu`` once.
+"""What megatron-core 0.16.1 needs to run on CPU over gloo: ``support_cpu``, once, in a trainer process on CPU.
 
 Megatron names CUDA where it means "this rank's device". Every entry below says what it answers for; all can go when
 Megatron asks ``torch.accelerator`` or the tensor instead. Nothing here changes a result.
@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 def support_cpu() -> None:
     """Before anything of Megatron is imported, on the thread that will train. Idempotent."""
-    assert not torch.cuda.is_available(), "a machine with a GPU runs Megatron as it is"
     if torch.cuda.current_device is _current_device:
         return
     _answer_for_the_device()
@@ -33,7 +32,7 @@ def _answer_for_the_device() -> None:
     """``device=torch.cuda.current_device()`` all over Megatron; synchronizing and streams around communication."""
     torch.cuda.current_device = _current_device  # type: ignore[assignment]
     torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
     torch.cuda.Stream = _NoStream  # type: ignore[misc,assignment]
     torch.cuda.current_stream = lambda device=None: _NoStream()  # type: ignore[assignment,return-value]
 

@@ -20,7 +20,7 @@ from miles.loss.policy_loss import policy_loss_function
 from miles.loss.sft_loss import sft_loss_function
 from miles.tracking.metrics import Metric
 from miles.train_batch import MicroBatch, TrainShard
-from miles.training.megatron.loss_contract import AveragingContract, LossContract, TokenContract
+from miles.training.megatron.loss_contract import AveragingContract, Handed, LossContract, TokenContract
 from miles.training.megatron.packed_tokens import PackedTokens
 from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks
@@ -94,7 +94,7 @@ def _contract(model: DistributedDataParallel, shard: TrainShard, ranks: Ranks) -
 
 def _share_of_loss(
     loss: LossArguments, contract: LossContract, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+) -> Handed:
     return contract(_loss_of(loss, policy, micro, hidden), micro)
 
 

@@ -18,13 +18,14 @@ from miles.training.megatron.process_groups import Ranks
 from miles.training.megatron.versions import average_of_ddp, average_of_schedule
 
 Metrics = dict[str, torch.Tensor]
+Handed = tuple[torch.Tensor | Metrics, ...]  # what the schedule's loss function returns
 
 
 class LossContract(Protocol):
     """Made for one pass over the micro-batches of a step; called once a micro-batch, in order."""
 
-    def __call__(self, output: LossOutput, micro: MicroBatch) -> tuple[torch.Tensor, ...]:
-        """What the schedule's loss function returns."""
+    def __call__(self, output: LossOutput, micro: MicroBatch) -> Handed:
+        """The tuple of this contract."""
         ...
 
 
@@ -38,7 +39,7 @@ class AveragingContract:
     ranks: Ranks
     num_micro_batches: int
 
-    def __call__(self, output: LossOutput, micro: MicroBatch) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, output: LossOutput, micro: MicroBatch) -> Handed:
         average = average_of_schedule(self.num_micro_batches, self.ranks.cp.size())
         average *= average_of_ddp(self.ranks.dp_cp.size())
         return output.loss / average, output.metrics
@@ -57,7 +58,7 @@ class TokenContract:
     num_loss_tokens: int
     scored_tokens: int
 
-    def __call__(self, output: LossOutput, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+    def __call__(self, output: LossOutput, micro: MicroBatch) -> Handed:
         tokens = micro.loss_mask.sum().int() + self.scored_tokens
         self.scored_tokens = 0
         return output.loss * self.num_loss_tokens, tokens, output.metrics

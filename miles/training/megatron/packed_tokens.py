@@ -78,10 +78,8 @@ class PackedCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [T, 1, heads, D], key and value [T, 1, kv_heads, D]; returns [T, 1, heads * D]."""
         assert packed_seq_params.layout is not None
-        heads_first = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out, _weights = packed_attention(
-            self, *heads_first, None, packed=packed_seq_params.layout, scaling=self.scaling
-        )
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out, _weights = packed_attention(self, q, k, v, None, packed=packed_seq_params.layout, scaling=self.scaling)
         return out.transpose(0, 1).flatten(2)
 
 
@@ -95,7 +93,8 @@ class PackedRotaryEmbedding(torch.nn.Module):
 
     def __init__(self, inverse_frequencies: torch.Tensor) -> None:
         super().__init__()
-        self.register_buffer("inverse_frequencies", inverse_frequencies.float(), persistent=False)
+        # fp32 also where the model is cast to another dtype: angles of late positions need it.
+        self._inverse_frequencies = inverse_frequencies.float()
 
     def get_rotary_seq_len(self, *arguments: Any, **_: Any) -> torch.Tensor:
         """The positions of ``packed_seq_params``, the last argument; int64 [T]."""
@@ -105,5 +104,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
 
     def forward(self, position_ids: torch.Tensor, **_: Any) -> torch.Tensor:
         """Angles [T, 1, 1, D], fp32, of which Megatron takes cosine and sine."""
-        angles = position_ids.float()[:, None] * self.inverse_frequencies[None, :]
+        if self._inverse_frequencies.device != position_ids.device:
+            self._inverse_frequencies = self._inverse_frequencies.to(position_ids.device)
+        angles = position_ids.float()[:, None] * self._inverse_frequencies[None, :]
         return torch.cat([angles, angles], dim=-1)[:, None, None, :]

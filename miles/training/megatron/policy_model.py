@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from miles.arguments.megatron_shape import vocabulary_shape
 from miles.train_batch import MicroBatch
 from miles.training.megatron.layer_spec import decoder_spec
-from miles.training.megatron.packed_tokens import PackedRotaryEmbedding, PackedTokens
+from miles.training.megatron.packed_tokens import PackedRotaryEmbedding
 from miles.training.megatron.process_groups import Ranks
 from miles.training.megatron.rope_frequencies import inverse_frequencies
 from miles.training.megatron.vocab_parallel import vocab_parallel_log_probs

@@ -39,19 +39,13 @@ class Ranks:
 
 
 def initialize_process_groups(sizes: MegatronArguments, context_parallel_size: int, seed: int) -> Ranks:
-    """Split the default process group as the flags say; every rank calls it once.
+    """Split the default process group as the flags say; every rank calls it. A second call gives the same groups.
 
     Ranks are numbered with tensor parallel fastest, then context, data, pipeline (Megatron's own default order), so
     that a tensor-parallel group shares a node.
     """
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=sizes.tensor_model_parallel_size,
-        pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
-        context_parallel_size=context_parallel_size,
-        expert_model_parallel_size=sizes.expert_model_parallel_size,
-        expert_tensor_parallel_size=sizes.expert_tensor_parallel_size,
-        create_gloo_process_groups=False,  # for checkpoints in a format that is not written here
-    )
+    if not parallel_state.model_parallel_is_initialized():
+        _initialize(sizes, context_parallel_size)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return Ranks(
         tp=parallel_state.get_tensor_model_parallel_group(),
@@ -61,4 +55,15 @@ def initialize_process_groups(sizes: MegatronArguments, context_parallel_size: i
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
         ep=parallel_state.get_expert_model_parallel_group(),
         expert_tp=parallel_state.get_expert_tensor_parallel_group(),
+    )
+
+
+def _initialize(sizes: MegatronArguments, context_parallel_size: int) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor_model_parallel_size,
+        pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
+        context_parallel_size=context_parallel_size,
+        expert_model_parallel_size=sizes.expert_model_parallel_size,
+        expert_tensor_parallel_size=sizes.expert_tensor_parallel_size,
+        create_gloo_process_groups=False,  # for checkpoints in a format that is not written here
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from stage import CPU, PLAIN, TEMPERATURE, assert_same_gradient, assert_same_metrics, loss_of
 from transformers import (
     LlamaConfig,
@@ -145,8 +144,6 @@ def make_backend(
     stand: Stand, model: str, *, per_token: bool = False, total_steps: int = 10, **optimizer: Any
 ) -> MegatronBackend:
     """``per_token`` is Megatron's contract; the objective is the loss section's, given step by step."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
     settings = Settings(
         cluster=ClusterArguments(actor_num_gpus_per_node=stand.layout.ranks),
         model=ModelArguments(
