@@ -24,9 +24,10 @@ DATACLASSES = {
 PUBLIC_NAMES = {
     "gated_linear_unit": "--swiglu",
     "num_moe_experts": "--num-experts",
-    "masked_softmax_fusion": "--masked-softmax-fusion",
     "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
+    "attention_softmax_in_fp32": "--attention-softmax-in-fp32",
 }
+DESTINATION = "megatron:"  # of a flag's value in argparse's namespace, before the field's name
 Kind = Literal["int", "float", "str", "bool"]
 
 
@@ -45,7 +46,29 @@ class MegatronField:
     @property
     def switch_to(self) -> bool:
         """A switch turns its field's default around: ``--disable-bias-linear`` sets ``add_bias_linear`` to False."""
-        return not self.default
+        return True if self.flag == "--attention-softmax-in-fp32" else not self.default
+
+
+# What launch scripts say of the model beside the dataclasses: arguments of Megatron's GPTModel and of its own scripts.
+MODEL_FLAGS = (
+    MegatronField("group_query_attention", "--group-query-attention", "bool", False, "query heads share key heads"),
+    MegatronField(
+        "untie_embeddings_and_output_weights",
+        "--untie-embeddings-and-output-weights",
+        "bool",
+        False,
+        "the head has weights of its own",
+    ),
+    MegatronField("vocab_size", "--vocab-size", "int", None, "tokens of the vocabulary"),
+    MegatronField("max_position_embeddings", "--max-position-embeddings", "int", None, "longest context"),
+    MegatronField("rotary_base", "--rotary-base", "float", None, "base of the rotary embedding"),
+    MegatronField("rotary_percent", "--rotary-percent", "float", None, "share of a head that is rotated"),
+    MegatronField("position_embedding_type", "--position-embedding-type", "str", None, "kind of position embedding"),
+    MegatronField("use_rotary_position_embeddings", "--use-rotary-position-embeddings", "bool", False, "older name"),
+    MegatronField("position_embedding_table", "--no-position-embedding", "bool", True, "no learned position table"),
+    MegatronField("rope_fusion", "--no-rope-fusion", "bool", True, "rotary embedding without a fused kernel"),
+    MegatronField("attention_backend", "--attention-backend", "str", "auto", "attention kernel"),
+)
 
 
 def megatron_fields() -> dict[str, MegatronField]:
@@ -59,12 +82,12 @@ def megatron_fields() -> dict[str, MegatronField]:
 
 
 def add_megatron_flags(group: argparse._ArgumentGroup, taken: set[str]) -> list[MegatronField]:
-    """Flags of all fields whose names and flags are not ``taken``; values land under ``megatron:NAME``."""
+    """Flags of all fields whose names and flags are not ``taken``; values land under ``DESTINATION`` + name."""
     added = []
-    for field in megatron_fields().values():
+    for field in (*MODEL_FLAGS, *megatron_fields().values()):
         if field.name in taken or field.flag in taken:
             continue
-        where: dict[str, Any] = {"dest": f"megatron:{field.name}", "help": field.help, "default": None}
+        where: dict[str, Any] = {"dest": DESTINATION + field.name, "help": field.help, "default": None}
         if field.kind == "bool":
             group.add_argument(field.flag, action="store_const", const=field.switch_to, **where)
         else:

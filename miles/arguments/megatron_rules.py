@@ -9,7 +9,9 @@ from typing import Any
 
 from miles.arguments.checks import at_least, refuse, refuse_ignored
 from miles.arguments.megatron import MegatronArguments
-from miles.arguments.megatron_shape import megatron_shape
+from miles.arguments.megatron_fields import MODEL_FLAGS, megatron_fields
+from miles.arguments.megatron_given import check_given
+from miles.arguments.megatron_shape import megatron_shape, vocabulary_shape
 from miles.arguments.settings import Settings
 
 
@@ -33,9 +35,13 @@ def check_megatron(settings: Settings) -> None:
         way_out = "add --tensor-model-parallel-size 2 or more, or drop it"
         refuse("sequence_parallel", True, "would be ignored without tensor parallel", way_out)
     _check_not_yet(settings)
+    flags = {field.name: field.flag for field in (*MODEL_FLAGS, *megatron_fields().values())}
     config = _local_config(settings.model.hf_checkpoint)
-    if config is not None:
-        _check_model(sizes, megatron_shape(config))
+    if config is None:  # a name on a hub: the backend checks the rest when it has the config
+        check_given(settings.megatron_given, None, flags)
+        return
+    check_model(sizes, config)
+    check_given(settings.megatron_given, {**megatron_shape(config), **vocabulary_shape(config)}, flags)
 
 
 def _check_ranks(sizes: MegatronArguments, ranks: int) -> None:
@@ -78,7 +84,9 @@ def _local_config(path: str | None) -> dict[str, Any] | None:
     return json.loads(file.read_text()) if file.is_file() else None
 
 
-def _check_model(sizes: MegatronArguments, shape: dict[str, Any]) -> None:
+def check_model(sizes: MegatronArguments, config: dict[str, Any]) -> None:
+    """The sizes cut the model of this Hugging Face config without a remainder."""
+    shape = megatron_shape(config)
     tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
     if shape["num_attention_heads"] % tp or shape["ffn_hidden_size"] % tp:
         rule = f"must divide the model's {shape['num_attention_heads']} heads and {shape['ffn_hidden_size']} MLP rows"

@@ -47,6 +47,7 @@ def vocabulary_shape(config: Config) -> dict[str, Any]:
         "rotary_base": rope.get("rope_theta", config.get("rope_theta", 10000)),
         "max_position_embeddings": config["max_position_embeddings"],
         "position_embedding_type": "rope",
+        "group_query_attention": (config.get("num_key_value_heads") or 0) not in (0, config["num_attention_heads"]),
     }
 
 

@@ -1,6 +1,7 @@
 """All sections of one run, frozen, and the step arithmetic that follows from them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.cluster import ClusterArguments
@@ -34,6 +35,7 @@ class Settings:
     evaluation: EvaluationArguments
     tracking: TrackingArguments
     megatron: MegatronArguments = MegatronArguments()
+    megatron_given: tuple[tuple[str, Any], ...] = ()  # fields of Megatron's own dataclasses that flags set
 
     @property
     def rollouts_per_rollout_step(self) -> int:

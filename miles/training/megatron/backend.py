@@ -14,6 +14,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from transformers import AutoConfig
 
+from miles.arguments.megatron_rules import check_model
 from miles.arguments.megatron_shape import megatron_shape
 from miles.arguments.settings import Settings
 from miles.engine.base import WeightChunk
@@ -44,6 +45,7 @@ class MegatronBackend:
             settings.megatron, settings.model.context_parallel_size, settings.training.seed
         )
         self.hf_config = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
+        check_model(settings.megatron, self.hf_config.to_dict())
         shape = megatron_shape(self.hf_config.to_dict())
         self.converter = WeightConverter(self.hf_config.to_dict(), shape, self.ranks)
         self.policy = self._build(settings.model.hf_checkpoint)
@@ -75,6 +77,8 @@ class MegatronBackend:
         model = DistributedDataParallel(policy.config, ddp_config(self.settings), policy)
         model.train()
         policy.config.finalize_model_grads_func = finalize_model_grads
+        if model.ddp_config.overlap_grad_reduce:
+            policy.config.no_sync_func = model.no_sync
         return model
 
     def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from miles.arguments.megatron_given import TRIED
 from miles.arguments.megatron_shape import megatron_shape
 from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.settings import Settings
@@ -48,12 +50,18 @@ def transformer_config(
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
-        **_recomputation(settings),
+        **(_recomputation(settings) | _given(settings, TransformerConfig)),
     )
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:
     return weight
+
+
+def _given(settings: Settings, config: type) -> dict[str, Any]:
+    """The fields of ``config`` that flags set, and that are neither the model's nor this file's."""
+    names = {field.name for field in fields(config)} & set(TRIED)
+    return {name: value for name, value in settings.megatron_given if name in names}
 
 
 def _recomputation(settings: Settings) -> dict[str, Any]:
@@ -67,6 +75,7 @@ def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=settings.megatron.use_distributed_optimizer,
+        **_given(settings, DistributedDataParallelConfig),
     )
 
 
