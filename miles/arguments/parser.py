@@ -16,10 +16,11 @@ from argparse_dataclass import _add_dataclass_options
 
 import miles
 from miles.arguments.explain import explain
+from miles.arguments.megatron_fields import DESTINATION, add_megatron_flags
 from miles.arguments.settings import Settings
 from miles.arguments.validate import Validated, validate
 
-SECTIONS: dict[str, type] = get_type_hints(Settings)
+SECTIONS: dict[str, type] = {n: hint for n, hint in get_type_hints(Settings).items() if dataclasses.is_dataclass(hint)}
 
 
 # argparse's own words -> flag, value, rule and way out
@@ -111,7 +112,17 @@ def build_parser() -> FlagParser:
 
 def parse(argv: Sequence[str]) -> Settings:
     """Read the flags; nothing is checked across sections yet. Raises ``FlagError``, a ``ValueError``."""
-    return _settings(build_parser().parse_args(argv))
+    return _settings(_parser_for(argv).parse_args(argv))
+
+
+def _parser_for(argv: Sequence[str]) -> FlagParser:
+    """With the flags of Megatron's own dataclasses where ``argv`` chooses that backend, in whatever ``@file``."""
+    parser = build_parser()
+    chosen, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help", "--version")])
+    if chosen.train_backend == "megatron":
+        group = parser.add_argument_group("megatron-core", "fields of its own configuration, by their names there")
+        add_megatron_flags(group, taken={*defaults(), *parser._option_string_actions})
+    return parser
 
 
 def _settings(namespace: argparse.Namespace) -> Settings:
@@ -121,7 +132,9 @@ def _settings(namespace: argparse.Namespace) -> Settings:
         values = {field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given}
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
-    return Settings(**{name: section(cls) for name, cls in SECTIONS.items()})
+    own = {name.removeprefix(DESTINATION): value for name, value in given.items() if name.startswith(DESTINATION)}
+    megatron_given = tuple((name, value) for name, value in own.items() if value is not None)
+    return Settings(**{name: section(cls) for name, cls in SECTIONS.items()}, megatron_given=megatron_given)
 
 
 def main_parse(argv: Sequence[str]) -> Validated:
@@ -130,7 +143,7 @@ def main_parse(argv: Sequence[str]) -> Validated:
     ``--explain``, ``--help`` and ``--version`` print to stdout and exit with 0.
     """
     try:
-        namespace = build_parser().parse_args(argv)
+        namespace = _parser_for(argv).parse_args(argv)
         validated = validate(_settings(namespace))
     except ValueError as error:
         print(f"train.py: error: {error}", file=sys.stderr)

@@ -1,12 +1,14 @@
 """All sections of one run, frozen, and the step arithmetic that follows from them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.cluster import ClusterArguments
 from miles.arguments.data import DataArguments
 from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.loss import LossArguments
+from miles.arguments.megatron import MegatronArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.parallel import ParallelArguments
@@ -32,6 +34,8 @@ class Settings:
     checkpoint: CheckpointArguments
     evaluation: EvaluationArguments
     tracking: TrackingArguments
+    megatron: MegatronArguments = MegatronArguments()
+    megatron_given: tuple[tuple[str, Any], ...] = ()  # fields of Megatron's own dataclasses that flags set
 
     @property
     def rollouts_per_rollout_step(self) -> int:
@@ -49,3 +53,12 @@ class Settings:
     def steps_per_rollout(self) -> int:
         """Optimizer steps taken from one rollout."""
         return self.rollouts_per_rollout_step // self.global_batch_size
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks that hold different tokens: data parallel times context parallel. The others repeat their shards."""
+        return self.cluster.world_size // self.megatron.model_parallel_size
+
+    def token_rank(self, rank: int) -> int:
+        """Which of the ``token_ranks`` trainer rank ``rank`` is; tensor parallel is numbered fastest, pipeline last."""
+        return rank // self.megatron.tensor_model_parallel_size % self.token_ranks

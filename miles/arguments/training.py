@@ -10,7 +10,7 @@ from miles.arguments.flag import flag
 class TrainingArguments:
     """training: backend, batch sizes, micro-batches and precision."""
 
-    train_backend: Literal["fsdp"] = flag("fsdp", "training backend")
+    train_backend: Literal["fsdp", "megatron"] = flag("fsdp", "training backend")
     global_batch_size: Optional[int] = flag(None, "rollouts per optimizer step; default: all of a rollout's")
     num_steps_per_rollout: Optional[int] = flag(None, "optimizer steps per rollout, instead of --global-batch-size")
     micro_batch_size: int = flag(1, "samples per micro-batch, without --use-dynamic-batch-size")

@@ -112,7 +112,7 @@ class RolloutWorker:
         )
 
     def generate(self, rollout_id: int) -> GeneratedRollout:
-        """Collect rollout ``rollout_id``, and put one list of shards a trainer rank into the object store."""
+        """Collect rollout ``rollout_id``, and put one list of shards a token rank into the object store."""
         rollout = self._collect(rollout_id)
         if self.settings.rollout.save_debug_rollout_data is not None:
             save_rollout(self.settings.rollout.save_debug_rollout_data, rollout_id, rollout.groups)
@@ -120,7 +120,7 @@ class RolloutWorker:
         steps = [
             schedule_step(
                 batch,
-                self.settings.cluster.world_size,
+                self.settings.token_ranks,
                 self.settings.training,
                 self.settings.parallel,
                 samples_with_gradient(self.settings.loss, batch.rewards),

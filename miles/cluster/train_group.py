@@ -30,9 +30,12 @@ class TrainGroup:
         address = ray.get(self.actors[0].serve_store.remote())
         self._on_all("connect", address, total_steps)
 
-    def train(self, shards_by_rank: list[ray.ObjectRef]) -> list[dict[str, Metric]]:
+    def train(self, shards_by_token_rank: list[ray.ObjectRef]) -> list[dict[str, Metric]]:
         """One optimizer step for each shard in a rank's list; returns each step's metrics."""
-        calls = [actor.train.remote(shards) for actor, shards in zip(self.actors, shards_by_rank, strict=True)]
+        calls = [
+            actor.train.remote(shards_by_token_rank[self.settings.token_rank(rank)])
+            for rank, actor in enumerate(self.actors)
+        ]
         return wait_all(calls)[0]
 
     def export_weights(self) -> list[ray.ObjectRef]:

@@ -87,10 +87,17 @@ class TrainWorker:
 
 
 def _build_backend(settings: Settings, device: torch.device, total_steps: int) -> TrainBackend:
-    assert settings.training.train_backend == "fsdp"
-    from miles.training.fsdp.backend import FsdpBackend
-
     if device.type == "cuda":
         device = torch.device("cuda", 0 if "CUDA_VISIBLE_DEVICES" in os.environ else int(ray.get_gpu_ids()[0]))
         torch.cuda.set_device(device)
-    return FsdpBackend(settings, device, total_steps)
+    if settings.training.train_backend == "fsdp":
+        from miles.training.fsdp.backend import FsdpBackend
+
+        return FsdpBackend(settings, device, total_steps)
+    if device.type == "cpu":
+        from miles.training.megatron.cpu_support import support_cpu
+
+        support_cpu()
+    from miles.training.megatron.backend import MegatronBackend
+
+    return MegatronBackend(settings, device, total_steps)

@@ -1,0 +1,177 @@
+"""Megatron's own settings as flags: a field of its dataclasses is a flag, in the installed version's own words.
+
+The dataclasses are read from their source, because importing them takes torch and seconds. A field has its flag from
+its name (``moe_router_dtype``: ``--moe-router-dtype``), unless Megatron declares another (``argparse_meta``) or launch
+scripts know it by a public name (``PUBLIC_NAMES``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+DATACLASSES = {
+    "TransformerConfig": "transformer/transformer_config.py",
+    "ModelParallelConfig": "model_parallel_config.py",
+    "DistributedDataParallelConfig": "distributed/distributed_data_parallel_config.py",
+    "OptimizerConfig": "optimizer/optimizer_config.py",
+}
+PUBLIC_NAMES = {
+    "gated_linear_unit": "--swiglu",
+    "num_moe_experts": "--num-experts",
+    "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
+    "attention_softmax_in_fp32": "--attention-softmax-in-fp32",
+}
+DESTINATION = "megatron:"  # of a flag's value in argparse's namespace, before the field's name
+Kind = Literal["int", "float", "str", "bool"]
+
+
+@dataclass(frozen=True)
+class MegatronField:
+    """One field: its flag, and what values it takes. ``switch_to`` is the value of a switch that is given."""
+
+    name: str
+    flag: str
+    kind: Kind
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    is_list: bool = False
+
+    @property
+    def switch_to(self) -> bool:
+        """A switch turns its field's default around: ``--disable-bias-linear`` sets ``add_bias_linear`` to False."""
+        return True if self.flag == "--attention-softmax-in-fp32" else not self.default
+
+
+# What launch scripts say of the model beside the dataclasses: arguments of Megatron's GPTModel and of its own scripts.
+MODEL_FLAGS = (
+    MegatronField("group_query_attention", "--group-query-attention", "bool", False, "query heads share key heads"),
+    MegatronField(
+        "untie_embeddings_and_output_weights",
+        "--untie-embeddings-and-output-weights",
+        "bool",
+        False,
+        "the head has weights of its own",
+    ),
+    MegatronField("vocab_size", "--vocab-size", "int", None, "tokens of the vocabulary"),
+    MegatronField("max_position_embeddings", "--max-position-embeddings", "int", None, "longest context"),
+    MegatronField("rotary_base", "--rotary-base", "float", None, "base of the rotary embedding"),
+    MegatronField("rotary_percent", "--rotary-percent", "float", None, "share of a head that is rotated"),
+    MegatronField("position_embedding_type", "--position-embedding-type", "str", None, "kind of position embedding"),
+    MegatronField("use_rotary_position_embeddings", "--use-rotary-position-embeddings", "bool", False, "older name"),
+    MegatronField("position_embedding_table", "--no-position-embedding", "bool", True, "no learned position table"),
+    MegatronField("rope_fusion", "--no-rope-fusion", "bool", True, "rotary embedding without a fused kernel"),
+    MegatronField("attention_backend", "--attention-backend", "str", "auto", "attention kernel"),
+)
+
+
+def megatron_fields() -> dict[str, MegatronField]:
+    """Every field that a flag can set, by name. Raises ``ValueError`` if megatron-core is not installed."""
+    root = _package()
+    found: dict[str, MegatronField] = {}
+    for class_name, file in DATACLASSES.items():
+        for field in _fields_of(root / file, class_name):
+            found.setdefault(field.name, field)
+    return found
+
+
+def add_megatron_flags(group: argparse._ArgumentGroup, taken: set[str]) -> list[MegatronField]:
+    """Flags of all fields whose names and flags are not ``taken``; values land under ``DESTINATION`` + name."""
+    added = []
+    for field in (*MODEL_FLAGS, *megatron_fields().values()):
+        if field.name in taken or field.flag in taken:
+            continue
+        where: dict[str, Any] = {"dest": DESTINATION + field.name, "help": field.help, "default": None}
+        if field.kind == "bool":
+            group.add_argument(field.flag, action="store_const", const=field.switch_to, **where)
+        else:
+            kind = {"int": int, "float": float, "str": str}[field.kind]
+            many = {"nargs": "+"} if field.is_list else {}
+            group.add_argument(field.flag, type=kind, choices=field.choices or None, **many, **where)
+        added.append(field)
+    return added
+
+
+def _package() -> Path:
+    spec = find_spec("megatron")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / "core" / DATACLASSES["TransformerConfig"]).is_file():
+            return Path(folder) / "core"
+    raise ValueError(
+        "--train-backend megatron: megatron-core is not installed; install the extra, pip install 'miles[megatron]', "
+        "or use --train-backend fsdp"
+    )
+
+
+def _fields_of(file: Path, class_name: str) -> Iterator[MegatronField]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            field = _field(node.target.id, node.annotation, node.value, _text(after))
+            if field is not None:
+                yield field
+
+
+def _text(node: ast.AST | None) -> str:
+    """The first sentence of the string that documents a field, which stands after it."""
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    if not is_text:
+        return ""
+    words = " ".join(node.value.value.split())  # type: ignore[union-attr]
+    return words.split(". ")[0].rstrip(".")[:200]
+
+
+def _field(name: str, annotation: ast.expr, value: ast.expr | None, text: str) -> MegatronField | None:
+    kind = _kind(annotation)
+    if kind is None or name.startswith("_"):
+        return None
+    default, names = _default(value)
+    flag = PUBLIC_NAMES.get(name) or (names[0] if names else "--" + name.replace("_", "-"))
+    if kind[0] == "bool" and default is True and not names and name not in PUBLIC_NAMES:
+        flag = "--no-" + name.replace("_", "-")
+    return MegatronField(name, flag, kind[0], default, text, *kind[1:])
+
+
+def _kind(annotation: ast.expr) -> tuple[Kind, tuple[str, ...], bool] | None:
+    """Type, choices, and whether it is a list; None for what no flag can hold (functions, types, other objects)."""
+    if isinstance(annotation, ast.Name):
+        name = annotation.id
+        return (name, (), False) if name in ("int", "float", "str", "bool") else None  # type: ignore[return-value]
+    if not isinstance(annotation, ast.Subscript) or not isinstance(annotation.value, ast.Name):
+        return None
+    outer, inner = annotation.value.id, annotation.slice
+    if outer == "Optional":
+        return _kind(inner)
+    if outer == "Literal":
+        values = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+        return "str", tuple(ast.literal_eval(v) for v in values), False
+    if outer in ("list", "List"):
+        element = _kind(inner)
+        return element and (element[0], element[1], True)
+    if outer == "Union" and isinstance(inner, ast.Tuple):
+        kinds = [kind for kind in map(_kind, inner.elts) if kind is not None]
+        return (kinds[0][0], kinds[0][1], any(kind[2] for kind in kinds)) if kinds else None
+    return None
+
+
+def _default(value: ast.expr | None) -> tuple[Any, list[str]]:
+    """The default, None where it is no literal, and the flag names that Megatron declares for the field."""
+    if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "field"):
+        return _literal(value), []
+    keywords = {keyword.arg: keyword.value for keyword in value.keywords}
+    metadata = _literal(keywords.get("metadata")) or {}
+    return _literal(keywords.get("default")), metadata.get("argparse_meta", {}).get("arg_names", [])
+
+
+def _literal(node: ast.expr | None) -> Any:
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except ValueError:
+        return None

@@ -1,0 +1,121 @@
+"""What a run of the Megatron backend must satisfy: sizes that fit ranks and model, and nothing that it does not do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from miles.arguments.checks import at_least, refuse, refuse_ignored
+from miles.arguments.megatron import MegatronArguments
+from miles.arguments.megatron_fields import MODEL_FLAGS, megatron_fields
+from miles.arguments.megatron_given import check_given
+from miles.arguments.megatron_shape import megatron_shape, vocabulary_shape
+from miles.arguments.settings import Settings
+
+
+def check_megatron(settings: Settings) -> None:
+    """Against the ranks, the model where its config is in a local folder, and what this version computes rightly."""
+    sizes = settings.megatron
+    if settings.training.train_backend != "megatron":
+        names = [field.name for field in fields(MegatronArguments)]
+        refuse_ignored(sizes, names, "without --train-backend megatron", "add that flag")
+        return
+    at_least(
+        sizes,
+        1,
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+    )
+    _check_ranks(sizes, settings.cluster.world_size)
+    if sizes.sequence_parallel and sizes.tensor_model_parallel_size == 1:
+        way_out = "add --tensor-model-parallel-size 2 or more, or drop it"
+        refuse("sequence_parallel", True, "would be ignored without tensor parallel", way_out)
+    _check_not_yet(settings)
+    flags = {field.name: field.flag for field in (*MODEL_FLAGS, *megatron_fields().values())}
+    config = _local_config(settings.model.hf_checkpoint)
+    if config is None:  # a name on a hub: the backend checks the rest when it has the config
+        check_given(settings.megatron_given, None, flags)
+        return
+    check_model(sizes, config)
+    check_given(settings.megatron_given, {**megatron_shape(config), **vocabulary_shape(config)}, flags)
+
+
+def _check_ranks(sizes: MegatronArguments, ranks: int) -> None:
+    for name, size in (
+        ("tensor_model_parallel_size", sizes.tensor_model_parallel_size),
+        ("pipeline_model_parallel_size", sizes.model_parallel_size),
+    ):
+        if ranks % size:
+            product = (
+                f"times --tensor-model-parallel-size {sizes.tensor_model_parallel_size} "
+                if name.startswith("pipeline")
+                else ""
+            )
+            rule = f"{product}must divide the {ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node)"
+            refuse(name, getattr(sizes, name), rule, f"give sizes whose product divides {ranks}")
+    expert = sizes.expert_model_parallel_size * sizes.expert_ranks_a_matrix * sizes.pipeline_model_parallel_size
+    if ranks % expert:
+        rule = (
+            f"times --expert-tensor-parallel-size {sizes.expert_ranks_a_matrix} times --pipeline-model-parallel-size "
+            f"{sizes.pipeline_model_parallel_size} must divide the {ranks} trainer ranks"
+        )
+        refuse("expert_model_parallel_size", sizes.expert_model_parallel_size, rule, "give sizes that divide them")
+
+
+def _check_not_yet(settings: Settings) -> None:
+    """What the fsdp backend does and this one does not."""
+    way_out = "use --train-backend fsdp"
+    if settings.checkpoint.save is not None or settings.checkpoint.load is not None:
+        name = "save" if settings.checkpoint.save is not None else "load"
+        rule = "--train-backend megatron has no checkpoints in this version"
+        refuse(name, getattr(settings.checkpoint, name), rule, f"export with --save-hf, or {way_out}")
+    if settings.model.context_parallel_size > 1:
+        rule = "--train-backend megatron has no context parallelism in this version"
+        refuse("context_parallel_size", settings.model.context_parallel_size, rule, way_out)
+
+
+def _local_config(path: str | None) -> dict[str, Any] | None:
+    """The model's ``config.json``, where it can be read without a network."""
+    file = Path(path or "") / "config.json"
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def check_model(sizes: MegatronArguments, config: dict[str, Any]) -> None:
+    """The sizes cut the model of this Hugging Face config without a remainder."""
+    shape = megatron_shape(config)
+    tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
+    if shape["num_attention_heads"] % tp or shape["ffn_hidden_size"] % tp:
+        rule = f"must divide the model's {shape['num_attention_heads']} heads and {shape['ffn_hidden_size']} MLP rows"
+        refuse("tensor_model_parallel_size", tp, rule, "give a common divisor")
+    groups = shape["num_query_groups"]
+    if groups % tp:
+        rule = f"must divide the model's {groups} key and value heads"
+        refuse("tensor_model_parallel_size", tp, rule, f"give a divisor of {groups}")
+    if shape["num_layers"] % pp:
+        rule = f"must divide the model's {shape['num_layers']} layers"
+        refuse("pipeline_model_parallel_size", pp, rule, f"give a divisor of {shape['num_layers']}")
+    if "num_moe_experts" in shape:
+        _check_experts(sizes, shape["num_moe_experts"])
+    else:
+        why = "by a model without experts"
+        refuse_ignored(sizes, ["expert_model_parallel_size", "expert_tensor_parallel_size"], why, "drop it")
+
+
+def _check_experts(sizes: MegatronArguments, experts: int) -> None:
+    if experts % sizes.expert_model_parallel_size:
+        rule = f"must divide the model's {experts} experts"
+        refuse("expert_model_parallel_size", sizes.expert_model_parallel_size, rule, f"give a divisor of {experts}")
+    if sizes.tensor_model_parallel_size == 1:
+        return
+    if not sizes.sequence_parallel:
+        rule = "for a model with experts needs --sequence-parallel, or megatron-core refuses to train"
+        refuse("tensor_model_parallel_size", sizes.tensor_model_parallel_size, rule, "add --sequence-parallel")
+    if sizes.expert_model_parallel_size == 1 and sizes.expert_ranks_a_matrix == 1:
+        rule = (
+            "with --expert-model-parallel-size 1 and --sequence-parallel: megatron-core 0.16.1 computes wrong gradients"
+        )
+        refuse("expert_tensor_parallel_size", 1, rule, "drop it, or share the experts with the other flag")

@@ -1,0 +1,120 @@
+"""The Megatron backend: ``TrainBackend`` for one rank, on CPU (gloo) or CUDA (NCCL).
+
+On CPU, ``cpu_support.support_cpu`` comes before this module is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from transformers import AutoConfig
+
+from miles.arguments.megatron_rules import check_model
+from miles.arguments.megatron_shape import megatron_shape
+from miles.arguments.settings import Settings
+from miles.engine.base import WeightChunk
+from miles.tracking.metrics import Metric
+from miles.train_batch import TrainShard
+from miles.training.megatron import hf_export
+from miles.training.megatron.convert import WeightConverter
+from miles.training.megatron.forward_backward import forward_backward, log_probs_of
+from miles.training.megatron.hf_weights import HuggingFaceWeights
+from miles.training.megatron.optimizer import MegatronOptimizer
+from miles.training.megatron.policy_model import PolicyModel
+from miles.training.megatron.process_groups import initialize_process_groups
+from miles.training.megatron.transformer_config import ddp_config, optimizer_config, transformer_config
+from miles.training.megatron.versions import megatron_version
+from miles.weight_sync.chunks import in_chunks
+
+
+class MegatronBackend:
+    """One rank. The process group must be initialized; every verb is collective (training/backend.py)."""
+
+    def __init__(self, settings: Settings, device: torch.device, total_steps: int) -> None:
+        assert settings.model.hf_checkpoint is not None
+        megatron_version()
+        self.device = device
+        self.settings = settings
+        self.compute_dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
+        self.ranks = initialize_process_groups(
+            settings.megatron, settings.model.context_parallel_size, settings.training.seed
+        )
+        self.hf_config = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
+        check_model(settings.megatron, self.hf_config.to_dict())
+        shape = megatron_shape(self.hf_config.to_dict())
+        self.converter = WeightConverter(self.hf_config.to_dict(), shape, self.ranks)
+        self.policy = self._build(settings.model.hf_checkpoint)
+        self.model = self._distributed(self.policy)
+        self.optimizer = MegatronOptimizer(
+            self.model, optimizer_config(settings, self.compute_dtype), settings.optimizer, total_steps
+        )
+        self.reference: PolicyModel | None = None
+        if settings.loss.use_kl_loss:
+            self.reference = self._build(settings.model.ref_load or settings.model.hf_checkpoint)
+            self.reference.eval().requires_grad_(False)
+
+    def _build(self, path: str) -> PolicyModel:
+        config = transformer_config(
+            self.settings, self.hf_config.to_dict(), self.compute_dtype, self.settings.loss.calculate_per_token_loss
+        )
+        policy = PolicyModel(
+            config,
+            self.hf_config,
+            self.ranks,
+            self.settings.rollout.rollout_temperature,
+            self.settings.loss.log_probs_chunk_size,
+        )
+        self.converter.load(policy, HuggingFaceWeights(path))
+        return policy.to(self.device)
+
+    def _distributed(self, policy: PolicyModel) -> DistributedDataParallel:
+        """With gradient buffers, which are reduced when the schedule ends."""
+        model = DistributedDataParallel(policy.config, ddp_config(self.settings), policy)
+        model.train()
+        policy.config.finalize_model_grads_func = finalize_model_grads
+        if model.ddp_config.overlap_grad_reduce:
+            policy.config.no_sync_func = model.no_sync
+        return model
+
+    def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
+        return forward_backward(self.model, shard, self.settings.loss, self.ranks, self.device)
+
+    def optimizer_step(self) -> dict[str, Metric]:
+        return self.optimizer.step()
+
+    def skip_step(self) -> dict[str, Metric]:
+        return self.optimizer.skip()
+
+    def log_probs(self, shard: TrainShard, reference: bool = False) -> list[np.ndarray]:
+        policy = self.reference if reference else self.policy
+        assert policy is not None, "reference log-probs need --use-kl-loss"
+        return log_probs_of(policy, shard, self.ranks, self.device)
+
+    def export_weights(self) -> Iterator[WeightChunk]:
+        return in_chunks(self._full_weights())
+
+    def _full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        exported = self.converter.export(self.policy, lambda parameter: parameter.data, self.compute_dtype)
+        return ((name, tensor.cpu()) for name, tensor in exported)
+
+    def save(self, folder: Path, state: dict[str, Any]) -> None:
+        raise ValueError(
+            "--save: --train-backend megatron writes no checkpoints in this version; "
+            "drop --save and use --save-hf, or use --train-backend fsdp"
+        )
+
+    def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
+        raise ValueError(
+            "--load: --train-backend megatron reads no checkpoints in this version; "
+            "give the weights as --hf-checkpoint, or use --train-backend fsdp"
+        )
+
+    def export_hf(self, folder: Path) -> None:
+        """Write weights (in compute dtype), config and generation config as transformers would. Rank 0 writes."""
+        assert self.settings.model.hf_checkpoint is not None
+        hf_export.export_hf(folder, self.settings.model.hf_checkpoint, self._full_weights(), self.compute_dtype)

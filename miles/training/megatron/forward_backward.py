@@ -1,0 +1,166 @@
+"""One step's gradient through Megatron's schedule, and the step's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from miles.arguments.loss import LossArguments
+from miles.batching.collate import collate, split_by_sample
+from miles.loss.aggregation import is_per_token
+from miles.loss.output import LossOutput
+from miles.loss.policy_loss import policy_loss_function
+from miles.loss.sft_loss import sft_loss_function
+from miles.tracking.metrics import Metric
+from miles.train_batch import MicroBatch, TrainShard
+from miles.training.megatron.loss_contract import AveragingContract, Handed, LossContract, TokenContract
+from miles.training.megatron.packed_tokens import PackedTokens
+from miles.training.megatron.policy_model import PolicyModel
+from miles.training.megatron.process_groups import Ranks
+
+
+def forward_backward(
+    model: DistributedDataParallel, shard: TrainShard, loss: LossArguments, ranks: Ranks, device: torch.device
+) -> dict[str, Metric]:
+    """Backward through every micro-batch. The metrics are the step's, the same on every rank."""
+    totals: dict[str, torch.Tensor] = {}
+    if shard.score_only:
+        with torch.no_grad():
+            scored = Pass(model.module, shard, shard.score_only, device)
+            _add(totals, scored.run(partial(_metrics_of, loss), forward_only=True))
+    trained = Pass(model.module, shard, shard.micro_batches, device)
+    contract = _contract(model, shard, ranks)
+    _add(totals, trained.run(partial(_share_of_loss, loss, contract), model=model))
+    return _reduce(totals, shard, loss, ranks, device)
+
+
+class Pass:
+    """Micro-batches through the pipeline: collated one at a time, each stage's output where its loss function is."""
+
+    def __init__(
+        self, policy: PolicyModel, shard: TrainShard, micro_batches: Sequence[Sequence[int]], device: torch.device
+    ) -> None:
+        self.policy = policy
+        self.shard = shard
+        self.micro_batches = micro_batches
+        self.device = device
+
+    def run(self, loss_function: Any, model: Any = None, forward_only: bool = False) -> list[Any]:
+        """What ``loss_function(policy, micro, hidden)`` has put into its last place, one a micro-batch.
+
+        Empty on all pipeline stages but the last. ``model`` is the policy in its data-parallel wrapper, where
+        gradients are wanted.
+        """
+
+        def forward_step(data: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            micro = next(data)
+            tokens = PackedTokens.of(micro, multiple=self._multiple())
+            assert tokens.input_ids is not None and tokens.position_ids is not None
+            hidden = stage(tokens.input_ids[None], tokens.position_ids[None], None, packed_seq_params=tokens)
+            return hidden, partial(loss_function, self.policy, micro)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=self._collated(),
+            model=[self.policy if model is None else model],
+            num_microbatches=len(self.micro_batches),
+            seq_length=1,  # not read: variable_seq_lengths
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _collated(self) -> Iterator[MicroBatch]:
+        return (collate(self.shard.batch, indices, self.device) for indices in self.micro_batches)
+
+    def _multiple(self) -> int:
+        config = self.policy.config
+        return config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+
+def _contract(model: DistributedDataParallel, shard: TrainShard, ranks: Ranks) -> LossContract:
+    if not model.config.calculate_per_token_loss:
+        return AveragingContract(ranks, len(shard.micro_batches))
+    scored = [i for indices in shard.score_only for i in indices]
+    tokens = int(sum(shard.batch.loss_masks[i].sum() for i in scored)) if ranks.cp.rank() == 0 else 0
+    return TokenContract(shard.batch.num_loss_tokens, tokens)
+
+
+def _share_of_loss(
+    loss: LossArguments, contract: LossContract, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor
+) -> Handed:
+    return contract(_loss_of(loss, policy, micro, hidden), micro)
+
+
+def _metrics_of(
+    loss: LossArguments, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return hidden.new_zeros(()), _loss_of(loss, policy, micro, hidden).metrics
+
+
+def _loss_of(loss: LossArguments, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor) -> LossOutput:
+    log_probs, entropy = policy.score(hidden, micro, with_entropy=loss.loss_type == "policy_loss")
+    if loss.loss_type == "sft_loss":
+        return sft_loss_function(loss, micro, log_probs)
+    return policy_loss_function(loss, micro, log_probs, entropy)
+
+
+def _add(totals: dict[str, torch.Tensor], outputs: list[dict[str, torch.Tensor]]) -> None:
+    for metrics in outputs:
+        for name, value in metrics.items():
+            totals[name] = totals[name] + value if name in totals else value
+
+
+def log_probs_of(policy: PolicyModel, shard: TrainShard, ranks: Ranks, device: torch.device) -> list[np.ndarray]:
+    """Log-probs of each sample's response, float32 [response], without a graph; on every rank."""
+    micro_batches = (*shard.micro_batches, *shard.score_only)
+
+    def scores(policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return hidden.new_zeros(()), (micro, policy.score(hidden, micro, with_entropy=False)[0])
+
+    with torch.no_grad():
+        found = Pass(policy, shard, micro_batches, device).run(scores, forward_only=True)
+    by_sample: dict[int, np.ndarray] = {}
+    for indices, (micro, log_probs) in zip(micro_batches, found, strict=ranks.is_last_stage):
+        by_sample |= zip(indices, split_by_sample(log_probs, micro), strict=True)
+    return _from_last_stage(by_sample, shard, ranks, device)
+
+
+def _from_last_stage(
+    by_sample: dict[int, np.ndarray], shard: TrainShard, ranks: Ranks, device: torch.device
+) -> list[np.ndarray]:
+    """One array a sample in the shard's order, sent through the pipeline by the stage that has them."""
+    lengths = shard.batch.response_lengths
+    if ranks.pp.size() == 1:
+        return [by_sample[i] for i in range(len(lengths))]
+    flat = torch.zeros(sum(lengths), device=device)
+    if ranks.is_last_stage and lengths:
+        flat.copy_(torch.from_numpy(np.concatenate([by_sample[i] for i in range(len(lengths))])))
+    dist.broadcast(flat, ranks.last_stage, group=ranks.pp)
+    return [part.numpy() for part in flat.cpu().split(list(lengths))]
+
+
+def _reduce(
+    totals: dict[str, torch.Tensor], shard: TrainShard, loss: LossArguments, ranks: Ranks, device: torch.device
+) -> dict[str, Metric]:
+    """Sum the weighted numerators over the ranks that have tokens of their own; weigh each by the step's count.
+
+    The numerators already hold the step's 1/N (or 1/T), so their sum is the step's value. Multiplied by that count
+    again, the metrics of several steps add up to the value over all of them.
+    """
+    names = [sorted(totals)]
+    dist.broadcast_object_list(names, ranks.last_stage, group=ranks.pp)
+    packed = torch.zeros(len(names[0]), device=device)
+    if ranks.is_last_stage:
+        packed = torch.stack([totals[name].detach().float() for name in names[0]])
+        dist.all_reduce(packed, group=ranks.dp_cp)
+    dist.broadcast(packed, ranks.last_stage, group=ranks.pp)
+    batch = shard.batch
+    count = batch.num_loss_tokens if is_per_token(loss) else batch.num_rollouts
+    return {name: Metric(value * count, float(count)) for name, value in zip(names[0], packed.tolist(), strict=True)}

@@ -1,0 +1,43 @@
+"""A folder that transformers' ``from_pretrained`` loads, written shard file by shard file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from transformers import AutoConfig, GenerationConfig
+
+from miles.weight_sync.chunks import in_chunks
+
+FILE_BYTES = 4 * 1024**3
+
+
+def export_hf(folder: Path, source: str, weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
+    """Write safetensors files with their index, config.json and generation_config.json.
+
+    Every rank gathers, rank 0 writes, and holds at most one file's tensors. The configs are those of ``source``.
+    """
+    writes = dist.get_rank() == 0
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        config = AutoConfig.from_pretrained(source)
+        config.dtype = dtype
+        config.save_pretrained(folder)
+        if (Path(source) / "generation_config.json").is_file():
+            GenerationConfig.from_pretrained(source).save_pretrained(folder)
+    file_of: dict[str, str] = {}
+    total = 0
+    for number, chunk in enumerate(in_chunks(weights, FILE_BYTES), start=1):
+        if writes:
+            file = f"model-{number:05d}.safetensors"
+            save_file({n: t.contiguous() for n, t in chunk.tensors.items()}, folder / file, {"format": "pt"})
+            file_of |= dict.fromkeys(chunk.tensors, file)
+            total += sum(tensor.nbytes for tensor in chunk.tensors.values())
+    if writes:
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    dist.barrier()

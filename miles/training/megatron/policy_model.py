@@ -1,0 +1,88 @@
+"""Megatron's ``GPTModel`` as the trainer sees it: packed tokens in, log-probs and entropy out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import PretrainedConfig
+
+from miles.arguments.megatron_shape import vocabulary_shape
+from miles.train_batch import MicroBatch
+from miles.training.megatron.layer_spec import decoder_spec
+from miles.training.megatron.packed_tokens import PackedRotaryEmbedding
+from miles.training.megatron.process_groups import Ranks
+from miles.training.megatron.rope_frequencies import inverse_frequencies
+from miles.training.megatron.vocab_parallel import vocab_parallel_log_probs
+
+
+class PolicyModel(GPTModel):
+    """One pipeline stage. ``forward`` gives hidden states on every stage; the last one's go to ``score``.
+
+    The head is not part of ``forward``: only response positions need it, and a chunk of them at a time.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hf_config: PretrainedConfig,
+        ranks: Ranks,
+        temperature: float,
+        chunk_size: int,
+    ) -> None:
+        vocabulary = vocabulary_shape(hf_config.to_dict())
+        tp_size = ranks.tp.size()
+        super().__init__(
+            config,
+            decoder_spec(config, ranks.pp.rank()),
+            vocab_size=-(-vocabulary["vocab_size"] // tp_size) * tp_size,
+            max_sequence_length=vocabulary["max_position_embeddings"],
+            pre_process=ranks.is_first_stage,
+            post_process=ranks.is_last_stage,
+            share_embeddings_and_output_weights=not vocabulary["untie_embeddings_and_output_weights"],
+            position_embedding_type="rope",
+        )
+        self.rotary_pos_emb = PackedRotaryEmbedding(inverse_frequencies(hf_config))
+        self.tokens_in_vocabulary = vocabulary["vocab_size"]
+        self.temperature = temperature
+        self.chunk_size = chunk_size
+        self.to(config.params_dtype)
+
+    def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Megatron's own would compute the logits of every token here."""
+        return hidden_states
+
+    def score(
+        self, hidden_states: torch.Tensor, micro: MicroBatch, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs of ``micro.targets`` under softmax(logits / temperature), and the entropy if asked; fp32 [R]."""
+        tp = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            # Its backward sums the ranks' gradients, of which each has the part of its own vocabulary.
+            whole = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=tp)
+            chosen = whole[:, 0][micro.logit_index]
+        else:
+            chosen = copy_to_tensor_model_parallel_region(hidden_states[:, 0][micro.logit_index], group=tp)
+        return vocab_parallel_log_probs(
+            chosen,
+            self.head_weight(),
+            micro.targets,
+            first_token=tp.rank() * self.vocab_size // tp.size(),
+            temperature=self.temperature,
+            chunk_size=self.chunk_size,
+            group=tp,
+            with_entropy=with_entropy,
+        )
+
+    def head_weight(self) -> torch.Tensor:
+        """The head's rows of this rank's vocabulary, less those that only fill it up to a multiple of the ranks."""
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        first = self.pg_collection.tp.rank() * weight.shape[0]
+        return weight[: max(0, min(weight.shape[0], self.tokens_in_vocabulary - first))]

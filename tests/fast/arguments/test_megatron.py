@@ -1,0 +1,110 @@
+"""Flags of --train-backend megatron: its own dataclasses' fields, the model's shape, and what is refused."""
+
+import json
+import sys
+
+import pytest
+
+from miles.arguments.megatron_fields import megatron_fields
+from miles.arguments.parser import parse
+from miles.arguments.settings import Settings
+from miles.arguments.validate import validate
+
+LLAMA = dict(
+    model_type="llama",
+    num_hidden_layers=4,
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-5,
+    vocab_size=64,
+    max_position_embeddings=128,
+    tie_word_embeddings=True,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+)
+EXPERTS = LLAMA | dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+RANKS4 = "--actor-num-gpus-per-node 4 "
+
+
+@pytest.fixture
+def megatron(tmp_path, command):
+    """Validated settings of a run on four ranks of the backend; ``config`` is the model's."""
+
+    def run(flags: str, config: dict | None = None) -> Settings:
+        (tmp_path / "config.json").write_text(json.dumps(config or LLAMA))
+        words = command(RANKS4 + "--train-backend megatron " + flags, without="--hf-checkpoint")
+        return validate(parse([*words, "--hf-checkpoint", str(tmp_path)])).settings
+
+    return run
+
+
+def test_fields_are_read_without_importing_megatron():
+    before = set(sys.modules)
+    fields = megatron_fields()
+    assert not {name for name in set(sys.modules) - before if name.split(".")[0] in ("megatron", "torch")}
+    assert len(fields) > 200
+    assert fields["layernorm_epsilon"].flag == "--norm-epsilon" and fields["layernorm_epsilon"].kind == "float"
+    assert fields["add_bias_linear"].flag == "--disable-bias-linear" and fields["add_bias_linear"].switch_to is False
+    assert fields["moe_router_dtype"].choices == ("fp32", "fp64")
+    assert fields["moe_aux_loss_coeff"].is_list and "timers" not in fields
+
+
+def test_launch_scripts_may_say_the_models_shape(megatron):
+    settings = megatron(
+        "--num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention "
+        "--num-query-groups 2 --swiglu --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-5 "
+        "--rotary-base 10000 --vocab-size 64 --use-rotary-position-embeddings --no-position-embedding "
+        "--attention-dropout 0.0 --hidden-dropout 0.0 --attention-softmax-in-fp32 "
+        "--accumulate-allreduce-grads-in-fp32 --no-rope-fusion --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --tensor-model-parallel-size 2 --sequence-parallel"
+    )
+    assert dict(settings.megatron_given)["recompute_granularity"] == "full"
+    assert settings.token_ranks == 2 and [settings.token_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+
+
+def test_pipeline_stages_repeat_the_shards(megatron):
+    settings = megatron("--pipeline-model-parallel-size 2")
+    assert settings.token_ranks == 2 and [settings.token_rank(rank) for rank in range(4)] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "config", "told"),
+    [
+        ("--num-layers 6", LLAMA, ["--num-layers 6", "num_layers 4"]),
+        ("--untie-embeddings-and-output-weights", LLAMA, ["--untie-embeddings", "False"]),
+        ("--norm-epsilon 1e-6", LLAMA, ["--norm-epsilon 1e-06", "1e-05"]),
+        ("--qk-layernorm", LLAMA, ["--qk-layernorm", "False"]),
+        ("--attention-backend flash", LLAMA, ["--attention-backend flash", "miles' own"]),
+        ("--moe-aux-loss-coeff 0.1", EXPERTS, ["--moe-aux-loss-coeff 0.1", "auxiliary"]),
+        ("--fp8-format e4m3", LLAMA, ["--fp8-format e4m3", "not been tested"]),
+        ("--overlap-param-gather", LLAMA, ["--overlap-param-gather", "not been tested"]),
+        ("--virtual-pipeline-model-parallel-size 2", LLAMA, ["--virtual-pipeline-model-parallel-size 2"]),
+        ("--tensor-model-parallel-size 3", LLAMA, ["--tensor-model-parallel-size 3", "4 trainer ranks"]),
+        ("--tensor-model-parallel-size 4", LLAMA, ["--tensor-model-parallel-size 4", "2 key and value heads"]),
+        ("--pipeline-model-parallel-size 4", LLAMA | {"num_hidden_layers": 6}, ["--pipeline", "6 layers"]),
+        ("--sequence-parallel", LLAMA, ["--sequence-parallel", "--tensor-model-parallel-size 2"]),
+        ("--expert-model-parallel-size 2", LLAMA, ["--expert-model-parallel-size 2", "without experts"]),
+        ("--tensor-model-parallel-size 2", EXPERTS, ["--tensor-model-parallel-size 2", "--sequence-parallel"]),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+            EXPERTS,
+            ["--expert-tensor-parallel-size 1", "wrong gradients"],
+        ),
+        ("--save somewhere", LLAMA, ["--save somewhere", "--save-hf"]),
+        ("", LLAMA | {"model_type": "gemma"}, ["model_type gemma", "llama, qwen2"]),
+        ("", LLAMA | {"attention_bias": True}, ["attention_bias", "Qwen2"]),
+        ("--num-layerz 4", LLAMA, ["--num-layerz", "--num-layers"]),
+    ],
+)
+def test_refused(megatron, flags, config, told):
+    with pytest.raises(ValueError) as error:
+        megatron(flags, config)
+    assert all(word in str(error.value) for word in told), error.value
+
+
+def test_other_backend_takes_none_of_these_flags(validated):
+    with pytest.raises(ValueError, match="--tensor-model-parallel-size 2: would be ignored"):
+        validated("--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2")
+    with pytest.raises(ValueError, match="--hidden-size: no such flag"):
+        validated("--hidden-size 32")
