@@ -17,10 +17,17 @@ from argparse_dataclass import _add_dataclass_options
 import miles
 from miles.arguments.explain import explain
 from miles.arguments.megatron_fields import DESTINATION, add_megatron_flags
+from miles.arguments.server_flags import split_server_flags
 from miles.arguments.settings import Settings
+from miles.arguments.sglang import ServerFlags
 from miles.arguments.validate import Validated, validate
 
-SECTIONS: dict[str, type] = {n: hint for n, hint in get_type_hints(Settings).items() if dataclasses.is_dataclass(hint)}
+# Those of our own flags; what is passed on to SGLang or Megatron has none.
+SECTIONS: dict[str, type] = {
+    name: hint
+    for name, hint in get_type_hints(Settings).items()
+    if dataclasses.is_dataclass(hint) and hint is not ServerFlags
+}
 
 
 # argparse's own words -> flag, value, rule and way out
@@ -112,20 +119,30 @@ def build_parser() -> FlagParser:
 
 def parse(argv: Sequence[str]) -> Settings:
     """Read the flags; nothing is checked across sections yet. Raises ``FlagError``, a ``ValueError``."""
-    return _settings(_parser_for(argv).parse_args(argv))
+    return _settings(*_read(argv))
 
 
-def _parser_for(argv: Sequence[str]) -> FlagParser:
-    """With the flags of Megatron's own dataclasses where ``argv`` chooses that backend, in whatever ``@file``."""
+def _parser_for(words: Sequence[str]) -> FlagParser:
+    """With the flags of Megatron's own dataclasses where ``words`` choose that backend."""
     parser = build_parser()
-    chosen, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help", "--version")])
+    chosen, _ = parser.parse_known_args([word for word in words if word not in ("-h", "--help", "--version")])
     if chosen.train_backend == "megatron":
         group = parser.add_argument_group("megatron-core", "fields of its own configuration, by their names there")
         add_megatron_flags(group, taken={*defaults(), *parser._option_string_actions})
     return parser
 
 
-def _settings(namespace: argparse.Namespace) -> Settings:
+def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, ServerFlags]:
+    """The flags of our own sections, with Megatron's where it is chosen, and those that are passed on to SGLang."""
+    parser = build_parser()
+    # argparse's private name: the words of an @file must be there before SGLang's are told from ours.
+    words = parser._read_args_from_files(list(argv))
+    known = _parser_for([word for word in words if not word.startswith(("--sglang", "--router"))])
+    ours, passed_on = split_server_flags(words, known._option_string_actions)
+    return known.parse_args(ours), passed_on
+
+
+def _settings(namespace: argparse.Namespace, passed_on: ServerFlags) -> Settings:
     given = {name: value for name, value in vars(namespace).items() if value is not dataclasses.MISSING}
 
     def section(cls: type) -> Any:
@@ -134,7 +151,8 @@ def _settings(namespace: argparse.Namespace) -> Settings:
 
     own = {name.removeprefix(DESTINATION): value for name, value in given.items() if name.startswith(DESTINATION)}
     megatron_given = tuple((name, value) for name, value in own.items() if value is not None)
-    return Settings(**{name: section(cls) for name, cls in SECTIONS.items()}, megatron_given=megatron_given)
+    sections = {name: section(cls) for name, cls in SECTIONS.items()}
+    return Settings(**sections, megatron_given=megatron_given, server_flags=passed_on)
 
 
 def main_parse(argv: Sequence[str]) -> Validated:
@@ -143,8 +161,8 @@ def main_parse(argv: Sequence[str]) -> Validated:
     ``--explain``, ``--help`` and ``--version`` print to stdout and exit with 0.
     """
     try:
-        namespace = _parser_for(argv).parse_args(argv)
-        validated = validate(_settings(namespace))
+        namespace, passed_on = _read(argv)
+        validated = validate(_settings(namespace, passed_on))
     except ValueError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

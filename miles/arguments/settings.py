@@ -14,6 +14,7 @@ from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
+from miles.arguments.sglang import ServerFlags, SglangArguments
 from miles.arguments.tracking import TrackingArguments
 from miles.arguments.training import TrainingArguments
 
@@ -27,6 +28,7 @@ class Settings:
     data: DataArguments
     reward: RewardArguments
     rollout: RolloutArguments
+    sglang: SglangArguments
     loss: LossArguments
     optimizer: OptimizerArguments
     training: TrainingArguments
@@ -36,6 +38,7 @@ class Settings:
     tracking: TrackingArguments
     megatron: MegatronArguments = MegatronArguments()
     megatron_given: tuple[tuple[str, Any], ...] = ()  # fields of Megatron's own dataclasses that flags set
+    server_flags: ServerFlags = ServerFlags()
 
     @property
     def rollouts_per_rollout_step(self) -> int:
@@ -62,3 +65,11 @@ class Settings:
     def token_rank(self, rank: int) -> int:
         """Which of the ``token_ranks`` trainer rank ``rank`` is; tensor parallel is numbered fastest, pipeline last."""
         return rank // self.megatron.tensor_model_parallel_size % self.token_ranks
+
+    @property
+    def num_engines(self) -> int:
+        """SGLang servers that the run starts; 0 with the embedded engine, and with engines that run already."""
+        if self.rollout.rollout_engine != "sglang" or self.sglang.rollout_external:
+            return 0
+        devices = self.cluster.world_size if self.cluster.colocate else self.cluster.rollout_num_gpus or 1
+        return devices // self.sglang.rollout_num_gpus_per_engine
