@@ -8,7 +8,7 @@ from miles.arguments.flag import flag
 
 @dataclass(frozen=True)
 class MegatronArguments:
-    """megatron: layout of --train-backend megatron, which also takes the fields of megatron-core's own configuration."""
+    """megatron: layout of --train-backend megatron, which also takes fields of megatron-core's configuration."""
 
     tensor_model_parallel_size: int = flag(1, "ranks that share each weight matrix")
     pipeline_model_parallel_size: int = flag(1, "ranks that each hold some of the layers")

@@ -137,9 +137,8 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, ServerFlags]:
     parser = build_parser()
     # argparse's private name: the words of an @file must be there before SGLang's are told from ours.
     words = parser._read_args_from_files(list(argv))
-    known = _parser_for([word for word in words if not word.startswith(("--sglang", "--router"))])
-    ours, passed_on = split_server_flags(words, known._option_string_actions)
-    return known.parse_args(ours), passed_on
+    ours, passed_on = split_server_flags(words, parser._option_string_actions)
+    return _parser_for(ours).parse_args(ours), passed_on
 
 
 def _settings(namespace: argparse.Namespace, passed_on: ServerFlags) -> Settings:
