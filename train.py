@@ -18,8 +18,10 @@ def main(argv: list[str]) -> None:
     """Run the command line; wrong flags exit with 2 before anything starts, failures of the run with 1."""
     validated = main_parse(argv)
     from miles.cluster.failures import told_to_the_user  # Ray and torch are imported from here on
+    from miles.loss.custom_reducer import check_custom_reducer
 
     with told_to_the_user(validated.settings.checkpoint):
+        check_custom_reducer(validated.settings.loss)
         for note in validated.notes:
             print(f"note: {note}")
         run(validated.settings)

@@ -80,6 +80,12 @@ def _from_verl(loss: LossArguments, max_response_len: int, notes: list[str]) -> 
 
 
 def _check_verl_stands_alone(loss: LossArguments, name: str) -> None:
+    if loss.custom_pg_loss_reducer_function_path is not None:
+        rule = "would be ignored: --custom-pg-loss-reducer-function-path takes precedence"
+        refuse("loss_agg_mode", name, rule, "drop one of the two")
+    if loss.calculate_per_token_loss and name != "token-mean":
+        rule = f"would divide the normalization of --loss-agg-mode {name} away"
+        refuse("calculate_per_token_loss", True, rule, "drop it, or use --loss-agg-mode token-mean")
     if loss.loss_aggregation != "sample_mean":
         rule = f"names the aggregation twice, beside --loss-aggregation {loss.loss_aggregation}"
         refuse("loss_agg_mode", name, rule, "keep one of the two")

@@ -97,8 +97,14 @@ def without_effect(settings: Settings) -> list[str]:
         idle.append(f"clip range [{low:g}, {high:g}]: one step a rollout, so the ratio is 1 and nothing is clipped")
         if loss.eps_clip_c is not None:
             idle.append("--eps-clip-c: the same")
+        if loss.advantage_estimator == "gspo":
+            idle.append("--advantage-estimator gspo: one step a rollout, so every ratio is 1, as under grpo")
+        if loss.use_opsm:
+            idle.append("--use-opsm: one step a rollout, so no sequence is away from the old policy")
     if loss.custom_pg_loss_reducer_function_path is not None:
-        idle.append("--loss-canary: what your reducer's weights add up to is not known beforehand; it is logged only")
+        idle.append(
+            "--loss-canary: what your reducer's weights add up to is not known beforehand, so nothing is checked"
+        )
     if rollout.rollout_temperature == 0:
         idle.append("--rollout-top-p, --rollout-top-k: greedy sampling takes the most likely token")
     if settings.training.balance_data and settings.cluster.world_size == 1:

@@ -45,7 +45,7 @@ def _aggregated(name: str, settings: Settings) -> list[str]:
     if loss.custom_pg_loss_reducer_function_path is not None:
         return [f"{name} = {loss.custom_pg_loss_reducer_function_path}(m, l)", f"N = {rollouts} rollouts a step"]
     mode = loss.loss_aggregation
-    counts = [f"N = {rollouts} rollouts a step"] if mode in ("sample_mean", "constant") else []
+    counts = [f"N = {rollouts} rollouts a step"]
     if mode == "prompt_mean":
         counts.append(f"P = {rollouts // settings.rollout.n_samples_per_prompt} prompts a step")
     counts.append(_SYMBOLS[mode].format(divisor=loss.loss_aggregation_divisor or 0.0))

@@ -7,13 +7,14 @@ from miles.arguments.parallel import ParallelArguments
 from miles.arguments.training import TrainingArguments
 
 
-def check_parallel(parallel: ParallelArguments, training: TrainingArguments, ranks: int) -> None:
-    """``ranks`` is the number of trainer ranks."""
+def check_parallel(parallel: ParallelArguments, training: TrainingArguments, ranks: int, max_response_len: int) -> None:
+    """``ranks`` is the number of trainer ranks; ``max_response_len`` that of a response."""
     at_least(parallel, 1, "context_parallel_size")
     at_least(parallel, 2, "max_seqlen_per_dp_cp_rank")
     _check_layout(parallel)
     if parallel.dynamic_context_parallel:
         _check_dynamic(parallel, training)
+        _check_room(parallel, ranks, max_response_len)
     else:
         why = "without --dynamic-context-parallel"
         refuse_ignored(parallel, ["max_seqlen_per_dp_cp_rank"], why, "add that switch")
@@ -33,6 +34,16 @@ def _check_layout(parallel: ParallelArguments) -> None:
         )
         refuse("qkv_format", "bshd", f"padded lengths are not known under {shared}", "use --qkv-format thd")
     refuse("qkv_format", "bshd", "the fsdp backend packs sequences and has no padded layout", "use --qkv-format thd")
+
+
+def _check_room(parallel: ParallelArguments, ranks: int, max_response_len: int) -> None:
+    assert parallel.max_seqlen_per_dp_cp_rank is not None
+    sharing = ranks & -ranks  # the largest power of two that divides them
+    room = parallel.max_seqlen_per_dp_cp_rank * sharing
+    if room <= max_response_len:
+        rule = f"{sharing} of {ranks} ranks can share a sequence, {room} tokens; --rollout-max-response-len is more"
+        way_out = f"give more than {max_response_len // sharing}, with room for the prompt"
+        refuse("max_seqlen_per_dp_cp_rank", parallel.max_seqlen_per_dp_cp_rank, rule, way_out)
 
 
 def _check_dynamic(parallel: ParallelArguments, training: TrainingArguments) -> None:

@@ -36,7 +36,10 @@ def validate(settings: Settings) -> Validated:
     check_loss(settings)
     rules.check_reward(settings.reward, needed=not loads_samples or settings.evaluation.has_sets)
     rules.check_cluster(settings.cluster)
-    check_parallel(settings.parallel, settings.training, settings.cluster.world_size)
+    assert settings.rollout.rollout_max_response_len is not None, "check_sampling() demands it"
+    check_parallel(
+        settings.parallel, settings.training, settings.cluster.world_size, settings.rollout.rollout_max_response_len
+    )
     check_megatron(settings)
     check_engines(settings)
     rules.check_optimizer(settings.optimizer)
@@ -69,7 +72,7 @@ def remarks(settings: Settings) -> list[str]:
     if cluster.colocate and cluster.rollout_num_gpus is not None:
         said.append(f"--rollout-num-gpus {cluster.rollout_num_gpus} has no effect with --colocate")
     budget, response = training.max_tokens_per_gpu, rollout.rollout_max_response_len
-    if budget is not None and response is not None and budget < response:
+    if budget is not None and response is not None and budget * settings.parallel.context_parallel_size < response:
         said.append(
             f"--max-tokens-per-gpu {budget} is less than --rollout-max-response-len {response}: "
             "a longer sample gets a micro-batch of its own"

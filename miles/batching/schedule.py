@@ -8,6 +8,7 @@ from dataclasses import replace
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.training import TrainingArguments
 from miles.batching.packing import PackedSample, balanced_partition, pack_by_budget, split_to_count
+from miles.parallel.context_parallel import padded_length
 from miles.parallel.dynamic_context_parallel import plan_dynamic_context_parallel
 from miles.train_batch import MicroBatchPlan, TrainBatch, TrainShard
 
@@ -100,12 +101,14 @@ def _micro_batches(batch: TrainBatch, chosen: Sequence[int], training: TrainingA
         count = training.micro_batch_size
         return [list(chosen[i : i + count]) for i in range(0, len(chosen), count)]
     assert training.max_tokens_per_gpu is not None, "validate() demands it"
-    samples = [_packed_sample(batch, i, shared=size == 1) for i in chosen]
+    samples = [_packed_sample(batch, i, size) for i in chosen]
     return [[chosen[i] for i in part] for part in pack_by_budget(samples, training.max_tokens_per_gpu * size)]
 
 
-def _packed_sample(batch: TrainBatch, index: int, shared: bool) -> PackedSample:
-    """``shared``: equal prompts stand once, as on a rank by itself (collate)."""
+def _packed_sample(batch: TrainBatch, index: int, size: int) -> PackedSample:
+    """As ``collate`` packs it: a rank by itself shares equal prompts, and ranks that share a sample pad it."""
     tokens, response = batch.tokens[index], batch.response_lengths[index]
     prompt = tokens[: len(tokens) - response]
-    return PackedSample(prompt.tobytes() if shared else index.to_bytes(8, "big"), len(prompt), response)
+    if size == 1:
+        return PackedSample(prompt.tobytes(), len(prompt), response)
+    return PackedSample(index.to_bytes(8, "big"), len(prompt), padded_length(len(tokens), size) - len(prompt))

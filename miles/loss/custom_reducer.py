@@ -98,10 +98,17 @@ def get_custom_pg_loss_reducer(path: str, loss: LossArguments, micro: MicroBatch
     return _checked(reducer, path, micro, divisor=max(micro.num_loss_tokens, 1) if per_token else micro.num_rollouts)
 
 
+def check_custom_reducer(loss: LossArguments) -> None:
+    """Import the reducer that is named, if any, and read its signature, before a run starts. Raises ``ValueError``."""
+    path = loss.custom_pg_loss_reducer_function_path
+    if path is not None:
+        _positional_arguments(load_function(path, _FLAG), path)
+
+
 def _positional_arguments(function: Callable[..., Any], path: str) -> int:
     """1 or 4: with how many positional arguments ``function`` can be called."""
     signature = inspect.signature(function)
-    for count in (1, 4):
+    for count in (4, 1):
         try:
             signature.bind(*range(count))
         except TypeError:

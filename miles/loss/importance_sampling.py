@@ -59,7 +59,7 @@ def mismatch(
     ``is_ratio`` and ``is_ratio_square`` are always there: ``ess_ratio`` is made of their means. With
     ``--get-mismatch-metrics`` also estimates of KL(engine || trainer) (k1, k3), chi-square, and both log-perplexities.
     """
-    ratio = log_ratio.exp()
+    ratio = log_ratio.clamp(-40.0, 40.0).exp()  # its square is a number too
     values = {"is_ratio": ratio, "is_ratio_square": ratio.square()}
     if loss.get_mismatch_metrics:
         values |= {

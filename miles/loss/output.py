@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from miles.tracking.metrics import Metric
+from miles.train_batch import TrainBatch
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,17 @@ class LossOutput:
     metrics: dict[str, torch.Tensor]
 
 
-def reported(sums: Mapping[str, float], count: int) -> dict[str, Metric]:
+def reported(sums: Mapping[str, float], batch: TrainBatch, per_token: bool) -> dict[str, Metric]:
     """The metrics of a step from the sums of ``LossOutput.metrics`` over all its micro-batches and ranks.
 
-    ``count`` is what the means are over: rollouts, or tokens. The sums hold 1 / count already; each is weighed by it
-    again, so that the metrics of several steps add up to the value over all of them. ``ess_ratio``, the effective
-    sample size over the sample size (Kong 1992), is made of the two means that it needs, once both are whole.
+    Means are over the step's rollouts, or ``per_token`` over its tokens. The sums hold 1 / count already; each is
+    weighed by the count again, so that the metrics of several steps add up to the value over all of them.
+    ``ess_ratio``, the effective sample size over the sample size (Kong 1992), is made of the two means that it needs,
+    once both are whole. A step without a token has none of them.
     """
+    if not batch.num_loss_tokens:
+        return {}
+    count = batch.num_loss_tokens if per_token else batch.num_rollouts
     metrics = {name: Metric(value * count, float(count)) for name, value in sums.items()}
     if "is_ratio_square" in sums:
         metrics["ess_ratio"] = Metric(sums["is_ratio"] ** 2, sums["is_ratio_square"])

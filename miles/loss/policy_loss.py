@@ -95,8 +95,8 @@ def _policy_log_ratio(loss: LossArguments, micro: MicroBatch, log_ratio: torch.T
     """The log-ratio that is clipped, [R]: the token's own, or under ``gspo`` that of its sequence.
 
     GSPO (arXiv 2507.18071 Eq. 7): the geometric mean of the ratios of a sequence's tokens. Written as in its Eq. 13:
-    the value is the sequence's and the gradient the token's own, which adds up to the same, also where the tokens stand
-    on several ranks.
+    the value is the sequence's and the gradient the token's own. That adds up to the same where the tokens of a
+    sequence weigh alike, and needs no gradient from other ranks.
     """
     if loss.advantage_estimator != "gspo":
         return log_ratio
@@ -107,7 +107,7 @@ def off_policy_sequences(loss: LossArguments, micro: MicroBatch, log_ratio: torc
     """1 for tokens of sequences that ``--use-opsm`` drops, else 0; fp32 [R].
 
     Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556 §3.1): a negative advantage, and a mean of
-    log old - log current over the sequence's tokens above ``--opsm-delta``.
+    log old - log current over the sequence's tokens above ``--opsm-delta``; old is the trainer's own.
     """
     divergence = sequence_means(-log_ratio, micro)[micro.sample_index]
     return ((micro.advantages < 0) & (divergence > loss.opsm_delta)).float()

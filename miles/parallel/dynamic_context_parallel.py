@@ -38,7 +38,8 @@ def plan_dynamic_context_parallel(
 
     The longest sequence left decides the smallest size that fits it; shorter ones fill what is left of the budget,
     always in the group with the fewest tokens. Where that leaves fewer sequences than groups, the size is doubled until
-    every group has one. Raises ``ValueError`` for a sequence that all ranks together cannot hold.
+    every group has one, as far as the budget allows. Raises ``ValueError`` for a sequence that the largest group cannot
+    hold.
 
     >>> plan_dynamic_context_parallel([16, 3, 3, 2, 2, 2], ranks=4, max_seqlen_per_rank=4)
     [GroupedMicroBatch(size=4, groups=[[0]]), GroupedMicroBatch(size=1, groups=[[1], [2], [3, 5], [4]])]
@@ -51,9 +52,10 @@ def plan_dynamic_context_parallel(
         groups, later = _fill(left, lengths, size, ranks // size, max_seqlen_per_rank)
         placed = sorted((i for group in groups for i in group), key=lambda i: (-lengths[i], i))
         while len(placed) < ranks // size and size < sizes[-1]:
-            size *= 2
-            groups, rest = _fill(placed, lengths, size, ranks // size, max_seqlen_per_rank)
-            assert not rest, "two of the old groups fit into one of the new"
+            wider, rest = _fill(placed, lengths, 2 * size, ranks // (2 * size), max_seqlen_per_rank)
+            if rest:  # padding to the wider groups takes more than the budget has left: a group stays empty
+                break
+            size, groups = 2 * size, wider
         plan.append(GroupedMicroBatch(size, groups))
         left = later
     return plan

@@ -85,6 +85,5 @@ def _reduce(
     packed = torch.stack(rows)
     dist.all_reduce(packed)
     sums = packed.tolist()
-    count = batch.num_loss_tokens if is_per_token(loss) else batch.num_rollouts
-    metrics = reported(dict(zip(names, sums, strict=False)), count)
+    metrics = reported(dict(zip(names, sums, strict=False)), batch, is_per_token(loss))
     return metrics if mass is None else metrics | {"loss_mass": Metric(sums[-1])}

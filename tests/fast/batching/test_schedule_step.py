@@ -103,7 +103,8 @@ def test_micro_batches_keep_their_size(make_batch, step, split):
             if parallel.dynamic_context_parallel:
                 assert sum(padded_length(n, size) for n in lengths) <= parallel.max_seqlen_per_dp_cp_rank * size
             elif training.use_dynamic_batch_size:
-                assert len(lengths) <= 1 or sum(lengths) <= training.max_tokens_per_gpu * size
+                tokens = sum(padded_length(n, size) for n in lengths)
+                assert len(lengths) <= 1 or tokens <= training.max_tokens_per_gpu * size
             else:
                 assert len(lengths) <= training.micro_batch_size
 

@@ -94,6 +94,8 @@ class Case:
     rollouts_per_step: int | None = None
     shuffled: bool = False  # groups, and rollouts within them, in another order
     mutation: str | None = None
+    equal_rewards: bool = False  # in the first group: its samples have no advantage, and are only scored
+    long_rows: bool = False  # attention as for rows too long for their scores to stand in memory
     model: str = "untied"
     watch: bool = False  # the loss-mass canary may stop the run
     scores: dict[str, list[list[float]]] = field(default_factory=dict)  # old and ref, by the sample's place in the spec
@@ -139,7 +141,7 @@ def rows_of(case: Case) -> list[Row]:
     for number, group in enumerate(case.spec):
         prompt = Prompt("", tuple(rng.integers(0, VOCABULARY, 3).tolist()))
         for masks in group:
-            reward = float(rng.normal())
+            reward = 1.0 if case.equal_rewards and number == 0 else float(rng.normal())
             samples += [_sample(rng, prompt, number, rollout, mask, reward) for mask in masks]
             rollout += 1
     rewards = [s.reward or 0.0 for s in samples]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from cases import BATCHES, LAYOUTS, MODES, Case, loss_of
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention.bias import causal_upper_left
 
 from miles.batching import collate, schedule
 from miles.loss import policy_loss
@@ -300,6 +301,12 @@ MUTATIONS: dict[str, Mutation] = {
             case(layout="alone, packed"),
             False,
             ((packed_attention, "_short_attention", _everyone_sees_everything),),
+        ),
+        Mutation(
+            "queries of a late chunk are taken for the first",
+            replace(case(layout="cp2"), long_rows=True),
+            False,
+            ((packed_attention, "causal_lower_right", lambda _: causal_upper_left),),
         ),
         Mutation(
             "positions do not start anew in each sample",

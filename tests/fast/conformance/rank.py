@@ -16,6 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ from miles.loss.policy_loss import samples_with_gradient
 from miles.rollout import convert
 from miles.tracking.metrics import Metric, values
 from miles.train_batch import TrainBatch, TrainShard
-from miles.training import step
+from miles.training import packed_attention, step
 from miles.training.fsdp.backend import FsdpBackend
 
 DEADLINE = timedelta(seconds=60)
@@ -93,7 +94,7 @@ class Rank:
             self.backends.clear()
         mutation = nullcontext() if case.mutation is None else MUTATIONS[case.mutation].applied()
         try:
-            with mutation:
+            with mutation, patch.object(packed_attention, "SHORT", 0 if case.long_rows else packed_attention.SHORT):
                 return self._train(case)
         except LossMassError as error:
             self.backends.clear()

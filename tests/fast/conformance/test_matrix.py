@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import BATCHES, FULL, LAYOUTS, MODES, TEMPERATURE, Case, loss_of
+from cases import BATCHES, FULL, LAYOUTS, MODES, TEMPERATURE, Case, loss_of, rows_of
 from compare import differences, off_policy, samples_of, wanted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -64,12 +64,37 @@ def test_drawn_batches(ranks, oracle, layout):
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_corrections_touch_the_numerator_alone(ranks, oracle, correction, layout):
     """Engine and trainer log-probs apart: weights, rejection and sequence ratios, equal at every layout."""
-    for mode in ("sample_mean", "token_mean"):
+    for mode in MODES:
         case = Case(BATCHES["compacted"], loss_of(mode, **CORRECTIONS[correction]), LAYOUTS[layout], watch=True)
         case = off_policy(case, oracle)
         near = replace(case, spec=BATCHES["uneven"], off_policy=False, scores={})
         for each in (case, off_policy(near, oracle)):
             assert_conforms(each, ranks, oracle)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+def test_samples_without_advantage_are_only_scored(ranks, oracle, layout):
+    """They have no backward pass, and everything comes out as if they had."""
+    for mode in MODES:
+        case = Case(BATCHES["uneven"], loss_of(mode), layout, equal_rewards=True)
+        assert any(row.advantage == 0 for row in rows_of(case)) and any(row.advantage for row in rows_of(case))
+        assert_conforms(off_policy(case, oracle), ranks, oracle)
+
+
+@pytest.mark.parametrize("layout", ["alone, packed", "cp2", "cp4, packed", "dp2 x cp2", "dynamic cp, 4 ranks"])
+def test_rows_too_long_for_their_scores(ranks, oracle, layout):
+    """The fused attention, with queries that are the last of their keys."""
+    for batch in ("uneven", "compacted"):
+        case = Case(BATCHES[batch], loss_of("sample_mean"), LAYOUTS[layout], long_rows=True, watch=True)
+        assert_conforms(case, ranks, oracle)
+
+
+@pytest.mark.parametrize("layout", ["alone, packed", "dp2", "cp2", "dp2 x cp2", "dynamic cp, 4 ranks"])
+@pytest.mark.parametrize("form", ["typed", "positional"])
+def test_custom_reducers_see_whole_samples(ranks, oracle, form, layout):
+    loss = loss_of("sample_mean", custom_pg_loss_reducer_function_path=f"custom_reducers:{form}")
+    for batch in ("uneven", "masked"):
+        assert_conforms(off_policy(Case(BATCHES[batch], loss, LAYOUTS[layout]), oracle), ranks, oracle)
 
 
 @pytest.mark.parametrize("layout", ["alone, packed", "dp2", "cp2", "dynamic cp, 4 ranks"])

@@ -15,32 +15,36 @@ BUDGET = 16
 
 @st.composite
 def steps(draw):
-    ranks = draw(RANKS)
-    longest = BUDGET * possible_sizes(ranks)[-1]
-    return ranks, draw(st.lists(st.integers(1, longest), max_size=30))
+    ranks, budget = draw(RANKS), draw(st.integers(2, 20))
+    size = possible_sizes(ranks)[-1]
+    longest = budget * size if size == 1 else budget * size // (2 * size) * 2 * size
+    return ranks, budget, draw(st.lists(st.integers(1, longest), max_size=30))
 
 
 @given(steps())
 def test_every_sequence_once_within_the_budget(step):
-    ranks, lengths = step
-    plan = plan_dynamic_context_parallel(lengths, ranks, BUDGET)
+    ranks, budget, lengths = step
+    plan = plan_dynamic_context_parallel(lengths, ranks, budget)
     assert sorted(i for micro in plan for group in micro.groups for i in group) == list(range(len(lengths)))
     for micro in plan:
         assert len(micro.groups) * micro.size == ranks
         for group in micro.groups:
-            assert sum(padded_length(lengths[i], micro.size) for i in group) <= BUDGET * micro.size
+            assert sum(padded_length(lengths[i], micro.size) for i in group) <= budget * micro.size
 
 
 @given(steps())
 def test_the_size_is_the_smallest_that_fits_and_fills_the_groups(step):
-    ranks, lengths = step
-    for micro in plan_dynamic_context_parallel(lengths, ranks, BUDGET):
+    ranks, budget, lengths = step
+    for micro in plan_dynamic_context_parallel(lengths, ranks, budget):
         members = [i for group in micro.groups for i in group]
-        assert all(micro.groups) or micro.size == possible_sizes(ranks)[-1]
+        # A group is empty only where the next size has no room for its padding, or there is no next size.
+        wider = sum(padded_length(lengths[i], 2 * micro.size) for i in members)
+        largest = micro.size == possible_sizes(ranks)[-1]
+        assert all(micro.groups) or largest or wider > budget * micro.size
         if micro.size > 1:
             half = micro.size // 2
             longest = max(lengths[i] for i in members)
-            assert padded_length(longest, half) > BUDGET * half or len(members) < ranks // half
+            assert padded_length(longest, half) > budget * half or len(members) < ranks // half
 
 
 @given(st.integers(1, 40), RANKS)
@@ -55,3 +59,8 @@ def test_a_sequence_for_which_there_are_too_few_ranks():
         ValueError, match=r"--max-seqlen-per-dp-cp-rank 16: a sequence of 65 tokens .* 4 ranks.*give at least 18"
     ):
         plan_dynamic_context_parallel([65], 4, BUDGET)
+
+
+def test_no_room_for_padding_leaves_a_group_empty():
+    (micro,) = plan_dynamic_context_parallel([3, 3, 3], ranks=4, max_seqlen_per_rank=3)
+    assert micro.size == 1 and sorted(map(len, micro.groups)) == [0, 1, 1, 1]

@@ -72,7 +72,7 @@ def step_without_loss_tokens_is_skipped(stage: Stage) -> None:
     empty = make_batch(PLAIN, masked=True)
     assert empty.num_loss_tokens == 0
     (metrics,) = train(backend, [shard_of(stage, empty, FIXED)])
-    assert metrics["train/skipped_steps"].value == 1.0 and metrics["train/loss"].value == 0.0
+    assert metrics["train/skipped_steps"].value == 1.0 and "train/loss" not in metrics
     assert "train/lr" not in metrics and backend.optimizer.steps_done == 0
     after = weights(backend)
     assert all(torch.equal(before[n], after[n]) for n in before)
