@@ -73,9 +73,6 @@ def _check_not_yet(settings: Settings) -> None:
         name = "save" if settings.checkpoint.save is not None else "load"
         rule = "--train-backend megatron has no checkpoints in this version"
         refuse(name, getattr(settings.checkpoint, name), rule, f"export with --save-hf, or {way_out}")
-    if settings.model.context_parallel_size > 1:
-        rule = "--train-backend megatron has no context parallelism in this version"
-        refuse("context_parallel_size", settings.model.context_parallel_size, rule, way_out)
 
 
 def _local_config(path: str | None) -> dict[str, Any] | None:

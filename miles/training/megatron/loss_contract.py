@@ -40,8 +40,7 @@ class AveragingContract:
     num_micro_batches: int
 
     def __call__(self, output: LossOutput, micro: MicroBatch) -> Handed:
-        average = average_of_schedule(self.num_micro_batches, self.ranks.cp.size())
-        average *= average_of_ddp(self.ranks.dp_cp.size())
+        average = average_of_schedule(self.num_micro_batches) * average_of_ddp(self.ranks.dp.size())
         return output.loss / average, output.metrics
 
 
