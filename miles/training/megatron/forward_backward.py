@@ -40,7 +40,7 @@ def forward_backward(
                 _add(totals, metrics)
                 scored_tokens += tokens
     trained = Pass(model.module, shard, shard.micro_batches, ranks, device)
-    contract: LossContract = AveragingContract(ranks, len(shard.micro_batches))
+    contract: LossContract = AveragingContract(len(shard.micro_batches), ranks.dp.size())
     if model.config.calculate_per_token_loss:
         contract = TokenContract(shard.batch.num_loss_tokens, scored_tokens)
     for metrics in trained.run(partial(_share_of_loss, loss, contract), model=model):
