@@ -114,6 +114,7 @@ def _metrics_of(
 
 def _loss_of(loss: LossArguments, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor) -> LossOutput:
     log_probs, entropy = policy.score(hidden, micro, with_entropy=loss.loss_type == "policy_loss")
+    # In every step, watched or not: overlapped reductions wait for the gradient of every parameter.
     canary = None if policy.canary is None else policy.canary.sum()
     if loss.loss_type == "sft_loss":
         return sft_loss_function(loss, micro, log_probs, canary)
@@ -174,4 +175,5 @@ def _reduce(
     batch = shard.batch
     count = batch.num_loss_tokens if is_per_token(loss) else batch.num_rollouts
     metrics = reported(dict(zip(names[0], sums, strict=True)), count)
-    return metrics if loss.loss_canary == "off" else metrics | {"loss_mass": Metric(loss_mass)}
+    watched = shard.expected_loss_mass is not None
+    return metrics | {"loss_mass": Metric(loss_mass)} if watched else metrics

@@ -14,7 +14,6 @@ from compare import differences, off_policy, samples_of, wanted
 from layouts import LAYOUTS, Stand, gradients, make_backend, plain_model, shard_of
 
 from miles.arguments.loss import LossArguments
-from miles.loss.canary import LossMassWatch
 from miles.loss.policy_loss import samples_with_gradient
 from miles.rollout.convert import convert
 from miles.tracking.metrics import Metric, values
@@ -113,10 +112,11 @@ def _run(backend: Any, case: Case) -> Result:
     )
     if case.off_policy:
         batch = _scored(batch, rows, case)
-    shard: TrainShard = shard_of(backend, batch, samples_with_gradient(case.loss, batch.rewards))
+    # The canary is to see every token; elsewhere samples without an advantage are scored and not trained on.
+    has_gradient = samples_with_gradient(case.loss, batch.rewards)
+    shard: TrainShard = shard_of(backend, batch, has_gradient, watch_mass=case.off_policy)
     recorded = Recorded(backend)
-    watch = LossMassWatch(case.loss, backend.settings.token_ranks)
-    (metrics,) = train_rollout(recorded, [shard], False, watch)  # type: ignore[arg-type]
+    (metrics,) = train_rollout(recorded, [shard], False, backend.settings.token_ranks)  # type: ignore[arg-type]
     reported = {n.removeprefix("train/"): v for n, v in values(metrics).items() if "time/" not in n}
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, reported)

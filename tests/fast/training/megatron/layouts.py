@@ -180,10 +180,17 @@ def make_backend(
     return MegatronBackend(settings, CPU, total_steps)
 
 
-def shard_of(backend: MegatronBackend, batch: TrainBatch, has_gradient: Sequence[bool] | None = None) -> TrainShard:
+def shard_of(
+    backend: MegatronBackend,
+    batch: TrainBatch,
+    has_gradient: Sequence[bool] | None = None,
+    watch_mass: bool = True,
+) -> TrainShard:
     """This rank's, as the launcher hands them out."""
     settings, rank = backend.settings, torch.distributed.get_rank()
-    shards = schedule_step(batch, settings.token_ranks, settings.training, settings.parallel, has_gradient)
+    shards = schedule_step(
+        batch, settings.token_ranks, settings.training, settings.parallel, has_gradient, watch_mass=watch_mass
+    )
     return shards[settings.token_rank(rank)]
 
 

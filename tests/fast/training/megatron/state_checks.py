@@ -16,7 +16,6 @@ from oracle import token_scores
 from transformers import AutoModelForCausalLM
 
 from miles.arguments.loss import LossArguments
-from miles.loss.canary import LossMassWatch
 from miles.rollout.convert import convert
 from miles.tracking.metrics import values
 from miles.train_batch import TrainBatch
@@ -33,8 +32,7 @@ def _batch(case: Case = CASE) -> TrainBatch:
 
 
 def _train(backend: Any, batch: TrainBatch, use_reference: bool = False) -> dict[str, Any]:
-    watch = LossMassWatch(backend.settings.loss, backend.settings.token_ranks)
-    return train_rollout(backend, [shard_of(backend, batch)], use_reference, watch)[0]
+    return train_rollout(backend, [shard_of(backend, batch)], use_reference, backend.settings.token_ranks)[0]
 
 
 def log_probs_equal_transformers(stand: Stand) -> None:
@@ -42,7 +40,7 @@ def log_probs_equal_transformers(stand: Stand) -> None:
     batch = _batch()
     for model in models_of(stand):
         backend = make_backend(stand, model, PLAIN)
-        shard = shard_of(backend, batch, [i % 3 != 0 for i in range(len(batch))])
+        shard = shard_of(backend, batch, [i % 3 != 0 for i in range(len(batch))], watch_mass=False)
         plain = plain_model(stand.folder, model, torch.float64)
         for i, found in enumerate(backend.log_probs(shard)):
             tokens, response = shard.batch.tokens[i], shard.batch.response_lengths[i]
