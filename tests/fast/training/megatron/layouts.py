@@ -24,6 +24,7 @@ from miles.arguments.parallel import ParallelArguments
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
+from miles.arguments.sglang import SglangArguments
 from miles.arguments.tracking import TrackingArguments
 from miles.arguments.training import TrainingArguments
 from miles.batching.schedule import schedule_step
@@ -166,6 +167,7 @@ def make_backend(
         model=ModelArguments(hf_checkpoint=stand.model(model)),
         data=DataArguments(),
         reward=RewardArguments(),
+        sglang=SglangArguments(),
         rollout=RolloutArguments(rollout_temperature=TEMPERATURE),
         loss=loss,
         optimizer=OptimizerArguments(**optimizer),
