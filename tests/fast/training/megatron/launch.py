@@ -27,7 +27,7 @@ import conformance_checks  # noqa: E402  # Megatron is imported from here on
 import state_checks  # noqa: E402
 from layouts import LAYOUTS, Stand, save_models  # noqa: E402
 
-DEADLINE = timedelta(seconds=60)
+DEADLINE = timedelta(seconds=120)
 Check = Callable[[Stand], "str | None"]
 
 
