@@ -92,7 +92,7 @@ def add_megatron_flags(group: argparse._ArgumentGroup, taken: set[str]) -> list[
             group.add_argument(field.flag, action="store_const", const=field.switch_to, **where)
         else:
             kind = {"int": int, "float": float, "str": str}[field.kind]
-            many = {"nargs": "+"} if field.is_list else {}
+            many: dict[str, Any] = {"nargs": "+"} if field.is_list else {}
             group.add_argument(field.flag, type=kind, choices=field.choices or None, **many, **where)
         added.append(field)
     return added

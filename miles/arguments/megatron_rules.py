@@ -41,6 +41,7 @@ def check_megatron(settings: Settings) -> None:
         check_given(settings.megatron_given, None, flags)
         return
     check_model(sizes, config)
+    _check_engine(settings, megatron_shape(config))
     check_given(settings.megatron_given, {**megatron_shape(config), **vocabulary_shape(config)}, flags)
 
 
@@ -73,9 +74,14 @@ def _check_not_yet(settings: Settings) -> None:
         name = "save" if settings.checkpoint.save is not None else "load"
         rule = "--train-backend megatron has no checkpoints in this version"
         refuse(name, getattr(settings.checkpoint, name), rule, f"export with --save-hf, or {way_out}")
-    if settings.model.context_parallel_size > 1:
-        rule = "--train-backend megatron has no context parallelism in this version"
-        refuse("context_parallel_size", settings.model.context_parallel_size, rule, way_out)
+
+
+def _check_engine(settings: Settings, shape: dict[str, Any]) -> None:
+    """Experts are exported one by one, as checkpoints have them; transformers keeps those of a layer in one tensor."""
+    rollout = settings.rollout
+    if "num_moe_experts" in shape and rollout.rollout_engine == "torch" and rollout.load_debug_rollout_data is None:
+        rule = "the torch engine takes no weights of a model with experts from --train-backend megatron"
+        refuse("rollout_engine", "torch", rule, "train on --load-debug-rollout-data, or use --train-backend fsdp")
 
 
 def _local_config(path: str | None) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from miles.arguments.validate import Validated, validate
 SECTIONS: dict[str, type] = {
     name: hint
     for name, hint in get_type_hints(Settings).items()
-    if dataclasses.is_dataclass(hint) and hint is not ServerFlags
+    if hasattr(hint, "__dataclass_fields__") and hint is not ServerFlags
 }
 
 

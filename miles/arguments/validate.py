@@ -36,11 +36,11 @@ def validate(settings: Settings) -> Validated:
     check_loss(settings)
     rules.check_reward(settings.reward, needed=not loads_samples or settings.evaluation.has_sets)
     rules.check_cluster(settings.cluster)
+    check_megatron(settings)
     assert settings.rollout.rollout_max_response_len is not None, "check_sampling() demands it"
     check_parallel(
-        settings.parallel, settings.training, settings.cluster.world_size, settings.rollout.rollout_max_response_len
+        settings.parallel, settings.training, settings.token_ranks, settings.rollout.rollout_max_response_len
     )
-    check_megatron(settings)
     check_engines(settings)
     rules.check_optimizer(settings.optimizer)
     rules.check_checkpoint(settings.checkpoint)

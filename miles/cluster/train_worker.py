@@ -55,7 +55,7 @@ class TrainWorker:
 
     def train(self, shards: Sequence[TrainShard]) -> list[dict[str, Metric]]:
         """One optimizer step a shard; every rank returns the same metrics."""
-        return train_rollout(self._backend, shards, self.settings.loss.use_kl_loss, self.settings.cluster.world_size)
+        return train_rollout(self._backend, shards, self.settings.loss.use_kl_loss, self.settings.token_ranks)
 
     def export_weights(self) -> list[ray.ObjectRef]:
         """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,16 +55,22 @@ class _Gather(torch.autograd.Function):
 class ContextGroups:
     """This rank's group of every size that micro-batches may have; consecutive ranks make a group."""
 
-    def __init__(self, sizes: Iterable[int]) -> None:
-        """Collective: every rank makes every group, in the same order. ``sizes`` must divide the world size."""
-        world, me = dist.get_world_size(), dist.get_rank()
+    def __init__(self, sizes: Iterable[int], replicas: Sequence[Sequence[int]] | None = None) -> None:
+        """Collective: every rank makes every group, in the same order.
+
+        ``replicas`` are lists of ranks, each of which is cut into groups of every size; by default one list of all
+        ranks. ``sizes`` must divide their lengths.
+        """
+        me = dist.get_rank()
         self._groups = {1: ALONE}
         for size in sorted(set(sizes) - {1}):
-            assert world % size == 0, f"{world} ranks cannot be cut into groups of {size}"
-            for start in range(0, world, size):
-                group = dist.new_group(list(range(start, start + size)))
-                if start <= me < start + size:
-                    self._groups[size] = ContextGroup(size, me - start, group)
+            for ranks in replicas or [range(dist.get_world_size())]:
+                assert len(ranks) % size == 0, f"{len(ranks)} ranks cannot be cut into groups of {size}"
+                for start in range(0, len(ranks), size):
+                    members = list(ranks[start : start + size])
+                    group = dist.new_group(members)
+                    if me in members:
+                        self._groups[size] = ContextGroup(size, members.index(me), group)
 
     def of(self, size: int) -> ContextGroup:
         """The group in which this rank works on a micro-batch of context-parallel size ``size``."""

@@ -41,14 +41,12 @@ class MegatronBackend:
         self.device = device
         self.settings = settings
         self.compute_dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
-        self.ranks = initialize_process_groups(
-            settings.megatron, settings.model.context_parallel_size, settings.training.seed
-        )
+        self.ranks = initialize_process_groups(settings.megatron, settings.parallel, settings.training.seed)
         self.hf_config = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
         check_model(settings.megatron, self.hf_config.to_dict())
         shape = megatron_shape(self.hf_config.to_dict())
         self.converter = WeightConverter(self.hf_config.to_dict(), shape, self.ranks)
-        self.policy = self._build(settings.model.hf_checkpoint)
+        self.policy = self._build(settings.model.hf_checkpoint, with_canary=settings.loss.loss_canary != "off")
         self.model = self._distributed(self.policy)
         self.optimizer = MegatronOptimizer(
             self.model, optimizer_config(settings, self.compute_dtype), settings.optimizer, total_steps
@@ -58,7 +56,7 @@ class MegatronBackend:
             self.reference = self._build(settings.model.ref_load or settings.model.hf_checkpoint)
             self.reference.eval().requires_grad_(False)
 
-    def _build(self, path: str) -> PolicyModel:
+    def _build(self, path: str, with_canary: bool = False) -> PolicyModel:
         config = transformer_config(
             self.settings, self.hf_config.to_dict(), self.compute_dtype, self.settings.loss.calculate_per_token_loss
         )
@@ -68,6 +66,7 @@ class MegatronBackend:
             self.ranks,
             self.settings.rollout.rollout_temperature,
             self.settings.loss.log_probs_chunk_size,
+            with_canary,
         )
         self.converter.load(policy, HuggingFaceWeights(path))
         return policy.to(self.device)

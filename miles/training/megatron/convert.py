@@ -66,7 +66,9 @@ class WeightConverter:
         """This rank's parameters by their names in the whole model."""
         first_layer = get_transformer_layer_offset(model.config, pp_rank=self.ranks.pp.rank())
         first_expert = self.ranks.ep.rank() * self._experts_a_rank
-        return {global_name(n, first_layer, first_expert): p for n, p in model.named_parameters()}
+        return {
+            global_name(n, first_layer, first_expert): p for n, p in model.named_parameters() if p is not model.canary
+        }
 
     def _whole_model(self, local: dict[str, torch.nn.Parameter]) -> dict[str, _Place]:
         """Every parameter of the model, in order, and where it is."""

@@ -15,12 +15,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from miles.arguments.loss import LossArguments
 from miles.batching.collate import collate, split_by_sample
 from miles.loss.aggregation import is_per_token
-from miles.loss.output import LossOutput
+from miles.loss.output import LossOutput, reported
 from miles.loss.policy_loss import policy_loss_function
 from miles.loss.sft_loss import sft_loss_function
 from miles.tracking.metrics import Metric
-from miles.train_batch import MicroBatch, TrainShard
+from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 from miles.training.megatron.loss_contract import AveragingContract, Handed, LossContract, TokenContract
+from miles.training.megatron.loss_mass import take_mass
 from miles.training.megatron.packed_tokens import PackedTokens
 from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks
@@ -31,25 +32,37 @@ def forward_backward(
 ) -> dict[str, Metric]:
     """Backward through every micro-batch. The metrics are the step's, the same on every rank."""
     totals: dict[str, torch.Tensor] = {}
+    scored_tokens = 0
     if shard.score_only:
         with torch.no_grad():
-            scored = Pass(model.module, shard, shard.score_only, device)
-            _add(totals, scored.run(partial(_metrics_of, loss), forward_only=True))
-    trained = Pass(model.module, shard, shard.micro_batches, device)
-    contract = _contract(model, shard, ranks)
-    _add(totals, trained.run(partial(_share_of_loss, loss, contract), model=model))
-    return _reduce(totals, shard, loss, ranks, device)
+            scored = Pass(model.module, shard, shard.score_only, ranks, device)
+            for metrics, tokens in scored.run(partial(_metrics_of, loss), forward_only=True):
+                _add(totals, metrics)
+                scored_tokens += tokens
+    trained = Pass(model.module, shard, shard.micro_batches, ranks, device)
+    contract: LossContract = AveragingContract(len(shard.micro_batches), ranks.dp.size())
+    if model.config.calculate_per_token_loss:
+        contract = TokenContract(shard.batch.num_loss_tokens, scored_tokens)
+    for metrics in trained.run(partial(_share_of_loss, loss, contract), model=model):
+        _add(totals, metrics)
+    return _reduce(totals, take_mass(model, ranks), shard, loss, ranks, device)
 
 
 class Pass:
     """Micro-batches through the pipeline: collated one at a time, each stage's output where its loss function is."""
 
     def __init__(
-        self, policy: PolicyModel, shard: TrainShard, micro_batches: Sequence[Sequence[int]], device: torch.device
+        self,
+        policy: PolicyModel,
+        shard: TrainShard,
+        micro_batches: Sequence[MicroBatchPlan],
+        ranks: Ranks,
+        device: torch.device,
     ) -> None:
         self.policy = policy
         self.shard = shard
         self.micro_batches = micro_batches
+        self.ranks = ranks
         self.device = device
 
     def run(self, loss_function: Any, model: Any = None, forward_only: bool = False) -> list[Any]:
@@ -77,19 +90,13 @@ class Pass:
         )
 
     def _collated(self) -> Iterator[MicroBatch]:
-        return (collate(self.shard.batch, indices, self.device) for indices in self.micro_batches)
+        for plan in self.micro_batches:
+            context = self.ranks.context.of(plan.context_parallel_size)
+            yield collate(self.shard.batch, plan.samples, self.device, context)
 
     def _multiple(self) -> int:
         config = self.policy.config
         return config.tensor_model_parallel_size if config.sequence_parallel else 1
-
-
-def _contract(model: DistributedDataParallel, shard: TrainShard, ranks: Ranks) -> LossContract:
-    if not model.config.calculate_per_token_loss:
-        return AveragingContract(ranks, len(shard.micro_batches))
-    scored = [i for indices in shard.score_only for i in indices]
-    tokens = int(sum(shard.batch.loss_masks[i].sum() for i in scored)) if ranks.cp.rank() == 0 else 0
-    return TokenContract(shard.batch.num_loss_tokens, tokens)
 
 
 def _share_of_loss(
@@ -100,21 +107,23 @@ def _share_of_loss(
 
 def _metrics_of(
     loss: LossArguments, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return hidden.new_zeros(()), _loss_of(loss, policy, micro, hidden).metrics
+) -> tuple[torch.Tensor, tuple[dict[str, torch.Tensor], int]]:
+    """The metrics of a micro-batch that is not trained on, and its loss tokens on this rank."""
+    return hidden.new_zeros(()), (_loss_of(loss, policy, micro, hidden).metrics, int(micro.loss_mask.sum()))
 
 
 def _loss_of(loss: LossArguments, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor) -> LossOutput:
     log_probs, entropy = policy.score(hidden, micro, with_entropy=loss.loss_type == "policy_loss")
+    # In every step, watched or not: overlapped reductions wait for the gradient of every parameter.
+    canary = None if policy.canary is None else policy.canary.sum()
     if loss.loss_type == "sft_loss":
-        return sft_loss_function(loss, micro, log_probs)
-    return policy_loss_function(loss, micro, log_probs, entropy)
+        return sft_loss_function(loss, micro, log_probs, canary)
+    return policy_loss_function(loss, micro, log_probs, entropy, canary)
 
 
-def _add(totals: dict[str, torch.Tensor], outputs: list[dict[str, torch.Tensor]]) -> None:
-    for metrics in outputs:
-        for name, value in metrics.items():
-            totals[name] = totals[name] + value if name in totals else value
+def _add(totals: dict[str, torch.Tensor], metrics: dict[str, torch.Tensor]) -> None:
+    for name, value in metrics.items():
+        totals[name] = totals[name] + value if name in totals else value
 
 
 def log_probs_of(policy: PolicyModel, shard: TrainShard, ranks: Ranks, device: torch.device) -> list[np.ndarray]:
@@ -125,10 +134,10 @@ def log_probs_of(policy: PolicyModel, shard: TrainShard, ranks: Ranks, device: t
         return hidden.new_zeros(()), (micro, policy.score(hidden, micro, with_entropy=False)[0])
 
     with torch.no_grad():
-        found = Pass(policy, shard, micro_batches, device).run(scores, forward_only=True)
+        found = Pass(policy, shard, micro_batches, ranks, device).run(scores, forward_only=True)
     by_sample: dict[int, np.ndarray] = {}
-    for indices, (micro, log_probs) in zip(micro_batches, found, strict=ranks.is_last_stage):
-        by_sample |= zip(indices, split_by_sample(log_probs, micro), strict=True)
+    for plan, (micro, log_probs) in zip(micro_batches, found, strict=ranks.is_last_stage):
+        by_sample |= zip(plan.samples, split_by_sample(log_probs, micro), strict=True)
     return _from_last_stage(by_sample, shard, ranks, device)
 
 
@@ -147,20 +156,24 @@ def _from_last_stage(
 
 
 def _reduce(
-    totals: dict[str, torch.Tensor], shard: TrainShard, loss: LossArguments, ranks: Ranks, device: torch.device
+    totals: dict[str, torch.Tensor],
+    mass: float,
+    shard: TrainShard,
+    loss: LossArguments,
+    ranks: Ranks,
+    device: torch.device,
 ) -> dict[str, Metric]:
-    """Sum the weighted numerators over the ranks that have tokens of their own; weigh each by the step's count.
-
-    The numerators already hold the step's 1/N (or 1/T), so their sum is the step's value. Multiplied by that count
-    again, the metrics of several steps add up to the value over all of them.
-    """
+    """Sum over the ranks of the last stage, which tell the others; what the sums are worth is told in ``reported``."""
     names = [sorted(totals)]
     dist.broadcast_object_list(names, ranks.last_stage, group=ranks.pp)
-    packed = torch.zeros(len(names[0]), device=device)
+    packed = torch.zeros(len(names[0]) + 1, device=device)
     if ranks.is_last_stage:
-        packed = torch.stack([totals[name].detach().float() for name in names[0]])
-        dist.all_reduce(packed, group=ranks.dp_cp)
+        packed = torch.stack([*(totals[name].detach().float() for name in names[0]), packed.new_tensor(mass)])
+        dist.all_reduce(packed, group=ranks.dp)
     dist.broadcast(packed, ranks.last_stage, group=ranks.pp)
+    *sums, loss_mass = packed.tolist()
     batch = shard.batch
     count = batch.num_loss_tokens if is_per_token(loss) else batch.num_rollouts
-    return {name: Metric(value * count, float(count)) for name, value in zip(names[0], packed.tolist(), strict=True)}
+    metrics = reported(dict(zip(names[0], sums, strict=True)), count)
+    watched = shard.expected_loss_mass is not None
+    return metrics | {"loss_mass": Metric(loss_mass)} if watched else metrics

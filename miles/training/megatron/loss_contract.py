@@ -14,7 +14,6 @@ import torch
 
 from miles.loss.output import LossOutput
 from miles.train_batch import MicroBatch
-from miles.training.megatron.process_groups import Ranks
 from miles.training.megatron.versions import average_of_ddp, average_of_schedule
 
 Metrics = dict[str, torch.Tensor]
@@ -36,12 +35,11 @@ class AveragingContract:
     Schedule and data-parallel reduction multiply by constants, known beforehand; the loss is divided by them.
     """
 
-    ranks: Ranks
     num_micro_batches: int
+    dp_size: int
 
     def __call__(self, output: LossOutput, micro: MicroBatch) -> Handed:
-        average = average_of_schedule(self.num_micro_batches, self.ranks.cp.size())
-        average *= average_of_ddp(self.ranks.dp_cp.size())
+        average = average_of_schedule(self.num_micro_batches) * average_of_ddp(self.dp_size)
         return output.loss / average, output.metrics
 
 

@@ -40,7 +40,7 @@ class PackedTokens(PackedSeqParams):
         padding = -len(micro.input_ids) % multiple
         return cls(
             qkv_format="sbhd",
-            layout=PackedLayout.of(micro.token_index, micro.total_lengths),
+            layout=PackedLayout.of(micro.token_index, micro.total_lengths, micro.context),
             input_ids=torch.nn.functional.pad(micro.input_ids, (0, padding)),
             position_ids=torch.nn.functional.pad(micro.position_ids, (0, padding)),
             padding=padding,
@@ -78,9 +78,10 @@ class PackedCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [T, 1, heads, D], key and value [T, 1, kv_heads, D]; returns [T, 1, heads * D]."""
         assert packed_seq_params.layout is not None
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        tokens = len(query) - packed_seq_params.padding
+        q, k, v = (x[:tokens].permute(1, 2, 0, 3) for x in (query, key, value))
         out, _weights = packed_attention(self, q, k, v, None, packed=packed_seq_params.layout, scaling=self.scaling)
-        return out.transpose(0, 1).flatten(2)
+        return torch.nn.functional.pad(out.transpose(0, 1).flatten(2), (0, 0, 0, 0, 0, packed_seq_params.padding))
 
 
 class PackedRotaryEmbedding(torch.nn.Module):

@@ -35,6 +35,7 @@ class PolicyModel(GPTModel):
         ranks: Ranks,
         temperature: float,
         chunk_size: int,
+        with_canary: bool,
     ) -> None:
         vocabulary = vocabulary_shape(hf_config.to_dict())
         tp_size = ranks.tp.size()
@@ -53,6 +54,8 @@ class PolicyModel(GPTModel):
         self.temperature = temperature
         self.chunk_size = chunk_size
         self.to(config.params_dtype)
+        # The scalar of loss/canary.py is reduced like every parameter, in fp32.
+        self.canary = torch.nn.Parameter(torch.zeros(1)) if with_canary and ranks.is_last_stage else None
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Megatron's own would compute the logits of every token here."""

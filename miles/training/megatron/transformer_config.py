@@ -35,7 +35,6 @@ def transformer_config(
         **experts,
         tensor_model_parallel_size=sizes.tensor_model_parallel_size,
         pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
-        context_parallel_size=settings.model.context_parallel_size,
         sequence_parallel=sizes.sequence_parallel,
         activation_func=F.silu,
         bf16=dtype == torch.bfloat16,

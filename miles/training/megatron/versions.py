@@ -30,19 +30,19 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(release)
 
 
-def average_of_schedule(num_micro_batches: int, cp_size: int) -> float:
-    """What the schedule multiplies a two-tuple's loss by.
+def average_of_schedule(num_micro_batches: int) -> float:
+    """What the schedule multiplies a two-tuple's loss by, at Megatron's own context-parallel size of 1.
 
     0.16: ``output_tensor *= cp_group_size; output_tensor /= num_microbatches`` (pipeline_parallel/schedules.py,
     ``forward_step_calc_loss``, the branch of the legacy two-tuple).
     """
-    return cp_size / num_micro_batches
+    return 1.0 / num_micro_batches
 
 
-def average_of_ddp(dp_cp_size: int) -> float:
+def average_of_ddp(dp_size: int) -> float:
     """What the data-parallel reduction multiplies gradients by where ``calculate_per_token_loss`` is off.
 
-    0.16: ``gradient_scaling_factor = 1.0 / data_parallel_world_size``, over the ranks of data and context parallel
-    together, for dense and expert parameters alike (distributed/distributed_data_parallel.py).
+    0.16: ``gradient_scaling_factor = 1.0 / data_parallel_world_size``, for dense and expert parameters alike
+    (distributed/distributed_data_parallel.py).
     """
-    return 1.0 / dp_cp_size
+    return 1.0 / dp_size

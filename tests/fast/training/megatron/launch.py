@@ -1,7 +1,7 @@
-"""Runs every check on every layout, on real ranks over gloo: ``python launch.py FOLDER [LAYOUT...]``.
+"""Runs the checks of every layout on real ranks over gloo: ``python launch.py FOLDER [LAYOUT...]``.
 
-Results: FOLDER/results.json. The ranks are forked from one process that has imported everything, as importing costs
-far more than checking.
+Results: FOLDER/results.json, what failed by layout and check. The ranks are forked from one process that has imported
+everything and asked the oracle, as both cost far more than the checks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import multiprocessing
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,45 +23,58 @@ from miles.training.megatron.cpu_support import support_cpu
 
 support_cpu()
 
-import checks  # noqa: E402  # Megatron is imported from here on
+import conformance_checks  # noqa: E402  # Megatron is imported from here on
+import state_checks  # noqa: E402
 from layouts import LAYOUTS, Stand, save_models  # noqa: E402
 
-DEADLINE = timedelta(seconds=90)
+DEADLINE = timedelta(seconds=120)
+Check = Callable[[Stand], "str | None"]
 
 
-def _run_rank(stand: Stand) -> None:
+def checks_of(name: str, expected: dict[str, list[conformance_checks.Expected]]) -> dict[str, Check]:
+    """Every check of the layout ``name``: each raises, or returns what is wrong."""
+    found: dict[str, Check] = {check.__name__: check for check in state_checks.OF_LAYOUT.get(name, ())}
+    for model in LAYOUTS[name].models:
+        for contract in conformance_checks.CONTRACTS:
+            found[f"{model}, {contract}"] = partial(
+                conformance_checks.conforms, model=model, contract=contract, expected=expected[model]
+            )
+    return found
+
+
+def _run_rank(stand: Stand, checks: dict[str, Check]) -> None:
     torch.set_num_threads(1)
     ranks = stand.layout.ranks
-    store = dist.FileStore(str(stand.folder / f"store_{stand.name}"), ranks)
+    store = dist.FileStore(str(stand.folder / f"store of {stand.name}"), ranks)
     dist.init_process_group("gloo", store=store, rank=stand.rank, world_size=ranks, timeout=DEADLINE)
     outcomes = {}
-    for check in checks.CHECKS:
+    for name, check in checks.items():
         started = time.perf_counter()
         try:
-            check(stand)
-            outcomes[check.__name__] = ""
+            outcomes[name] = check(stand) or ""
         except Exception:  # reported by the test of this name
-            outcomes[check.__name__] = f"rank {stand.rank} of {stand.name}\n{traceback.format_exc()}"
+            outcomes[name] = f"rank {stand.rank} of {stand.name}\n{traceback.format_exc()}"
         if stand.rank == 0:
-            print(f"{stand.name} {check.__name__} {time.perf_counter() - started:.1f} s", flush=True)
-    (stand.folder / f"outcomes_{stand.name}_{stand.rank}.json").write_text(json.dumps(outcomes))
+            print(f"{stand.name}: {name}: {time.perf_counter() - started:.1f} s", flush=True)
+    (stand.folder / f"{stand.name} {stand.rank}.json").write_text(json.dumps(outcomes))
     dist.destroy_process_group()
 
 
-def _run_layout(folder: Path, name: str) -> dict[str, str]:
-    """What failed on each check, empty where all ranks agree that it holds."""
+def _run_layout(folder: Path, name: str, checks: dict[str, Check]) -> dict[str, str]:
+    """What failed of each check, empty where all ranks agree that it holds."""
     fork = multiprocessing.get_context("fork")
     stands = [Stand(folder, name, rank) for rank in range(LAYOUTS[name].ranks)]
-    ranks = [fork.Process(target=_run_rank, args=(stand,)) for stand in stands]
+    ranks = [fork.Process(target=_run_rank, args=(stand, checks)) for stand in stands]
     for process in ranks:
         process.start()
+    deadline = time.monotonic() + DEADLINE.total_seconds()
     for process in ranks:
-        process.join(DEADLINE.total_seconds())
+        process.join(max(0.0, deadline - time.monotonic()))
     for process in ranks:
         process.kill()
-    found = {check.__name__: "" for check in checks.CHECKS}
+    found = dict.fromkeys(checks, "")
     for stand in stands:
-        report = folder / f"outcomes_{name}_{stand.rank}.json"
+        report = folder / f"{name} {stand.rank}.json"
         outcomes = json.loads(report.read_text()) if report.exists() else {}
         for check in found:
             found[check] += outcomes.get(check, f"rank {stand.rank} of {name} did not finish\n")
@@ -68,7 +83,8 @@ def _run_layout(folder: Path, name: str) -> dict[str, str]:
 
 def main(folder: Path, names: list[str]) -> None:
     save_models(folder)
-    results = {name: _run_layout(folder, name) for name in names or LAYOUTS}
+    expected = conformance_checks.expectations(folder)
+    results = {name: _run_layout(folder, name, checks_of(name, expected)) for name in names or LAYOUTS}
     (folder / "results.json").write_text(json.dumps(results))
 
 

@@ -1,22 +1,15 @@
-"""The layouts that are checked, and a backend on one rank of one of them."""
+"""The layouts that are checked, the models, and a backend on one rank of a layout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from stage import CPU, PLAIN, TEMPERATURE, assert_same_gradient, assert_same_metrics, loss_of
-from transformers import (
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from cases import BUDGET, FIXED, context, dynamic
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto import AutoModelForCausalLM
 
 from miles.arguments.checkpoint import CheckpointArguments
@@ -27,48 +20,66 @@ from miles.arguments.loss import LossArguments
 from miles.arguments.megatron import MegatronArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
+from miles.arguments.parallel import ParallelArguments
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
+from miles.arguments.sglang import SglangArguments
 from miles.arguments.tracking import TrackingArguments
 from miles.arguments.training import TrainingArguments
 from miles.batching.schedule import schedule_step
-from miles.tracking.metrics import Metric
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training.megatron.backend import MegatronBackend
 
-__all__ = ["assert_same_gradient", "assert_same_metrics", "loss_of"]
-
-TP2 = MegatronArguments(tensor_model_parallel_size=2)
-PP2 = MegatronArguments(pipeline_model_parallel_size=2)
-DIST_OPT = MegatronArguments(use_distributed_optimizer=True)
+TEMPERATURE = 0.8
+CPU = torch.device("cpu")
+ONE = MegatronArguments()
+TP = replace(ONE, tensor_model_parallel_size=2)
+SP = replace(TP, sequence_parallel=True)
+PP = replace(ONE, pipeline_model_parallel_size=2)
+SHARDED = replace(ONE, use_distributed_optimizer=True)
+EP = replace(ONE, expert_model_parallel_size=2)
+DENSE = ("untied", "tied")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """So many ranks, split as ``sizes`` says."""
+    """So many ranks, split by ``sizes`` and ``parallel``. ``models`` are those whose gradients are compared."""
 
     ranks: int
-    sizes: MegatronArguments = MegatronArguments()
-    context_parallel_size: int = 1
+    sizes: MegatronArguments = ONE
+    parallel: ParallelArguments = ParallelArguments()
+    training: TrainingArguments = FIXED
+    models: tuple[str, ...] = ("untied",)
+    given: dict[str, Any] = field(default_factory=dict)  # fields of Megatron's dataclasses
 
 
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS = {
-    "one": Layout(1),
-    "dp2": Layout(2),
-    "dp2_distributed_optimizer": Layout(2, DIST_OPT),
-    "tp2": Layout(2, TP2),
-    "tp2_sp": Layout(2, replace(TP2, sequence_parallel=True)),
-    "pp2": Layout(2, PP2),
-    "dp2_tp2_sp": Layout(4, replace(TP2, sequence_parallel=True, use_distributed_optimizer=True)),
-    "dp2_pp2": Layout(4, PP2),
-    "tp2_pp2": Layout(4, replace(TP2, pipeline_model_parallel_size=2, sequence_parallel=True)),
+    "one": Layout(1, models=("untied", "qwen3_moe")),
+    "one, recomputed": Layout(1, given=RECOMPUTED),
+    "dp2": Layout(2, training=BUDGET),
+    "dp2, overlapped": Layout(2, given={"overlap_grad_reduce": True}),
+    "dp2, distributed optimizer": Layout(2, SHARDED),
+    "tp2": Layout(2, TP, models=("tied",)),
+    "tp2 with sp": Layout(2, SP, training=BUDGET, models=("untied", "qwen3_moe")),
+    "pp2": Layout(2, PP, models=DENSE),
+    "cp2": Layout(2, ONE, context(2)),
+    "ep2": Layout(2, EP, models=("qwen3_moe",)),
+    "ep2 with cp2": Layout(2, EP, context(2), models=("qwen3_moe",)),
+    "dynamic cp": Layout(2, ONE, dynamic(10), TrainingArguments()),
+    "tp2 with sp, dp2, distributed optimizer": Layout(4, replace(SP, use_distributed_optimizer=True), training=BUDGET),
+    "tp2 with sp, cp2": Layout(4, SP, context(2)),
+    "pp2, cp2": Layout(4, PP, context(2), BUDGET),
+    "tp2 with sp, pp2": Layout(4, replace(SP, pipeline_model_parallel_size=2), models=("tied",)),
+    "tp2 with sp, ep2": Layout(4, replace(SP, expert_model_parallel_size=2), models=("qwen3_moe",)),
+    "pp2, dynamic cp": Layout(4, PP, dynamic(10), TrainingArguments()),
 }
 
 
 @dataclass(frozen=True)
 class Stand:
-    """Where one rank stands: its layout, which models there are, and a folder that the ranks share."""
+    """Where one rank stands: its layout, and a folder that the ranks share, with the models in it."""
 
     folder: Path
     name: str
@@ -98,21 +109,18 @@ def _common(**given: Any) -> dict[str, Any]:
     )
 
 
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
 MODELS: dict[str, PretrainedConfig] = {
     "tied": LlamaConfig(**_common(tie_word_embeddings=True)),
     "untied": LlamaConfig(**_common(head_dim=8)),
-    "llama3_rope": LlamaConfig(
-        **_common(
-            rope_parameters=dict(
-                rope_type="llama3",
-                rope_theta=10000.0,
-                factor=8.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=16,
-            )
-        )
-    ),
+    "llama3_rope": LlamaConfig(**_common(rope_parameters=LLAMA3_ROPE)),
     "qwen2": Qwen2Config(**_common(tie_word_embeddings=True)),
     "qwen3": Qwen3Config(**_common(head_dim=16)),
     "qwen3_moe": Qwen3MoeConfig(
@@ -122,14 +130,16 @@ MODELS: dict[str, PretrainedConfig] = {
 
 
 def models_of(stand: Stand) -> list[str]:
-    """All, less those with experts where the layout is refused for them (arguments/megatron_rules.py)."""
+    """All that the layout trains: less those with experts where it is refused for them, or for them only."""
     sizes = stand.layout.sizes
+    if sizes.expert_model_parallel_size > 1:
+        return ["qwen3_moe"]
     refused = sizes.tensor_model_parallel_size > 1 and not sizes.sequence_parallel
     return [name for name in MODELS if not (refused and name == "qwen3_moe")]
 
 
 def save_models(folder: Path) -> None:
-    """Weights are drawn wide, biases and norms too, so that a tensor left out or swapped shows."""
+    """Norms and biases are drawn too, so that a tensor left out or swapped shows."""
     for name, config in MODELS.items():
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(config)
@@ -140,22 +150,31 @@ def save_models(folder: Path) -> None:
         model.save_pretrained(folder / name)
 
 
+def plain_model(folder: Path, name: str, dtype: torch.dtype) -> Any:
+    """transformers' own, in this process; its fused experts do not compute in float64."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder / name, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager"
+    )
+
+
 def make_backend(
-    stand: Stand, model: str, *, per_token: bool = False, total_steps: int = 10, **optimizer: Any
+    stand: Stand, model: str, loss: LossArguments, total_steps: int = 10, **optimizer: Any
 ) -> MegatronBackend:
-    """``per_token`` is Megatron's contract; the objective is the loss section's, given step by step."""
+    """``loss.calculate_per_token_loss`` chooses Megatron's contract; the loss may be another one step by step."""
+    layout = stand.layout
     settings = Settings(
-        cluster=ClusterArguments(actor_num_gpus_per_node=stand.layout.ranks),
-        model=ModelArguments(
-            hf_checkpoint=stand.model(model), context_parallel_size=stand.layout.context_parallel_size
-        ),
+        cluster=ClusterArguments(actor_num_gpus_per_node=layout.ranks),
+        model=ModelArguments(hf_checkpoint=stand.model(model)),
         data=DataArguments(),
         reward=RewardArguments(),
+        sglang=SglangArguments(),
         rollout=RolloutArguments(rollout_temperature=TEMPERATURE),
-        loss=loss_of("token_mean") if per_token else PLAIN,
+        loss=loss,
         optimizer=OptimizerArguments(**optimizer),
-        training=TrainingArguments(global_batch_size=7, train_backend="megatron"),
-        megatron=stand.layout.sizes,
+        training=replace(layout.training, global_batch_size=7, train_backend="megatron"),
+        parallel=layout.parallel,
+        megatron=layout.sizes,
+        megatron_given=tuple(layout.given.items()),
         checkpoint=CheckpointArguments(),
         evaluation=EvaluationArguments(),
         tracking=TrackingArguments(),
@@ -166,10 +185,15 @@ def make_backend(
 def shard_of(
     backend: MegatronBackend,
     batch: TrainBatch,
-    training: TrainingArguments,
     has_gradient: Sequence[bool] | None = None,
+    watch_mass: bool = True,
 ) -> TrainShard:
-    return schedule_step(batch, backend.ranks.dp.size(), training, has_gradient)[backend.ranks.dp.rank()]
+    """This rank's, as the launcher hands them out."""
+    settings, rank = backend.settings, torch.distributed.get_rank()
+    shards = schedule_step(
+        batch, settings.token_ranks, settings.training, settings.parallel, has_gradient, watch_mass=watch_mass
+    )
+    return shards[settings.token_rank(rank)]
 
 
 def gradients(backend: MegatronBackend) -> dict[str, torch.Tensor]:
@@ -181,20 +205,3 @@ def gradients(backend: MegatronBackend) -> dict[str, torch.Tensor]:
 def weights(backend: MegatronBackend) -> dict[str, torch.Tensor]:
     exported = backend.converter.export(backend.policy, lambda p: p.data, torch.float32)
     return {name: weight.clone() for name, weight in exported}
-
-
-def gradient_step(
-    backend: MegatronBackend, shard: TrainShard, loss: LossArguments
-) -> tuple[dict[str, torch.Tensor], dict[str, Metric]]:
-    """Gradients and metrics of a step that is then thrown away."""
-    backend.settings = replace(backend.settings, loss=loss)
-    metrics = backend.forward_backward(shard)
-    found = gradients(backend)
-    backend.skip_step()
-    return found, metrics
-
-
-def same_on_all_ranks(value: Any) -> bool:
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, value)
-    return all(report == reports[0] for report in reports)

@@ -1,0 +1,135 @@
+"""Every mode under both of Megatron's contracts against the oracle of tests/fast/conformance, on one layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import BATCHES, FULL, MODES, Case, Row, groups_of, loss_of, rows_of
+from cases import Layout as AnyLayout
+from compare import differences, off_policy, samples_of, wanted
+from layouts import LAYOUTS, Stand, gradients, make_backend, plain_model, shard_of
+
+from miles.arguments.loss import LossArguments
+from miles.loss.policy_loss import samples_with_gradient
+from miles.rollout.convert import convert
+from miles.tracking.metrics import Metric, values
+from miles.train_batch import TrainBatch, TrainShard
+from miles.training.step import train_rollout
+
+ANYWHERE = AnyLayout("any", 1)
+CONTRACTS = {"averages": LossArguments(), "counts tokens": loss_of("token_mean")}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A case, and what the oracle says of it. Computed once, before the ranks are forked."""
+
+    case: Case
+    gradients: dict[str, torch.Tensor]
+    metrics: dict[str, float]
+
+
+def expectations(folder: Path) -> dict[str, list[Expected]]:
+    """By model. On-policy cases have samples without an advantage, which are scored and not trained on."""
+    models = sorted({name for layout in LAYOUTS.values() for name in layout.models})
+    found: dict[str, list[Expected]] = {}
+    for name in models:
+        oracle = plain_model(folder, name, torch.float64).train()
+        for mode in MODES:
+            full = off_policy(Case(BATCHES["masked"], loss_of(mode, **FULL), ANYWHERE, seed=3), oracle)
+            plain = Case(BATCHES["compacted"], loss_of(mode), ANYWHERE, shuffled=True)
+            alone = off_policy(Case(BATCHES["one sample"], loss_of(mode, **FULL), ANYWHERE), oracle)
+            for case in (full, plain, alone):
+                gradient, metrics = wanted(case, oracle, samples_of(case))
+                found.setdefault(name, []).append(Expected(case, _by_expert(gradient), metrics))
+    return found
+
+
+def _by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers keeps the experts of a layer in one parameter; a checkpoint has them one by one."""
+    found: dict[str, torch.Tensor] = {}
+    for name, gradient in gradients.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            found[name] = gradient
+            continue
+        prefix, _, kind = name.rpartition(".")
+        for number, of_expert in enumerate(gradient):
+            parts = of_expert.chunk(2) if kind == "gate_up_proj" else [of_expert]
+            names = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
+            found |= {f"{prefix}.{number}.{n}.weight": part for n, part in zip(names, parts, strict=True)}
+    return found
+
+
+@dataclass
+class Recorded:
+    """A backend that takes down the gradients before its optimizer steps."""
+
+    backend: Any
+    gradients: dict[str, Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def optimizer_step(self) -> dict[str, Metric]:
+        self.gradients = {name: gradient.numpy() for name, gradient in gradients(self.backend).items()}
+        return self.backend.optimizer_step()
+
+    skip_step = None
+
+
+@dataclass(frozen=True)
+class Result:
+    gradients: dict[str, Any]
+    metrics: dict[str, float]
+
+
+def conforms(stand: Stand, model: str, contract: str, expected: list[Expected]) -> str:
+    """What differs from the oracle, in words; empty where nothing does."""
+    backend = make_backend(stand, model, CONTRACTS[contract], lr=0.0, weight_decay=0.0)
+    found = []
+    for each in expected:
+        result = _run(backend, each.case)
+        given = each.gradients
+        if stand.layout.sizes.use_distributed_optimizer:  # no rank has whole gradients; their norm is compared
+            given = {n: torch.from_numpy(g).double() for n, g in result.gradients.items()}
+            norm = torch.stack([g.norm() for g in each.gradients.values()]).norm().item()
+            if abs(result.metrics["grad_norm"] - norm) > 1e-5 * norm:
+                found.append(f"grad_norm {result.metrics['grad_norm']} for {norm}")
+            result.metrics["grad_norm"] = torch.stack([g.norm() for g in given.values()]).norm().item()
+        found += [f"{each.case.loss.loss_aggregation}: {line}" for line in differences(result, given, each.metrics)]
+    return "\n".join(found)
+
+
+def _run(backend: Any, case: Case) -> Result:
+    backend.settings = replace(backend.settings, loss=case.loss)
+    rows = rows_of(case)
+    (batch,) = convert(
+        groups_of(case, rows), loss=case.loss, global_batch_size=len({r.sample.rollout_id for r in rows})
+    )
+    if case.off_policy:
+        batch = _scored(batch, rows, case)
+    # The canary is to see every token; elsewhere samples without an advantage are scored and not trained on.
+    has_gradient = samples_with_gradient(case.loss, batch.rewards)
+    shard: TrainShard = shard_of(backend, batch, has_gradient, watch_mass=case.off_policy)
+    recorded = Recorded(backend)
+    (metrics,) = train_rollout(recorded, [shard], False, backend.settings.token_ranks)  # type: ignore[arg-type]
+    reported = {n.removeprefix("train/"): v for n, v in values(metrics).items() if "time/" not in n}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, reported)
+    assert all(str(other) == str(reported) for other in everywhere), "ranks report different metrics"
+    assert recorded.gradients is not None
+    return Result(recorded.gradients, reported)
+
+
+def _scored(batch: TrainBatch, rows: list[Row], case: Case) -> TrainBatch:
+    """``batch`` with the old and reference log-probs of the case, found by each sample's tokens."""
+    place = {(row.sample.rollout_id, tuple(row.sample.tokens)): row.place for row in rows}
+    places = [place[r, tuple(t.tolist())] for r, t in zip(batch.rollout_ids, batch.tokens, strict=True)]
+    old, ref = (
+        [torch.tensor(case.scores[name][p], dtype=torch.float32).numpy() for p in places] for name in ("old", "ref")
+    )
+    return replace(batch, old_log_probs=old, ref_log_probs=ref)

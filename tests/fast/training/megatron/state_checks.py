@@ -1,0 +1,155 @@
+"""Log-probs, conversion, optimizer and what happens around a step, on one layout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from cases import BATCHES, Case, groups_of, loss_of, rows_of
+from cases import Layout as AnyLayout
+from compare import samples_of, wanted
+from layouts import TEMPERATURE, Stand, make_backend, models_of, plain_model, shard_of, weights
+from oracle import token_scores
+from transformers import AutoModelForCausalLM
+
+from miles.arguments.loss import LossArguments
+from miles.rollout.convert import convert
+from miles.tracking.metrics import values
+from miles.train_batch import TrainBatch
+from miles.training.step import train_rollout
+
+PLAIN = LossArguments(loss_canary="always")
+CASE = Case(BATCHES["uneven"], PLAIN, AnyLayout("any", 1))
+
+
+def _batch(case: Case = CASE) -> TrainBatch:
+    rows = rows_of(case)
+    rollouts = len({row.sample.rollout_id for row in rows})
+    return convert(groups_of(case, rows), loss=case.loss, global_batch_size=rollouts)[0]
+
+
+def _train(backend: Any, batch: TrainBatch, use_reference: bool = False) -> dict[str, Any]:
+    return train_rollout(backend, [shard_of(backend, batch)], use_reference, backend.settings.token_ranks)[0]
+
+
+def log_probs_equal_transformers(stand: Stand) -> None:
+    """fp32, of every kind of model, in the order of the shard, on every rank."""
+    batch = _batch()
+    for model in models_of(stand):
+        backend = make_backend(stand, model, PLAIN)
+        shard = shard_of(backend, batch, [i % 3 != 0 for i in range(len(batch))], watch_mass=False)
+        plain = plain_model(stand.folder, model, torch.float64)
+        for i, found in enumerate(backend.log_probs(shard)):
+            tokens, response = shard.batch.tokens[i], shard.batch.response_lengths[i]
+            expected = token_scores(plain, tokens, response, TEMPERATURE)[0].detach().numpy()
+            assert found.dtype == "float32" and abs(found - expected).max() < 2e-5, model
+
+
+def weights_come_back_exactly(stand: Stand) -> None:
+    """Every tensor of the checkpoint, bit for bit; the exported folder is read by transformers."""
+    ids = torch.arange(10)[None]
+    for model in models_of(stand):
+        plain = plain_model(stand.folder, model, torch.float32)
+        backend = make_backend(stand, model, PLAIN)
+        folder = stand.folder / f"export of {stand.name} {model}"
+        backend.export_hf(folder)
+        exported = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", experts_implementation="eager")
+        assert exported.dtype == torch.float32
+        found, expected = exported.state_dict(), plain.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items()), model
+        with torch.no_grad():
+            assert torch.equal(exported(ids).logits, plain(ids).logits)
+
+
+# The large epsilon keeps Adam from making full steps of gradients that are nothing but rounding.
+ADAM: dict[str, Any] = dict(lr=1e-2, lr_decay_style="linear", weight_decay=0.1, clip_grad=0.05, adam_eps=1e-3)
+
+
+def optimizer_is_adamw_with_clipping(stand: Stand) -> None:
+    """Three steps against torch.optim.AdamW and clip_grad_norm_ on the oracle's gradients, in one process."""
+    backend = make_backend(stand, "tied", PLAIN, **ADAM)
+    plain = plain_model(stand.folder, "tied", torch.float64).train()
+    decayed = [p for p in plain.parameters() if p.ndim >= 2]
+    others = [p for p in plain.parameters() if p.ndim < 2]
+    adam = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], eps=1e-3
+    )
+    for step in range(3):
+        wanted(CASE, plain, samples_of(CASE))  # leaves its gradients in the model
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        for group in adam.param_groups:
+            group["lr"] = 1e-2 * (1 - step / 10)
+        adam.step()
+        metrics = values(_train(backend, _batch()))
+        assert math.isclose(metrics["train/grad_norm"], norm.item(), rel_tol=1e-4), f"step {step}"
+        assert math.isclose(metrics["train/lr"], 1e-2 * (1 - step / 10))
+        expected = dict(plain.named_parameters())
+        for name, found in weights(backend).items():
+            torch.testing.assert_close(found, expected[name].detach().float(), rtol=1e-4, atol=2e-6, msg=name)
+
+
+def step_without_loss_tokens_is_skipped(stand: Stand) -> None:
+    """T = 0 under both contracts: weights and schedule stay; the step that follows is the first."""
+    spec = tuple(tuple(tuple((0,) * len(mask) for mask in rollout) for rollout in group) for group in CASE.spec)
+    for loss in (PLAIN, loss_of("token_mean")):
+        backend = make_backend(stand, "untied", loss, **ADAM)
+        before = weights(backend)
+        metrics = _train(backend, _batch(replace(CASE, spec=spec)))
+        assert metrics["train/skipped_steps"].value == 1.0 and metrics["train/loss"].numerator == 0.0
+        after = weights(backend)
+        assert all(torch.equal(before[n], after[n]) for n in before)
+        assert _train(backend, _batch())["train/lr"].value == 1e-2
+
+
+def non_finite_gradient_leaves_the_weights(stand: Stand) -> None:
+    """A NaN on one rank stops every rank."""
+    backend = make_backend(stand, "untied", PLAIN)
+    before = weights(backend)
+    if stand.rank == 0:
+        backend.model.buffers[0].grad_data[0] = math.nan  # as a micro-batch leaves it; the ranks' sum comes after
+    backend.forward_backward(shard_of(backend, _batch()))
+    message = ""
+    try:
+        backend.optimizer_step()
+    except FloatingPointError as error:
+        message = str(error)
+    assert "--lr" in message and "step 0" in message
+    after = weights(backend)
+    assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+def reference_stays_where_it_began(stand: Stand) -> None:
+    loss = replace(PLAIN, use_kl_loss=True, kl_loss_coef=0.1)
+    backend = make_backend(stand, "untied", loss, **ADAM)
+    shard = shard_of(backend, _batch())
+    start = backend.log_probs(shard)
+    kl = [_train(backend, _batch(), use_reference=True)["train/kl_loss"].value for _ in range(2)]
+    assert abs(kl[0]) < 1e-6 and abs(kl[1]) > 1e-4
+    for found, expected in zip(backend.log_probs(shard, reference=True), start, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+CHECKS = (
+    log_probs_equal_transformers,
+    weights_come_back_exactly,
+    optimizer_is_adamw_with_clipping,
+    step_without_loss_tokens_is_skipped,
+    non_finite_gradient_leaves_the_weights,
+    reference_stays_where_it_began,
+)
+CONVERSION = (log_probs_equal_transformers, weights_come_back_exactly)
+OF_LAYOUT = {
+    "one": CHECKS,
+    "dp2, distributed optimizer": CHECKS,
+    "tp2": CHECKS,
+    "tp2 with sp": CONVERSION,
+    "pp2": CHECKS,
+    "cp2": CHECKS,
+    "ep2": CONVERSION,
+    "tp2 with sp, ep2": CONVERSION,
+    "tp2 with sp, pp2": CONVERSION,
+}
