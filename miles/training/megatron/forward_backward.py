@@ -172,8 +172,6 @@ def _reduce(
         dist.all_reduce(packed, group=ranks.dp)
     dist.broadcast(packed, ranks.last_stage, group=ranks.pp)
     *sums, loss_mass = packed.tolist()
-    batch = shard.batch
-    count = batch.num_loss_tokens if is_per_token(loss) else batch.num_rollouts
-    metrics = reported(dict(zip(names[0], sums, strict=True)), count)
+    metrics = reported(dict(zip(names[0], sums, strict=True)), shard.batch, is_per_token(loss))
     watched = shard.expected_loss_mass is not None
     return metrics | {"loss_mass": Metric(loss_mass)} if watched else metrics
