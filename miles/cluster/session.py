@@ -19,6 +19,11 @@ from miles.arguments.cluster import ClusterArguments
 from miles.cluster.cpu_tuning import malloc_environment
 
 PLACEMENT_SECONDS = 300
+_RAY_DEFAULTS = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_raylet_start_wait_time_s": "120",  # Ray's own 30 s are too few on a busy machine
+    "RAY_worker_niceness": "0",  # Ray's own 15 starves trainer and engine beside anything else that runs
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,8 @@ def ray_session(cluster: ClusterArguments) -> Iterator[Placement]:
     """
     device = resolve_device(cluster)
     bundles = cluster.world_size + (0 if cluster.colocate else 1)
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    for name, value in _RAY_DEFAULTS.items():
+        os.environ.setdefault(name, value)
     # Actors import the same miles as the launcher, also when it runs from a checkout that is not installed.
     python_path = os.pathsep.join(filter(None, [_checkout(), os.environ.get("PYTHONPATH")]))
     runtime_env = {"env_vars": {"PYTHONPATH": python_path, **malloc_environment(device, os.environ)}}
