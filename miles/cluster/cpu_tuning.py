@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 
 # glibc keeps blocks of up to 32 MiB in a heap that fragments: a trainer of 135M parameters grows from 4.4 to 5.3 GB by
-# it. Blocks above 1 MiB go back to the kernel as they are freed; huge pages make taking them anew cheaper. Both are read
-# when a process starts, so they must stand in its environment.
+# it. Blocks above 1 MiB go back to the kernel as they are freed; huge pages make taking them anew cheaper. Both
+# variables are read when a process starts, so they must stand in its environment.
 _RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "THP_MEM_ALLOC_ENABLE": "1"}
 
 
