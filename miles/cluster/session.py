@@ -80,7 +80,7 @@ def ray_session(cluster: ClusterArguments) -> Iterator[Placement]:
 
 
 def _start_local(num_cpus: int | None, runtime_env: dict[str, Any]) -> None:
-    """Start Ray on this machine. It gives itself 30 seconds, which a busy machine can exceed: then it is tried again."""
+    """Start Ray on this machine. Its own 30 seconds are too few on a busy one; then it is tried again."""
     for attempt in range(1, START_TRIES + 1):
         try:
             ray.init(
