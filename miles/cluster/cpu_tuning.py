@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-# glibc keeps blocks of up to 32 MiB in a heap that fragments: the trainer of the quickstart grows from 4.4 to 5.4 GB by
-# it. Above 1 MiB blocks go back to the kernel as they are freed, at a fifth more time for the forward and backward pass.
+# glibc keeps blocks of up to 32 MiB in a heap that fragments: the trainer of the quickstart grows from 4.4 to 5.4 GB
+# by it. Above 1 MiB blocks go back to the kernel as they are freed, for a fifth more time in forward and backward pass.
 # Read when a process starts, so it must stand in its environment.
 _RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
