@@ -42,7 +42,7 @@ def run_miles(options: argparse.Namespace, folder: Path) -> Steps:
         f"--hf-checkpoint {options.model} --prompt-data {options.prompts} --label-key label --apply-chat-template "
         f"--rollout-shuffle --rm-type last_number --num-rollout {options.steps} --rollout-batch-size 8 "
         "--n-samples-per-prompt 8 --rollout-max-response-len 16 --lr 1e-5 --lr-decay-style constant --adam-beta2 0.95 "
-        "--bf16 --use-dynamic-batch-size --max-tokens-per-gpu 1024 --device cpu --actor-num-gpus-per-node 1 "
+        "--bf16 --use-dynamic-batch-size --max-tokens-per-gpu 4096 --device cpu --actor-num-gpus-per-node 1 "
         f"--colocate --no-report --output-dir {folder}"
     )
     subprocess.run([sys.executable, "train.py", *flags.split()], cwd=ROOT, check=True, stdout=sys.stderr)

@@ -19,6 +19,11 @@ from miles.arguments.cluster import ClusterArguments
 from miles.cluster.cpu_tuning import malloc_environment
 
 PLACEMENT_SECONDS = 300
+START_TRIES = 3
+_RAY_DEFAULTS = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # Ray's own 15 starves trainer and engine beside anything else that runs
+}
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,8 @@ def ray_session(cluster: ClusterArguments, engines: EngineLayout | None = None) 
     engines = engines or EngineLayout()
     bundles = _bundles(cluster, engines, device)
     tickets = int(sum(bundle["CPU"] for bundle in bundles))
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    for name, value in _RAY_DEFAULTS.items():
+        os.environ.setdefault(name, value)
     # Actors import the same miles as the launcher, also when it runs from a checkout that is not installed.
     python_path = os.pathsep.join(filter(None, [_checkout(), os.environ.get("PYTHONPATH")]))
     runtime_env = {"env_vars": {"PYTHONPATH": python_path, **malloc_environment(device, os.environ)}}
@@ -87,14 +93,7 @@ def ray_session(cluster: ClusterArguments, engines: EngineLayout | None = None) 
         # Ray warns that a cluster of its own asks for a token. It does, that is right, and no user needs to act on it.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         # Locally, Ray's CPU count is only a ticket counter: one ticket a process, whatever the machine has.
-        ray.init(
-            num_cpus=tickets if device == "cpu" else None,
-            include_dashboard=False,
-            runtime_env=runtime_env,
-            log_to_driver=True,
-            logging_level=logging.WARNING,
-            object_store_memory=1024**3,
-        )
+        _start_local(tickets if device == "cpu" else None, runtime_env)
     group: PlacementGroup | None = None
     try:
         group = _place(bundles, cluster)
@@ -103,6 +102,26 @@ def ray_session(cluster: ClusterArguments, engines: EngineLayout | None = None) 
         if group is not None:
             remove_placement_group(group)
         ray.shutdown()
+
+
+def _start_local(num_cpus: int | None, runtime_env: dict[str, Any]) -> None:
+    """Start Ray on this machine. Its own 30 seconds are too few on a busy one; then it is tried again."""
+    for attempt in range(1, START_TRIES + 1):
+        try:
+            ray.init(
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                runtime_env=runtime_env,
+                log_to_driver=True,
+                logging_level=logging.WARNING,
+                object_store_memory=1024**3,
+            )
+            return
+        except Exception as error:  # Ray raises no type of its own here
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or attempt == START_TRIES:
+                raise
+            print(f"Ray did not start within its 30 s; trying again ({attempt} of {START_TRIES - 1})", file=sys.stderr)
 
 
 def resolve_device(cluster: ClusterArguments) -> str:

@@ -82,7 +82,7 @@ class Launch:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             return False
 
-    def wait_until(self, holds, seconds=60):
+    def wait_until(self, holds, seconds=180):
         """Poll until ``holds()``; fails when the run ends, or ``seconds`` pass, before."""
         deadline = time.monotonic() + seconds
         while not holds():
