@@ -92,6 +92,11 @@ def test_pipeline_stages_repeat_the_shards(megatron):
             ["--expert-tensor-parallel-size 1", "wrong gradients"],
         ),
         ("--expert-model-parallel-size 2", EXPERTS, ["--rollout-engine torch", "--load-debug-rollout-data"]),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
+            EXPERTS,
+            ["--expert-tensor-parallel-size 2", "give 1"],
+        ),
         ("--save somewhere", LLAMA, ["--save somewhere", "--save-hf"]),
         ("", LLAMA | {"model_type": "gemma"}, ["model_type gemma", "llama, qwen2"]),
         ("", LLAMA | {"attention_bias": True}, ["attention_bias", "Qwen2"]),

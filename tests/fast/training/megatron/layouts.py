@@ -72,7 +72,9 @@ LAYOUTS = {
     "tp2 with sp, cp2": Layout(4, SP, context(2)),
     "pp2, cp2": Layout(4, PP, context(2), BUDGET),
     "tp2 with sp, pp2": Layout(4, replace(SP, pipeline_model_parallel_size=2), models=("tied",)),
-    "tp2 with sp, ep2": Layout(4, replace(SP, expert_model_parallel_size=2), models=("qwen3_moe",)),
+    "tp2 with sp, ep2": Layout(
+        4, replace(SP, expert_model_parallel_size=2, expert_tensor_parallel_size=1), models=("qwen3_moe",)
+    ),
     "pp2, dynamic cp": Layout(4, PP, dynamic(10), TrainingArguments()),
 }
 
