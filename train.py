@@ -30,12 +30,13 @@ def main(argv: list[str]) -> None:
 def run(settings: Settings) -> None:
     """Start the actors, train for ``--num-rollout`` rollouts, and stop what was started."""
     from miles.cluster.rollout_group import RolloutGroup
-    from miles.cluster.session import ray_session
+    from miles.cluster.session import EngineLayout, ray_session
     from miles.cluster.train_group import TrainGroup
     from miles.tracking.run_header import RunHeader
     from miles.tracking.tracker import Tracker
 
-    with ray_session(settings.cluster) as placement:
+    engines = EngineLayout(settings.num_engines, settings.sglang.rollout_num_gpus_per_engine)
+    with ray_session(settings.cluster, engines) as placement:
         rollout = RolloutGroup(settings, placement)
         total_rollouts = rollout.total_rollouts()
         total_steps = total_rollouts * settings.steps_per_rollout

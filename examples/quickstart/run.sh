@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # GRPO on one-digit products with SmolLM2-135M, on two CPU cores.
 #   SEED=1 bash examples/quickstart/run.sh [MODEL_FOLDER]
+#   ENGINE=sglang SEED=1 bash examples/quickstart/run.sh        with an SGLang server instead of the embedded engine
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/venv.sh
 
 SEED="${SEED:-1}"
+ENGINE="${ENGINE:-torch}"
 OUT=outputs/quickstart
 rm -rf "$OUT"
 MODEL="$("$PYTHON" examples/quickstart/prepare_model.py "$@")"
@@ -22,7 +24,7 @@ MODEL="$("$PYTHON" examples/quickstart/prepare_model.py "$@")"
     --use-kl-loss --kl-loss-coef 0.0 --kl-loss-type low_var_kl \
     --lr 1e-5 --lr-decay-style constant --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 \
     --train-backend fsdp --bf16 --use-dynamic-batch-size --max-tokens-per-gpu 768 \
-    --rollout-engine torch --actor-num-gpus-per-node 1 --colocate \
+    --rollout-engine "$ENGINE" --actor-num-gpus-per-node 1 --colocate \
     --eval-prompt-data heldout "$OUT/data/heldout.jsonl" --eval-interval 12 --n-samples-per-eval-prompt 8 \
     --save "$OUT/checkpoints" --save-hf "$OUT/hf" --output-dir "$OUT" \
     --seed "$SEED" --rollout-seed "$SEED"

@@ -16,10 +16,13 @@ from argparse_dataclass import _add_dataclass_options
 
 import miles
 from miles.arguments.explain import explain
+from miles.arguments.server_flags import split_server_flags
 from miles.arguments.settings import Settings
+from miles.arguments.sglang import ServerFlags
 from miles.arguments.validate import Validated, validate
 
-SECTIONS: dict[str, type] = get_type_hints(Settings)
+# ServerFlags holds what is passed on to SGLang; it has no flags of its own.
+SECTIONS: dict[str, type] = {name: cls for name, cls in get_type_hints(Settings).items() if cls is not ServerFlags}
 
 
 # argparse's own words -> flag, value, rule and way out
@@ -111,17 +114,26 @@ def build_parser() -> FlagParser:
 
 def parse(argv: Sequence[str]) -> Settings:
     """Read the flags; nothing is checked across sections yet. Raises ``FlagError``, a ``ValueError``."""
-    return _settings(build_parser().parse_args(argv))
+    return _settings(*_read(argv))
 
 
-def _settings(namespace: argparse.Namespace) -> Settings:
+def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, ServerFlags]:
+    """The flags of our own sections, and those that are passed on to SGLang."""
+    parser = build_parser()
+    # argparse's private name: the words of an @file must be there before SGLang's are told from ours.
+    words = parser._read_args_from_files(list(argv))
+    ours, passed_on = split_server_flags(words, parser._option_string_actions)
+    return parser.parse_args(ours), passed_on
+
+
+def _settings(namespace: argparse.Namespace, passed_on: ServerFlags) -> Settings:
     given = {name: value for name, value in vars(namespace).items() if value is not dataclasses.MISSING}
 
     def section(cls: type) -> Any:
         values = {field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given}
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
-    return Settings(**{name: section(cls) for name, cls in SECTIONS.items()})
+    return Settings(**{name: section(cls) for name, cls in SECTIONS.items()}, server_flags=passed_on)
 
 
 def main_parse(argv: Sequence[str]) -> Validated:
@@ -130,8 +142,8 @@ def main_parse(argv: Sequence[str]) -> Validated:
     ``--explain``, ``--help`` and ``--version`` print to stdout and exit with 0.
     """
     try:
-        namespace = build_parser().parse_args(argv)
-        validated = validate(_settings(namespace))
+        namespace, passed_on = _read(argv)
+        validated = validate(_settings(namespace, passed_on))
     except ValueError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -10,7 +10,9 @@ from miles.arguments.flag import flag
 class RolloutArguments:
     """rollout: generation, sampling and the choice of groups."""
 
-    rollout_engine: Literal["torch"] = flag("torch", "generation engine: torch runs inside the rollout process")
+    rollout_engine: Literal["torch", "sglang"] = flag(
+        "torch", "generation engine: torch runs inside the rollout process, sglang in servers of its own"
+    )
     num_rollout: Optional[int] = flag(None, "number of rollouts; default: --num-epoch passes over the prompts")
     num_epoch: Optional[int] = flag(None, "passes over the prompts, where --num-rollout is not given")
     rollout_batch_size: Optional[int] = flag(None, "prompts per rollout (required)")

@@ -36,9 +36,6 @@ def check_cluster(cluster: ClusterArguments) -> None:
     at_least(
         cluster, 1, "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "distributed_timeout_minutes"
     )
-    if cluster.rollout_num_gpus not in (None, 1) and not cluster.colocate:
-        rule = "this version runs one generation engine on one device"
-        refuse("rollout_num_gpus", cluster.rollout_num_gpus, rule, "give 1, or drop --rollout-num-gpus")
     for name, value in json_object("train_env_vars", cluster.train_env_vars).items():
         if not isinstance(value, str):
             rule = f"the value of {name} is {json.dumps(value)}, but environment variables are strings"

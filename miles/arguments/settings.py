@@ -12,6 +12,7 @@ from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
+from miles.arguments.sglang import ServerFlags, SglangArguments
 from miles.arguments.tracking import TrackingArguments
 from miles.arguments.training import TrainingArguments
 
@@ -25,6 +26,7 @@ class Settings:
     data: DataArguments
     reward: RewardArguments
     rollout: RolloutArguments
+    sglang: SglangArguments
     loss: LossArguments
     optimizer: OptimizerArguments
     training: TrainingArguments
@@ -32,6 +34,7 @@ class Settings:
     checkpoint: CheckpointArguments
     evaluation: EvaluationArguments
     tracking: TrackingArguments
+    server_flags: ServerFlags = ServerFlags()
 
     @property
     def rollouts_per_rollout_step(self) -> int:
@@ -49,3 +52,11 @@ class Settings:
     def steps_per_rollout(self) -> int:
         """Optimizer steps taken from one rollout."""
         return self.rollouts_per_rollout_step // self.global_batch_size
+
+    @property
+    def num_engines(self) -> int:
+        """SGLang servers that the run starts; 0 with the embedded engine, and with engines that run already."""
+        if self.rollout.rollout_engine != "sglang" or self.sglang.rollout_external:
+            return 0
+        devices = self.cluster.world_size if self.cluster.colocate else self.cluster.rollout_num_gpus or 1
+        return devices // self.sglang.rollout_num_gpus_per_engine

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from miles.arguments import section_rules as rules
 from miles.arguments.aggregation_rules import reconcile_aggregation
 from miles.arguments.batch_rules import reconcile_batch
+from miles.arguments.engine_rules import check_engines
 from miles.arguments.loss_rules import check_loss
 from miles.arguments.parallel_rules import check_parallel
 from miles.arguments.settings import Settings
@@ -38,6 +39,7 @@ def validate(settings: Settings) -> Validated:
     check_parallel(
         settings.parallel, settings.training, settings.cluster.world_size, settings.rollout.rollout_max_response_len
     )
+    check_engines(settings)
     rules.check_optimizer(settings.optimizer)
     rules.check_checkpoint(settings.checkpoint)
     rules.check_evaluation(settings.evaluation)

@@ -42,7 +42,7 @@ class RolloutGroup:
     def __init__(self, settings: Settings, placement: Placement) -> None:
         self.settings = settings
         actor: Any = ray.remote(RolloutWorker).options(**placement.rollout_options())
-        self.worker: Any = actor.remote(settings, placement.device)
+        self.worker: Any = actor.remote(settings, placement)
         self.prompts: int = ray.get(self.worker.prepare.remote())
 
     def total_rollouts(self) -> int:

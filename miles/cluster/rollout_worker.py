@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from miles.arguments.settings import Settings
 from miles.batching.schedule import schedule_step
 from miles.cluster.cpu_tuning import use_threads
+from miles.cluster.session import Placement
 from miles.data.prompts import load_prompts
 from miles.data.stream import PromptStream
 from miles.data.tokenizer import load_tokenizer
@@ -44,13 +45,26 @@ class GeneratedRollout:
     samples: list[Sample]  # a few, for the report
 
 
+class StoredWeights:
+    """The chunks of one update, in the object store; each pass over them has one in memory at a time."""
+
+    def __init__(self, packed: list[ray.ObjectRef]) -> None:
+        self._packed = packed
+
+    def __iter__(self) -> Iterator[WeightChunk]:
+        for reference in self._packed:
+            chunk: PackedChunk = ray.get(reference)
+            yield unpack(chunk)
+
+
 class RolloutWorker:
     """Generates, scores, converts and evaluates. Calls come one at a time; inside a call everything is concurrent."""
 
-    def __init__(self, settings: Settings, device: str) -> None:
+    def __init__(self, settings: Settings, placement: Placement) -> None:
         """Does nothing that can fail: Ray turns what a constructor raises into the death of the actor."""
         self.settings = settings
-        self.device = device
+        self.placement = placement
+        self.device = placement.device
         self.loop = asyncio.new_event_loop()
         self.canary = CanarySchedule(settings.loss)
 
@@ -89,6 +103,12 @@ class RolloutWorker:
         return self.settings.reward.rm_type is not None or self.settings.reward.custom_rm_path is not None
 
     def _build_engine(self) -> Engine:
+        if self.settings.rollout.rollout_engine == "sglang":
+            from miles.cluster.engine_servers import build_sglang_engine
+
+            servers = build_sglang_engine(self.settings, self.placement)
+            self._run(servers.start())
+            return servers
         from miles.engine.torch_engine import TorchEngine
 
         assert self.settings.model.hf_checkpoint is not None
@@ -157,15 +177,8 @@ class RolloutWorker:
 
     def update_weights(self, packed: list[ray.ObjectRef], version: int) -> None:
         """Give the engine the weights whose chunks ``packed`` refers to."""
-        if self.engine is None:
-            return
-
-        def chunks() -> Iterator[WeightChunk]:  # one in memory at a time
-            for reference in packed:
-                chunk: PackedChunk = ray.get(reference)
-                yield unpack(chunk)
-
-        self._run(self.engine.update_weights(chunks(), version))
+        if self.engine is not None:
+            self._run(self.engine.update_weights(StoredWeights(packed), version))
 
     def state(self) -> dict[str, Any]:
         """The position in the prompts, for a checkpoint."""

@@ -22,36 +22,61 @@ PLACEMENT_SECONDS = 300
 
 
 @dataclass(frozen=True)
+class EngineLayout:
+    """The servers that a run starts: ``count`` engines of ``size`` devices each. None with the embedded engine."""
+
+    count: int = 0
+    size: int = 1
+
+
+@dataclass(frozen=True)
 class Placement:
-    """Where the actors of a run stand: one bundle a trainer rank, and one for the rollout unless colocated."""
+    """Where the actors of a run stand: a bundle for each trainer rank, and, unless colocated, for what generates.
+
+    What generates is one bundle of one device for the rollout worker with its embedded engine, or a bundle for each
+    server; then the rollout worker computes nothing, and is a guest in the first of them.
+    """
 
     group: PlacementGroup
     cluster: ClusterArguments
     device: str  # cpu or cuda
+    engines: EngineLayout
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
         """Ray actor options of trainer rank ``rank``."""
-        return self._options(rank)
+        return self._options(rank, self._share)
 
     def rollout_options(self) -> dict[str, Any]:
         """Ray actor options of the rollout worker."""
-        return self._options(0 if self.cluster.colocate else self.cluster.world_size)
+        bundle = 0 if self.cluster.colocate else self.cluster.world_size
+        return self._options(bundle, 0.0 if self.engines.count else self._share)
 
-    def _options(self, bundle: int) -> dict[str, Any]:
+    def engine_options(self, number: int) -> dict[str, Any]:
+        """Ray actor options of engine ``number``."""
+        if self.cluster.colocate:
+            return self._options(number * self.engines.size, self._share)
+        return self._options(self.cluster.world_size + number, float(self.engines.size))
+
+    @property
+    def _share(self) -> float:
+        return 0.5 if self.cluster.colocate else 1.0  # two actors on one bundle, or one
+
+    def _options(self, bundle: int, share: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=bundle)
-        share = 0.5 if self.cluster.colocate else 1.0  # two actors on one bundle, or one
-        resources = {"num_gpus": share} if self.device == "cuda" else {"num_cpus": share}
+        resources = {"num_gpus": share, "num_cpus": 0} if self.device == "cuda" else {"num_cpus": share}
         return {"scheduling_strategy": strategy, "max_restarts": 0, **resources}
 
 
 @contextmanager
-def ray_session(cluster: ClusterArguments) -> Iterator[Placement]:
+def ray_session(cluster: ClusterArguments, engines: EngineLayout | None = None) -> Iterator[Placement]:
     """Start a local Ray or join the one at ``--ray-address``; on leaving, free what was taken and nothing else.
 
     Raises ``ValueError`` when the cluster has not the devices asked for, and ``ConnectionError`` when no Ray answers.
     """
     device = resolve_device(cluster)
-    bundles = cluster.world_size + (0 if cluster.colocate else 1)
+    engines = engines or EngineLayout()
+    bundles = _bundles(cluster, engines, device)
+    tickets = int(sum(bundle["CPU"] for bundle in bundles))
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Actors import the same miles as the launcher, also when it runs from a checkout that is not installed.
     python_path = os.pathsep.join(filter(None, [_checkout(), os.environ.get("PYTHONPATH")]))
@@ -63,7 +88,7 @@ def ray_session(cluster: ClusterArguments) -> Iterator[Placement]:
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         # Locally, Ray's CPU count is only a ticket counter: one ticket a process, whatever the machine has.
         ray.init(
-            num_cpus=max(bundles, 1) if device == "cpu" else None,
+            num_cpus=tickets if device == "cpu" else None,
             include_dashboard=False,
             runtime_env=runtime_env,
             log_to_driver=True,
@@ -72,8 +97,8 @@ def ray_session(cluster: ClusterArguments) -> Iterator[Placement]:
         )
     group: PlacementGroup | None = None
     try:
-        group = _place(bundles, device, cluster)
-        yield Placement(group, cluster, device)
+        group = _place(bundles, cluster)
+        yield Placement(group, cluster, device, engines)
     finally:
         if group is not None:
             remove_placement_group(group)
@@ -89,17 +114,31 @@ def resolve_device(cluster: ClusterArguments) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _place(bundles: int, device: str, cluster: ClusterArguments) -> PlacementGroup:
-    resource = {"CPU": 1.0, "GPU": 1.0} if device == "cuda" else {"CPU": 1.0}
-    group = placement_group([dict(resource) for _ in range(bundles)], strategy="PACK")
+def _bundles(cluster: ClusterArguments, engines: EngineLayout, device: str) -> list[dict[str, float]]:
+    """What Ray is asked for: a bundle a trainer rank, then those of ``Placement``. On CPU a device is a CPU ticket."""
+    sizes = [1] * cluster.world_size
+    if not cluster.colocate:
+        sizes += [engines.size] * engines.count or [1]
+    elif device == "cuda" and engines.count and engines.size > 1:
+        raise ValueError(
+            f"--rollout-num-gpus-per-engine {engines.size}: with --colocate an engine shares the one GPU of a trainer "
+            "rank in this version; give 1, or drop --colocate and give the engines --rollout-num-gpus of their own"
+        )
+    return [{"CPU": 1.0, "GPU": float(size)} if device == "cuda" else {"CPU": float(size)} for size in sizes]
+
+
+def _place(bundles: list[dict[str, float]], cluster: ClusterArguments) -> PlacementGroup:
+    group = placement_group(bundles, strategy="PACK")
     ready, _ = ray.wait([group.ready()], timeout=PLACEMENT_SECONDS)
     if not ready:
         have = ray.cluster_resources()
         remove_placement_group(group)
+        gpus = sum(bundle.get("GPU", 0) for bundle in bundles)
         raise ValueError(
-            f"the run needs {bundles} bundles of {resource}, but Ray has {have.get('CPU', 0):g} CPUs and "
+            f"the run needs {len(bundles)} bundles with {sum(bundle['CPU'] for bundle in bundles):g} CPUs and "
+            f"{gpus:g} GPUs, but Ray has {have.get('CPU', 0):g} CPUs and "
             f"{have.get('GPU', 0):g} GPUs (waited {PLACEMENT_SECONDS} s); lower --actor-num-gpus-per-node "
-            f"(now {cluster.actor_num_gpus_per_node}), add --colocate, or free the cluster"
+            f"(now {cluster.actor_num_gpus_per_node}) or --rollout-num-gpus, add --colocate, or free the cluster"
         )
     return group
 

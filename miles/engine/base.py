@@ -42,6 +42,7 @@ class GenerationRequest:
 class Generation:
     """One response, and the version of the weights that generated it (its last token).
 
+    ``earlier_versions``: of the weights that generated its first tokens, oldest first, where they changed on the way.
     ``log_probs``: fp32, of the sampled tokens, under softmax(logits / temperature) of the full vocabulary (before top-k
     and top-p; of the raw logits when greedy).
     """
@@ -50,6 +51,7 @@ class Generation:
     log_probs: list[float]
     finish_reason: FinishReason
     weight_version: int
+    earlier_versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,10 @@ class Engine(Protocol):
         ...
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
-        """Replace the weights; every parameter must arrive. Raises ``ValueError`` naming missing or unknown names."""
+        """Replace the weights; every parameter must arrive. Raises ``ValueError`` naming missing or unknown names.
+
+        An engine of several servers may iterate ``chunks`` again until the next update, for a server that restarts.
+        """
         ...
 
     async def pause(self) -> None:

@@ -30,7 +30,7 @@ REFUSED = [
     ("--apply-chat-template-kwargs {}", "", "ignored without --apply-chat-template"),
     ('--train-env-vars {"A":1}', "", "environment variables are strings"),
     ("--actor-num-nodes 0", "", "at least 1"),
-    ("--rollout-num-gpus 2", "", "one generation engine"),
+    ("--rollout-num-gpus 2", "", "embedded torch engine"),
     ("--n-samples-per-prompt 1", "", "every advantage is 0"),
     ("--n-samples-per-prompt 0", "", "at least 1"),
     ("--rollout-temperature=-1", "", "--rollout-temperature -1.0: must be a finite number of at least 0"),

@@ -1,0 +1,91 @@
+"""SGLang servers in Ray actors, one an engine, and the engine that is made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from transformers import AutoConfig
+
+from miles.arguments.settings import Settings
+from miles.cluster.session import Placement
+from miles.engine.engine_pool import Server
+from miles.engine.external_server import ExternalServer
+from miles.engine.router import Router
+from miles.engine.sglang_command import ServerSpec
+from miles.engine.sglang_engine import SglangEngine
+from miles.engine.sglang_server import SglangServer
+from miles.weight_sync.sender import WeightSender
+
+LOGS = "engines"  # in --output-dir
+
+
+class EngineActor:
+    """Holds one server process, on the node and the devices that Ray gives it. The server dies with the actor."""
+
+    def __init__(self, spec: ServerSpec, host: str | None, log: Path) -> None:
+        self.server = SglangServer(spec, host or ray.util.get_node_ip_address(), log)
+
+    def start(self) -> str:
+        """As ``SglangServer.start``."""
+        return self.server.start()
+
+    def stop(self) -> None:
+        """As ``SglangServer.stop``."""
+        self.server.stop()
+
+
+class ActorServer:
+    """A server in an actor; ``miles.engine.engine_pool.Server``. An actor that has died is replaced."""
+
+    def __init__(self, number: int, settings: Settings, placement: Placement) -> None:
+        self.name = f"engine {number}"
+        self._options = placement.engine_options(number)
+        # A Ray of our own is one host; engines of a cluster must be reached from others.
+        self._host = None if settings.cluster.ray_address else "127.0.0.1"
+        self._log = Path(settings.tracking.output_dir).absolute() / LOGS / f"engine_{number}.log"
+        self._spec = server_spec(settings, placement.device, number)
+        self._actor = self._place()
+
+    def _place(self) -> Any:
+        return ray.remote(EngineActor).options(**self._options).remote(self._spec, self._host, self._log)
+
+    async def start(self) -> str:
+        try:
+            return await self._actor.start.remote()
+        except RayTaskError as error:
+            raise error.cause from None  # the server's own error, without the actor around it
+
+    async def stop(self) -> None:
+        try:
+            await self._actor.stop.remote()
+        except RayActorError:
+            self._actor = self._place()  # the server went with its actor
+
+
+def server_spec(settings: Settings, device: str, number: int) -> ServerSpec:
+    """What engine ``number`` serves. Engines differ in their seeds only."""
+    assert settings.model.hf_checkpoint is not None
+    return ServerSpec(
+        model_path=settings.model.hf_checkpoint,
+        dtype="bfloat16" if settings.training.bf16 else "float32",
+        device=device,
+        num_devices=settings.sglang.rollout_num_gpus_per_engine,
+        seed=settings.data.rollout_seed + number,
+        flags=settings.server_flags.server,
+    )
+
+
+def build_sglang_engine(settings: Settings, placement: Placement) -> SglangEngine:
+    """The engine of a run, not started yet: its own servers in actors, or those at the given addresses."""
+    output_dir = Path(settings.tracking.output_dir).absolute()
+    servers: list[Server] = [ActorServer(number, settings, placement) for number in range(settings.num_engines)]
+    servers += [ExternalServer(address) for address in settings.sglang.rollout_external_engine_addrs or ()]
+    router = None
+    if len(servers) > 1:
+        router = Router(settings.server_flags.router, "127.0.0.1", output_dir / LOGS / "router.log")
+    assert settings.model.hf_checkpoint is not None
+    vocab_size = AutoConfig.from_pretrained(settings.model.hf_checkpoint).get_text_config().vocab_size
+    return SglangEngine(servers, settings.sglang, vocab_size, WeightSender(settings.sglang, output_dir), router)

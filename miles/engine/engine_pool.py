@@ -1,0 +1,199 @@
+"""Which servers may be used now: requests are spread over them, one that fails is taken out and brought up again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Protocol, TypeVar
+
+from miles.engine.router import Router
+from miles.engine.sglang_client import EngineUnavailable, RequestRefused, SglangClient
+
+T = TypeVar("T")
+
+START_TRIES = 3  # in a row, before an engine is given up
+
+log = logging.getLogger(__name__)
+
+
+class Server(Protocol):
+    """One server, wherever it runs. ``name`` is how messages call it."""
+
+    name: str
+
+    async def start(self) -> str:
+        """Start it where it does not run, wait until it serves, and return its URL."""
+        ...
+
+    async def stop(self) -> None:
+        """End it, whatever state it is in."""
+        ...
+
+
+class Member:
+    """One server as the pool knows it. ``client`` is of the process that runs now; each start has another."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.client: SglangClient | None = None
+        self.serving = False
+        self.in_flight = 0
+        self.left = asyncio.Event()  # set when it is taken out: whoever waits for an answer of it need not
+        self.recovery: asyncio.Task[None] | None = None
+        self.probe: asyncio.Task[None] | None = None
+
+    @property
+    def connected(self) -> SglangClient:
+        """The client, where a server has been started."""
+        assert self.client is not None, f"{self.server.name} has not been started"
+        return self.client
+
+    async def answer(self, request: Awaitable[T]) -> T:
+        """The answer to ``request``. Raises ``EngineUnavailable`` when the member is taken out before it comes."""
+        self.in_flight += 1
+        asked = asyncio.ensure_future(request)
+        leaving = asyncio.ensure_future(self.left.wait())
+        try:
+            await asyncio.wait([asked, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                return asked.result()
+            raise EngineUnavailable(f"{self.server.name} was taken out with the request in flight")
+        finally:
+            self.in_flight -= 1
+            asked.cancel()
+            leaving.cancel()
+
+
+class EnginePool:
+    """The servers of a run.
+
+    ``connect`` makes the client of a URL; ``bring_up`` gives a started server the current weights. With ``restart`` a
+    member that fails is stopped, started, brought up and taken in again, while requests go to the others, or wait when
+    there is none; without it a failure is the caller's. Requests go to the member with the fewest in flight, or to the
+    router where there is one; then the router knows the members that serve, and no others.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        connect: Callable[[str], SglangClient],
+        bring_up: Callable[[Member], Awaitable[None]],
+        router: Router | None,
+        restart: bool,
+    ) -> None:
+        self.members = [Member(server) for server in servers]
+        self._connect = connect
+        self._bring_up = bring_up
+        self._router = router
+        self._router_client = connect(router.url) if router is not None else None
+        self._restart = restart
+        self._changed = asyncio.Condition()
+
+    async def open(self) -> None:
+        """Start all servers, at the same time."""
+        await asyncio.gather(*(self._start(member) for member in self.members))
+
+    @property
+    def serving(self) -> list[Member]:
+        """Members that may be used now."""
+        return [member for member in self.members if member.serving]
+
+    async def run(
+        self, call: Callable[[SglangClient], Awaitable[T]], avoid: Collection[Member] = ()
+    ) -> tuple[T, Member | None]:
+        """Have one server do ``call``; waits while every server is being restarted.
+
+        ``avoid``: members to use only when there is no other. The member that answered comes with the answer; None
+        when the router chose it. An ``EngineUnavailable`` has it as its attribute ``member``.
+        """
+        chosen = await self._pick(avoid)
+        member = None if self._router_client is not None else chosen
+        try:
+            if self._router_client is not None:
+                return await call(self._router_client), None
+            return await chosen.answer(call(chosen.connected)), chosen
+        except EngineUnavailable as failure:
+            failure.member = member
+            raise
+
+    async def _pick(self, avoid: Collection[Member]) -> Member:
+        async with self._changed:
+            while not self.serving:
+                if all(member.recovery is None or member.recovery.done() for member in self.members):
+                    names = ", ".join(member.server.name for member in self.members)
+                    raise RuntimeError(f"no engine is left ({names}); their log files say why")
+                await self._changed.wait()
+            candidates = [member for member in self.serving if member not in avoid] or self.serving
+            return min(candidates, key=lambda member: member.in_flight)
+
+    async def suspect(self, member: Member | None, probe: Callable[[SglangClient], Awaitable[None]]) -> None:
+        """Have ``member``, or each one where None, prove with ``probe`` that it works; take out those that do not.
+
+        Does nothing in a pool that does not restart. Suspicions of one member at a time share a probe.
+        """
+        if self._restart:
+            await asyncio.gather(*(self._check(m, probe) for m in ([member] if member else self.serving)))
+
+    async def _check(self, member: Member, probe: Callable[[SglangClient], Awaitable[None]]) -> None:
+        if not member.serving:
+            return
+        if member.probe is None or member.probe.done():
+            member.probe = asyncio.ensure_future(self._prove(member, probe))
+        await asyncio.shield(member.probe)
+
+    async def _prove(self, member: Member, probe: Callable[[SglangClient], Awaitable[None]]) -> None:
+        try:
+            await probe(member.connected)
+        except (EngineUnavailable, RequestRefused) as failure:
+            await self.take_out(member, failure)
+
+    async def take_out(self, member: Member, reason: Exception) -> None:
+        """Stop using ``member`` at once, and bring it up again in the background."""
+        if not member.serving:
+            return
+        member.serving = False
+        member.left.set()
+        log.warning("%s has failed and is restarted: %s", member.server.name, reason)
+        member.recovery = asyncio.create_task(self._recover(member))
+
+    async def _recover(self, member: Member) -> None:
+        try:
+            if self._router is not None:
+                await self._router.remove(member.connected.url)
+            for attempt in range(1, START_TRIES + 1):
+                try:
+                    await member.server.stop()
+                    await self._start(member)
+                    log.warning("%s serves again", member.server.name)
+                    return
+                except Exception as failure:
+                    log.warning("%s: start %d of %d failed: %s", member.server.name, attempt, START_TRIES, failure)
+        finally:
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _start(self, member: Member) -> None:
+        url = await member.server.start()
+        if member.client is not None:
+            await member.client.close()
+        member.client = self._connect(url)
+        await self._bring_up(member)
+        if self._router is not None:
+            await self._router.add(url)
+        member.left.clear()
+        async with self._changed:
+            member.serving = True
+            self._changed.notify_all()
+
+    async def close(self) -> None:
+        """Stop everything."""
+        for member in self.members:
+            member.serving = False
+            if member.recovery is not None:
+                member.recovery.cancel()
+        await asyncio.gather(*(member.server.stop() for member in self.members))
+        clients = [self._router_client, *(member.client for member in self.members)]
+        await asyncio.gather(*(client.close() for client in clients if client is not None))
+        if self._router is not None:
+            self._router.close()

@@ -1,0 +1,72 @@
+"""sglang-router in front of several engines: it sends each request to the engine with its prefix, or the least load."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from urllib.parse import quote
+
+import httpx
+
+from miles.arguments.server_flags import has_flag
+from miles.engine.child_process import ChildProcess
+from miles.engine.sglang_server import free_port
+
+MODULE = "sglang_router.launch_router"
+START_SECONDS = 300
+REGISTER_SECONDS = 60
+POLL_SECONDS = 0.05
+
+
+class Router:
+    """One router process. Engines are registered when they may serve, and taken out when they may not."""
+
+    def __init__(self, flags: tuple[str, ...], host: str, log: Path) -> None:
+        """Start the router with the user's ``--router-*`` words; engines are added later."""
+        self.url = f"http://{host}:{free_port(host)}"
+        port = self.url.rpartition(":")[2]
+        words = ["--host", host, "--port", port]
+        if not has_flag(flags, "--prometheus-port"):
+            words += ["--prometheus-port", str(free_port(host))]  # its default is one port for all routers of a host
+        # Whether an engine may serve is decided by our health checks, and failed requests are sent again by the engine
+        # client, which knows how often: a second set of both in the router would hide failures from it.
+        words += [flag for flag in ("--disable-retries", "--disable-circuit-breaker") if not has_flag(flags, flag)]
+        self._process = ChildProcess(MODULE, [*words, *flags], os.environ, log)
+        self._process.wait_until(self._is_up, START_SECONDS)
+
+    def _is_up(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/liveness", timeout=5.0, trust_env=False, verify=False).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    async def add(self, url: str) -> None:
+        """Register an engine; returns when requests can go to it."""
+        async with self._http() as http:
+            (await http.post("/workers", json={"url": url})).raise_for_status()
+            await self._until(http, url, present=True)
+
+    async def remove(self, url: str) -> None:
+        """Send no more requests to an engine. Nothing happens where it is not registered."""
+        async with self._http() as http:
+            workers = await self._workers(http)
+            if url in workers:
+                (await http.delete(f"/workers/{quote(workers[url]['id'], safe='')}")).raise_for_status()
+                await self._until(http, url, present=False)
+
+    async def _until(self, http: httpx.AsyncClient, url: str, present: bool) -> None:
+        # The router answers before it has done it (202), and says nothing when it is done.
+        async with asyncio.timeout(REGISTER_SECONDS):
+            while (await self._workers(http)).get(url, {}).get("is_healthy", False) is not present:
+                await asyncio.sleep(POLL_SECONDS)
+
+    async def _workers(self, http: httpx.AsyncClient) -> dict[str, dict]:  # type: ignore[type-arg]
+        return {worker["url"]: worker for worker in (await http.get("/workers")).raise_for_status().json()["workers"]}
+
+    def _http(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=REGISTER_SECONDS, trust_env=False)
+
+    def close(self) -> None:
+        """Stop the router."""
+        self._process.stop(grace_seconds=1.0)

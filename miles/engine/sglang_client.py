@@ -1,0 +1,146 @@
+"""The verbs of one SGLang server over HTTP: what is sent, and what a valid answer is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from miles.engine.base import Generation, SamplingParams
+
+if TYPE_CHECKING:
+    from miles.engine.engine_pool import Member
+
+CONNECT_SECONDS = 10.0
+CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared disk
+
+
+class EngineUnavailable(Exception):
+    """The server did not answer, or not with what it was asked for: another server, or this one later, may.
+
+    ``member``: of the pool, where it is known which one it was.
+    """
+
+    member: Member | None = None
+
+
+class RequestRefused(ValueError):
+    """The server will not do what it is asked, now or later. The message is the server's own."""
+
+
+class SglangClient:
+    """One server. All methods raise ``EngineUnavailable`` and ``RequestRefused``; nothing else of HTTP gets out."""
+
+    def __init__(self, url: str, connections: int) -> None:
+        """``connections``: most requests at a time; control calls come in addition."""
+        self.url = url
+        limits = httpx.Limits(max_connections=connections + 8, max_keepalive_connections=connections + 8)
+        # How long a response takes to generate is not known beforehand, so reading has no limit.
+        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+        self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, trust_env=False)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int, vocab: int) -> Generation:
+        """One response. The seed is the server's to honour: SGLang does under deterministic inference on GPUs only."""
+        body = {
+            "input_ids": list(prompt_ids),
+            "sampling_params": sampling_params(sampling, seed),
+            "return_logprob": True,
+        }
+        return read_generation(await self.post("/generate", body, seconds=None), vocab)
+
+    async def probe(self, version: int, vocab: int, seconds: float) -> None:
+        """Generate one token, and check that it comes from the weights ``version``."""
+        body = {
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+        }
+        answer = read_generation(await self.post("/generate", body, seconds), vocab)
+        if answer.weight_version != version:
+            raise EngineUnavailable(f"{self.url} has weights {answer.weight_version} instead of {version}")
+
+    async def check_health(self, version: int, seconds: float) -> None:
+        """The server's own test, which passes while it is busy as long as it gets on, and its weights' version."""
+        await self._send("GET", "/health_generate", None, seconds)
+        found = read_version((await self._send("GET", "/model_info", None, seconds)).get("weight_version"))
+        if found != version:
+            raise EngineUnavailable(f"{self.url} has weights {found} instead of {version}")
+
+    async def control(self, path: str, body: dict[str, Any], seconds: float = CONTROL_SECONDS) -> dict[str, Any]:
+        """A control call, such as ``/pause_generation``; ``RequestRefused`` where the answer says that it failed."""
+        answer = await self.post(path, body, seconds)
+        if answer.get("success", True) is not True:
+            raise RequestRefused(f"{self.url}{path}: {answer.get('message')}")
+        return answer
+
+    async def post(self, path: str, body: dict[str, Any], seconds: float | None) -> dict[str, Any]:
+        """The JSON object that answers ``body``; an empty one for an empty answer."""
+        return await self._send("POST", path, body, seconds)
+
+    async def _send(self, method: str, path: str, body: dict[str, Any] | None, seconds: float | None) -> dict[str, Any]:
+        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
+        try:
+            response = await self._http.request(method, path, json=body, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise EngineUnavailable(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from error
+        if response.status_code >= 500 or response.status_code in (408, 429):
+            raise EngineUnavailable(f"{self.url}{path}: HTTP {response.status_code} {response.text[:300]}")
+        if response.status_code >= 400:
+            raise RequestRefused(f"{self.url}{path}: HTTP {response.status_code} {response.text[:1000]}")
+        if not response.content:
+            return {}
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise EngineUnavailable(f"{self.url}{path}: the answer is not a JSON object: {response.text[:300]!r}")
+        return answer
+
+    async def close(self) -> None:
+        """Drop the connections."""
+        await self._http.aclose()
+
+
+def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    """``SamplingParams`` in SGLang's names. A stop token ends a response and stays in it."""
+    return {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "sampling_seed": seed & 0x7FFFFFFF,  # SGLang's kernels hash 32-bit seeds
+    }
+
+
+def read_generation(answer: dict[str, Any], vocab: int) -> Generation:
+    """The response in SGLang's answer. Raises ``EngineUnavailable`` for whatever a sound server would not say."""
+    try:
+        meta = answer["meta_info"]
+        entries = meta.get("output_token_logprobs") or []
+        token_ids = [int(token) for token in answer["output_ids"]]
+        log_probs = [float(entry[0]) for entry in entries]
+        reason = meta["finish_reason"]["type"]
+        versions = [read_version(span["version"]) for span in meta.get("weight_versions") or ()]
+        last = read_version(meta["weight_version"])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise EngineUnavailable(f"an answer that is no generation ({error!r}): {str(answer)[:300]}") from error
+    sound = (
+        reason in ("stop", "length", "abort")
+        and len(token_ids) == len(log_probs)
+        and all(0 <= token < vocab for token in token_ids)
+        and all(math.isfinite(value) and value <= 1e-4 for value in log_probs)
+        and [int(entry[1]) for entry in entries] == token_ids
+    )
+    if not sound:
+        raise EngineUnavailable(f"an answer whose tokens and log-probs are no generation: {str(answer)[:300]}")
+    return Generation(token_ids, log_probs, reason, last, tuple(v for v in versions if v != last))
+
+
+def read_version(value: Any) -> int:
+    """The number of the weights; -1 for weights that no update of ours has sent."""
+    text = str(value)
+    return int(text) if text.isdecimal() else -1

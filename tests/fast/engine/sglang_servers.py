@@ -1,0 +1,46 @@
+"""Real SGLang servers of the tiny model, for the tests of several modules."""
+
+import asyncio
+import os
+import signal
+
+import psutil
+
+from miles.arguments.sglang import SglangArguments
+from miles.engine.sglang_command import ServerSpec
+from miles.engine.sglang_engine import SglangEngine
+from miles.engine.sglang_server import SglangServer
+from miles.weight_sync.sender import WeightSender
+
+HOST = "127.0.0.1"
+# A cache as small as the model: servers of several tests run beside each other.
+SMALL = ("--max-total-tokens", "4096", "--max-running-requests", "32")
+
+
+class LocalServer:
+    """A server of this process; ``miles.engine.engine_pool.Server``. Signals can be sent to its processes."""
+
+    def __init__(self, number, model, log_folder):
+        self.name = f"engine {number}"
+        spec = ServerSpec(model, "float32", "cpu", 1, seed=number, flags=SMALL)
+        self.server = SglangServer(spec, HOST, log_folder / f"engine_{number}.log")
+        self.starts = 0
+
+    async def start(self):
+        self.starts += 1
+        return await asyncio.to_thread(self.server.start)
+
+    async def stop(self):
+        await asyncio.to_thread(self.server.stop)
+
+    def signal(self, number=signal.SIGKILL):
+        """To every process of the server."""
+        leader = psutil.Process(self.server.pid)
+        for process in (*leader.children(recursive=True), leader):
+            os.kill(process.pid, number)
+
+
+def engine_of(servers, vocab_size, output_dir, router=None, **flags):
+    """The engine made of ``servers``; ``flags`` are fields of ``SglangArguments``."""
+    sglang = SglangArguments(**flags)
+    return SglangEngine(servers, sglang, vocab_size, WeightSender(sglang, output_dir), router)

@@ -1,0 +1,85 @@
+"""A process that answers as an SGLang server does, without a model: ``python -m stand_in_server PORT``.
+
+It speaks the part of the protocol that ``SglangClient`` uses, starts in a fraction of a second, and misbehaves on
+demand (``POST /misbehave``), which the real one does not. A response to ``input_ids`` is the prompt reversed.
+"""
+
+import asyncio
+import sys
+
+from aiohttp import web
+
+LATENCY_SECONDS = 0.02
+
+
+class StandIn:
+    def __init__(self):
+        self.version = "0"
+        self.fault = None
+        self.served = 0
+
+    def routes(self):
+        get, post = web.get, web.post
+        return [
+            get("/ready", self.ok),
+            get("/health", self.ok),  # the router's
+            get("/health_generate", self.health),
+            get("/model_info", self.model_info),
+            get("/served", self.count),
+            post("/generate", self.generate),
+            post("/misbehave", self.misbehave),
+            post("/pause_generation", self.ok),
+            post("/continue_generation", self.ok),
+            post("/abort_request", self.ok),
+            post("/update_weights_from_disk", self.load),
+        ]
+
+    async def ok(self, request):
+        return web.json_response({"success": True})
+
+    async def health(self, request):
+        if self.fault == "unhealthy":
+            raise web.HTTPServiceUnavailable()
+        return web.Response()
+
+    async def model_info(self, request):
+        return web.json_response({"weight_version": self.version})
+
+    async def count(self, request):
+        return web.json_response({"served": self.served})
+
+    async def load(self, request):
+        self.version = (await request.json())["weight_version"]
+        return web.json_response({"success": True})
+
+    async def misbehave(self, request):
+        self.fault = (await request.json())["fault"]
+        if self.fault == "loses weights":
+            self.version = "0"
+        return web.json_response({})
+
+    async def generate(self, request):
+        body = await request.json()
+        await asyncio.sleep(LATENCY_SECONDS)
+        if self.fault == "500":
+            raise web.HTTPInternalServerError()
+        if self.fault == "garbage":
+            return web.Response(text="<html>it works!</html>")
+        if self.fault == "unsound":
+            return web.json_response(self.answer([10**9]))
+        self.served += 1
+        return web.json_response(self.answer(body["input_ids"][::-1]))
+
+    def answer(self, tokens):
+        meta = {
+            "finish_reason": {"type": "length"},
+            "weight_version": self.version,
+            "output_token_logprobs": [[-1.0, token, None] for token in tokens],
+        }
+        return {"output_ids": tokens, "meta_info": meta}
+
+
+if __name__ == "__main__":
+    app = web.Application()
+    app.add_routes(StandIn().routes())
+    web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=None)

@@ -1,0 +1,96 @@
+"""Server processes, real ones: how they end, and that none outlives its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from miles.engine.child_process import ChildProcess, ServerFailed
+
+SERVES = "import sys, time; print('serving', flush=True); time.sleep(600)"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SERVES
+WITH_CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SERVES!r}]); " + SERVES
+PARENT = """
+import os, pathlib, sys
+from miles.engine.child_process import ChildProcess
+child = ChildProcess("stand_in", [], os.environ, pathlib.Path(sys.argv[1]))
+child.wait_until(lambda: "serving" in child.log.read_text(), 60)
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """``start(source)`` runs the source as a module of its own name; stopped at the end."""
+    started = []
+
+    def run(source):
+        (tmp_path / "stand_in.py").write_text(source)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+        started.append(ChildProcess("stand_in", [], environment, tmp_path / "logs" / "server.log"))
+        return started[-1]
+
+    yield run
+    for child in started:
+        child.stop(grace_seconds=0)
+
+
+def serves(child):
+    return lambda: "serving" in child.log.read_text()
+
+
+def test_polite_server_ends_at_sigterm(start):
+    child = start(SERVES)
+    child.wait_until(serves(child), 60)
+    child.stop(grace_seconds=30)
+    assert not psutil.pid_exists(child.pid)
+
+
+def test_stubborn_server_is_killed(start):
+    child = start(STUBBORN)
+    child.wait_until(serves(child), 60)
+    child.stop(grace_seconds=0.1)
+    assert not psutil.pid_exists(child.pid)
+
+
+def test_stop_takes_the_whole_group(start):
+    child = start(WITH_CHILD)
+    child.wait_until(lambda: child.log.read_text().count("serving") == 2, 60)
+    family = psutil.Process(child.pid).children()
+    child.stop(grace_seconds=30)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert len(family) == 1
+    assert not alive
+
+
+def test_early_end_shows_the_log_of_this_start_only(start):
+    first = start("print('of the first start')")
+    with pytest.raises(ServerFailed, match="of the first start"):
+        first.wait_until(lambda: False, 60)
+    second = start("raise SystemExit('no such model')")
+    with pytest.raises(ServerFailed, match="(?s)ended with status 1 .*server.log ends:\nno such model") as told:
+        second.wait_until(lambda: False, 60)
+    assert "first" not in str(told.value)
+
+
+def test_server_that_never_serves_is_stopped(start):
+    child = start(SERVES)
+    with pytest.raises(ServerFailed, match="did not serve within 1 s"):
+        child.wait_until(lambda: False, 1)
+    assert not psutil.pid_exists(child.pid)
+
+
+def test_server_dies_with_its_parent(tmp_path):
+    (tmp_path / "stand_in.py").write_text(SERVES)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "log")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, text=True, **pipes) as parent:
+        server = psutil.Process(int(parent.stdout.readline()))
+        os.kill(parent.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs([server], timeout=10)
+    assert not alive

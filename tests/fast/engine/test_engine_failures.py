@@ -1,0 +1,218 @@
+"""What happens to requests when servers fail, with real processes that are killed, stopped, or lie.
+
+The processes are stand-ins for SGLang that start at once (``stand_in_server``); one test each does the same with the
+real server (``test_sglang_failures``).
+"""
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from miles.arguments.sglang import SglangArguments
+from miles.engine.base import GenerationRequest, SamplingParams, WeightChunk
+from miles.engine.child_process import ChildProcess
+from miles.engine.router import Router
+from miles.engine.sglang_engine import SglangEngine
+from miles.engine.sglang_server import answers, free_port
+from miles.weight_sync.sender import WeightSender
+
+pytestmark = pytest.mark.timeout(300)
+
+HERE = str(Path(__file__).parent)
+VOCAB = 1000
+QUICK = {"rollout_health_check_interval": 0.3, "rollout_health_check_timeout": 2.0}
+WEIGHTS = [WeightChunk({"w": torch.zeros(3)})]
+
+
+class StandInServer:
+    """One stand-in process; ``miles.engine.engine_pool.Server``."""
+
+    def __init__(self, number, folder):
+        self.name = f"engine {number}"
+        self.log = folder / f"engine_{number}.log"
+        self.process = None
+        self.starts = 0
+
+    async def start(self):
+        self.starts += 1
+        port = free_port("127.0.0.1")
+        self.url = f"http://127.0.0.1:{port}"
+        path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
+        self.process = ChildProcess("stand_in_server", [str(port)], {**os.environ, "PYTHONPATH": path}, self.log)
+        await asyncio.to_thread(self.process.wait_until, lambda: answers(self.url), 60)
+        return self.url
+
+    async def stop(self):
+        if self.process is not None:
+            await asyncio.to_thread(self.process.stop, 0.0)
+
+    def signal(self, number):
+        os.kill(self.process.pid, number)
+
+    async def misbehave(self, fault):
+        async with httpx.AsyncClient() as http:
+            await http.post(f"{self.url}/misbehave", json={"fault": fault})
+
+
+def engine_of(servers, folder, router, **flags):
+    sglang = SglangArguments(update_weight_transfer_mode="disk", **flags)
+    return SglangEngine(servers, sglang, VOCAB, WeightSender(sglang, folder), router)
+
+
+async def ask(engine, prompt):
+    request = GenerationRequest(tuple(prompt), (0,), SamplingParams(max_new_tokens=8))
+    return (await engine.generate(request))[0]
+
+
+def run(folder, num_servers, scenario, routed=False, **flags):
+    """``scenario(engine, servers)`` on a started engine with weights of version 3; ``routed``: with sglang-router."""
+
+    async def whole():
+        servers = [StandInServer(number, folder) for number in range(num_servers)]
+        router = Router((), "127.0.0.1", folder / "router.log") if routed else None
+        engine = engine_of(servers, folder, router, **flags)
+        try:
+            await engine.start()
+            await engine.update_weights(WEIGHTS, 3)
+            return await asyncio.wait_for(scenario(engine, servers), 200)
+        finally:
+            await engine.close()
+
+    return asyncio.run(whole())
+
+
+async def until(holds):
+    """Poll until ``holds()``; the scenario has a time limit of its own."""
+    while not holds():
+        await asyncio.sleep(0.02)
+
+
+def kill(server):
+    server.signal(signal.SIGKILL)
+
+
+def stop(server):
+    server.signal(signal.SIGSTOP)
+
+
+FAULTS = ["killed", "stopped", "500", "garbage", "unsound", "unhealthy", "loses weights"]
+
+
+async def break_server(server, fault):
+    if fault == "killed":
+        kill(server)
+    elif fault == "stopped":
+        stop(server)
+    else:
+        await server.misbehave(fault)
+
+
+@pytest.mark.parametrize(("fault", "num_servers"), [("killed", 1), *((fault, 2) for fault in FAULTS)])
+def test_failed_server_is_replaced_and_nothing_is_lost(tmp_path, fault, num_servers):
+    """Requests before, during and after the fault are each answered once, by servers with the current weights."""
+
+    async def scenario(engine, servers):
+        prompts = [(n, n + 1, n + 2) for n in range(60)]
+        asked = [asyncio.ensure_future(ask(engine, prompt)) for prompt in prompts[:40]]
+        await break_server(servers[0], fault)
+        asked += [asyncio.ensure_future(ask(engine, prompt)) for prompt in prompts[40:]]
+        given = await asyncio.gather(*asked)
+        await until(lambda: servers[0].starts == 2 and len(engine._pool.serving) == num_servers)
+        return prompts, [*given, await ask(engine, (1, 2))]
+
+    prompts, given = run(tmp_path, num_servers, scenario, use_fault_tolerance=True, **QUICK)
+    assert [answer.token_ids for answer in given] == [list(p[::-1]) for p in [*prompts, (1, 2)]]
+    assert all(answer.weight_version == 3 for answer in given)
+
+
+@pytest.mark.parametrize("routed", [False, True], ids=["direct", "routed"])
+def test_kills_at_random_moments(tmp_path, routed):
+    """Many rollouts of many prompts: the answers are those of a run in which nothing failed."""
+    rng = random.Random(0)
+    killed_after = set(rng.sample(range(240), 8))  # so many answers
+
+    async def scenario(engine, servers):
+        answered = itertools.count(1)
+
+        async def ask_and_kill(prompt):
+            answer = await ask(engine, prompt)
+            serving = [s for s, m in zip(servers, engine._pool.members, strict=True) if m.serving]
+            if next(answered) in killed_after and serving:
+                kill(rng.choice(serving))
+            return answer
+
+        rollouts = []
+        for version in range(4, 10):
+            await engine.update_weights(WEIGHTS, version)
+            rollouts.append(await asyncio.gather(*(ask_and_kill((version, n)) for n in range(40))))
+        return rollouts, sum(server.starts for server in servers)
+
+    flags = {"use_fault_tolerance": True, "sglang_server_concurrency": 4, **QUICK}
+    rollouts, starts = run(tmp_path, 2, scenario, routed, **flags)
+    assert starts > 4, "too little was killed"
+    for version, rollout in enumerate(rollouts, start=4):
+        assert [answer.token_ids for answer in rollout] == [[n, version] for n in range(40)]
+        assert {answer.weight_version for answer in rollout} == {version}
+
+
+def test_without_fault_tolerance_the_run_stops_with_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr("miles.engine.sglang_engine.BACK_OFF_SECONDS", 0.01)
+
+    async def scenario(engine, servers):
+        kill(servers[0])
+        with pytest.raises(RuntimeError, match="failed 8 times, .*with --use-fault-tolerance engines that fail"):
+            await ask(engine, (1,))
+        with pytest.raises(RuntimeError, match="engine 0 did not take the weights"):
+            await engine.update_weights(WEIGHTS, 4)
+
+    run(tmp_path, 1, scenario)
+
+
+def test_without_fault_tolerance_another_server_is_tried(tmp_path):
+    async def scenario(engine, servers):
+        kill(servers[0])
+        return await asyncio.gather(*(ask(engine, (n,)) for n in range(20)))
+
+    assert [answer.token_ids for answer in run(tmp_path, 2, scenario)] == [[n] for n in range(20)]
+
+
+def test_server_that_will_not_start_again_is_given_up(tmp_path):
+    async def scenario(engine, servers):
+        async def refuse():
+            raise OSError("no such device")
+
+        servers[0].start = refuse
+        kill(servers[0])
+        with pytest.raises(RuntimeError, match=r"no engine is left \(engine 0\)"):
+            await ask(engine, (1,))
+
+    run(tmp_path, 1, scenario, use_fault_tolerance=True, **QUICK)
+
+
+def test_update_while_a_server_is_away_reaches_it_on_return(tmp_path):
+    async def scenario(engine, servers):
+        kill(servers[0])
+        await engine.update_weights(WEIGHTS, 5)  # finds the dead one, and restarts it
+        await until(lambda: len(engine._pool.serving) == 2)
+        return [server.starts for server in servers], await asyncio.gather(*(ask(engine, (n,)) for n in range(10)))
+
+    starts, given = run(tmp_path, 2, scenario, use_fault_tolerance=True, **QUICK)
+    assert starts == [2, 1]
+    assert {answer.weight_version for answer in given} == {5}
+
+
+def test_requests_are_spread_and_bounded(tmp_path):
+    async def scenario(engine, servers):
+        await asyncio.gather(*(ask(engine, (n,)) for n in range(60)))
+        async with httpx.AsyncClient() as http:
+            return [(await http.get(f"{server.url}/served")).json()["served"] for server in servers]
+
+    served = run(tmp_path, 3, scenario, sglang_server_concurrency=2)
+    assert sum(served) == 60 and min(served) >= 10

@@ -1,0 +1,48 @@
+"""The command line and the environment of a server."""
+
+import pytest
+
+from miles.engine.sglang_command import ServerSpec, cpu_support
+
+CPU = ServerSpec("some/model", "float32", "cpu", 2, seed=7)
+
+
+def pairs(words):
+    """Flag to value, None for a switch; fails on a flag that stands twice."""
+    found = {}
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            assert word not in found, f"{word} stands twice"
+            found[word] = None if following.startswith("--") else following
+    return found
+
+
+def test_cpu_server_is_told_what_it_needs():
+    flags = pairs(CPU.arguments("127.0.0.1", 3000))
+    assert flags["--port"] == "3000" and flags["--tp-size"] == "2" and flags["--random-seed"] == "7"
+    assert flags["--device"] == "cpu" and flags["--attention-backend"] == "torch_native"
+
+
+def test_cuda_server_is_left_its_own_defaults():
+    flags = pairs(ServerSpec("some/model", "bfloat16", "cuda", 1, seed=0).arguments("h", 1))
+    assert not {"--device", "--attention-backend", "--mem-fraction-static"} & flags.keys()
+
+
+@pytest.mark.parametrize(
+    "given", [("--dtype", "bfloat16"), ("--dtype=bfloat16",), ("--tp", "2"), ("--disable-overlap-schedule",)]
+)
+def test_what_the_user_gives_stands_once(given):
+    words = ServerSpec("m", "float32", "cpu", 2, seed=0, flags=given).arguments("h", 1)
+    assert words[-len(given) :] == [*given]
+    name = given[0].split("=")[0]
+    assert sum(word.split("=")[0] == name for word in words) == 1
+
+
+def test_only_cpu_servers_see_the_support_files():
+    given = {"PYTHONPATH": "mine", "OMP_NUM_THREADS": "3"}
+    environment = CPU.environment(given)
+    assert environment["PYTHONPATH"].split(":") == [str(cpu_support()), "mine"]
+    assert environment["OMP_NUM_THREADS"] == "3"
+    cuda = ServerSpec("m", "bfloat16", "cuda", 1, seed=0)
+    assert cuda.environment(given)["PYTHONPATH"] == "mine"
+    assert (cpu_support() / "sgl_kernel" / "__init__.py").is_file()
