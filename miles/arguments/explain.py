@@ -130,13 +130,20 @@ def _files(settings: Settings) -> list[str]:
     return lines
 
 
+def _engines(settings: Settings) -> str:
+    if settings.rollout.rollout_engine == "torch":
+        return "the torch engine"
+    if settings.sglang.rollout_external:
+        return _count(len(settings.sglang.rollout_external_engine_addrs or ()), "external SGLang engine")
+    devices = _count(settings.sglang.rollout_num_gpus_per_engine, "device")
+    return f"{_count(settings.num_engines, 'SGLang engine')} of {devices}"
+
+
 def _processes(settings: Settings) -> list[str]:
     cluster = settings.cluster
     ray = f"joins the Ray cluster at {cluster.ray_address}" if cluster.ray_address else "starts a local Ray"
     engine = (
-        f"1 rollout actor with the {settings.rollout.rollout_engine} engine"
-        if settings.rollout.load_debug_rollout_data is None or settings.evaluation.has_sets
-        else "1 rollout actor, without an engine"
+        f"1 rollout actor with {_engines(settings)}" if settings.generates else "1 rollout actor, without an engine"
     )
     shared = ", on shared devices" if cluster.colocate else ""
     return [

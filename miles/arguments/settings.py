@@ -54,9 +54,14 @@ class Settings:
         return self.rollouts_per_rollout_step // self.global_batch_size
 
     @property
+    def generates(self) -> bool:
+        """Whether anything is generated: not where samples are loaded and nothing is evaluated."""
+        return self.rollout.load_debug_rollout_data is None or self.evaluation.has_sets
+
+    @property
     def num_engines(self) -> int:
         """SGLang servers that the run starts; 0 with the embedded engine, and with engines that run already."""
-        if self.rollout.rollout_engine != "sglang" or self.sglang.rollout_external:
+        if self.rollout.rollout_engine != "sglang" or self.sglang.rollout_external or not self.generates:
             return 0
         devices = self.cluster.world_size if self.cluster.colocate else self.cluster.rollout_num_gpus or 1
         return devices // self.sglang.rollout_num_gpus_per_engine

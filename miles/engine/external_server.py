@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
+
 from miles.engine.child_process import ServerFailed
-from miles.engine.sglang_server import answers
 
 WAIT_SECONDS = 1800
+HEALTH_SECONDS = 60.0
 POLL_SECONDS = 1.0
 
 
@@ -23,17 +25,29 @@ class ExternalServer:
         self.name = f"the engine at {self._url}"
 
     async def start(self) -> str:
-        """Wait until it answers; returns its URL. Raises ``ServerFailed`` after ``WAIT_SECONDS``."""
+        """Wait until it generates; returns its URL. Raises ``ServerFailed`` after ``WAIT_SECONDS``.
+
+        A run that was killed may have left it paused, so it is told to go on. Its own test is asked, not /ready: that
+        stays negative, once the test has failed, until the test is asked again.
+        """
         try:
             async with asyncio.timeout(WAIT_SECONDS):
-                while not await asyncio.to_thread(answers, self._url):
+                while not await self._generates():
                     await asyncio.sleep(POLL_SECONDS)
         except TimeoutError:
             raise ServerFailed(
-                f"--rollout-external-engine-addrs: no SGLang server answered at {self._url}/ready within "
+                f"--rollout-external-engine-addrs: no SGLang server generated at {self._url} within "
                 f"{WAIT_SECONDS} s; start it, or correct the address"
             ) from None
         return self._url
+
+    async def _generates(self) -> bool:
+        async with httpx.AsyncClient(base_url=self._url, timeout=HEALTH_SECONDS, trust_env=False) as http:
+            try:
+                await http.post("/continue_generation", json={})
+                return (await http.get("/health_generate")).status_code == 200
+            except httpx.TransportError:
+                return False
 
     async def stop(self) -> None:
         """It is not ours to stop."""

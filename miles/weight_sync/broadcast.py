@@ -31,7 +31,8 @@ class _Group:
         """Send every tensor, in order. Raises ``RuntimeError`` when a peer is gone or ``JOIN_TIMEOUT`` passes."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        sent = [self.ranks.broadcast([tensor.contiguous()], options) for tensor in chunk.tensors.values()]
+        send = self.ranks.broadcast  # type: ignore[attr-defined]  # it is there; torch's stubs lack it
+        sent = [send([tensor.contiguous()], options) for tensor in chunk.tensors.values()]
         for work in sent:
             work.wait()
 
