@@ -159,10 +159,10 @@ class EnginePool:
 
     async def _recover(self, member: Member) -> None:
         try:
-            if self._router is not None:
-                await self._router.remove(member.connected.url)
             for attempt in range(1, START_TRIES + 1):
                 try:
+                    if self._router is not None:
+                        await self._router.remove(member.connected.url)
                     await member.server.stop()
                     await self._start(member)
                     log.warning("%s serves again", member.server.name)
