@@ -23,6 +23,10 @@ class SglangArguments:
     update_weight_disk_dir: Optional[str] = flag(
         None, "folder for --update-weight-transfer-mode disk; default: weights/ in --output-dir", metavar="DIR"
     )
+    pause_generation_mode: Literal["retract", "in_place"] = flag(
+        "retract",
+        "requests in flight when weights change: retract computes their cache anew, in_place goes on with the old one",
+    )
     check_weight_update_equal: bool = flag(
         False, "after each update, compare every tensor's checksum with that of the same weights loaded from a file"
     )

@@ -41,12 +41,18 @@ class SglangClient:
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, trust_env=False)
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int, vocab: int) -> Generation:
-        """One response. The seed is the server's to honour: SGLang does under deterministic inference on GPUs only."""
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int, vocab: int, cache_key: str | None = None
+    ) -> Generation:
+        """One response. The seed is the server's to honour: SGLang does under deterministic inference on GPUs only.
+
+        Prefixes are shared between requests of one ``cache_key`` only.
+        """
         body = {
             "input_ids": list(prompt_ids),
             "sampling_params": sampling_params(sampling, seed),
             "return_logprob": True,
+            **({} if cache_key is None else {"extra_key": cache_key}),
         }
         return read_generation(await self.post("/generate", body, seconds=None), vocab)
 
@@ -124,8 +130,8 @@ def read_generation(answer: dict[str, Any], vocab: int) -> Generation:
         token_ids = [int(token) for token in answer["output_ids"]]
         log_probs = [float(entry[0]) for entry in entries]
         reason = meta["finish_reason"]["type"]
-        versions = [read_version(span["version"]) for span in meta.get("weight_versions") or ()]
         last = read_version(meta["weight_version"])
+        runs = _read_runs(meta.get("weight_versions") or (), last, len(token_ids))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise EngineUnavailable(f"an answer that is no generation ({error!r}): {str(answer)[:300]}") from error
     sound = (
@@ -134,10 +140,20 @@ def read_generation(answer: dict[str, Any], vocab: int) -> Generation:
         and all(0 <= token < vocab for token in token_ids)
         and all(math.isfinite(value) and value <= 1e-4 for value in log_probs)
         and [int(entry[1]) for entry in entries] == token_ids
+        and sum(tokens for _, tokens in runs) == len(token_ids)
+        and (not runs or runs[-1][0] == last)
     )
     if not sound:
         raise EngineUnavailable(f"an answer whose tokens and log-probs are no generation: {str(answer)[:300]}")
-    return Generation(token_ids, log_probs, reason, last, tuple(v for v in versions if v != last))
+    return Generation(token_ids, log_probs, reason, last, tuple(runs[:-1]))
+
+
+def _read_runs(spans: Sequence[dict[str, Any]], last: int, num_tokens: int) -> list[tuple[int, int]]:
+    """(version, tokens) of each run of tokens of the same weights; all of ``last`` where the server says nothing."""
+    if not spans:
+        return [(last, num_tokens)] if num_tokens else []
+    runs = [(read_version(span["version"]), int(span["end"]) - int(span["start"])) for span in spans]
+    return [(version, tokens) for version, tokens in runs if tokens]
 
 
 def read_version(value: Any) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from miles.arguments.server_flags import has_flag
 
 MODULE = "sglang.launch_server"
+MODULE_ON_CPU = "sglang_on_cpu"  # in sglang_cpu/, which is on the path there
 
 # What SGLang needs, or is better off with, on CPU: (the flag, its value, other spellings that the user may have given).
 # Without a limit of its own the cache takes a tenth of the host's memory.
@@ -35,8 +36,13 @@ class ServerSpec:
     seed: int
     flags: tuple[str, ...] = ()
 
+    @property
+    def module(self) -> str:
+        """What ``python -m`` runs."""
+        return MODULE_ON_CPU if self.device == "cpu" else MODULE
+
     def arguments(self, host: str, port: int) -> list[str]:
-        """Words after ``python -m sglang.launch_server``. What the user gives stands instead of what we would."""
+        """Words after ``python -m`` and ``module``. What the user gives stands instead of what we would."""
         words = ["--model-path", self.model_path, "--host", host, "--port", str(port)]
         words += ["--skip-tokenizer-init", "--skip-server-warmup", "--weight-version", "0"]
         defaults = [

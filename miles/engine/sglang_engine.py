@@ -49,6 +49,8 @@ class SglangEngine:
         self._concurrency = sglang.sglang_server_concurrency * len(servers)
         self._vocab_size = vocab_size
         self._sender = sender
+        self._pause = {"mode": sglang.pause_generation_mode}
+        self._flushes = sglang.pause_generation_mode == "retract"
         self._pool = EnginePool(servers, self._connect, self._bring_up, router, restart=sglang.use_fault_tolerance)
         self._slots = asyncio.Semaphore(self._concurrency)
         self._sent: set[asyncio.Task[Generation]] = set()
@@ -110,13 +112,17 @@ class SglangEngine:
         async def call(client: SglangClient) -> Generation:
             if self._aborts != aborts:  # aborted before it was sent
                 return Generation([], [], "abort", self._version)
-            return await self._tracked(client.generate(request.prompt_ids, request.sampling, seed, self._vocab_size))
+            # What an old prefix has left in the cache is found under an old key only, where the cache is not flushed.
+            key = None if self._flushes else str(self._version)
+            work = client.generate(request.prompt_ids, request.sampling, seed, self._vocab_size, key)
+            return await self._tracked(work)
 
         sent_under = self._version
         generation, member = await self._pool.run(call, avoid)
         low, high = sorted((sent_under, self._version))
-        if not low <= generation.weight_version <= high:
-            failure = EngineUnavailable(f"an answer by weights {generation.weight_version} instead of {self._version}")
+        versions = {generation.weight_version, *(version for version, _ in generation.earlier_versions)}
+        if not low <= min(versions) <= max(versions) <= high:
+            failure = EngineUnavailable(f"an answer by weights {sorted(versions)} instead of {self._version}")
             failure.member = member
             raise failure
         return generation
@@ -138,7 +144,10 @@ class SglangEngine:
         return f"a request failed {REQUEST_TRIES} times, at last with: {failure}; {way_out}"
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
-        """Replace the weights of all servers. Requests in flight are prefilled anew and go on with the new weights.
+        """Replace the weights of all servers. Requests in flight wait, and go on with the new weights.
+
+        Under ``--pause-generation-mode retract`` they are prefilled anew; under ``in_place`` what they have computed
+        with the old weights stays.
 
         A server that fails is restarted with ``--use-fault-tolerance``; without, its error is raised. Raises
         ``ValueError`` under ``--check-weight-update-equal`` when weights did not arrive.
@@ -155,9 +164,9 @@ class SglangEngine:
     async def _install(self, members: Sequence[Member], chunks: Iterable[WeightChunk]) -> Failures:
         """Pause, send, go on; returns who failed. The lock ``_updating`` is held."""
         by_url = {member.connected.url: member for member in members}
-        paused = await self._on_each(members, "/pause_generation", {"mode": "retract"})
+        paused = await self._on_each(members, "/pause_generation", self._pause)
         receivers = [
-            SglangReceiver(member.connected, self._sglang.rollout_num_gpus_per_engine)
+            SglangReceiver(member.connected, self._sglang.rollout_num_gpus_per_engine, self._flushes)
             for member in members
             if member not in dict(paused)
         ]
@@ -182,13 +191,13 @@ class SglangEngine:
                 for _, failure in await self._install([member], self._current):
                     raise failure
             elif self._paused:
-                for _, failure in await self._on_each([member], "/pause_generation", {"mode": "retract"}):
+                for _, failure in await self._on_each([member], "/pause_generation", self._pause):
                     raise failure
 
     async def pause(self) -> None:
-        """Stop at the next token. Requests in flight keep their tokens, and are prefilled anew when they go on."""
+        """Stop at the next token. Requests in flight keep their tokens."""
         self._paused = True
-        await self._control_all("/pause_generation", {"mode": "retract"})
+        await self._control_all("/pause_generation", self._pause)
 
     async def resume(self) -> None:
         """Go on with the paused requests."""
@@ -202,13 +211,20 @@ class SglangEngine:
             await self._pool.take_out(member, failure)
 
     async def abort(self) -> None:
-        """End every request in flight; each returns what it has. Those that wait for a slot return nothing."""
+        """End every request in flight; each returns what it has. Those that wait for a slot return nothing.
+
+        Of a request that ``retract`` has paused, the server returns the first tokens only: abort before pausing.
+        """
         self._aborts += 1
         ending = set(self._sent)
         while ending:
             await self._control_all("/abort_request", {"abort_all": True})
+            if self._paused:  # a request that runs ends with its next token
+                await self._control_all("/continue_generation", {})
             # A request that reaches its server after the call that aborts needs another one.
             _, ending = await asyncio.wait(ending, timeout=ABORT_AGAIN_SECONDS)
+        if self._paused:
+            await self._control_all("/pause_generation", self._pause)
 
     async def health(self) -> bool:
         """True when a server answers, and has the weights that it should have."""

@@ -102,7 +102,7 @@ def _sample(group: PromptGroup, rollout_id: int, generation: Generation, tokeniz
         loss_mask=[1] * len(generation.token_ids),
         rollout_log_probs=list(generation.log_probs),
         status=_STATUS[generation.finish_reason],
-        weight_versions=[*generation.earlier_versions, generation.weight_version],
+        weight_versions=generation.token_versions,
     )
     sample.check()
     return sample

@@ -93,6 +93,10 @@ class Launch:
                 continue
             raise AssertionError(f"the run ended early: {self.process.communicate()[1]}")
 
+    def has_rows(self):
+        """Whether a step is logged."""
+        return (self.output / "metrics.jsonl").exists() and bool(self.rows())
+
     def rows(self):
         """The steps of metrics.jsonl by number."""
         lines = (self.output / "metrics.jsonl").read_text().splitlines()
