@@ -10,6 +10,7 @@ from miles.arguments.batch_rules import reconcile_batch
 from miles.arguments.loss_rules import check_loss
 from miles.arguments.parallel_rules import check_parallel
 from miles.arguments.settings import Settings
+from miles.arguments.streaming_rules import check_streaming
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ def validate(settings: Settings) -> Validated:
     rules.check_data(settings.data, loads_samples)
     rules.check_sampling(settings.rollout)
     rules.check_rollout(settings.rollout, settings.data.rollout_max_prompt_len)
+    check_streaming(settings)
     check_loss(settings)
     rules.check_reward(settings.reward, needed=not loads_samples or settings.evaluation.has_sets)
     rules.check_cluster(settings.cluster)

@@ -1,0 +1,47 @@
+"""Tokens that older weights generated than those that are trained: found, masked, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from miles.sample import NO_WEIGHTS, PromptGroup, Sample
+from miles.tracking.metrics import Metric
+
+
+def trained_versions(sample: Sample) -> Iterator[int]:
+    """The version of the weights behind each token of loss mask 1, as far as it was recorded."""
+    for version, mask in zip(sample.weight_versions, sample.loss_mask, strict=False):  # no version where none is known
+        if mask and version != NO_WEIGHTS:
+            yield version
+
+
+def is_older(group: PromptGroup, version: int) -> bool:
+    """Whether a token that would be trained on is by weights older than ``version``."""
+    return any(found < version for sample in group.samples for found in trained_versions(sample))
+
+
+def mask_older(group: PromptGroup, version: int) -> int:
+    """Set the loss mask of tokens by weights older than ``version`` to 0; returns how many there were."""
+    masked = 0
+    for sample in group.samples:
+        for position, found in enumerate(sample.weight_versions):
+            if sample.loss_mask[position] and NO_WEIGHTS != found < version:
+                sample.loss_mask[position] = 0
+                masked += 1
+    return masked
+
+
+def staleness_metrics(groups: Sequence[PromptGroup], trained_version: int) -> dict[str, Metric]:
+    """How far behind ``trained_version``, that of the weights to be trained, the tokens of the loss are.
+
+    ``rollout/staleness`` and ``rollout/staleness_max`` in weight versions, mean and greatest over tokens;
+    ``rollout/mixed_version_samples``, the fraction of samples that several versions generated.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    behind = [trained_version - version for sample in samples for version in trained_versions(sample)]
+    mixed = [len(set(sample.weight_versions) - {NO_WEIGHTS}) > 1 for sample in samples]
+    return {
+        "rollout/staleness": Metric.mean(behind),
+        "rollout/staleness_max": Metric(max(behind, default=0), 1.0),
+        "rollout/mixed_version_samples": Metric.mean(mixed),
+    }
