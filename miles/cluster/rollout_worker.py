@@ -215,7 +215,10 @@ class RolloutWorker:
 
 
 def _unpacked(packed: list[ray.ObjectRef]) -> Iterator[WeightChunk]:
-    """One chunk in memory at a time."""
+    """One chunk in memory at a time. Blocks: for a thread of the engine's, not for the event loop.
+
+    Not ``ray.get``, which warns in an asyncio actor whichever thread calls it.
+    """
     for reference in packed:
-        chunk: PackedChunk = ray.get(reference)
+        chunk: PackedChunk = reference.future().result()
         yield unpack(chunk)

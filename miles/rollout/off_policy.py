@@ -20,6 +20,12 @@ def is_older(group: PromptGroup, version: int) -> bool:
     return any(found < version for sample in group.samples for found in trained_versions(sample))
 
 
+def is_wholly_older(group: PromptGroup, version: int) -> bool:
+    """Whether every token that would be trained on is by weights older than ``version``."""
+    found = [found for sample in group.samples for found in trained_versions(sample)]
+    return bool(found) and max(found) < version
+
+
 def mask_older(group: PromptGroup, version: int) -> int:
     """Set the loss mask of tokens by weights older than ``version`` to 0; returns how many there were."""
     masked = 0

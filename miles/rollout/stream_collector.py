@@ -12,7 +12,7 @@ from miles.arguments.rollout import RolloutArguments
 from miles.rollout.barren import BarrenWatch
 from miles.rollout.collect import PromptSource, Rollout
 from miles.rollout.make_group import GroupMaker, MadeGroup, Tally
-from miles.rollout.off_policy import is_older, mask_older, staleness_metrics
+from miles.rollout.off_policy import is_older, is_wholly_older, mask_older, staleness_metrics
 from miles.sample import PromptGroup
 from miles.tracking.metrics import Metric
 
@@ -38,7 +38,7 @@ class StreamPlan:
     """How many groups are in play at once, and what happens to those that a rollout does not take.
 
     ``max_staleness``: weight versions by which a token may be behind those trained; ``mask_stale``: older tokens get
-    loss mask 0; ``drop_stale``: groups that hold one are dropped.
+    loss mask 0, and groups of nothing else are dropped; ``drop_stale``: groups that hold one are dropped.
     """
 
     at_the_end: AtTheEnd
@@ -178,11 +178,15 @@ class StreamCollector:
         self._fill()
 
     def _drop_stale(self, since: int = 0) -> None:
-        """Drop the ready groups, from position ``since`` on, that the next rollout must not train on."""
-        if not self._plan.drop_stale:
+        """Drop the ready groups, from position ``since`` on, that the next rollout must not train on.
+
+        Where stale tokens are masked, those are the groups of which nothing would be left.
+        """
+        if not (self._plan.drop_stale or self._plan.mask_stale):
             return
+        is_stale = is_older if self._plan.drop_stale else is_wholly_older
         oldest = self._rollout_id - self._plan.max_staleness
-        fresh = [group for group in self._ready[since:] if not is_older(group, oldest)]
+        fresh = [group for group in self._ready[since:] if not is_stale(group, oldest)]
         if dropped := len(self._ready) - since - len(fresh):
             self._tally.dropped["stale"] += dropped
             self._ready[since:] = fresh

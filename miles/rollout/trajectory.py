@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingParams
@@ -99,6 +100,7 @@ class Trajectory:
         sample.response = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
 
 
+@lru_cache(maxsize=8)  # a vocabulary is read once, not once a turn
 def token_ids_with(tokenizer: Tokenizer, character: str) -> tuple[int, ...]:
     """The ids of all tokens that hold ``character`` (ASCII, no white space): ``stop_token_ids`` that stop at it.
 
