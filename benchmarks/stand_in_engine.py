@@ -51,7 +51,7 @@ async def _serve_connection(
 
 
 async def _serve(pipe: Connection, tokens: int, median_seconds: float, connections: int) -> None:
-    raise_open_files(connections + 256)
+    raise_open_files(3 * connections // 2 + 256)
     body = answer_body(tokens)
     head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     reply = head.encode() + body
