@@ -28,15 +28,16 @@ def answer(text: str) -> str | None:
 async def generate(trajectory: Trajectory) -> None:
     """``--custom-generate-function-path examples.calculator_tool.calculator:generate``.
 
-    Each turn ends at a closing bracket or at the end of the response. The model's tokens are trained on, the
+    Each turn ends at a closing bracket, and the response with its line. The model's tokens are trained on, the
     calculator's are not: their loss mask is 0.
     """
     brackets = token_ids_with(trajectory.tokenizer, ")")
+    line_ends = token_ids_with(trajectory.tokenizer, "\n")
     for _ in range(MAX_CALLS):
-        turn = await trajectory.generate(stop_token_ids=brackets)
+        turn = await trajectory.generate(stop_token_ids=(*brackets, *line_ends))
         stopped_at_bracket = bool(turn.token_ids) and turn.token_ids[-1] in brackets
         if not stopped_at_bracket or trajectory.finished:
             return
         if (result := answer(turn.text)) is not None:
             trajectory.append(result)
-    await trajectory.generate()
+    await trajectory.generate(stop_token_ids=line_ends)

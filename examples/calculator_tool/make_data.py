@@ -8,11 +8,7 @@ import random
 from pathlib import Path
 
 NUM_TRAIN, NUM_HELD_OUT = 256, 24
-PROMPT = (
-    "You have a calculator: write calc(A * B) and it adds the result.\n"
-    "What is 31 * 45?\ncalc(31 * 45) = 1395. The answer is 1395.\n"
-    "What is {a} * {b}?"
-)
+PROMPT = "Q: What is 31 * 45?\nA: calc(31 * 45) = 1395\n\nQ: What is {a} * {b}?\nA:"
 
 
 def write(path: Path, pairs: list[tuple[int, int]]) -> None:

@@ -14,11 +14,11 @@ MODEL="$("$PYTHON" examples/quickstart/prepare_model.py "$@")"
 "$PYTHON" train.py \
     --hf-checkpoint "$MODEL" \
     --prompt-data "$OUT/data/train.jsonl" --input-key input --label-key label \
-    --apply-chat-template --rollout-shuffle \
+    --rollout-shuffle \
     --rm-type last_number \
     --custom-generate-function-path examples.calculator_tool.calculator:generate \
     --num-rollout 20 --rollout-batch-size 8 --n-samples-per-prompt 8 \
-    --rollout-max-response-len 40 --rollout-temperature 1.0 \
+    --rollout-max-response-len 32 --rollout-temperature 1.0 \
     --advantage-estimator grpo --loss-aggregation sample_mean \
     --lr 1e-5 --lr-decay-style constant --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 \
     --train-backend fsdp --bf16 --use-dynamic-batch-size --max-tokens-per-gpu 1536 \

@@ -101,10 +101,10 @@ class Trajectory:
 
 
 @lru_cache(maxsize=8)  # a vocabulary is read once, not once a turn
-def token_ids_with(tokenizer: Tokenizer, character: str) -> tuple[int, ...]:
-    """The ids of all tokens that hold ``character`` (ASCII, no white space): ``stop_token_ids`` that stop at it.
+def token_ids_with(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """The ids of all tokens that hold ``text``, a character say: ``stop_token_ids`` that stop at it.
 
-    Such a stop takes along what its token holds after the character: ``)`` stops at a token ``).`` too.
+    Such a stop takes along what its token holds after the text: ``)`` stops at a token ``).`` too.
     """
-    assert character.isascii() and not character.isspace(), "byte-level vocabularies spell other characters otherwise"
-    return tuple(sorted(index for token, index in tokenizer.get_vocab().items() if character in token))
+    ids = sorted(tokenizer.get_vocab().values())
+    return tuple(index for index in ids if text in tokenizer.decode([index], skip_special_tokens=True))

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.arguments.rollout import RolloutArguments
@@ -28,7 +28,7 @@ class Digits:
         return [int(character) for character in text]
 
     def get_vocab(self):
-        return {"(": 3, ")": 7, ").": 5, "a": 4, "Ġ)": 9}
+        return {str(i): i for i in range(20)}
 
 
 def generate(engine, function, max_new=20, n_samples=3, **options):
@@ -58,6 +58,7 @@ def test_one_turn_is_what_the_default_gives(scripted_engine):
     assert generate(scripted_engine(), one_turn) == asyncio.run(default)
 
 
+@settings(deadline=None)
 @given(turns=st.integers(1, 4), said=st.text("123456789", min_size=1, max_size=4), max_new=st.integers(1, 30))
 def test_columns_stay_in_step_and_only_the_model_is_trained(scripted_engine, turns, said, max_new):
     engine = scripted_engine()
@@ -103,10 +104,10 @@ def test_stop_tokens_are_those_that_hold_the_character(scripted_engine):
     engine = scripted_engine()
 
     async def call(trajectory):
-        await trajectory.generate(stop_token_ids=token_ids_with(trajectory.tokenizer, ")"))
+        await trajectory.generate(stop_token_ids=token_ids_with(trajectory.tokenizer, "1"))
 
     generate(engine, call)
-    assert engine.requests[0].sampling.stop_token_ids == (5, 7, 9)
+    assert engine.requests[0].sampling.stop_token_ids == (1, *range(10, 20))
 
 
 def test_an_aborted_trajectory_is_finished(tokenizer):
