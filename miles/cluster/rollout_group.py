@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import ray
+import ray.exceptions
 
 from miles.arguments.settings import Settings
 from miles.cluster.rollout_worker import GeneratedRollout, RolloutWorker
@@ -16,16 +20,22 @@ from miles.sample import Sample
 from miles.tracking.metrics import Metric
 from miles.tracking.run_files import SampleRecord
 
+T = TypeVar("T")
+
+WORKER_TRIES = 4  # in a row: a worker that cannot do what it is asked is not replaced for ever
+REPLACED = (
+    "train.py: the rollout worker died (out of memory, or killed from outside) and is replaced; "
+    "what it was generating is generated again"
+)
+CLOSE_SECONDS = 20.0  # for the servers to be stopped, a few seconds each, all at once
+
 
 @dataclass(frozen=True)
 class RolloutResult:
     """A rollout as the launcher sees it."""
 
     generated: GeneratedRollout
-
-    @property
-    def shards_by_rank(self) -> list[ray.ObjectRef]:
-        return self.generated.shards_by_rank
+    shards_by_rank: list[ray.ObjectRef]  # each a list of TrainShard, one an optimizer step
 
     @property
     def metrics(self) -> dict[str, Metric]:
@@ -37,45 +47,152 @@ class RolloutResult:
 
 
 class RolloutGroup:
-    """Starts the rollout worker and calls it."""
+    """Starts the rollout worker and calls it.
+
+    With ``--async-steps K`` it has K rollouts under way while one is trained: rollout r is generated with the weights
+    of version r - K (those that were trained on r - K rollouts), so that the result depends on no timing. New weights
+    arrive between two rollouts, and nobody waits for that but the next rollout. With ``--fully-async`` they arrive at
+    once, and the worker runs ahead by itself.
+
+    With ``--use-fault-tolerance`` a worker that dies is replaced: the new one starts engines, gets the newest weights
+    and the position in the prompts after the last rollout that was handed over, and generates what was under way again.
+    Rollouts that were handed over are not lost with the worker. So each prompt is trained on once.
+    """
 
     def __init__(self, settings: Settings, placement: Placement) -> None:
         self.settings = settings
-        actor: Any = ray.remote(RolloutWorker).options(**placement.rollout_options())
-        self.worker: Any = actor.remote(settings, placement)
-        self.prompts: int = ray.get(self.worker.prepare.remote())
+        rollout = settings.rollout
+        self._ahead = 0 if rollout.fully_async else rollout.async_steps
+        self._first_version = 0  # that of the weights the run starts with
+        self._begun: dict[int, list[ray.ObjectRef]] = {}  # rollouts under way
+        self._last_begun: int | None = None
+        self._update: ray.ObjectRef | None = None  # the weight update under way
+        self._replaces = settings.sglang.use_fault_tolerance
+        self._dead = False
+        self._position: dict[str, Any] | None = None  # in the prompts, after the last rollout that was handed over
+        self._weights: tuple[list[ray.ObjectRef], int] | None = None  # the newest, where workers are replaced
+        self._actor: Any = ray.remote(RolloutWorker).options(**placement.rollout_options())
+        self._placement = placement
+        self.total_rollouts = self._start()
 
-    def total_rollouts(self) -> int:
-        """``--num-rollout``, or what ``--num-epoch`` passes over the prompts make."""
-        rollout = self.settings.rollout
-        if rollout.num_rollout is not None:
-            return rollout.num_rollout
-        assert rollout.num_epoch is not None and rollout.rollout_batch_size is not None, "validate() demands it"
-        return math.ceil(rollout.num_epoch * self.prompts / rollout.rollout_batch_size)
+    def _start(self) -> int:
+        """Start a worker; returns how many rollouts the run has."""
+        self.worker: Any = self._actor.remote(self.settings, self._placement)
+        try:
+            return ray.get(self.worker.prepare.remote())
+        except BaseException:
+            self.stop()
+            raise
 
     def generate(self, rollout_id: int) -> RolloutResult:
-        """Collect a rollout; its shards are in the object store."""
-        return RolloutResult(ray.get(self.worker.generate.remote(rollout_id)))
+        """Wait for a rollout, with those after it begun; its shards are in the object store."""
+
+        def ask() -> GeneratedRollout:
+            self._begin_until(min(rollout_id + self._ahead, self.total_rollouts - 1), first=rollout_id)
+            return self._wait(self._begun[rollout_id][0])
+
+        generated = self._surviving(ask)
+        self._position = generated.prompts_after
+        return RolloutResult(generated, self._begun.pop(rollout_id)[1:])
+
+    def _surviving(self, call: Callable[[], T]) -> T:
+        """The result of ``call``. A worker that dies meanwhile is replaced, where it may be, and asked again."""
+        for tries_left in reversed(range(WORKER_TRIES if self._replaces else 1)):
+            try:
+                if self._dead:
+                    self._replace()
+                return call()
+            except ray.exceptions.RayActorError:
+                if tries_left == 0:
+                    raise
+                self._dead = True
+                print(REPLACED, file=sys.stderr, flush=True)
+        raise AssertionError("unreachable")
+
+    def _replace(self) -> None:
+        ray.kill(self.worker)
+        self._begun.clear()
+        self._last_begun = self._update = None
+        self._start()
+        self._dead = False
+        if self._position is not None:
+            ray.get(self.worker.restore.remote(self._position))
+        if self._weights is not None:
+            packed, self._first_version = self._weights
+            ray.get(self.worker.update_weights.remote(packed, self._first_version, None))
+
+    def _begin_until(self, last: int, first: int) -> None:
+        for rollout_id in range(first if self._last_begun is None else self._last_begun + 1, last + 1):
+            version = max(self._first_version, rollout_id - self.settings.rollout.async_steps)
+            generate = self.worker.generate.options(num_returns=1 + self.settings.token_ranks)
+            self._begun[rollout_id] = generate.remote(rollout_id, self._last_begun, version)
+            self._last_begun = rollout_id
+
+    def _wait(self, call: ray.ObjectRef) -> Any:
+        """The result of ``call``. A weight update that fails meanwhile is raised: ``call`` may wait for it in vain."""
+        pending = [call] if self._update is None else [call, self._update]
+        while call in pending:
+            done, pending = ray.wait(pending, num_returns=1)
+            ray.get(done)
+        return ray.get(call)
 
     def evaluate(self) -> dict[str, Metric]:
-        """Metrics of all evaluation sets."""
-        return ray.get(self.worker.evaluate.remote())
+        """Metrics of all evaluation sets, under the newest weights."""
+
+        def ask() -> dict[str, Metric]:
+            self._settle_update()
+            return ray.get(self.worker.evaluate.remote())
+
+        return self._surviving(ask)
 
     def update_weights(self, packed: list[ray.ObjectRef], version: int) -> None:
         """Give the engine new weights. The list is wrapped, so that Ray passes references and not the weights."""
-        ray.get(self.worker.update_weights.remote(packed, version))
+        if self._replaces:
+            self._weights = (packed, version)
+        self._surviving(lambda: self._send(packed, version))
 
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return ray.get(self.worker.state.remote())
+    def _send(self, packed: list[ray.ObjectRef], version: int) -> None:
+        self._settle_update()
+        if self._last_begun is None:
+            self._first_version = version
+        after = None if self.settings.rollout.fully_async else self._last_begun
+        self._update = self.worker.update_weights.remote(packed, version, after)
+        if self.settings.rollout.async_steps == 0 or self._last_begun is None:
+            self._settle_update()
+
+    def _settle_update(self) -> None:
+        if self._update is not None:
+            ray.get(self._update)
+            self._update = None
+
+    def state(self, rollouts_done: int) -> dict[str, Any]:
+        """For a checkpoint: a run that resumes from it draws every prompt that was not trained on."""
+        return self._surviving(lambda: ray.get(self.worker.state.remote(rollouts_done)))
 
     def restore(self, state: dict[str, Any]) -> None:
         """From a checkpoint."""
-        ray.get(self.worker.restore.remote(state))
+        self._position = state
+        self._surviving(lambda: ray.get(self.worker.restore.remote(state)))
 
     def save_tokenizer(self, folder: Path) -> None:
         """Complete a Hugging Face export."""
-        ray.get(self.worker.save_tokenizer.remote(str(folder.absolute())))
+        self._surviving(lambda: ray.get(self.worker.save_tokenizer.remote(str(folder.absolute()))))
+
+    def stop(self) -> None:
+        """End the worker, whatever it is doing, and the servers that it has started."""
+        if self.settings.num_engines:
+            # A worker that has died, or answers to nobody, takes its servers with it, if less gently.
+            with suppress(ray.exceptions.RayError):
+                ray.get(self.worker.close.remote(), timeout=CLOSE_SECONDS)
+        ray.kill(self.worker)
+
+    def __enter__(self) -> RolloutGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
 
 
 def _record(sample: Sample) -> SampleRecord:

@@ -18,11 +18,9 @@ from miles.weight_sync.transport import Delivery, Transport, WeightReceiver
 class WeightSender:
     """Sends weights to any number of engines, and says which of them failed."""
 
-    def __init__(
-        self, sglang: SglangArguments, output_dir: Path, broadcast_from: torch.device = torch.device("cpu")
-    ) -> None:
-        """``broadcast_from``: see ``BroadcastTransport``."""
-        self._broadcast_from = broadcast_from
+    def __init__(self, sglang: SglangArguments, output_dir: Path, broadcast_from: torch.device | None = None) -> None:
+        """``broadcast_from``: the GPU of ``BroadcastTransport``; None for the host."""
+        self._broadcast_from = broadcast_from or torch.device("cpu")
         self._disk = DiskTransport(Path(sglang.update_weight_disk_dir or output_dir / "weights"))
         self._transport = self._build(sglang.update_weight_transfer_mode)
         self._check = sglang.check_weight_update_equal

@@ -1,5 +1,7 @@
 """``train.py --rollout-engine sglang``: real Ray, real SGLang servers, a real trainer."""
 
+import json
+
 import pytest
 
 # The first test of the suite that needs the server starts it.
@@ -9,10 +11,13 @@ SGLANG = ["--rollout-engine", "sglang"]
 SERVERS = [*SGLANG, "--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "32"]
 
 
+def external(address):
+    return [*SGLANG, "--rollout-external", "--rollout-external-engine-addrs", address]
+
+
 @pytest.fixture(scope="module")
 def whole(launch, sglang_address):
-    external = ["--rollout-external", "--rollout-external-engine-addrs", sglang_address]
-    run = launch("sglang", *SGLANG, *external, "--check-weight-update-equal", "--num-rollout", "3")
+    run = launch("sglang", *external(sglang_address), "--check-weight-update-equal", "--num-rollout", "3")
     assert run.wait() == 0, run.err
     return run
 
@@ -40,9 +45,8 @@ def test_weights_of_both_backends_arrive_by_each_transport(launch, sglang_addres
     """Megatron's are in two tensor-parallel halves of two pipeline stages. Each update is checked tensor by tensor."""
     name, ranks = backend
     split = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"] if name == "megatron" else []
-    external = ["--rollout-external", "--rollout-external-engine-addrs", sglang_address]
     transport = ["--update-weight-transfer-mode", mode, "--check-weight-update-equal"]
-    flags = [*SGLANG, *external, *transport, "--train-backend", name, *split, "--num-rollout", "3"]
+    flags = [*external(sglang_address), *transport, "--train-backend", name, *split, "--num-rollout", "3"]
     run = launch(f"{name}_{mode}", *flags, ranks=ranks)
     assert run.wait() == 0, run.err
     assert_learns(run)
@@ -64,4 +68,34 @@ def test_wrong_value_for_the_server_is_told_with_its_log(launch):
     run = launch("refused", *SERVERS, "--sglang-attention-backend", "nonesuch")
     assert run.wait() == 1
     assert "engine_0.log ends:" in run.err and "invalid choice: 'nonesuch'" in run.err
+    assert run.none_left()
+
+
+MODES = {
+    "fully": ["--async-steps", "1", "--fully-async"],
+    "partial": ["--partial-rollout", "--over-sampling-batch-size", "8"],
+    "early": ["--over-sampling-early-stop", "--over-sampling-batch-size", "8"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_rollouts_that_do_not_wait_for_the_last_response(launch, workplace, sglang_address, mode):
+    """Tokens of several versions, aborts and given-up requests, by a real server; training takes each prompt once."""
+    name = f"sglang_{mode}"
+    saved = ["--save-debug-rollout-data", str(workplace / (name + "_{rollout_id}.jsonl"))]
+    flags = [*external(sglang_address), *saved, *MODES[mode], "--rollout-max-response-len", "40"]
+    run = launch(name, *flags, reward="spread")
+    assert run.wait() == 0, run.err
+    rows = run.rows()
+    assert sorted(rows) == list(range(1, 13))
+    assert all(row["train/train_rollout_logprob_abs_diff"] < 0.1 for row in rows.values())
+    taken = []
+    for r in range(6):
+        for line in (workplace / f"{name}_{r}.jsonl").read_text().splitlines():
+            group = json.loads(line)
+            taken.append(group["group_index"])
+            found = {version for sample in group["samples"] for version in sample["weight_versions"]}
+            assert found <= ({r} if mode == "early" else {r - 1, r} if mode == "fully" else set(range(r + 1)))
+    assert len(set(taken)) == len(taken) == 6 * 4
     assert run.none_left()

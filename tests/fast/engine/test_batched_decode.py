@@ -11,7 +11,8 @@ SLOTS, HEADS, KEY_HEADS, DIM = 64, 4, 2, 8
 def one_by_one(query, keys, values, slots, lengths, scaling):
     rows = []
     for row, length in enumerate(lengths.tolist()):
-        k, v = (cache[slots[row, :length]].double().repeat_interleave(HEADS // KEY_HEADS, 1) for cache in (keys, values))
+        present = (cache[slots[row, :length]].double() for cache in (keys, values))
+        k, v = (cache.repeat_interleave(HEADS // KEY_HEADS, 1) for cache in present)
         weights = torch.softmax(torch.einsum("hd,thd->ht", query[row].double(), k) * scaling, -1)
         rows.append(torch.einsum("ht,thd->hd", weights, v))
     return torch.stack(rows)
