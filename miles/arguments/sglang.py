@@ -30,7 +30,9 @@ class SglangArguments:
     check_weight_update_equal: bool = flag(
         False, "after each update, compare every tensor's checksum with that of the same weights loaded from a file"
     )
-    use_fault_tolerance: bool = flag(False, "restart engines, and the rollout worker, when they fail, instead of ending the run")
+    use_fault_tolerance: bool = flag(
+        False, "restart engines, and the rollout worker, when they fail, instead of ending the run"
+    )
     rollout_health_check_interval: float = flag(30.0, "seconds between health checks, with --use-fault-tolerance")
     rollout_health_check_timeout: float = flag(30.0, "seconds after which an engine that does not answer has failed")
 

@@ -11,6 +11,7 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 from transformers import AutoConfig
 
+from miles.arguments.offload_rules import offload_on
 from miles.arguments.settings import Settings
 from miles.cluster.session import Placement
 from miles.engine.engine_pool import Server
@@ -77,6 +78,7 @@ def server_spec(settings: Settings, device: str, number: int) -> ServerSpec:
         num_devices=settings.sglang.rollout_num_gpus_per_engine,
         seed=settings.data.rollout_seed + number,
         flags=settings.server_flags.server,
+        releases_memory=offload_on(settings, device).rollout,
     )
 
 

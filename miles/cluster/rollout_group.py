@@ -165,6 +165,10 @@ class RolloutGroup:
             ray.get(self._update)
             self._update = None
 
+    def release_memory(self) -> None:
+        """Have the engines give their GPU memory up until ``update_weights``."""
+        self._surviving(lambda: ray.get(self.worker.release_memory.remote()))
+
     def state(self, rollouts_done: int) -> dict[str, Any]:
         """For a checkpoint: a run that resumes from it draws every prompt that was not trained on."""
         return self._surviving(lambda: ray.get(self.worker.state.remote(rollouts_done)))

@@ -232,6 +232,13 @@ class RolloutWorker:
             self.source.weights_arrived(version)
         await self.order.arrived(version)
 
+    async def release_memory(self) -> None:
+        """Have the engines give their GPU memory up until new weights come."""
+        from miles.engine.sglang_engine import SglangEngine
+
+        assert isinstance(self.engine, SglangEngine), "arguments/offload_rules.py"
+        await self.engine.release_memory()
+
     async def state(self, rollouts_done: int) -> dict[str, Any]:
         """The position in the prompts before rollout ``rollouts_done``, for a checkpoint; it may be under way."""
         return self.states.get(rollouts_done) or self._position()

@@ -27,7 +27,10 @@ _ON_CPU = (
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One server: what it serves, on how many devices, and the user's ``--sglang-*`` words."""
+    """One server: what it serves, on how many devices, and the user's ``--sglang-*`` words.
+
+    ``releases_memory``: it gives its GPU memory up and takes it again when told to, by the package torch-memory-saver.
+    """
 
     model_path: str
     dtype: str  # bfloat16 or float32
@@ -35,6 +38,7 @@ class ServerSpec:
     num_devices: int
     seed: int
     flags: tuple[str, ...] = ()
+    releases_memory: bool = False
 
     @property
     def module(self) -> str:
@@ -50,6 +54,7 @@ class ServerSpec:
             ("--dtype", self.dtype, ()),
             ("--random-seed", str(self.seed), ()),
             *(_ON_CPU if self.device == "cpu" else ()),
+            *([("--enable-memory-saver", None, ())] if self.releases_memory else ()),
         ]
         for flag, value, spellings in defaults:
             if not has_flag(self.flags, flag, *spellings):

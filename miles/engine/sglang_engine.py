@@ -58,6 +58,7 @@ class SglangEngine:
         self._aborts = 0
         self._paused = False
         self._version = 0
+        self._released: set[str] = set()  # URLs of servers that have given up their memory
         self._current: Iterable[WeightChunk] | None = None  # kept for servers that restart
         self._updating = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
@@ -164,20 +165,45 @@ class SglangEngine:
             await self._pool.take_out(member, failure)
 
     async def _install(self, members: Sequence[Member], chunks: Iterable[WeightChunk]) -> Failures:
-        """Pause, send, go on; returns who failed. The lock ``_updating`` is held."""
+        """Pause, send, go on; returns who failed. The lock ``_updating`` is held.
+
+        Released memory is taken back in two parts, the cache after the weights: chunks under way need room.
+        """
         by_url = {member.connected.url: member for member in members}
-        paused = await self._on_each(members, "/pause_generation", self._pause)
+        failures = await self._take_memory(members, ["weights"])
+        failures += await self._on_each(_without(members, failures), "/pause_generation", self._pause)
         receivers = [
-            SglangReceiver(member.connected, self._sglang.rollout_num_gpus_per_engine, self._flushes)
-            for member in members
-            if member not in dict(paused)
+            SglangReceiver(
+                member.connected,
+                self._sglang.rollout_num_gpus_per_engine,
+                flush=self._flushes and member.connected.url not in self._released,  # releasing has flushed it
+            )
+            for member in _without(members, failures)
         ]
         unsent = await self._sender.send(receivers, chunks, self._version)
-        failures = [*paused, *((by_url[url], failure) for url, failure in unsent.items())]
+        failures += [(by_url[url], failure) for url, failure in unsent.items()]
+        failures += await self._take_memory(_without(members, failures), ["kv_cache", "cuda_graph"])
+        self._released -= by_url.keys()
         if not self._paused:
-            sound = [member for member in members if member not in dict(failures)]
-            failures += await self._on_each(sound, "/continue_generation", {})
+            failures += await self._on_each(_without(members, failures), "/continue_generation", {})
         return failures
+
+    async def release_memory(self) -> None:
+        """Have every server give up its GPU memory, weights and cache, until ``update_weights``.
+
+        Needs servers with ``--enable-memory-saver``; others answer and keep it. Raises ``RuntimeError`` while requests
+        are in flight (SGLang would end), and when a server refuses.
+        """
+        if self._sent:
+            raise RuntimeError(f"{len(self._sent)} requests are in flight: engines release their memory when idle")
+        async with self._updating:
+            self._released = {member.connected.url for member in self._pool.serving}
+            await self._control_all("/release_memory_occupation", {})
+
+    async def _take_memory(self, members: Sequence[Member], tags: list[str]) -> Failures:
+        """Have those of ``members`` that have released their memory take the tagged parts of it back."""
+        released = [member for member in members if member.connected.url in self._released]
+        return await self._on_each(released, "/resume_memory_occupation", {"tags": tags})
 
     async def _on_each(self, members: Sequence[Member], path: str, body: dict[str, Any]) -> Failures:
         """The same control call to ``members`` at once; returns who failed."""
@@ -189,7 +215,10 @@ class SglangEngine:
     async def _bring_up(self, member: Member) -> None:
         """Give a server that has just started what the others have: the current weights, and the pause."""
         async with self._updating:
-            if self._current is not None:
+            if self._released:  # the others have no memory either: weights come with the next update
+                self._released.add(member.connected.url)
+                await member.connected.control("/release_memory_occupation", {})
+            elif self._current is not None:
                 for _, failure in await self._install([member], self._current):
                     raise failure
             elif self._paused:
@@ -243,10 +272,15 @@ class SglangEngine:
                 await self._watch
         await self._pool.close()
 
+    @property
+    def _silent(self) -> bool:
+        """Whether servers answer no health check: they are paused, or without memory."""
+        return bool(self._paused or self._updating.locked() or self._released)
+
     async def _watch_health(self) -> None:
         while True:
             await asyncio.sleep(self._sglang.rollout_health_check_interval)
-            if not (self._paused or self._updating.locked()):  # a paused server answers no health check
+            if not self._silent:
                 await self._pool.suspect(None, self._healthy_unless_updated)
 
     async def _healthy_unless_updated(self, client: SglangClient) -> None:
@@ -255,7 +289,7 @@ class SglangEngine:
             await self._healthy(client)
         except EngineUnavailable:
             # An update that began meanwhile has paused the server, and will find out itself whether it answers.
-            if not (self._paused or self._updating.locked() or self._version != version):
+            if not (self._silent or self._version != version):
                 raise
 
     async def _healthy(self, client: SglangClient) -> None:
@@ -263,5 +297,10 @@ class SglangEngine:
 
     async def _probe(self, client: SglangClient) -> None:
         """After a failed request: one token, whose answer must be sound."""
-        if not (self._paused or self._updating.locked()):
+        if not self._silent:
             await client.probe(self._version, self._vocab_size, self._sglang.rollout_health_check_timeout)
+
+
+def _without(members: Sequence[Member], failures: Failures) -> list[Member]:
+    failed = [member for member, _ in failures]
+    return [member for member in members if member not in failed]

@@ -101,6 +101,12 @@ class MegatronBackend:
         exported = self.converter.export(self.policy, lambda parameter: parameter.data, self.compute_dtype)
         return ((name, tensor.cpu()) for name, tensor in exported)
 
+    def offload(self) -> None:
+        raise ValueError("--offload-train: --train-backend megatron cannot in this version; use --train-backend fsdp")
+
+    def onload(self) -> None:
+        """Nothing was moved."""
+
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         raise ValueError(
             "--save: --train-backend megatron writes no checkpoints in this version; "

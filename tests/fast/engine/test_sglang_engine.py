@@ -83,6 +83,16 @@ def test_a_refused_broadcast_is_an_error_and_no_hang(running):
         running.run(engine.resume())
 
 
+def test_memory_that_was_released_comes_back_with_the_weights(running):
+    """On CPU a server answers and keeps its memory: what is seen here is that the calls are right, and their order."""
+    with running.engine() as engine:
+        running.run(engine.release_memory())
+        running.update(engine, running.other)
+        for prompt, generation in zip(PROMPTS, running.generate(engine, PROMPTS, max_new_tokens=6), strict=True):
+            assert_log_probs(generation, log_probs_of(running.other, prompt, generation.token_ids))
+        assert running.run(engine.health())
+
+
 def test_checksums_that_differ_are_named():
     check_equal("u", {"a": "1", "b": "2"}, {"a": "1", "b": "2"})
     with pytest.raises(ValueError, match=r"2 of 2 tensors of the engine at u .*\(b, c\)"):

@@ -96,7 +96,7 @@ def test_failed_server_is_replaced_and_every_request_answered_once(pair, fault):
         await failing.fail(fault)
         answers = await asyncio.gather(*asked, *pair.ask())
         while failing.starts == starts or len(pair.engine._pool.serving) < 2:
-            await asyncio.sleep(0.1)
+            pair.check(await asyncio.gather(*pair.ask()))  # a fault of answers is found by asking
         return answers, await asyncio.gather(*pair.ask())
 
     answers, later = pair.run(scenario())
@@ -104,3 +104,13 @@ def test_failed_server_is_replaced_and_every_request_answered_once(pair, fault):
     pair.check(answers[len(PROMPTS) :])
     pair.check(later)
     assert pair.servers[1].starts == 1
+
+
+def test_the_router_uses_both(pair):
+    pair.run(_all(pair))
+    served = [server.server._log.read_text().count("POST /generate") for server in pair.servers]
+    assert min(served) >= len(PROMPTS) // 2 - 2
+
+
+async def _all(pair):
+    pair.check(await asyncio.gather(*pair.ask()))

@@ -88,6 +88,8 @@ def test_paused_requests_wait_and_go_on(running, mode):
     async def scenario(engine):
         async with in_flight(engine, running.address) as asked:
             await engine.pause()
+            with pytest.raises(RuntimeError, match="requests are in flight: engines release their memory when idle"):
+                await engine.release_memory()
             done, _ = await asyncio.wait(asked, timeout=1.5)  # twice what they need
             await engine.resume()
             return len(done), await generated(asked)
