@@ -14,7 +14,8 @@ from tests.fast.engine.sglang_servers import log_probs_of
 pytestmark = pytest.mark.timeout(600)
 
 PROMPTS = [(5, 6, 7), (9,), tuple(range(20, 37)), (5, 6, 8)]
-SAMPLING = SamplingParams(max_new_tokens=60)
+TOKENS = 100  # greedy responses to these prompts do not end before
+SAMPLING = SamplingParams(max_new_tokens=TOKENS, temperature=0.0)
 BOTH = pytest.mark.parametrize("mode", ["retract", "in_place"])
 
 
@@ -26,6 +27,7 @@ async def in_flight(engine, address):
         asked = [asyncio.create_task(engine.generate(GenerationRequest(p, (0,), SAMPLING))) for p in PROMPTS]
         try:
             while await running_requests(http) < len(PROMPTS):
+                assert not any(task.done() for task in asked), "a request ended before all of them ran"
                 await asyncio.sleep(0.005)
             yield asked
         finally:
@@ -90,7 +92,7 @@ def test_paused_requests_wait_and_go_on(running, mode):
             await engine.pause()
             with pytest.raises(RuntimeError, match="requests are in flight: engines release their memory when idle"):
                 await engine.release_memory()
-            done, _ = await asyncio.wait(asked, timeout=1.5)  # twice what they need
+            done, _ = await asyncio.wait(asked, timeout=1.5)  # longer than they need
             await engine.resume()
             return len(done), await generated(asked)
 
@@ -122,7 +124,7 @@ def test_aborted_requests_return_what_they_have(running, mode, paused):
         assert {answer.finish_reason for answer in answers} <= {"abort", "stop"}
         assert "abort" in {answer.finish_reason for answer in answers}
         for prompt, answer in zip(PROMPTS, answers, strict=True):
-            assert len(answer.token_ids) < 60
+            assert len(answer.token_ids) < TOKENS
             assert answer.token_versions == [engine._version] * len(answer.token_ids)
             wanted = log_probs_of(running.model, prompt, answer.token_ids)
             assert torch.tensor(answer.log_probs).double() == pytest.approx(wanted, abs=1e-4)
