@@ -101,7 +101,7 @@ class SglangClient:
             raise EngineUnavailable(f"{self.url}{path}: HTTP {status} {_text(content, 300)}")
         if status >= 400:
             raise RequestRefused(f"{self.url}{path}: HTTP {status} {_text(content, 1000)}")
-        if not content:
+        if content in (b"", b"null"):  # some control calls have nothing to say
             return {}
         try:
             answer = json.loads(content)
