@@ -9,13 +9,26 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from miles.engine.base import GenerationRequest, SamplingParams
-from miles.engine.external_server import ExternalServer
 from miles.weight_sync.chunks import in_chunks
 from tests.fast.engine.sglang_servers import engine_of, other_weights
 
 
 def chunks_of(model):
     return list(in_chunks(model.named_parameters(), bucket_bytes=20_000))
+
+
+class Started:
+    """``miles.engine.engine_pool.Server`` of one that runs already."""
+
+    def __init__(self, address):
+        self.name = f"the engine at {address}"
+        self.address = address
+
+    async def start(self):
+        return f"http://{self.address}"
+
+    async def stop(self):
+        """The suite's fixture does that."""
 
 
 class Running:
@@ -35,7 +48,7 @@ class Running:
     @contextmanager
     def engine(self, **flags):
         """An engine with these fields of ``SglangArguments``, and ``model``'s weights in the server."""
-        engine = engine_of([ExternalServer(self.address)], self.model.config.vocab_size, self.folder, **flags)
+        engine = engine_of([Started(self.address)], self.model.config.vocab_size, self.folder, **flags)
         self.run(engine.start())
         self.update(engine, self.model)
         yield engine
