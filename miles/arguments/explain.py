@@ -135,7 +135,7 @@ def _processes(settings: Settings) -> list[str]:
     ray = f"joins the Ray cluster at {cluster.ray_address}" if cluster.ray_address else "starts a local Ray"
     engine = (
         f"1 rollout actor with the {settings.rollout.rollout_engine} engine"
-        if settings.rollout.load_debug_rollout_data is None or settings.evaluation.has_sets
+        if settings.generates
         else "1 rollout actor, without an engine"
     )
     shared = ", on shared devices" if cluster.colocate else ""

@@ -20,18 +20,23 @@ from miles.arguments.training import TrainingArguments
 class Settings:
     """Every section of a run. A component is handed the sections it needs, never the whole."""
 
-    cluster: ClusterArguments
-    model: ModelArguments
-    data: DataArguments
-    reward: RewardArguments
-    rollout: RolloutArguments
-    loss: LossArguments
-    optimizer: OptimizerArguments
-    training: TrainingArguments
-    parallel: ParallelArguments
-    checkpoint: CheckpointArguments
-    evaluation: EvaluationArguments
-    tracking: TrackingArguments
+    cluster: ClusterArguments = ClusterArguments()
+    model: ModelArguments = ModelArguments()
+    data: DataArguments = DataArguments()
+    reward: RewardArguments = RewardArguments()
+    rollout: RolloutArguments = RolloutArguments()
+    loss: LossArguments = LossArguments()
+    optimizer: OptimizerArguments = OptimizerArguments()
+    training: TrainingArguments = TrainingArguments()
+    parallel: ParallelArguments = ParallelArguments()
+    checkpoint: CheckpointArguments = CheckpointArguments()
+    evaluation: EvaluationArguments = EvaluationArguments()
+    tracking: TrackingArguments = TrackingArguments()
+
+    @property
+    def generates(self) -> bool:
+        """Whether anything is generated: not where samples are loaded and nothing is evaluated."""
+        return self.rollout.load_debug_rollout_data is None or self.evaluation.has_sets
 
     @property
     def rollouts_per_rollout_step(self) -> int:

@@ -76,13 +76,9 @@ class RolloutWorker:
             prompts = load_prompts(settings.data.prompt_data, settings.data, self.tokenizer).prompts
             self.stream = PromptStream(prompts, settings.data.rollout_shuffle, settings.data.rollout_seed)
             num_prompts = len(prompts)
-        self.engine = self._build_engine() if self._generates else None
+        self.engine = self._build_engine() if settings.generates else None
         self.collector = self._build_collector()
         return num_prompts
-
-    @property
-    def _generates(self) -> bool:
-        return self.settings.rollout.load_debug_rollout_data is None or bool(self.eval_sets)
 
     @property
     def _scores(self) -> bool:
