@@ -34,7 +34,6 @@ def check_megatron(settings: Settings) -> None:
     if sizes.sequence_parallel and sizes.tensor_model_parallel_size == 1:
         way_out = "add --tensor-model-parallel-size 2 or more, or drop it"
         refuse("sequence_parallel", True, "would be ignored without tensor parallel", way_out)
-    _check_not_yet(settings)
     flags = {field.name: field.flag for field in (*MODEL_FLAGS, *megatron_fields().values())}
     config = _local_config(settings.model.hf_checkpoint)
     if config is None:  # a name on a hub: the backend checks the rest when it has the config
@@ -65,15 +64,6 @@ def _check_ranks(sizes: MegatronArguments, ranks: int) -> None:
             f"{sizes.pipeline_model_parallel_size} must divide the {ranks} trainer ranks"
         )
         refuse("expert_model_parallel_size", sizes.expert_model_parallel_size, rule, "give sizes that divide them")
-
-
-def _check_not_yet(settings: Settings) -> None:
-    """What the fsdp backend does and this one does not."""
-    way_out = "use --train-backend fsdp"
-    if settings.checkpoint.save is not None or settings.checkpoint.load is not None:
-        name = "save" if settings.checkpoint.save is not None else "load"
-        rule = "--train-backend megatron has no checkpoints in this version"
-        refuse(name, getattr(settings.checkpoint, name), rule, f"export with --save-hf, or {way_out}")
 
 
 def _check_engine(settings: Settings, shape: dict[str, Any]) -> None:

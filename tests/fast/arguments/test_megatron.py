@@ -97,7 +97,6 @@ def test_pipeline_stages_repeat_the_shards(megatron):
             EXPERTS,
             ["--expert-tensor-parallel-size 2", "give 1"],
         ),
-        ("--save somewhere", LLAMA, ["--save somewhere", "--save-hf"]),
         ("", LLAMA | {"model_type": "gemma"}, ["model_type gemma", "llama, qwen2"]),
         ("", LLAMA | {"attention_bias": True}, ["attention_bias", "Qwen2"]),
         ("--num-layerz 4", LLAMA, ["--num-layerz", "--num-layers"]),
