@@ -40,6 +40,7 @@ def check_megatron(settings: Settings) -> None:
         check_given(settings.megatron_given, None, flags)
         return
     check_model(sizes, config)
+    _check_reference(settings.model.ref_load, config)
     _check_engine(settings, megatron_shape(config))
     check_given(settings.megatron_given, {**megatron_shape(config), **vocabulary_shape(config)}, flags)
 
@@ -66,6 +67,18 @@ def _check_ranks(sizes: MegatronArguments, ranks: int) -> None:
         refuse("expert_model_parallel_size", sizes.expert_model_parallel_size, rule, "give sizes that divide them")
 
 
+def _check_reference(path: str | None, config: dict[str, Any]) -> None:
+    """The reference model is laid out as the policy is, so its shape is that of ``config``."""
+    reference = _local_config(path)
+    if reference is None:
+        return
+    found, wanted = ({**megatron_shape(c), **vocabulary_shape(c)} for c in (reference, config))
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            rule = f"its config gives {name} {found.get(name)}, that of --hf-checkpoint {value}"
+            refuse("ref_load", path, rule, "give a reference of the same shape, or use --train-backend fsdp")
+
+
 def _check_engine(settings: Settings, shape: dict[str, Any]) -> None:
     """Experts are exported one by one, as checkpoints have them; transformers keeps those of a layer in one tensor."""
     rollout = settings.rollout
@@ -76,8 +89,8 @@ def _check_engine(settings: Settings, shape: dict[str, Any]) -> None:
 
 def _local_config(path: str | None) -> dict[str, Any] | None:
     """The model's ``config.json``, where it can be read without a network."""
-    file = Path(path or "") / "config.json"
-    return json.loads(file.read_text()) if file.is_file() else None
+    file = Path(path) / "config.json" if path is not None else None
+    return json.loads(file.read_text()) if file is not None and file.is_file() else None
 
 
 def check_model(sizes: MegatronArguments, config: dict[str, Any]) -> None:

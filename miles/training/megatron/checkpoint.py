@@ -39,8 +39,8 @@ def check_can_save(policy: PolicyModel, ranks: Ranks) -> None:
     """
     try:
         save_preprocess(dict(_sharded(policy, ranks)))
-    except CheckpointingException as error:
-        raise _refusal(str(error)) from None
+    except (CheckpointingException, AssertionError, KeyError) as error:  # Megatron's description may fail as well
+        raise _refusal(f"{type(error).__name__}: {error}") from None
 
 
 def save(folder: Path, policy: PolicyModel, optimizer: MegatronOptimizer, ranks: Ranks, state: dict[str, Any]) -> None:

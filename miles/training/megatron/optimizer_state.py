@@ -62,7 +62,7 @@ class AdamState:
             return
         state[main] = {name: whole[name].view(-1)[place].view(main.shape).to(main.dtype).clone() for name in MOMENTS}
         if isinstance(part.optimizer, torch.optim.AdamW):
-            state[main]["step"] = torch.tensor(float(steps))
+            state[main]["step"] = torch.tensor(float(steps), device=main.device)  # where the fused kernel wants it
         else:  # the fused kernels count once a group
             for group in _groups(part):
                 group["step"] = steps

@@ -108,6 +108,17 @@ def test_refused(megatron, flags, config, told):
     assert all(word in str(error.value) for word in told), error.value
 
 
+def test_reference_has_the_shape_of_the_policy(megatron, tmp_path):
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    flags = f"--use-kl-loss --ref-load {reference}"
+    (reference / "config.json").write_text(json.dumps(LLAMA))
+    assert megatron(flags).model.ref_load == str(reference)
+    (reference / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 6}))
+    with pytest.raises(ValueError, match=r"--ref-load .*num_layers 6.*--hf-checkpoint 4"):
+        megatron(flags)
+
+
 def test_other_backend_takes_none_of_these_flags(validated):
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 2: would be ignored"):
         validated("--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2")

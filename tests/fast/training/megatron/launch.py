@@ -61,7 +61,7 @@ def _run_rank(stand: Stand, checks: dict[str, Check]) -> None:
     dist.destroy_process_group()
 
 
-def run_layout(folder: Path, name: str, checks: dict[str, Check]) -> dict[str, str]:
+def _run_layout(folder: Path, name: str, checks: dict[str, Check]) -> dict[str, str]:
     """What failed of each check, empty where all ranks agree that it holds."""
     for leftover in (*folder.glob(f"{name} ?.json"), folder / f"store of {name}"):
         leftover.unlink(missing_ok=True)  # the layout may have run before
@@ -89,7 +89,7 @@ def run_layout(folder: Path, name: str, checks: dict[str, Check]) -> dict[str, s
 def main(folder: Path, names: list[str]) -> None:
     save_models(folder)
     expected = conformance_checks.expectations(folder)
-    results = {name: run_layout(folder, name, checks_of(name, expected)) for name in names or LAYOUTS}
+    results = {name: _run_layout(folder, name, checks_of(name, expected)) for name in names or LAYOUTS}
     (folder / "results.json").write_text(json.dumps(results))
 
 

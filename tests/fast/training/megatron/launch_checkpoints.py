@@ -20,7 +20,7 @@ def main(folder: Path) -> None:
     results: dict[str, dict[str, str]] = {}
 
     def run(title: str, layout: str, *checks: Callable[..., Any]) -> None:
-        results[title] = launch.run_layout(folder, layout, {check.__name__: check for check in checks})
+        results[title] = launch._run_layout(folder, layout, {check.__name__: check for check in checks})
 
     for name, checks in checkpoint_checks.SAVING.items():
         run(f"{name}: saved", name, *checks)
