@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import shlex
 import statistics
+import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
@@ -147,13 +148,14 @@ class Contender:
         for orders in self._orders:
             orders.recv()
 
-    def step(self, counts: bool) -> None:
-        """One step; its seconds are those of rank 0."""
+    def step(self, counts: bool) -> float:
+        """One step; its seconds, which are those of rank 0."""
         for orders in self._orders:
             orders.send(True)
         answers = [orders.recv() for orders in self._orders]
         for phase, seconds in answers[0].items():
             self.seconds[phase] += [seconds] if counts else []
+        return answers[0]["step"]
 
     def close(self) -> None:
         for orders in self._orders:
@@ -168,8 +170,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         contenders = {name: Contender(name, options, folder) for name in ("fsdp", "megatron")}
         for repeat in range(options.repeats + 1):  # the first warms up
-            for contender in contenders.values():
-                contender.step(counts=repeat > 0)
+            for name, contender in contenders.items():
+                print(f"{name} {contender.step(counts=repeat > 0):.1f} s", file=sys.stderr, flush=True)
         for contender in contenders.values():
             contender.close()
     median = {
