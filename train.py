@@ -89,13 +89,14 @@ class Loop:
         done = rollout_id + 1
         self.sync_weights(done)
         steps[-1] |= generated.metrics
-        if self.due(self.settings.checkpoint.save_interval, done) and self.settings.checkpoint.save is not None:
-            with self.timer.phase("save"):
-                self.trainer.save(done, {"rollouts_done": done, "prompts": self.rollout.state(done)})
         if self.settings.evaluation.has_sets and self.due(self.settings.evaluation.eval_interval, done):
             steps[-1] |= self.evaluate()
         self.log(self.steps_done(rollout_id) + 1, steps)
         self.tracker.log_samples(self.steps_done(done), generated.records())
+        # After the rows of its steps: wherever a kill comes, a run that resumes the checkpoint has them all.
+        if self.due(self.settings.checkpoint.save_interval, done) and self.settings.checkpoint.save is not None:
+            with self.timer.phase("save"):
+                self.trainer.save(done, {"rollouts_done": done, "prompts": self.rollout.state(done)})
 
     def due(self, interval: int | None, done: int) -> bool:
         """Every ``interval`` rollouts, and after the last."""
