@@ -94,22 +94,23 @@ class Loop:
         with self.timer.phase("train"):
             steps = self.trainer.train(generated.shards_by_rank)
         done = rollout_id + 1
-        if self.offload.train:  # saving needs the trainer on its GPUs; else the engines need not wait for it
-            self.save(done)
         self.sync_weights(done)
-        if not self.offload.train:
-            self.save(done)
         steps[-1] |= generated.metrics
         if self.settings.evaluation.has_sets and self.due(self.settings.evaluation.eval_interval, done):
             steps[-1] |= self.evaluate()
         self.log(self.steps_done(rollout_id) + 1, steps)
         self.tracker.log_samples(self.steps_done(done), generated.records())
+        # After the rows of its steps: wherever a kill comes, a run that resumes the checkpoint has them all.
+        if self.due(self.settings.checkpoint.save_interval, done) and self.settings.checkpoint.save is not None:
+            self.save(done)
 
     def save(self, done: int) -> None:
-        """A checkpoint, if it is due after ``done`` rollouts."""
-        if self.due(self.settings.checkpoint.save_interval, done) and self.settings.checkpoint.save is not None:
-            with self.timer.phase("save"):
-                self.trainer.save(done, {"rollouts_done": done, "prompts": self.rollout.state(done)})
+        """A checkpoint of ``done`` rollouts, for which the trainer must be on its GPUs."""
+        self.lend_gpus_to_trainer()
+        with self.timer.phase("save"):
+            self.trainer.save(done, {"rollouts_done": done, "prompts": self.rollout.state(done)})
+        if self.offload.train or self.offload.rollout:
+            self.sync_weights(done)  # which gives the engines their memory back
 
     def lend_gpus_to_trainer(self) -> None:
         """Under ``--colocate`` on GPUs: the engines give their memory up, and the trainer comes back."""

@@ -49,3 +49,8 @@ def test_these_do_not(validated, tmp_path, flags, fault):
     saved.write_text("")
     with pytest.raises(ValueError, match=fault.replace("(", r"\(")):
         validated(flags.format(tmp=saved))
+
+
+def test_old_samples_without_a_correction_are_remarked_on(validated):
+    assert any("--async-steps 2: samples are by weights" in note for note in validated("--async-steps 2").notes)
+    assert not any("--async-steps" in note for note in validated("--async-steps 2 --use-tis").notes)

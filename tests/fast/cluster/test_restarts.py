@@ -46,7 +46,7 @@ def check_prompts(run, folder, name, rollouts):
     taken = trained_groups(folder, name, rollouts)
     assert len(set(taken)) == len(taken) == rollouts * BATCH
     dropped = sum(row.get("rollout/dropped/stale", 0) for row in run.rows().values())
-    assert set(range(max(taken) + 1)) - set(taken) == set() if not dropped else max(taken) + 1 - len(taken) <= dropped
+    assert max(taken) + 1 - len(taken) <= dropped
 
 
 MODES = {"sync": [], "ahead": ["--async-steps", "1"], "fully": ["--async-steps", "1", "--fully-async"]}

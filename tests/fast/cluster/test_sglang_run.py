@@ -89,7 +89,7 @@ def test_rollouts_that_do_not_wait_for_the_last_response(launch, workplace, sgla
     assert run.wait() == 0, run.err
     rows = run.rows()
     assert sorted(rows) == list(range(1, 13))
-    assert all(row["train/train_rollout_logprob_abs_diff"] < 0.1 for row in rows.values())
+    assert all(row["train/train_rollout_logprob_abs_diff"] < 0.5 for row in rows.values())
     taken = []
     for r in range(6):
         for line in (workplace / f"{name}_{r}.jsonl").read_text().splitlines():
