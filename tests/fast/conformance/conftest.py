@@ -48,9 +48,11 @@ class Ranks:
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    from tiny_llama import save_tiny_llama
+
     folder = tmp_path_factory.mktemp("conformance")
     for name in ("untied", "tied"):
-        _save_model(folder / name, tied=name == "tied")
+        save_tiny_llama(folder / name, tied=name == "tied")
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
@@ -75,26 +77,3 @@ def oracle(ranks: Ranks) -> Any:
     from oracle import load_oracle
 
     return load_oracle(str(ranks.folder / "untied"))
-
-
-def _save_model(folder: Path, tied: bool) -> None:
-    import torch
-    from cases import VOCABULARY
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.15,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
