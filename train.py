@@ -77,7 +77,7 @@ class Loop:
         with self.timer.phase("generate"):
             generated = self.rollout.generate(rollout_id)
         with self.timer.phase("train"):
-            steps = self.trainer.train(generated.shards_by_rank)
+            steps = self.trainer.train(generated.shards_by_rank, rollout_id)
         done = rollout_id + 1
         self.sync_weights(done)
         steps[-1] |= generated.metrics

@@ -64,7 +64,11 @@ def remarks(settings: Settings) -> list[str]:
     """What is allowed, and worth knowing."""
     rollout, training, cluster = settings.rollout, settings.training, settings.cluster
     said = []
-    if rollout.rollout_temperature == 0 and settings.loss.loss_type == "policy_loss":
+    if (
+        rollout.rollout_temperature == 0
+        and settings.loss.loss_type == "policy_loss"
+        and settings.loss.normalizes_rewards
+    ):
         said.append(
             "--rollout-temperature 0 samples greedily: the responses of a group are equal, so their advantages are 0; "
             "log-probs are those of the raw logits"

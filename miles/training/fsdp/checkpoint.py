@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -20,20 +21,16 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedModel
 
 from miles.training.fsdp.optimizer import ShardedOptimizer
+from miles.training.fsdp.policy import ValueModel
 
 _STATE = "state.json"
+_CRITIC = "critic"
 
 
 def save(folder: Path, model: PreTrainedModel, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
     """Write everything a resumed run needs into ``folder``; whoever calls makes the folder appear at once (atomic)."""
-    tensors = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer.adam),
-    }
-    dcp.save(tensors, checkpoint_id=folder)
+    _save_tensors(folder, model, optimizer, {"launcher": state})
     torch.save(_random_state(), _random_file(folder))
-    if dist.get_rank() == 0:
-        (folder / _STATE).write_text(json.dumps({"launcher": state, "schedule": optimizer.state()}))
     dist.barrier()
 
 
@@ -41,18 +38,48 @@ def load(
     folder: Path, model: PreTrainedModel, optimizer: ShardedOptimizer, with_optimizer: bool, rng: bool
 ) -> dict[str, Any]:
     """Read what ``save`` wrote, under any number of ranks; returns the launcher's state."""
+    state = _load_tensors(folder, model, optimizer, with_optimizer)
+    if rng and _random_file(folder).exists():  # a rank that the saving run did not have starts from its own seed
+        _restore_random_state(torch.load(_random_file(folder), weights_only=True))
+    return state["launcher"]
+
+
+def save_critic(folder: Path, model: ValueModel, optimizer: ShardedOptimizer) -> None:
+    """Add the critic to the checkpoint that is being written into ``folder``."""
+    _save_tensors(folder / _CRITIC, model, optimizer, {})
+
+
+def load_critic(folder: Path, model: ValueModel, optimizer: ShardedOptimizer, with_optimizer: bool) -> None:
+    """Read what ``save_critic`` wrote. Raises ``ValueError`` for a checkpoint of a run without a critic."""
+    if not (folder / _CRITIC).is_dir():
+        raise ValueError(
+            f"--load {folder.parent}: {folder.name} has no critic, and --advantage-estimator ppo needs one; start from "
+            "the model that --save-hf exported, as --hf-checkpoint, or load a checkpoint of a run with a critic"
+        )
+    _load_tensors(folder / _CRITIC, model, optimizer, with_optimizer)
+
+
+def _save_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
+    tensors = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer.adam),
+    }
+    dcp.save(tensors, checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        (folder / _STATE).write_text(json.dumps({**state, "schedule": optimizer.state()}))
+
+
+def _load_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, with_optimizer: bool) -> dict[str, Any]:
     tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
     if with_optimizer:
         tensors["optimizer"] = get_optimizer_state_dict(model, optimizer.adam)
     dcp.load(tensors, checkpoint_id=folder)
     set_model_state_dict(model, tensors["model"])
-    state = json.loads((folder / _STATE).read_text())
+    state: dict[str, Any] = json.loads((folder / _STATE).read_text())
     if with_optimizer:
         set_optimizer_state_dict(model, optimizer.adam, tensors["optimizer"])
         optimizer.steps_done = state["schedule"]["steps_done"]
-    if rng and _random_file(folder).exists():  # a rank that the saving run did not have starts from its own seed
-        _restore_random_state(torch.load(_random_file(folder), weights_only=True))
-    return state["launcher"]
+    return state
 
 
 def export_hf(

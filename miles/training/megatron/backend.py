@@ -6,11 +6,13 @@ On CPU, ``cpu_support.support_cpu`` comes before this module is imported.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from transformers import AutoConfig
 
@@ -22,12 +24,14 @@ from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
 from miles.training.megatron import hf_export
 from miles.training.megatron.convert import WeightConverter
+from miles.training.megatron.critic import MegatronCritic
 from miles.training.megatron.forward_backward import forward_backward, log_probs_of
 from miles.training.megatron.hf_weights import HuggingFaceWeights
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import initialize_process_groups
 from miles.training.megatron.transformer_config import ddp_config, optimizer_config, transformer_config
+from miles.training.megatron.value_model import ValueModel
 from miles.training.megatron.versions import megatron_version
 from miles.weight_sync.chunks import in_chunks
 
@@ -49,18 +53,23 @@ class MegatronBackend:
         self.policy = self._build(settings.model.hf_checkpoint, with_canary=settings.loss.loss_canary != "off")
         self.model = self._distributed(self.policy)
         self.optimizer = MegatronOptimizer(
-            self.model, optimizer_config(settings, self.compute_dtype), settings.optimizer, total_steps
+            self.model,
+            optimizer_config(settings, self.compute_dtype),
+            settings.optimizer,
+            settings.policy_steps(total_steps),
         )
+        self.token_group: dist.ProcessGroup | None = self.ranks.dp
+        self.critic = self._build_critic(total_steps) if settings.loss.has_critic else None
         self.reference: PolicyModel | None = None
-        if settings.loss.use_kl_loss:
+        if settings.loss.needs_reference:
             self.reference = self._build(settings.model.ref_load or settings.model.hf_checkpoint)
             self.reference.eval().requires_grad_(False)
 
-    def _build(self, path: str, with_canary: bool = False) -> PolicyModel:
+    def _build(self, path: str, with_canary: bool = False, of: type[PolicyModel] = PolicyModel) -> PolicyModel:
         config = transformer_config(
             self.settings, self.hf_config.to_dict(), self.compute_dtype, self.settings.loss.calculate_per_token_loss
         )
-        policy = PolicyModel(
+        policy = of(
             config,
             self.hf_config,
             self.ranks,
@@ -80,6 +89,14 @@ class MegatronBackend:
             policy.config.no_sync_func = model.no_sync
         return model
 
+    def _build_critic(self, total_steps: int) -> MegatronCritic:
+        assert self.settings.model.hf_checkpoint is not None
+        model = self._distributed(self._build(self.settings.model.hf_checkpoint, of=ValueModel))
+        given = self.settings.critic_optimizer
+        config = optimizer_config(replace(self.settings, optimizer=given), self.compute_dtype)
+        optimizer = MegatronOptimizer(model, config, given, total_steps, rate_flag="--critic-lr")
+        return MegatronCritic(model, optimizer, self.settings.loss, self.ranks, self.device)
+
     def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
         return forward_backward(self.model, shard, self.settings.loss, self.ranks, self.device)
 
@@ -91,7 +108,7 @@ class MegatronBackend:
 
     def log_probs(self, shard: TrainShard, reference: bool = False) -> list[np.ndarray]:
         policy = self.reference if reference else self.policy
-        assert policy is not None, "reference log-probs need --use-kl-loss"
+        assert policy is not None, "reference log-probs need --use-kl-loss or --kl-coef"
         return log_probs_of(policy, shard, self.ranks, self.device)
 
     def export_weights(self) -> Iterator[WeightChunk]:

@@ -29,6 +29,7 @@ def _make_batch(lengths: Sequence[tuple[int, int]], scored: bool = True) -> Trai
         rollout_token_counts=[i + 3.0 for i in range(n)],
         group_indices=[i // 2 for i in range(n)],
         rollout_ids=[100 + i for i in range(n)],
+        places=[200 + i for i in range(n)],
         num_rollouts=91,
         num_groups=92,
         num_loss_tokens=93,
