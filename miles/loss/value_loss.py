@@ -32,7 +32,10 @@ def value_loss_function(loss: LossArguments, micro: MicroBatch, values: torch.Te
     """
     assert micro.values is not None and micro.returns is not None, "the critic learns from values and returns"
     reduce = get_sum_of_sample_mean(micro, is_per_token(loss))
-    losses, clipped = compute_value_loss(values.float(), micro.values, micro.returns, loss.value_clip)
+    # A masked token may hold anything; NaN would reach the gradient through the square.
+    hole = micro.loss_mask == 0
+    current, old, returns = (x.float().masked_fill(hole, 0.0) for x in (values, micro.values, micro.returns))
+    losses, clipped = compute_value_loss(current, old, returns, loss.value_clip)
     value_loss = reduce(losses)
     metrics = {"value_loss": value_loss, "value_clipfrac": reduce(clipped)}
     return LossOutput(value_loss, {name: value.detach() for name, value in metrics.items()})

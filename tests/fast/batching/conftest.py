@@ -10,8 +10,8 @@ import pytest
 from miles.train_batch import TrainBatch
 
 
-def _make_batch(lengths: Sequence[tuple[int, int]], scored: bool = True) -> TrainBatch:
-    """One sample for each (prompt, response) length; ``scored``: with old and reference log-probs."""
+def _make_batch(lengths: Sequence[tuple[int, int]], scored: bool = True, advantages: bool = False) -> TrainBatch:
+    """One sample for each (prompt, response) length; ``scored``: with log-probs and a critic's numbers."""
     rng = np.random.default_rng(len(lengths))
     n = len(lengths)
 
@@ -36,6 +36,9 @@ def _make_batch(lengths: Sequence[tuple[int, int]], scored: bool = True) -> Trai
         expected_loss_mass=0.94,
         old_log_probs=column() if scored else None,
         ref_log_probs=column() if scored else None,
+        values=column() if scored else None,
+        advantages=column() if advantages else None,
+        returns=column() if scored else None,
     )
 
 
