@@ -70,6 +70,7 @@ class AdvantageEstimator:
         if self.reads_kl:
             assert batch.old_log_probs is not None and batch.ref_log_probs is not None
             columns = (batch.old_log_probs[i], batch.ref_log_probs[i], batch.loss_masks[i])
-            log_ratio = masked_log_ratio(*(torch.from_numpy(column) for column in columns)).numpy()
+            policy, reference, mask = (torch.tensor(column) for column in columns)  # copies: Ray's memory is read-only
+            log_ratio = masked_log_ratio(policy, reference, mask).numpy()
         values = None if batch.values is None else batch.values[i]
         return SampleTokens(batch.rollout_ids[i], batch.rewards[i], batch.loss_masks[i], values, log_ratio)
