@@ -65,7 +65,6 @@ def _check_kl(settings: Settings) -> None:
     if not loss.use_kl_loss:
         refuse_ignored(loss, ["kl_loss_coef"], why, way_out)
     if not loss.needs_reference:
-        refuse_ignored(loss, ["kl_loss_type"], why, way_out)
         refuse_ignored(settings.model, ["ref_load"], why, way_out)
 
 

@@ -25,7 +25,6 @@ REFUSED = [
         f"{PPO} --kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1",
         "--kl-coef 0.1: beside --kl-loss-coef 0.1 counts the KL twice",
     ),
-    (f"{PPO} --kl-loss-type k3", "--kl-loss-type k3: would be ignored"),
     (f"{PPO} --disable-rewards-normalization", "takes rewards as they are"),
     (f"{PPO} --disable-grpo-std-normalization", "does not divide by a group's spread"),
     (f"{PPO} --use-opsm", "--use-opsm: drops sequences"),
