@@ -18,6 +18,7 @@ from miles.parallel.dynamic_context_parallel import possible_sizes
 from miles.parallel.groups import ContextGroups
 from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
+from miles.training import checkpoint_folder
 from miles.training.fsdp import checkpoint
 from miles.training.fsdp.critic import FsdpCritic
 from miles.training.fsdp.forward_backward import forward_backward, log_probs_of
@@ -46,8 +47,7 @@ class FsdpBackend:
         self.critic = self._build_critic(total_steps) if settings.loss.has_critic else None
         self.reference: Policy | None = None
         if settings.loss.needs_reference:
-            self.reference = self._build(settings.model.ref_load or settings.model.hf_checkpoint, self.compute_dtype)
-            self.reference.eval().requires_grad_(False)
+            self.reference = self._reference(settings.model.hf_checkpoint, settings.model.ref_load)
 
     def _build(self, path: str, dtype: torch.dtype) -> Policy:
         policy = load_policy(
@@ -64,6 +64,16 @@ class FsdpBackend:
         model.train()
         optimizer = ShardedOptimizer(model, self.settings.critic_optimizer, total_steps, rate_flag="--critic-lr")
         return FsdpCritic(model, optimizer, self.settings.loss, self.groups, self.device)
+
+    def _reference(self, hf_checkpoint: str, ref_load: str | None) -> Policy:
+        """A frozen model with the weights of ``--ref-load``: a Hugging Face folder, or a checkpoint of this backend."""
+        folder = checkpoint_folder.at(Path(ref_load)) if ref_load is not None else None
+        path = hf_checkpoint if folder is not None else ref_load or hf_checkpoint
+        reference = self._build(path, self.compute_dtype)
+        if folder is not None:
+            checkpoint.load_weights(folder, reference.language_model, f"--ref-load {ref_load}")
+        reference.eval().requires_grad_(False)
+        return reference
 
     def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
         return forward_backward(self.policy, shard, self.settings.loss, self.groups, self.device)

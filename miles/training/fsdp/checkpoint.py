@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,20 @@ from transformers import PreTrainedModel
 
 from miles.training.fsdp.optimizer import ShardedOptimizer
 from miles.training.fsdp.policy import ValueModel
+from miles.training.run_state import (
+    read_run_state,
+    restore_random_state,
+    write_random_state,
+    write_run_state,
+)
 
-_STATE = "state.json"
 _CRITIC = "critic"
 
 
 def save(folder: Path, model: PreTrainedModel, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
     """Write everything a resumed run needs into ``folder``; whoever calls makes the folder appear at once (atomic)."""
-    _save_tensors(folder, model, optimizer, {"launcher": state})
-    torch.save(_random_state(), _random_file(folder))
+    _save_tensors(folder, model, optimizer, state)
+    write_random_state(folder)
     dist.barrier()
 
 
@@ -39,8 +43,8 @@ def load(
 ) -> dict[str, Any]:
     """Read what ``save`` wrote, under any number of ranks; returns the launcher's state."""
     state = _load_tensors(folder, model, optimizer, with_optimizer)
-    if rng and _random_file(folder).exists():  # a rank that the saving run did not have starts from its own seed
-        _restore_random_state(torch.load(_random_file(folder), weights_only=True))
+    if rng:
+        restore_random_state(folder)
     return state["launcher"]
 
 
@@ -66,20 +70,28 @@ def _save_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, s
     }
     dcp.save(tensors, checkpoint_id=folder)
     if dist.get_rank() == 0:
-        (folder / _STATE).write_text(json.dumps({**state, "schedule": optimizer.state()}))
+        write_run_state(folder, "fsdp", state, optimizer.state())
 
 
 def _load_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, with_optimizer: bool) -> dict[str, Any]:
+    state = read_run_state(folder, "fsdp", "--load")
     tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
     if with_optimizer:
         tensors["optimizer"] = get_optimizer_state_dict(model, optimizer.adam)
     dcp.load(tensors, checkpoint_id=folder)
     set_model_state_dict(model, tensors["model"])
-    state: dict[str, Any] = json.loads((folder / _STATE).read_text())
     if with_optimizer:
         set_optimizer_state_dict(model, optimizer.adam, tensors["optimizer"])
         optimizer.steps_done = state["schedule"]["steps_done"]
     return state
+
+
+def load_weights(folder: Path, model: PreTrainedModel, flag: str) -> None:
+    """The weights alone, in the model's dtype. Raises ``ValueError`` naming ``flag``, as ``load`` does."""
+    read_run_state(folder, "fsdp", flag)
+    tensors = {"model": get_model_state_dict(model)}
+    dcp.load(tensors, checkpoint_id=folder)
+    set_model_state_dict(model, tensors["model"])
 
 
 def export_hf(
@@ -98,20 +110,3 @@ def export_hf(
             model.generation_config.save_pretrained(folder)
         save_torch_state_dict(state, folder)
     dist.barrier()
-
-
-def _random_file(folder: Path) -> Path:
-    return folder / f"random_state_rank{dist.get_rank()}.pt"
-
-
-def _random_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -22,7 +22,8 @@ from miles.arguments.settings import Settings
 from miles.engine.base import WeightChunk
 from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
-from miles.training.megatron import hf_export
+from miles.training import checkpoint_folder
+from miles.training.megatron import checkpoint, hf_export
 from miles.training.megatron.convert import WeightConverter
 from miles.training.megatron.critic import MegatronCritic
 from miles.training.megatron.forward_backward import forward_backward, log_probs_of
@@ -60,10 +61,11 @@ class MegatronBackend:
         )
         self.token_group: dist.ProcessGroup | None = self.ranks.dp
         self.critic = self._build_critic(total_steps) if settings.loss.has_critic else None
+        if settings.checkpoint.save is not None:
+            checkpoint.check_can_save(self.policy, self.ranks)
         self.reference: PolicyModel | None = None
         if settings.loss.needs_reference:
-            self.reference = self._build(settings.model.ref_load or settings.model.hf_checkpoint)
-            self.reference.eval().requires_grad_(False)
+            self.reference = self._reference(settings.model.hf_checkpoint, settings.model.ref_load)
 
     def _build(self, path: str, with_canary: bool = False, of: type[PolicyModel] = PolicyModel) -> PolicyModel:
         config = transformer_config(
@@ -79,6 +81,15 @@ class MegatronBackend:
         )
         self.converter.load(policy, HuggingFaceWeights(path))
         return policy.to(self.device)
+
+    def _reference(self, hf_checkpoint: str, ref_load: str | None) -> PolicyModel:
+        """A frozen model with the weights of ``--ref-load``: a Hugging Face folder, or a checkpoint of this backend."""
+        folder = checkpoint_folder.at(Path(ref_load)) if ref_load is not None else None
+        reference = self._build(hf_checkpoint if folder is not None else ref_load or hf_checkpoint)
+        if folder is not None:
+            checkpoint.load_weights(folder, reference, self.ranks, f"--ref-load {ref_load}")
+        reference.eval().requires_grad_(False)
+        return reference
 
     def _distributed(self, policy: PolicyModel) -> DistributedDataParallel:
         """With gradient buffers, which are reduced when the schedule ends."""
@@ -119,16 +130,10 @@ class MegatronBackend:
         return ((name, tensor.cpu()) for name, tensor in exported)
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
-        raise ValueError(
-            "--save: --train-backend megatron writes no checkpoints in this version; "
-            "drop --save and use --save-hf, or use --train-backend fsdp"
-        )
+        checkpoint.save(folder, self.policy, self.optimizer, self.ranks, state)
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
-        raise ValueError(
-            "--load: --train-backend megatron reads no checkpoints in this version; "
-            "give the weights as --hf-checkpoint, or use --train-backend fsdp"
-        )
+        return checkpoint.load(folder, self.policy, self.optimizer, self.ranks, optimizer, rng)
 
     def export_hf(self, folder: Path) -> None:
         """Write weights (in compute dtype), config and generation config as transformers would. Rank 0 writes."""
