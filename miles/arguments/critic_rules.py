@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from miles.arguments.aggregation_rules import VERL_MODES
-from miles.arguments.checks import above, at_least, flag_name, refuse, refuse_ignored, within
+from miles.arguments.checks import above, at_least, refuse, refuse_ignored, within
 from miles.arguments.critic import CriticArguments
 from miles.arguments.loss import LossArguments
 from miles.arguments.settings import Settings
@@ -90,12 +90,6 @@ def _check_critic(settings: Settings) -> None:
         refuse(
             "num_critic_only_steps", alone, rule, "give fewer, or train the critic alone with --loss-type value_loss"
         )
-    if settings.training.train_backend == "megatron":
-        for name in ("save", "load"):
-            value = getattr(settings.checkpoint, name)
-            if value is not None:
-                rule = "--train-backend megatron does not save the critic of --advantage-estimator ppo in this version"
-                refuse(name, value, rule, f"drop {flag_name(name)}, or use --train-backend fsdp")
 
 
 def check_value_loss(settings: Settings) -> None:

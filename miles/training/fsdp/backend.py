@@ -106,9 +106,10 @@ class FsdpBackend:
         checkpoint.save(folder, self.policy.language_model, self.optimizer, state)
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
+        state = checkpoint.load(folder, self.policy.language_model, self.optimizer, optimizer, rng)
         if self.critic is not None:
             checkpoint.load_critic(folder, self.critic.model, self.critic.optimizer, optimizer)
-        return checkpoint.load(folder, self.policy.language_model, self.optimizer, optimizer, rng)
+        return state
 
     def export_hf(self, folder: Path) -> None:
         """Write weights (in compute dtype), config and generation config as transformers would. Rank 0 writes."""

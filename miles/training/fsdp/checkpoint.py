@@ -22,13 +22,13 @@ from transformers import PreTrainedModel
 from miles.training.fsdp.optimizer import ShardedOptimizer
 from miles.training.fsdp.policy import ValueModel
 from miles.training.run_state import (
+    critic_folder,
     read_run_state,
     restore_random_state,
+    saved_critic,
     write_random_state,
     write_run_state,
 )
-
-_CRITIC = "critic"
 
 
 def save(folder: Path, model: PreTrainedModel, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
@@ -50,17 +50,12 @@ def load(
 
 def save_critic(folder: Path, model: ValueModel, optimizer: ShardedOptimizer) -> None:
     """Add the critic to the checkpoint that is being written into ``folder``."""
-    _save_tensors(folder / _CRITIC, model, optimizer, {})
+    _save_tensors(critic_folder(folder), model, optimizer, {})
 
 
 def load_critic(folder: Path, model: ValueModel, optimizer: ShardedOptimizer, with_optimizer: bool) -> None:
     """Read what ``save_critic`` wrote. Raises ``ValueError`` for a checkpoint of a run without a critic."""
-    if not (folder / _CRITIC).is_dir():
-        raise ValueError(
-            f"--load {folder.parent}: {folder.name} has no critic, and --advantage-estimator ppo needs one; start from "
-            "the model that --save-hf exported, as --hf-checkpoint, or load a checkpoint of a run with a critic"
-        )
-    _load_tensors(folder / _CRITIC, model, optimizer, with_optimizer)
+    _load_tensors(saved_critic(folder), model, optimizer, with_optimizer)
 
 
 def _save_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ from miles.training.megatron.process_groups import initialize_process_groups
 from miles.training.megatron.transformer_config import ddp_config, optimizer_config, transformer_config
 from miles.training.megatron.value_model import ValueModel
 from miles.training.megatron.versions import megatron_version
+from miles.training.run_state import critic_folder, saved_critic
 from miles.weight_sync.chunks import in_chunks
 
 
@@ -63,6 +64,8 @@ class MegatronBackend:
         self.critic = self._build_critic(total_steps) if settings.loss.has_critic else None
         if settings.checkpoint.save is not None:
             checkpoint.check_can_save(self.policy, self.ranks)
+            if self.critic is not None:
+                checkpoint.check_can_save(self.critic.model.module, self.ranks)
         self.reference: PolicyModel | None = None
         if settings.loss.needs_reference:
             self.reference = self._reference(settings.model.hf_checkpoint, settings.model.ref_load)
@@ -131,9 +134,17 @@ class MegatronBackend:
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         checkpoint.save(folder, self.policy, self.optimizer, self.ranks, state)
+        if self.critic is not None:
+            within = critic_folder(folder)
+            within.mkdir(exist_ok=True)
+            checkpoint.save(within, self.critic.model.module, self.critic.optimizer, self.ranks, {})
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
-        return checkpoint.load(folder, self.policy, self.optimizer, self.ranks, optimizer, rng)
+        state = checkpoint.load(folder, self.policy, self.optimizer, self.ranks, optimizer, rng)
+        if self.critic is not None:
+            model, own = self.critic.model.module, self.critic.optimizer
+            checkpoint.load(saved_critic(folder), model, own, self.ranks, optimizer, rng=False)
+        return state
 
     def export_hf(self, folder: Path) -> None:
         """Write weights (in compute dtype), config and generation config as transformers would. Rank 0 writes."""

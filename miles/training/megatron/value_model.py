@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
 
 from miles.train_batch import MicroBatch
 from miles.training.megatron.policy_model import PolicyModel
@@ -29,6 +30,12 @@ class ValueModel(PolicyModel):
             self.output_layer = None
             self.value_head = torch.nn.Parameter(torch.zeros(1, self.config.hidden_size))
         self.share_embeddings_and_output_weights = False
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """What a checkpoint holds: decoder and head. ``GPTModel``'s own asks for the vocabulary's head."""
+        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
     def values(self, hidden_states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
         """The value of the state in which each token of ``micro.targets`` is chosen, fp32 [R]."""

@@ -48,7 +48,6 @@ REFUSED = [
         "ignored by --loss-type sft_loss",
     ),
     ("--loss-type sft_loss --load-debug-rollout-data x{rollout_id} --gamma 0.5", "ignored by --loss-type sft_loss"),
-    (f"{PPO} --train-backend megatron --save x", "--train-backend megatron"),
 ]
 
 

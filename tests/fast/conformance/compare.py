@@ -71,7 +71,7 @@ def differences(result: Any, gradients: dict[str, torch.Tensor], metrics: dict[s
 def gradient_differences(result: dict[str, Any], gradients: dict[str, torch.Tensor]) -> list[str]:
     """The gradients that are further from the oracle's than fp32 explains, in words."""
     assert result.keys() == gradients.keys()
-    norm = norm_of(gradients)
+    norm = norm_of(gradients) if gradients else 0.0
     found = []
     for name, gradient in gradients.items():
         # A gradient much smaller than the whole is rounding of the larger ones.

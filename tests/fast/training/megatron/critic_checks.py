@@ -64,6 +64,8 @@ def checks_of(name: str, expected: Expectations) -> dict[str, Callable[[Stand], 
             )
     if name in ("one", "tp2 with sp", "pp2"):
         found["critic learns alone"] = critic_learns_alone
+    if name in ("dp2, distributed optimizer", "tp2", "pp2"):
+        found["critic comes back from a checkpoint"] = critic_comes_back
     return found
 
 
@@ -132,17 +134,46 @@ def _run(backend: MegatronBackend, case: Case) -> tuple[Result, dict[str, Any]]:
     return Result(recorded.gradients, reported), critic.gradients
 
 
+def critic_comes_back(stand: Stand) -> None:
+    """Policy and critic with their optimizers: the steps after loading are, to the bit, those of the run that saved."""
+    loss = LossArguments(advantage_estimator="ppo", lambd=0.9)
+    backend = make_backend(stand, "tied", loss, lr=1e-2, weight_decay=0.1)
+    _learn(backend, loss, seed=1, trains_policy=False)
+    _learn(backend, loss, seed=2)
+    folder = stand.folder / f"critic of {stand.name}"
+    folder.mkdir(exist_ok=True)
+    backend.save(folder, {"rollouts_done": 2})
+    resumed = make_backend(stand, "tied", loss, lr=1e-2, weight_decay=0.1)
+    assert resumed.load(folder) == {"rollouts_done": 2}
+    assert resumed.critic is not None and (resumed.critic.optimizer.steps_done, resumed.optimizer.steps_done) == (2, 1)
+    for seed in (3, 4):
+        assert _learn(resumed, loss, seed) == _learn(backend, loss, seed)
+    without = make_backend(stand, "tied", LossArguments(), lr=1e-2)
+    bare = stand.folder / f"no critic of {stand.name}"
+    bare.mkdir(exist_ok=True)
+    without.save(bare, {})
+    message = ""
+    try:
+        resumed.load(bare)
+    except ValueError as error:
+        message = str(error)
+    assert "has no critic" in message
+
+
+def _learn(backend: MegatronBackend, loss: LossArguments, seed: int, trains_policy: bool = True) -> dict[str, float]:
+    case = Case(BATCHES["uneven"], loss, ANYWHERE, seed=seed)
+    estimator = AdvantageEstimator(loss, backend.token_group, backend.critic)
+    shard, ranks = shard_of(backend, batch_of(case), watch_mass=False), backend.settings.token_ranks
+    (metrics,) = train_rollout(backend, [shard], False, ranks, estimator, trains_policy)
+    return {name: value for name, value in values(metrics).items() if "time/" not in name}
+
+
 def critic_learns_alone(stand: Stand) -> None:
     """The policy stays to the bit; the critic's loss falls on the same step."""
     loss = LossArguments(advantage_estimator="ppo", lambd=0.9)
     backend = make_backend(stand, "untied", loss, lr=1e-2, weight_decay=0.1)
-    case = Case(BATCHES["uneven"], loss, ANYWHERE)
-    before, found = weights(backend), []
-    estimator = AdvantageEstimator(loss, backend.token_group, backend.critic)
-    for _ in range(5):
-        shard, ranks = shard_of(backend, batch_of(case), watch_mass=False), backend.settings.token_ranks
-        (metrics,) = train_rollout(backend, [shard], False, ranks, estimator, trains_policy=False)
-        found.append(values(metrics))
+    before = weights(backend)
+    found = [_learn(backend, loss, seed=0, trains_policy=False) for _ in range(5)]
     after = weights(backend)
     assert all(torch.equal(before[n], after[n]) for n in before) and backend.optimizer.steps_done == 0
     assert "train/pg_loss" not in found[0] and found[-1]["train/value_loss"] < 0.9 * found[0]["train/value_loss"]
