@@ -35,6 +35,7 @@ def test_the_critic_learns_first_then_both(whole):
     assert abs(steps[5]["reward_kl"]) > 1e-6, "the policy has moved"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_critic(whole, launch, workplace):
     checkpoint = workplace / "ppo_first"
     checkpoint.mkdir()
@@ -47,6 +48,7 @@ def test_a_resumed_run_goes_on_with_its_critic(whole, launch, workplace):
         assert found == pytest.approx({name: of_training(expected[step])[name] for name in found}, rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_megatron_takes_the_same_steps(whole, launch):
     """Tensor parallel: the first rollout's answers are the same, and so is what critic and policy make of them."""
     flags = ["--train-backend", "megatron", "--tensor-model-parallel-size", "2", "--num-rollout", "3"]
