@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from miles.training.run_state import (
     write_run_state,
 )
 
-Sharded = ShardedTensor | ShardedTensorFactory
+Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 def check_can_save(policy: PolicyModel, ranks: Ranks) -> None:
