@@ -238,7 +238,7 @@ def check_tracking(tracking: TrackingArguments) -> None:
     if tracking.no_report:
         refuse_ignored(tracking, ["report_samples"], "with --no-report", "drop that switch")
     if not tracking.use_wandb:
-        wandb = [name for name in vars(tracking) if name.startswith("wandb_")]
+        wandb = [name for name in vars(tracking) if "wandb_" in name]
         for name in changed(tracking, wandb):
             # the value is not shown: it may be a key
             refuse(name, None, "would be ignored without --use-wandb", f"add that switch, or drop {flag_name(name)}")

@@ -8,6 +8,7 @@ from miles.arguments import section_rules as rules
 from miles.arguments.aggregation_rules import reconcile_aggregation
 from miles.arguments.batch_rules import reconcile_batch
 from miles.arguments.engine_rules import check_engines
+from miles.arguments.loss import LossArguments
 from miles.arguments.loss_rules import check_loss
 from miles.arguments.megatron_rules import check_megatron
 from miles.arguments.parallel_rules import check_parallel
@@ -77,4 +78,6 @@ def remarks(settings: Settings) -> list[str]:
             f"--max-tokens-per-gpu {budget} is less than --rollout-max-response-len {response}: "
             "a longer sample gets a micro-batch of its own"
         )
+    if settings.loss.kl_loss_type != LossArguments.kl_loss_type and not settings.loss.use_kl_loss:
+        said.append(f"--kl-loss-type {settings.loss.kl_loss_type} has no effect without --use-kl-loss")
     return said

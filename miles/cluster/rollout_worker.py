@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -76,8 +75,6 @@ class RolloutWorker:
         settings = self.settings
         assert settings.model.hf_checkpoint is not None
         disable_progress_bar()  # of loading weights: the launcher's own is the one on the screen
-        # Weights are read from the object store's memory, which is read-only, and nothing writes there.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         use_threads(
             self.device, sharers=1 if settings.cluster.colocate else 1 + settings.cluster.actor_num_gpus_per_node
         )
