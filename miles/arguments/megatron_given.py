@@ -23,8 +23,6 @@ FIXED: dict[str, tuple[Any, str]] = {
     "rotary_percent": (1.0, "whole heads are rotated"),
     "position_embedding_table": (False, "positions are rotary"),
     "use_rotary_position_embeddings": (True, "positions are rotary"),
-    "moe_router_load_balancing_type": (["none"], "no auxiliary loss is trained on in this version"),
-    "moe_aux_loss_coeff": ([0.0], "no auxiliary loss is trained on in this version"),
 }
 TRIED = (
     "recompute_granularity",

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from miles.arguments.auxiliary_rules import check_auxiliary, check_auxiliary_of_model
 from miles.arguments.checks import at_least, refuse, refuse_ignored
 from miles.arguments.megatron import MegatronArguments
 from miles.arguments.megatron_fields import MODEL_FLAGS, megatron_fields
@@ -34,6 +35,7 @@ def check_megatron(settings: Settings) -> None:
     if sizes.sequence_parallel and sizes.tensor_model_parallel_size == 1:
         way_out = "add --tensor-model-parallel-size 2 or more, or drop it"
         refuse("sequence_parallel", True, "would be ignored without tensor parallel", way_out)
+    check_auxiliary(sizes)
     _check_not_yet(settings)
     flags = {field.name: field.flag for field in (*MODEL_FLAGS, *megatron_fields().values())}
     config = _local_config(settings.model.hf_checkpoint)
@@ -41,7 +43,6 @@ def check_megatron(settings: Settings) -> None:
         check_given(settings.megatron_given, None, flags)
         return
     check_model(sizes, config)
-    _check_engine(settings, megatron_shape(config))
     check_given(settings.megatron_given, {**megatron_shape(config), **vocabulary_shape(config)}, flags)
 
 
@@ -76,14 +77,6 @@ def _check_not_yet(settings: Settings) -> None:
         refuse(name, getattr(settings.checkpoint, name), rule, f"export with --save-hf, or {way_out}")
 
 
-def _check_engine(settings: Settings, shape: dict[str, Any]) -> None:
-    """Experts are exported one by one, as checkpoints have them; transformers keeps those of a layer in one tensor."""
-    rollout = settings.rollout
-    if "num_moe_experts" in shape and rollout.rollout_engine == "torch" and rollout.load_debug_rollout_data is None:
-        rule = "the torch engine takes no weights of a model with experts from --train-backend megatron"
-        refuse("rollout_engine", "torch", rule, "train on --load-debug-rollout-data, or use --train-backend fsdp")
-
-
 def _local_config(path: str | None) -> dict[str, Any] | None:
     """The model's ``config.json``, where it can be read without a network."""
     file = Path(path or "") / "config.json"
@@ -104,6 +97,7 @@ def check_model(sizes: MegatronArguments, config: dict[str, Any]) -> None:
     if shape["num_layers"] % pp:
         rule = f"must divide the model's {shape['num_layers']} layers"
         refuse("pipeline_model_parallel_size", pp, rule, f"give a divisor of {shape['num_layers']}")
+    check_auxiliary_of_model(sizes, config, has_experts="num_moe_experts" in shape)
     if "num_moe_experts" in shape:
         _check_experts(sizes, shape["num_moe_experts"])
     else:

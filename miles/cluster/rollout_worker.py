@@ -31,6 +31,7 @@ from miles.rollout.evaluate import evaluate
 from miles.rollout.rollout_metrics import rollout_metrics
 from miles.sample import Sample
 from miles.tracking.metrics import Metric
+from miles.train_batch import TrainBatch
 from miles.weight_sync.chunks import PackedChunk, unpack
 
 T = TypeVar("T")
@@ -139,7 +140,7 @@ class RolloutWorker:
                 self.settings.token_ranks,
                 self.settings.training,
                 self.settings.parallel,
-                samples_with_gradient(self.settings.loss, batch.rewards),
+                self._samples_with_gradient(batch),
                 watch_mass=self.canary.is_due(batch),
             )
             for batch in batches
@@ -147,6 +148,12 @@ class RolloutWorker:
         shards = [ray.put(list(of_rank)) for of_rank in zip(*steps, strict=True)]
         shown = self.settings.tracking.report_samples
         return GeneratedRollout(shards, rollout.metrics, [group.samples[0] for group in rollout.groups[:shown]])
+
+    def _samples_with_gradient(self, batch: TrainBatch) -> list[bool] | None:
+        """None: all, because a loss beside the policy loss gives them one."""
+        if self.settings.megatron.has_auxiliary_loss:
+            return None
+        return samples_with_gradient(self.settings.loss, batch.rewards)
 
     def _collect(self, rollout_id: int) -> Rollout:
         saved = self.settings.rollout.load_debug_rollout_data

@@ -56,13 +56,20 @@ def wanted(case: Case, model: Any, samples: Sequence[OracleSample]) -> tuple[dic
 
 def differences(result: Any, gradients: dict[str, torch.Tensor], metrics: dict[str, float]) -> list[str]:
     """What is further from the oracle than fp32 explains, in words; empty where nothing is."""
+    return distance(result, gradients, metrics)[1]
+
+
+def distance(result: Any, gradients: dict[str, torch.Tensor], metrics: dict[str, float]) -> tuple[float, list[str]]:
+    """The largest error of a parameter's gradient, relative, and what is further off than fp32 explains, in words."""
     assert result.gradients.keys() == gradients.keys()
     norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
-    found = []
+    found, worst = [], 0.0
     for name, gradient in gradients.items():
         # A gradient much smaller than the whole is rounding of the larger ones.
         error = (torch.from_numpy(result.gradients[name]).double() - gradient).norm().item()
-        if not error <= BOUND * max(gradient.norm().item(), 0.05 * norm, 1e-7):  # NaN is a difference
+        scale = max(gradient.norm().item(), 0.05 * norm, 1e-7)
+        worst = max(worst, error / scale)
+        if not error <= BOUND * scale:  # NaN is a difference
             found.append(f"gradient of {name}: off by {error:.2e} of {gradient.norm().item():.2e}")
     reported = {name: value for name, value in result.metrics.items() if name not in OF_THE_RUN}
     skipped = "skipped_steps" in result.metrics
@@ -72,4 +79,4 @@ def differences(result: Any, gradients: dict[str, torch.Tensor], metrics: dict[s
     for name in expected.keys() & reported.keys():
         if not abs(reported[name] - expected[name]) <= BOUND * max(abs(expected[name]), 0.05):
             found.append(f"{name}: {reported[name]:.8g} for {expected[name]:.8g}")
-    return found
+    return worst, found
