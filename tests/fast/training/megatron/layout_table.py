@@ -76,10 +76,8 @@ class Page:
         return "\n".join([*lines, "", END])
 
     def row(self, split: Split, measured: list[str]) -> list[str]:
-        return [
-            self._cell(split, kind, measured[i] if i < len(measured) else "")
-            for i, kind in enumerate(KINDS[split.backend])
-        ]
+        kinds = KINDS[split.backend]
+        return [self._cell(split, kind, cell) for kind, cell in zip(kinds, measured or [""] * len(kinds), strict=True)]
 
     def _cell(self, split: Split, kind: Kind, measured: str) -> str:
         message = refusal(split, kind, self.folder)
@@ -99,8 +97,8 @@ of one, two and four ranks that the start-up checks accept (over gloo), and comp
 float64 oracle that reads whole samples in one process. A cell has the largest relative error of a parameter's gradient;
 a parameter whose gradient is under a twentieth of the whole is held against that. Everything accepted is below 1e-5.
 fsdp: on- and off-policy steps, under `sample_mean` and `token_mean`. Megatron-Core: under both of its contracts, with
-and without `--use-distributed-optimizer` (where a rank has no whole gradients, the norm is compared). DP is what is left
-of the ranks. A dash: there are too few ranks for it.
+and without `--use-distributed-optimizer` (where a rank has no whole gradients, the norm is compared). DP is what is
+left of the ranks. A dash: there are too few ranks for it.
 """
 
 
@@ -113,11 +111,8 @@ def replaced(page: str, section: str) -> str:
 def measure(names: Iterable[str]) -> dict[str, list[str]]:
     """Cells of accepted layouts, as text, by row; run in processes of their own."""
     wanted = [split for split in all_splits() if row_name(split) in set(names)]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(FOLDERS),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    paths = os.pathsep.join(FOLDERS)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     found: dict[str, list[str]] = {}
     for backend in KINDS:
         rows = [split.name for split in wanted if split.backend == backend]

@@ -1,4 +1,4 @@
-"""Distances from the oracle of rows of layout_grid.py on the Megatron backend: ``python measure_megatron.py FOLDER ROW...``.
+"""Distances from the oracle of layout_grid.py's rows on Megatron: ``python measure_megatron.py FOLDER ROW...``.
 
 FOLDER/distances.json: one number a column, null where the layout is refused.
 """
@@ -53,6 +53,11 @@ def distance(stand: Stand, kind: str, steps: dict[str, Any]) -> str:
     return str(worst)
 
 
+def _largest(said: list[str]) -> str:
+    """Of the ranks' numbers; a rank that failed has said something else."""
+    return str(max(map(float, said)))
+
+
 def measure(folder: Path, split: Split, oracle: Oracle) -> list[float | None]:
     """One number a column."""
     accepted = [kind for kind in KINDS["megatron"] if refusal(split, kind, folder) is None]
@@ -69,7 +74,7 @@ def measure(folder: Path, split: Split, oracle: Oracle) -> list[float | None]:
             )
             for kind in kinds
         }
-        outcomes = launch.run_layout(folder, name, checks, together=max)
+        outcomes = launch.run_layout(folder, name, checks, together=_largest)
         found |= {kind: float(outcomes[kind.title]) for kind in kinds}
     return [found.get(kind) for kind in KINDS["megatron"]]
 
