@@ -22,18 +22,11 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.cluster import ClusterArguments
-from miles.arguments.data import DataArguments
-from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.loss import LossArguments
 from miles.arguments.model import ModelArguments
-from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.parallel import ParallelArguments
-from miles.arguments.reward import RewardArguments
-from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
-from miles.arguments.tracking import TrackingArguments
 from miles.arguments.training import TrainingArguments
 from miles.batching.schedule import schedule_step
 from miles.rollout.convert import convert
@@ -97,16 +90,9 @@ def measure(rank: int, options: argparse.Namespace, folder: Path, out: Path) -> 
         settings = Settings(
             cluster=ClusterArguments(actor_num_gpus_per_node=options.ranks),
             model=ModelArguments(hf_checkpoint=str(folder / "model")),
-            data=DataArguments(),
-            reward=RewardArguments(),
-            rollout=RolloutArguments(),
             loss=LossArguments(disable_rewards_normalization=True),
-            optimizer=OptimizerArguments(),
             training=training,
             parallel=parallel,
-            checkpoint=CheckpointArguments(),
-            evaluation=EvaluationArguments(),
-            tracking=TrackingArguments(),
         )
         shard = schedule_step(batch, options.ranks, training, parallel)[rank]
         runs[name] = (FsdpBackend(settings, torch.device("cpu"), 1), shard)

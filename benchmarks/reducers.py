@@ -55,14 +55,9 @@ def step(mode: Aggregation, samples: int, longest: int) -> MicroBatch:
         rollout_log_probs=[np.zeros(n, np.float32) for n in lengths],
         rewards=[0.0] * samples,
         raw_rewards=[0.0] * samples,
-        sample_denoms=denominators.sample_denoms,
-        rollout_token_counts=denominators.rollout_token_counts,
         group_indices=groups,
         rollout_ids=rollouts,
-        num_rollouts=denominators.num_rollouts,
-        num_groups=denominators.num_groups,
-        num_loss_tokens=denominators.num_loss_tokens,
-        expected_loss_mass=denominators.expected_loss_mass,
+        **vars(denominators),
     )
     return collate(batch, range(samples), torch.device("cpu"))
 

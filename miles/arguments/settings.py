@@ -23,19 +23,19 @@ from miles.arguments.training import TrainingArguments
 class Settings:
     """Every section of a run. A component is handed the sections it needs, never the whole."""
 
-    cluster: ClusterArguments
-    model: ModelArguments
-    data: DataArguments
-    reward: RewardArguments
-    rollout: RolloutArguments
-    sglang: SglangArguments
-    loss: LossArguments
-    optimizer: OptimizerArguments
-    training: TrainingArguments
-    parallel: ParallelArguments
-    checkpoint: CheckpointArguments
-    evaluation: EvaluationArguments
-    tracking: TrackingArguments
+    cluster: ClusterArguments = ClusterArguments()
+    model: ModelArguments = ModelArguments()
+    data: DataArguments = DataArguments()
+    reward: RewardArguments = RewardArguments()
+    rollout: RolloutArguments = RolloutArguments()
+    sglang: SglangArguments = SglangArguments()
+    loss: LossArguments = LossArguments()
+    optimizer: OptimizerArguments = OptimizerArguments()
+    training: TrainingArguments = TrainingArguments()
+    parallel: ParallelArguments = ParallelArguments()
+    checkpoint: CheckpointArguments = CheckpointArguments()
+    evaluation: EvaluationArguments = EvaluationArguments()
+    tracking: TrackingArguments = TrackingArguments()
     megatron: MegatronArguments = MegatronArguments()
     megatron_given: tuple[tuple[str, Any], ...] = ()  # fields of Megatron's own dataclasses that flags set
     server_flags: ServerFlags = ServerFlags()

@@ -34,7 +34,7 @@ def validate(settings: Settings) -> Validated:
     rules.check_sampling(settings.rollout)
     rules.check_rollout(settings.rollout, settings.data.rollout_max_prompt_len)
     check_loss(settings)
-    rules.check_reward(settings.reward, needed=not loads_samples or settings.evaluation.has_sets)
+    rules.check_reward(settings.reward, needed=settings.generates)
     rules.check_cluster(settings.cluster)
     check_megatron(settings)
     assert settings.rollout.rollout_max_response_len is not None, "check_sampling() demands it"

@@ -13,10 +13,8 @@ def whole_responses(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     The gradient that comes back is that of this rank's own values; those of the others have their graph over there.
     """
     whole = values.new_zeros(sum(micro.response_lengths))
-    if micro.context.size == 1:
-        return whole.index_put((micro.response_index,), values)
     mine = whole.index_put((micro.response_index,), values)
-    return mine + (micro.context.sum(mine) - mine.detach())
+    return mine + (micro.context.sum(mine) - mine.detach()) if micro.context.size > 1 else mine
 
 
 def sequence_sums(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:

@@ -21,6 +21,11 @@ def padded_length(length: int, size: int) -> int:
     return length if size == 1 else -(-length // (2 * size)) * 2 * size
 
 
+def zigzag_chunks(size: int, rank: int) -> tuple[int, int]:
+    """Which two of the ``2 * size`` chunks of a sequence ``rank`` holds, ascending."""
+    return rank, 2 * size - 1 - rank
+
+
 def zigzag_positions(length: int, size: int, rank: int) -> np.ndarray:
     """The positions that ``rank`` of ``size`` holds, ascending; int64 [padded_length / size].
 
@@ -32,9 +37,8 @@ def zigzag_positions(length: int, size: int, rank: int) -> np.ndarray:
     if size == 1:
         return np.arange(length, dtype=np.int64)
     chunk = padded_length(length, size) // (2 * size)
-    mirror = 2 * size - 1 - rank
     return np.concatenate(
-        [np.arange(c * chunk, (c + 1) * chunk, dtype=np.int64) for c in (rank, mirror)],
+        [np.arange(c * chunk, (c + 1) * chunk, dtype=np.int64) for c in zigzag_chunks(size, rank)],
     )
 
 

@@ -108,12 +108,7 @@ def _train_batch(rows: Sequence[_Row], loss: LossArguments) -> TrainBatch:
         rollout_log_probs=[np.asarray(s.rollout_log_probs, dtype=np.float32) for s in samples],
         rewards=[row.reward for row in rows],
         raw_rewards=[row.raw_reward for row in rows],
-        sample_denoms=denominators.sample_denoms,
-        rollout_token_counts=denominators.rollout_token_counts,
         group_indices=group_indices,
         rollout_ids=rollout_ids,
-        num_rollouts=denominators.num_rollouts,
-        num_groups=denominators.num_groups,
-        num_loss_tokens=denominators.num_loss_tokens,
-        expected_loss_mass=denominators.expected_loss_mass,
+        **vars(denominators),
     )

@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from miles.parallel.context_parallel import padded_length
+from miles.parallel.context_parallel import padded_length, zigzag_chunks
 from miles.parallel.groups import ALONE, ContextGroup
 
 NAME = "miles_packed"
@@ -91,7 +91,7 @@ def _spans(token_index: torch.Tensor, lengths: Sequence[int], context: ContextGr
             yield _Span(sequence, sequence)
             continue
         chunk = len(sequence) // (2 * context.size)
-        for half, number in enumerate((context.rank, 2 * context.size - 1 - context.rank)):
+        for half, number in enumerate(zigzag_chunks(context.size, context.rank)):
             mine = start + half * chunk + torch.arange(chunk)
             yield _Span(mine, sequence[: (number + 1) * chunk])
         start += 2 * chunk

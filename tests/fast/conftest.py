@@ -1,6 +1,11 @@
 """What tests of several packages share: a model small enough to train in a test, with a tokenizer of its own."""
 
+import sys
+from pathlib import Path
+
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests have no packages; tiny_llama.py serves several folders
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}"

@@ -25,17 +25,11 @@ from cases import TEMPERATURE, Case, Row, StepResult, groups_of, rows_of
 from mutations import MUTATIONS
 from torch.distributed.tensor import DTensor
 
-from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.cluster import ClusterArguments
-from miles.arguments.data import DataArguments
-from miles.arguments.evaluation import EvaluationArguments
-from miles.arguments.loss import LossArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
-from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
-from miles.arguments.tracking import TrackingArguments
 from miles.batching import schedule
 from miles.loss.canary import LossMassError
 from miles.loss.policy_loss import samples_with_gradient
@@ -143,16 +137,10 @@ class Rank:
         return Settings(
             cluster=ClusterArguments(actor_num_gpus_per_node=dist.get_world_size()),
             model=ModelArguments(hf_checkpoint=str(self.folder / case.model)),
-            data=DataArguments(),
-            reward=RewardArguments(),
             rollout=RolloutArguments(rollout_temperature=TEMPERATURE),
-            loss=LossArguments(),
             optimizer=OptimizerArguments(lr=rate, weight_decay=0.0),
             training=case.layout.training,
             parallel=case.layout.parallel,
-            checkpoint=CheckpointArguments(),
-            evaluation=EvaluationArguments(),
-            tracking=TrackingArguments(),
         )
 
 

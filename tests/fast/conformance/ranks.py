@@ -11,6 +11,8 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from tiny_llama import save_tiny_llama
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 WORLDS = (1, 2, 3, 4)
@@ -47,7 +49,7 @@ class Ranks:
 def started_ranks(folder: Path) -> Iterator[Ranks]:
     """Ranks that find the models of their cases in ``folder``; the two dense ones are put there."""
     for name in ("untied", "tied"):
-        _save_model(folder / name, tied=name == "tied")
+        save_tiny_llama(folder / name, tied=name == "tied")
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
@@ -65,26 +67,3 @@ def started_ranks(folder: Path) -> Iterator[Ranks]:
         yield ranks
         ranks.close()
         process.wait(SECONDS)
-
-
-def _save_model(folder: Path, tied: bool) -> None:
-    import torch
-    from cases import VOCABULARY
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.15,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)

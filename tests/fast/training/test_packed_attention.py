@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_llama import tiny_llama
+from transformers import LlamaForCausalLM
 
 from miles.training import packed_attention
 from miles.training.packed_attention import NAME, PackedLayout
@@ -14,21 +15,9 @@ from miles.training.packed_attention import NAME, PackedLayout
 CPU = torch.device("cpu")
 
 
-def make_model(kv_heads: int, attention: str, **given) -> LlamaForCausalLM:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        head_dim=8,
-        initializer_range=0.2,
-        attn_implementation=attention,
-        **given,
-    )
-    return LlamaForCausalLM(config).train()
+def make_model(kv_heads: int, attention: str) -> LlamaForCausalLM:
+    given = dict(num_key_value_heads=kv_heads, initializer_range=0.2, attn_implementation=attention)
+    return tiny_llama(seed=3, **given).train()
 
 
 def packed_logits(model, sequences):

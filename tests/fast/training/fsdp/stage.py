@@ -10,21 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from tiny_llama import save_tiny_llama
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.cluster import ClusterArguments
-from miles.arguments.data import DataArguments
-from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.loss import LossArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.parallel import ParallelArguments
-from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
-from miles.arguments.tracking import TrackingArguments
 from miles.arguments.training import TrainingArguments
 from miles.batching.schedule import schedule_step
 from miles.rollout.convert import convert
@@ -38,7 +33,6 @@ TEMPERATURE = 0.8
 FIXED = TrainingArguments(micro_batch_size=2)
 BUDGET = TrainingArguments(use_dynamic_batch_size=True, max_tokens_per_gpu=24, balance_data=True)
 PLAIN = LossArguments()
-DIVISOR = 8.0
 CPU = torch.device("cpu")
 
 # rollouts of each group: the (prompt is 3 tokens) response lengths of a rollout's samples
@@ -60,52 +54,25 @@ class Stage:
 
 def save_models(folder: Path) -> None:
     for name, tied in (("tied", True), ("untied", False)):
-        torch.manual_seed(7)
-        config = LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            initializer_range=0.15,
-            tie_word_embeddings=tied,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-        LlamaForCausalLM(config).save_pretrained(folder / name)
+        save_tiny_llama(folder / name, tied)
 
 
 def make_backend(stage: Stage, name: str = "untied", total_steps: int = 10, **optimizer: Any) -> FsdpBackend:
     settings = Settings(
         cluster=ClusterArguments(actor_num_gpus_per_node=stage.world),
         model=ModelArguments(hf_checkpoint=stage.model(name)),
-        data=DataArguments(),
-        reward=RewardArguments(),
         rollout=RolloutArguments(rollout_temperature=TEMPERATURE),
-        loss=PLAIN,
         optimizer=OptimizerArguments(**optimizer),
         training=TrainingArguments(global_batch_size=7),
-        parallel=ParallelArguments(),
-        checkpoint=CheckpointArguments(),
-        evaluation=EvaluationArguments(),
-        tracking=TrackingArguments(),
     )
     return FsdpBackend(settings, CPU, total_steps)
 
 
-def make_batch(
-    loss: LossArguments,
-    groups: Sequence[Sequence[Sequence[int]]] = UNEVEN,
-    masked: bool = False,
-    seed: int = 0,
-) -> TrainBatch:
+def make_batch(loss: LossArguments, masked: bool = False, seed: int = 0) -> TrainBatch:
     """One step through the production converter; masks have holes, the first sample is masked in full."""
     rng = np.random.default_rng(seed)
     prompt_groups, rollout_id = [], 0
-    for g, rollouts in enumerate(groups):
+    for g, rollouts in enumerate(UNEVEN):
         prompt = Prompt("", tuple(rng.integers(0, 64, 3).tolist()))
         group = PromptGroup(g, prompt)
         for responses in rollouts:
@@ -135,15 +102,6 @@ def off_policy(batch: TrainBatch) -> TrainBatch:
     """With old log-probs away from the current ones, so that the gradient is not that of ratio 1."""
     rng = np.random.default_rng(1)
     return replace(batch, old_log_probs=[rng.normal(-4, 0.4, n).astype(np.float32) for n in batch.response_lengths])
-
-
-def loss_of(mode: Any, **given: Any) -> LossArguments:
-    return LossArguments(
-        loss_aggregation=mode,
-        loss_aggregation_divisor=DIVISOR if mode == "constant" else None,
-        calculate_per_token_loss=mode == "token_mean",
-        **given,
-    )
 
 
 def shard_of(

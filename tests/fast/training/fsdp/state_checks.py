@@ -18,7 +18,6 @@ from stage import (
     Stage,
     full,
     gradients,
-    loss_of,
     make_backend,
     make_batch,
     off_policy,
@@ -29,6 +28,7 @@ from stage import (
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers import AutoModelForCausalLM
 
+from miles.arguments.loss import LossArguments
 from miles.tracking.metrics import values
 from miles.train_batch import TrainShard
 from miles.training.fsdp.backend import FsdpBackend
@@ -131,7 +131,7 @@ def later_steps_use_log_probs_of_the_start(stage: Stage) -> None:
 def reference_stays_where_it_began(stage: Stage) -> None:
     """The reference model's log-probs are those of the start after the policy has moved; then the KL is not 0."""
     backend = make_backend(stage, total_steps=TOTAL_STEPS, **ADAM)
-    loss = loss_of("sample_mean", use_kl_loss=True, kl_loss_coef=0.1)
+    loss = LossArguments(use_kl_loss=True, kl_loss_coef=0.1)
     backend.settings = replace(backend.settings, loss=loss)
     backend.reference = make_backend(stage).policy.eval().requires_grad_(False)
     shard = shard_of(stage, make_batch(loss), FIXED)

@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[3]
 PAGE = ROOT / "docs" / "parallelism.md"
 BEGIN, END = "<!-- layouts: begin -->", "<!-- layouts: end -->"
-FOLDERS = [str(ROOT), str(HERE), str(ROOT / "tests/fast/conformance")]
+FOLDERS = [str(ROOT), str(HERE), str(ROOT / "tests/fast/conformance"), str(ROOT / "tests/fast")]
 sys.path[:0] = FOLDERS
 
 from layout_grid import ALSO_REFUSED, KINDS, Kind, Split, also_refused, refusal, splits  # noqa: E402

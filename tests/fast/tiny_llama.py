@@ -1,0 +1,33 @@
+"""A random Llama of two layers over 64 tokens, for tests that look at tensors. conftest.py has one with a tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SHAPE = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+
+
+def tiny_llama(seed: int, **given: Any) -> LlamaForCausalLM:
+    """The model in fp32; ``given`` adds to its configuration, or replaces."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**(SHAPE | given)))
+
+
+def save_tiny_llama(folder: Path, tied: bool) -> None:
+    """Write one with or without a head of its own."""
+    tiny_llama(seed=7, initializer_range=0.15, tie_word_embeddings=tied).save_pretrained(folder)
