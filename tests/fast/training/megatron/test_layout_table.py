@@ -1,4 +1,4 @@
-"""docs/parallelism.md lists every layout that the start-up checks accept, with what was measured, and why others are not."""
+"""docs/parallelism.md lists every layout: with what was measured where it is accepted, with the reason where not."""
 
 from __future__ import annotations
 
