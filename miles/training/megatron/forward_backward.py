@@ -60,11 +60,9 @@ def forward_backward(
     trained = Pass(model.module, shard, shard.micro_batches, ranks, device, auxiliary)
     for metrics in trained.run(partial(_share_of_loss, loss, contract), model=model):
         _add(totals, metrics)
-    metrics = _reduce(totals, take_mass(model, ranks), shard, loss, ranks, device)
-    if auxiliary is not None:
-        found = auxiliary.metrics(layers_with_experts(model.config))
-        metrics |= found if shard.batch.num_loss_tokens else {}
-    return metrics
+    found = _reduce(totals, take_mass(model, ranks), shard, loss, ranks, device)
+    inside = auxiliary.metrics(layers_with_experts(model.config)) if auxiliary is not None else {}
+    return found | (inside if shard.batch.num_loss_tokens else {})
 
 
 class Pass:

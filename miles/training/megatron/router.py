@@ -48,10 +48,12 @@ class RoutedTokens:
             mine = (position >= 0) & (position < share)
             position, sample = position[mine], sample[mine]
         if step.sizes.moe_router_load_balancing_type == "seq_aux_loss":
-            return cls(step, micro, position, sample, totals.float(), sequence_parallel)
-        return cls(
-            step, micro, position, torch.zeros_like(sample), totals.sum()[None].float().clamp_min(1), sequence_parallel
-        )
+            group, group_tokens = sample, totals.float()
+        else:
+            group, group_tokens = torch.zeros_like(sample), totals.sum()[None].float()
+        # A micro-batch without samples has a group, too, so that every rank exchanges something.
+        group_tokens = group_tokens.clamp_min(1) if len(group_tokens) else torch.ones(1, device=totals.device)
+        return cls(step, micro, position, group, group_tokens, sequence_parallel)
 
     def sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
         """Over all ranks that have a part of the micro-batch."""
