@@ -62,10 +62,12 @@ class AuxiliaryStep:
     @classmethod
     def of(cls, shard: TrainShard, sizes: MegatronArguments, ranks: Ranks, device: torch.device) -> AuxiliaryStep:
         """Collective over the ranks of a pipeline stage that hold different tokens. ``attached`` is yet to be set."""
-        counts = torch.zeros(1 + sizes.mtp_heads, dtype=torch.float64, device=device)
+        mine = [0.0] * (1 + sizes.mtp_heads)
         for plan in shard.micro_batches:
             for i in plan.samples:
-                counts += torch.tensor(_counts(shard, i, sizes.mtp_heads), device=device) / plan.context_parallel_size
+                whole = _counts(shard, i, sizes.mtp_heads)
+                mine = [m + n / plan.context_parallel_size for m, n in zip(mine, whole, strict=True)]
+        counts = torch.tensor(mine, dtype=torch.float64, device=device)
         dist.all_reduce(counts, group=ranks.dp)
         routed, *targets = counts.tolist()
         return cls(sizes, routed, tuple(targets), 0.0, torch.zeros(3, dtype=torch.float64, device=device))

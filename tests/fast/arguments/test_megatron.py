@@ -102,6 +102,7 @@ def test_pipeline_stages_repeat_the_shards(megatron):
             LLAMA,
             ["--mtp-num-layers 1", "tied embedding", "--pipeline-model-parallel-size 1"],
         ),
+        ("--recompute-granularity selective", LLAMA, ["--recompute-granularity selective", "whole layers"]),
         ("--fp8-format e4m3", LLAMA, ["--fp8-format e4m3", "not been tested"]),
         ("--overlap-param-gather", LLAMA, ["--overlap-param-gather", "not been tested"]),
         ("--virtual-pipeline-model-parallel-size 2", LLAMA, ["--virtual-pipeline-model-parallel-size 2"]),
