@@ -6,6 +6,7 @@ auxiliary loss alone and an error in it cannot hide behind a larger one.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +19,10 @@ from cases import BATCHES, Case, groups_of, loss_of, rows_of
 from cases import Layout as AnyLayout
 from compare import BOUND, distance, samples_of
 from conformance_checks import CONTRACTS, Expected, by_expert, run_step
-from layouts import LAYOUTS, TEMPERATURE, Stand, make_backend, note, plain_model
+from layouts import LAYOUTS, MODELS, TEMPERATURE, Stand, make_backend, note, plain_model, weights
 from oracle import OracleSample, objective
+from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from miles.arguments.megatron import MegatronArguments
 from miles.batching.schedule import schedule_step
@@ -37,23 +40,25 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # the model, and what is train
 }
 ROUTER = ("aux_loss", "seq_aux_loss")
 ALL = tuple(KINDS)[1:]
+BOTH = "mtp and seq_aux_loss"
 OF_LAYOUT: dict[str, tuple[str, ...]] = {
     "one": ALL,
-    "one, recomputed": ALL,
-    "dp2": ALL,
-    "dp2, overlapped": ("mtp", "aux_loss"),
-    "dp2, distributed optimizer": ("mtp", "aux_loss"),
+    "one, recomputed": (BOTH,),
+    "dp2": ("seq_aux_loss", "mtp"),
+    "dp2, overlapped": (BOTH,),
+    "dp2, distributed optimizer": (BOTH,),
     "tp2": ("mtp",),
     "tp2 with sp": ALL,
-    "pp2": ALL,
+    "pp2": ("aux_loss", BOTH),
     "cp2": ALL,
-    "ep2": ALL,
+    "ep2": ("aux_loss", BOTH),
     "ep2 with cp2": ROUTER,
-    "dynamic cp": ALL,
-    "tp2 with sp, cp2": ("mtp", "aux_loss"),
-    "pp2, cp2": ALL,
-    "tp2 with sp, ep2": ROUTER,
+    "dynamic cp": ("seq_aux_loss", "mtp"),
+    "tp2 with sp, cp2": ("aux_loss", "mtp"),
+    "pp2, cp2": (BOTH,),
+    "tp2 with sp, ep2": ("seq_aux_loss",),
 }
+HEADS_CONVERTED = {"one": "untied", "tp2": "untied", "pp2": "untied", "ep2": "qwen3_moe"}
 MODE = {"averages": "sample_mean", "counts tokens": "constant"}
 
 
@@ -182,8 +187,33 @@ def conforms(stand: Stand, kind_name: str, contract: str, steps: Sequence[tuple[
     return "\n".join(checked_steps(stand, kind_name, contract, steps, KINDS[kind_name][1])[1])
 
 
+def heads_come_back_exactly(stand: Stand, name: str) -> None:
+    """From a checkpoint and into one, bit for bit; drawn where it has none; and none of them goes to the engine."""
+    backend = make_backend(stand, with_heads(name), loss_of("sample_mean"), auxiliary=MTP)
+    folder = stand.folder / f"export of {stand.name}, {with_heads(name)}"
+    backend.export_hf(folder)
+    wanted = load_file(stand.folder / with_heads(name) / "model.safetensors")
+    found = load_file(folder / "model-00001.safetensors")
+    assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+    assert AutoConfig.from_pretrained(folder).num_nextn_predict_layers == HEADS
+    sent = {n for chunk in backend.export_weights() for n in chunk.tensors}
+    assert sent == {n for n in wanted if not n.startswith("model.mtp_layers")}
+
+    drawn = weights(make_backend(stand, name, loss_of("sample_mean"), auxiliary=MTP))
+    assert drawn.keys() == wanted.keys()
+    for each, tensor in drawn.items():
+        if each.startswith("model.mtp_layers") and tensor.dim() == 1:
+            assert torch.equal(tensor, torch.ones_like(tensor))
+        elif each.startswith("model.mtp_layers"):  # equal at every layout
+            generator = torch.Generator().manual_seed(zlib.crc32(each.encode()))
+            assert torch.equal(tensor, MODELS[name].initializer_range * torch.randn(tensor.shape, generator=generator))
+
+
 def checks_of(layout_name: str, oracle: Oracle) -> dict[str, Any]:
-    return {
+    found: dict[str, Any] = {}
+    if layout_name in HEADS_CONVERTED:
+        found["heads come back exactly"] = partial(heads_come_back_exactly, name=HEADS_CONVERTED[layout_name])
+    return found | {
         f"{kind}, {contract}": partial(
             conforms,
             kind_name=kind,
