@@ -88,7 +88,7 @@ def main(folder: Path, rows: list[str]) -> None:
     for row in rows:
         distances[row] = measure(folder, named[row], oracle)
         print(f"{row}: {distances[row]}", flush=True)
-    (folder / "distances.json").write_text(json.dumps(distances))
+        (folder / "distances.json").write_text(json.dumps(distances))
 
 
 if __name__ == "__main__":
