@@ -2,15 +2,24 @@
 # GRPO on one-digit products with SmolLM2-135M, on two CPU cores.
 #   SEED=1 bash examples/quickstart/run.sh [MODEL_FOLDER]
 #   ENGINE=sglang SEED=1 bash examples/quickstart/run.sh        with an SGLang server instead of the embedded engine
+#   BACKEND=megatron SEED=1 bash examples/quickstart/run.sh     trained by Megatron-Core instead of FSDP2
+# Further flags go to train.py, after those below, which they override:
+#   BACKEND=megatron bash examples/quickstart/run.sh --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/venv.sh
 
 SEED="${SEED:-1}"
 ENGINE="${ENGINE:-torch}"
+BACKEND="${BACKEND:-fsdp}"
 OUT=outputs/quickstart
+FOLDER=()
+if [ $# -gt 0 ] && [[ "$1" != --* ]]; then
+    FOLDER=("$1")
+    shift
+fi
 rm -rf "$OUT"
-MODEL="$("$PYTHON" examples/quickstart/prepare_model.py "$@")"
+MODEL="$("$PYTHON" examples/quickstart/prepare_model.py "${FOLDER[@]}")"
 "$PYTHON" examples/quickstart/make_data.py "$OUT/data"
 
 "$PYTHON" train.py \
@@ -23,10 +32,10 @@ MODEL="$("$PYTHON" examples/quickstart/prepare_model.py "$@")"
     --advantage-estimator grpo --loss-aggregation sample_mean \
     --use-kl-loss --kl-loss-coef 0.0 --kl-loss-type low_var_kl \
     --lr 1e-5 --lr-decay-style constant --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 \
-    --train-backend fsdp --bf16 --use-dynamic-batch-size --max-tokens-per-gpu 4096 \
+    --train-backend "$BACKEND" --bf16 --use-dynamic-batch-size --max-tokens-per-gpu 4096 \
     --rollout-engine "$ENGINE" --actor-num-gpus-per-node 1 --colocate \
     --eval-prompt-data heldout "$OUT/data/heldout.jsonl" --eval-interval 12 --n-samples-per-eval-prompt 8 \
     --save "$OUT/checkpoints" --save-hf "$OUT/hf" --output-dir "$OUT" \
-    --seed "$SEED" --rollout-seed "$SEED"
+    --seed "$SEED" --rollout-seed "$SEED" "$@"
 
 "$PYTHON" examples/quickstart/summary.py "$OUT/metrics.jsonl"

@@ -50,7 +50,7 @@ def _check_kl(settings: Settings) -> None:
     at_least(loss, 0, "kl_loss_coef")
     if not loss.use_kl_loss:
         why, way_out = "without --use-kl-loss", "add that switch"
-        refuse_ignored(loss, ["kl_loss_coef", "kl_loss_type"], why, way_out)
+        refuse_ignored(loss, ["kl_loss_coef"], why, way_out)
         refuse_ignored(settings.model, ["ref_load"], why, way_out)
 
 

@@ -36,13 +36,13 @@ def check_megatron(settings: Settings) -> None:
         way_out = "add --tensor-model-parallel-size 2 or more, or drop it"
         refuse("sequence_parallel", True, "would be ignored without tensor parallel", way_out)
     check_auxiliary(sizes)
-    _check_not_yet(settings)
     flags = {field.name: field.flag for field in (*MODEL_FLAGS, *megatron_fields().values())}
     config = _local_config(settings.model.hf_checkpoint)
     if config is None:  # a name on a hub: the backend checks the rest when it has the config
         check_given(settings.megatron_given, None, flags)
         return
     check_model(sizes, config)
+    _check_reference(settings.model.ref_load, config)
     check_given(settings.megatron_given, {**megatron_shape(config), **vocabulary_shape(config)}, flags)
 
 
@@ -68,19 +68,22 @@ def _check_ranks(sizes: MegatronArguments, ranks: int) -> None:
         refuse("expert_model_parallel_size", sizes.expert_model_parallel_size, rule, "give sizes that divide them")
 
 
-def _check_not_yet(settings: Settings) -> None:
-    """What the fsdp backend does and this one does not."""
-    way_out = "use --train-backend fsdp"
-    if settings.checkpoint.save is not None or settings.checkpoint.load is not None:
-        name = "save" if settings.checkpoint.save is not None else "load"
-        rule = "--train-backend megatron has no checkpoints in this version"
-        refuse(name, getattr(settings.checkpoint, name), rule, f"export with --save-hf, or {way_out}")
+def _check_reference(path: str | None, config: dict[str, Any]) -> None:
+    """The reference model is laid out as the policy is, so its shape is that of ``config``."""
+    reference = _local_config(path)
+    if reference is None:
+        return
+    found, wanted = ({**megatron_shape(c), **vocabulary_shape(c)} for c in (reference, config))
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            rule = f"its config gives {name} {found.get(name)}, that of --hf-checkpoint {value}"
+            refuse("ref_load", path, rule, "give a reference of the same shape, or use --train-backend fsdp")
 
 
 def _local_config(path: str | None) -> dict[str, Any] | None:
     """The model's ``config.json``, where it can be read without a network."""
-    file = Path(path or "") / "config.json"
-    return json.loads(file.read_text()) if file.is_file() else None
+    file = Path(path) / "config.json" if path is not None else None
+    return json.loads(file.read_text()) if file is not None and file.is_file() else None
 
 
 def check_model(sizes: MegatronArguments, config: dict[str, Any]) -> None:

@@ -14,5 +14,8 @@ class ModelArguments:
         None, "Hugging Face folder or name: tokenizer, config and initial weights (required)", metavar="PATH"
     )
     ref_load: Optional[str] = flag(
-        None, "Hugging Face folder of the reference model for the KL; default --hf-checkpoint", metavar="PATH"
+        None,
+        "reference model for the KL: a Hugging Face folder, or a checkpoint of the same backend (--save); "
+        "default --hf-checkpoint",
+        metavar="PATH",
     )

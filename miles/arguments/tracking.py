@@ -17,5 +17,8 @@ class TrackingArguments:
     wandb_project: Optional[str] = flag(None, "W&B project")
     wandb_group: Optional[str] = flag(None, "W&B group")
     wandb_team: Optional[str] = flag(None, "W&B entity")
+    disable_wandb_random_suffix: bool = flag(
+        False, "name the W&B run by the run's title alone, without random letters behind it"
+    )
     wandb_key: Optional[str] = flag(None, "W&B API key; default: the environment's")
     wandb_host: Optional[str] = flag(None, "W&B server")

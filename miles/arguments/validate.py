@@ -8,10 +8,12 @@ from miles.arguments import section_rules as rules
 from miles.arguments.aggregation_rules import reconcile_aggregation
 from miles.arguments.batch_rules import reconcile_batch
 from miles.arguments.engine_rules import check_engines
+from miles.arguments.loss import LossArguments
 from miles.arguments.loss_rules import check_loss
 from miles.arguments.megatron_rules import check_megatron
 from miles.arguments.parallel_rules import check_parallel
 from miles.arguments.settings import Settings
+from miles.arguments.streaming_rules import check_streaming
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ def validate(settings: Settings) -> Validated:
     rules.check_data(settings.data, loads_samples)
     rules.check_sampling(settings.rollout)
     rules.check_rollout(settings.rollout, settings.data.rollout_max_prompt_len)
+    check_streaming(settings)
     check_loss(settings)
     rules.check_reward(settings.reward, needed=settings.generates)
     rules.check_cluster(settings.cluster)
@@ -71,10 +74,17 @@ def remarks(settings: Settings) -> list[str]:
         )
     if cluster.colocate and cluster.rollout_num_gpus is not None:
         said.append(f"--rollout-num-gpus {cluster.rollout_num_gpus} has no effect with --colocate")
+    if rollout.async_steps and settings.loss.loss_type == "policy_loss" and not settings.loss.use_tis:
+        said.append(
+            f"--async-steps {rollout.async_steps}: samples are by weights of up to so many versions before; --use-tis "
+            "corrects for that, by the log-probs that the engine recorded"
+        )
     budget, response = training.max_tokens_per_gpu, rollout.rollout_max_response_len
     if budget is not None and response is not None and budget * settings.parallel.context_parallel_size < response:
         said.append(
             f"--max-tokens-per-gpu {budget} is less than --rollout-max-response-len {response}: "
             "a longer sample gets a micro-batch of its own"
         )
+    if settings.loss.kl_loss_type != LossArguments.kl_loss_type and not settings.loss.use_kl_loss:
+        said.append(f"--kl-loss-type {settings.loss.kl_loss_type} has no effect without --use-kl-loss")
     return said

@@ -21,18 +21,13 @@ def normalize_rewards(
 
     GRPO (arXiv 2402.03300); without ``std`` Dr.GRPO (2503.20783). The standard deviation is the unbiased one. Every
     rollout counts once, with the mean reward of its samples, so that a trajectory in several samples weighs no more
-    than one in a single sample. A group of one rollout, or of equal rewards, gives exactly 0. Must see whole groups.
+    than one in a single sample. A group of one rollout, or of equal rewards, gives exactly 0. Must see whole groups,
+    and finite rewards.
 
     >>> normalize_rewards([1.0, 0.0, 5.0], [0, 0, 1], [0, 1, 2], std=False)
     [0.5, -0.5, 0.0]
     """
     assert len(rewards) == len(group_indices) == len(rollout_ids)
-    for reward, group, rollout in zip(rewards, group_indices, rollout_ids, strict=True):
-        if not math.isfinite(reward):
-            raise ValueError(
-                f"rewards: {reward} for rollout {rollout} of prompt group {group}; a reward must be finite, or its "
-                "whole group has no advantage; mend the reward function (--rm-type, --custom-rm-path)"
-            )
     means: dict[int, float] = {}
     scales: dict[int, float] = {}
     for group, group_rewards in _rollout_rewards(rewards, group_indices, rollout_ids).items():
@@ -40,6 +35,16 @@ def normalize_rewards(
         spread = statistics.stdev(group_rewards) if std and len(group_rewards) > 1 else 0.0
         scales[group] = spread + eps if std else 1.0
     return [(reward - means[group]) / scales[group] for reward, group in zip(rewards, group_indices, strict=True)]
+
+
+def check_rewards(rewards: Sequence[float], group_indices: Sequence[int], rollout_ids: Sequence[int]) -> None:
+    """Raise ``ValueError``, naming rollout and group, for the first reward that is NaN or infinite."""
+    for reward, group, rollout in zip(rewards, group_indices, rollout_ids, strict=True):
+        if not math.isfinite(reward):
+            raise ValueError(
+                f"rewards: {reward} for rollout {rollout} of prompt group {group}; a reward must be finite, or there "
+                "is no advantage; mend the reward function (--rm-type, --custom-rm-path)"
+            )
 
 
 def grpo_advantages(rewards: torch.Tensor, sample_index: torch.Tensor) -> torch.Tensor:

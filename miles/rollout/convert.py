@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from miles.arguments.loss import LossArguments
-from miles.loss.advantages import normalize_rewards
+from miles.loss.advantages import check_rewards, normalize_rewards
 from miles.loss.aggregation import step_denominators
 from miles.sample import PromptGroup, Sample
 from miles.train_batch import TrainBatch
@@ -68,6 +68,7 @@ def _raw_rewards(groups: Sequence[PromptGroup], loss: LossArguments) -> list[flo
 
 
 def _rewards(raw: list[float], group_indices: list[int], rollout_ids: list[int], loss: LossArguments) -> list[float]:
+    check_rewards(raw, group_indices, rollout_ids)
     if loss.loss_type == "sft_loss" or loss.disable_rewards_normalization:
         return raw
     return normalize_rewards(raw, group_indices, rollout_ids, std=not loss.disable_grpo_std_normalization)
@@ -82,12 +83,24 @@ def _check_groups_whole(
             group_index = trajectory[0].sample.group_index
             if step_of_group.setdefault(group_index, number) == number:
                 continue
-            size = next(len({s.rollout_id for s in g.samples}) for g in groups if g.group_index == group_index)
+            size = next(_num_rollouts(g) for g in groups if g.group_index == group_index)
             raise ValueError(
                 f"--loss-aggregation prompt_mean with --global-batch-size {global_batch_size}: a step would cut prompt "
-                f"group {group_index} of {size} rollouts in two, and its mean would be lost; make "
-                f"--global-batch-size a multiple of --n-samples-per-prompt, or use another --loss-aggregation"
+                f"group {group_index} of {size} rollouts in two, and its mean would be lost; give a "
+                f"--global-batch-size at which steps end where groups end ({_group_sizes(groups)}), or use another "
+                "--loss-aggregation"
             )
+
+
+def _num_rollouts(group: PromptGroup) -> int:
+    return len({sample.rollout_id for sample in group.samples})
+
+
+def _group_sizes(groups: Sequence[PromptGroup]) -> str:
+    sizes = {_num_rollouts(group) for group in groups}
+    if len(sizes) == 1:
+        return f"a multiple of {sizes.pop()}"
+    return f"here they have {min(sizes)} to {max(sizes)} rollouts; all of them in one step always is"
 
 
 def _train_batch(rows: Sequence[_Row], loss: LossArguments) -> TrainBatch:

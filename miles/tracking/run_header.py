@@ -31,11 +31,19 @@ class RunHeader:
     def from_sections(
         cls, title: str, sections: Any, objective_words: str, objective_formula: str, total_steps: int
     ) -> RunHeader:
-        """Read settings and defaults from ``sections``, a dataclass whose fields are dataclasses (``Settings``)."""
-        settings, defaults = {}, {}
+        """Read settings and defaults from ``sections``, a dataclass whose fields are dataclasses (``Settings``).
+
+        A field of name-value pairs (``megatron_given``) is a section in which nothing has its default value.
+        """
+        settings: dict[str, dict[str, Any]] = {}
+        defaults: dict[str, dict[str, Any]] = {}
         for section in dataclasses.fields(sections):
             values = getattr(sections, section.name)
-            settings[section.name] = dataclasses.asdict(values)
+            if not dataclasses.is_dataclass(values):
+                settings[section.name] = dict(values)
+                defaults[section.name] = dict.fromkeys(settings[section.name])
+                continue
+            settings[section.name] = dataclasses.asdict(values)  # type: ignore[arg-type]
             defaults[section.name] = {
                 f.name: f.default for f in dataclasses.fields(values) if f.default is not dataclasses.MISSING
             }

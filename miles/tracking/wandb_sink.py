@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +32,7 @@ class WandbSink:
             project=tracking.wandb_project,
             group=tracking.wandb_group,
             entity=tracking.wandb_team,
-            name=header.title,
+            name=header.title if tracking.disable_wandb_random_suffix else f"{header.title}-{secrets.token_hex(3)}",
             dir=tracking.output_dir,
             config=header.public_settings(),
         )

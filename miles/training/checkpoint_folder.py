@@ -7,6 +7,8 @@ import re
 import shutil
 from pathlib import Path
 
+from miles.training.run_state import is_checkpoint
+
 _NAME = re.compile(r"(\.replaced_)?iter_(\d{7})")
 
 
@@ -35,6 +37,11 @@ def publish(root: Path, rollout: int) -> Path:
     else:
         staged.rename(final)
     return final
+
+
+def at(path: Path) -> Path | None:
+    """The checkpoint that ``path`` names: itself, or the newest in it. None where it is no folder of miles' own."""
+    return path if is_checkpoint(path) else newest(path)
 
 
 def newest(root: Path) -> Path | None:

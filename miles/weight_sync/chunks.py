@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -46,6 +47,8 @@ def pack(chunk: WeightChunk) -> PackedChunk:
 def unpack(packed: PackedChunk) -> WeightChunk:
     """The tensors, on the store's read-only memory: copy from them, never write to them."""
     tensors = {}
-    for name, (dtype, shape, data) in packed.entries.items():
-        tensors[name] = torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        for name, (dtype, shape, data) in packed.entries.items():
+            tensors[name] = torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
     return WeightChunk(tensors)

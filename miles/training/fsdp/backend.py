@@ -17,6 +17,7 @@ from miles.parallel.dynamic_context_parallel import possible_sizes
 from miles.parallel.groups import ContextGroups
 from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
+from miles.training import checkpoint_folder
 from miles.training.fsdp import checkpoint
 from miles.training.fsdp.forward_backward import forward_backward, log_probs_of
 from miles.training.fsdp.optimizer import ShardedOptimizer
@@ -40,8 +41,7 @@ class FsdpBackend:
         self.optimizer = ShardedOptimizer(self.policy.language_model, settings.optimizer, total_steps)
         self.reference: Policy | None = None
         if settings.loss.use_kl_loss:
-            self.reference = self._build(settings.model.ref_load or settings.model.hf_checkpoint, self.compute_dtype)
-            self.reference.eval().requires_grad_(False)
+            self.reference = self._reference(settings.model.hf_checkpoint, settings.model.ref_load)
 
     def _build(self, path: str, dtype: torch.dtype) -> Policy:
         policy = load_policy(
@@ -50,6 +50,16 @@ class FsdpBackend:
         policy.to(self.device)
         shard_policy(policy, self.mesh, self.compute_dtype, self.settings.training.gradient_checkpointing)
         return policy
+
+    def _reference(self, hf_checkpoint: str, ref_load: str | None) -> Policy:
+        """A frozen model with the weights of ``--ref-load``: a Hugging Face folder, or a checkpoint of this backend."""
+        folder = checkpoint_folder.at(Path(ref_load)) if ref_load is not None else None
+        path = hf_checkpoint if folder is not None else ref_load or hf_checkpoint
+        reference = self._build(path, self.compute_dtype)
+        if folder is not None:
+            checkpoint.load_weights(folder, reference.language_model, f"--ref-load {ref_load}")
+        reference.eval().requires_grad_(False)
+        return reference
 
     def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
         return forward_backward(self.policy, shard, self.settings.loss, self.groups, self.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedModel
 
 from miles.training.fsdp.optimizer import ShardedOptimizer
-
-_STATE = "state.json"
+from miles.training.run_state import (
+    read_run_state,
+    restore_random_state,
+    write_random_state,
+    write_run_state,
+)
 
 
 def save(folder: Path, model: PreTrainedModel, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
@@ -31,9 +34,9 @@ def save(folder: Path, model: PreTrainedModel, optimizer: ShardedOptimizer, stat
         "optimizer": get_optimizer_state_dict(model, optimizer.adam),
     }
     dcp.save(tensors, checkpoint_id=folder)
-    torch.save(_random_state(), _random_file(folder))
+    write_random_state(folder)
     if dist.get_rank() == 0:
-        (folder / _STATE).write_text(json.dumps({"launcher": state, "schedule": optimizer.state()}))
+        write_run_state(folder, "fsdp", state, optimizer.state())
     dist.barrier()
 
 
@@ -41,18 +44,26 @@ def load(
     folder: Path, model: PreTrainedModel, optimizer: ShardedOptimizer, with_optimizer: bool, rng: bool
 ) -> dict[str, Any]:
     """Read what ``save`` wrote, under any number of ranks; returns the launcher's state."""
+    state = read_run_state(folder, "fsdp", "--load")
     tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
     if with_optimizer:
         tensors["optimizer"] = get_optimizer_state_dict(model, optimizer.adam)
     dcp.load(tensors, checkpoint_id=folder)
     set_model_state_dict(model, tensors["model"])
-    state = json.loads((folder / _STATE).read_text())
     if with_optimizer:
         set_optimizer_state_dict(model, optimizer.adam, tensors["optimizer"])
         optimizer.steps_done = state["schedule"]["steps_done"]
-    if rng and _random_file(folder).exists():  # a rank that the saving run did not have starts from its own seed
-        _restore_random_state(torch.load(_random_file(folder), weights_only=True))
+    if rng:
+        restore_random_state(folder)
     return state["launcher"]
+
+
+def load_weights(folder: Path, model: PreTrainedModel, flag: str) -> None:
+    """The weights alone, in the model's dtype. Raises ``ValueError`` naming ``flag``, as ``load`` does."""
+    read_run_state(folder, "fsdp", flag)
+    tensors = {"model": get_model_state_dict(model)}
+    dcp.load(tensors, checkpoint_id=folder)
+    set_model_state_dict(model, tensors["model"])
 
 
 def export_hf(
@@ -71,20 +82,3 @@ def export_hf(
             model.generation_config.save_pretrained(folder)
         save_torch_state_dict(state, folder)
     dist.barrier()
-
-
-def _random_file(folder: Path) -> Path:
-    return folder / f"random_state_rank{dist.get_rank()}.pt"
-
-
-def _random_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -20,7 +20,8 @@ from miles.arguments.settings import Settings
 from miles.engine.base import WeightChunk
 from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
-from miles.training.megatron import hf_export
+from miles.training import checkpoint_folder
+from miles.training.megatron import checkpoint, hf_export
 from miles.training.megatron.convert import WeightConverter
 from miles.training.megatron.forward_backward import forward_backward, log_probs_of
 from miles.training.megatron.hf_weights import HuggingFaceWeights
@@ -52,10 +53,11 @@ class MegatronBackend:
         self.optimizer = MegatronOptimizer(
             self.model, optimizer_config(settings, self.compute_dtype), settings.optimizer, total_steps
         )
+        if settings.checkpoint.save is not None:
+            checkpoint.check_can_save(self.policy, self.ranks)
         self.reference: PolicyModel | None = None
         if settings.loss.use_kl_loss:
-            self.reference = self._build(settings.model.ref_load or settings.model.hf_checkpoint)
-            self.reference.eval().requires_grad_(False)
+            self.reference = self._reference(settings.model.hf_checkpoint, settings.model.ref_load)
 
     def _build(self, path: str, is_trained: bool = False) -> PolicyModel:
         config = transformer_config(
@@ -72,6 +74,15 @@ class MegatronBackend:
         )
         self.converter.load(policy, HuggingFaceWeights(path))
         return policy.to(self.device)
+
+    def _reference(self, hf_checkpoint: str, ref_load: str | None) -> PolicyModel:
+        """A frozen model with the weights of ``--ref-load``: a Hugging Face folder, or a checkpoint of this backend."""
+        folder = checkpoint_folder.at(Path(ref_load)) if ref_load is not None else None
+        reference = self._build(hf_checkpoint if folder is not None else ref_load or hf_checkpoint)
+        if folder is not None:
+            checkpoint.load_weights(folder, reference, self.ranks, f"--ref-load {ref_load}")
+        reference.eval().requires_grad_(False)
+        return reference
 
     def _distributed(self, policy: PolicyModel) -> DistributedDataParallel:
         """With gradient buffers, which are reduced when the schedule ends."""
@@ -105,16 +116,10 @@ class MegatronBackend:
         return ((name, tensor.cpu()) for name, tensor in exported)
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
-        raise ValueError(
-            "--save: --train-backend megatron writes no checkpoints in this version; "
-            "drop --save and use --save-hf, or use --train-backend fsdp"
-        )
+        checkpoint.save(folder, self.policy, self.optimizer, self.ranks, state)
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
-        raise ValueError(
-            "--load: --train-backend megatron reads no checkpoints in this version; "
-            "give the weights as --hf-checkpoint, or use --train-backend fsdp"
-        )
+        return checkpoint.load(folder, self.policy, self.optimizer, self.ranks, optimizer, rng)
 
     def export_hf(self, folder: Path) -> None:
         """Write weights (in compute dtype), config and generation config as transformers would. Rank 0 writes."""

@@ -29,6 +29,8 @@ class MegatronOptimizer:
         self.adam = get_megatron_optimizer(config, [model], overrides, use_gloo_process_groups=False)
         for group in self.adam.param_groups:
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+            if "fused" in group:  # torch's AdamW, which takes the loop over tensors unless it is told
+                group["fused"] = True
         self.settings = settings
         self.total_steps = total_steps
         self.steps_done = 0

@@ -122,7 +122,6 @@ def test_pipeline_stages_repeat_the_shards(megatron):
             EXPERTS,
             ["--expert-tensor-parallel-size 2", "give 1"],
         ),
-        ("--save somewhere", LLAMA, ["--save somewhere", "--save-hf"]),
         ("", LLAMA | {"model_type": "gemma"}, ["model_type gemma", "llama, qwen2"]),
         ("", LLAMA | {"attention_bias": True}, ["attention_bias", "Qwen2"]),
         ("--num-layerz 4", LLAMA, ["--num-layerz", "--num-layers"]),
@@ -132,6 +131,17 @@ def test_refused(megatron, flags, config, told):
     with pytest.raises(ValueError) as error:
         megatron(flags, config)
     assert all(word in str(error.value) for word in told), error.value
+
+
+def test_reference_has_the_shape_of_the_policy(megatron, tmp_path):
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    flags = f"--use-kl-loss --ref-load {reference}"
+    (reference / "config.json").write_text(json.dumps(LLAMA))
+    assert megatron(flags).model.ref_load == str(reference)
+    (reference / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 6}))
+    with pytest.raises(ValueError, match=r"--ref-load .*num_layers 6.*--hf-checkpoint 4"):
+        megatron(flags)
 
 
 def test_other_backend_takes_none_of_these_flags(validated):

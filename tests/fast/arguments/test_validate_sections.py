@@ -52,7 +52,6 @@ REFUSED = [
     ("--eps-clip-high=-0.1", "", "above 0"),
     ("--eps-clip-c 1", "", "above 1"),
     ("--kl-loss-coef 0.1", "", "--kl-loss-coef 0.1: would be ignored without --use-kl-loss"),
-    ("--kl-loss-type k3", "", "ignored without --use-kl-loss"),
     ("--ref-load some/model", "", "ignored without --use-kl-loss"),
     ("--use-kl-loss --kl-loss-coef=-1", "", "at least 0"),
     ("--entropy-coef inf", "", "finite"),
@@ -106,6 +105,7 @@ REFUSED = [
     (f"{EVAL} --eval-top-p 2", "", r"\[0, 1\]"),
     (f"{EVAL} {LOADS}", "--rm-type --prompt-data", "responses must be scored"),
     ("--wandb-project p", "", "without --use-wandb"),
+    ("--disable-wandb-random-suffix", "", "without --use-wandb"),
     ("--no-report --report-samples 9", "", "with --no-report"),
 ]
 
@@ -154,6 +154,7 @@ def test_a_key_is_not_shown(validated):
     [
         ("--rollout-temperature 0", "samples greedily"),
         ("--colocate --rollout-num-gpus 4", "no effect with --colocate"),
+        ("--kl-loss-type k3", "no effect without --use-kl-loss"),
         ("--use-dynamic-batch-size --max-tokens-per-gpu 32", "a micro-batch of its own"),
         ("", "--global-batch-size is 32"),
     ],

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.loss.advantages import grpo_advantages, normalize_rewards
+from miles.loss.advantages import check_rewards, grpo_advantages, normalize_rewards
 
 rewards_of_groups = st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=6), min_size=1, max_size=4)
 
@@ -56,7 +56,7 @@ def test_equal_rewards_and_groups_of_one_give_exactly_zero(reward, size, std):
 
 def test_a_reward_that_is_no_number_is_named():
     with pytest.raises(ValueError, match="nan for rollout 8 of prompt group 4"):
-        normalize_rewards([1.0, float("nan")], [4, 4], [7, 8], std=True)
+        check_rewards([1.0, float("nan")], [4, 4], [7, 8])
 
 
 def test_every_token_gets_its_samples_reward():

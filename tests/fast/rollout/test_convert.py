@@ -115,7 +115,18 @@ def test_prompt_mean_never_cuts_a_group(group_of):
     assert [len(s) for s in convert(groups, loss=loss_for("prompt_mean"), global_batch_size=8)] == [8, 4]
     with pytest.raises(ValueError, match="--global-batch-size 6: a step would cut prompt group 1 of 4 rollouts"):
         convert(groups, loss=loss_for("prompt_mean"), global_batch_size=6)
+    uneven = build(group_of, [[[(1, 0.0)]] * 4, [[(1, 0.0)]] * 3])
+    with pytest.raises(ValueError, match="here they have 3 to 4 rollouts"):
+        convert(uneven, loss=loss_for("prompt_mean"), global_batch_size=6)
     assert [len(s) for s in convert(groups, loss=LossArguments(), global_batch_size=6)] == [6, 6]
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_a_reward_that_is_no_number_is_told(group_of, normalized):
+    groups = build(group_of, [[[(2, 1.0)], [(3, float("nan"))]]])
+    loss = LossArguments(disable_rewards_normalization=not normalized)
+    with pytest.raises(ValueError, match="nan for rollout 1 of prompt group 0; a reward must be finite"):
+        convert(groups, loss=loss, global_batch_size=2)
 
 
 def test_fine_tuning_needs_no_rewards(group_of):

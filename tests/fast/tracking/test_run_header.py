@@ -14,6 +14,7 @@ from miles.tracking.run_header import FILE_NAME, RunHeader
 @dataclass(frozen=True)
 class Sections:
     tracking: TrackingArguments = field(default_factory=TrackingArguments)
+    given: tuple[tuple[str, object], ...] = ()
 
 
 def header(tracking: TrackingArguments) -> RunHeader:
@@ -30,6 +31,14 @@ def test_what_differs_from_the_default_is_known_after_reading_too(tmp_path: Path
     header(TrackingArguments(report_samples=9)).save(tmp_path)
     read = RunHeader.load(tmp_path)
     assert [name for name in read.settings["tracking"] if not read.is_default("tracking", name)] == ["report_samples"]
+
+
+def test_pairs_of_names_and_values_are_a_section_without_defaults(tmp_path: Path) -> None:
+    sections = Sections(given=(("recompute_granularity", "full"), ("moe_router_dtype", "fp32")))
+    RunHeader.from_sections("title", sections, "words", "formula", 7).save(tmp_path)
+    read = RunHeader.load(tmp_path)
+    assert read.settings["given"] == {"recompute_granularity": "full", "moe_router_dtype": "fp32"}
+    assert not any(read.is_default("given", name) for name in read.settings["given"])
 
 
 def test_secrets_stay_in_the_process(tmp_path: Path) -> None:

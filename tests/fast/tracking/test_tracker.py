@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +96,10 @@ def test_missing_wandb_names_the_flag_and_the_extra(tmp_path: Path, monkeypatch:
         Tracker(arguments(tmp_path, use_wandb=True), HEADER)
 
 
-def test_wandb_gets_the_settings_and_the_steps_but_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("suffix", [None, "-[0-9a-f]{6}"])
+def test_wandb_gets_the_settings_and_the_steps_but_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str | None
+) -> None:
     calls: list[tuple] = []
     wandb_run = SimpleNamespace(
         log=lambda values, step: calls.append(("log", step, values)), finish=lambda: calls.append(("finish",))
@@ -105,11 +109,13 @@ def test_wandb_gets_the_settings_and_the_steps_but_no_key(tmp_path: Path, monkey
         init=lambda **given: calls.append(("init", given)) or wandb_run,
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    tracking = arguments(tmp_path, use_wandb=True, wandb_key="sesame", wandb_host="h", wandb_team="t", wandb_group="g")
+    named = {"wandb_key": "sesame", "wandb_host": "h", "wandb_team": "t", "wandb_group": "g"}
+    tracking = arguments(tmp_path, use_wandb=True, disable_wandb_random_suffix=suffix is None, **named)
     with Tracker(tracking, HEADER) as tracker:
         tracker.log(0, {"a": Metric(1.0, 2.0), "b": math.nan})
     (_, login), (_, init), (_, step, values), finish = calls
     assert login == {"key": "sesame", "host": "h"}
-    assert (init["entity"], init["group"], init["name"]) == ("t", "g", "a run")
+    assert (init["entity"], init["group"]) == ("t", "g")
+    assert re.fullmatch(f"a run{suffix or ''}", init["name"])
     assert "sesame" not in str(init)
     assert (step, values["a"], finish) == (0, 0.5, ("finish",))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miles.training.checkpoint_folder import newest, publish, staging
+from miles.training.checkpoint_folder import at, newest, publish, staging
 
 
 def write(root, rollout, text):
@@ -16,6 +16,14 @@ def test_newest_is_of_the_most_rollouts(tmp_path):
         write(tmp_path, rollout, str(rollout))
     found = newest(tmp_path)
     assert found is not None and (found / "weights").read_text() == "100"
+
+
+def test_a_checkpoint_is_named_itself_or_by_its_folder(tmp_path):
+    found = write(tmp_path / "run", 3, "")
+    (found / "state.json").write_text("{}")
+    assert at(found) == at(tmp_path / "run") == found
+    (tmp_path / "hugging_face").mkdir()
+    assert at(tmp_path / "hugging_face") is None and at(tmp_path / "owner" / "model") is None
 
 
 def test_a_staged_folder_is_no_checkpoint(tmp_path):

@@ -51,7 +51,7 @@ def test_a_transposed_weight_arrives_as_it_reads():
     assert torch.equal(unpack(pack(WeightChunk({"w": tensor}))).tensors["w"], tensor)
 
 
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.filterwarnings("error")
 def test_read_only_bytes_are_read():
     packed = pack(WeightChunk({"w": torch.ones(3)}))
     packed.entries["w"][2].flags.writeable = False

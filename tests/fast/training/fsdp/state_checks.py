@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from stage import (
     BUDGET,
+    CPU,
     FIXED,
     PLAIN,
     TEMPERATURE,
@@ -230,6 +231,33 @@ def checkpoint_without_optimizer_starts_anew(stage: Stage) -> None:
     assert all(torch.equal(found[n], w) for n, w in wanted.items())
 
 
+def reference_comes_from_a_checkpoint(stage: Stage) -> None:
+    """``--ref-load`` names a checkpoint of this backend."""
+    trained = make_backend(stage, **ADAM)
+    trained.load(stage.folder / "checkpoint")
+    shard = shard_of(stage, make_batch(PLAIN), FIXED)
+    expected = trained.log_probs(shard)
+    model = replace(trained.settings.model, ref_load=str(stage.folder / "checkpoint"))
+    settings = replace(trained.settings, model=model, loss=replace(PLAIN, use_kl_loss=True))
+    backend = FsdpBackend(settings, CPU, TOTAL_STEPS)
+    found, policy = backend.log_probs(shard, reference=True), backend.log_probs(shard)
+    assert all(abs(found[i] - log_probs).max() < 1e-6 for i, log_probs in enumerate(expected))
+    assert max(abs(found[i] - policy[i]).max() for i in range(len(found))) > 1e-3
+
+
+def checkpoint_of_another_backend_is_refused(stage: Stage) -> None:
+    folder = stage.folder / f"other_{stage.world}"
+    folder.mkdir()
+    state = json.loads((stage.folder / "checkpoint" / "state.json").read_text()) | {"backend": "megatron"}
+    (folder / "state.json").write_text(json.dumps(state))
+    message = ""
+    try:
+        make_backend(stage).load(folder)
+    except ValueError as error:
+        message = str(error)
+    assert message.startswith("--load: ") and "--train-backend megatron" in message
+
+
 def random_state_comes_back(stage: Stage) -> None:
     backend = make_backend(stage)
     folder = stage.folder / f"random_{stage.world}"
@@ -254,4 +282,9 @@ CHECKS = (
     random_state_comes_back,
 )
 ON_TWO_RANKS = (save_checkpoint,)
-AFTER_TWO_RANKS = (checkpoint_survives_another_number_of_ranks, checkpoint_without_optimizer_starts_anew)
+AFTER_TWO_RANKS = (
+    checkpoint_survives_another_number_of_ranks,
+    checkpoint_without_optimizer_starts_anew,
+    reference_comes_from_a_checkpoint,
+    checkpoint_of_another_backend_is_refused,
+)

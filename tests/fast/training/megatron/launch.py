@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.connection
 import sys
 import time
 import traceback
@@ -69,14 +70,18 @@ def run_layout(
     folder: Path, name: str, checks: dict[str, Check], together: Callable[[list[str]], str] = "".join
 ) -> dict[str, str]:
     """What failed of each check, empty where all ranks agree that it holds: the ranks' words, put ``together``."""
+    for leftover in (*folder.glob(f"{name} ?.json"), folder / f"store of {name}"):
+        leftover.unlink(missing_ok=True)  # the layout may have run before
     fork = multiprocessing.get_context("fork")
     stands = [Stand(folder, name, rank) for rank in range(LAYOUTS[name].ranks)]
     ranks = [fork.Process(target=_run_rank, args=(stand, checks)) for stand in stands]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + DEADLINE.total_seconds()
-    for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
+    waiting = {process.sentinel: process for process in ranks}
+    while waiting and time.monotonic() < deadline and not any(process.exitcode for process in ranks):
+        for sentinel in multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic())):
+            waiting.pop(sentinel).join()  # type: ignore[arg-type]
     for process in ranks:
         process.kill()
     said: dict[str, list[str]] = {check: [] for check in checks}

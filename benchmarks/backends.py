@@ -1,0 +1,188 @@
+"""Seconds of a training step, FSDP2 against Megatron-Core: one model, one batch, by phase, in one run.
+
+    python benchmarks/backends.py --model outputs/models/SmolLM2-135M-Instruct
+    python benchmarks/backends.py --model … --ranks 2 --megatron '--tensor-model-parallel-size 2'
+
+The batch has the shape of the quickstart's: 8 prompts x 8 samples of 12 new tokens, all with an advantage. Each backend
+has processes of its own, built from the flags of train.py; a step is what a trainer does with one rollout: reference
+log-probs, forward and backward, optimizer, and the export of the weights. Backends take turns, step by step, so that a
+busy machine slows both; medians and their ratio are the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from miles.arguments.parser import parse
+from miles.arguments.settings import Settings
+from miles.arguments.validate import validate
+from miles.batching.schedule import schedule_step
+from miles.cluster.cpu_tuning import malloc_environment, use_threads
+from miles.rollout.convert import convert
+from miles.sample import Prompt, PromptGroup, Sample
+from miles.train_batch import TrainBatch
+from miles.training.backend import TrainBackend
+from miles.training.step import train_rollout
+
+PHASES = ("log_probs", "forward_backward", "optimizer", "export", "step")
+
+
+def options_given() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="Hugging Face folder")
+    parser.add_argument("--ranks", type=int, default=1, help="trainer ranks of each backend")
+    parser.add_argument("--fsdp", default="", help="more flags of train.py for --train-backend fsdp")
+    parser.add_argument("--megatron", default="", help="more flags of train.py for --train-backend megatron")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=48)
+    parser.add_argument("--new-tokens", type=int, default=12)
+    parser.add_argument("--fp32", action="store_true", help="compute in fp32 instead of bf16")
+    parser.add_argument("--repeats", type=int, default=5)
+    return parser.parse_args()
+
+
+def settings_of(backend: str, options: argparse.Namespace) -> Settings:
+    """What train.py would make of these flags."""
+    words = f"""
+        --device cpu --train-backend {backend} --hf-checkpoint {shlex.quote(options.model)} --colocate
+        --actor-num-gpus-per-node {options.ranks} --prompt-data random --rm-type exact_match --num-rollout 1000
+        --rollout-batch-size {options.prompts} --n-samples-per-prompt {options.samples}
+        --rollout-max-response-len {options.new_tokens} --lr 1e-6 --lr-decay-style constant
+        --use-kl-loss --kl-loss-type low_var_kl --use-dynamic-batch-size --max-tokens-per-gpu 4096
+        {"" if options.fp32 else "--bf16"} {getattr(options, backend)}
+    """
+    return validate(parse(shlex.split(words))).settings
+
+
+def random_batch(settings: Settings, options: argparse.Namespace, vocabulary: int) -> TrainBatch:
+    """Samples of random tokens; the engine's log-probs do not matter in the first step of a rollout."""
+    rng = np.random.default_rng(0)
+    groups = []
+    for number in range(options.prompts):
+        prompt = Prompt("", tuple(rng.integers(3, vocabulary, options.prompt_tokens).tolist()))
+        samples = [
+            Sample(
+                prompt,
+                number,
+                number * options.samples + i,
+                response_ids=rng.integers(3, vocabulary, options.new_tokens).tolist(),
+                loss_mask=[1] * options.new_tokens,
+                rollout_log_probs=[-4.0] * options.new_tokens,
+                reward=float(rng.normal()),
+            )
+            for i in range(options.samples)
+        ]
+        groups.append(PromptGroup(number, prompt, samples))
+    return convert(groups, loss=settings.loss, global_batch_size=settings.global_batch_size)[0]
+
+
+def build(settings: Settings) -> TrainBackend:
+    """The backend on this rank; importing one of them leaves the other alone."""
+    if settings.training.train_backend == "fsdp":
+        from miles.training.fsdp.backend import FsdpBackend
+
+        return FsdpBackend(settings, torch.device("cpu"), total_steps=1000)
+    from miles.training.megatron.cpu_support import support_cpu
+
+    support_cpu()
+    from miles.training.megatron.backend import MegatronBackend
+
+    return MegatronBackend(settings, torch.device("cpu"), total_steps=1000)
+
+
+def serve(name: str, options: argparse.Namespace, rank: int, folder: str, orders: Connection) -> None:
+    """One rank: takes a step at each order, and answers with the seconds of its phases; ends at None."""
+    use_threads("cpu", sharers=options.ranks)
+    store = dist.FileStore(str(Path(folder) / f"store of {name}"), options.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
+    settings = settings_of(name, options)
+    vocabulary = json.loads((Path(options.model) / "config.json").read_text())["vocab_size"]
+    batch = random_batch(settings, options, vocabulary)
+    shards = schedule_step(batch, settings.token_ranks, settings.training, settings.parallel)
+    shard = shards[settings.token_rank(rank)]
+    backend = build(settings)
+    orders.send("built")
+    while orders.recv():
+        dist.barrier()
+        started = time.perf_counter()
+        (metrics,) = train_rollout(backend, [shard], settings.loss.use_kl_loss, settings.token_ranks)
+        trained = time.perf_counter()
+        for _ in backend.export_weights():
+            continue
+        dist.barrier()
+        done = time.perf_counter()
+        seconds = {phase: metrics[f"time/{phase}"].value for phase in PHASES[:3]}
+        orders.send(seconds | {"export": done - trained, "step": done - started})
+    dist.destroy_process_group()
+
+
+class Contender:
+    """One backend in processes of its own."""
+
+    def __init__(self, name: str, options: argparse.Namespace, folder: str) -> None:
+        self.seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        spawn = multiprocessing.get_context("spawn")
+        self._orders: list[Connection] = []
+        self._ranks = []
+        for rank in range(options.ranks):
+            ours, theirs = spawn.Pipe()
+            self._orders.append(ours)
+            self._ranks.append(spawn.Process(target=serve, args=(name, options, rank, folder, theirs)))
+            self._ranks[-1].start()
+            theirs.close()  # a rank that dies is then an EOFError here, and no endless wait
+        for orders in self._orders:
+            orders.recv()
+
+    def step(self, counts: bool) -> float:
+        """One step; its seconds, which are those of rank 0."""
+        for orders in self._orders:
+            orders.send(True)
+        answers = [orders.recv() for orders in self._orders]
+        for phase, seconds in answers[0].items():
+            self.seconds[phase] += [seconds] if counts else []
+        return answers[0]["step"]
+
+    def close(self) -> None:
+        for orders in self._orders:
+            orders.send(None)
+        for process in self._ranks:
+            process.join()
+
+
+def main() -> None:
+    options = options_given()
+    os.environ |= malloc_environment("cpu", os.environ)  # as trainer processes have it
+    with tempfile.TemporaryDirectory() as folder:
+        contenders = {name: Contender(name, options, folder) for name in ("fsdp", "megatron")}
+        for repeat in range(options.repeats + 1):  # the first warms up
+            for name, contender in contenders.items():
+                print(f"{name} {contender.step(counts=repeat > 0):.1f} s", file=sys.stderr, flush=True)
+        for contender in contenders.values():
+            contender.close()
+    median = {
+        name: {phase: round(statistics.median(times), 3) for phase, times in contender.seconds.items()}
+        for name, contender in contenders.items()
+    }
+    ratio = {phase: round(median["megatron"][phase] / median["fsdp"][phase], 2) for phase in PHASES}
+    shape = f"{options.prompts} x {options.samples} samples, {options.prompt_tokens} + {options.new_tokens} tokens"
+    result = {"batch": shape, "ranks": options.ranks, "dtype": "fp32" if options.fp32 else "bf16"}
+    print(json.dumps({**result, "median_seconds": median, "megatron_over_fsdp": ratio}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

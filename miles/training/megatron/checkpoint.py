@@ -1,0 +1,126 @@
+"""Checkpoints in Megatron's own format, ``torch_dist``: whole tensors by name, read back under any layout.
+
+Tensors have the names that Megatron gives them (``optimizer.state.exp_avg.…`` for Adam's), without the numbers of
+ranks: each rank says which part of which tensor it has. Weights are the fp32 ones that the optimizer updates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+from miles.training.megatron.checkpoint_writer import DirectWriter
+from miles.training.megatron.optimizer import MegatronOptimizer
+from miles.training.megatron.optimizer_state import MASTER, MOMENTS, AdamState
+from miles.training.megatron.policy_model import PolicyModel
+from miles.training.megatron.process_groups import Ranks
+from miles.training.run_state import (
+    read_run_state,
+    restore_random_state,
+    write_random_state,
+    write_run_state,
+)
+
+Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
+
+
+def check_can_save(policy: PolicyModel, ranks: Ranks) -> None:
+    """Every part of every tensor is on exactly one rank, as far as Megatron knows. Collective; before training.
+
+    Raises ``ValueError`` for a model that ``save`` could not write under this layout.
+    """
+    try:
+        save_preprocess(dict(_sharded(policy, ranks)))
+    except (CheckpointingException, AssertionError, KeyError) as error:  # Megatron's description may fail as well
+        raise _refusal(f"{type(error).__name__}: {error}") from None
+
+
+def save(folder: Path, policy: PolicyModel, optimizer: MegatronOptimizer, ranks: Ranks, state: dict[str, Any]) -> None:
+    """Write everything a resumed run needs into ``folder``, which is empty; whoever calls makes it appear at once."""
+    adam = AdamState(optimizer.adam)
+    tensors = {}
+    for name, sharded in _sharded(policy, ranks).items():
+        whole = adam.whole(sharded.data)
+        tensors[name] = {kind: _holding(sharded, kind, tensor) for kind, tensor in whole.items()}
+    dist_checkpointing.save(tensors, str(folder), sharded_strategy=DirectWriter())
+    write_random_state(folder, tensor_parallel.get_cuda_rng_tracker().get_states())
+    if dist.get_rank() == 0:
+        write_run_state(folder, "megatron", state, optimizer.state())
+    dist.barrier()
+
+
+def load(
+    folder: Path, policy: PolicyModel, optimizer: MegatronOptimizer, ranks: Ranks, with_optimizer: bool, rng: bool
+) -> dict[str, Any]:
+    """Read what ``save`` wrote, under any layout; returns the launcher's state."""
+    state = read_run_state(folder, "megatron", "--load")
+    steps = state["schedule"]["steps_done"] if with_optimizer else 0
+    adam = AdamState(optimizer.adam)
+    kinds = (MASTER, *MOMENTS) if with_optimizer else (MASTER,)
+    for parameter, whole in _read(folder, policy, ranks, kinds):
+        adam.restore(parameter, whole, steps)
+    optimizer.steps_done = steps
+    if rng:
+        states = restore_random_state(folder)
+        if states:
+            tensor_parallel.get_cuda_rng_tracker().set_states(states)
+    return state["launcher"]
+
+
+@torch.no_grad()
+def load_weights(folder: Path, policy: PolicyModel, ranks: Ranks, flag: str) -> None:
+    """The weights alone, into a model without an optimizer. Raises ``ValueError`` naming ``flag``, as ``load`` does."""
+    read_run_state(folder, "megatron", flag)
+    for parameter, whole in _read(folder, policy, ranks, (MASTER,)):
+        parameter.copy_(whole[MASTER])
+
+
+def _read(
+    folder: Path, policy: PolicyModel, ranks: Ranks, kinds: tuple[str, ...]
+) -> list[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
+    """Each parameter with its whole fp32 tensors."""
+    mine = _sharded(policy, ranks)
+    wanted = {}
+    for name, sharded in mine.items():
+        empty = {kind: torch.zeros(sharded.data.shape, device=sharded.data.device) for kind in kinds}
+        wanted[name] = {kind: _holding(sharded, kind, tensor) for kind, tensor in empty.items()}
+    found = dist_checkpointing.load(wanted, str(folder))
+    return [(sharded.data, found[name]) for name, sharded in mine.items()]
+
+
+def _sharded(policy: PolicyModel, ranks: Ranks) -> dict[str, Sharded]:
+    """Megatron's description of each parameter on this rank; ``data`` is the parameter itself.
+
+    Singleton shards: layers and experts are tensors of their own, whatever the stages and the expert-parallel ranks.
+    The canary (loss/canary.py) is worth 0 always and is not saved.
+    """
+    described = policy.sharded_state_dict(metadata={"dp_cp_group": ranks.dp, "singleton_local_shards": True})
+    parameters = {id(p) for p in policy.parameters() if p is not policy.canary}
+    found = {name: sharded for name, sharded in described.items() if id(sharded.data) in parameters}
+    missing = parameters - {id(sharded.data) for sharded in found.values()}
+    if missing:
+        raise _refusal(", ".join(name for name, p in policy.named_parameters() if id(p) in missing))
+    return found
+
+
+def _refusal(reason: str) -> ValueError:
+    return ValueError(
+        f"--save: megatron-core cannot write this model under this layout ({reason}); drop --save and export with "
+        "--save-hf, or change the layout (first --pipeline-model-parallel-size)"
+    )
+
+
+def _holding(sharded: Sharded, kind: str, tensor: torch.Tensor) -> Sharded:
+    """The same part of the tensor of that kind."""
+    key = sharded.key if kind == MASTER else f"optimizer.state.{kind}.{sharded.key}"
+    if isinstance(sharded, ShardedTensorFactory):
+        return replace(sharded, key=key, data=tensor)
+    return replace(sharded, key=key, data=tensor, dtype=tensor.dtype)

@@ -1,0 +1,89 @@
+"""Adam's state by model parameter: whole fp32 tensors of this rank's shards, whichever of Megatron's optimizers has it.
+
+Megatron's optimizers keep it in three forms: for fp32 models beside the parameter, for bf16 models beside an fp32 copy,
+and with ``--use-distributed-optimizer`` as flat pieces over the data-parallel ranks. Here all three look the same, so
+that a checkpoint written under one is read under another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+
+
+class AdamState:
+    """Of the optimizers behind ``adam``. ``parameter`` is always the model's own."""
+
+    def __init__(self, adam: Any) -> None:
+        parts = adam.chained_optimizers if isinstance(adam, ChainedOptimizer) else [adam]
+        self._optimizers = parts
+        self._sharded = {p: part for part in parts if isinstance(part, DistributedOptimizer) for p in _tracked(part)}
+        self._owner = {main: part for part in parts for group in _groups(part) for main in group["params"]}
+
+    @torch.no_grad()
+    def whole(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """``MASTER`` and ``MOMENTS``, fp32, of the parameter's shape. With a distributed optimizer collective over the
+        data-parallel ranks; zeros for moments where no step was taken yet."""
+        main, place, part = self._find(parameter)
+        found = {MASTER: main} if main is not None else {}
+        if main is not None:
+            found |= {name: tensor for name, tensor in part.optimizer.state[main].items() if name in MOMENTS}
+        return {name: self._whole(parameter, found.get(name), place) for name in (MASTER, *MOMENTS)}
+
+    def _whole(self, parameter: torch.nn.Parameter, piece: torch.Tensor | None, place: slice) -> torch.Tensor:
+        part = self._sharded.get(parameter)
+        if part is None and piece is not None:
+            return piece.detach().float()
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        if piece is not None:
+            whole[place] = piece.detach().float().view(-1)
+        if part is not None:  # every element is on one rank: the sum puts the pieces together, exactly
+            dist.all_reduce(whole, group=part.data_parallel_group)
+        return whole.view(parameter.shape)
+
+    @torch.no_grad()
+    def restore(self, parameter: torch.nn.Parameter, whole: dict[str, torch.Tensor], steps: int) -> None:
+        """Take what ``whole`` gave after ``steps`` steps. Without the moments they start anew. Not collective."""
+        parameter.copy_(whole[MASTER])
+        main, place, part = self._find(parameter)
+        if main is None:
+            return
+        main.copy_(whole[MASTER].view(-1)[place].view(main.shape))
+        state = part.optimizer.state
+        state.pop(main, None)
+        if MOMENTS[0] not in whole:
+            return
+        state[main] = {name: whole[name].view(-1)[place].view(main.shape).to(main.dtype).clone() for name in MOMENTS}
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            state[main]["step"] = torch.tensor(float(steps), device=main.device)  # where the fused kernel wants it
+        else:  # the fused kernels count once a group
+            for group in _groups(part):
+                group["step"] = steps
+
+    def _find(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, slice, Any]:
+        """The tensor that Adam updates for it on this rank, None where there is none, and where in it that stands."""
+        part = self._sharded.get(parameter)
+        if part is None:
+            main = getattr(parameter, "main_param", parameter)
+            return main, slice(None), self._owner[main]
+        if parameter not in part.model_param_gbuf_map:
+            return None, slice(0, 0), part
+        place = part._get_model_param_range_map(parameter)["param"]
+        group, order = part.model_param_group_index_map[parameter]
+        return _groups(part)[group]["params"][order], slice(place.start, place.end), part
+
+
+def _groups(part: Any) -> list[dict[str, Any]]:
+    return [] if part.optimizer is None else part.optimizer.param_groups
+
+
+def _tracked(part: DistributedOptimizer) -> Iterator[torch.nn.Parameter]:
+    for buffer in part.buffers:
+        yield from buffer.param_index_map

@@ -1,0 +1,30 @@
+"""SIGKILL to every process of a run while it writes a checkpoint: the one before is whole, and the run goes on."""
+
+import os
+
+import pytest
+
+SAME = ["--num-rollout", "3", "--lr", "1e-4", "--rollout-temperature", "0", "--disable-rewards-normalization"]
+SAME += ["--save-interval", "1"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_the_checkpoint_before_is_whole(launch, workplace, backend):
+    checkpoints, held = workplace / f"{backend}_checkpoints", workplace / f"{backend}.held"
+    same = [*SAME, "--train-backend", backend]
+    folder = checkpoints / ".writing_iter_0000002"
+    killed = launch(
+        backend, *same, "--save", str(checkpoints), ranks=2, HOLD_FSYNC=os.pathsep.join([str(folder), str(held)])
+    )
+    killed.wait_until(held.exists)
+    killed.kill()
+    assert killed.none_left()
+    assert sorted(path.name for path in checkpoints.iterdir()) == [folder.name, "iter_0000001"]
+    assert any(folder.iterdir()), "it was to be killed in the middle of writing"
+
+    resumed = launch(backend, *same, "--save", str(checkpoints), "--load", str(checkpoints), ranks=2)
+    assert resumed.wait() == 0, resumed.err
+    assert sorted(path.name for path in checkpoints.iterdir()) == [f"iter_000000{n}" for n in (1, 2, 3)]
+    assert sorted(resumed.rows()) == [1, 2, 3, 4, 5, 6]

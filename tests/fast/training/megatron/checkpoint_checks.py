@@ -1,0 +1,254 @@
+"""Checkpoints of the Megatron backend: written under one layout, read under another, and what is left by a kill."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from auxiliary_checks import MTP
+from auxiliary_oracle import with_heads
+from cases import FIXED
+from layouts import CPU, LAYOUTS, MODELS, ONE, SHARDED, Layout, Stand, make_backend, shard_of, weights
+from state_checks import ADAM, PLAIN, _batch, _train
+
+from miles.tracking.metrics import values
+from miles.training.checkpoint_folder import at, newest, publish, staging
+from miles.training.megatron.backend import MegatronBackend
+from miles.training.megatron.checkpoint import check_can_save
+
+BF16 = replace(FIXED, bf16=True)
+LAYOUTS |= {
+    "bf16, dp2": Layout(2, ONE, training=BF16),
+    "bf16, dp2, distributed optimizer": Layout(2, SHARDED, training=BF16),
+}
+# The vocabulary does not divide by the tensor-parallel ranks: the embedding is filled up.
+MODELS["odd"] = copy.deepcopy(MODELS["untied"])
+MODELS["odd"].vocab_size = 65
+
+
+@dataclass(frozen=True)
+class Change:
+    """A checkpoint of ``model``, written under ``before`` and read under each of ``after``."""
+
+    model: str
+    before: str
+    after: tuple[str, ...]
+
+    def root(self, folder: Path) -> Path:
+        return folder / f"{self.model} of {self.before}"
+
+
+CHANGES = (
+    Change(
+        "tied",
+        "tp2 with sp, dp2, distributed optimizer",
+        ("tp2 with sp, dp2, distributed optimizer", "one", "pp2", "cp2"),
+    ),
+    Change("tied", "pp2, cp2", ("tp2 with sp, pp2", "dp2, distributed optimizer")),
+    Change("odd", "tp2", ("one", "tp2")),
+    Change("odd", "one", ("tp2",)),
+    Change("qwen3_moe", "tp2 with sp, ep2", ("one", "ep2")),
+    Change("qwen3_moe", "ep2 with cp2", ("tp2 with sp, ep2",)),
+    Change(with_heads("untied"), "tp2 with sp, pp2", ("dp2, distributed optimizer",)),
+    Change("qwen3", "bf16, dp2", ("bf16, dp2, distributed optimizer", "one")),
+    Change("qwen3", "bf16, dp2, distributed optimizer", ("bf16, dp2",)),
+)
+LAUNCHER = {"rollouts_done": 2, "prompts": {"position": [3, 1]}}
+
+
+def _backend(stand: Stand, model: str) -> MegatronBackend:
+    auxiliary = MTP if model == with_heads("untied") else None
+    return make_backend(stand, model, PLAIN, auxiliary=auxiliary, **ADAM)
+
+
+def saves(stand: Stand) -> None:
+    """Two steps, a checkpoint, a third step: what a run that is never stopped does."""
+    for change in CHANGES:
+        if change.before != stand.name:
+            continue
+        backend = _backend(stand, change.model)
+        for _ in range(2):
+            _train(backend, _batch())
+        root = change.root(stand.folder)
+        _save(stand, backend, root, 2)
+        wanted: dict[str, Any] = {"weights": weights(backend), "random": torch.rand(3)}
+        wanted["metrics"] = values(_train(backend, _batch()))
+        wanted["later"] = weights(backend)
+        if stand.rank == 0:
+            torch.save(wanted, root / "wanted.pt")
+
+
+def _save(stand: Stand, backend: MegatronBackend, root: Path, done: int) -> None:
+    """As the launcher does."""
+    if stand.rank == 0:
+        staging(root, done)
+    dist.barrier()
+    backend.save(root / f".writing_iter_{done:07d}", LAUNCHER)
+    if stand.rank == 0:
+        publish(root, done)
+
+
+def _of(stand: Stand) -> Iterator[tuple[Change, Path, dict[str, Any]]]:
+    for change in CHANGES:
+        if stand.name in change.after:
+            root = change.root(stand.folder)
+            folder = newest(root)
+            assert folder is not None and folder.name == "iter_0000002"
+            yield change, folder, torch.load(root / "wanted.pt")
+
+
+def next_step_is_the_same(stand: Stand) -> None:
+    """Weights bit for bit; metrics and weights of the step that follows as if the run had never been stopped."""
+    for change, folder, wanted in _of(stand):
+        label = f"{change.model} of {change.before}"
+        backend = _backend(stand, change.model)
+        assert backend.load(folder) == LAUNCHER
+        assert backend.optimizer.steps_done == 2
+        if change.before == stand.name and stand.rank == 0:
+            assert torch.equal(torch.rand(3), wanted["random"]), label
+        exact = "bf16" in stand.name or "bf16" not in change.before
+        for name, weight in weights(backend).items():
+            found = weight if exact else weight.bfloat16().float()
+            assert torch.equal(found, wanted["weights"][name]), f"{label}: {name}"
+        metrics = values(_train(backend, _batch()))
+        close = 1e-5 if exact and "bf16" not in stand.name else 2e-2
+        for name in ("train/loss", "train/pg_loss", "train/grad_norm", "train/lr"):
+            expected = wanted["metrics"][name]
+            assert math.isclose(metrics[name], expected, rel_tol=close, abs_tol=close), (label, name, expected)
+        later = weights(backend)
+        for name, weight in wanted["later"].items():
+            torch.testing.assert_close(later[name], weight, rtol=10 * close, atol=close, msg=f"{label}: {name}")
+
+
+def without_optimizer_it_starts_anew(stand: Stand) -> None:
+    for change, folder, wanted in _of(stand):
+        backend = _backend(stand, change.model)
+        state = torch.get_rng_state()
+        assert backend.load(folder, optimizer=False, rng=False) == LAUNCHER
+        assert torch.equal(torch.get_rng_state(), state)
+        assert backend.optimizer.steps_done == 0
+        found = weights(backend)
+        assert all(torch.equal(found[n].bfloat16(), w.bfloat16()) for n, w in wanted["weights"].items())
+        assert _train(backend, _batch())["train/lr"].value == ADAM["lr"]
+        return  # one is enough of each layout
+
+
+def reference_comes_from_a_checkpoint(stand: Stand) -> None:
+    """``--ref-load`` names the folder of a run's checkpoints, or one of them."""
+    for change, folder, _ in _of(stand):
+        trained = _backend(stand, change.model)
+        trained.load(folder)
+        shard = shard_of(trained, _batch())
+        expected = trained.log_probs(shard)
+        settings = replace(
+            trained.settings,
+            model=replace(trained.settings.model, ref_load=str(folder.parent)),
+            loss=replace(PLAIN, use_kl_loss=True),
+        )
+        assert at(folder) == at(folder.parent) == folder
+        backend = MegatronBackend(settings, CPU, 10)
+        found, policy = backend.log_probs(shard, reference=True), backend.log_probs(shard)
+        for i, log_probs in enumerate(expected):
+            assert abs(found[i] - log_probs).max() < 1e-6
+        assert max(abs(found[i] - policy[i]).max() for i in range(len(found))) > 1e-3
+        return
+
+
+def checkpoint_of_another_backend_is_refused(stand: Stand) -> None:
+    for change, folder, _ in _of(stand):
+        other = stand.folder / f"other {stand.name} {stand.rank}"
+        other.mkdir()
+        state = json.loads((folder / "state.json").read_text()) | {"backend": "fsdp"}
+        (other / "state.json").write_text(json.dumps(state))
+        message = ""
+        try:
+            _backend(stand, change.model).load(other)
+        except ValueError as error:
+            message = str(error)
+        assert "--train-backend fsdp" in message and "--save-hf" in message
+        return
+
+
+def what_cannot_be_written_is_told_at_the_start(stand: Stand) -> None:
+    """A parameter without a name in the checkpoint, and a part of a tensor that no rank has."""
+    backend = _backend(stand, "untied")
+    described = backend.policy.sharded_state_dict
+    check_can_save(backend.policy, backend.ranks)
+    found = []
+    for wrong in (_forgets_a_parameter, _has_half_of_a_tensor):
+        backend.policy.sharded_state_dict = lambda wrong=wrong, **given: wrong(described(**given))  # type: ignore
+        try:
+            check_can_save(backend.policy, backend.ranks)
+        except ValueError as error:
+            found.append(str(error))
+    assert all(message.startswith("--save: ") and "--save-hf" in message for message in found)
+    assert len(found) == (2 if stand.rank == 0 else 1)  # rank 0 compares the parts of all ranks
+
+
+def _forgets_a_parameter(described: dict[str, Any]) -> dict[str, Any]:
+    return {name: sharded for name, sharded in described.items() if "q_layernorm" not in name and "proj" not in name}
+
+
+def _has_half_of_a_tensor(described: dict[str, Any]) -> dict[str, Any]:
+    name = next(name for name in described if name.endswith("final_layernorm.weight"))
+    shape = described[name].global_shape
+    described[name] = replace(described[name], global_shape=(2 * shape[0],), axis_fragmentations=(2,))
+    return described
+
+
+def killed_while_saving(stand: Stand) -> None:
+    """A first checkpoint, then SIGKILL when the tensors of the second are written and its index is not."""
+    backend = _backend(stand, "tied")
+    root = stand.folder / "killed"
+    _save(stand, backend, root, 1)
+    _train(backend, _batch())
+    rank = os.getpid()
+
+    def kill(_: int) -> None:
+        os.kill(rank, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if stand.rank == 0:
+        os.fsync = kill
+    _save(stand, backend, root, 2)
+    raise AssertionError("it was to be killed")
+
+
+def last_checkpoint_is_whole(stand: Stand) -> None:
+    """After ``killed_while_saving``: the half-written one does not count, and makes room for the next."""
+    root = stand.folder / "killed"
+    assert (root / ".writing_iter_0000002").is_dir()
+    folder = newest(root)
+    assert folder is not None and folder.name == "iter_0000001"
+    backend = _backend(stand, "tied")
+    assert backend.load(folder) == LAUNCHER and backend.optimizer.steps_done == 0
+    _train(backend, _batch())
+    dist.barrier()
+    _save(stand, backend, root, 2)
+    dist.barrier()
+    found = newest(root)
+    assert found is not None and found.name == "iter_0000002"
+    assert backend.load(found) == LAUNCHER and backend.optimizer.steps_done == 1
+
+
+FURTHER = (
+    without_optimizer_it_starts_anew,
+    reference_comes_from_a_checkpoint,
+    checkpoint_of_another_backend_is_refused,
+    what_cannot_be_written_is_told_at_the_start,
+)
+SAVING = {change.before: (saves,) for change in CHANGES}
+RESUMING = {
+    name: (next_step_is_the_same,) + (FURTHER if name in ("one", "tp2", "bf16, dp2, distributed optimizer") else ())
+    for change in CHANGES
+    for name in change.after
+}
