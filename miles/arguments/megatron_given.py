@@ -18,13 +18,14 @@ FIXED: dict[str, tuple[Any, str]] = {
     "variable_seq_lengths": (True, "packed micro-batches differ in length"),
     "transformer_impl": ("local", "layers are Megatron's own"),
     "attention_backend": ("auto", "attention is miles' own, over packed samples"),
+    "recompute_granularity": ("full", "recomputation is that of whole layers"),
+    "recompute_method": ("uniform", "every layer is recomputed"),
+    "recompute_num_layers": (1, "every layer is recomputed by itself"),
     "moe_token_dispatcher_type": ("alltoall", "the others take no micro-batches of differing length"),
     "rope_fusion": (False, "the rotary embedding is that of each packed token's position"),
     "rotary_percent": (1.0, "whole heads are rotated"),
     "position_embedding_table": (False, "positions are rotary"),
     "use_rotary_position_embeddings": (True, "positions are rotary"),
-    "moe_router_load_balancing_type": (["none"], "no auxiliary loss is trained on in this version"),
-    "moe_aux_loss_coeff": ([0.0], "no auxiliary loss is trained on in this version"),
 }
 TRIED = (
     "recompute_granularity",

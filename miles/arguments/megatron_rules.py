@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from miles.arguments.auxiliary_rules import check_auxiliary, check_auxiliary_of_model
 from miles.arguments.checks import at_least, refuse, refuse_ignored
 from miles.arguments.megatron import MegatronArguments
 from miles.arguments.megatron_fields import MODEL_FLAGS, megatron_fields
@@ -34,6 +35,11 @@ def check_megatron(settings: Settings) -> None:
     if sizes.sequence_parallel and sizes.tensor_model_parallel_size == 1:
         way_out = "add --tensor-model-parallel-size 2 or more, or drop it"
         refuse("sequence_parallel", True, "would be ignored without tensor parallel", way_out)
+    check_auxiliary(sizes)
+    if settings.loss.has_critic and sizes.has_auxiliary_loss:
+        rule = "needs a critic, whose experts would be balanced by no loss"
+        way_out = "drop the router losses and --enable-mtp-training, or use --advantage-estimator grpo"
+        refuse("advantage_estimator", settings.loss.advantage_estimator, rule, way_out)
     flags = {field.name: field.flag for field in (*MODEL_FLAGS, *megatron_fields().values())}
     config = _local_config(settings.model.hf_checkpoint)
     if config is None:  # a name on a hub: the backend checks the rest when it has the config
@@ -41,7 +47,6 @@ def check_megatron(settings: Settings) -> None:
         return
     check_model(sizes, config)
     _check_reference(settings.model.ref_load, config)
-    _check_engine(settings, megatron_shape(config))
     check_given(settings.megatron_given, {**megatron_shape(config), **vocabulary_shape(config)}, flags)
 
 
@@ -79,14 +84,6 @@ def _check_reference(path: str | None, config: dict[str, Any]) -> None:
             refuse("ref_load", path, rule, "give a reference of the same shape, or use --train-backend fsdp")
 
 
-def _check_engine(settings: Settings, shape: dict[str, Any]) -> None:
-    """Experts are exported one by one, as checkpoints have them; transformers keeps those of a layer in one tensor."""
-    rollout = settings.rollout
-    if "num_moe_experts" in shape and rollout.rollout_engine == "torch" and rollout.load_debug_rollout_data is None:
-        rule = "the torch engine takes no weights of a model with experts from --train-backend megatron"
-        refuse("rollout_engine", "torch", rule, "train on --load-debug-rollout-data, or use --train-backend fsdp")
-
-
 def _local_config(path: str | None) -> dict[str, Any] | None:
     """The model's ``config.json``, where it can be read without a network."""
     file = Path(path) / "config.json" if path is not None else None
@@ -107,6 +104,7 @@ def check_model(sizes: MegatronArguments, config: dict[str, Any]) -> None:
     if shape["num_layers"] % pp:
         rule = f"must divide the model's {shape['num_layers']} layers"
         refuse("pipeline_model_parallel_size", pp, rule, f"give a divisor of {shape['num_layers']}")
+    check_auxiliary_of_model(sizes, config, has_experts="num_moe_experts" in shape)
     if "num_moe_experts" in shape:
         _check_experts(sizes, shape["num_moe_experts"])
     else:

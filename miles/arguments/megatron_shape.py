@@ -7,6 +7,7 @@ from typing import Any
 
 Config = dict[str, Any]
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
+HEADS_IN_CONFIG = "num_nextn_predict_layers"  # how configs say that the checkpoint has heads of multi-token prediction
 
 
 def megatron_shape(config: Config) -> dict[str, Any]:

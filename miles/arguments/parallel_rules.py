@@ -33,7 +33,7 @@ def _check_layout(parallel: ParallelArguments) -> None:
             else f"--context-parallel-size {parallel.context_parallel_size}"
         )
         refuse("qkv_format", "bshd", f"padded lengths are not known under {shared}", "use --qkv-format thd")
-    refuse("qkv_format", "bshd", "the fsdp backend packs sequences and has no padded layout", "use --qkv-format thd")
+    refuse("qkv_format", "bshd", "both backends pack sequences and have no padded layout", "use --qkv-format thd")
 
 
 def _check_room(parallel: ParallelArguments, ranks: int, max_response_len: int) -> None:

@@ -16,12 +16,17 @@ from miles.train_batch import MicroBatch, TrainBatch
 
 
 def collate(
-    batch: TrainBatch, samples: Sequence[int], device: torch.device, context: ContextGroup = ALONE
+    batch: TrainBatch,
+    samples: Sequence[int],
+    device: torch.device,
+    context: ContextGroup = ALONE,
+    share_prompts: bool = True,
 ) -> MicroBatch:
     """Pack ``samples`` of ``batch``: this rank's part of each, where ``context`` shares them.
 
     A rank by itself pads nothing, and equal prompts stand once: a causal model computes the same for a prompt whichever
-    response follows, so the samples of a group share it; the gradients of all of them add up in it.
+    response follows, so the samples of a group share it; the gradients of all of them add up in it. Not so without
+    ``share_prompts``.
 
     No samples give a micro-batch without response: the rank takes part in every collective and adds zero.
     """
@@ -29,7 +34,7 @@ def collate(
     assert all(total > response for total, response in zip(part.total_lengths, part.response_lengths, strict=True)), (
         "a sample needs a prompt token, whose logits predict its first response token"
     )
-    layout = _layout(part, context)
+    layout = _layout(part, context, share_prompts)
 
     def tensor(values: object, dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values), dtype=dtype, device=device)
@@ -83,7 +88,7 @@ class _Layout:
     response_index: np.ndarray
 
 
-def _layout(part: TrainBatch, context: ContextGroup) -> _Layout:
+def _layout(part: TrainBatch, context: ContextGroup, share_prompts: bool) -> _Layout:
     # Without samples one token of padding stands in for them, so that the model has something to compute.
     tokens = np.concatenate(part.tokens) if len(part) else np.zeros(1, np.int64)
     totals = np.asarray(part.total_lengths or [1], np.int64)
@@ -101,7 +106,7 @@ def _layout(part: TrainBatch, context: ContextGroup) -> _Layout:
     owner, target = sample[predicting], position[predicting] + 1
     token_index, kept = gathered_index(totals.tolist(), context.size), np.arange(len(ids))
     logit_index = predicting
-    if context.size == 1:
+    if context.size == 1 and share_prompts:
         token_index, kept = _share_prompts(tokens, totals.tolist(), responses.tolist())
         logit_index = token_index[predicting]
     return _Layout(

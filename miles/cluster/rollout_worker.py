@@ -36,7 +36,7 @@ from miles.rollout.rollout_metrics import rollout_metrics
 from miles.rollout.source import build_source
 from miles.sample import Sample
 from miles.tracking.metrics import Metric
-from miles.train_batch import TrainShard
+from miles.train_batch import TrainBatch, TrainShard
 from miles.weight_sync.chunks import PackedChunk, unpack
 
 
@@ -188,11 +188,17 @@ class RolloutWorker:
                 self.settings.token_ranks,
                 self.settings.training,
                 self.settings.parallel,
-                samples_with_gradient(self.settings.loss, batch.rewards),
+                self._samples_with_gradient(batch),
                 watch_mass=self.settings.trains_policy(rollout_id) and self.canary.is_due(batch),
             )
             for batch in batches
         ]
+
+    def _samples_with_gradient(self, batch: TrainBatch) -> list[bool] | None:
+        """None: all, because a loss beside the policy loss gives them one."""
+        if self.settings.megatron.has_auxiliary_loss:
+            return None
+        return samples_with_gradient(self.settings.loss, batch.rewards)
 
     async def _collect(self, rollout_id: int) -> Rollout:
         saved = self.settings.rollout.load_debug_rollout_data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -71,17 +72,21 @@ class ModelRunner:
     def load_weights(self, chunks: Iterable[WeightChunk]) -> None:
         """Copy every parameter in place, cast to the model's dtype.
 
+        Experts may come one by one, as checkpoints have them, or as transformers keeps them, one tensor a layer.
         Raises ``ValueError`` naming unknown, misshapen or missing tensors. Of tied tensors one name is enough.
         """
         targets: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True)
-        arrived: set[int] = set()
+        arrived: dict[int, dict[int, int]] = {}  # by target: numbers that have come, by where they stand
         for chunk in chunks:
-            _check_names_and_shapes(chunk.tensors, targets)
+            places = {name: _place(name, targets) for name in chunk.tensors}
+            _check_names_and_shapes(chunk.tensors, {n: part for n, (_, part) in places.items() if part is not None})
             with torch.no_grad():
                 for name, tensor in chunk.tensors.items():
-                    targets[name].copy_(tensor)
-                    arrived.add(id(targets[name]))
-        missing = [name for name, target in targets.items() if id(target) not in arrived]
+                    target, part = places[name]
+                    assert part is not None
+                    part.copy_(tensor)
+                    arrived.setdefault(target, {})[part.data_ptr()] = part.numel()
+        missing = [n for n, target in targets.items() if sum(arrived.get(id(target), {}).values()) < target.numel()]
         if missing:
             raise ValueError(
                 f"weight update lacks {_listed(missing)}: send every parameter of the model in each update"
@@ -120,6 +125,24 @@ def _check_full_attention(config: PreTrainedConfig, model_path: str) -> None:
             f"--hf-checkpoint {model_path}: the model has {found}; --rollout-engine torch runs decoder-only models "
             "whose layers are all full_attention: choose another model"
         )
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def _place(name: str, targets: dict[str, torch.Tensor]) -> tuple[int, torch.Tensor | None]:
+    """The id of the parameter that tensor ``name`` goes into, and its part of it; None for a name that it has not."""
+    expert = _EXPERT.fullmatch(name)
+    if name in targets or expert is None:
+        return id(targets.get(name)), targets.get(name)
+    layer, number, kind = expert[1], int(expert[2]), expert[3]
+    whole = targets.get(f"{layer}.down_proj" if kind == "down" else f"{layer}.gate_up_proj")
+    if whole is None or number >= len(whole):
+        return id(None), None
+    part = whole.detach()[number]  # gate_up [2 I, H]: the gate's rows first
+    if kind != "down":
+        part = part.chunk(2)[kind == "up"]
+    return id(whole), part
 
 
 def _check_names_and_shapes(tensors: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) -> None:

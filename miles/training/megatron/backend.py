@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from transformers import AutoConfig
 
 from miles.arguments.megatron_rules import check_model
-from miles.arguments.megatron_shape import megatron_shape
+from miles.arguments.megatron_shape import HEADS_IN_CONFIG, megatron_shape
 from miles.arguments.settings import Settings
 from miles.engine.base import WeightChunk
 from miles.tracking.metrics import Metric
@@ -29,6 +29,7 @@ from miles.training.megatron.critic import MegatronCritic
 from miles.training.megatron.forward_backward import forward_backward, log_probs_of
 from miles.training.megatron.hf_weights import HuggingFaceWeights
 from miles.training.megatron.optimizer import MegatronOptimizer
+from miles.training.megatron.parameter_names import is_of_head
 from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import initialize_process_groups
 from miles.training.megatron.transformer_config import ddp_config, optimizer_config, transformer_config
@@ -52,7 +53,7 @@ class MegatronBackend:
         check_model(settings.megatron, self.hf_config.to_dict())
         shape = megatron_shape(self.hf_config.to_dict())
         self.converter = WeightConverter(self.hf_config.to_dict(), shape, self.ranks)
-        self.policy = self._build(settings.model.hf_checkpoint, with_canary=settings.loss.loss_canary != "off")
+        self.policy = self._build(settings.model.hf_checkpoint, is_trained=True)
         self.model = self._distributed(self.policy)
         self.optimizer = MegatronOptimizer(
             self.model,
@@ -70,17 +71,18 @@ class MegatronBackend:
         if settings.loss.needs_reference:
             self.reference = self._reference(settings.model.hf_checkpoint, settings.model.ref_load)
 
-    def _build(self, path: str, with_canary: bool = False, of: type[PolicyModel] = PolicyModel) -> PolicyModel:
+    def _build(self, path: str, is_trained: bool = False, of: type[PolicyModel] = PolicyModel) -> PolicyModel:
         config = transformer_config(
             self.settings, self.hf_config.to_dict(), self.compute_dtype, self.settings.loss.calculate_per_token_loss
         )
+        config.mtp_num_layers = self.settings.megatron.mtp_num_layers if is_trained else None
         policy = of(
             config,
             self.hf_config,
             self.ranks,
             self.settings.rollout.rollout_temperature,
             self.settings.loss.log_probs_chunk_size,
-            with_canary,
+            is_trained and self.settings.loss.loss_canary != "off",
         )
         self.converter.load(policy, HuggingFaceWeights(path))
         return policy.to(self.device)
@@ -109,10 +111,10 @@ class MegatronBackend:
         given = self.settings.critic_optimizer
         config = optimizer_config(replace(self.settings, optimizer=given), self.compute_dtype)
         optimizer = MegatronOptimizer(model, config, given, total_steps, rate_flag="--critic-lr")
-        return MegatronCritic(model, optimizer, self.settings.loss, self.ranks, self.device)
+        return MegatronCritic(model, optimizer, self.settings.loss, self.settings.megatron, self.ranks, self.device)
 
     def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
-        return forward_backward(self.model, shard, self.settings.loss, self.ranks, self.device)
+        return forward_backward(self.model, shard, self.settings.loss, self.settings.megatron, self.ranks, self.device)
 
     def optimizer_step(self) -> dict[str, Metric]:
         return self.optimizer.step()
@@ -126,7 +128,8 @@ class MegatronBackend:
         return log_probs_of(policy, shard, self.ranks, self.device)
 
     def export_weights(self) -> Iterator[WeightChunk]:
-        return in_chunks(self._full_weights())
+        # The engine's model has no heads of multi-token prediction.
+        return in_chunks((name, tensor) for name, tensor in self._full_weights() if not is_of_head(name))
 
     def _full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         exported = self.converter.export(self.policy, lambda parameter: parameter.data, self.compute_dtype)
@@ -155,4 +158,10 @@ class MegatronBackend:
     def export_hf(self, folder: Path) -> None:
         """Write weights (in compute dtype), config and generation config as transformers would. Rank 0 writes."""
         assert self.settings.model.hf_checkpoint is not None
-        hf_export.export_hf(folder, self.settings.model.hf_checkpoint, self._full_weights(), self.compute_dtype)
+        hf_export.export_hf(
+            folder,
+            self.settings.model.hf_checkpoint,
+            self._full_weights(),
+            self.compute_dtype,
+            {HEADS_IN_CONFIG: self.settings.megatron.mtp_heads},
+        )

@@ -5,6 +5,7 @@ Both ways go one parameter at a time: no rank ever holds more of the model than 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from miles.arguments.megatron_shape import HEADS_IN_CONFIG
 from miles.training.megatron.hf_weights import HuggingFaceWeights
-from miles.training.megatron.parameter_names import HEAD, Binding, ParameterNames, global_name
+from miles.training.megatron.parameter_names import HEAD, Binding, ParameterNames, global_name, is_of_head
 from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks
 
@@ -34,6 +36,8 @@ class WeightConverter:
     def __init__(self, hf_config: dict[str, Any], shape: dict[str, Any], ranks: Ranks) -> None:
         self.names = ParameterNames(hf_config, shape)
         self.ranks = ranks
+        self._reads_heads = bool(hf_config.get(HEADS_IN_CONFIG))
+        self._spread = float(hf_config.get("initializer_range") or 0.02)
         self._experts_a_rank = shape.get("num_moe_experts", 0) // ranks.ep.size()
 
     @torch.no_grad()
@@ -42,8 +46,24 @@ class WeightConverter:
         for name, parameter in self._local(model).items():
             binding = self.names.binding(name)
             group = self._tensor_group(binding)
+            if is_of_head(binding.hf_names[0]) and not self._reads_heads:
+                parameter.copy_(self._drawn(binding, parameter, group))
+                continue
             whole = [weights.tensor(hf_name) for hf_name in binding.hf_names]
             parameter.copy_(binding.layout.from_hf(whole, group.rank(), group.size()))
+
+    def _drawn(self, binding: Binding, like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """A head's parameter where the checkpoint has no heads: norms are 1, matrices normal; as its name says, and
+        the same for every layout."""
+        if like.dim() == 1 and not binding.hf_names[0].endswith("bias"):
+            return torch.ones_like(like)
+        shapes = [t.shape for t in binding.layout.to_hf([like.to("meta", torch.float32)] * group.size())]
+        whole = []
+        for hf_name, shape in zip(binding.hf_names, shapes, strict=True):
+            generator = torch.Generator().manual_seed(zlib.crc32(hf_name.encode()))
+            deviation = 0.0 if hf_name.endswith("bias") else self._spread
+            whole.append(deviation * torch.randn(shape, generator=generator))
+        return binding.layout.from_hf(whole, group.rank(), group.size())
 
     def export(
         self, model: PolicyModel, value: Callable[[torch.nn.Parameter], torch.Tensor], dtype: torch.dtype

@@ -7,6 +7,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from miles.arguments.loss import LossArguments
+from miles.arguments.megatron import MegatronArguments
 from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
 from miles.training.megatron.forward_backward import forward_backward, values_of
@@ -22,12 +23,14 @@ class MegatronCritic:
         model: DistributedDataParallel,
         optimizer: MegatronOptimizer,
         loss: LossArguments,
+        sizes: MegatronArguments,
         ranks: Ranks,
         device: torch.device,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
+        self.sizes = sizes
         self.ranks = ranks
         self.device = device
 
@@ -35,7 +38,7 @@ class MegatronCritic:
         return values_of(self.model.module, shard, self.ranks, self.device)
 
     def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
-        return forward_backward(self.model, shard, self.loss, self.ranks, self.device)
+        return forward_backward(self.model, shard, self.loss, self.sizes, self.ranks, self.device)
 
     def optimizer_step(self) -> dict[str, Metric]:
         return self.optimizer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miles.arguments.loss import LossArguments
+from miles.arguments.megatron import MegatronArguments
 from miles.batching.collate import collate, split_by_sample
 from miles.loss.aggregation import is_per_token
 from miles.loss.output import LossOutput, reported
@@ -21,16 +24,24 @@ from miles.loss.sft_loss import sft_loss_function
 from miles.loss.value_loss import value_loss_function
 from miles.tracking.metrics import Metric
 from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
+from miles.training.megatron.auxiliary import AuxiliaryStep
 from miles.training.megatron.loss_contract import AveragingContract, Handed, LossContract, TokenContract
 from miles.training.megatron.loss_mass import take_mass
+from miles.training.megatron.mtp import NextTokens
 from miles.training.megatron.packed_tokens import PackedTokens
 from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks
+from miles.training.megatron.router import RoutedTokens
 from miles.training.megatron.value_model import ValueModel
 
 
 def forward_backward(
-    model: DistributedDataParallel, shard: TrainShard, loss: LossArguments, ranks: Ranks, device: torch.device
+    model: DistributedDataParallel,
+    shard: TrainShard,
+    loss: LossArguments,
+    sizes: MegatronArguments,
+    ranks: Ranks,
+    device: torch.device,
 ) -> dict[str, Metric]:
     """Backward through every micro-batch. The metrics are the step's, the same on every rank.
 
@@ -44,13 +55,19 @@ def forward_backward(
             for metrics, tokens in scored.run(partial(_metrics_of, loss), forward_only=True):
                 _add(totals, metrics)
                 scored_tokens += tokens
-    trained = Pass(model.module, shard, shard.micro_batches, ranks, device)
     contract: LossContract = AveragingContract(len(shard.micro_batches), ranks.dp.size())
     if model.config.calculate_per_token_loss:
         contract = TokenContract(shard.batch.num_loss_tokens, scored_tokens)
+    auxiliary: AuxiliaryStep | None = None
+    if sizes.has_auxiliary_loss:
+        assert not shard.score_only, "an auxiliary loss gives every sample a gradient"
+        auxiliary = replace(AuxiliaryStep.of(shard, sizes, ranks, device), attached=contract.attached)
+    trained = Pass(model.module, shard, shard.micro_batches, ranks, device, auxiliary)
     for metrics in trained.run(partial(_share_of_loss, loss, contract), model=model):
         _add(totals, metrics)
-    return _reduce(totals, take_mass(model, ranks), shard, loss, ranks, device)
+    found = _reduce(totals, take_mass(model, ranks), shard, loss, ranks, device)
+    inside = auxiliary.metrics(layers_with_experts(model.config)) if auxiliary is not None else {}
+    return found | (inside if shard.batch.num_loss_tokens else {})
 
 
 class Pass:
@@ -63,8 +80,10 @@ class Pass:
         micro_batches: Sequence[MicroBatchPlan],
         ranks: Ranks,
         device: torch.device,
+        auxiliary: AuxiliaryStep | None = None,
     ) -> None:
         self.policy = policy
+        self.auxiliary = auxiliary
         self.shard = shard
         self.micro_batches = micro_batches
         self.ranks = ranks
@@ -77,9 +96,10 @@ class Pass:
         gradients are wanted.
         """
 
-        def forward_step(data: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-            micro = next(data)
-            tokens = PackedTokens.of(micro, multiple=self._multiple())
+        def forward_step(
+            data: Iterator[tuple[MicroBatch, PackedTokens]], stage: torch.nn.Module
+        ) -> tuple[torch.Tensor, Any]:
+            micro, tokens = next(data)
             assert tokens.input_ids is not None and tokens.position_ids is not None
             hidden = stage(tokens.input_ids[None], tokens.position_ids[None], None, packed_seq_params=tokens)
             return hidden, partial(loss_function, self.policy, micro)
@@ -94,14 +114,39 @@ class Pass:
             forward_only=forward_only,
         )
 
-    def _collated(self) -> Iterator[MicroBatch]:
+    def _collated(self) -> Iterator[tuple[MicroBatch, PackedTokens]]:
+        heads = self.auxiliary.sizes.mtp_heads if self.auxiliary is not None else 0
         for plan in self.micro_batches:
             context = self.ranks.context.of(plan.context_parallel_size)
-            yield collate(self.shard.batch, plan.samples, self.device, context)
+            # The tokens after the end of a prompt, which heads are given, differ from sample to sample.
+            micro = collate(self.shard.batch, plan.samples, self.device, context, share_prompts=not heads)
+            tokens = PackedTokens.of(micro, self._multiple())
+            if self.auxiliary is not None:
+                self._add_auxiliary(tokens, micro, self.auxiliary)
+            if heads:
+                tokens.ahead = NextTokens.of(
+                    self.shard.batch, plan.samples, context, heads, self._multiple(), self.device
+                )
+            yield micro, tokens
+
+    def _add_auxiliary(self, tokens: PackedTokens, micro: MicroBatch, auxiliary: AuxiliaryStep) -> None:
+        tokens.auxiliary = auxiliary
+        if auxiliary.sizes.has_router_loss:
+            assert tokens.input_ids is not None
+            shared = self.ranks.tp if self.policy.config.sequence_parallel else None
+            tokens.routed = RoutedTokens.of(micro, auxiliary, len(tokens.input_ids), shared)
 
     def _multiple(self) -> int:
         config = self.policy.config
         return config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+
+def layers_with_experts(config: TransformerConfig) -> int:
+    """Of the whole model, heads of multi-token prediction among them."""
+    if not config.num_moe_experts:
+        return 0
+    assert isinstance(config.moe_layer_freq, list)
+    return sum(config.moe_layer_freq) + (config.mtp_num_layers or 0) * config.moe_layer_freq[-1]
 
 
 def _share_of_loss(

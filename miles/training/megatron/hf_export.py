@@ -16,16 +16,26 @@ from miles.weight_sync.chunks import in_chunks
 FILE_BYTES = 4 * 1024**3
 
 
-def export_hf(folder: Path, source: str, weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
+def export_hf(
+    folder: Path,
+    source: str,
+    weights: Iterator[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+    config_entries: dict[str, int],
+) -> None:
     """Write safetensors files with their index, config.json and generation_config.json.
 
-    Every rank gathers, rank 0 writes, and holds at most one file's tensors. The configs are those of ``source``.
+    Every rank gathers, rank 0 writes, and holds at most one file's tensors. The configs are those of ``source``, with
+    ``config_entries`` where they are not 0, or no longer what ``source`` says.
     """
     writes = dist.get_rank() == 0
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         config = AutoConfig.from_pretrained(source)
         config.dtype = dtype
+        for name, value in config_entries.items():
+            if value or hasattr(config, name):
+                setattr(config, name, value)
         config.save_pretrained(folder)
         if (Path(source) / "generation_config.json").is_file():
             GenerationConfig.from_pretrained(source).save_pretrained(folder)

@@ -20,13 +20,11 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
+from miles.training.megatron.mtp import mtp_spec
 from miles.training.megatron.packed_tokens import PackedCoreAttention
+from miles.training.megatron.router import BalancedRouter, RoutedLayer
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -47,6 +45,14 @@ def decoder_spec(config: TransformerConfig, pp_rank: int) -> TransformerBlockSub
     return TransformerBlockSubmodules(layer_specs=layers[first : first + count], layer_norm=RMSNorm)
 
 
+def heads_spec(config: TransformerConfig) -> Any:
+    """The heads of multi-token prediction, each with a layer like the decoder's last; None without heads."""
+    if not config.mtp_num_layers:
+        return None
+    last = config.moe_layer_freq[-1] if config.num_moe_experts else 0  # type: ignore[index]
+    return mtp_spec(_layer_spec(config, bool(last)), RMSNorm, config.mtp_num_layers)
+
+
 def _layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     head_norm: type = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
@@ -57,7 +63,7 @@ def _layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
         k_layernorm=head_norm,
     )
     return ModuleSpec(
-        module=TransformerLayer,
+        module=RoutedLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
@@ -83,6 +89,8 @@ def _dense_spec() -> ModuleSpec:
 
 
 def _expert_spec(config: TransformerConfig) -> ModuleSpec:
-    return get_moe_module_spec_for_backend(
+    spec = get_moe_module_spec_for_backend(
         backend=LocalSpecProvider(), num_experts=config.num_moe_experts, moe_grouped_gemm=False
     )
+    spec.submodules.router = BalancedRouter
+    return spec

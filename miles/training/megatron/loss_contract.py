@@ -23,6 +23,11 @@ Handed = tuple[torch.Tensor | Metrics, ...]  # what the schedule's loss function
 class LossContract(Protocol):
     """Made for one pass over the micro-batches of a step; called once a micro-batch, in order."""
 
+    @property
+    def attached(self) -> float:
+        """What a loss is multiplied by that does not pass through the schedule (auxiliary.py)."""
+        ...
+
     def __call__(self, output: LossOutput, micro: MicroBatch) -> Handed:
         """The tuple of this contract."""
         ...
@@ -37,6 +42,10 @@ class AveragingContract:
 
     num_micro_batches: int
     dp_size: int
+
+    @property
+    def attached(self) -> float:
+        return 1.0 / average_of_ddp(self.dp_size)
 
     def __call__(self, output: LossOutput, micro: MicroBatch) -> Handed:
         average = average_of_schedule(self.num_micro_batches) * average_of_ddp(self.dp_size)
@@ -55,6 +64,10 @@ class TokenContract:
 
     num_loss_tokens: int
     scored_tokens: int
+
+    @property
+    def attached(self) -> float:
+        return float(self.num_loss_tokens)
 
     def __call__(self, output: LossOutput, micro: MicroBatch) -> Handed:
         tokens = micro.loss_mask.sum().int() + self.scored_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -20,6 +20,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miles.train_batch import MicroBatch
 from miles.training.packed_attention import PackedLayout, packed_attention
+
+if TYPE_CHECKING:
+    from miles.training.megatron.auxiliary import AuxiliaryStep
+    from miles.training.megatron.mtp import NextTokens
+    from miles.training.megatron.router import RoutedTokens
 
 
 @dataclass
@@ -33,6 +38,9 @@ class PackedTokens(PackedSeqParams):
     input_ids: torch.Tensor | None = None  # int64 [T + padding], of the tokens on this rank
     position_ids: torch.Tensor | None = None  # int64 [T + padding]
     padding: int = 0
+    auxiliary: AuxiliaryStep | None = None  # where auxiliary losses are trained on
+    routed: RoutedTokens | None = None  # for the routers
+    ahead: NextTokens | None = None  # for the heads of multi-token prediction
 
     @classmethod
     def of(cls, micro: MicroBatch, multiple: int) -> PackedTokens:

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from miles.training.megatron.tensor_layouts import GateUp, QueryKeyValue, Replicated, Split, TensorLayout, Vocabulary
+from miles.training.megatron.tensor_layouts import (
+    GateUp,
+    QueryKeyValue,
+    Replicated,
+    Split,
+    SwappedColumns,
+    TensorLayout,
+    Vocabulary,
+)
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+# Of heads of multi-token prediction, as the checkpoints of MiMo-7B, a Qwen2 with such heads, name and order them: there
+# the hidden state comes first in the projection, in Megatron the embedding.
+MTP_HF = "model.mtp_layers."
+MTP_OWN: dict[str, tuple[str, TensorLayout]] = {
+    "enorm.weight": ("token_layernorm.weight", Replicated()),
+    "hnorm.weight": ("hidden_layernorm.weight", Replicated()),
+    "eh_proj.weight": ("input_proj.weight", SwappedColumns()),
+    "final_layernorm.weight": ("final_layernorm.weight", Replicated()),
+}
 
 
 @dataclass(frozen=True)
@@ -65,11 +82,26 @@ class ParameterNames:
 
     def binding(self, name: str) -> Binding:
         """Of the parameter ``name``, with layer and expert numbers of the whole model."""
+        of_head = re.fullmatch(r"mtp\.layers\.(\d+)\.(?:(?:transformer|mtp_model)_layer\.)?(.*)", name)
+        if of_head:
+            return self._of_head(of_head[1], of_head[2])
         for pattern, make in self._patterns:
             match = re.fullmatch(pattern, name)
             if match:
                 return make(*match.groups())  # type: ignore[call-arg]
         raise AssertionError(f"{name} has no Hugging Face name")
+
+    def _of_head(self, number: str, rest: str) -> Binding:
+        if rest in MTP_OWN:
+            hf_name, layout = MTP_OWN[rest]
+            return Binding((f"{MTP_HF}{number}.{hf_name}",), layout)
+        like = self.binding(f"decoder.layers.{number}.{rest}")
+        return replace(like, hf_names=tuple(n.replace("model.layers.", MTP_HF, 1) for n in like.hf_names))
+
+
+def is_of_head(hf_name: str) -> bool:
+    """Whether a Hugging Face tensor belongs to a head of multi-token prediction."""
+    return hf_name.startswith(MTP_HF)
 
 
 def _layer(rest: str) -> str:
@@ -85,5 +117,5 @@ def _binding(layout: TensorLayout, *templates: str, is_expert: bool = False) -> 
 
 def global_name(name: str, first_layer: int, first_expert: int) -> str:
     """The local name ``decoder.layers.0…`` with the numbers that layer and expert have in the whole model."""
-    name = re.sub(r"(?<=layers\.)\d+", lambda match: str(int(match[0]) + first_layer), name)
+    name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda match: str(int(match[0]) + first_layer), name)
     return re.sub(r"(?<=local_experts\.)\d+", lambda match: str(int(match[0]) + first_expert), name)

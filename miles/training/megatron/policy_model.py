@@ -15,8 +15,9 @@ from transformers import PretrainedConfig
 
 from miles.arguments.megatron_shape import vocabulary_shape
 from miles.train_batch import MicroBatch
-from miles.training.megatron.layer_spec import decoder_spec
-from miles.training.megatron.packed_tokens import PackedRotaryEmbedding
+from miles.training.megatron.auxiliary import attach
+from miles.training.megatron.layer_spec import decoder_spec, heads_spec
+from miles.training.megatron.packed_tokens import PackedRotaryEmbedding, PackedTokens
 from miles.training.megatron.process_groups import Ranks
 from miles.training.megatron.rope_frequencies import inverse_frequencies
 from miles.training.megatron.vocab_parallel import vocab_parallel_log_probs
@@ -50,6 +51,7 @@ class PolicyModel(GPTModel):
             post_process=ranks.is_last_stage,
             share_embeddings_and_output_weights=not vocabulary["untie_embeddings_and_output_weights"],
             position_embedding_type="rope",
+            mtp_block_spec=heads_spec(config) if ranks.is_last_stage else None,
         )
         self.rotary_pos_emb = PackedRotaryEmbedding(inverse_frequencies(hf_config))
         self.tokens_in_vocabulary = vocabulary["vocab_size"]
@@ -59,27 +61,65 @@ class PolicyModel(GPTModel):
         # The scalar of loss/canary.py is reduced like every parameter, in fp32.
         self.canary = torch.nn.Parameter(torch.zeros(1)) if with_canary and ranks.is_last_stage else None
 
-    def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def _postprocess(
+        self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: PackedTokens, **given: Any
+    ) -> torch.Tensor:
         """Megatron's own would compute the logits of every token here."""
-        return hidden_states
+        if not self.mtp_process or not torch.is_grad_enabled():
+            return hidden_states
+        everything = self.mtp(
+            input_ids=given["input_ids"],
+            position_ids=given["position_ids"],
+            hidden_states=hidden_states,
+            attention_mask=None,
+            rotary_pos_emb=given["rotary_pos_emb"],
+            packed_seq_params=packed_seq_params,
+            embedding=self.embedding,
+        )
+        own, *of_heads = everything.chunk(1 + self.config.mtp_num_layers)
+        return attach(own, self._mtp_loss(of_heads, packed_seq_params))
+
+    def _mtp_loss(self, of_heads: list[torch.Tensor], packed: PackedTokens) -> torch.Tensor:
+        """This rank's share of the loss of mtp.py, as it is to be attached."""
+        ahead, step = packed.ahead, packed.auxiliary
+        assert ahead is not None and step is not None
+        mean = torch.zeros((), device=of_heads[0].device)
+        for hidden, targets, mask, count in zip(of_heads, ahead.targets, ahead.mask, step.mtp_targets, strict=True):
+            index = mask.nonzero()[:, 0]
+            log_probs, _ = self._log_probs(hidden, index, targets[index], temperature=1.0)
+            mean = mean - log_probs.sum() / (max(count, 1.0) * len(of_heads))
+        if self.pg_collection.tp.rank() == 0:  # the others have the same
+            step.saw_mtp(mean)
+        return step.attached * step.sizes.mtp_loss_scaling_factor * mean
 
     def score(
         self, hidden_states: torch.Tensor, micro: MicroBatch, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs of ``micro.targets`` under softmax(logits / temperature), and the entropy if asked; fp32 [R]."""
+        return self._log_probs(hidden_states, micro.logit_index, micro.targets, self.temperature, with_entropy)
+
+    def _log_probs(
+        self,
+        hidden_states: torch.Tensor,
+        index: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        with_entropy: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Of ``targets`` [R] at the positions ``index`` [R] of ``hidden_states`` [T, 1, H]."""
         tp = self.pg_collection.tp
         if self.config.sequence_parallel:
             # Its backward sums the ranks' gradients, of which each has the part of its own vocabulary.
             whole = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=tp)
-            chosen = whole[:, 0][micro.logit_index]
+            chosen = whole[:, 0][index]
         else:
-            chosen = copy_to_tensor_model_parallel_region(hidden_states[:, 0][micro.logit_index], group=tp)
+            chosen = copy_to_tensor_model_parallel_region(hidden_states[:, 0][index], group=tp)
         return vocab_parallel_log_probs(
             chosen,
             self.head_weight(),
-            micro.targets,
+            targets,
             first_token=tp.rank() * self.vocab_size // tp.size(),
-            temperature=self.temperature,
+            temperature=temperature,
             chunk_size=self.chunk_size,
             group=tp,
             with_entropy=with_entropy,

@@ -49,6 +49,19 @@ class Split:
 
 
 @dataclass(frozen=True)
+class SwappedColumns:
+    """Cut by rows, with the two halves of the columns in the other order."""
+
+    def from_hf(self, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
+        first, second = tensors[0].chunk(size)[rank].chunk(2, 1)
+        return torch.cat([second, first], 1)
+
+    def to_hf(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        first, second = torch.cat(list(shards)).chunk(2, 1)
+        return [torch.cat([second, first], 1)]
+
+
+@dataclass(frozen=True)
 class Vocabulary:
     """Rows of the embedding or the head, of ``tokens`` tokens; zeros fill them up to a multiple of the ranks."""
 

@@ -26,7 +26,7 @@ def transformer_config(
     experts: dict[str, Any] = {}
     if "num_moe_experts" in shape:
         experts = {
-            "moe_router_load_balancing_type": "none",
+            "moe_router_load_balancing_type": "none",  # router.py has the losses
             "expert_model_parallel_size": sizes.expert_model_parallel_size,
             "expert_tensor_parallel_size": sizes.expert_tensor_parallel_size,
         }

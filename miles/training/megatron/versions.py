@@ -30,6 +30,11 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(release)
 
 
+def mtp_layer_name() -> str:
+    """What the decoder layer in a head of multi-token prediction is called, in its spec and in parameter names."""
+    return "transformer_layer" if megatron_version() < (0, 17) else "mtp_model_layer"
+
+
 def average_of_schedule(num_micro_batches: int) -> float:
     """What the schedule multiplies a two-tuple's loss by, at Megatron's own context-parallel size of 1.
 

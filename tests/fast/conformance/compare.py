@@ -56,7 +56,12 @@ def wanted(case: Case, model: Any, samples: Sequence[OracleSample]) -> tuple[dic
 
 def differences(result: Any, gradients: dict[str, torch.Tensor], metrics: dict[str, float]) -> list[str]:
     """What is further from the oracle than fp32 explains, in words; empty where nothing is."""
-    found = gradient_differences(result.gradients, gradients)
+    return distance(result, gradients, metrics)[1]
+
+
+def distance(result: Any, gradients: dict[str, torch.Tensor], metrics: dict[str, float]) -> tuple[float, list[str]]:
+    """The largest error of a parameter's gradient, relative, and what is further off than fp32 explains, in words."""
+    worst, found = gradient_distance(result.gradients, gradients)
     reported = {name: value for name, value in result.metrics.items() if name not in OF_THE_RUN}
     skipped = "skipped_steps" in result.metrics
     expected = {} if skipped else metrics | {"grad_norm": norm_of(gradients)}
@@ -65,20 +70,27 @@ def differences(result: Any, gradients: dict[str, torch.Tensor], metrics: dict[s
     for name in expected.keys() & reported.keys():
         if not abs(reported[name] - expected[name]) <= BOUND * max(abs(expected[name]), 0.05):
             found.append(f"{name}: {reported[name]:.8g} for {expected[name]:.8g}")
-    return found
+    return worst, found
 
 
 def gradient_differences(result: dict[str, Any], gradients: dict[str, torch.Tensor]) -> list[str]:
     """The gradients that are further from the oracle's than fp32 explains, in words."""
+    return gradient_distance(result, gradients)[1]
+
+
+def gradient_distance(result: dict[str, Any], gradients: dict[str, torch.Tensor]) -> tuple[float, list[str]]:
+    """``distance`` of the gradients alone."""
     assert result.keys() == gradients.keys()
     norm = norm_of(gradients) if gradients else 0.0
-    found = []
+    found, worst = [], 0.0
     for name, gradient in gradients.items():
         # A gradient much smaller than the whole is rounding of the larger ones.
         error = (torch.from_numpy(result[name]).double() - gradient).norm().item()
-        if not error <= BOUND * max(gradient.norm().item(), 0.05 * norm, 1e-7):  # NaN is a difference
+        scale = max(gradient.norm().item(), 0.05 * norm, 1e-7)
+        worst = max(worst, error / scale)
+        if not error <= BOUND * scale:  # NaN is a difference
             found.append(f"gradient of {name}: off by {error:.2e} of {gradient.norm().item():.2e}")
-    return found
+    return worst, found
 
 
 def norm_of(gradients: dict[str, torch.Tensor]) -> float:

@@ -4,12 +4,14 @@ import asyncio
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from miles.engine.base import GenerationRequest, SamplingParams, WeightChunk
@@ -34,6 +36,9 @@ CONFIGS = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
+    ),
 }
 PROMPTS = [(5, 6, 7), (9,), tuple(range(20, 37)), (5, 6, 8), (1, 2)]
 
@@ -272,6 +277,25 @@ def test_weight_updates_name_what_is_wrong(llama_path):
         update({**weights, name: weights[name].T})
     update(weights)
     assert asyncio.run(engine.health()) is True
+
+
+def test_experts_may_come_one_by_one(tmp_path):
+    """As a checkpoint has them; transformers keeps those of a layer in one tensor."""
+    torch.manual_seed(2)
+    config = CONFIGS["qwen3_moe"]
+    first, other = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+    first.save_pretrained(tmp_path / "first")
+    other.save_pretrained(tmp_path / "other")
+    saved = load_file(tmp_path / "other" / "model.safetensors")
+    engine, reqs = make_engine(str(tmp_path / "first")), requests(SamplingParams(6))
+    with pytest.raises(ValueError, match="lacks model.layers.1.mlp.experts.gate_up_proj"):
+        incomplete = {n: t for n, t in saved.items() if n != "model.layers.1.mlp.experts.3.up_proj.weight"}
+        asyncio.run(engine.update_weights([WeightChunk(incomplete)], 1))
+    with pytest.raises(ValueError, match="experts.4.up_proj"):
+        unknown = {"model.layers.0.mlp.experts.4.up_proj.weight": torch.zeros(16, 32)}
+        asyncio.run(engine.update_weights([WeightChunk(saved | unknown)], 1))
+    asyncio.run(engine.update_weights([WeightChunk(saved)], 1))
+    assert responses(engine, reqs) == responses(make_engine(str(tmp_path / "other")), reqs)
 
 
 def test_requests_that_cannot_be_served_are_refused(llama_path):

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from auxiliary_checks import MTP
+from auxiliary_oracle import with_heads
 from cases import FIXED
 from layouts import CPU, LAYOUTS, MODELS, ONE, SHARDED, Layout, Stand, make_backend, shard_of, weights
 from state_checks import ADAM, PLAIN, _batch, _train
@@ -56,6 +58,7 @@ CHANGES = (
     Change("odd", "one", ("tp2",)),
     Change("qwen3_moe", "tp2 with sp, ep2", ("one", "ep2")),
     Change("qwen3_moe", "ep2 with cp2", ("tp2 with sp, ep2",)),
+    Change(with_heads("untied"), "tp2 with sp, pp2", ("dp2, distributed optimizer",)),
     Change("qwen3", "bf16, dp2", ("bf16, dp2, distributed optimizer", "one")),
     Change("qwen3", "bf16, dp2, distributed optimizer", ("bf16, dp2",)),
 )
@@ -63,7 +66,8 @@ LAUNCHER = {"rollouts_done": 2, "prompts": {"position": [3, 1]}}
 
 
 def _backend(stand: Stand, model: str) -> MegatronBackend:
-    return make_backend(stand, model, PLAIN, **ADAM)
+    auxiliary = MTP if model == with_heads("untied") else None
+    return make_backend(stand, model, PLAIN, auxiliary=auxiliary, **ADAM)
 
 
 def saves(stand: Stand) -> None:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from cases import BATCHES, FULL, MODES, Case, Row, groups_of, loss_of, rows_of
 from cases import Layout as AnyLayout
-from compare import differences, off_policy, samples_of, wanted
-from layouts import LAYOUTS, Stand, gradients, make_backend, plain_model, shard_of
+from compare import distance, off_policy, samples_of, wanted
+from layouts import LAYOUTS, Stand, gradients, make_backend, note, plain_model, shard_of
 
 from miles.arguments.loss import LossArguments
 from miles.loss.policy_loss import samples_with_gradient
@@ -45,11 +45,11 @@ def expectations(folder: Path) -> dict[str, list[Expected]]:
             alone = off_policy(Case(BATCHES["one sample"], loss_of(mode, **FULL), ANYWHERE), oracle)
             for case in (full, plain, alone):
                 gradient, metrics = wanted(case, oracle, samples_of(case))
-                found.setdefault(name, []).append(Expected(case, _by_expert(gradient), metrics))
+                found.setdefault(name, []).append(Expected(case, by_expert(gradient), metrics))
     return found
 
 
-def _by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """transformers keeps the experts of a layer in one parameter; a checkpoint has them one by one."""
     found: dict[str, torch.Tensor] = {}
     for name, gradient in gradients.items():
@@ -100,15 +100,22 @@ def conforms(stand: Stand, model: str, contract: str, expected: list[Expected]) 
             if abs(result.metrics["grad_norm"] - norm) > 1e-5 * norm:
                 found.append(f"grad_norm {result.metrics['grad_norm']} for {norm}")
             result.metrics["grad_norm"] = torch.stack([g.norm() for g in given.values()]).norm().item()
-        found += [f"{each.case.loss.loss_aggregation}: {line}" for line in differences(result, given, each.metrics)]
+        worst, lines = distance(result, given, each.metrics)
+        note(stand, f"{model}, {contract}", worst)
+        found += [f"{each.case.loss.loss_aggregation}: {line}" for line in lines]
     return "\n".join(found)
 
 
 def _run(backend: Any, case: Case) -> Result:
+    return run_step(backend, case, batch_of(case))
+
+
+def run_step(backend: Any, case: Case, batch: TrainBatch) -> Result:
+    """One step through the production path, whose optimizer is to leave the weights alone."""
     backend.settings = replace(backend.settings, loss=case.loss)
-    batch = batch_of(case)
     # The canary is to see every token; elsewhere samples without an advantage are scored and not trained on.
-    has_gradient = samples_with_gradient(case.loss, batch.rewards)
+    only_policy = not backend.settings.megatron.has_auxiliary_loss
+    has_gradient = samples_with_gradient(case.loss, batch.rewards) if only_policy else None
     shard: TrainShard = shard_of(backend, batch, has_gradient, watch_mass=case.off_policy)
     recorded = Recorded(backend)
     (metrics,) = train_rollout(recorded, [shard], False, backend.settings.token_ranks)  # type: ignore[arg-type]

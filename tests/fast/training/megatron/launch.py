@@ -1,7 +1,8 @@
 """Runs the checks of every layout on real ranks over gloo: ``python launch.py FOLDER [LAYOUT...]``.
 
-Results: FOLDER/results.json, what failed by layout and check. The ranks are forked from one process that has imported
-everything and asked the oracle, as both cost far more than the checks.
+Results: FOLDER/results.json, what failed by layout and check; FOLDER/measured.json, the distances from the oracle. The
+ranks are forked from one process that has imported everything and asked the oracle, as both cost far more than the
+checks.
 """
 
 from __future__ import annotations
@@ -24,17 +25,21 @@ from miles.training.megatron.cpu_support import support_cpu
 
 support_cpu()
 
-import conformance_checks  # noqa: E402  # Megatron is imported from here on
+import auxiliary_checks  # noqa: E402  # Megatron is imported from here on
+import conformance_checks  # noqa: E402
 import critic_checks  # noqa: E402
 import state_checks  # noqa: E402
-from layouts import LAYOUTS, Stand, save_models  # noqa: E402
+from layouts import LAYOUTS, MEASURED, Stand, save_models  # noqa: E402
 
 DEADLINE = timedelta(seconds=120)
 Check = Callable[[Stand], "str | None"]
 
 
 def checks_of(
-    name: str, expected: dict[str, list[conformance_checks.Expected]], of_critic: critic_checks.Expectations
+    name: str,
+    expected: dict[str, list[conformance_checks.Expected]],
+    of_critic: critic_checks.Expectations,
+    auxiliary: auxiliary_checks.Oracle,
 ) -> dict[str, Check]:
     """Every check of the layout ``name``: each raises, or returns what is wrong."""
     found: dict[str, Check] = {check.__name__: check for check in state_checks.OF_LAYOUT.get(name, ())}
@@ -43,8 +48,7 @@ def checks_of(
             found[f"{model}, {contract}"] = partial(
                 conformance_checks.conforms, model=model, contract=contract, expected=expected[model]
             )
-    found |= critic_checks.checks_of(name, of_critic)
-    return found
+    return found | critic_checks.checks_of(name, of_critic) | auxiliary_checks.checks_of(name, auxiliary)
 
 
 def _run_rank(stand: Stand, checks: dict[str, Check]) -> None:
@@ -62,11 +66,14 @@ def _run_rank(stand: Stand, checks: dict[str, Check]) -> None:
         if stand.rank == 0:
             print(f"{stand.name}: {name}: {time.perf_counter() - started:.1f} s", flush=True)
     (stand.folder / f"{stand.name} {stand.rank}.json").write_text(json.dumps(outcomes))
+    (stand.folder / f"{stand.name} {stand.rank} measured.json").write_text(json.dumps(MEASURED))
     dist.destroy_process_group()
 
 
-def _run_layout(folder: Path, name: str, checks: dict[str, Check]) -> dict[str, str]:
-    """What failed of each check, empty where all ranks agree that it holds."""
+def run_layout(
+    folder: Path, name: str, checks: dict[str, Check], together: Callable[[list[str]], str] = "".join
+) -> dict[str, str]:
+    """What failed of each check, empty where all ranks agree that it holds: the ranks' words, put ``together``."""
     for leftover in (*folder.glob(f"{name} ?.json"), folder / f"store of {name}"):
         leftover.unlink(missing_ok=True)  # the layout may have run before
     fork = multiprocessing.get_context("fork")
@@ -81,21 +88,28 @@ def _run_layout(folder: Path, name: str, checks: dict[str, Check]) -> dict[str, 
             waiting.pop(sentinel).join()  # type: ignore[arg-type]
     for process in ranks:
         process.kill()
-    found = dict.fromkeys(checks, "")
+    said: dict[str, list[str]] = {check: [] for check in checks}
     for stand in stands:
         report = folder / f"{name} {stand.rank}.json"
         outcomes = json.loads(report.read_text()) if report.exists() else {}
-        for check in found:
-            found[check] += outcomes.get(check, f"rank {stand.rank} of {name} did not finish\n")
-    return found
+        for check, words in said.items():
+            words.append(outcomes.get(check, f"rank {stand.rank} of {name} did not finish\n"))
+    return {check: together(words) for check, words in said.items()}
 
 
 def main(folder: Path, names: list[str]) -> None:
     save_models(folder)
+    auxiliary_checks.save_models(folder)
     expected = conformance_checks.expectations(folder)
     of_critic = critic_checks.expectations(folder)
-    results = {name: _run_layout(folder, name, checks_of(name, expected, of_critic)) for name in names or LAYOUTS}
+    auxiliary = auxiliary_checks.Oracle(folder)
+    results = {
+        name: run_layout(folder, name, checks_of(name, expected, of_critic, auxiliary)) for name in names or LAYOUTS
+    }
     (folder / "results.json").write_text(json.dumps(results))
+    files = {name: folder / f"{name} 0 measured.json" for name in results}
+    measured = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+    (folder / "measured.json").write_text(json.dumps(measured))
 
 
 if __name__ == "__main__":

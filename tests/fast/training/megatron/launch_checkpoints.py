@@ -12,15 +12,17 @@ import launch  # prepares the process for Megatron, which is imported from here 
 
 # isort: split
 import checkpoint_checks
+from auxiliary_oracle import save_with_heads
 from layouts import save_models
 
 
 def main(folder: Path) -> None:
     save_models(folder)
+    save_with_heads(folder, "untied")
     results: dict[str, dict[str, str]] = {}
 
     def run(title: str, layout: str, *checks: Callable[..., Any]) -> None:
-        results[title] = launch._run_layout(folder, layout, {check.__name__: check for check in checks})
+        results[title] = launch.run_layout(folder, layout, {check.__name__: check for check in checks})
 
     for name, checks in checkpoint_checks.SAVING.items():
         run(f"{name}: saved", name, *checks)

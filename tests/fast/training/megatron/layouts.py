@@ -131,6 +131,15 @@ MODELS: dict[str, PretrainedConfig] = {
 }
 
 
+MEASURED: dict[str, dict[str, float]] = {}  # on this rank, by what was measured: distance from the oracle, and the norm
+
+
+def note(stand: Stand, what: str, distance: float, norm: float = 0.0) -> None:
+    """Keep the largest relative error of a gradient, and the last norm."""
+    known = MEASURED.get(what, {}).get("distance", 0.0)
+    MEASURED[what] = {"distance": max(known, distance), "norm": norm}
+
+
 def models_of(stand: Stand) -> list[str]:
     """All that the layout trains: less those with experts where it is refused for them, or for them only."""
     sizes = stand.layout.sizes
@@ -160,7 +169,12 @@ def plain_model(folder: Path, name: str, dtype: torch.dtype) -> Any:
 
 
 def make_backend(
-    stand: Stand, model: str, loss: LossArguments, total_steps: int = 10, **optimizer: Any
+    stand: Stand,
+    model: str,
+    loss: LossArguments,
+    total_steps: int = 10,
+    auxiliary: dict[str, Any] | None = None,
+    **optimizer: Any,
 ) -> MegatronBackend:
     """``loss.calculate_per_token_loss`` chooses Megatron's contract; the loss may be another one step by step."""
     layout = stand.layout
@@ -175,7 +189,7 @@ def make_backend(
         optimizer=OptimizerArguments(**optimizer),
         training=replace(layout.training, global_batch_size=7, train_backend="megatron"),
         parallel=layout.parallel,
-        megatron=layout.sizes,
+        megatron=replace(layout.sizes, **(auxiliary or {})),
         megatron_given=tuple(layout.given.items()),
         checkpoint=CheckpointArguments(),
         evaluation=EvaluationArguments(),

@@ -12,7 +12,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
-WRITTEN = 8  # layouts that write; checkpoint_checks.CHANGES
+WRITTEN = 9  # layouts that write; checkpoint_checks.CHANGES
 READ = 11
 
 

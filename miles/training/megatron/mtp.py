@@ -1,0 +1,108 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437 §2.2): heads that predict tokens further ahead.
+
+Head k (from 0) gets at position t the hidden state of head k - 1 (the decoder's, for the first) and the embedding of
+token t + k + 1, and predicts token t + k + 2. Megatron's module has the weights; which token is how far ahead is known
+where a micro-batch is packed, so no rank asks another for it, as Megatron's rolling of tensors would.
+
+The loss is ``--mtp-loss-scaling-factor`` times the mean over the heads of::
+
+    1 / (targets of head k in the step) * sum over the step's loss tokens with k + 2 tokens before them of -log p
+
+with p at temperature 1. Its gradient reaches the decoder, embedding and output head, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from miles.parallel.context_parallel import zigzag_positions
+from miles.parallel.groups import ContextGroup
+from miles.train_batch import TrainBatch
+from miles.training.megatron.versions import mtp_layer_name
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """For each head and each packed token of this rank, in the order of a micro-batch without shared prompts."""
+
+    inputs: torch.Tensor  # int64 [heads, T + padding]; 0 beyond a sample's end
+    targets: torch.Tensor  # int64 [heads, T]
+    mask: torch.Tensor  # bool [heads, T]: the target is a loss token
+
+    @classmethod
+    def of(
+        cls,
+        batch: TrainBatch,
+        samples: Sequence[int],
+        context: ContextGroup,
+        heads: int,
+        multiple: int,
+        device: torch.device,
+    ) -> NextTokens:
+        """``multiple`` as in ``PackedTokens.of``."""
+        columns = [_ahead(batch, i, context, heads) for i in samples] or [np.zeros((2, heads + 1, 1), np.int64)]
+        tokens, masks = np.concatenate(columns, axis=2)
+        ahead = torch.as_tensor(tokens, device=device)
+        padding = -ahead.shape[1] % multiple
+        return cls(
+            inputs=torch.nn.functional.pad(ahead[:-1], (0, padding)),
+            targets=ahead[1:],
+            mask=torch.as_tensor(masks[1:], device=device) > 0,
+        )
+
+
+def _ahead(batch: TrainBatch, sample: int, context: ContextGroup, heads: int) -> np.ndarray:
+    """Token and loss mask 1, 2, …, heads + 1 after each position; int64 [2, heads + 1, positions]."""
+    tokens = batch.tokens[sample]
+    prompt = len(tokens) - batch.response_lengths[sample]
+    mask = np.concatenate([np.zeros(prompt, np.int64), batch.loss_masks[sample].astype(np.int64)])
+    where = zigzag_positions(len(tokens), context.size, context.rank) + np.arange(1, heads + 2)[:, None]
+    inside = where < len(tokens)
+    where = np.minimum(where, len(tokens) - 1)
+    return np.stack([np.where(inside, tokens[where], 0), np.where(inside, mask[where], 0)])
+
+
+class PackedMtpLayer(MultiTokenPredictionLayer):
+    """Megatron's head, which is told the tokens ahead instead of rolling those at hand."""
+
+    def _get_embeddings(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        embedding: Any,
+        hidden_states: torch.Tensor,
+        **given: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        ahead = given["packed_seq_params"].ahead.inputs[self.layer_number - 1][None]
+        return input_ids, position_ids, embedding(input_ids=ahead, position_ids=position_ids), hidden_states
+
+    def _checkpointed_forward(self, forward_func: Any, *arguments: Any, **given: Any) -> torch.Tensor:
+        """Recomputation: Megatron's saves every argument for backward as a tensor, which the layout is not."""
+        assert not arguments
+        activations = given.pop("hidden_states"), given.pop("decoder_input")
+
+        def run(hidden_states: torch.Tensor, decoder_input: torch.Tensor) -> torch.Tensor:
+            return forward_func(hidden_states=hidden_states, decoder_input=decoder_input, **given)
+
+        return tensor_parallel.checkpoint(run, self.config.distribute_saved_activations, *activations)
+
+
+def mtp_spec(layer: ModuleSpec, norm: type, heads: int) -> MultiTokenPredictionBlockSubmodules:
+    """``heads`` of them, each around a decoder layer of its own."""
+    parts: dict[str, Any] = {"enorm": norm, "hnorm": norm, "layer_norm": norm, mtp_layer_name(): layer}
+    submodules = MultiTokenPredictionLayerSubmodules(eh_proj=ColumnParallelLinear, **parts)
+    head = ModuleSpec(module=PackedMtpLayer, submodules=submodules)
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[head] * heads)

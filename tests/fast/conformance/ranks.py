@@ -1,0 +1,69 @@
+"""The ranks that cases run on, from the side of those that send them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from tiny_llama import save_tiny_llama
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+WORLDS = (1, 2, 3, 4)
+SECONDS = 90  # a case takes well under one; a collective that hangs must not hang the suite
+
+
+class Ranks:
+    """Process groups of every size, each waiting for cases."""
+
+    def __init__(self, connections: dict[tuple[int, int], Connection], folder: Path) -> None:
+        self.folder = folder
+        self._connections = connections
+
+    def run(self, case: Any) -> Any:
+        """What rank 0 found; raises ``AssertionError`` with the traceback of a rank that failed."""
+        world = case.layout.ranks
+        members = [self._connections[world, rank] for rank in range(world)]
+        for connection in members:
+            connection.send(case)
+        answers = []
+        for rank, connection in enumerate(members):
+            assert connection.poll(SECONDS), f"rank {rank} of {world} did not answer within {SECONDS} s"
+            answers.append(connection.recv())
+        for rank, (outcome, found) in enumerate(answers):
+            assert outcome == "done", f"rank {rank} of {world}\n{found}"
+        return answers[0][1]
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.send(None)
+
+
+@contextmanager
+def started_ranks(folder: Path) -> Iterator[Ranks]:
+    """Ranks that find the models of their cases in ``folder``; the two dense ones are put there."""
+    for name in ("untied", "tied"):
+        save_tiny_llama(folder / name, tied=name == "tied")
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    address = str(folder / "line")
+    with Listener(address, backlog=sum(WORLDS)) as listener, (folder / "log").open("w") as log:
+        command = [sys.executable, str(HERE / "rank.py"), address, str(folder), *map(str, WORLDS)]
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        connections = {}
+        for _ in range(sum(WORLDS)):
+            connection = listener.accept()
+            connections[connection.recv()] = connection
+        ranks = Ranks(connections, folder)
+        yield ranks
+        ranks.close()
+        process.wait(SECONDS)

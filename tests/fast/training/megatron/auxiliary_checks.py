@@ -1,0 +1,225 @@
+"""The losses inside the model against their oracle, under both of Megatron's contracts, on one layout.
+
+Each case is run twice: with the policy loss, and where no sample has an advantage, so that the gradient is that of the
+auxiliary loss alone and an error in it cannot hide behind a larger one.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from auxiliary_oracle import HEADS, Heads, router_losses, save_with_heads, with_heads
+from cases import BATCHES, Case, groups_of, loss_of, rows_of
+from cases import Layout as AnyLayout
+from compare import BOUND, distance, samples_of
+from conformance_checks import CONTRACTS, Expected, by_expert, run_step
+from layouts import LAYOUTS, MODELS, TEMPERATURE, Stand, make_backend, note, plain_model, weights
+from oracle import OracleSample, objective
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from miles.arguments.megatron import MegatronArguments
+from miles.batching.schedule import schedule_step
+from miles.rollout.convert import convert
+from miles.train_batch import TrainBatch
+
+MTP = dict(mtp_num_layers=HEADS, enable_mtp_training=True, mtp_loss_scaling_factor=0.7)
+ROUTED = dict(moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.05)
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # the model, and what is trained beside the policy loss
+    "policy": ("untied", {}),  # nothing else
+    "aux_loss": ("qwen3_moe", ROUTED),
+    "seq_aux_loss": ("qwen3_moe", dict(moe_aux_loss_coeff=0.3, moe_router_load_balancing_type="seq_aux_loss")),
+    "mtp": ("untied", MTP),
+    "mtp and seq_aux_loss": ("qwen3_moe", MTP | ROUTED | dict(moe_router_load_balancing_type="seq_aux_loss")),
+}
+ROUTER = ("aux_loss", "seq_aux_loss")
+ALL = tuple(KINDS)[1:]
+BOTH = "mtp and seq_aux_loss"
+OF_LAYOUT: dict[str, tuple[str, ...]] = {
+    "one": ALL,
+    "one, recomputed": (BOTH,),
+    "dp2": ("seq_aux_loss", "mtp"),
+    "dp2, overlapped": (BOTH,),
+    "dp2, distributed optimizer": (BOTH,),
+    "tp2": ("mtp",),
+    "tp2 with sp": ALL,
+    "pp2": ("aux_loss", BOTH),
+    "cp2": ALL,
+    "ep2": ("aux_loss", BOTH),
+    "ep2 with cp2": ROUTER,
+    "dynamic cp": ("seq_aux_loss", "mtp"),
+    "tp2 with sp, cp2": ("aux_loss", "mtp"),
+    "pp2, cp2": (BOTH,),
+    "tp2 with sp, ep2": ("seq_aux_loss",),
+}
+HEADS_CONVERTED = {"one": "untied", "tp2": "untied", "pp2": "untied", "ep2": "qwen3_moe"}
+MODE = {"averages": "sample_mean", "counts tokens": "constant"}
+
+
+def save_models(folder: Path) -> None:
+    for name in sorted({model for model, _ in KINDS.values()}):
+        save_with_heads(folder, name)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch, and which of its samples are balanced together."""
+
+    case: Case
+    batch: TrainBatch
+    samples: list[OracleSample]
+    groups: list[list[int]]
+
+
+def _step(layout_name: str, contract: str, kind: dict[str, Any], with_policy: bool) -> Step:
+    spec = BATCHES["compacted" if with_policy else "masked"]
+    case = Case(spec, loss_of(MODE[contract]), AnyLayout("any", 1), seed=5)
+    rows = rows_of(case)
+    rollouts = len({row.sample.rollout_id for row in rows})
+    (batch,) = convert(groups_of(case, rows), loss=case.loss, global_batch_size=rollouts)
+    samples = samples_of(case)
+    if not with_policy:
+        batch = replace(batch, rewards=[0.0] * len(batch))
+        samples = [replace(s, advantage=0.0) for s in samples]
+    groups = [[i] for i in range(len(samples))]
+    if kind.get("moe_router_load_balancing_type", "aux_loss") == "aux_loss":
+        groups = _micro_batches(layout_name, batch, samples)
+    return Step(case, batch, samples, groups)
+
+
+def _micro_batches(layout_name: str, batch: TrainBatch, samples: Sequence[OracleSample]) -> list[list[int]]:
+    """Of all ranks. Those that share one have the same samples in it."""
+    place = {(s.rollout, tuple(s.tokens)): i for i, s in enumerate(samples)}
+    assert len(place) == len(samples)
+    layout = LAYOUTS[layout_name]
+    ranks = layout.ranks // layout.sizes.model_parallel_size
+    found: set[tuple[int, ...]] = set()
+    for shard in schedule_step(batch, ranks, layout.training, layout.parallel):
+        part = shard.batch
+        keys = [(r, tuple(t.tolist())) for r, t in zip(part.rollout_ids, part.tokens, strict=True)]
+        found |= {tuple(sorted(place[keys[i]] for i in plan.samples)) for plan in shard.micro_batches if plan.samples}
+    assert sorted(i for group in found for i in group) == list(range(len(samples)))
+    return [list(group) for group in sorted(found)]
+
+
+class Oracle:
+    """Models are read once; steps are asked for once each, in the process that ranks are forked from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.models: dict[Any, Any] = {}
+        self.known: dict[Any, Expected] = {}
+
+    def expected(self, layout_name: str, kind_name: str, contract: str, with_policy: bool) -> tuple[Step, Expected]:
+        model_name, kind = KINDS[kind_name]
+        step = _step(layout_name, contract, kind, with_policy)
+        key = (kind_name, contract, with_policy, str(step.groups))
+        if key not in self.known:
+            self.known[key] = self._ask(model_name, MegatronArguments(**kind), step)
+        return step, self.known[key]
+
+    def _ask(self, name: str, sizes: MegatronArguments, step: Step) -> Expected:
+        has_heads = sizes.mtp_heads > 0
+        if (name, has_heads) not in self.models:
+            self.models[name, has_heads] = (
+                Heads(self.folder, name) if has_heads else plain_model(self.folder, name, torch.float64).train()
+            )
+        whole = self.models[name, has_heads]
+        whole.zero_grad()
+        policy = whole.model if has_heads else whole
+        metrics = objective(policy, step.samples, step.case.loss, TEMPERATURE)
+        total = metrics["loss"]
+        if has_heads:
+            metrics["mtp_loss"] = whole.loss(step.samples, HEADS)
+            total = total + sizes.mtp_loss_scaling_factor * metrics["mtp_loss"]
+        if sizes.has_router_loss:
+            if has_heads:
+                whole.config = policy.config
+                run = lambda sample: whole.loss([sample], HEADS)  # noqa: E731
+            else:
+                run = lambda sample: policy(input_ids=torch.as_tensor(sample.tokens)[None])  # noqa: E731
+            balance, z_loss, layers = router_losses(whole, run, step.samples, step.groups)
+            total = total + sizes.moe_aux_loss_coeff * balance + sizes.moe_z_loss_coeff * z_loss
+            metrics["moe_aux_loss"] = balance / layers
+            if sizes.moe_z_loss_coeff:
+                metrics["moe_z_loss"] = z_loss / layers
+        total.backward()
+        gradients = whole.gradients() if has_heads else {
+            n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in whole.named_parameters()
+        }  # fmt: skip
+        return Expected(step.case, by_expert(gradients), {n: float(v.detach()) for n, v in metrics.items()})
+
+
+def checked_steps(
+    stand: Stand, kind_name: str, contract: str, steps: Sequence[tuple[Step, Expected]], kind: dict[str, Any]
+) -> tuple[float, list[str]]:
+    """The largest relative error of a gradient, and what differs from the oracle, in words.
+
+    Where the optimizer is distributed no rank has whole gradients: their norm is compared.
+    """
+    name = KINDS[kind_name][0]
+    model = with_heads(name) if "mtp_num_layers" in kind else name
+    backend = make_backend(stand, model, CONTRACTS[contract], auxiliary=kind, lr=0.0, weight_decay=0.0)
+    found: list[str] = []
+    largest = 0.0
+    for step, expected in steps:
+        result = run_step(backend, step.case, step.batch)
+        if backend.settings.megatron.use_distributed_optimizer:
+            norm = torch.stack([g.norm() for g in expected.gradients.values()]).norm().item()
+            worst = abs(result.metrics["grad_norm"] - norm) / norm
+            lines = [f"grad_norm {result.metrics['grad_norm']} for {norm}"] * (worst > BOUND)
+        else:
+            worst, lines = distance(result, expected.gradients, expected.metrics)
+        note(stand, f"{kind_name}, {contract}", worst, result.metrics["grad_norm"])
+        found += lines
+        largest = max(largest, worst)
+    return largest, found
+
+
+def conforms(stand: Stand, kind_name: str, contract: str, steps: Sequence[tuple[Step, Expected]]) -> str:
+    """What differs from the oracle, in words; empty where nothing does."""
+    return "\n".join(checked_steps(stand, kind_name, contract, steps, KINDS[kind_name][1])[1])
+
+
+def heads_come_back_exactly(stand: Stand, name: str) -> None:
+    """From a checkpoint and into one, bit for bit; drawn where it has none; and none of them goes to the engine."""
+    backend = make_backend(stand, with_heads(name), loss_of("sample_mean"), auxiliary=MTP)
+    folder = stand.folder / f"export of {stand.name}, {with_heads(name)}"
+    backend.export_hf(folder)
+    wanted = load_file(stand.folder / with_heads(name) / "model.safetensors")
+    found = load_file(folder / "model-00001.safetensors")
+    assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+    assert AutoConfig.from_pretrained(folder).num_nextn_predict_layers == HEADS
+    sent = {n for chunk in backend.export_weights() for n in chunk.tensors}
+    assert sent == {n for n in wanted if not n.startswith("model.mtp_layers")}
+
+    drawn = weights(make_backend(stand, name, loss_of("sample_mean"), auxiliary=MTP))
+    assert drawn.keys() == wanted.keys()
+    for each, tensor in drawn.items():
+        if each.startswith("model.mtp_layers") and tensor.dim() == 1:
+            assert torch.equal(tensor, torch.ones_like(tensor))
+        elif each.startswith("model.mtp_layers"):  # equal at every layout
+            generator = torch.Generator().manual_seed(zlib.crc32(each.encode()))
+            assert torch.equal(tensor, MODELS[name].initializer_range * torch.randn(tensor.shape, generator=generator))
+
+
+def checks_of(layout_name: str, oracle: Oracle) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if layout_name in HEADS_CONVERTED:
+        found["heads come back exactly"] = partial(heads_come_back_exactly, name=HEADS_CONVERTED[layout_name])
+    return found | {
+        f"{kind}, {contract}": partial(
+            conforms,
+            kind_name=kind,
+            contract=contract,
+            steps=[oracle.expected(layout_name, kind, contract, with_policy) for with_policy in (True, False)],
+        )
+        for kind in OF_LAYOUT.get(layout_name, ())
+        for contract in CONTRACTS
+    }

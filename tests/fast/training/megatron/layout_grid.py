@@ -1,0 +1,155 @@
+"""Every way to split one, two or four ranks on either backend, and what the validator says of each. Torch-free."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles.arguments.parser import parse
+from miles.arguments.validate import validate
+
+DYNAMIC_BUDGET = 10  # tokens a rank, under dynamic context parallelism
+COMMAND = (
+    "--prompt-data reasoning_gym:products --rm-type last_number --num-rollout 1 --rollout-batch-size 8 "
+    "--n-samples-per-prompt 4 --rollout-max-response-len 8"
+)
+DENSE = dict(
+    model_type="llama",
+    num_hidden_layers=2,
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-6,
+    vocab_size=66,
+    max_position_embeddings=2048,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+)
+EXPERTS = DENSE | dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained: a column of the table."""
+
+    title: str
+    config: str  # dense or experts
+    flags: str = ""
+    expert_parallel: int = 1
+
+
+MTP_FLAGS = "--mtp-num-layers 2 --enable-mtp-training"
+ROUTER_FLAGS = "--moe-aux-loss-coeff 0.3 --moe-z-loss-coeff 0.05"
+KINDS = {
+    "fsdp": (Kind("dense", "dense"), Kind("experts", "experts")),
+    "megatron": (
+        Kind("dense", "dense"),
+        Kind("dense, MTP", "dense", MTP_FLAGS),
+        Kind("experts, router losses", "experts", ROUTER_FLAGS),
+        Kind("the same, EP 2", "experts", f"{ROUTER_FLAGS} --expert-model-parallel-size 2", 2),
+        Kind("the same, EP 4", "experts", f"{ROUTER_FLAGS} --expert-model-parallel-size 4", 4),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """A row of the table. ``cp`` 0 is dynamic."""
+
+    backend: str
+    ranks: int
+    cp: int = 1
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+
+    @property
+    def name(self) -> str:
+        """``4 ranks: TP 2 with SP, CP 2``; what is left of the ranks is data parallel."""
+        shared = self.tp * self.pp * max(self.cp, 1)
+        parts = [f"TP {self.tp}" + " with SP" * self.sp] * (self.tp > 1) + [f"PP {self.pp}"] * (self.pp > 1)
+        parts += ["dynamic CP"] if not self.cp else [f"CP {self.cp}"] * (self.cp > 1)
+        parts += [f"DP {self.ranks // shared}"] * (self.cp > 0 and self.ranks > shared)
+        return f"{self.ranks} rank{'s' * (self.ranks > 1)}" + f": {', '.join(parts)}" * bool(parts)
+
+    def flags(self, kind: Kind) -> str:
+        """As they are given to train.py, beside the model."""
+        words = [f"--train-backend {self.backend} --actor-num-gpus-per-node {self.ranks}"]
+        if not self.cp:
+            words.append(f"--dynamic-context-parallel --max-seqlen-per-dp-cp-rank {DYNAMIC_BUDGET}")
+        words += [f"--context-parallel-size {self.cp}"] * (self.cp > 1)
+        words += [f"--tensor-model-parallel-size {self.tp}"] * (self.tp > 1)
+        words += ["--sequence-parallel"] * self.sp
+        words += [f"--pipeline-model-parallel-size {self.pp}"] * (self.pp > 1)
+        # Tensor parallel of experts is an alternative to their expert parallel: together they are refused.
+        words += ["--expert-tensor-parallel-size 1"] * (self.tp > 1 and kind.expert_parallel > 1)
+        return " ".join([*words, kind.flags])
+
+
+def splits(backend: str) -> Iterator[Split]:
+    """All rows of a backend; data parallel takes what is left of the ranks."""
+    shared = ((1, False, 1),) if backend == "fsdp" else ((t, s, p) for t, s in ((1, 0), (2, 0), (2, 1)) for p in (1, 2))
+    ways = [(tp, bool(sp), pp) for tp, sp, pp in shared]
+    for ranks, (tp, sp, pp), cp in itertools.product((1, 2, 4), ways, (1, 2, 4, 0)):
+        size = tp * pp * max(cp, 1)
+        if ranks % size == 0 and (cp or ranks > tp * pp):
+            yield Split(backend, ranks, cp, tp, sp, pp)
+
+
+def refusal(split: Split, kind: Kind, folder: Path) -> str | None:
+    """What the validator says to it; None where it is accepted. ``folder`` is for the model's config."""
+    model = folder / kind.config
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(DENSE if kind.config == "dense" else EXPERTS))
+    try:
+        validate(parse(f"--hf-checkpoint {model} {COMMAND} {split.flags(kind)}".split()))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# Layouts beyond the table that are refused as well: flags, and the model.
+ALSO_REFUSED = (
+    ("--train-backend fsdp --qkv-format bshd", "dense"),
+    ("--train-backend megatron --qkv-format bshd", "experts"),
+    (
+        "--train-backend megatron --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--expert-tensor-parallel-size 1",
+        "experts",
+    ),
+    (
+        "--train-backend megatron --actor-num-gpus-per-node 4 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--expert-model-parallel-size 2",
+        "experts",
+    ),
+    ("--train-backend megatron --moe-router-load-balancing-type global_aux_loss", "experts"),
+    ("--train-backend megatron --moe-token-dispatcher-type allgather", "experts"),
+    (
+        "--train-backend megatron --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 "
+        "--virtual-pipeline-model-parallel-size 2",
+        "dense",
+    ),
+    ("--train-backend megatron --use-distributed-optimizer --overlap-param-gather", "dense"),
+    (f"--train-backend megatron --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 {MTP_FLAGS}", "tied"),
+    (
+        "--train-backend fsdp --actor-num-gpus-per-node 2 --context-parallel-size 2 --dynamic-context-parallel "
+        "--max-seqlen-per-dp-cp-rank 64",
+        "dense",
+    ),
+)
+
+
+def also_refused(flags: str, config: str, folder: Path) -> str:
+    """The validator's message. Raises ``AssertionError`` if there is none."""
+    model = folder / config
+    model.mkdir(exist_ok=True)
+    shape = EXPERTS if config == "experts" else DENSE | {"tie_word_embeddings": config == "tied"}
+    (model / "config.json").write_text(json.dumps(shape))
+    try:
+        validate(parse(f"--hf-checkpoint {model} {COMMAND} {flags}".split()))
+    except ValueError as error:
+        return str(error)
+    raise AssertionError(f"accepted: {flags}")

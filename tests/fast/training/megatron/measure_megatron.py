@@ -1,0 +1,95 @@
+"""Distances from the oracle of layout_grid.py's rows on Megatron: ``python measure_megatron.py FOLDER ROW...``.
+
+FOLDER/distances.json: one number a column, null where the layout is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import launch  # first: it makes Megatron run on CPU
+from auxiliary_checks import KINDS as AUXILIARY
+from auxiliary_checks import Oracle, checked_steps, save_models
+from cases import FIXED, context, dynamic
+from conformance_checks import CONTRACTS
+from layout_grid import DYNAMIC_BUDGET, KINDS, Kind, Split, refusal, splits
+from layouts import LAYOUTS, Layout, Stand
+from layouts import save_models as save_plain_models
+
+from miles.arguments.megatron import MegatronArguments
+from miles.arguments.training import TrainingArguments
+
+# What the columns train, by the names of auxiliary_checks.py.
+TRAINED = {"dense": "policy", "dense, MTP": "mtp"}
+
+
+def layout_of(split: Split, expert_parallel: int) -> Layout:
+    sizes = MegatronArguments(
+        tensor_model_parallel_size=split.tp,
+        sequence_parallel=split.sp,
+        pipeline_model_parallel_size=split.pp,
+        expert_model_parallel_size=expert_parallel,
+        expert_tensor_parallel_size=1 if split.tp > 1 and expert_parallel > 1 else None,
+    )
+    if not split.cp:
+        return Layout(split.ranks, sizes, dynamic(DYNAMIC_BUDGET), TrainingArguments())
+    return Layout(split.ranks, sizes, context(split.cp), FIXED)
+
+
+def distance(stand: Stand, kind: str, steps: dict[str, Any]) -> str:
+    """The largest over both contracts and both optimizers, as text."""
+    worst = 0.0
+    for contract in CONTRACTS:
+        for sharded in (False, True):
+            given = AUXILIARY[kind][1] | {"use_distributed_optimizer": sharded}
+            found, lines = checked_steps(stand, kind, contract, steps[contract], given)
+            if lines and stand.rank == 0:
+                print(f"{stand.name}: {kind}, {contract}, sharded {sharded}:", *lines, sep="\n  ", flush=True)
+            worst = max(worst, found)
+    return str(worst)
+
+
+def _largest(said: list[str]) -> str:
+    """Of the ranks' numbers; a rank that failed has said something else."""
+    return str(max(map(float, said)))
+
+
+def measure(folder: Path, split: Split, oracle: Oracle) -> list[float | None]:
+    """One number a column."""
+    accepted = [kind for kind in KINDS["megatron"] if refusal(split, kind, folder) is None]
+    found: dict[Kind, float] = {}
+    for expert_parallel in sorted({kind.expert_parallel for kind in accepted}):  # each has groups of its own
+        kinds = [kind for kind in accepted if kind.expert_parallel == expert_parallel]
+        name = f"{split.name} EP {expert_parallel}"
+        LAYOUTS[name] = layout_of(split, expert_parallel)
+        checks = {
+            kind.title: partial(
+                distance,
+                kind=(trained := TRAINED.get(kind.title, "aux_loss")),
+                steps={c: [oracle.expected(name, trained, c, with_policy=True)] for c in CONTRACTS},
+            )
+            for kind in kinds
+        }
+        outcomes = launch.run_layout(folder, name, checks, together=_largest)
+        found |= {kind: float(outcomes[kind.title]) for kind in kinds}
+    return [found.get(kind) for kind in KINDS["megatron"]]
+
+
+def main(folder: Path, rows: list[str]) -> None:
+    save_plain_models(folder)
+    save_models(folder)
+    oracle = Oracle(folder)
+    named = {split.name: split for split in splits("megatron")}
+    distances = {}
+    for row in rows:
+        distances[row] = measure(folder, named[row], oracle)
+        print(f"{row}: {distances[row]}", flush=True)
+        (folder / "distances.json").write_text(json.dumps(distances))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

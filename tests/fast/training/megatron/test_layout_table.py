@@ -1,0 +1,50 @@
+"""docs/parallelism.md lists every layout: with what was measured where it is accepted, with the reason where not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from layout_grid import ALSO_REFUSED, KINDS, splits  # noqa: E402
+from layout_table import BEGIN, END, NO_SUCH, PAGE, Page, all_splits, cells_of, replaced, row_name  # noqa: E402
+
+BOUND = 1e-5
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return PAGE.read_text()
+
+
+def test_every_layout_is_measured_or_refused(page, tmp_path):
+    """A layout that is accepted and has no number is a defect; so is a row that is no layout."""
+    cells = cells_of(page)
+    assert cells.keys() == {row_name(split) for split in all_splits()}
+    shown = Page(tmp_path)
+    for split in all_splits():
+        row = cells[row_name(split)]
+        without_numbers = shown.row(split, [""] * len(KINDS[split.backend]))
+        for cell, refused in zip(row, without_numbers, strict=True):
+            if refused:
+                assert cell == refused, row_name(split)
+            else:
+                assert float(cell) <= BOUND, f"{row_name(split)}: {cell}"
+
+
+def test_the_page_is_what_the_command_writes(page, tmp_path):
+    """Numbers aside: rows, reasons and what is refused besides, in the validator's own words."""
+    assert page.count(BEGIN) == page.count(END) == 1
+    assert replaced(page, Page(tmp_path).section(cells_of(page))) == page
+
+
+def test_the_grid_has_every_feature():
+    """So that a feature that is dropped from the grid does not vanish from the page unnoticed."""
+    names = " ".join(split.name for split in splits("megatron"))
+    for feature in ("TP 2,", "TP 2 with SP", "PP 2", "CP 2", "CP 4", "dynamic CP", "DP 4"):
+        assert feature in names
+    assert any(row[-1] != NO_SUCH for row in cells_of(PAGE.read_text()).values())
+    assert len(ALSO_REFUSED) == len({flags for flags, _ in ALSO_REFUSED})

@@ -1,0 +1,182 @@
+"""One backend on one GPU in bf16 against an fp32 oracle: ``python one_gpu.py BACKEND MODEL FOLDER``.
+
+BACKEND is ``fsdp`` or ``megatron``, MODEL ``dense`` or ``experts``. Prints one JSON object: per contract the distance
+from the oracle, and of a larger step the tokens a second and the peak memory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import BATCHES, TEMPERATURE, Case, Layout, groups_of, loss_of, rows_of
+from compare import samples_of, wanted
+from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers.models.auto import AutoModelForCausalLM
+
+from miles.arguments.cluster import ClusterArguments
+from miles.arguments.loss import LossArguments
+from miles.arguments.megatron import MegatronArguments
+from miles.arguments.model import ModelArguments
+from miles.arguments.optimizer import OptimizerArguments
+from miles.arguments.rollout import RolloutArguments
+from miles.arguments.settings import Settings
+from miles.arguments.training import TrainingArguments
+from miles.batching.schedule import schedule_step
+from miles.rollout.convert import convert
+from miles.tracking.metrics import values
+from miles.train_batch import TrainBatch
+from miles.training.step import train_rollout
+
+CONTRACTS = {"averages": "sample_mean", "counts tokens": "token_mean"}
+ONE = Layout("one GPU", 1)
+SHAPE: dict[str, Any] = dict(
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=32,
+    initializer_range=0.05,
+    max_position_embeddings=2048,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+CONFIGS = {
+    "dense": LlamaConfig(**SHAPE),
+    "experts": Qwen3MoeConfig(
+        **SHAPE, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True
+    ),
+}
+WARM_UP, TIMED = 2, 5
+
+
+def settings_of(backend: str, path: Path, loss: LossArguments) -> Settings:
+    return Settings(
+        cluster=ClusterArguments(actor_num_gpus_per_node=1),
+        model=ModelArguments(hf_checkpoint=str(path)),
+        rollout=RolloutArguments(rollout_temperature=TEMPERATURE),
+        loss=loss,
+        optimizer=OptimizerArguments(lr=0.0, weight_decay=0.0, clip_grad=0.0),
+        training=TrainingArguments(micro_batch_size=4, bf16=True, train_backend=backend),  # type: ignore[arg-type]
+        megatron=MegatronArguments(),
+    )
+
+
+def make_backend(backend: str, settings: Settings) -> Any:
+    device = torch.device("cuda", 0)
+    if backend == "megatron":
+        from miles.training.megatron.backend import MegatronBackend
+
+        return MegatronBackend(settings, device, total_steps=100)
+    from miles.training.fsdp.backend import FsdpBackend
+
+    return FsdpBackend(settings, device, total_steps=100)
+
+
+class Recorded:
+    """A backend that takes down its gradients, by Hugging Face names, before the optimizer clears them."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def optimizer_step(self) -> Any:
+        if hasattr(self.backend, "converter"):
+            found = self.backend.converter.export(self.backend.policy, lambda p: p.main_grad, torch.float32)
+        else:
+            named = self.backend.policy.language_model.named_parameters()
+            found = ((n, p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad) for n, p in named)
+        self.gradients = {name: gradient.detach().double().cpu() for name, gradient in found}
+        return self.backend.optimizer_step()
+
+
+def conform(backend: str, path: Path, contract: str) -> float:
+    """Distance of the whole gradient from the oracle's, relative to its norm."""
+    case = Case(BATCHES["compacted"], loss_of(CONTRACTS[contract]), ONE, seed=5)
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").train()
+    expected = by_expert(wanted(case, oracle, samples_of(case))[0])
+    recorded = Recorded(make_backend(backend, settings_of(backend, path, case.loss)))
+    rows = rows_of(case)
+    (batch,) = convert(
+        groups_of(case, rows), loss=case.loss, global_batch_size=len({r.sample.rollout_id for r in rows})
+    )
+    train(recorded, batch)
+    found = by_expert(recorded.gradients)
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    error = torch.stack([(found[n] - g.double()).norm() for n, g in expected.items()]).norm()
+    return (error / torch.stack([g.double().norm() for g in expected.values()]).norm()).item()
+
+
+def train(backend: Any, batch: TrainBatch) -> dict[str, float]:
+    (shard,) = schedule_step(batch, 1, backend.settings.training, backend.settings.parallel)
+    (metrics,) = train_rollout(backend, [shard], False, 1)
+    return values(metrics)
+
+
+def by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts one by one, whichever way they are kept."""
+    found: dict[str, torch.Tensor] = {}
+    for name, gradient in gradients.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            found[name] = gradient
+            continue
+        prefix, _, kind = name.rpartition(".")
+        kinds = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
+        for number, whole in enumerate(gradient):
+            parts = whole.chunk(len(kinds))
+            found |= {f"{prefix}.{number}.{k}.weight": part for k, part in zip(kinds, parts, strict=True)}
+    return found
+
+
+def speed(backend: str, path: Path) -> dict[str, float]:
+    """Of a step of 32 samples of 512 response tokens each."""
+    spec = tuple(tuple(((1,) * 512,) for _ in range(8)) for _ in range(4))
+    case = Case(spec, loss_of("sample_mean"), ONE, seed=1)
+    rows = rows_of(case)
+    (batch,) = convert(groups_of(case, rows), loss=case.loss, global_batch_size=len(rows))
+    trained = make_backend(backend, settings_of(backend, path, case.loss))
+    trained.settings = replace(
+        trained.settings,
+        training=replace(trained.settings.training, use_dynamic_batch_size=True, max_tokens_per_gpu=8192),
+    )
+    for _ in range(WARM_UP):
+        train(trained, batch)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    for _ in range(TIMED):
+        train(trained, batch)
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - started) / TIMED
+    return {
+        "tokens_per_second": sum(batch.total_lengths) / seconds,
+        "peak_memory_gib": torch.cuda.max_memory_allocated() / 1024**3,
+    }
+
+
+def main(backend: str, model: str, folder: Path) -> None:
+    torch.cuda.set_device(0)
+    store = dist.FileStore(str(folder / f"store {backend} {model}"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    path = folder / f"{model} of {backend}"
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(CONFIGS[model]).save_pretrained(path)
+    found: dict[str, Any] = {contract: conform(backend, path, contract) for contract in CONTRACTS}
+    print(json.dumps(found | speed(backend, path)), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

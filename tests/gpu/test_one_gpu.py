@@ -1,0 +1,39 @@
+"""Both backends, and both of Megatron's contracts, on one GPU: ``pytest tests/gpu -s``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+# bf16 has 8 bits of mantissa: activations are off by 2e-3 each, and the errors of four layers' gradients add up. A
+# contract that is wrong is off by a factor, 2 at the least.
+BOUND = 0.05
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", ["dense", "experts"])
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_bf16_gradients_are_the_fp32_oracles(backend: str, model: str, tmp_path: Path) -> None:
+    """In a process of its own: Megatron's groups are made once in a process."""
+    paths = [str(ROOT), str(ROOT / "tests/fast/conformance"), str(ROOT / "tests/fast")]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "one_gpu.py"), backend, model, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=570,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(
+        f"\n{backend}, {model}: {found['tokens_per_second']:.0f} tokens/s, "
+        f"peak {found['peak_memory_gib']:.2f} GiB; distance {found['averages']:.1e} and {found['counts tokens']:.1e}"
+    )
+    assert found["averages"] < BOUND and found["counts tokens"] < BOUND
