@@ -38,7 +38,7 @@ def run_and_kill(launch, workplace, name, rollouts, kinds, *flags):
         run.wait_until(lambda at=moment: run.has_rows() and max(run.rows()) >= at, seconds=600)
         kill_one(run, kind, rng)
     assert run.wait() == 0, run.err
-    assert run.err.count("the rollout worker died") == kinds.count("rollout worker")
+    assert run.err.count("the rollout worker died") == kinds.count("rollout worker"), run.err
     return run
 
 
