@@ -55,7 +55,7 @@ def assert_each_prompt_counted_once(run, workplace, name, rollouts):
     assert groups == list(range(4 * rollouts))
     assert sum(prompts.values()) == 4 * rollouts and len(prompts) == PROMPTS
     assert max(prompts.values()) - min(prompts.values()) <= 1, "each pass over the prompts has each of them once"
-    assert run.none_left()
+    assert run.none_left(seconds=60), run.left()
 
 
 def test_engines_and_rollout_worker_are_killed_over_50_rollouts(launch, workplace):
