@@ -92,7 +92,7 @@ class Loop:
             generated = self.rollout.generate(rollout_id)
         self.lend_gpus_to_trainer()
         with self.timer.phase("train"):
-            steps = self.trainer.train(generated.shards_by_rank)
+            steps = self.trainer.train(generated.shards_by_rank, rollout_id)
         done = rollout_id + 1
         self.sync_weights(done)
         steps[-1] |= generated.metrics

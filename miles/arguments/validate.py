@@ -69,7 +69,11 @@ def remarks(settings: Settings) -> list[str]:
     """What is allowed, and worth knowing."""
     rollout, training, cluster = settings.rollout, settings.training, settings.cluster
     said = []
-    if rollout.rollout_temperature == 0 and settings.loss.loss_type == "policy_loss":
+    if (
+        rollout.rollout_temperature == 0
+        and settings.loss.loss_type == "policy_loss"
+        and settings.loss.normalizes_rewards
+    ):
         said.append(
             "--rollout-temperature 0 samples greedily: the responses of a group are equal, so their advantages are 0; "
             "log-probs are those of the raw logits"
@@ -87,6 +91,6 @@ def remarks(settings: Settings) -> list[str]:
             f"--max-tokens-per-gpu {budget} is less than --rollout-max-response-len {response}: "
             "a longer sample gets a micro-batch of its own"
         )
-    if settings.loss.kl_loss_type != LossArguments.kl_loss_type and not settings.loss.use_kl_loss:
-        said.append(f"--kl-loss-type {settings.loss.kl_loss_type} has no effect without --use-kl-loss")
+    if settings.loss.kl_loss_type != LossArguments.kl_loss_type and not settings.loss.needs_reference:
+        said.append(f"--kl-loss-type {settings.loss.kl_loss_type} has no effect without --use-kl-loss or --kl-coef")
     return said

@@ -189,7 +189,7 @@ class RolloutWorker:
                 self.settings.training,
                 self.settings.parallel,
                 samples_with_gradient(self.settings.loss, batch.rewards),
-                watch_mass=self.canary.is_due(batch),
+                watch_mass=self.settings.trains_policy(rollout_id) and self.canary.is_due(batch),
             )
             for batch in batches
         ]

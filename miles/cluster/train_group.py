@@ -35,10 +35,11 @@ class TrainGroup:
             self.stop()
             raise
 
-    def train(self, shards_by_token_rank: list[ray.ObjectRef]) -> list[dict[str, Metric]]:
+    def train(self, shards_by_token_rank: list[ray.ObjectRef], rollout_id: int) -> list[dict[str, Metric]]:
         """One optimizer step for each shard in a rank's list; returns each step's metrics."""
+        trains_policy = self.settings.trains_policy(rollout_id)
         calls = [
-            actor.train.remote(shards_by_token_rank[self.settings.token_rank(rank)])
+            actor.train.remote(shards_by_token_rank[self.settings.token_rank(rank)], trains_policy)
             for rank, actor in enumerate(self.actors)
         ]
         return wait_all(calls)[0]

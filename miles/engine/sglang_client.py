@@ -14,7 +14,7 @@ from miles.engine.base import Generation, SamplingParams
 if TYPE_CHECKING:
     from miles.engine.engine_pool import Member
 
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS = 60.0  # many requests sent at once connect one after the other
 KEEP_ALIVE_SECONDS = 3.0  # less than SGLang's own 5: a connection that it is about to close is not used again
 CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared disk
 

@@ -18,7 +18,9 @@ from miles.training.schedule import learning_rate
 class ShardedOptimizer:
     """fp32 AdamW on this rank's shards. Weight decay applies to matrices only, not to norms and biases."""
 
-    def __init__(self, model: nn.Module, settings: OptimizerArguments, total_steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, settings: OptimizerArguments, total_steps: int, rate_flag: str = "--lr"
+    ) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -34,6 +36,7 @@ class ShardedOptimizer:
         self.settings = settings
         self.total_steps = total_steps
         self.steps_done = 0
+        self.rate_flag = rate_flag
         self._parameters = parameters
 
     def step(self) -> dict[str, Metric]:
@@ -42,7 +45,7 @@ class ShardedOptimizer:
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm of optimizer step {self.steps_done} is {norm}; the weights were left as they were. "
-                "Lower --lr or set --clip-grad, and resume from the last checkpoint with --load"
+                f"Lower {self.rate_flag} or set --clip-grad, and resume from the last checkpoint with --load"
             )
         clip = self.settings.clip_grad
         if clip > 0 and norm > clip:
