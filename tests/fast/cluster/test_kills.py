@@ -38,7 +38,7 @@ def run_and_kill(launch, workplace, name, rollouts, kinds, *flags):
         run.wait_until(lambda at=moment: run.has_rows() and max(run.rows()) >= at, seconds=600)
         kill_one(run, kind, rng)
     assert run.wait() == 0, run.err
-    assert run.err.count("the rollout worker died") == kinds.count("rollout worker")
+    assert run.err.count("the rollout worker died") == kinds.count("rollout worker"), run.err
     return run
 
 
@@ -55,7 +55,7 @@ def assert_each_prompt_counted_once(run, workplace, name, rollouts):
     assert groups == list(range(4 * rollouts))
     assert sum(prompts.values()) == 4 * rollouts and len(prompts) == PROMPTS
     assert max(prompts.values()) - min(prompts.values()) <= 1, "each pass over the prompts has each of them once"
-    assert run.none_left()
+    assert run.none_left(seconds=60), run.left()
 
 
 def test_engines_and_rollout_worker_are_killed_over_50_rollouts(launch, workplace):

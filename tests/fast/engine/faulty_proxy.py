@@ -21,10 +21,10 @@ class FaultyProxy:
         app = web.Application(client_max_size=0)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
         self._session = ClientSession(timeout=ClientTimeout(total=None))
-        self._runner = web.AppRunner(app)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         port = free_port(HOST)
-        await web.TCPSite(self._runner, HOST, port, shutdown_timeout=0.1).start()
+        await web.TCPSite(self._runner, HOST, port).start()
         return f"http://{HOST}:{port}"
 
     async def _pass_on(self, request):
