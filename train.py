@@ -28,37 +28,42 @@ def main(argv: list[str]) -> None:
 
 
 def run(settings: Settings) -> None:
-    """Start the actors, train for ``--num-rollout`` rollouts, and stop what was started."""
-    from miles.cluster.rollout_group import RolloutGroup
+    """Start Ray, train, and stop what was started; ``--max-restarts`` times again if a worker process fails."""
+    from miles.cluster.restarts import with_restarts
     from miles.cluster.session import EngineLayout, ray_session
+
+    engines = EngineLayout(settings.num_engines, settings.sglang.rollout_num_gpus_per_engine)
+    with ray_session(settings.cluster, engines) as placement:
+        with_restarts(settings, lambda settings: train(settings, placement))
+
+
+def train(settings: Settings, placement) -> None:  # type: ignore[no-untyped-def]
+    """Start the actors and train for ``--num-rollout`` rollouts, from the newest checkpoint of ``--load`` if any."""
+    from miles.cluster.rollout_group import RolloutGroup
     from miles.cluster.train_group import TrainGroup
     from miles.tracking.run_header import RunHeader
     from miles.tracking.tracker import Tracker
 
-    engines = EngineLayout(settings.num_engines, settings.sglang.rollout_num_gpus_per_engine)
-    with ray_session(settings.cluster, engines) as placement:
-        rollout = RolloutGroup(settings, placement)
-        total_rollouts = rollout.total_rollouts()
-        total_steps = total_rollouts * settings.steps_per_rollout
-        trainer = TrainGroup(settings, placement, total_steps)
+    with RolloutGroup(settings, placement) as rollout:
+        total_steps = rollout.total_rollouts * settings.steps_per_rollout
         header = RunHeader.from_sections(
             "miles", settings, objective_in_words(settings), objective_formula(settings), total_steps
         )
-        with Tracker(settings.tracking, header) as tracker:
-            Loop(settings, rollout, trainer, tracker, total_rollouts).run()
+        with TrainGroup(settings, placement, total_steps) as trainer, Tracker(settings.tracking, header) as tracker:
+            Loop(settings, rollout, trainer, tracker).run()
 
 
 class Loop:
     """Generate, train, sync weights, save, evaluate; repeat."""
 
-    def __init__(self, settings, rollout, trainer, tracker, total_rollouts: int) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, settings, rollout, trainer, tracker) -> None:  # type: ignore[no-untyped-def]
         from miles.tracking.phase_timer import PhaseTimer
 
         self.settings = settings
         self.rollout = rollout
         self.trainer = trainer
         self.tracker = tracker
-        self.total_rollouts = total_rollouts
+        self.total_rollouts = rollout.total_rollouts
         self.timer = PhaseTimer()
 
     def run(self) -> None:
@@ -73,7 +78,10 @@ class Loop:
             self.export_hf(Path(self.settings.checkpoint.save_hf))
 
     def train_one(self, rollout_id: int) -> None:
-        """One rollout, its optimizer steps, and what falls due after it."""
+        """One rollout, its optimizer steps, and what falls due after it.
+
+        With ``--async-steps`` the rollout was begun earlier, and those after it are generated while this one trains.
+        """
         with self.timer.phase("generate"):
             generated = self.rollout.generate(rollout_id)
         with self.timer.phase("train"):
@@ -81,13 +89,14 @@ class Loop:
         done = rollout_id + 1
         self.sync_weights(done)
         steps[-1] |= generated.metrics
-        if self.due(self.settings.checkpoint.save_interval, done) and self.settings.checkpoint.save is not None:
-            with self.timer.phase("save"):
-                self.trainer.save(done, {"rollouts_done": done, "prompts": self.rollout.state()})
         if self.settings.evaluation.has_sets and self.due(self.settings.evaluation.eval_interval, done):
             steps[-1] |= self.evaluate()
         self.log(self.steps_done(rollout_id) + 1, steps)
         self.tracker.log_samples(self.steps_done(done), generated.records())
+        # After the rows of its steps: wherever a kill comes, a run that resumes the checkpoint has them all.
+        if self.due(self.settings.checkpoint.save_interval, done) and self.settings.checkpoint.save is not None:
+            with self.timer.phase("save"):
+                self.trainer.save(done, {"rollouts_done": done, "prompts": self.rollout.state(done)})
 
     def due(self, interval: int | None, done: int) -> bool:
         """Every ``interval`` rollouts, and after the last."""
@@ -110,7 +119,7 @@ class Loop:
     def log(self, first_step: int, steps: list[dict[str, Metric]]) -> None:
         """One row a step; the seconds of the phases stand in the last."""
         steps[-1] |= {name: Metric(seconds) for name, seconds in self.timer.metrics().items()}
-        steps[-1] |= throughput(steps[-1])
+        steps[-1] |= throughput(steps[-1], synchronous=self.settings.rollout.async_steps == 0)
         for step, metrics in enumerate(steps, start=first_step):
             self.tracker.log(step, metrics)
 
@@ -129,11 +138,12 @@ class Loop:
         self.rollout.save_tokenizer(folder)
 
 
-def throughput(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """Generated tokens per second of generation."""
+def throughput(metrics: dict[str, Metric], synchronous: bool) -> dict[str, Metric]:
+    """Generated tokens per second of generation, or of the whole step where generation goes on all through it."""
     if "rollout/tokens" not in metrics:
         return {}
-    return {"perf/tokens_per_second": Metric(metrics["rollout/tokens"].value, metrics["time/generate"].value)}
+    seconds = metrics["time/generate" if synchronous else "time/step"].value
+    return {"perf/tokens_per_second": Metric(metrics["rollout/tokens"].value, seconds)}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ and gives them ``group_index`` 0 and 1. Generation gives the four trajectories `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -19,6 +20,9 @@ class SampleStatus(StrEnum):
     COMPLETED = "completed"  # an end-of-sequence or stop token was sampled
     TRUNCATED = "truncated"  # the length limit was reached first
     ABORTED = "aborted"  # generation was stopped from outside; what was generated is kept
+
+
+NO_WEIGHTS = -1  # in ``weight_versions``: the token came from a tool or an environment
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class Sample:
     rollout_log_probs: list[float] = field(default_factory=list)  # the engine's, of logits / temperature
     status: SampleStatus = SampleStatus.PENDING
     reward: float | None = None
-    weight_versions: list[int] = field(default_factory=list)  # versions of the weights that generated it, oldest first
+    # Version of the weights behind each response token, NO_WEIGHTS for a tool's; empty where nobody recorded it.
+    weight_versions: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -71,7 +76,12 @@ class Sample:
     def check(self) -> None:
         """Raise ``ValueError`` unless the per-token columns are as long as the response."""
         n = len(self.response_ids)
-        for name, column in (("loss_mask", self.loss_mask), ("rollout_log_probs", self.rollout_log_probs)):
+        columns: dict[str, Sequence[float]] = {
+            "loss_mask": self.loss_mask,
+            "rollout_log_probs": self.rollout_log_probs,
+            "weight_versions": self.weight_versions or [NO_WEIGHTS] * n,
+        }
+        for name, column in columns.items():
             if len(column) != n:
                 raise ValueError(
                     f"sample of group {self.group_index}, rollout {self.rollout_id}: {name} has {len(column)} entries "

@@ -21,6 +21,9 @@ class ClusterArguments:
     )
     colocate: bool = flag(False, "trainer and rollout share their devices")
     distributed_timeout_minutes: int = flag(10, "minutes after which a collective operation gives up")
+    max_restarts: int = flag(
+        0, "times that a run whose worker process fails starts again from its last checkpoint in --save"
+    )
     train_env_vars: Optional[str] = flag(None, "JSON object of environment variables for the trainer processes")
 
     @property

@@ -27,7 +27,33 @@ class RolloutArguments:
     )
     torch_engine_max_batch_size: int = flag(256, "sequences that the embedded engine decodes at a time")
     over_sampling_batch_size: Optional[int] = flag(
-        None, "prompts submitted at a time while groups are dropped by a filter; default --rollout-batch-size"
+        None,
+        "prompts submitted at a time where a filter drops groups, or a rollout may stop early; "
+        "default --rollout-batch-size",
+    )
+    over_sampling_early_stop: bool = flag(
+        False, "end a rollout when enough groups are done, and give up the rest of --over-sampling-batch-size"
+    )
+    partial_rollout: bool = flag(
+        False, "end a rollout when enough groups are done; the rest goes on in the next rollout, under its weights"
+    )
+    mask_offpolicy_in_partial_rollout: bool = flag(
+        False, "with --partial-rollout: tokens of earlier rollouts' weights get loss mask 0"
+    )
+    async_steps: int = flag(
+        0, "rollouts generated ahead of training: weight versions by which a sample may be behind; 0 is synchronous"
+    )
+    fully_async: bool = flag(
+        False, "with --async-steps: generation never waits; weights change under way, groups are taken as they complete"
+    )
+    stale_samples: Literal["drop", "mask"] = flag(
+        "drop", "with --fully-async: what becomes of groups, or of tokens, older than --async-steps weight versions"
+    )
+    custom_generate_function_path: Optional[str] = flag(
+        None, "your function that takes a trajectory to its end (multi-turn, tools), module:function"
+    )
+    rollout_function_path: Optional[str] = flag(
+        None, "your function that makes a whole rollout in place of the built-in collector, module:function"
     )
     dynamic_sampling_filter_path: Optional[str] = flag(
         None, "keep-or-drop filter on a scored group, e.g. miles.rollout.filters:check_reward_nonzero_std"

@@ -152,9 +152,10 @@ def _check_over_sampling(rollout: RolloutArguments) -> None:
     if size < wanted:
         rule = f"must be at least --rollout-batch-size {wanted}"
         refuse("over_sampling_batch_size", size, rule, f"give {wanted} or more")
-    if rollout.dynamic_sampling_filter_path is None:
-        rule = "would be ignored without --dynamic-sampling-filter-path"
-        refuse("over_sampling_batch_size", size, rule, "name a filter, or drop the flag")
+    stops_early = rollout.partial_rollout or rollout.over_sampling_early_stop
+    if rollout.dynamic_sampling_filter_path is None and not stops_early:
+        rule = "would be ignored without --dynamic-sampling-filter-path or an early stop (--partial-rollout)"
+        refuse("over_sampling_batch_size", size, rule, "name a filter, let the rollout stop early, or drop the flag")
 
 
 def _check_debug_files(rollout: RolloutArguments) -> None:
@@ -168,7 +169,14 @@ def _check_debug_files(rollout: RolloutArguments) -> None:
         refuse("load_debug_rollout_data", load, rule, "replace --num-epoch by --num-rollout")
     if "{rollout_id}" not in load:
         existing_file("load_debug_rollout_data", load)
-    generation = ("over_sampling_batch_size", "dynamic_sampling_filter_path")
+    generation = (
+        "over_sampling_batch_size",
+        "dynamic_sampling_filter_path",
+        "over_sampling_early_stop",
+        "partial_rollout",
+        "async_steps",
+        "rollout_function_path",
+    )
     refuse_ignored(rollout, generation, "with --load-debug-rollout-data: nothing is generated", "drop that flag")
 
 

@@ -13,6 +13,7 @@ from miles.arguments.loss_rules import check_loss
 from miles.arguments.megatron_rules import check_megatron
 from miles.arguments.parallel_rules import check_parallel
 from miles.arguments.settings import Settings
+from miles.arguments.streaming_rules import check_streaming
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ def validate(settings: Settings) -> Validated:
     rules.check_data(settings.data, loads_samples)
     rules.check_sampling(settings.rollout)
     rules.check_rollout(settings.rollout, settings.data.rollout_max_prompt_len)
+    check_streaming(settings)
     check_loss(settings)
     rules.check_reward(settings.reward, needed=settings.generates)
     rules.check_cluster(settings.cluster)
@@ -72,6 +74,11 @@ def remarks(settings: Settings) -> list[str]:
         )
     if cluster.colocate and cluster.rollout_num_gpus is not None:
         said.append(f"--rollout-num-gpus {cluster.rollout_num_gpus} has no effect with --colocate")
+    if rollout.async_steps and settings.loss.loss_type == "policy_loss" and not settings.loss.use_tis:
+        said.append(
+            f"--async-steps {rollout.async_steps}: samples are by weights of up to so many versions before; --use-tis "
+            "corrects for that, by the log-probs that the engine recorded"
+        )
     budget, response = training.max_tokens_per_gpu, rollout.rollout_max_response_len
     if budget is not None and response is not None and budget * settings.parallel.context_parallel_size < response:
         said.append(

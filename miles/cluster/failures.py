@@ -30,20 +30,25 @@ def told_to_the_user(checkpoint: CheckpointArguments) -> Iterator[None]:
         print(f"stopped by the user; {how_to_resume(checkpoint)}", file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
-        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        cause = cause_of(error)
         if isinstance(cause, ValueError):
             print(f"train.py: error: {cause}", file=sys.stderr)
         else:
-            _show(error)
-            print(f"train.py: the run stopped: {_in_one_line(error)}; {how_to_resume(checkpoint)}", file=sys.stderr)
+            show(error)
+            print(f"train.py: the run stopped: {in_one_line(error)}; {how_to_resume(checkpoint)}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def cause_of(error: Exception) -> BaseException:
+    """What went wrong in the process where it did."""
+    return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _show(error: Exception) -> None:
+def show(error: Exception) -> None:
     """The traceback of the process that failed; the launcher's own, when the failure is elsewhere, says nothing."""
     if isinstance(error, ray.exceptions.RayError):
         print(error, file=sys.stderr)
@@ -51,10 +56,11 @@ def _show(error: Exception) -> None:
         traceback.print_exception(error)
 
 
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
+    """What went wrong, for the end of a sentence."""
     if isinstance(error, ray.exceptions.RayActorError):
         return "a worker process died (out of memory, or killed from outside; Ray's message is above)"
-    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    cause = cause_of(error)
     return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 import torch
@@ -14,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from miles.arguments.settings import Settings
 from miles.batching.schedule import schedule_step
 from miles.cluster.cpu_tuning import use_threads
+from miles.cluster.rollout_order import RolloutOrder
 from miles.cluster.session import Placement
 from miles.data.prompts import load_prompts
 from miles.data.stream import PromptStream
@@ -22,17 +25,19 @@ from miles.engine.base import Engine, WeightChunk
 from miles.loss.canary import CanarySchedule
 from miles.loss.policy_loss import samples_with_gradient
 from miles.rewards.registry import get_reward_function
-from miles.rollout.collect import Collector, Rollout
+from miles.rollout.collect import Rollout, RolloutSource
 from miles.rollout.convert import convert
 from miles.rollout.debug_data import load_rollout, save_rollout
 from miles.rollout.eval_sets import load_eval_sets
 from miles.rollout.evaluate import evaluate
+from miles.rollout.multi_turn import get_group_generator
+from miles.rollout.off_policy import staleness_metrics
 from miles.rollout.rollout_metrics import rollout_metrics
+from miles.rollout.source import build_source
 from miles.sample import Sample
 from miles.tracking.metrics import Metric
+from miles.train_batch import TrainShard
 from miles.weight_sync.chunks import PackedChunk, unpack
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,30 +50,40 @@ class GeneratedRollout:
 
 
 class StoredWeights:
-    """The chunks of one update, in the object store; each pass over them has one in memory at a time."""
+    """The chunks of one update, in the object store; each pass over them has one in memory at a time.
+
+    Passing over them blocks: it is for a thread of the engine's, not for the event loop.
+    """
 
     def __init__(self, packed: list[ray.ObjectRef]) -> None:
         self._packed = packed
 
     def __iter__(self) -> Iterator[WeightChunk]:
         for reference in self._packed:
-            chunk: PackedChunk = ray.get(reference)
+            # Not ``ray.get``, which warns in an asyncio actor whichever thread calls it.
+            chunk: PackedChunk = reference.future().result()
             yield unpack(chunk)
 
 
 class RolloutWorker:
-    """Generates, scores, converts and evaluates. Calls come one at a time; inside a call everything is concurrent."""
+    """Generates, scores, converts and evaluates.
+
+    An asyncio actor: with ``--async-steps`` rollouts are under way while weights arrive and checkpoints are written.
+    ``RolloutOrder`` says what waits for what.
+    """
 
     def __init__(self, settings: Settings, placement: Placement) -> None:
         """Does nothing that can fail: Ray turns what a constructor raises into the death of the actor."""
         self.settings = settings
         self.placement = placement
         self.device = placement.device
-        self.loop = asyncio.new_event_loop()
         self.canary = CanarySchedule(settings.loss)
+        self.engine: Engine | None = None
+        self.order = RolloutOrder()
+        self.states: dict[int, dict[str, Any]] = {}  # position in the prompts before each rollout that is under way
 
-    def prepare(self) -> int:
-        """Load prompts, evaluation sets and the engine; returns the prompts of one epoch.
+    async def prepare(self) -> int:
+        """Load prompts, evaluation sets and the engine; returns how many rollouts the run has.
 
         Raises ``ValueError`` for a malformed row, an unknown reward and the like.
         """
@@ -87,20 +102,26 @@ class RolloutWorker:
             prompts = load_prompts(settings.data.prompt_data, settings.data, self.tokenizer).prompts
             self.stream = PromptStream(prompts, settings.data.rollout_shuffle, settings.data.rollout_seed)
             num_prompts = len(prompts)
-        self.engine = self._build_engine() if settings.generates else None
-        self.collector = self._build_collector()
-        return num_prompts
+        self.engine = await self._build_engine() if settings.generates else None
+        self.generate_group = get_group_generator(settings.rollout)
+        total_rollouts = self._total_rollouts(num_prompts)
+        self.source = self._build_source(total_rollouts)
+        return total_rollouts
 
     @property
     def _scores(self) -> bool:
         return self.settings.reward.rm_type is not None or self.settings.reward.custom_rm_path is not None
 
-    def _build_engine(self) -> Engine:
+    async def _build_engine(self) -> Engine:
         if self.settings.rollout.rollout_engine == "sglang":
             from miles.cluster.engine_servers import build_sglang_engine
 
             servers = build_sglang_engine(self.settings, self.placement)
-            self._run(servers.start())
+            try:
+                await servers.start()
+            except BaseException:
+                await servers.close()
+                raise
             return servers
         from miles.engine.torch_engine import TorchEngine
 
@@ -110,11 +131,19 @@ class RolloutWorker:
             self.settings.model.hf_checkpoint, dtype, self.device, self.settings.rollout.torch_engine_max_batch_size
         )
 
-    def _build_collector(self) -> Collector | None:
+    def _total_rollouts(self, num_prompts: int) -> int:
+        """``--num-rollout``, or what ``--num-epoch`` passes over the prompts make."""
+        rollout = self.settings.rollout
+        if rollout.num_rollout is not None:
+            return rollout.num_rollout
+        assert rollout.num_epoch is not None and rollout.rollout_batch_size is not None, "validate() demands it"
+        return math.ceil(rollout.num_epoch * num_prompts / rollout.rollout_batch_size)
+
+    def _build_source(self, total_rollouts: int) -> RolloutSource | None:
         if self.settings.rollout.load_debug_rollout_data is not None:
             return None
         assert self.stream is not None and self.engine is not None and self.reward_function is not None
-        return Collector(
+        return build_source(
             self.stream,
             self.engine,
             self.tokenizer,
@@ -122,15 +151,34 @@ class RolloutWorker:
             self.settings.rollout,
             self.settings.reward,
             self.settings.data.rollout_seed,
+            self.generate_group,
+            total_rollouts,
         )
 
-    def generate(self, rollout_id: int) -> GeneratedRollout:
-        """Collect rollout ``rollout_id``, and put one list of shards a token rank into the object store."""
-        rollout = self._collect(rollout_id)
+    async def generate(self, rollout_id: int, after: int | None, version: int) -> GeneratedRollout:
+        """Collect rollout ``rollout_id``, and put one list of shards a token rank into the object store.
+
+        Begins when rollout ``after`` is whole (None: at once) and the engine has the weights of ``version``.
+        """
+        async with self.order.rollout(rollout_id, after, version):
+            oldest = rollout_id - self.settings.rollout.async_steps  # that the launcher may still ask for
+            self.states = {i: state for i, state in self.states.items() if i >= oldest}
+            self.states[rollout_id] = self._position()
+            began = time.perf_counter()
+            rollout = await self._collect(rollout_id)
+            if self.settings.rollout.async_steps:  # else it is the launcher's time/generate
+                rollout.metrics["time/rollout"] = Metric(time.perf_counter() - began)
+            steps = await asyncio.to_thread(self._schedule, rollout_id, rollout)  # the engine goes on meanwhile
+        shards = [ray.put(list(of_rank)) for of_rank in zip(*steps, strict=True)]
+        shown = self.settings.tracking.report_samples
+        return GeneratedRollout(shards, rollout.metrics, [group.samples[0] for group in rollout.groups[:shown]])
+
+    def _schedule(self, rollout_id: int, rollout: Rollout) -> list[list[TrainShard]]:
+        """The shards of each optimizer step, one a token rank."""
         if self.settings.rollout.save_debug_rollout_data is not None:
             save_rollout(self.settings.rollout.save_debug_rollout_data, rollout_id, rollout.groups)
         batches = convert(rollout.groups, loss=self.settings.loss, global_batch_size=self.settings.global_batch_size)
-        steps = [
+        return [
             schedule_step(
                 batch,
                 self.settings.token_ranks,
@@ -141,50 +189,61 @@ class RolloutWorker:
             )
             for batch in batches
         ]
-        shards = [ray.put(list(of_rank)) for of_rank in zip(*steps, strict=True)]
-        shown = self.settings.tracking.report_samples
-        return GeneratedRollout(shards, rollout.metrics, [group.samples[0] for group in rollout.groups[:shown]])
 
-    def _collect(self, rollout_id: int) -> Rollout:
+    async def _collect(self, rollout_id: int) -> Rollout:
         saved = self.settings.rollout.load_debug_rollout_data
         if saved is not None:
             groups = load_rollout(saved, rollout_id)
             return Rollout(groups, rollout_metrics(groups, groups, 0, self.settings.reward.log_passrate))
-        assert self.collector is not None
-        return self._run(self.collector.collect(rollout_id))
+        assert self.source is not None
+        rollout = await self.source.collect(rollout_id)
+        if not (self.settings.rollout.async_steps or self.settings.rollout.partial_rollout):
+            return rollout  # by the weights that it trains
+        return replace(rollout, metrics=rollout.metrics | staleness_metrics(rollout.groups, rollout_id))
 
-    def evaluate(self) -> dict[str, Metric]:
+    async def evaluate(self) -> dict[str, Metric]:
         """Metrics of every evaluation set under the engine's weights."""
         assert self.engine is not None and self.reward_function is not None
-        metrics, _ = self._run(
-            evaluate(
+        async with self.order.alone():
+            metrics, _ = await evaluate(
                 self.eval_sets,
                 self.engine,
                 self.tokenizer,
                 self.reward_function,
                 self.settings.reward,
                 self.settings.data.rollout_seed,
+                self.generate_group,
             )
-        )
         return metrics
 
-    def update_weights(self, packed: list[ray.ObjectRef], version: int) -> None:
-        """Give the engine the weights whose chunks ``packed`` refers to."""
+    async def update_weights(self, packed: list[ray.ObjectRef], version: int, after: int | None) -> None:
+        """Give the engine the weights whose chunks ``packed`` refers to, when rollout ``after`` is whole."""
+        await self.order.generated(after)
         if self.engine is not None:
-            self._run(self.engine.update_weights(StoredWeights(packed), version))
+            await self.engine.update_weights(StoredWeights(packed), version)
+        if self.source is not None:
+            self.source.weights_arrived(version)
+        await self.order.arrived(version)
 
-    def state(self) -> dict[str, Any]:
-        """The position in the prompts, for a checkpoint."""
+    async def state(self, rollouts_done: int) -> dict[str, Any]:
+        """The position in the prompts before rollout ``rollouts_done``, for a checkpoint; it may be under way."""
+        return self.states.get(rollouts_done) or self._position()
+
+    def _position(self) -> dict[str, Any]:
+        if self.source is not None:
+            return self.source.state()
         return {} if self.stream is None else self.stream.state()
 
-    def restore(self, state: dict[str, Any]) -> None:
+    async def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint's position."""
         if self.stream is not None and state:
             self.stream.restore(state)
 
-    def save_tokenizer(self, folder: str) -> None:
+    async def save_tokenizer(self, folder: str) -> None:
         """Add the tokenizer to a Hugging Face export."""
         self.tokenizer.save_pretrained(folder)
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run_until_complete(work)
+    async def close(self) -> None:
+        """Stop the servers that the engine has started. Nothing else is called after this."""
+        if self.engine is not None:
+            await self.engine.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import ray
@@ -27,8 +28,12 @@ class TrainGroup:
             .remote(rank, settings, placement.device)
             for rank in range(settings.cluster.world_size)
         ]
-        address = ray.get(self.actors[0].serve_store.remote())
-        self._on_all("connect", address, total_steps)
+        try:
+            address = ray.get(self.actors[0].serve_store.remote())
+            self._on_all("connect", address, total_steps)
+        except BaseException:
+            self.stop()
+            raise
 
     def train(self, shards_by_token_rank: list[ray.ObjectRef]) -> list[dict[str, Metric]]:
         """One optimizer step for each shard in a rank's list; returns each step's metrics."""
@@ -66,6 +71,19 @@ class TrainGroup:
     def export_hf(self, folder: Path) -> None:
         """Write the Hugging Face export into ``folder``."""
         self._on_all("export_hf", folder.absolute())
+
+    def stop(self) -> None:
+        """End every rank, whatever it is doing."""
+        for actor in self.actors:
+            ray.kill(actor)
+
+    def __enter__(self) -> TrainGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
 
     def _on_all(self, verb: str, *arguments: Any) -> list[Any]:
         return wait_all([getattr(actor, verb).remote(*arguments) for actor in self.actors])

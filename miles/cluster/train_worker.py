@@ -31,7 +31,8 @@ class TrainWorker:
         self.device = torch.device(device)
         self.backend: TrainBackend | None = None
         disable_progress_bar()
-        use_threads(device, sharers=settings.cluster.actor_num_gpus_per_node)
+        generates_meanwhile = settings.rollout.async_steps > 0
+        use_threads(device, sharers=settings.cluster.actor_num_gpus_per_node + generates_meanwhile)
 
     def serve_store(self) -> tuple[str, int]:
         """Rank 0: open the rendezvous on a free port; returns its address."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from miles.sample import Prompt, PromptGroup
@@ -13,7 +14,7 @@ class PromptStream:
     """Draws the prompts of a set, pass after pass; each pass in an order of its own with ``shuffle``.
 
     The order of a pass is a pure function of the number of prompts, ``seed`` and the pass, so a position is three
-    numbers. Every prompt is drawn once a pass.
+    numbers, and a group can be drawn again from its index. Every prompt is drawn once a pass.
 
     >>> stream = PromptStream([Prompt("a", (1,)), Prompt("b", (2,))], shuffle=False, seed=0)
     >>> [(g.group_index, g.prompt.text) for g in stream.draw(3)], stream.epoch
@@ -27,6 +28,7 @@ class PromptStream:
         self._prompts = prompts
         self._shuffle = shuffle
         self._seed = seed
+        self._unfinished: list[int] = []  # group indices to draw again, before new ones
         self._move_to(epoch=0, position=0, next_group_index=0)
 
     @property
@@ -36,15 +38,22 @@ class PromptStream:
 
     def draw(self, n: int) -> list[PromptGroup]:
         """The next ``n`` prompts, as groups without samples. Their ``group_index`` counts all draws of the run."""
-        return [self._draw_one() for _ in range(n)]
+        again = [self._group(index) for index in self._unfinished[:n]]
+        del self._unfinished[:n]
+        return again + [self._draw_one() for _ in range(n - len(again))]
 
-    def state(self) -> dict[str, Any]:
-        """The position, in plain values that JSON can hold."""
+    def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
+        """The position, in plain values that JSON can hold.
+
+        ``unfinished``: group indices that were drawn and have not come to anything yet. A stream restored from this
+        state draws them again, before it goes on, so that no prompt is lost.
+        """
         return {
             **self._order_key(),
             "epoch": self._epoch,
             "position": self._position,
             "next_group_index": self._next_group_index,
+            "unfinished": sorted({*self._unfinished, *unfinished}),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -61,6 +70,7 @@ class PromptStream:
                     f"or start a new run from its weights"
                 )
         self._move_to(state["epoch"], state["position"], state["next_group_index"])
+        self._unfinished = list(state.get("unfinished", ()))  # earlier checkpoints do not know it, and have none
 
     def _order_key(self) -> dict[str, Any]:
         return {"num_prompts": len(self._prompts), "shuffle": self._shuffle, "seed": self._seed}
@@ -72,10 +82,12 @@ class PromptStream:
         self._order = self._order_of(epoch)
 
     def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self._prompts)))
-        if self._shuffle:
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        return order
+        return _order_of_pass(len(self._prompts), self._shuffle, self._seed, epoch)
+
+    def _group(self, group_index: int) -> PromptGroup:
+        """The group of an earlier draw: draws were counted from the first of the run, with no gaps."""
+        epoch, position = divmod(group_index, len(self._prompts))
+        return PromptGroup(group_index, self._prompts[self._order_of(epoch)[position]])
 
     def _draw_one(self) -> PromptGroup:
         if self._position == len(self._order):
@@ -84,3 +96,12 @@ class PromptStream:
         self._position += 1
         self._next_group_index += 1
         return group
+
+
+@lru_cache(maxsize=4)  # groups that are drawn again belong to the last pass or two
+def _order_of_pass(num_prompts: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
+    """Positions of the prompts in the order of a pass. The list is shared: it is read and never changed."""
+    order = list(range(num_prompts))
+    if shuffle:
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order

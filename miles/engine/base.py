@@ -42,16 +42,25 @@ class GenerationRequest:
 class Generation:
     """One response, and the version of the weights that generated it (its last token).
 
-    ``earlier_versions``: of the weights that generated its first tokens, oldest first, where they changed on the way.
     ``log_probs``: fp32, of the sampled tokens, under softmax(logits / temperature) of the full vocabulary (before top-k
-    and top-p; of the raw logits when greedy).
+    and top-p; of the raw logits when greedy). Where the weights changed under way, ``earlier_versions`` holds a
+    (version, tokens) pair for each run of tokens before those of ``weight_version``, oldest first.
+
+    >>> Generation([5, 6, 7], [-1.0, -1.0, -1.0], "stop", weight_version=4, earlier_versions=((3, 2),)).token_versions
+    [3, 3, 4]
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
     weight_version: int
-    earlier_versions: tuple[int, ...] = ()
+    earlier_versions: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def token_versions(self) -> list[int]:
+        """The version of the weights that generated each token."""
+        versions = [version for version, tokens in self.earlier_versions for _ in range(tokens)]
+        return versions + [self.weight_version] * (len(self.token_ids) - len(versions))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from miles.engine.router import Router
 from miles.engine.sglang_client import EngineUnavailable, RequestRefused, SglangClient
@@ -38,8 +38,7 @@ class Member:
         self.server = server
         self.client: SglangClient | None = None
         self.serving = False
-        self.in_flight = 0
-        self.left = asyncio.Event()  # set when it is taken out: whoever waits for an answer of it need not
+        self.asked: set[asyncio.Future[Any]] = set()  # in flight
         self.recovery: asyncio.Task[None] | None = None
         self.probe: asyncio.Task[None] | None = None
 
@@ -51,18 +50,21 @@ class Member:
 
     async def answer(self, request: Awaitable[T]) -> T:
         """The answer to ``request``. Raises ``EngineUnavailable`` when the member is taken out before it comes."""
-        self.in_flight += 1
         asked = asyncio.ensure_future(request)
-        leaving = asyncio.ensure_future(self.left.wait())
+        self.asked.add(asked)
         try:
-            await asyncio.wait([asked, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if asked.done():
-                return asked.result()
-            raise EngineUnavailable(f"{self.server.name} was taken out with the request in flight")
+            await asyncio.wait([asked])
+            if asked.cancelled():
+                raise EngineUnavailable(f"{self.server.name} was taken out with the request in flight")
+            return asked.result()
         finally:
-            self.in_flight -= 1
+            self.asked.discard(asked)
             asked.cancel()
-            leaving.cancel()
+
+    def drop_all(self) -> None:
+        """Let nobody wait for an answer of it any more."""
+        for asked in self.asked:
+            asked.cancel()
 
 
 class EnginePool:
@@ -125,7 +127,7 @@ class EnginePool:
                     raise RuntimeError(f"no engine is left ({names}); their log files say why")
                 await self._changed.wait()
             candidates = [member for member in self.serving if member not in avoid] or self.serving
-            return min(candidates, key=lambda member: member.in_flight)
+            return min(candidates, key=lambda member: len(member.asked))
 
     async def suspect(self, member: Member | None, probe: Callable[[SglangClient], Awaitable[None]]) -> None:
         """Have ``member``, or each one where None, prove with ``probe`` that it works; take out those that do not.
@@ -153,7 +155,7 @@ class EnginePool:
         if not member.serving:
             return
         member.serving = False
-        member.left.set()
+        member.drop_all()
         log.warning("%s has failed and is restarted: %s", member.server.name, reason)
         member.recovery = asyncio.create_task(self._recover(member))
 
@@ -181,7 +183,6 @@ class EnginePool:
         await self._bring_up(member)
         if self._router is not None:
             await self._router.add(url)
-        member.left.clear()
         async with self._changed:
             member.serving = True
             self._changed.notify_all()

@@ -18,7 +18,7 @@ MASK_STEP = 16  # attended widths are multiples of this, which the fused kernels
 
 @dataclass(eq=False)
 class Sequence:
-    """One response in the making. ``weight_version`` is that of its last token."""
+    """One response in the making. ``weight_version`` is that of its last token, or of the engine before the first."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -27,6 +27,7 @@ class Sequence:
     weight_version: int
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    earlier_versions: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens) of the weights before
     finish_reason: FinishReason | None = None
 
     @classmethod
@@ -43,18 +44,28 @@ class Sequence:
 
     def append(self, token: int, log_prob: float, version: int) -> None:
         """Take the next token, and finish where it ends the response."""
+        if version != self.weight_version:
+            self._end_run(version)
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
-        self.weight_version = version
         if token in self.stop_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.sampling.max_new_tokens:
             self.finish_reason = "length"
 
+    def _end_run(self, version: int) -> None:
+        """The weights have changed: note the tokens that the old ones generated, if any."""
+        tokens = len(self.token_ids) - sum(count for _, count in self.earlier_versions)
+        if tokens:
+            self.earlier_versions.append((self.weight_version, tokens))
+        self.weight_version = version
+
     def result(self) -> Generation:
         """The finished response."""
         assert self.finish_reason is not None, "a running sequence has no result"
-        return Generation(self.token_ids, self.log_probs, self.finish_reason, self.weight_version)
+        return Generation(
+            self.token_ids, self.log_probs, self.finish_reason, self.weight_version, tuple(self.earlier_versions)
+        )
 
 
 class RunningBatch:

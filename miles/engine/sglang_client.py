@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import aiohttp
 
 from miles.engine.base import Generation, SamplingParams
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from miles.engine.engine_pool import Member
 
 CONNECT_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 3.0  # less than SGLang's own 5: a connection that it is about to close is not used again
 CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared disk
 
 
@@ -31,15 +33,17 @@ class RequestRefused(ValueError):
 
 
 class SglangClient:
-    """One server. All methods raise ``EngineUnavailable`` and ``RequestRefused``; nothing else of HTTP gets out."""
+    """One server. All methods raise ``EngineUnavailable`` and ``RequestRefused``; nothing else of HTTP gets out.
+
+    Connections are kept and used again. The HTTP client is aiohttp's: the cost of a request does not grow with those in
+    flight, as it does in httpx, whose pool looks at every connection for every request.
+    """
 
     def __init__(self, url: str, connections: int) -> None:
         """``connections``: most requests at a time; control calls come in addition."""
         self.url = url
-        limits = httpx.Limits(max_connections=connections + 8, max_keepalive_connections=connections + 8)
-        # How long a response takes to generate is not known beforehand, so reading has no limit.
-        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-        self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, trust_env=False)
+        self._connections = connections + 8
+        self._http: aiohttp.ClientSession | None = None  # made by the first request, as it belongs to an event loop
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int, vocab: int) -> Generation:
         """One response. The seed is the server's to honour: SGLang does under deterministic inference on GPUs only."""
@@ -80,28 +84,41 @@ class SglangClient:
         return await self._send("POST", path, body, seconds)
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None, seconds: float | None) -> dict[str, Any]:
-        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
+        # How long a response takes to generate is not known beforehand: then reading has no limit.
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
-            response = await self._http.request(method, path, json=body, timeout=timeout)
-        except httpx.HTTPError as error:
+            async with self._session().request(method, self.url + path, json=body, timeout=timeout) as response:
+                status, content = response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineUnavailable(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from error
-        if response.status_code >= 500 or response.status_code in (408, 429):
-            raise EngineUnavailable(f"{self.url}{path}: HTTP {response.status_code} {response.text[:300]}")
-        if response.status_code >= 400:
-            raise RequestRefused(f"{self.url}{path}: HTTP {response.status_code} {response.text[:1000]}")
-        if not response.content:
+        if status >= 500 or status in (408, 429):
+            raise EngineUnavailable(f"{self.url}{path}: HTTP {status} {_text(content, 300)}")
+        if status >= 400:
+            raise RequestRefused(f"{self.url}{path}: HTTP {status} {_text(content, 1000)}")
+        if not content:
             return {}
         try:
-            answer = response.json()
+            answer = json.loads(content)
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise EngineUnavailable(f"{self.url}{path}: the answer is not a JSON object: {response.text[:300]!r}")
+            raise EngineUnavailable(f"{self.url}{path}: the answer is not a JSON object: {_text(content, 300)!r}")
         return answer
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            connector = aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=KEEP_ALIVE_SECONDS)
+            self._http = aiohttp.ClientSession(connector=connector)  # reads no proxy from the environment
+        return self._http
 
     async def close(self) -> None:
         """Drop the connections."""
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.close()
+
+
+def _text(content: bytes, length: int) -> str:
+    return content.decode(errors="replace")[:length]
 
 
 def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
@@ -124,8 +141,7 @@ def read_generation(answer: dict[str, Any], vocab: int) -> Generation:
         token_ids = [int(token) for token in answer["output_ids"]]
         log_probs = [float(entry[0]) for entry in entries]
         reason = meta["finish_reason"]["type"]
-        versions = [read_version(span["version"]) for span in meta.get("weight_versions") or ()]
-        last = read_version(meta["weight_version"])
+        last, earlier = read_versions(meta)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise EngineUnavailable(f"an answer that is no generation ({error!r}): {str(answer)[:300]}") from error
     sound = (
@@ -134,10 +150,21 @@ def read_generation(answer: dict[str, Any], vocab: int) -> Generation:
         and all(0 <= token < vocab for token in token_ids)
         and all(math.isfinite(value) and value <= 1e-4 for value in log_probs)
         and [int(entry[1]) for entry in entries] == token_ids
+        and sum(tokens for _, tokens in earlier) <= len(token_ids)
     )
     if not sound:
         raise EngineUnavailable(f"an answer whose tokens and log-probs are no generation: {str(answer)[:300]}")
-    return Generation(token_ids, log_probs, reason, last, tuple(v for v in versions if v != last))
+    return Generation(token_ids, log_probs, reason, last, earlier)
+
+
+def read_versions(meta: dict[str, Any]) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """The version of the last token, and (version, tokens) of each run of tokens before its own.
+
+    SGLang lists the runs, where the weights changed under way, as spans of token positions in order.
+    """
+    last = read_version(meta["weight_version"])
+    runs = [(read_version(s["version"]), int(s["end"]) - int(s["start"])) for s in meta.get("weight_versions") or ()]
+    return last, tuple(run for run in runs[:-1] if run[1] > 0)
 
 
 def read_version(value: Any) -> int:

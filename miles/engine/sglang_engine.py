@@ -10,6 +10,7 @@ from typing import Any
 from miles.arguments.sglang import SglangArguments
 from miles.engine.base import Generation, GenerationRequest, WeightChunk
 from miles.engine.engine_pool import EnginePool, Member, Server
+from miles.engine.open_files import allow_open_files
 from miles.engine.router import Router
 from miles.engine.sampling import check_sampling
 from miles.engine.sglang_client import EngineUnavailable, SglangClient
@@ -60,7 +61,8 @@ class SglangEngine:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the servers. Raises what ``SglangServer.start`` raises."""
+        """Start the servers. Raises what ``SglangServer.start`` raises, and ``ValueError`` for too many sockets."""
+        allow_open_files(self._concurrency, f"--sglang-server-concurrency {self._sglang.sglang_server_concurrency}")
         await self._pool.open()
         if self._sglang.use_fault_tolerance:
             self._watch = asyncio.create_task(self._watch_health())
@@ -204,6 +206,7 @@ class SglangEngine:
     async def abort(self) -> None:
         """End every request in flight; each returns what it has. Those that wait for a slot return nothing."""
         self._aborts += 1
+        await self._control_all("/abort_request", {"abort_all": True})  # also of what nobody waits for any more
         ending = set(self._sent)
         while ending:
             await self._control_all("/abort_request", {"abort_all": True})

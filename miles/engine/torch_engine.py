@@ -37,8 +37,8 @@ class TorchEngine:
     weights, the prompt, the sampling and its seed, not on what else is in the batch, up to the
     rounding of matrix products.
 
-    A response in flight during ``update_weights`` goes on with the new weights and keeps the cache of the old ones; its
-    ``weight_version`` is that of its last token.
+    A response in flight during ``update_weights`` goes on with the new weights and keeps the cache of the old ones; the
+    version of each of its tokens is recorded.
     """
 
     def __init__(self, model_path: str, dtype: torch.dtype, device: str, max_batch_size: int) -> None:

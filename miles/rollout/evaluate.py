@@ -11,7 +11,7 @@ from miles.rewards.base import RewardFunction
 from miles.rewards.scoring import score
 from miles.rollout.concurrency import gather_or_cancel
 from miles.rollout.eval_sets import EvalSet
-from miles.rollout.generate import Detokenizer, generate_group, response_seed
+from miles.rollout.generate import Detokenizer, GroupGenerator, generate_group, response_seed
 from miles.rollout.pass_at_k import pass_at_k_metrics
 from miles.rollout.rollout_metrics import response_metrics
 from miles.sample import PromptGroup, Sample
@@ -25,6 +25,7 @@ async def evaluate(
     reward_function: RewardFunction,
     reward: RewardArguments,
     seed: int,
+    generate: GroupGenerator = generate_group,
 ) -> tuple[dict[str, Metric], list[Sample]]:
     """Metrics of every set, and all scored samples in the order of sets, prompts and seeds.
 
@@ -32,7 +33,7 @@ async def evaluate(
     and, with more than one sample a prompt, pass@k for powers of two. The prompts of all sets are in flight together.
     """
     per_set = await gather_or_cancel(
-        _evaluate_set(eval_set, engine, tokenizer, reward_function, reward, seed) for eval_set in eval_sets
+        _evaluate_set(eval_set, engine, tokenizer, reward_function, reward, seed, generate) for eval_set in eval_sets
     )
     metrics: dict[str, Metric] = {}
     samples: list[Sample] = []
@@ -49,11 +50,12 @@ async def _evaluate_set(
     reward_function: RewardFunction,
     reward: RewardArguments,
     seed: int,
+    generate: GroupGenerator,
 ) -> tuple[dict[str, Metric], list[Sample]]:
     seed_of = partial(response_seed, seed, "eval", eval_set.name)
 
     async def generate_and_score(drawn: PromptGroup) -> tuple[PromptGroup, int]:
-        group = await generate_group(
+        group = await generate(
             drawn,
             engine,
             eval_set.sampling,

@@ -13,7 +13,7 @@ from miles.sample import Prompt, PromptGroup, Sample, SampleStatus
 
 SeedOf = Callable[[int, int], int]  # (group_index, number of the sample in its group) -> seed
 
-_STATUS: dict[FinishReason, SampleStatus] = {
+STATUS: dict[FinishReason, SampleStatus] = {
     "stop": SampleStatus.COMPLETED,
     "length": SampleStatus.TRUNCATED,
     "abort": SampleStatus.ABORTED,
@@ -24,6 +24,25 @@ class Detokenizer(Protocol):
     """The part of a tokenizer that generation needs."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any: ...  # str for one sequence
+
+
+class GroupGenerator(Protocol):
+    """A new group with ``n_samples`` generated, unscored trajectories of ``group``'s prompt; ``generate_group`` is one.
+
+    Trajectory k has ``rollout_id = group_index * n_samples + k``.
+    """
+
+    async def __call__(
+        self,
+        group: PromptGroup,
+        engine: Engine,
+        sampling: SamplingParams,
+        tokenizer: Any,
+        *,
+        n_samples: int,
+        seed_of: SeedOf,
+        max_context_len: int | None = None,
+    ) -> PromptGroup: ...
 
 
 def response_seed(*parts: int | str) -> int:
@@ -101,8 +120,8 @@ def _sample(group: PromptGroup, rollout_id: int, generation: Generation, tokeniz
         response=tokenizer.decode(generation.token_ids, skip_special_tokens=True),
         loss_mask=[1] * len(generation.token_ids),
         rollout_log_probs=list(generation.log_probs),
-        status=_STATUS[generation.finish_reason],
-        weight_versions=[*generation.earlier_versions, generation.weight_version],
+        status=STATUS[generation.finish_reason],
+        weight_versions=generation.token_versions,
     )
     sample.check()
     return sample

@@ -33,6 +33,20 @@ def test_restored_stream_draws_the_same(size, shuffle, seed, before, after):
     assert restored.state() == stream.state()
 
 
+@given(sizes, st.booleans(), seeds, draws, st.data())
+def test_what_is_unfinished_is_drawn_again_first(size, shuffle, seed, before, data):
+    stream, restored = stream_of(size, shuffle, seed), stream_of(size, shuffle, seed)
+    drawn = [group for n in before for group in stream.draw(n)]
+    unfinished = sorted(data.draw(st.sets(st.sampled_from(range(len(drawn)))))) if drawn else []
+    restored.restore(json.loads(json.dumps(stream.state(unfinished[::-1]))))
+    half = len(unfinished) // 2
+    again = restored.draw(half)
+    twice = stream_of(size, shuffle, seed)
+    twice.restore(restored.state())
+    again += twice.draw(len(unfinished) - half + 3)
+    assert facts(again) == [facts(drawn)[i] for i in unfinished] + facts(stream.draw(3))
+
+
 @given(sizes, st.booleans(), seeds, draws)
 def test_how_draws_are_split_changes_nothing(size, shuffle, seed, ns):
     stream, at_once = stream_of(size, shuffle, seed), stream_of(size, shuffle, seed)

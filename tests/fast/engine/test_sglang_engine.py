@@ -128,21 +128,47 @@ def engine_flags(**flags):
     return SglangArguments(**flags)
 
 
+def test_tokens_know_the_weights_that_generated_them(running, other_model, tmp_path):
+    """Weights change while responses are in flight: a token's log-prob is that of the model whose version it bears."""
+    running.use(WeightSender(engine_flags(), tmp_path))
+    running.run(running.engine.update_weights(running.chunks(), 16))
+
+    def request(tokens):
+        return GenerationRequest(PROMPTS[0], (0, 1, 2, 3), SamplingParams(max_new_tokens=tokens))
+
+    async def scenario():
+        whole = asyncio.ensure_future(running.engine.generate(request(100)))
+        await running.engine.generate(request(10))  # so that the others have some tokens, and not all
+        await running.engine.update_weights(running.chunks(other_model), 17)
+        return await whole
+
+    models = {16: running.model, 17: other_model}
+    generations = running.run(scenario())
+    for generation in generations:
+        found = generation.token_versions
+        assert found == sorted(found) and set(found) <= set(models)
+        expected = {v: log_probs_of(model, PROMPTS[0], generation, 1.0) for v, model in models.items()}
+        expected = [float(expected[version][i]) for i, version in enumerate(found)]
+        assert generation.log_probs == pytest.approx(expected, abs=1e-4)
+    assert any(len(set(generation.token_versions)) == 2 for generation in generations)
+    running.run(running.engine.update_weights(running.chunks(), 18))
+
+
 def test_a_tensor_that_is_not_sent_is_found(running, tmp_path):
     running.use(WeightSender(engine_flags(check_weight_update_equal=True), tmp_path))
     missing = "model.layers.1.mlp.down_proj.weight"
     incomplete = list(in_chunks((n, p) for n, p in running.model.named_parameters() if n != missing))
     with pytest.raises(ValueError, match=f"--check-weight-update-equal: 1 of .*{missing}"):
-        running.run(running.engine.update_weights(incomplete, 13))
+        running.run(running.engine.update_weights(incomplete, 19))
     running.run(running.engine.resume())
-    running.run(running.engine.update_weights(running.chunks(), 14))
+    running.run(running.engine.update_weights(running.chunks(), 20))
 
 
 def test_a_refused_broadcast_is_an_error_and_no_hang(running, other_model, tmp_path):
     running.use(WeightSender(engine_flags(), tmp_path))
     wrong = list(in_chunks((f"{name}", torch.zeros(3, 3)) for name, _ in other_model.named_parameters()))
     with pytest.raises(RuntimeError, match="did not take the weights: .*/update_weights_from_distributed"):
-        running.run(running.engine.update_weights(wrong, 15))
+        running.run(running.engine.update_weights(wrong, 21))
 
 
 def test_checksums_that_differ_are_named():

@@ -234,6 +234,25 @@ def test_update_weights_replaces_the_model(model_path, tmp_path):
     assert [[g.token_ids for g in group] for group in groups] == responses(make_engine(str(tmp_path)), reqs)
 
 
+def test_tokens_know_the_weights_that_generated_them(llama_path):
+    same = dict(AutoModelForCausalLM.from_pretrained(llama_path).named_parameters())
+
+    async def scenario():
+        engine = make_engine(llama_path)
+        running = asyncio.create_task(generate_all(engine, requests(SamplingParams(30))))
+        for version in (4, 9):
+            await tokens_generated(engine, version)
+            await engine.update_weights([WeightChunk(same)], version)
+        return await running
+
+    for response in (r for group in asyncio.run(scenario()) for r in group):
+        versions = response.token_versions
+        assert len(versions) == 30
+        assert versions == sorted(versions)
+        assert set(versions) == {0, 4, 9}
+        assert response.weight_version == 9
+
+
 def test_weight_updates_name_what_is_wrong(llama_path):
     engine = make_engine(llama_path)
     weights = {k: v.clone() for k, v in AutoModelForCausalLM.from_pretrained(llama_path).state_dict().items()}

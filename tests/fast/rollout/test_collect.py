@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.rollout import filters
-from miles.rollout.collect import MAX_BARREN_BURSTS, MIN_BARREN_BURSTS, Collector
+from miles.rollout.barren import MAX_BARREN_BURSTS, MIN_BARREN_BURSTS
+from miles.rollout.collect import Collector
 from miles.rollout.filters import FilterDecision
+from miles.rollout.make_group import GroupMaker
 
 NONZERO_STD = "miles.rollout.filters:check_reward_nonzero_std"
 MINE = "miles.rollout.filters:mine"
@@ -20,8 +22,13 @@ async def odd_length(samples):
 
 def collector(engine, stream, tokenizer, reward_function=odd_length, log_passrate=False, seed=42, **options):
     options = {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "rollout_max_response_len": 8} | options
-    reward = RewardArguments(log_passrate=log_passrate)
-    return Collector(stream, engine, tokenizer, reward_function, RolloutArguments(**options), reward, seed)
+    return built(engine, stream, tokenizer, reward_function, options, RewardArguments(log_passrate=log_passrate), seed)
+
+
+def built(engine, stream, tokenizer, reward_function, options, reward, seed=42):
+    rollout = RolloutArguments(**options)
+    make_group = GroupMaker(engine, tokenizer, reward_function, rollout, reward, seed)
+    return Collector(stream, make_group, rollout, reward)
 
 
 def collect(*args, **options):
@@ -146,9 +153,9 @@ def test_reward_errors_are_counted_where_a_value_stands_in(scripted_engine, coun
             raise RuntimeError("no answer found")
         return [1.0 for _ in samples]
 
-    options = RolloutArguments(rollout_batch_size=4, n_samples_per_prompt=2, rollout_max_response_len=8)
+    options = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "rollout_max_response_len": 8}
     reward = RewardArguments(reward_error_value=-1.0)
-    collecting = Collector(counting_stream(9), scripted_engine(), tokenizer, fails_on_prompt_1, options, reward, 42)
+    collecting = built(scripted_engine(), counting_stream(9), tokenizer, fails_on_prompt_1, options, reward)
     rollout = asyncio.run(collecting.collect(0))
     assert [g.rewards for g in rollout.groups] == [[1.0, 1.0], [-1.0, -1.0], [1.0, 1.0], [1.0, 1.0]]
     assert rollout.metrics["rollout/reward_errors"].value == 2

@@ -43,7 +43,7 @@ def groups(draw):
                 rollout_log_probs=draw(st.lists(FLOATS, min_size=n, max_size=n)),
                 status=draw(st.sampled_from(SampleStatus)),
                 reward=draw(st.none() | FLOATS),
-                weight_versions=draw(st.lists(st.integers(0), max_size=2)),
+                weight_versions=draw(st.lists(st.integers(-1), min_size=n, max_size=n)),
             )
         )
     return group

@@ -99,7 +99,7 @@ def step_without_loss_tokens_is_skipped(stand: Stand) -> None:
         backend = make_backend(stand, "untied", loss, **ADAM)
         before = weights(backend)
         metrics = _train(backend, _batch(replace(CASE, spec=spec)))
-        assert metrics["train/skipped_steps"].value == 1.0 and metrics["train/loss"].numerator == 0.0
+        assert metrics["train/skipped_steps"].value == 1.0 and "train/loss" not in metrics
         after = weights(backend)
         assert all(torch.equal(before[n], after[n]) for n in before)
         assert _train(backend, _batch())["train/lr"].value == 1e-2

@@ -1,0 +1,169 @@
+"""What one rollout process can feed: requests a second, CPU a request and memory, at many requests in flight.
+
+``python benchmarks/rollout_scale.py --in-flight 10000`` runs the production collector and the production SGLang engine,
+reward included, against stand-in servers (stand_in_engine.py) over real sockets, and prints one JSON object. With
+``--no-http`` the answers come from a timer instead: what remains is the collector's own cost. CPU seconds are this
+process's alone, the servers have a process of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from stand_in_engine import answer_body, latency, start
+
+from miles.arguments.reward import RewardArguments
+from miles.arguments.rollout import RolloutArguments
+from miles.arguments.sglang import SglangArguments
+from miles.data.stream import PromptStream
+from miles.engine.base import Generation, GenerationRequest
+from miles.engine.sglang_client import read_generation
+from miles.engine.sglang_engine import SglangEngine
+from miles.rollout.generate import generate_group
+from miles.rollout.source import build_source
+from miles.sample import Prompt, Sample
+from miles.weight_sync.sender import WeightSender
+
+SAMPLES = 8  # a prompt
+VOCAB = 1000
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--in-flight", type=int, default=10_000, help="requests at once: prompts x 8 samples")
+    parser.add_argument("--engines", type=int, default=20, help="servers that share them")
+    parser.add_argument("--rollouts", type=int, default=2, help="measured, after one to warm up")
+    parser.add_argument("--no-http", action="store_true", help="answer from a timer")
+    parser.add_argument("--fully-async", action="store_true", help="groups are taken as they complete")
+    parser.add_argument("--tokens", type=int, default=256, help="of each answer")
+    parser.add_argument("--prompt-len", type=int, default=256)
+    parser.add_argument("--median-seconds", type=float, default=2.0, help="latency of the stand-ins")
+    return parser.parse_args()
+
+
+class Running:
+    """A server that runs already; ``miles.engine.engine_pool.Server``."""
+
+    def __init__(self, url: str) -> None:
+        self.name = f"stand-in {url}"
+        self._url = url
+
+    async def start(self) -> str:
+        return self._url
+
+    async def stop(self) -> None:
+        """It is stopped with its process."""
+
+
+class TimerEngine:
+    """The part of an ``Engine`` that a collector uses, without HTTP: an answer is parsed when its time has come."""
+
+    def __init__(self, median_seconds: float, tokens: int) -> None:
+        self._median_seconds = median_seconds
+        self._body = answer_body(tokens)
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        return list(await asyncio.gather(*(self._one(seed) for seed in request.seeds)))
+
+    async def _one(self, seed: int) -> Generation:
+        await asyncio.sleep(latency(seed, self._median_seconds))
+        return read_generation(json.loads(self._body), VOCAB)
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+
+class Counting:
+    """Passes requests on to ``engine``, and counts them."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.in_flight = self.most_in_flight = self.answered = 0
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        self.in_flight += len(request.seeds)
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            answers = await self._engine.generate(request)
+        finally:
+            self.in_flight -= len(request.seeds)
+        self.answered += len(answers)
+        return answers
+
+
+class NoText:
+    """A tokenizer that costs nothing: the collector is measured."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return ""
+
+
+async def alternating(samples: list[Sample]) -> list[float]:
+    """A reward that keeps every group useful."""
+    return [float((s.rollout_id or 0) % 2) for s in samples]
+
+
+async def engine_of(options: argparse.Namespace, urls: list[str], folder: Path) -> Any:
+    if options.no_http:
+        return TimerEngine(options.median_seconds, options.tokens)
+    sglang = SglangArguments(sglang_server_concurrency=math.ceil(options.in_flight / options.engines))
+    engine = SglangEngine([Running(url) for url in urls], sglang, VOCAB, WeightSender(sglang, folder), None)
+    await engine.start()
+    return engine
+
+
+async def measure(options: argparse.Namespace, urls: list[str], folder: Path) -> dict[str, Any]:
+    groups = options.in_flight // SAMPLES
+    settings = RolloutArguments(
+        rollout_batch_size=groups // 2 if options.fully_async else groups,  # twice as many are in play
+        n_samples_per_prompt=SAMPLES,
+        rollout_max_response_len=options.tokens,
+        async_steps=int(options.fully_async),
+        fully_async=options.fully_async,
+    )
+    stream = PromptStream([Prompt("", (5,) * options.prompt_len)], shuffle=False, seed=0)
+    engines = await engine_of(options, urls, folder)
+    engine: Any = Counting(engines)
+    source = build_source(
+        stream, engine, NoText(), alternating, settings, RewardArguments(), 0, generate_group, options.rollouts + 1
+    )
+    await source.collect(0)
+    answered, cpu, wall = engine.answered, time.process_time(), time.perf_counter()
+    for rollout_id in range(1, options.rollouts + 1):
+        source.weights_arrived(rollout_id)
+        await source.collect(rollout_id)
+    answered = engine.answered - answered
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    await engines.close()
+    return {
+        "in_flight": engine.most_in_flight,
+        "engines": 0 if options.no_http else options.engines,
+        "fully_async": options.fully_async,
+        "tokens": options.tokens,
+        "requests_per_second": round(answered / wall, 1),
+        "cpu_ms_per_request": round(1000 * cpu / answered, 3),
+        "requests_per_cpu_second": round(answered / cpu),
+        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+
+
+def main() -> None:
+    options = parse()
+    server, urls = start(options.engines, options.tokens, options.median_seconds, options.in_flight)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(asyncio.run(measure(options, urls, Path(folder)))))
+    finally:
+        server.terminate()
+
+
+if __name__ == "__main__":
+    main()

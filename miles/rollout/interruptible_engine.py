@@ -1,0 +1,97 @@
+"""An engine whose responses survive an abort: they wait, and go on from where they were, under the weights of then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import groupby
+
+from miles.engine.base import Engine, Generation, GenerationRequest, WeightChunk
+from miles.rollout.concurrency import gather_or_cancel
+from miles.rollout.generate import response_seed
+
+
+class InterruptibleEngine:
+    """Implements ``miles.engine.base.Engine`` on another one, and never answers with finish_reason ``abort``.
+
+    ``interrupt`` aborts what is in flight; each caller keeps waiting. After ``go_on`` every aborted response is asked
+    for again, its own tokens appended to the prompt, and the caller gets the whole of it, with the version of each
+    token. So a rollout can end while responses are unfinished (partial rollouts), whatever code awaits them.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._open = asyncio.Event()
+        self._open.set()
+
+    async def interrupt(self) -> None:
+        """Return when nothing is in flight. Requests that come from now on wait too."""
+        self._open.clear()
+        await self._engine.abort()
+
+    def go_on(self) -> None:
+        """Ask for the interrupted responses again."""
+        self._open.set()
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """One whole ``Generation`` a seed, in order. Raises what the engine raises.
+
+        An interrupted response is still a function of weights, prompt, sampling and its seed, and of where it was
+        interrupted: the tokens after that have a seed derived from its own and their position.
+        """
+        await self._open.wait()
+        answers = await self._engine.generate(request)
+        ends = (self._to_its_end(request, seed, answer) for seed, answer in zip(request.seeds, answers, strict=True))
+        return await gather_or_cancel(ends)
+
+    async def _to_its_end(self, request: GenerationRequest, seed: int, answer: Generation) -> Generation:
+        while answer.finish_reason == "abort":
+            await self._open.wait()
+            done = len(answer.token_ids)
+            rest = GenerationRequest(
+                prompt_ids=(*request.prompt_ids, *answer.token_ids),
+                seeds=(response_seed(seed, "from", done) if done else seed,),
+                sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - done),
+            )
+            [more] = await self._engine.generate(rest)
+            answer = _joined(answer, more)
+        return answer
+
+    async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
+        """As the engine does."""
+        await self._engine.update_weights(chunks, version)
+
+    async def pause(self) -> None:
+        """As the engine does."""
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        """As the engine does."""
+        await self._engine.resume()
+
+    async def abort(self) -> None:
+        """``interrupt``, then ``go_on``: an abort from elsewhere costs nothing but time."""
+        await self.interrupt()
+        self.go_on()
+
+    async def health(self) -> bool:
+        """As the engine does."""
+        return await self._engine.health()
+
+    async def close(self) -> None:
+        """As the engine does."""
+        await self._engine.close()
+
+
+def _joined(first: Generation, rest: Generation) -> Generation:
+    """One response of two parts."""
+    versions = [*first.token_versions, *rest.token_versions]
+    runs = [(version, len(list(run))) for version, run in groupby(versions)]
+    return Generation(
+        [*first.token_ids, *rest.token_ids],
+        [*first.log_probs, *rest.log_probs],
+        rest.finish_reason,
+        rest.weight_version,
+        tuple(run for i, run in enumerate(runs) if i < len(runs) - 1 or run[0] != rest.weight_version),
+    )

@@ -1,0 +1,157 @@
+"""kill -9 of a worker process: the run goes on from its checkpoint, and trains on every prompt once."""
+
+import json
+import random
+
+import psutil
+import pytest
+
+from miles.cluster.restarts import with_restarts
+
+STEPS, BATCH = 2, 4
+
+
+def kill_worker(run, kind):
+    """SIGKILL one actor of class ``kind``; False where none is up at the moment."""
+    for process in psutil.Process(run.process.pid).children(recursive=True):
+        try:
+            if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{kind}"):
+                process.kill()
+                return True
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return False
+
+
+def trained_groups(folder, name, rollouts):
+    files = [folder / f"{name}_{r}.jsonl" for r in range(rollouts)]
+    return [json.loads(line)["group_index"] for file in files for line in file.read_text().splitlines()]
+
+
+def kill_when_trained(run, steps_and_kinds):
+    """Wait for the rows of each step, then kill a worker of that kind."""
+    for step, kind in steps_and_kinds:
+        run.wait_until(lambda step=step: (run.output / "metrics.jsonl").exists() and step in run.rows(), seconds=240)
+        run.wait_until(lambda kind=kind: kill_worker(run, kind))
+
+
+def restarting(launch, workplace, name, *flags, **options):
+    saved = ["--save", str(workplace / f"{name}_ckpt"), "--save-interval", "1"]
+    saved += ["--save-debug-rollout-data", str(workplace / (name + "_{rollout_id}.jsonl"))]
+    return launch(name, *saved, *flags, **options)
+
+
+def check_prompts(run, folder, name, rollouts):
+    """No prompt is trained on twice, and those that are not were dropped for their age and counted."""
+    taken = trained_groups(folder, name, rollouts)
+    assert len(set(taken)) == len(taken) == rollouts * BATCH
+    dropped = sum(row.get("rollout/dropped/stale", 0) for row in run.rows().values())
+    assert max(taken) + 1 - len(taken) <= dropped
+
+
+MODES = {"sync": [], "ahead": ["--async-steps", "1"], "fully": ["--async-steps", "1", "--fully-async"]}
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_trainer_and_a_killed_rollout_are_overcome(launch, workplace):
+    run = restarting(launch, workplace, "restarts", "--max-restarts", "2", "--num-rollout", "5", *MODES["fully"])
+    kill_when_trained(run, [(2, "TrainWorker"), (6, "RolloutWorker")])
+    assert run.wait() == 0, run.err
+    assert sorted(run.rows()) == list(range(1, 1 + 5 * STEPS))
+    check_prompts(run, workplace, "restarts", 5)
+    assert "going on from its last checkpoint (0 restarts left)" in run.err
+    assert run.none_left()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_without_restarts_a_killed_trainer_stops_the_run(launch, workplace):
+    run = restarting(launch, workplace, "stops", ranks=2)
+    kill_when_trained(run, [(2, "TrainWorker")])
+    assert run.wait() == 1
+    assert "a worker process died" in run.err.splitlines()[-1]
+    assert f"--load {workplace / 'stops_ckpt'} goes on from the last checkpoint" in run.err.splitlines()[-1]
+    assert run.none_left()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mode", MODES)
+def test_random_kills_over_fifty_steps(launch, workplace, mode):
+    name, rng = f"random_{mode}", random.Random(mode)
+    run = restarting(launch, workplace, name, "--max-restarts", "9", "--num-rollout", "25", *MODES[mode])
+    at = sorted(rng.sample(range(2, 48, 2), 5))
+    kill_when_trained(run, [(step, rng.choice(["TrainWorker", "RolloutWorker"])) for step in at])
+    assert run.wait() == 0, run.err
+    check_prompts(run, workplace, name, 25)
+
+
+class Attempts:
+    """Fails as scripted, and notes what it was started with."""
+
+    def __init__(self, *outcomes):
+        self.outcomes = list(outcomes)
+        self.loads = []
+
+    def __call__(self, settings):
+        self.loads.append(settings.checkpoint.load)
+        outcome = self.outcomes.pop(0)
+        if outcome is not None:
+            raise outcome
+
+
+@pytest.fixture
+def settings_with(tmp_path):
+    from miles.arguments.parser import parse
+
+    def make(restarts, **checkpoint):
+        words = ["--max-restarts", str(restarts), "--save", str(tmp_path / "ckpt")]
+        words += [w for name, value in checkpoint.items() for w in (f"--{name}", value)]
+        return parse(words)
+
+    return make
+
+
+def died():
+    import ray.exceptions
+
+    return ray.exceptions.ActorDiedError()
+
+
+def test_a_further_attempt_resumes_what_was_saved(settings_with, tmp_path, capsys):
+    attempt = Attempts(died(), died(), None)
+
+    def saving(settings):
+        try:
+            attempt(settings)
+        finally:
+            if len(attempt.loads) == 2:
+                (tmp_path / "ckpt" / "iter_0000001").mkdir(parents=True)
+
+    with_restarts(settings_with(3), saving)
+    assert attempt.loads == [None, None, str(tmp_path / "ckpt")]
+    told = capsys.readouterr().err
+    assert "going on from the beginning, as nothing was saved yet (2 restarts left)" in told
+    assert "going on from its last checkpoint (1 restarts left)" in told
+
+
+def test_the_last_failure_is_raised(settings_with):
+    attempt = Attempts(died(), died())
+    with pytest.raises(Exception, match="died"):
+        with_restarts(settings_with(1), attempt)
+    assert len(attempt.loads) == 2
+
+
+@pytest.mark.parametrize("error", [ValueError("--lr"), OSError("disk full")])
+def test_what_is_no_worker_s_death_is_raised_at_once(settings_with, error):
+    attempt = Attempts(error)
+    with pytest.raises(type(error)):
+        with_restarts(settings_with(5), attempt)
+
+
+def test_checkpoints_of_another_run_are_refused(settings_with, tmp_path):
+    (tmp_path / "ckpt" / "iter_0000009").mkdir(parents=True)
+    with pytest.raises(ValueError, match="holds checkpoints of an earlier run"):
+        with_restarts(settings_with(1), Attempts(None))
+    with_restarts(settings_with(1, load=str(tmp_path / "ckpt")), Attempts(None))
+    with_restarts(settings_with(0), Attempts(None))

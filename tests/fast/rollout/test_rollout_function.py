@@ -1,0 +1,72 @@
+"""``--rollout-function-path``: the user's function in place of the collector."""
+
+import asyncio
+import re
+
+import pytest
+
+from miles.arguments.reward import RewardArguments
+from miles.arguments.rollout import RolloutArguments
+from miles.rollout import rollout_function
+from miles.rollout.collect import Rollout
+from miles.rollout.generate import generate_group
+from miles.rollout.source import build_source
+from miles.tracking.metrics import Metric
+
+PATH = "miles.rollout.rollout_function:mine"
+
+
+async def ones(samples):
+    return [1.0 for _ in samples]
+
+
+@pytest.fixture
+def collect(scripted_engine, counting_stream, tokenizer, monkeypatch):
+    def run(function):
+        monkeypatch.setattr(rollout_function, "mine", function, raising=False)
+        rollout = RolloutArguments(
+            rollout_batch_size=2, n_samples_per_prompt=3, rollout_max_response_len=8, rollout_function_path=PATH
+        )
+        source = build_source(
+            counting_stream(9), scripted_engine(), tokenizer, ones, rollout, RewardArguments(), 1, generate_group, 5
+        )
+        return asyncio.run(source.collect(4))
+
+    return run
+
+
+async def hardest_first(rollout_id, tools):
+    """Draws three, trains on the two with the longest prompts."""
+    made = [await tools.make_group(drawn) for drawn in tools.stream.draw(3)]
+    return sorted((m.group for m in made), key=lambda group: len(group.prompt.token_ids))[1:]
+
+
+def test_its_groups_are_the_rollout(collect):
+    rollout = collect(hardest_first)
+    assert [group.group_index for group in rollout.groups] == [1, 2]
+    assert rollout.metrics["rollout/reward"].value == 1.0
+
+
+def test_it_may_bring_metrics(collect):
+    async def with_metrics(rollout_id, tools):
+        return Rollout(await hardest_first(rollout_id, tools), {"rollout/mine": Metric(rollout_id)})
+
+    metrics = collect(with_metrics).metrics
+    assert (metrics["rollout/mine"].value, metrics["rollout/reward"].value) == (4, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda groups: None, "is None; return a list"),
+        (lambda groups: groups[:1], "has 1 groups; return as many as --rollout-batch-size 2"),
+        (lambda groups: [g.samples.pop() and g for g in groups], "give it --n-samples-per-prompt 3 trajectories"),
+        (lambda groups: [setattr(g.samples[0], "reward", None) or g for g in groups], "without a reward"),
+    ],
+)
+def test_wrong_groups_are_told(collect, change, fault):
+    async def wrong(rollout_id, tools):
+        return change(await hardest_first(rollout_id, tools))
+
+    with pytest.raises(ValueError, match=re.escape(f"--rollout-function-path {PATH}: rollout 4") + ".*" + fault):
+        collect(wrong)
