@@ -11,6 +11,7 @@ from miles.arguments.engine_rules import check_engines
 from miles.arguments.loss import LossArguments
 from miles.arguments.loss_rules import check_loss
 from miles.arguments.megatron_rules import check_megatron
+from miles.arguments.offload_rules import check_offload
 from miles.arguments.parallel_rules import check_parallel
 from miles.arguments.settings import Settings
 from miles.arguments.streaming_rules import check_streaming
@@ -45,6 +46,7 @@ def validate(settings: Settings) -> Validated:
         settings.parallel, settings.training, settings.token_ranks, settings.rollout.rollout_max_response_len
     )
     check_engines(settings)
+    check_offload(settings)
     rules.check_optimizer(settings.optimizer)
     rules.check_checkpoint(settings.checkpoint)
     rules.check_evaluation(settings.evaluation)

@@ -48,6 +48,14 @@ class TrainGroup:
         """References to the packed chunks of the full weights."""
         return self._on_all("export_weights")[0]
 
+    def offload(self) -> None:
+        """Weights and optimizer go to host memory, and the GPUs' memory is free."""
+        self._on_all("offload")
+
+    def onload(self) -> None:
+        """They come back."""
+        self._on_all("onload")
+
     def save(self, rollout: int, state: dict[str, Any]) -> Path:
         """Checkpoint after ``rollout`` rollouts; it appears in ``--save`` whole or not at all."""
         assert self.settings.checkpoint.save is not None

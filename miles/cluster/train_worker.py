@@ -73,6 +73,14 @@ class TrainWorker:
             continue
         return []
 
+    def offload(self) -> None:
+        """As the backend does."""
+        self._backend.offload()
+
+    def onload(self) -> None:
+        """As the backend does."""
+        self._backend.onload()
+
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         """Write this rank's part of a checkpoint."""
         self._backend.save(folder, state)

@@ -67,6 +67,14 @@ class TrainBackend(Protocol):
         """Full tensors under Hugging Face names, in buckets, in the compute dtype; every rank iterates to the end."""
         ...
 
+    def offload(self) -> None:
+        """Move weights and optimizer to host memory, and free the GPU's. No other verb may follow but ``onload``."""
+        ...
+
+    def onload(self) -> None:
+        """Move them back."""
+        ...
+
     def export_hf(self, folder: Path) -> None:
         """Write a folder that transformers' ``from_pretrained`` loads (the tokenizer is the launcher's to add)."""
         ...

@@ -100,6 +100,20 @@ class FsdpBackend:
             full = shard.full_tensor() if isinstance(shard, DTensor) else shard
             yield name, full.cpu()
 
+    def offload(self) -> None:
+        self._move(torch.device("cpu"))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        self.policy.to(device)
+        if self.reference is not None:
+            self.reference.to(device)
+        self.optimizer.to(device)
+
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         if self.critic is not None:
             checkpoint.save_critic(folder, self.critic.model, self.critic.optimizer)

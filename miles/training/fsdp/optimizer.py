@@ -70,6 +70,13 @@ class ShardedOptimizer:
         dist.all_reduce(square)
         return math.sqrt(square.item()) if torch.isfinite(square) else float(square.item())
 
+    def to(self, device: torch.device) -> None:
+        """Move the moments to ``device``, as the parameters were moved; there are no gradients between steps."""
+        for state in self.adam.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.to(device)
+
     def state(self) -> dict[str, Any]:
         """What the schedule needs to go on."""
         return {"steps_done": self.steps_done}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -128,7 +128,7 @@ def load_policy(path: str, temperature: float, chunk_size: int, dtype: torch.dty
 def load_value_model(path: str, dtype: torch.dtype) -> ValueModel:
     """The critic on the decoder at ``path``, in ``dtype``; its head is new."""
     causal: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
-    return ValueModel(causal.base_model)
+    return ValueModel(cast(PreTrainedModel, causal.base_model))
 
 
 def shard_policy(

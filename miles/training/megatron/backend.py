@@ -132,6 +132,12 @@ class MegatronBackend:
         exported = self.converter.export(self.policy, lambda parameter: parameter.data, self.compute_dtype)
         return ((name, tensor.cpu()) for name, tensor in exported)
 
+    def offload(self) -> None:
+        raise ValueError("--offload-train: --train-backend megatron cannot in this version; use --train-backend fsdp")
+
+    def onload(self) -> None:
+        """Nothing was moved."""
+
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         checkpoint.save(folder, self.policy, self.optimizer, self.ranks, state)
         if self.critic is not None:
