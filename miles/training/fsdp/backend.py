@@ -112,6 +112,9 @@ class FsdpBackend:
         self.policy.to(device)
         if self.reference is not None:
             self.reference.to(device)
+        if self.critic is not None:
+            self.critic.model.to(device)
+            self.critic.optimizer.to(device)
         self.optimizer.to(device)
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
