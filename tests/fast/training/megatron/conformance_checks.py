@@ -106,12 +106,7 @@ def conforms(stand: Stand, model: str, contract: str, expected: list[Expected]) 
 
 def _run(backend: Any, case: Case) -> Result:
     backend.settings = replace(backend.settings, loss=case.loss)
-    rows = rows_of(case)
-    (batch,) = convert(
-        groups_of(case, rows), loss=case.loss, global_batch_size=len({r.sample.rollout_id for r in rows})
-    )
-    if case.off_policy:
-        batch = _scored(batch, rows, case)
+    batch = batch_of(case)
     # The canary is to see every token; elsewhere samples without an advantage are scored and not trained on.
     has_gradient = samples_with_gradient(case.loss, batch.rewards)
     shard: TrainShard = shard_of(backend, batch, has_gradient, watch_mass=case.off_policy)
@@ -125,6 +120,15 @@ def _run(backend: Any, case: Case) -> Result:
     return Result(recorded.gradients, reported)
 
 
+def batch_of(case: Case) -> TrainBatch:
+    """The step as the rollout side makes it, with the scores of the case."""
+    rows = rows_of(case)
+    (batch,) = convert(
+        groups_of(case, rows), loss=case.loss, global_batch_size=len({r.sample.rollout_id for r in rows})
+    )
+    return _scored(batch, rows, case) if case.off_policy else batch
+
+
 def _scored(batch: TrainBatch, rows: list[Row], case: Case) -> TrainBatch:
     """``batch`` with the old and reference log-probs of the case, found by each sample's tokens."""
     place = {(row.sample.rollout_id, tuple(row.sample.tokens)): row.place for row in rows}
@@ -132,4 +136,7 @@ def _scored(batch: TrainBatch, rows: list[Row], case: Case) -> TrainBatch:
     old, ref = (
         [torch.tensor(case.scores[name][p], dtype=torch.float32).numpy() for p in places] for name in ("old", "ref")
     )
+    values = case.scores.get("values")
+    if values is not None:
+        batch = replace(batch, values=[torch.tensor(values[p], dtype=torch.float32).numpy() for p in places])
     return replace(batch, old_log_probs=old, ref_log_probs=ref)

@@ -25,6 +25,7 @@ from miles.training.megatron.cpu_support import support_cpu
 support_cpu()
 
 import conformance_checks  # noqa: E402  # Megatron is imported from here on
+import critic_checks  # noqa: E402
 import state_checks  # noqa: E402
 from layouts import LAYOUTS, Stand, save_models  # noqa: E402
 
@@ -32,7 +33,9 @@ DEADLINE = timedelta(seconds=120)
 Check = Callable[[Stand], "str | None"]
 
 
-def checks_of(name: str, expected: dict[str, list[conformance_checks.Expected]]) -> dict[str, Check]:
+def checks_of(
+    name: str, expected: dict[str, list[conformance_checks.Expected]], of_critic: critic_checks.Expectations
+) -> dict[str, Check]:
     """Every check of the layout ``name``: each raises, or returns what is wrong."""
     found: dict[str, Check] = {check.__name__: check for check in state_checks.OF_LAYOUT.get(name, ())}
     for model in LAYOUTS[name].models:
@@ -40,6 +43,7 @@ def checks_of(name: str, expected: dict[str, list[conformance_checks.Expected]])
             found[f"{model}, {contract}"] = partial(
                 conformance_checks.conforms, model=model, contract=contract, expected=expected[model]
             )
+    found |= critic_checks.checks_of(name, of_critic)
     return found
 
 
@@ -89,7 +93,8 @@ def _run_layout(folder: Path, name: str, checks: dict[str, Check]) -> dict[str, 
 def main(folder: Path, names: list[str]) -> None:
     save_models(folder)
     expected = conformance_checks.expectations(folder)
-    results = {name: _run_layout(folder, name, checks_of(name, expected)) for name in names or LAYOUTS}
+    of_critic = critic_checks.expectations(folder)
+    results = {name: _run_layout(folder, name, checks_of(name, expected, of_critic)) for name in names or LAYOUTS}
     (folder / "results.json").write_text(json.dumps(results))
 
 
