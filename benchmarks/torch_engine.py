@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from miles.engine.base import GenerationRequest, SamplingParams
-from miles.engine.torch_engine import TorchEngine
+from miles.engine.embedded.torch_engine import TorchEngine
 
 
 def parse() -> argparse.Namespace:

@@ -14,12 +14,12 @@ from transformers import AutoConfig
 from miles.arguments.offload_rules import offload_on
 from miles.arguments.settings import Settings
 from miles.cluster.session import Placement
-from miles.engine.engine_pool import Server
-from miles.engine.external_server import ExternalServer
-from miles.engine.router import Router
-from miles.engine.sglang_command import ServerSpec
-from miles.engine.sglang_engine import SglangEngine
-from miles.engine.sglang_server import SglangServer
+from miles.engine.sglang.engine_pool import Server
+from miles.engine.sglang.external_server import ExternalServer
+from miles.engine.sglang.router import Router
+from miles.engine.sglang.sglang_command import ServerSpec
+from miles.engine.sglang.sglang_engine import SglangEngine
+from miles.engine.sglang.sglang_server import SglangServer
 from miles.weight_sync.sender import WeightSender
 
 LOGS = "engines"  # in --output-dir
@@ -41,7 +41,7 @@ class EngineActor:
 
 
 class ActorServer:
-    """A server in an actor; ``miles.engine.engine_pool.Server``. An actor that has died is replaced."""
+    """A server in an actor; ``miles.engine.sglang.engine_pool.Server``. An actor that has died is replaced."""
 
     def __init__(self, number: int, settings: Settings, placement: Placement) -> None:
         self.name = f"engine {number}"

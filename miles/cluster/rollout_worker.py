@@ -123,7 +123,7 @@ class RolloutWorker:
                 await servers.close()
                 raise
             return servers
-        from miles.engine.torch_engine import TorchEngine
+        from miles.engine.embedded.torch_engine import TorchEngine
 
         assert self.settings.model.hf_checkpoint is not None
         dtype = torch.bfloat16 if self.settings.training.bf16 else torch.float32
@@ -237,7 +237,7 @@ class RolloutWorker:
 
     async def release_memory(self) -> None:
         """Have the engines give their GPU memory up until new weights come."""
-        from miles.engine.sglang_engine import SglangEngine
+        from miles.engine.sglang.sglang_engine import SglangEngine
 
         assert isinstance(self.engine, SglangEngine), "arguments/offload_rules.py"
         await self.engine.release_memory()

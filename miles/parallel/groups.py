@@ -40,7 +40,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, values: torch.Tensor, context: ContextGroup) -> torch.Tensor:
         ctx.context = context
         gathered = values.new_empty(context.size * len(values), *values.shape[1:])
-        dist.all_gather_into_tensor(gathered, values.contiguous(), group=context.group)
+        dist.all_gather_single(gathered, values.contiguous(), group=context.group)
         return gathered
 
     @staticmethod
@@ -48,7 +48,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         dtype = torch.promote_types(grad.dtype, torch.float32)
         mine = grad.new_empty(len(grad) // ctx.context.size, *grad.shape[1:], dtype=dtype)
-        dist.reduce_scatter_tensor(mine, grad.to(dtype).contiguous(), group=ctx.context.group)
+        dist.reduce_scatter_single(mine, grad.to(dtype).contiguous(), group=ctx.context.group)
         return mine.to(grad.dtype), None
 
 

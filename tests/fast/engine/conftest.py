@@ -18,7 +18,7 @@ def chunks_of(model):
 
 
 class Started:
-    """``miles.engine.engine_pool.Server`` of one that runs already."""
+    """``miles.engine.sglang.engine_pool.Server`` of one that runs already."""
 
     def __init__(self, address):
         self.name = f"the engine at {address}"

@@ -8,9 +8,9 @@ import psutil
 import torch
 
 from miles.arguments.sglang import SglangArguments
-from miles.engine.sglang_command import ServerSpec
-from miles.engine.sglang_engine import SglangEngine
-from miles.engine.sglang_server import SglangServer
+from miles.engine.sglang.sglang_command import ServerSpec
+from miles.engine.sglang.sglang_engine import SglangEngine
+from miles.engine.sglang.sglang_server import SglangServer
 from miles.weight_sync.sender import WeightSender
 
 HOST = "127.0.0.1"
@@ -23,7 +23,7 @@ def server_of(model, log, seed=0):
 
 
 class LocalServer:
-    """A server of this process; ``miles.engine.engine_pool.Server``. Signals can be sent to its processes."""
+    """A server of this process; ``miles.engine.sglang.engine_pool.Server``. Signals can be sent to its processes."""
 
     def __init__(self, number, model, log_folder):
         self.name = f"engine {number}"

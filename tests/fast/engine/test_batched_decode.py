@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from miles.engine.sglang_cpu.batched_decode import batched_decode
+from miles.engine.sglang.cpu.batched_decode import batched_decode
 
 SLOTS, HEADS, KEY_HEADS, DIM = 64, 4, 2, 8
 

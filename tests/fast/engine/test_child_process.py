@@ -8,14 +8,14 @@ import sys
 import psutil
 import pytest
 
-from miles.engine.child_process import ChildProcess, ServerFailed
+from miles.engine.sglang.child_process import ChildProcess, ServerFailed
 
 SERVES = "import sys, time; print('serving', flush=True); time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SERVES
 WITH_CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SERVES!r}]); " + SERVES
 PARENT = """
 import os, pathlib, sys
-from miles.engine.child_process import ChildProcess
+from miles.engine.sglang.child_process import ChildProcess
 child = ChildProcess("stand_in", [], os.environ, pathlib.Path(sys.argv[1]))
 child.wait_until(lambda: "serving" in child.log.read_text(), 60)
 print(child.pid, flush=True)

@@ -17,10 +17,10 @@ import torch
 
 from miles.arguments.sglang import SglangArguments
 from miles.engine.base import GenerationRequest, SamplingParams, WeightChunk
-from miles.engine.child_process import ChildProcess
-from miles.engine.router import Router
-from miles.engine.sglang_engine import SglangEngine
-from miles.engine.sglang_server import answers, free_port
+from miles.engine.sglang.child_process import ChildProcess
+from miles.engine.sglang.router import Router
+from miles.engine.sglang.sglang_engine import SglangEngine
+from miles.engine.sglang.sglang_server import answers, free_port
 from miles.weight_sync.sender import WeightSender
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,7 +32,7 @@ WEIGHTS = [WeightChunk({"w": torch.zeros(3)})]
 
 
 class StandInServer:
-    """One stand-in process; ``miles.engine.engine_pool.Server``."""
+    """One stand-in process; ``miles.engine.sglang.engine_pool.Server``."""
 
     def __init__(self, number, folder):
         self.name = f"engine {number}"
@@ -163,7 +163,7 @@ def test_kills_at_random_moments(tmp_path, routed):
 
 
 def test_without_fault_tolerance_the_run_stops_with_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr("miles.engine.sglang_engine.BACK_OFF_SECONDS", 0.01)
+    monkeypatch.setattr("miles.engine.sglang.sglang_engine.BACK_OFF_SECONDS", 0.01)
 
     async def scenario(engine, servers):
         kill(servers[0])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.engine.base import SamplingParams
-from miles.engine.sampling import RowSampling, check_sampling, sample, seeded_uniforms
+from miles.engine.embedded.sampling import RowSampling, check_sampling, sample, seeded_uniforms
 
 CPU = torch.device("cpu")
 

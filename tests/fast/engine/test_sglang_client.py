@@ -4,8 +4,8 @@ import resource
 
 import pytest
 
-from miles.engine.open_files import SPARE, allow_open_files
-from miles.engine.sglang_client import EngineUnavailable, read_generation
+from miles.engine.sglang.open_files import SPARE, allow_open_files
+from miles.engine.sglang.sglang_client import EngineUnavailable, read_generation
 
 
 def answer(tokens, *spans, version="7"):

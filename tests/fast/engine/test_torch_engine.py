@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from miles.engine.base import GenerationRequest, SamplingParams, WeightChunk
-from miles.engine.torch_engine import TorchEngine
+from miles.engine.embedded.torch_engine import TorchEngine
 
 torch.set_num_threads(1)
 SHAPE = dict(

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from miles.engine.base import GenerationRequest, SamplingParams, WeightChunk
-from miles.engine.torch_engine import TorchEngine
+from miles.engine.embedded.torch_engine import TorchEngine
 from miles.rollout.interruptible_engine import InterruptibleEngine
 
 PROMPTS = [(5, 6, 7), (9,), tuple(range(20, 37))]

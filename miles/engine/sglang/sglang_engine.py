@@ -9,12 +9,12 @@ from typing import Any
 
 from miles.arguments.sglang import SglangArguments
 from miles.engine.base import Generation, GenerationRequest, WeightChunk
-from miles.engine.engine_pool import EnginePool, Member, Server
-from miles.engine.open_files import allow_open_files
-from miles.engine.router import Router
-from miles.engine.sampling import check_sampling
-from miles.engine.sglang_client import EngineUnavailable, SglangClient
-from miles.engine.sglang_weights import SglangReceiver
+from miles.engine.embedded.sampling import check_sampling
+from miles.engine.sglang.engine_pool import EnginePool, Member, MemberUnavailable, Server
+from miles.engine.sglang.open_files import allow_open_files
+from miles.engine.sglang.router import Router
+from miles.engine.sglang.sglang_client import EngineUnavailable, SglangClient
+from miles.engine.sglang.sglang_weights import SglangReceiver
 from miles.rollout.concurrency import gather_or_cancel
 from miles.weight_sync.sender import WeightSender
 
@@ -102,7 +102,7 @@ class SglangEngine:
             for attempt in range(1, REQUEST_TRIES + 1):
                 try:
                     return await self._try(request, seed, aborts, failed)
-                except EngineUnavailable as failure:
+                except MemberUnavailable as failure:
                     if failure.member is not None:
                         failed.append(failure.member)
                     if attempt == REQUEST_TRIES:
@@ -125,9 +125,8 @@ class SglangEngine:
         low, high = sorted((sent_under, self._version))
         versions = {generation.weight_version, *(version for version, _ in generation.earlier_versions)}
         if not low <= min(versions) <= max(versions) <= high:
-            failure = EngineUnavailable(f"an answer by weights {sorted(versions)} instead of {self._version}")
-            failure.member = member
-            raise failure
+            words = f"an answer by weights {sorted(versions)} instead of {self._version}"
+            raise MemberUnavailable(words, member)
         return generation
 
     async def _tracked(self, work: Coroutine[Any, Any, Generation]) -> Generation:

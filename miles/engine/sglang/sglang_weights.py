@@ -6,7 +6,7 @@ import base64
 from collections.abc import Sequence
 
 from miles.engine.base import WeightChunk
-from miles.engine.sglang_client import RequestRefused, SglangClient
+from miles.engine.sglang.sglang_client import RequestRefused, SglangClient
 
 SESSION_OPEN = "session is already open"  # SGLang's words (srt/managers/scheduler_components/weight_updater.py)
 

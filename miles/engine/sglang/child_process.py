@@ -1,7 +1,8 @@
 """Server processes: started in a group of their own, with a log file each, and never outliving whoever started them.
 
-``python -m miles.engine.child_process PARENT_PID MODULE ARGUMENTS…`` is what is run: it asks the kernel to be killed
-with its parent, then becomes the module. A launcher that is killed with SIGKILL therefore leaves no server behind.
+``python -m miles.engine.sglang.child_process PARENT_PID MODULE ARGUMENTS…`` is what is run: it asks the kernel to
+be killed with its parent, then becomes the module. A launcher that is killed with SIGKILL therefore leaves no server
+behind.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ChildProcess:
         """
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "miles.engine.child_process", str(os.getpid()), module, *arguments]
+        command = [sys.executable, "-m", "miles.engine.sglang.child_process", str(os.getpid()), module, *arguments]
         with log.open("ab") as output:
             self._start_of_log = output.tell()
             self._process = subprocess.Popen(

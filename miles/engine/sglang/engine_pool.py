@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Protocol, TypeVar
 
-from miles.engine.router import Router
-from miles.engine.sglang_client import EngineUnavailable, RequestRefused, SglangClient
+from miles.engine.sglang.router import Router
+from miles.engine.sglang.sglang_client import EngineUnavailable, RequestRefused, SglangClient
 
 T = TypeVar("T")
 
@@ -67,6 +67,14 @@ class Member:
             asked.cancel()
 
 
+class MemberUnavailable(EngineUnavailable):
+    """Which member of the pool it was; ``member`` is None where the router chose it."""
+
+    def __init__(self, message: str, member: Member | None) -> None:
+        super().__init__(message)
+        self.member = member
+
+
 class EnginePool:
     """The servers of a run.
 
@@ -107,7 +115,7 @@ class EnginePool:
         """Have one server do ``call``; waits while every server is being restarted.
 
         ``avoid``: members to use only when there is no other. The member that answered comes with the answer; None
-        when the router chose it. An ``EngineUnavailable`` has it as its attribute ``member``.
+        when the router chose it. Raises ``MemberUnavailable``.
         """
         chosen = await self._pick(avoid)
         member = None if self._router_client is not None else chosen
@@ -116,8 +124,7 @@ class EnginePool:
                 return await call(self._router_client), None
             return await chosen.answer(call(chosen.connected)), chosen
         except EngineUnavailable as failure:
-            failure.member = member
-            raise
+            raise MemberUnavailable(str(failure), member) from failure
 
     async def _pick(self, avoid: Collection[Member]) -> Member:
         async with self._changed:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from miles.engine.base import FinishReason, Generation, SamplingParams
-from miles.engine.model_runner import ModelRunner
-from miles.engine.sampling import RowSampling, sample, seeded_uniforms
+from miles.engine.embedded.model_runner import ModelRunner
+from miles.engine.embedded.sampling import RowSampling, sample, seeded_uniforms
 
 PREFILL_TOKENS = 16384  # tokens, with padding, of one prefill pass
 MASK_STEP = 16  # attended widths are multiples of this, which the fused kernels like

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from miles.engine import slot_attention
 from miles.engine.base import WeightChunk
-from miles.engine.kv_cache import KVCache
-from miles.engine.slot_attention import DecodeStep, PrefillStep
+from miles.engine.embedded import slot_attention
+from miles.engine.embedded.kv_cache import KVCache
+from miles.engine.embedded.slot_attention import DecodeStep, PrefillStep
 
 
 class ModelRunner:

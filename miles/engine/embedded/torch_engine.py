@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from miles.engine.base import Generation, GenerationRequest, WeightChunk
-from miles.engine.model_runner import ModelRunner
-from miles.engine.running_batch import RunningBatch, Sequence
-from miles.engine.sampling import check_sampling
+from miles.engine.embedded.model_runner import ModelRunner
+from miles.engine.embedded.running_batch import RunningBatch, Sequence
+from miles.engine.embedded.sampling import check_sampling
 
 
 @dataclass(eq=False)

@@ -10,8 +10,8 @@ from urllib.parse import quote
 import httpx
 
 from miles.arguments.server_flags import has_flag
-from miles.engine.child_process import ChildProcess
-from miles.engine.sglang_server import free_port
+from miles.engine.sglang.child_process import ChildProcess
+from miles.engine.sglang.sglang_server import free_port
 
 MODULE = "sglang_router.launch_router"
 START_SECONDS = 300

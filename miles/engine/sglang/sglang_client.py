@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 
 from miles.engine.base import Generation, SamplingParams
-
-if TYPE_CHECKING:
-    from miles.engine.engine_pool import Member
 
 CONNECT_SECONDS = 60.0  # many requests sent at once connect one after the other
 KEEP_ALIVE_SECONDS = 3.0  # less than SGLang's own 5: a connection that it is about to close is not used again
@@ -20,12 +17,7 @@ CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared di
 
 
 class EngineUnavailable(Exception):
-    """The server did not answer, or not with what it was asked for: another server, or this one later, may.
-
-    ``member``: of the pool, where it is known which one it was.
-    """
-
-    member: Member | None = None
+    """The server did not answer, or not with what it was asked for: another server, or this one later, may."""
 
 
 class RequestRefused(ValueError):

@@ -10,7 +10,7 @@ from pathlib import Path
 from miles.arguments.server_flags import has_flag
 
 MODULE = "sglang.launch_server"
-MODULE_ON_CPU = "sglang_on_cpu"  # in sglang_cpu/, which is on the path there
+MODULE_ON_CPU = "sglang_on_cpu"  # in cpu/, which is on the path there
 
 # What SGLang needs, or is better off with, on CPU: (the flag, its value, other spellings that the user may have given).
 # Without a limit of its own the cache takes a tenth of the host's memory.
@@ -75,4 +75,4 @@ class ServerSpec:
 
 def cpu_support() -> Path:
     """The folder of the stand-ins that only server processes on CPU see."""
-    return Path(__file__).parent / "sglang_cpu"
+    return Path(__file__).parent / "cpu"

@@ -6,7 +6,7 @@ import asyncio
 
 import httpx
 
-from miles.engine.child_process import ServerFailed
+from miles.engine.sglang.child_process import ServerFailed
 
 WAIT_SECONDS = 1800
 HEALTH_SECONDS = 60.0
@@ -14,7 +14,7 @@ POLL_SECONDS = 1.0
 
 
 class ExternalServer:
-    """One address of ``--rollout-external-engine-addrs``; ``miles.engine.engine_pool.Server``.
+    """One address of ``--rollout-external-engine-addrs``; ``miles.engine.sglang.engine_pool.Server``.
 
     After a failure it is awaited rather than restarted: it comes back in when it answers again.
     """

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from miles.engine.kv_cache import KVCache
+from miles.engine.embedded.kv_cache import KVCache
 
 NAME = "miles_slots"
 

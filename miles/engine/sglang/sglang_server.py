@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 
-from miles.engine.child_process import ChildProcess, ServerFailed
-from miles.engine.sglang_command import ServerSpec
+from miles.engine.sglang.child_process import ChildProcess, ServerFailed
+from miles.engine.sglang.sglang_command import ServerSpec
 
 START_SECONDS = 1800  # large models load for minutes
 GRACE_SECONDS = 3.0  # SGLang drains for five before it looks whether it is idle

@@ -1,0 +1,1 @@
+"""The engine inside the rollout process, on plain PyTorch."""

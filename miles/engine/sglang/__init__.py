@@ -1,0 +1,1 @@
+"""SGLang servers: started, asked, given weights, watched and replaced."""
