@@ -25,6 +25,18 @@ class SamplingParams:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
 
+    def check(self) -> None:
+        """Raise ``ValueError`` for values outside their range."""
+        rules = (
+            ("--rollout-max-response-len", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
+            ("--rollout-temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            ("--rollout-top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1 (1 keeps all)"),
+            ("--rollout-top-k", self.top_k, self.top_k == -1 or self.top_k >= 1, "-1 (all) or at least 1"),
+        )
+        for flag, value, holds, rule in rules:
+            if not holds:
+                raise ValueError(f"{flag} {value}: must be {rule}")
+
 
 @dataclass(frozen=True)
 class GenerationRequest:

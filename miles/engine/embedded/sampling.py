@@ -19,19 +19,6 @@ BLOCK = 256  # tokens of a first-level block; about the square root of a vocabul
 NUCLEUS_GUESS = 1024  # a top-p set is looked for among so many tokens before the whole vocabulary is sorted
 
 
-def check_sampling(params: SamplingParams) -> None:
-    """Raise ``ValueError`` for values outside their range."""
-    rules = (
-        ("--rollout-max-response-len", params.max_new_tokens, params.max_new_tokens >= 1, "at least 1"),
-        ("--rollout-temperature", params.temperature, 0 <= params.temperature < float("inf"), "0 (greedy) or more"),
-        ("--rollout-top-p", params.top_p, 0 < params.top_p <= 1, "above 0 and at most 1 (1 keeps all)"),
-        ("--rollout-top-k", params.top_k, params.top_k == -1 or params.top_k >= 1, "-1 (all) or at least 1"),
-    )
-    for flag, value, holds, rule in rules:
-        if not holds:
-            raise ValueError(f"{flag} {value}: must be {rule}")
-
-
 def seeded_uniforms(seed: int, count: int) -> np.ndarray:
     """``count`` float64 numbers in [0, 1) of ``seed`` (0 .. 2**128 - 1), by numpy's Philox. Number t draws token t."""
     return np.random.Generator(np.random.Philox(key=seed)).random(count)

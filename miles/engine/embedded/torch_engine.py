@@ -13,7 +13,6 @@ import torch
 from miles.engine.base import Generation, GenerationRequest, WeightChunk
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.running_batch import RunningBatch, Sequence
-from miles.engine.embedded.sampling import check_sampling
 
 
 @dataclass(eq=False)
@@ -173,7 +172,7 @@ class TorchEngine:
         await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _check(self, request: GenerationRequest) -> None:
-        check_sampling(request.sampling)
+        request.sampling.check()
         if not request.prompt_ids:
             raise ValueError("an empty prompt cannot be continued: give each prompt at least one token")
         vocab = self._runner.vocab_size

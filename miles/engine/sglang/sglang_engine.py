@@ -9,7 +9,6 @@ from typing import Any
 
 from miles.arguments.sglang import SglangArguments
 from miles.engine.base import Generation, GenerationRequest, WeightChunk
-from miles.engine.embedded.sampling import check_sampling
 from miles.engine.sglang.engine_pool import EnginePool, Member, MemberUnavailable, Server
 from miles.engine.sglang.open_files import allow_open_files
 from miles.engine.sglang.router import Router
@@ -81,7 +80,7 @@ class SglangEngine:
         before anything is sent (one such id ends a server), and for what a server refuses; ``RuntimeError`` when
         ``REQUEST_TRIES`` tries failed, or no server is left.
         """
-        check_sampling(request.sampling)
+        request.sampling.check()
         self._check_prompt(request.prompt_ids)
         aborts = self._aborts
         return await gather_or_cancel(self._generate_one(request, seed, aborts) for seed in request.seeds)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.engine.base import SamplingParams
-from miles.engine.embedded.sampling import RowSampling, check_sampling, sample, seeded_uniforms
+from miles.engine.embedded.sampling import RowSampling, sample, seeded_uniforms
 
 CPU = torch.device("cpu")
 
@@ -95,4 +95,4 @@ def test_uniforms_repeat_by_seed_and_do_not_depend_on_the_count():
 )
 def test_values_outside_their_range_are_named(params, flag):
     with pytest.raises(ValueError, match=flag):
-        check_sampling(params)
+        params.check()
