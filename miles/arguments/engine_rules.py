@@ -24,12 +24,20 @@ def check_engines(settings: Settings) -> None:
     check_server_flags(settings.server_flags, sglang.rollout_num_gpus_per_engine)
     _check_external(settings)
     _check_devices(settings)
+    _check_router(settings)
     if sglang.update_weight_transfer_mode != "disk":
         why = f"with --update-weight-transfer-mode {sglang.update_weight_transfer_mode}"
         refuse_ignored(sglang, ["update_weight_disk_dir"], why, "use --update-weight-transfer-mode disk")
     if not sglang.use_fault_tolerance:
-        health = ["rollout_health_check_interval", "rollout_health_check_timeout"]
-        refuse_ignored(sglang, health, "without --use-fault-tolerance", "add that switch")
+        refuse_ignored(sglang, ["rollout_health_check_interval"], "without --use-fault-tolerance", "add that switch")
+
+
+def _check_router(settings: Settings) -> None:
+    """One engine is asked directly."""
+    words = settings.server_flags.router
+    if words and settings.num_engines + len(settings.sglang.rollout_external_engine_addrs or ()) < 2:
+        written = ROUTER + words[0].removeprefix("--")
+        raise ValueError(f"{written}: would be ignored with one engine; give --rollout-num-gpus for two, or drop it")
 
 
 def _check_no_sglang(settings: Settings) -> None:

@@ -40,14 +40,24 @@ def check_megatron(settings: Settings) -> None:
         rule = "needs a critic, whose experts would be balanced by no loss"
         way_out = "drop the router losses and --enable-mtp-training, or use --advantage-estimator grpo"
         refuse("advantage_estimator", settings.loss.advantage_estimator, rule, way_out)
-    flags = {field.name: field.flag for field in (*MODEL_FLAGS, *megatron_fields().values())}
     config = _local_config(settings.model.hf_checkpoint)
     if config is None:  # a name on a hub: the backend checks the rest when it has the config
-        check_given(settings.megatron_given, None, flags)
+        check_given(settings.megatron_given, None, _flags())
         return
-    check_model(sizes, config)
-    _check_reference(settings.model.ref_load, config)
-    check_given(settings.megatron_given, {**megatron_shape(config), **vocabulary_shape(config)}, flags)
+    check_with_model(settings, config)
+    reference = _local_config(settings.model.ref_load)
+    if reference is not None:
+        check_reference(settings.model.ref_load, reference, config)
+
+
+def check_with_model(settings: Settings, config: dict[str, Any]) -> None:
+    """The sizes fit the model of this Hugging Face config, and no flag contradicts it."""
+    check_model(settings.megatron, config)
+    check_given(settings.megatron_given, {**megatron_shape(config), **vocabulary_shape(config)}, _flags())
+
+
+def _flags() -> dict[str, str]:
+    return {field.name: field.flag for field in (*MODEL_FLAGS, *megatron_fields().values())}
 
 
 def _check_ranks(sizes: MegatronArguments, ranks: int) -> None:
@@ -72,11 +82,8 @@ def _check_ranks(sizes: MegatronArguments, ranks: int) -> None:
         refuse("expert_model_parallel_size", sizes.expert_model_parallel_size, rule, "give sizes that divide them")
 
 
-def _check_reference(path: str | None, config: dict[str, Any]) -> None:
-    """The reference model is laid out as the policy is, so its shape is that of ``config``."""
-    reference = _local_config(path)
-    if reference is None:
-        return
+def check_reference(path: str | None, reference: dict[str, Any], config: dict[str, Any]) -> None:
+    """The model at ``path`` is laid out as the policy is: the shapes of its config and of ``config`` are the same."""
     found, wanted = ({**megatron_shape(c), **vocabulary_shape(c)} for c in (reference, config))
     for name, value in wanted.items():
         if found.get(name) != value:

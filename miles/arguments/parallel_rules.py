@@ -19,7 +19,7 @@ def check_parallel(parallel: ParallelArguments, training: TrainingArguments, ran
         why = "without --dynamic-context-parallel"
         refuse_ignored(parallel, ["max_seqlen_per_dp_cp_rank"], why, "add that switch")
     if ranks % parallel.context_parallel_size:
-        rule = f"must divide the {ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node)"
+        rule = f"must divide the {ranks} ranks that hold different tokens (all trainer ranks, over tensor and pipeline)"
         refuse("context_parallel_size", parallel.context_parallel_size, rule, f"give a divisor of {ranks}")
 
 

@@ -22,13 +22,15 @@ def schedule_step(
     parallel: ParallelArguments,
     has_gradient: Sequence[bool] | None = None,
     watch_mass: bool = False,
+    share_prompts: bool = True,
 ) -> list[TrainShard]:
     """One shard a rank. Every rank gets the same number of micro-batches, because each is a collective operation.
 
     ``ranks`` counts the ranks that hold different tokens (data parallel times context parallel). Which of them and
     which micro-batch a sample lands in cannot change the gradient: its weight travels with it. Samples for which
     ``has_gradient`` is false get micro-batches of their own, to be scored only; not so with ``watch_mass``, where the
-    loss-mass canary is to see the weight of every token.
+    loss-mass canary is to see the weight of every token. Without ``share_prompts`` the token budget counts a prompt
+    once a sample, as ``collate`` without it lays it out.
     """
     if watch_mass:
         has_gradient = None
@@ -38,7 +40,8 @@ def schedule_step(
         assert parallel.max_seqlen_per_dp_cp_rank is not None, "validate() demands it"
         plans = [_dynamic(batch, part, ranks, parallel.max_seqlen_per_dp_cp_rank) for part in (trained, scored)]
     else:
-        plans = _static(batch, [trained, scored], ranks, training, parallel.context_parallel_size)
+        size = parallel.context_parallel_size
+        plans = _static(batch, [trained, scored], ranks, training, size, share_prompts and size == 1)
     to_train, to_score = plans
     mass = batch.expected_loss_mass if watch_mass else None
     if not to_train[0]:
@@ -60,7 +63,12 @@ def _shard(
 
 
 def _static(
-    batch: TrainBatch, kinds: Sequence[list[int]], ranks: int, training: TrainingArguments, size: int
+    batch: TrainBatch,
+    kinds: Sequence[list[int]],
+    ranks: int,
+    training: TrainingArguments,
+    size: int,
+    share_prompts: bool,
 ) -> list[Plans]:
     """The same size throughout: consecutive ranks are one replica, which has one share of the samples."""
     replicas = ranks // size
@@ -70,7 +78,7 @@ def _static(
     for kind in kinds:
         wanted = set(kind)
         chosen = [[i for i in share if i in wanted] for share in shares]
-        per_replica = [_micro_batches(batch, indices, training, size) for indices in chosen]
+        per_replica = [_micro_batches(batch, indices, training, size, share_prompts) for indices in chosen]
         count = max(len(micro_batches) for micro_batches in per_replica)
         cut = [split_to_count(micro_batches, count) for micro_batches in per_replica]
         plans.append([[MicroBatchPlan(tuple(part), size) for part in cut[rank // size]] for rank in range(ranks)])
@@ -96,19 +104,21 @@ def _in_order(n: int, parts: int) -> list[list[int]]:
     return [list(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
-def _micro_batches(batch: TrainBatch, chosen: Sequence[int], training: TrainingArguments, size: int) -> list[list[int]]:
+def _micro_batches(
+    batch: TrainBatch, chosen: Sequence[int], training: TrainingArguments, size: int, share_prompts: bool
+) -> list[list[int]]:
     if not training.use_dynamic_batch_size:
         count = training.micro_batch_size
         return [list(chosen[i : i + count]) for i in range(0, len(chosen), count)]
     assert training.max_tokens_per_gpu is not None, "validate() demands it"
-    samples = [_packed_sample(batch, i, size) for i in chosen]
+    samples = [_packed_sample(batch, i, size, share_prompts) for i in chosen]
     return [[chosen[i] for i in part] for part in pack_by_budget(samples, training.max_tokens_per_gpu * size)]
 
 
-def _packed_sample(batch: TrainBatch, index: int, size: int) -> PackedSample:
-    """As ``collate`` packs it: a rank by itself shares equal prompts, and ranks that share a sample pad it."""
+def _packed_sample(batch: TrainBatch, index: int, size: int, share_prompts: bool) -> PackedSample:
+    """As ``collate`` packs it: a rank by itself may share equal prompts, and ranks that share a sample pad it."""
     tokens, response = batch.tokens[index], batch.response_lengths[index]
     prompt = tokens[: len(tokens) - response]
-    if size == 1:
+    if share_prompts:
         return PackedSample(prompt.tobytes(), len(prompt), response)
     return PackedSample(index.to_bytes(8, "big"), len(prompt), padded_length(len(tokens), size) - len(prompt))

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from miles.arguments.offload_rules import offload_on
 from miles.arguments.settings import Settings
@@ -93,7 +93,16 @@ def build_sglang_engine(settings: Settings, placement: Placement) -> SglangEngin
     assert settings.model.hf_checkpoint is not None
     vocab_size = AutoConfig.from_pretrained(settings.model.hf_checkpoint).get_text_config().vocab_size
     sender = WeightSender(settings.sglang, output_dir, broadcast_device(placement))
-    return SglangEngine(servers, settings.sglang, vocab_size, sender, router)
+    return SglangEngine(servers, settings.sglang, vocab_size, sender, router, eos_ids(settings.model.hf_checkpoint))
+
+
+def eos_ids(model: str) -> list[int]:
+    """The stop tokens of the model's generation config, else of its config: what SGLang stops at."""
+    try:
+        found = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # it has none
+        found = AutoConfig.from_pretrained(model).get_text_config().eos_token_id
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
 def broadcast_device(placement: Placement) -> torch.device:

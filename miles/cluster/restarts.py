@@ -54,8 +54,9 @@ def resuming(settings: Settings) -> Settings:
 
 def _check_own_folder(given: CheckpointArguments) -> None:
     assert given.save is not None, "validate() requires --save with --max-restarts"
-    if newest(Path(given.save)) is not None and given.load != given.save:
+    goes_on = given.load is not None and Path(given.load).resolve() == Path(given.save).resolve()
+    if newest(Path(given.save)) is not None and (given.finetune or not goes_on):
         raise ValueError(
             f"--save {given.save}: holds checkpoints of an earlier run, which --max-restarts would go on from; resume "
-            f"them with --load {given.save}, or give another folder"
+            f"them with --load {given.save} (without --finetune), or give another folder"
         )

@@ -190,6 +190,7 @@ class RolloutWorker:
                 self.settings.parallel,
                 self._samples_with_gradient(batch),
                 watch_mass=self.settings.trains_policy(rollout_id) and self.canary.is_due(batch),
+                share_prompts=not self.settings.megatron.mtp_heads,
             )
             for batch in batches
         ]

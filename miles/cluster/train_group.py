@@ -65,14 +65,16 @@ class TrainGroup:
         return checkpoint_folder.publish(root, rollout)
 
     def resume(self) -> dict[str, Any] | None:
-        """Restore every rank from the newest checkpoint in ``--load``; returns the launcher's state.
+        """Restore every rank from ``--load``, a checkpoint or a folder of them; returns the launcher's state.
 
         None, and the run starts at its first rollout, when there is no checkpoint, or under ``--finetune``, which takes
         the weights only.
         """
         given = self.settings.checkpoint
-        folder = checkpoint_folder.newest(Path(given.load)) if given.load is not None else None
+        folder = checkpoint_folder.at(Path(given.load)) if given.load is not None else None
         if folder is None:
+            if given.load is not None and given.finetune:
+                raise ValueError(f"--load {given.load}: --finetune wants the weights of a checkpoint; there is none")
             return None
         state = self._on_all("load", folder.absolute())[0]
         return None if given.finetune else state

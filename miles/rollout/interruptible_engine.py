@@ -40,14 +40,18 @@ class InterruptibleEngine:
         An interrupted response is still a function of weights, prompt, sampling and its seed, and of where it was
         interrupted: the tokens after that have a seed derived from its own and their position.
         """
-        await self._open.wait()
+        await self._while_closed()
         answers = await self._engine.generate(request)
         ends = (self._to_its_end(request, seed, answer) for seed, answer in zip(request.seeds, answers, strict=True))
         return await gather_or_cancel(ends)
 
+    async def _while_closed(self) -> None:
+        while not self._open.is_set():  # again: it may have closed between the signal and now
+            await self._open.wait()
+
     async def _to_its_end(self, request: GenerationRequest, seed: int, answer: Generation) -> Generation:
         while answer.finish_reason == "abort":
-            await self._open.wait()
+            await self._while_closed()
             done = len(answer.token_ids)
             rest = GenerationRequest(
                 prompt_ids=(*request.prompt_ids, *answer.token_ids),

@@ -198,11 +198,11 @@ class StreamCollector:
         is_stale = is_older if self._plan.drop_stale else is_wholly_older
         oldest = self._rollout_id - self._plan.max_staleness
         judged = self._ready[since:]
-        dropped = [group.group_index for group in judged if is_stale(group, oldest)]
+        dropped = {group.group_index for group in judged if is_stale(group, oldest)}
         if dropped:
             self._tally.dropped["stale"] += len(dropped)
             self._dropped += dropped
-            self._ready[since:] = [group for group in judged if group.group_index not in set(dropped)]
+            self._ready[since:] = [group for group in judged if group.group_index not in dropped]
 
     def _release(self, groups: list[PromptGroup]) -> dict[str, Metric]:
         metrics = self._tally.metrics(groups, self._log_passrate)
@@ -225,6 +225,9 @@ class StreamCollector:
             await self._cancel()
             await self._engine.abort()  # servers learn only so that nobody waits any more
             self._ready.clear()
+            # What ended while it was cancelled is among the unfinished, which are counted; no later rollout has it.
+            self._tally = Tally()
+            self._dropped.clear()
         elif self._interruptible is not None:
             await self._interruptible.interrupt()
         self._rollout_id += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 from miles.engine.sglang.router import Router
@@ -78,7 +79,8 @@ class MemberUnavailable(EngineUnavailable):
 class EnginePool:
     """The servers of a run.
 
-    ``connect`` makes the client of a URL; ``bring_up`` gives a started server the current weights. With ``restart`` a
+    ``connect`` makes the client of a URL; ``bring_up`` gives a started server the current weights, and keeps
+    others from coming while its body runs. With ``restart`` a
     member that fails is stopped, started, brought up and taken in again, while requests go to the others, or wait when
     there is none; without it a failure is the caller's. Requests go to the member with the fewest in flight, or to the
     router where there is one; then the router knows the members that serve, and no others.
@@ -88,7 +90,7 @@ class EnginePool:
         self,
         servers: Sequence[Server],
         connect: Callable[[str], SglangClient],
-        bring_up: Callable[[Member], Awaitable[None]],
+        bring_up: Callable[[Member], AbstractAsyncContextManager[None]],
         router: Router | None,
         restart: bool,
     ) -> None:
@@ -187,12 +189,12 @@ class EnginePool:
         if member.client is not None:
             await member.client.close()
         member.client = self._connect(url)
-        await self._bring_up(member)
-        if self._router is not None:
-            await self._router.add(url)
-        async with self._changed:
-            member.serving = True
-            self._changed.notify_all()
+        async with self._bring_up(member):
+            if self._router is not None:
+                await self._router.add(url)
+            async with self._changed:
+                member.serving = True
+                self._changed.notify_all()
 
     async def close(self) -> None:
         """Stop everything."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from miles.arguments.sglang import SglangArguments
-from miles.engine.base import Generation, GenerationRequest, WeightChunk
+from miles.engine.base import Generation, GenerationRequest, SamplingParams, WeightChunk
 from miles.engine.sglang.engine_pool import EnginePool, Member, MemberUnavailable, Server
 from miles.engine.sglang.open_files import allow_open_files
 from miles.engine.sglang.router import Router
@@ -43,12 +44,17 @@ class SglangEngine:
         vocab_size: int,
         sender: WeightSender,
         router: Router | None,
+        eos_ids: Collection[int] = (),
     ) -> None:
-        """Nothing is started before ``start()``. Requests go through ``router``, or to servers that are chosen here."""
+        """Nothing is started before ``start()``. Requests go through ``router``, or to servers that are chosen here.
+
+        ``eos_ids``: the model's own stop tokens.
+        """
         self._sglang = sglang
         self._concurrency = sglang.sglang_server_concurrency * len(servers)
         self._vocab_size = vocab_size
         self._sender = sender
+        self._eos_ids = frozenset(eos_ids)
         self._pause = {"mode": sglang.pause_generation_mode}
         self._flushes = sglang.pause_generation_mode == "retract"
         self._pool = EnginePool(servers, self._connect, self._bring_up, router, restart=sglang.use_fault_tolerance)
@@ -107,6 +113,8 @@ class SglangEngine:
                     if attempt == REQUEST_TRIES:
                         raise RuntimeError(self._given_up(failure)) from failure
                     await self._pool.suspect(failure.member, self._probe)
+                    async with self._updating:  # an update finds out itself who is there, and takes out who is not
+                        pass
                     await asyncio.sleep(min(BACK_OFF_SECONDS * 2 ** (attempt - 1), MAX_BACK_OFF_SECONDS))
         raise AssertionError("unreachable")
 
@@ -126,6 +134,16 @@ class SglangEngine:
         if not low <= min(versions) <= max(versions) <= high:
             words = f"an answer by weights {sorted(versions)} instead of {self._version}"
             raise MemberUnavailable(words, member)
+        return self._ended(generation, request.sampling)
+
+    def _ended(self, generation: Generation, sampling: SamplingParams) -> Generation:
+        """SGLang says abort also of a response whose last token would have ended it anyway."""
+        if generation.finish_reason != "abort" or not generation.token_ids:
+            return generation
+        if generation.token_ids[-1] in self._eos_ids or generation.token_ids[-1] in sampling.stop_token_ids:
+            return replace(generation, finish_reason="stop")
+        if len(generation.token_ids) == sampling.max_new_tokens:
+            return replace(generation, finish_reason="length")
         return generation
 
     async def _tracked(self, work: Coroutine[Any, Any, Generation]) -> Generation:
@@ -181,7 +199,7 @@ class SglangEngine:
         unsent = await self._sender.send(receivers, chunks, self._version)
         failures += [(by_url[url], failure) for url, failure in unsent.items()]
         failures += await self._take_memory(_without(members, failures), ["kv_cache", "cuda_graph"])
-        self._released -= by_url.keys()
+        self._released.clear()  # also of servers that failed, and come back under another URL
         if not self._paused:
             failures += await self._on_each(_without(members, failures), "/continue_generation", {})
         return failures
@@ -210,8 +228,12 @@ class SglangEngine:
         results = await asyncio.gather(*calls, return_exceptions=True)
         return [(member, r) for member, r in zip(members, results, strict=True) if isinstance(r, Exception)]
 
-    async def _bring_up(self, member: Member) -> None:
-        """Give a server that has just started what the others have: the current weights, and the pause."""
+    @asynccontextmanager
+    async def _bring_up(self, member: Member) -> AsyncIterator[None]:
+        """Give a server that has just started what the others have: the current weights, and the pause.
+
+        No update begins before the body is done, in which the server joins the others: it would miss this one.
+        """
         async with self._updating:
             if self._released:  # the others have no memory either: weights come with the next update
                 self._released.add(member.connected.url)
@@ -222,6 +244,7 @@ class SglangEngine:
             elif self._paused:
                 for _, failure in await self._on_each([member], "/pause_generation", self._pause):
                     raise failure
+            yield
 
     async def pause(self) -> None:
         """Stop at the next token. Requests in flight keep their tokens."""
@@ -294,9 +317,18 @@ class SglangEngine:
         await client.check_health(self._version, self._sglang.rollout_health_check_timeout)
 
     async def _probe(self, client: SglangClient) -> None:
-        """After a failed request: one token, whose answer must be sound."""
-        if not self._silent:
-            await client.probe(self._version, self._vocab_size, self._sglang.rollout_health_check_timeout)
+        """After a failed request: one token, whose answer must be sound. A server that is only busy passes."""
+        if self._silent:
+            return
+        version = self._version
+        try:
+            await client.probe(version, self._vocab_size, self._sglang.rollout_health_check_timeout)
+        except EngineUnavailable as failure:
+            if self._silent or self._version != version:  # an update that began meanwhile has paused the server
+                return
+            if not isinstance(failure.__cause__, TimeoutError):
+                raise
+            await self._healthy_unless_updated(client)  # which is answered out of turn: a busy server passes
 
 
 def _without(members: Sequence[Member], failures: Failures) -> list[Member]:

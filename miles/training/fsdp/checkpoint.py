@@ -59,10 +59,7 @@ def load_critic(folder: Path, model: ValueModel, optimizer: ShardedOptimizer, wi
 
 
 def _save_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
-    tensors = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer.adam),
-    }
+    tensors = {"model": get_model_state_dict(model), "optimizer": _optimizer_state(model, optimizer)}
     dcp.save(tensors, checkpoint_id=folder)
     if dist.get_rank() == 0:
         write_run_state(folder, "fsdp", state, optimizer.state())
@@ -72,12 +69,25 @@ def _load_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, w
     state = read_run_state(folder, "fsdp", "--load")
     tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
     if with_optimizer:
-        tensors["optimizer"] = get_optimizer_state_dict(model, optimizer.adam)
+        tensors["optimizer"] = _optimizer_state(model, optimizer)
     dcp.load(tensors, checkpoint_id=folder)
     set_model_state_dict(model, tensors["model"])
     if with_optimizer:
         set_optimizer_state_dict(model, optimizer.adam, tensors["optimizer"])
         optimizer.steps_done = state["schedule"]["steps_done"]
+    return state
+
+
+def _optimizer_state(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """What Adam knows, by parameter name.
+
+    PyTorch makes the state of an optimizer that has not stepped yet by stepping it at a rate of 0, and counts that.
+    """
+    state = get_optimizer_state_dict(model, optimizer.adam)
+    if optimizer.steps_done == 0:
+        by_name: dict[str, Any] = state["state"]  # type: ignore[assignment]
+        for of_parameter in (*optimizer.adam.state.values(), *by_name.values()):
+            of_parameter["step"].zero_()
     return state
 
 

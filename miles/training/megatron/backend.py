@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from transformers import AutoConfig
 
-from miles.arguments.megatron_rules import check_model
+from miles.arguments.megatron_rules import check_reference, check_with_model
 from miles.arguments.megatron_shape import HEADS_IN_CONFIG, megatron_shape
 from miles.arguments.settings import Settings
 from miles.engine.base import WeightChunk
@@ -50,7 +50,7 @@ class MegatronBackend:
         self.compute_dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
         self.ranks = initialize_process_groups(settings.megatron, settings.parallel, settings.training.seed)
         self.hf_config = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
-        check_model(settings.megatron, self.hf_config.to_dict())
+        check_with_model(settings, self.hf_config.to_dict())
         shape = megatron_shape(self.hf_config.to_dict())
         self.converter = WeightConverter(self.hf_config.to_dict(), shape, self.ranks)
         self.policy = self._build(settings.model.hf_checkpoint, is_trained=True)
@@ -90,6 +90,8 @@ class MegatronBackend:
     def _reference(self, hf_checkpoint: str, ref_load: str | None) -> PolicyModel:
         """A frozen model with the weights of ``--ref-load``: a Hugging Face folder, or a checkpoint of this backend."""
         folder = checkpoint_folder.at(Path(ref_load)) if ref_load is not None else None
+        if ref_load is not None and folder is None:
+            check_reference(ref_load, AutoConfig.from_pretrained(ref_load).to_dict(), self.hf_config.to_dict())
         reference = self._build(hf_checkpoint if folder is not None else ref_load or hf_checkpoint)
         if folder is not None:
             checkpoint.load_weights(folder, reference, self.ranks, f"--ref-load {ref_load}")

@@ -16,6 +16,7 @@ from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from torch.distributed.checkpoint import CheckpointException
 
 from miles.training.megatron.checkpoint_writer import DirectWriter
 from miles.training.megatron.optimizer import MegatronOptimizer
@@ -92,7 +93,13 @@ def _read(
     for name, sharded in mine.items():
         empty = {kind: torch.zeros(sharded.data.shape, device=sharded.data.device) for kind in kinds}
         wanted[name] = {kind: _holding(sharded, kind, tensor) for kind, tensor in empty.items()}
-    found = dist_checkpointing.load(wanted, str(folder))
+    try:
+        found = dist_checkpointing.load(wanted, str(folder))
+    except (CheckpointingException, CheckpointException) as error:
+        raise ValueError(
+            f"the checkpoint {folder} does not hold this model ({type(error).__name__}: {str(error)[:300]}); give one "
+            "that was saved with the same model and heads, to --load or --ref-load"
+        ) from error
     return [(sharded.data, found[name]) for name, sharded in mine.items()]
 
 

@@ -53,7 +53,8 @@ class NextTokens:
         device: torch.device,
     ) -> NextTokens:
         """``multiple`` as in ``PackedTokens.of``."""
-        columns = [_ahead(batch, i, context, heads) for i in samples] or [np.zeros((2, heads + 1, 1), np.int64)]
+        padding_alone = np.zeros((2, heads + 1, len(zigzag_positions(1, context.size, context.rank))), np.int64)
+        columns = [_ahead(batch, i, context, heads) for i in samples] or [padding_alone]
         tokens, masks = np.concatenate(columns, axis=2)
         ahead = torch.as_tensor(tokens, device=device)
         padding = -ahead.shape[1] % multiple

@@ -1,4 +1,4 @@
-"""The routers' auxiliary losses, the same at every layout.
+"""The routers' auxiliary losses: the same at every layout for the same groups.
 
 With N the tokens of the step, w the groups over which load is balanced, n_w the tokens of one, E experts of which each
 token takes k, c_wi the tokens of w that expert i got and P_wi the sum of their router probabilities for i::

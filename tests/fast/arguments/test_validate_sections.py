@@ -55,7 +55,7 @@ REFUSED = [
     ("--ref-load some/model", "", "ignored without --use-kl-loss"),
     ("--use-kl-loss --kl-loss-coef=-1", "", "at least 0"),
     ("--entropy-coef inf", "", "finite"),
-    ("--context-parallel-size 3", "", r"--context-parallel-size 3: must divide the 8 trainer ranks"),
+    ("--context-parallel-size 3", "", r"--context-parallel-size 3: must divide the 8 ranks that hold different tokens"),
     ("--context-parallel-size 0", "", "at least 1"),
     ("--max-seqlen-per-dp-cp-rank 64", "", "ignored without --dynamic-context-parallel"),
     ("--dynamic-context-parallel", "", "add --max-seqlen-per-dp-cp-rank"),

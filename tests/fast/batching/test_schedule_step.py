@@ -130,3 +130,12 @@ def test_balancing_evens_out_tokens(make_batch):
     batch = make_batch([(1, 7), (1, 6), (1, 1), (1, 2)])
     shards = schedule_step(batch, 2, TrainingArguments(balance_data=True), ALONE)
     assert sorted(sum(shard.batch.total_lengths) for shard in shards) == [10, 10]
+
+
+def test_a_prompt_counts_as_often_as_it_is_laid_out(make_batch):
+    batch = make_batch([(10, 2)] * 4)
+    batch.tokens[1:] = [batch.tokens[0]] * 3  # one prompt
+    training = TrainingArguments(use_dynamic_batch_size=True, max_tokens_per_gpu=24)
+    for share_prompts, sizes in ((True, [4]), (False, [2, 2])):
+        (shard,) = schedule_step(batch, 1, training, ALONE, share_prompts=share_prompts)
+        assert [len(plan.samples) for plan in shard.micro_batches] == sizes

@@ -232,6 +232,21 @@ def checkpoint_survives_another_number_of_ranks(stage: Stage) -> None:
         torch.testing.assert_close(later, wanted["later"][name], rtol=1e-3, atol=2e-5, msg=name)
 
 
+def saving_before_the_first_step_changes_nothing(stage: Stage) -> None:
+    """Nor does going on from such a checkpoint: Adam has not stepped, though PyTorch makes its state to save it."""
+    plain, saving, resumed = (make_backend(stage, **ADAM) for _ in range(3))
+    folder = stage.folder / "before"
+    folder.mkdir(exist_ok=True)
+    saving.save(folder, {"rollout": 0})
+    dist.barrier()
+    resumed.load(folder)
+    _train_two_steps(stage, plain)
+    for backend in (saving, resumed):
+        _train_two_steps(stage, backend)
+        found = weights(backend)
+        assert all(torch.equal(found[n], w) for n, w in weights(plain).items())
+
+
 def checkpoint_without_optimizer_starts_anew(stage: Stage) -> None:
     wanted = torch.load(stage.folder / "wanted.pt")["weights"]
     backend = make_backend(stage, **ADAM)
@@ -292,6 +307,7 @@ CHECKS = (
     log_probs_come_back_in_the_order_of_the_shard,
     export_is_read_by_transformers,
     random_state_comes_back,
+    saving_before_the_first_step_changes_nothing,
     going_to_host_memory_and_back_changes_nothing,
 )
 ON_TWO_RANKS = (save_checkpoint,)
