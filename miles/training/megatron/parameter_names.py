@@ -21,7 +21,7 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 # Of heads of multi-token prediction, as the checkpoints of MiMo-7B, a Qwen2 with such heads, name and order them: there
 # the hidden state comes first in the projection, in Megatron the embedding.
 MTP_HF = "model.mtp_layers."
-MTP_OWN = {
+MTP_OWN: dict[str, tuple[str, TensorLayout]] = {
     "enorm.weight": ("token_layernorm.weight", Replicated()),
     "hnorm.weight": ("hidden_layernorm.weight", Replicated()),
     "eh_proj.weight": ("input_proj.weight", SwappedColumns()),
