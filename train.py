@@ -39,30 +39,35 @@ def run(settings: Settings) -> None:
 
 def train(settings: Settings, placement) -> None:  # type: ignore[no-untyped-def]
     """Start the actors and train for ``--num-rollout`` rollouts, from the newest checkpoint of ``--load`` if any."""
+    from miles.arguments.offload_rules import offload_on
     from miles.cluster.rollout_group import RolloutGroup
     from miles.cluster.train_group import TrainGroup
     from miles.tracking.run_header import RunHeader
     from miles.tracking.tracker import Tracker
 
+    offload = offload_on(settings, placement.device)
     with RolloutGroup(settings, placement) as rollout:
+        if offload.rollout:
+            rollout.release_memory()  # the trainer is built in it
         total_steps = rollout.total_rollouts * settings.steps_per_rollout
         header = RunHeader.from_sections(
             "miles", settings, objective_in_words(settings), objective_formula(settings), total_steps
         )
         with TrainGroup(settings, placement, total_steps) as trainer, Tracker(settings.tracking, header) as tracker:
-            Loop(settings, rollout, trainer, tracker).run()
+            Loop(settings, rollout, trainer, tracker, offload).run()
 
 
 class Loop:
     """Generate, train, sync weights, save, evaluate; repeat."""
 
-    def __init__(self, settings, rollout, trainer, tracker) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, settings, rollout, trainer, tracker, offload) -> None:  # type: ignore[no-untyped-def]
         from miles.tracking.phase_timer import PhaseTimer
 
         self.settings = settings
         self.rollout = rollout
         self.trainer = trainer
         self.tracker = tracker
+        self.offload = offload
         self.total_rollouts = rollout.total_rollouts
         self.timer = PhaseTimer()
 
@@ -75,6 +80,7 @@ class Loop:
         for rollout_id in range(done, self.total_rollouts):
             self.train_one(rollout_id)
         if self.settings.checkpoint.save_hf is not None:
+            self.lend_gpus_to_trainer()
             self.export_hf(Path(self.settings.checkpoint.save_hf))
 
     def train_one(self, rollout_id: int) -> None:
@@ -84,8 +90,9 @@ class Loop:
         """
         with self.timer.phase("generate"):
             generated = self.rollout.generate(rollout_id)
+        self.lend_gpus_to_trainer()
         with self.timer.phase("train"):
-            steps = self.trainer.train(generated.shards_by_rank)
+            steps = self.trainer.train(generated.shards_by_rank, rollout_id)
         done = rollout_id + 1
         self.sync_weights(done)
         steps[-1] |= generated.metrics
@@ -95,8 +102,25 @@ class Loop:
         self.tracker.log_samples(self.steps_done(done), generated.records())
         # After the rows of its steps: wherever a kill comes, a run that resumes the checkpoint has them all.
         if self.due(self.settings.checkpoint.save_interval, done) and self.settings.checkpoint.save is not None:
-            with self.timer.phase("save"):
-                self.trainer.save(done, {"rollouts_done": done, "prompts": self.rollout.state(done)})
+            self.save(done)
+
+    def save(self, done: int) -> None:
+        """A checkpoint of ``done`` rollouts, for which the trainer must be on its GPUs."""
+        self.lend_gpus_to_trainer()
+        with self.timer.phase("save"):
+            self.trainer.save(done, {"rollouts_done": done, "prompts": self.rollout.state(done)})
+        if self.offload.train or self.offload.rollout:
+            self.sync_weights(done)  # which gives the engines their memory back
+
+    def lend_gpus_to_trainer(self) -> None:
+        """Under ``--colocate`` on GPUs: the engines give their memory up, and the trainer comes back."""
+        if not (self.offload.rollout or self.offload.train):
+            return
+        with self.timer.phase("offload"):
+            if self.offload.rollout:
+                self.rollout.release_memory()
+            if self.offload.train:
+                self.trainer.onload()
 
     def due(self, interval: int | None, done: int) -> bool:
         """Every ``interval`` rollouts, and after the last."""
@@ -114,7 +138,10 @@ class Loop:
     def sync_weights(self, version: int) -> None:
         """The engine's weights become the trainer's; ``version`` counts the rollouts trained on."""
         with self.timer.phase("sync_weights"):
-            self.rollout.update_weights(self.trainer.export_weights(), version)
+            exported = self.trainer.export_weights()
+            if self.offload.train:
+                self.trainer.offload()
+            self.rollout.update_weights(exported, version)
 
     def log(self, first_step: int, steps: list[dict[str, Metric]]) -> None:
         """One row a step; the seconds of the phases stand in the last."""

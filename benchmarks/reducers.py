@@ -57,6 +57,7 @@ def step(mode: Aggregation, samples: int, longest: int) -> MicroBatch:
         raw_rewards=[0.0] * samples,
         group_indices=groups,
         rollout_ids=rollouts,
+        places=rollouts,
         **vars(denominators),
     )
     return collate(batch, range(samples), torch.device("cpu"))

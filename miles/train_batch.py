@@ -43,6 +43,7 @@ class TrainBatch:
     rollout_token_counts: list[float]  # max(M_r, 1) of the sample's rollout: denominators of the sample mean
     group_indices: list[int]
     rollout_ids: list[int]
+    places: list[int]  # of the sample in the whole step, in which a rollout's samples stand in their order
 
     num_rollouts: int  # N
     num_groups: int  # P
@@ -51,6 +52,9 @@ class TrainBatch:
 
     old_log_probs: list[np.ndarray] | None = None  # float32 [response], by the trainer before the first step
     ref_log_probs: list[np.ndarray] | None = None  # float32 [response], by the reference model
+    values: list[np.ndarray] | None = None  # float32 [response], by the critic before the first step of the rollout
+    advantages: list[np.ndarray] | None = None  # float32 [response]; None: every token has its sample's reward
+    returns: list[np.ndarray] | None = None  # float32 [response], what the critic is to predict
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -135,3 +139,5 @@ class MicroBatch:
     num_rollouts: int  # N of the whole step
     num_loss_tokens: int  # T of the whole step
     context: ContextGroup  # the ranks that share these samples
+    values: torch.Tensor | None = None  # float32 [R], the critic's before the first step of the rollout
+    returns: torch.Tensor | None = None  # float32 [R], what the critic is to predict

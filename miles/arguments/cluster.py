@@ -20,6 +20,14 @@ class ClusterArguments:
         None, "devices given to the rollout engine (ignored with --colocate); default 1"
     )
     colocate: bool = flag(False, "trainer and rollout share their devices")
+    offload_train: bool = flag(
+        False, "with --colocate on GPUs: the trainer waits in host memory while engines generate (the default there)"
+    )
+    offload_rollout: bool = flag(
+        False, "with --colocate on GPUs: engines release their memory while the trainer works (the default there)"
+    )
+    no_offload_train: bool = flag(False, "with --colocate: the trainer stays on the GPU")
+    no_offload_rollout: bool = flag(False, "with --colocate: engines keep their memory")
     distributed_timeout_minutes: int = flag(10, "minutes after which a collective operation gives up")
     max_restarts: int = flag(
         0, "times that a run whose worker process fails starts again from its last checkpoint in --save"

@@ -34,7 +34,8 @@ def check_engines(settings: Settings) -> None:
 
 def _check_no_sglang(settings: Settings) -> None:
     why, way_out = "by --rollout-engine torch", "use --rollout-engine sglang"
-    refuse_ignored(settings.sglang, [field.name for field in fields(SglangArguments)], why, way_out)
+    own = [field.name for field in fields(SglangArguments) if field.name != "use_fault_tolerance"]
+    refuse_ignored(settings.sglang, own, why, way_out)
     for prefix, words in ((SERVER, settings.server_flags.server), (ROUTER, settings.server_flags.router)):
         if words:
             written = prefix + words[0].removeprefix("--")

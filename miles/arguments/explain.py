@@ -101,6 +101,8 @@ def without_effect(settings: Settings) -> list[str]:
             idle.append("--advantage-estimator gspo: one step a rollout, so every ratio is 1, as under grpo")
         if loss.use_opsm:
             idle.append("--use-opsm: one step a rollout, so no sequence is away from the old policy")
+    if loss.has_critic and settings.steps_per_rollout == 1:
+        idle.append("--value-clip: one step a rollout, so the critic's values are the old ones and nothing is clipped")
     if loss.custom_pg_loss_reducer_function_path is not None:
         idle.append(
             "--loss-canary: what your reducer's weights add up to is not known beforehand, so nothing is checked"
@@ -149,5 +151,6 @@ def _processes(settings: Settings) -> list[str]:
     return [
         f"{ray}: {engine}, {_count(cluster.world_size, 'trainer rank')} "
         f"on {_count(cluster.actor_num_nodes, 'node')} "
-        f"with {settings.training.train_backend}{shared}; device: {cluster.device}"
+        f"with {settings.training.train_backend}{shared}; device: {cluster.device}",
+        *(["each trainer rank holds the policy and the critic"] if settings.loss.has_critic else []),
     ]

@@ -13,9 +13,20 @@ ImportanceLevel = Literal["token", "sequence", "geometric"]
 class LossArguments:
     """loss: advantages, policy loss, aggregation, KL and entropy."""
 
-    loss_type: Literal["policy_loss", "sft_loss"] = flag("policy_loss", "policy gradient, or supervised fine-tuning")
-    advantage_estimator: Literal["grpo", "gspo"] = flag(
-        "grpo", "how rewards become advantages; gspo is grpo with the ratio of whole sequences"
+    loss_type: Literal["policy_loss", "value_loss", "sft_loss"] = flag(
+        "policy_loss", "policy gradient; the critic's value loss alone, the policy stays; or supervised fine-tuning"
+    )
+    advantage_estimator: Literal["grpo", "gspo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = flag(
+        "grpo",
+        "how rewards become advantages; gspo is grpo with the ratio of whole sequences, ppo trains a critic beside the "
+        "policy (GAE), reinforce_plus_plus is the discounted return, its baseline variant subtracts the group's mean",
+    )
+    gamma: float = flag(1.0, "discount of what comes one response token later; for ppo and reinforce_plus_plus")
+    lambd: float = flag(1.0, "lambda of GAE (ppo): 1 trusts the reward alone, 0 the critic's next value")
+    value_clip: float = flag(0.2, "how far the value loss follows the critic from its values at the rollout's start")
+    normalize_advantages: bool = flag(False, "whiten the advantages over the response tokens of the step")
+    kl_coef: float = flag(
+        0.0, "weight of the KL to the reference model in each token's reward; excludes --kl-loss-coef"
     )
     disable_grpo_std_normalization: bool = flag(False, "subtract the group's mean only, as Dr.GRPO does")
     disable_rewards_normalization: bool = flag(False, "use the rewards as they are as advantages")
@@ -67,7 +78,28 @@ class LossArguments:
     )
     kl_loss_coef: float = flag(0.0, "weight of the KL in the loss; needs --use-kl-loss")
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
-        "k1", "estimator of the KL; low_var_kl is k3 clamped to [-10, 10]"
+        "k1", "estimator of the KL, in the loss or the reward; low_var_kl is k3 clamped to [-10, 10]"
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus subtracted from the loss")
     log_probs_chunk_size: int = flag(1024, "response tokens whose logits stand in memory at a time; -1 is all")
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained."""
+        return self.advantage_estimator == "ppo"
+
+    @property
+    def estimates_by_token(self) -> bool:
+        """Whether a token has an advantage of its own, made by the trainer before the first step of a rollout."""
+        return self.advantage_estimator not in ("grpo", "gspo") or self.normalize_advantages
+
+    @property
+    def normalizes_rewards(self) -> bool:
+        """Whether rewards are compared within their prompt group, on the rollout side."""
+        whole = ("ppo", "reinforce_plus_plus")
+        return not self.disable_rewards_normalization and self.advantage_estimator not in whole
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the log-probs of a reference model are read."""
+        return self.use_kl_loss or self.kl_coef != 0

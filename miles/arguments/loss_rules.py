@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from miles.arguments.checks import above, at_least, finite, flag_name, refuse, refuse_ignored, within
+from miles.arguments.critic_rules import check_estimator, check_no_critic, check_value_loss
 from miles.arguments.loss import LossArguments
 from miles.arguments.settings import Settings
 
@@ -15,6 +16,11 @@ POLICY_FLAGS = (
     "use_kl_loss",
     "entropy_coef",
     "advantage_estimator",
+    "normalize_advantages",
+    "gamma",
+    "lambd",
+    "value_clip",
+    "kl_coef",
     "use_opsm",
     "use_tis",
     "use_rs",
@@ -35,8 +41,12 @@ def check_loss(settings: Settings) -> None:
     finite(loss, "entropy_coef")
     if loss.loss_type == "sft_loss":
         _check_sft(settings)
-    else:
-        _check_advantages(settings)
+        check_no_critic(settings.critic, "by --loss-type sft_loss")
+        return
+    _check_advantages(settings)
+    check_estimator(settings)
+    if loss.loss_type == "value_loss":
+        check_value_loss(settings)
 
 
 def _check_clip(loss: LossArguments) -> None:
@@ -47,10 +57,14 @@ def _check_clip(loss: LossArguments) -> None:
 
 def _check_kl(settings: Settings) -> None:
     loss = settings.loss
-    at_least(loss, 0, "kl_loss_coef")
+    at_least(loss, 0, "kl_loss_coef", "kl_coef")
+    if loss.kl_coef and loss.kl_loss_coef:
+        rule = f"beside --kl-loss-coef {loss.kl_loss_coef:g} counts the KL twice, in the reward and in the loss"
+        refuse("kl_coef", loss.kl_coef, rule, "keep one of the two")
+    why, way_out = "without --use-kl-loss", "add that switch"
     if not loss.use_kl_loss:
-        why, way_out = "without --use-kl-loss", "add that switch"
         refuse_ignored(loss, ["kl_loss_coef"], why, way_out)
+    if not loss.needs_reference:
         refuse_ignored(settings.model, ["ref_load"], why, way_out)
 
 
@@ -75,8 +89,10 @@ def _check_corrections(loss: LossArguments) -> None:
 
 def _check_advantages(settings: Settings) -> None:
     loss, n = settings.loss, settings.rollout.n_samples_per_prompt
-    if n == 1 and not loss.disable_rewards_normalization:
-        rule = "with --advantage-estimator grpo every advantage is 0: a group of one has no spread"
+    if n == 1 and loss.normalizes_rewards:
+        rule = (
+            f"with --advantage-estimator {loss.advantage_estimator} every advantage is 0: a group of one has no spread"
+        )
         refuse("n_samples_per_prompt", n, rule, "give 2 or more (8 is usual), or --disable-rewards-normalization")
     if loss.disable_rewards_normalization:
         why = "with --disable-rewards-normalization"

@@ -30,6 +30,9 @@ def objective_formula(settings: Settings) -> str:
     loss = settings.loss
     if loss.loss_type == "sft_loss":
         return "\n".join([*_aggregated("loss", settings), "l_it = -log p(token t of sample i)"])
+    critic = [*_value_loss(settings), *_estimates(loss)] if loss.has_critic else _estimates(loss)
+    if loss.loss_type == "value_loss":
+        return "\n".join(["loss = value_loss of the critic; the policy stays as it is", *critic])
     terms = ["pg_loss"]
     if loss.use_kl_loss and loss.kl_loss_coef:
         terms.append(f"+ {loss.kl_loss_coef:g} KL_{loss.kl_loss_type}(policy, reference)")
@@ -37,7 +40,7 @@ def objective_formula(settings: Settings) -> str:
         sign = "-" if loss.entropy_coef > 0 else "+"
         terms.append(f"{sign} {abs(loss.entropy_coef):g} entropy")
     lines = ["loss = " + " ".join(terms), *_aggregated("pg_loss", settings), *_token_loss(loss)]
-    return "\n".join([*lines, _advantage(loss)])
+    return "\n".join([*lines, *critic])
 
 
 def _aggregated(name: str, settings: Settings) -> list[str]:
@@ -86,7 +89,40 @@ def _level(level: ImportanceLevel) -> str:
     return {"token": "token", "sequence": "sequence (product)", "geometric": "sequence (geometric mean)"}[level]
 
 
-def _advantage(loss: LossArguments) -> str:
+def _value_loss(settings: Settings) -> list[str]:
+    """What the critic minimizes. The mean is the default one, whatever the aggregation of pg_loss."""
+    loss = settings.loss
+    mode: Aggregation = "token_mean" if loss.loss_aggregation == "token_mean" else "sample_mean"
+    clip = f"clip(V, V_old ± {loss.value_clip:g})"
+    lines = [
+        f"value_loss = {_FORMULAS[mode].replace('l_it', 'v_it')}, N = {settings.global_batch_size}, {_SYMBOLS[mode]}",
+        f"v_it = max((V - G)², ({clip} - G)²), G = A + V_old before any whitening",
+    ]
+    alone = settings.critic.num_critic_only_steps
+    if alone:
+        lines.append(f"the first {alone} rollouts train the critic alone")
+    return lines
+
+
+def _estimates(loss: LossArguments) -> list[str]:
+    """What A is. The t of an estimator count the unmasked tokens of a rollout, the last being T."""
+    name = loss.advantage_estimator
+    penalty = f" - {loss.kl_coef:g} KL_{loss.kl_loss_type}(p_old, reference)" if loss.kl_coef else ""
+    lines = {
+        "ppo": [
+            f"A_t = Σ_k ({loss.gamma:g} · {loss.lambd:g})^k δ_(t+k), "
+            f"δ_t = r_t + {loss.gamma:g} V_(t+1) - V_t with V = V_old",
+            f"r_t = [t = T] reward{penalty}",
+        ],
+        "reinforce_plus_plus": [f"A_t = Σ_k {loss.gamma:g}^k r_(t+k), r_t = [t = T] reward{penalty}"],
+        "reinforce_plus_plus_baseline": [f"A_t = reward - mean of its prompt group{penalty}"],
+    }.get(name) or [_of_group(loss)]
+    if loss.normalize_advantages and loss.loss_type != "value_loss":
+        lines.append("A is whitened: (A - mean) / std over the unmasked tokens of the step")
+    return lines
+
+
+def _of_group(loss: LossArguments) -> str:
     if loss.disable_rewards_normalization:
         return "A = reward"
     if loss.disable_grpo_std_normalization:
@@ -103,12 +139,20 @@ def clip_bounds(loss: LossArguments) -> tuple[float, float]:
 def objective_in_words(settings: Settings) -> str:
     """The same, in sentences a newcomer can read."""
     loss = settings.loss
-    what = "the clipped policy-gradient loss" if loss.loss_type == "policy_loss" else "the negative log-likelihood"
+    what = {"policy_loss": "the clipped policy-gradient loss", "value_loss": "the critic's clipped squared error"}.get(
+        loss.loss_type, "the negative log-likelihood"
+    )
     if loss.custom_pg_loss_reducer_function_path is not None:
         how = f"reduced by your function {loss.custom_pg_loss_reducer_function_path}"
     else:
         how = _WORDS[loss.loss_aggregation]
     sentences = [f"Each step of {settings.global_batch_size} rollouts minimizes {what}, {how}."]
+    if loss.has_critic and loss.loss_type == "policy_loss":
+        sentences.append("A critic learns the return of every token beside it.")
+    if loss.kl_coef:
+        sentences.append(
+            f"The KL to the reference model is taken off each token's reward, weighted by {loss.kl_coef:g}."
+        )
     if loss.use_kl_loss:
         sentences.append(
             f"The KL to the reference model ({loss.kl_loss_type}) is added, weighted by {loss.kl_loss_coef:g}."

@@ -1,10 +1,11 @@
 """All sections of one run, frozen, and the step arithmetic that follows from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.cluster import ClusterArguments
+from miles.arguments.critic import CriticArguments
 from miles.arguments.data import DataArguments
 from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.loss import LossArguments
@@ -30,6 +31,7 @@ class Settings:
     rollout: RolloutArguments = RolloutArguments()
     sglang: SglangArguments = SglangArguments()
     loss: LossArguments = LossArguments()
+    critic: CriticArguments = CriticArguments()
     optimizer: OptimizerArguments = OptimizerArguments()
     training: TrainingArguments = TrainingArguments()
     parallel: ParallelArguments = ParallelArguments()
@@ -56,6 +58,22 @@ class Settings:
     def steps_per_rollout(self) -> int:
         """Optimizer steps taken from one rollout."""
         return self.rollouts_per_rollout_step // self.global_batch_size
+
+    def trains_policy(self, rollout_id: int) -> bool:
+        """Whether the policy learns from rollout ``rollout_id``, or the critic alone."""
+        return self.loss.loss_type != "value_loss" and rollout_id >= self.critic.num_critic_only_steps
+
+    def policy_steps(self, total_steps: int) -> int:
+        """Optimizer steps of the policy in a run of ``total_steps``: its learning rate decays over these."""
+        alone = self.critic.num_critic_only_steps
+        return max(total_steps - alone * self.steps_per_rollout, 0) if alone else total_steps
+
+    @property
+    def critic_optimizer(self) -> OptimizerArguments:
+        """The policy's optimizer with the critic's rate and warm-up."""
+        rate = self.optimizer.lr if self.critic.critic_lr is None else self.critic.critic_lr
+        warmup = self.critic.critic_lr_warmup_iters
+        return replace(self.optimizer, lr=rate, lr_warmup_iters=warmup, lr_warmup_fraction=None)
 
     @property
     def token_ranks(self) -> int:

@@ -23,10 +23,16 @@ class SglangArguments:
     update_weight_disk_dir: Optional[str] = flag(
         None, "folder for --update-weight-transfer-mode disk; default: weights/ in --output-dir", metavar="DIR"
     )
+    pause_generation_mode: Literal["retract", "in_place"] = flag(
+        "retract",
+        "requests in flight when weights change: retract computes their cache anew, in_place goes on with the old one",
+    )
     check_weight_update_equal: bool = flag(
         False, "after each update, compare every tensor's checksum with that of the same weights loaded from a file"
     )
-    use_fault_tolerance: bool = flag(False, "restart engines that fail, instead of ending the run")
+    use_fault_tolerance: bool = flag(
+        False, "restart engines, and the rollout worker, when they fail, instead of ending the run"
+    )
     rollout_health_check_interval: float = flag(30.0, "seconds between health checks, with --use-fault-tolerance")
     rollout_health_check_timeout: float = flag(30.0, "seconds after which an engine that does not answer has failed")
 

@@ -11,6 +11,7 @@ from miles.arguments.engine_rules import check_engines
 from miles.arguments.loss import LossArguments
 from miles.arguments.loss_rules import check_loss
 from miles.arguments.megatron_rules import check_megatron
+from miles.arguments.offload_rules import check_offload
 from miles.arguments.parallel_rules import check_parallel
 from miles.arguments.settings import Settings
 from miles.arguments.streaming_rules import check_streaming
@@ -45,6 +46,7 @@ def validate(settings: Settings) -> Validated:
         settings.parallel, settings.training, settings.token_ranks, settings.rollout.rollout_max_response_len
     )
     check_engines(settings)
+    check_offload(settings)
     rules.check_optimizer(settings.optimizer)
     rules.check_checkpoint(settings.checkpoint)
     rules.check_evaluation(settings.evaluation)
@@ -67,7 +69,11 @@ def remarks(settings: Settings) -> list[str]:
     """What is allowed, and worth knowing."""
     rollout, training, cluster = settings.rollout, settings.training, settings.cluster
     said = []
-    if rollout.rollout_temperature == 0 and settings.loss.loss_type == "policy_loss":
+    if (
+        rollout.rollout_temperature == 0
+        and settings.loss.loss_type == "policy_loss"
+        and settings.loss.normalizes_rewards
+    ):
         said.append(
             "--rollout-temperature 0 samples greedily: the responses of a group are equal, so their advantages are 0; "
             "log-probs are those of the raw logits"
@@ -85,6 +91,6 @@ def remarks(settings: Settings) -> list[str]:
             f"--max-tokens-per-gpu {budget} is less than --rollout-max-response-len {response}: "
             "a longer sample gets a micro-batch of its own"
         )
-    if settings.loss.kl_loss_type != LossArguments.kl_loss_type and not settings.loss.use_kl_loss:
-        said.append(f"--kl-loss-type {settings.loss.kl_loss_type} has no effect without --use-kl-loss")
+    if settings.loss.kl_loss_type != LossArguments.kl_loss_type and not settings.loss.needs_reference:
+        said.append(f"--kl-loss-type {settings.loss.kl_loss_type} has no effect without --use-kl-loss or --kl-coef")
     return said

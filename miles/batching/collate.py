@@ -43,7 +43,13 @@ def collate(
         whole = np.concatenate(columns) if columns else np.zeros(0, np.float32)
         return tensor(whole[layout.response_index], torch.float32)
 
+    def where_given(columns: list[np.ndarray] | None) -> torch.Tensor | None:
+        return None if columns is None else response_axis(columns)
+
     sample_index = tensor(layout.sample_index, torch.int64)
+    advantages = where_given(part.advantages)
+    if advantages is None:
+        advantages = grpo_advantages(tensor(part.rewards, torch.float32), sample_index)
     return MicroBatch(
         input_ids=tensor(layout.input_ids, torch.int64),
         position_ids=tensor(layout.position_ids, torch.int64),
@@ -53,10 +59,10 @@ def collate(
         sample_index=sample_index,
         response_index=tensor(layout.response_index, torch.int64),
         loss_mask=response_axis(part.loss_masks),
-        advantages=grpo_advantages(tensor(part.rewards, torch.float32), sample_index),
+        advantages=advantages,
         rollout_log_probs=response_axis(part.rollout_log_probs),
-        old_log_probs=None if part.old_log_probs is None else response_axis(part.old_log_probs),
-        ref_log_probs=None if part.ref_log_probs is None else response_axis(part.ref_log_probs),
+        old_log_probs=where_given(part.old_log_probs),
+        ref_log_probs=where_given(part.ref_log_probs),
         sample_denoms=tensor(part.sample_denoms, torch.float32),
         rollout_token_counts=tensor(part.rollout_token_counts, torch.float32),
         response_lengths=tuple(part.response_lengths),
@@ -64,6 +70,8 @@ def collate(
         num_rollouts=part.num_rollouts,
         num_loss_tokens=part.num_loss_tokens,
         context=context,
+        values=where_given(part.values),
+        returns=where_given(part.returns),
     )
 
 

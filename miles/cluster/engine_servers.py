@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import RayActorError, RayTaskError
 from transformers import AutoConfig
 
+from miles.arguments.offload_rules import offload_on
 from miles.arguments.settings import Settings
 from miles.cluster.session import Placement
 from miles.engine.engine_pool import Server
@@ -75,6 +78,7 @@ def server_spec(settings: Settings, device: str, number: int) -> ServerSpec:
         num_devices=settings.sglang.rollout_num_gpus_per_engine,
         seed=settings.data.rollout_seed + number,
         flags=settings.server_flags.server,
+        releases_memory=offload_on(settings, device).rollout,
     )
 
 
@@ -88,4 +92,12 @@ def build_sglang_engine(settings: Settings, placement: Placement) -> SglangEngin
         router = Router(settings.server_flags.router, "127.0.0.1", output_dir / LOGS / "router.log")
     assert settings.model.hf_checkpoint is not None
     vocab_size = AutoConfig.from_pretrained(settings.model.hf_checkpoint).get_text_config().vocab_size
-    return SglangEngine(servers, settings.sglang, vocab_size, WeightSender(settings.sglang, output_dir), router)
+    sender = WeightSender(settings.sglang, output_dir, broadcast_device(placement))
+    return SglangEngine(servers, settings.sglang, vocab_size, sender, router)
+
+
+def broadcast_device(placement: Placement) -> torch.device:
+    """Where broadcasts start: on the worker's own GPU, over NCCL, where no engine is on it; else on the host."""
+    if placement.device == "cuda" and not placement.cluster.colocate:
+        return torch.device("cuda", 0 if "CUDA_VISIBLE_DEVICES" in os.environ else int(ray.get_gpu_ids()[0]))
+    return torch.device("cpu")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import ray.exceptions
@@ -18,6 +20,13 @@ from miles.sample import Sample
 from miles.tracking.metrics import Metric
 from miles.tracking.run_files import SampleRecord
 
+T = TypeVar("T")
+
+WORKER_TRIES = 4  # in a row: a worker that cannot do what it is asked is not replaced for ever
+REPLACED = (
+    "train.py: the rollout worker died (out of memory, or killed from outside) and is replaced; "
+    "what it was generating is generated again"
+)
 CLOSE_SECONDS = 20.0  # for the servers to be stopped, a few seconds each, all at once
 
 
@@ -26,10 +35,7 @@ class RolloutResult:
     """A rollout as the launcher sees it."""
 
     generated: GeneratedRollout
-
-    @property
-    def shards_by_rank(self) -> list[ray.ObjectRef]:
-        return self.generated.shards_by_rank
+    shards_by_rank: list[ray.ObjectRef]  # each a list of TrainShard, one an optimizer step
 
     @property
     def metrics(self) -> dict[str, Metric]:
@@ -47,6 +53,10 @@ class RolloutGroup:
     of version r - K (those that were trained on r - K rollouts), so that the result depends on no timing. New weights
     arrive between two rollouts, and nobody waits for that but the next rollout. With ``--fully-async`` they arrive at
     once, and the worker runs ahead by itself.
+
+    With ``--use-fault-tolerance`` a worker that dies is replaced: the new one starts engines, gets the newest weights
+    and the position in the prompts after the last rollout that was handed over, and generates what was under way again.
+    Rollouts that were handed over are not lost with the worker. So each prompt is trained on once.
     """
 
     def __init__(self, settings: Settings, placement: Placement) -> None:
@@ -54,26 +64,68 @@ class RolloutGroup:
         rollout = settings.rollout
         self._ahead = 0 if rollout.fully_async else rollout.async_steps
         self._first_version = 0  # that of the weights the run starts with
-        self._begun: dict[int, ray.ObjectRef] = {}  # rollouts under way
+        self._begun: dict[int, list[ray.ObjectRef]] = {}  # rollouts under way
         self._last_begun: int | None = None
         self._update: ray.ObjectRef | None = None  # the weight update under way
-        actor: Any = ray.remote(RolloutWorker).options(**placement.rollout_options())
-        self.worker: Any = actor.remote(settings, placement)
+        self._replaces = settings.sglang.use_fault_tolerance
+        self._dead = False
+        self._position: dict[str, Any] | None = None  # in the prompts, after the last rollout that was handed over
+        self._weights: tuple[list[ray.ObjectRef], int] | None = None  # the newest, where workers are replaced
+        self._actor: Any = ray.remote(RolloutWorker).options(**placement.rollout_options())
+        self._placement = placement
+        self.total_rollouts = self._start()
+
+    def _start(self) -> int:
+        """Start a worker; returns how many rollouts the run has."""
+        self.worker: Any = self._actor.remote(self.settings, self._placement)
         try:
-            self.total_rollouts: int = ray.get(self.worker.prepare.remote())
+            return ray.get(self.worker.prepare.remote())
         except BaseException:
             self.stop()
             raise
 
     def generate(self, rollout_id: int) -> RolloutResult:
         """Wait for a rollout, with those after it begun; its shards are in the object store."""
-        self._begin_until(min(rollout_id + self._ahead, self.total_rollouts - 1), first=rollout_id)
-        return RolloutResult(self._wait(self._begun.pop(rollout_id)))
+
+        def ask() -> GeneratedRollout:
+            self._begin_until(min(rollout_id + self._ahead, self.total_rollouts - 1), first=rollout_id)
+            return self._wait(self._begun[rollout_id][0])
+
+        generated = self._surviving(ask)
+        self._position = generated.prompts_after
+        return RolloutResult(generated, self._begun.pop(rollout_id)[1:])
+
+    def _surviving(self, call: Callable[[], T]) -> T:
+        """The result of ``call``. A worker that dies meanwhile is replaced, where it may be, and asked again."""
+        for tries_left in reversed(range(WORKER_TRIES if self._replaces else 1)):
+            try:
+                if self._dead:
+                    self._replace()
+                return call()
+            except ray.exceptions.RayActorError:
+                if tries_left == 0:
+                    raise
+                self._dead = True
+                print(REPLACED, file=sys.stderr, flush=True)
+        raise AssertionError("unreachable")
+
+    def _replace(self) -> None:
+        ray.kill(self.worker)
+        self._begun.clear()
+        self._last_begun = self._update = None
+        self._start()
+        self._dead = False
+        if self._position is not None:
+            ray.get(self.worker.restore.remote(self._position))
+        if self._weights is not None:
+            packed, self._first_version = self._weights
+            ray.get(self.worker.update_weights.remote(packed, self._first_version, None))
 
     def _begin_until(self, last: int, first: int) -> None:
         for rollout_id in range(first if self._last_begun is None else self._last_begun + 1, last + 1):
             version = max(self._first_version, rollout_id - self.settings.rollout.async_steps)
-            self._begun[rollout_id] = self.worker.generate.remote(rollout_id, self._last_begun, version)
+            generate = self.worker.generate.options(num_returns=1 + self.settings.token_ranks)
+            self._begun[rollout_id] = generate.remote(rollout_id, self._last_begun, version)
             self._last_begun = rollout_id
 
     def _wait(self, call: ray.ObjectRef) -> Any:
@@ -86,11 +138,20 @@ class RolloutGroup:
 
     def evaluate(self) -> dict[str, Metric]:
         """Metrics of all evaluation sets, under the newest weights."""
-        self._settle_update()
-        return ray.get(self.worker.evaluate.remote())
+
+        def ask() -> dict[str, Metric]:
+            self._settle_update()
+            return ray.get(self.worker.evaluate.remote())
+
+        return self._surviving(ask)
 
     def update_weights(self, packed: list[ray.ObjectRef], version: int) -> None:
         """Give the engine new weights. The list is wrapped, so that Ray passes references and not the weights."""
+        if self._replaces:
+            self._weights = (packed, version)
+        self._surviving(lambda: self._send(packed, version))
+
+    def _send(self, packed: list[ray.ObjectRef], version: int) -> None:
         self._settle_update()
         if self._last_begun is None:
             self._first_version = version
@@ -104,17 +165,22 @@ class RolloutGroup:
             ray.get(self._update)
             self._update = None
 
+    def release_memory(self) -> None:
+        """Have the engines give their GPU memory up until ``update_weights``."""
+        self._surviving(lambda: ray.get(self.worker.release_memory.remote()))
+
     def state(self, rollouts_done: int) -> dict[str, Any]:
         """For a checkpoint: a run that resumes from it draws every prompt that was not trained on."""
-        return ray.get(self.worker.state.remote(rollouts_done))
+        return self._surviving(lambda: ray.get(self.worker.state.remote(rollouts_done)))
 
     def restore(self, state: dict[str, Any]) -> None:
         """From a checkpoint."""
-        ray.get(self.worker.restore.remote(state))
+        self._position = state
+        self._surviving(lambda: ray.get(self.worker.restore.remote(state)))
 
     def save_tokenizer(self, folder: Path) -> None:
         """Complete a Hugging Face export."""
-        ray.get(self.worker.save_tokenizer.remote(str(folder.absolute())))
+        self._surviving(lambda: ray.get(self.worker.save_tokenizer.remote(str(folder.absolute()))))
 
     def stop(self) -> None:
         """End the worker, whatever it is doing, and the servers that it has started."""

@@ -44,9 +44,9 @@ from miles.weight_sync.chunks import PackedChunk, unpack
 class GeneratedRollout:
     """What the launcher learns of a rollout. The batches themselves stay in the object store."""
 
-    shards_by_rank: list[ray.ObjectRef]  # each a list of TrainShard, one an optimizer step
     metrics: dict[str, Metric]
     samples: list[Sample]  # a few, for the report
+    prompts_after: dict[str, Any]  # position in the prompts with this rollout drawn, for whoever takes over
 
 
 class StoredWeights:
@@ -155,10 +155,13 @@ class RolloutWorker:
             total_rollouts,
         )
 
-    async def generate(self, rollout_id: int, after: int | None, version: int) -> GeneratedRollout:
-        """Collect rollout ``rollout_id``, and put one list of shards a token rank into the object store.
+    async def generate(
+        self, rollout_id: int, after: int | None, version: int
+    ) -> tuple[GeneratedRollout | list[TrainShard], ...]:
+        """Collect rollout ``rollout_id``; returns what there is to say about it, and for each token rank its shards.
 
-        Begins when rollout ``after`` is whole (None: at once) and the engine has the weights of ``version``.
+        Begins when rollout ``after`` is whole (None: at once) and the engine has the weights of ``version``. To be
+        called with as many ``num_returns``: then the shards are the launcher's, and outlive this worker.
         """
         async with self.order.rollout(rollout_id, after, version):
             oldest = rollout_id - self.settings.rollout.async_steps  # that the launcher may still ask for
@@ -166,12 +169,13 @@ class RolloutWorker:
             self.states[rollout_id] = self._position()
             began = time.perf_counter()
             rollout = await self._collect(rollout_id)
+            prompts_after = self._position()
             if self.settings.rollout.async_steps:  # else it is the launcher's time/generate
                 rollout.metrics["time/rollout"] = Metric(time.perf_counter() - began)
             steps = await asyncio.to_thread(self._schedule, rollout_id, rollout)  # the engine goes on meanwhile
-        shards = [ray.put(list(of_rank)) for of_rank in zip(*steps, strict=True)]
-        shown = self.settings.tracking.report_samples
-        return GeneratedRollout(shards, rollout.metrics, [group.samples[0] for group in rollout.groups[:shown]])
+        shards = [list(of_rank) for of_rank in zip(*steps, strict=True)]
+        shown = [group.samples[0] for group in rollout.groups[: self.settings.tracking.report_samples]]
+        return GeneratedRollout(rollout.metrics, shown, prompts_after), *shards
 
     def _schedule(self, rollout_id: int, rollout: Rollout) -> list[list[TrainShard]]:
         """The shards of each optimizer step, one a token rank."""
@@ -185,7 +189,7 @@ class RolloutWorker:
                 self.settings.training,
                 self.settings.parallel,
                 self._samples_with_gradient(batch),
-                watch_mass=self.canary.is_due(batch),
+                watch_mass=self.settings.trains_policy(rollout_id) and self.canary.is_due(batch),
             )
             for batch in batches
         ]
@@ -230,6 +234,13 @@ class RolloutWorker:
         if self.source is not None:
             self.source.weights_arrived(version)
         await self.order.arrived(version)
+
+    async def release_memory(self) -> None:
+        """Have the engines give their GPU memory up until new weights come."""
+        from miles.engine.sglang_engine import SglangEngine
+
+        assert isinstance(self.engine, SglangEngine), "arguments/offload_rules.py"
+        await self.engine.release_memory()
 
     async def state(self, rollouts_done: int) -> dict[str, Any]:
         """The position in the prompts before rollout ``rollouts_done``, for a checkpoint; it may be under way."""

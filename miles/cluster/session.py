@@ -20,6 +20,7 @@ from miles.cluster.cpu_tuning import malloc_environment
 
 PLACEMENT_SECONDS = 300
 START_TRIES = 3
+SENDER_SHARE = 0.1  # of a GPU, for a process that broadcasts weights from it
 _RAY_DEFAULTS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",  # Ray's own 15 starves trainer and engine beside anything else that runs
@@ -39,7 +40,8 @@ class Placement:
     """Where the actors of a run stand: a bundle for each trainer rank, and, unless colocated, for what generates.
 
     What generates is one bundle of one device for the rollout worker with its embedded engine, or a bundle for each
-    server; then the rollout worker computes nothing, and is a guest in the first of them.
+    server. Then the rollout worker computes nothing; it is a guest of the first trainer rank, from whose GPU it sends
+    the weights (NCCL refuses to send from the GPU of an engine), and with ``--colocate`` it has no GPU.
     """
 
     group: PlacementGroup
@@ -49,12 +51,13 @@ class Placement:
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
         """Ray actor options of trainer rank ``rank``."""
-        return self._options(rank, self._share)
+        return self._options(rank, self._share - self._sender_share)
 
     def rollout_options(self) -> dict[str, Any]:
         """Ray actor options of the rollout worker."""
-        bundle = 0 if self.cluster.colocate else self.cluster.world_size
-        return self._options(bundle, 0.0 if self.engines.count else self._share)
+        if self.engines.count:
+            return self._options(0, self._sender_share)
+        return self._options(0 if self.cluster.colocate else self.cluster.world_size, self._share)
 
     def engine_options(self, number: int) -> dict[str, Any]:
         """Ray actor options of engine ``number``."""
@@ -65,6 +68,10 @@ class Placement:
     @property
     def _share(self) -> float:
         return 0.5 if self.cluster.colocate else 1.0  # two actors on one bundle, or one
+
+    @property
+    def _sender_share(self) -> float:
+        return SENDER_SHARE if self.engines.count and self.device == "cuda" and not self.cluster.colocate else 0.0
 
     def _options(self, bundle: int, share: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=bundle)

@@ -35,10 +35,11 @@ class TrainGroup:
             self.stop()
             raise
 
-    def train(self, shards_by_token_rank: list[ray.ObjectRef]) -> list[dict[str, Metric]]:
+    def train(self, shards_by_token_rank: list[ray.ObjectRef], rollout_id: int) -> list[dict[str, Metric]]:
         """One optimizer step for each shard in a rank's list; returns each step's metrics."""
+        trains_policy = self.settings.trains_policy(rollout_id)
         calls = [
-            actor.train.remote(shards_by_token_rank[self.settings.token_rank(rank)])
+            actor.train.remote(shards_by_token_rank[self.settings.token_rank(rank)], trains_policy)
             for rank, actor in enumerate(self.actors)
         ]
         return wait_all(calls)[0]
@@ -46,6 +47,14 @@ class TrainGroup:
     def export_weights(self) -> list[ray.ObjectRef]:
         """References to the packed chunks of the full weights."""
         return self._on_all("export_weights")[0]
+
+    def offload(self) -> None:
+        """Weights and optimizer go to host memory, and the GPUs' memory is free."""
+        self._on_all("offload")
+
+    def onload(self) -> None:
+        """They come back."""
+        self._on_all("onload")
 
     def save(self, rollout: int, state: dict[str, Any]) -> Path:
         """Checkpoint after ``rollout`` rollouts; it appears in ``--save`` whole or not at all."""

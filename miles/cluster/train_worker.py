@@ -17,6 +17,7 @@ from miles.arguments.settings import Settings
 from miles.cluster.cpu_tuning import use_threads
 from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
+from miles.training.advantages import AdvantageEstimator
 from miles.training.backend import TrainBackend
 from miles.training.step import train_rollout
 from miles.weight_sync.chunks import pack
@@ -54,9 +55,14 @@ class TrainWorker:
         )
         self.backend = _build_backend(self.settings, self.device, total_steps)
 
-    def train(self, shards: Sequence[TrainShard]) -> list[dict[str, Metric]]:
-        """One optimizer step a shard; every rank returns the same metrics."""
-        return train_rollout(self._backend, shards, self.settings.loss.use_kl_loss, self.settings.token_ranks)
+    def train(self, shards: Sequence[TrainShard], trains_policy: bool) -> list[dict[str, Metric]]:
+        """One optimizer step a shard, of policy and critic or of the critic alone; the same metrics on every rank."""
+        backend, loss = self._backend, self.settings.loss
+        estimator = None
+        if loss.estimates_by_token:
+            estimator = AdvantageEstimator(loss, backend.token_group, backend.critic)
+        ranks = self.settings.token_ranks
+        return train_rollout(backend, shards, loss.needs_reference, ranks, estimator, trains_policy)
 
     def export_weights(self) -> list[ray.ObjectRef]:
         """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store."""
@@ -66,6 +72,14 @@ class TrainWorker:
         for _ in chunks:  # take part in the gathering
             continue
         return []
+
+    def offload(self) -> None:
+        """As the backend does."""
+        self._backend.offload()
+
+    def onload(self) -> None:
+        """As the backend does."""
+        self._backend.onload()
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         """Write this rank's part of a checkpoint."""

@@ -1,4 +1,4 @@
-"""sglang-router in front of several engines: it sends each request to the engine with its prefix, or the least load."""
+"""sglang-router in front of several engines: it sends each request to the next of them, or by ``--router-policy``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ class Router:
         words = ["--host", host, "--port", port]
         if not has_flag(flags, "--prometheus-port"):
             words += ["--prometheus-port", str(free_port(host))]  # its default is one port for all routers of a host
+        if not has_flag(flags, "--policy"):
+            # The router's own default, cache_aware, looks for shared prefixes in a request's text. Ours have token ids
+            # and no text: all look alike, and all go to one engine until it is 64 requests ahead of the others.
+            words += ["--policy", "round_robin"]
         # Whether an engine may serve is decided by our health checks, and failed requests are sent again by the engine
         # client, which knows how often: a second set of both in the router would hide failures from it.
         words += [flag for flag in ("--disable-retries", "--disable-circuit-breaker") if not has_flag(flags, flag)]

@@ -14,7 +14,7 @@ from miles.engine.base import Generation, SamplingParams
 if TYPE_CHECKING:
     from miles.engine.engine_pool import Member
 
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS = 60.0  # many requests sent at once connect one after the other
 KEEP_ALIVE_SECONDS = 3.0  # less than SGLang's own 5: a connection that it is about to close is not used again
 CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared disk
 
@@ -45,12 +45,18 @@ class SglangClient:
         self._connections = connections + 8
         self._http: aiohttp.ClientSession | None = None  # made by the first request, as it belongs to an event loop
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int, vocab: int) -> Generation:
-        """One response. The seed is the server's to honour: SGLang does under deterministic inference on GPUs only."""
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int, vocab: int, cache_key: str | None = None
+    ) -> Generation:
+        """One response. The seed is the server's to honour: SGLang does under deterministic inference on GPUs only.
+
+        Prefixes are shared between requests of one ``cache_key`` only.
+        """
         body = {
             "input_ids": list(prompt_ids),
             "sampling_params": sampling_params(sampling, seed),
             "return_logprob": True,
+            **({} if cache_key is None else {"extra_key": cache_key}),
         }
         return read_generation(await self.post("/generate", body, seconds=None), vocab)
 
@@ -95,7 +101,7 @@ class SglangClient:
             raise EngineUnavailable(f"{self.url}{path}: HTTP {status} {_text(content, 300)}")
         if status >= 400:
             raise RequestRefused(f"{self.url}{path}: HTTP {status} {_text(content, 1000)}")
-        if not content:
+        if content in (b"", b"null"):  # some control calls have nothing to say
             return {}
         try:
             answer = json.loads(content)

@@ -10,6 +10,7 @@ from pathlib import Path
 from miles.arguments.server_flags import has_flag
 
 MODULE = "sglang.launch_server"
+MODULE_ON_CPU = "sglang_on_cpu"  # in sglang_cpu/, which is on the path there
 
 # What SGLang needs, or is better off with, on CPU: (the flag, its value, other spellings that the user may have given).
 # Without a limit of its own the cache takes a tenth of the host's memory.
@@ -26,7 +27,10 @@ _ON_CPU = (
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One server: what it serves, on how many devices, and the user's ``--sglang-*`` words."""
+    """One server: what it serves, on how many devices, and the user's ``--sglang-*`` words.
+
+    ``releases_memory``: it gives its GPU memory up and takes it again when told to, by the package torch-memory-saver.
+    """
 
     model_path: str
     dtype: str  # bfloat16 or float32
@@ -34,9 +38,15 @@ class ServerSpec:
     num_devices: int
     seed: int
     flags: tuple[str, ...] = ()
+    releases_memory: bool = False
+
+    @property
+    def module(self) -> str:
+        """What ``python -m`` runs."""
+        return MODULE_ON_CPU if self.device == "cpu" else MODULE
 
     def arguments(self, host: str, port: int) -> list[str]:
-        """Words after ``python -m sglang.launch_server``. What the user gives stands instead of what we would."""
+        """Words after ``python -m`` and ``module``. What the user gives stands instead of what we would."""
         words = ["--model-path", self.model_path, "--host", host, "--port", str(port)]
         words += ["--skip-tokenizer-init", "--skip-server-warmup", "--weight-version", "0"]
         defaults = [
@@ -44,6 +54,7 @@ class ServerSpec:
             ("--dtype", self.dtype, ()),
             ("--random-seed", str(self.seed), ()),
             *(_ON_CPU if self.device == "cpu" else ()),
+            *([("--enable-memory-saver", None, ())] if self.releases_memory else ()),
         ]
         for flag, value, spellings in defaults:
             if not has_flag(self.flags, flag, *spellings):

@@ -50,12 +50,15 @@ class SglangEngine:
         self._concurrency = sglang.sglang_server_concurrency * len(servers)
         self._vocab_size = vocab_size
         self._sender = sender
+        self._pause = {"mode": sglang.pause_generation_mode}
+        self._flushes = sglang.pause_generation_mode == "retract"
         self._pool = EnginePool(servers, self._connect, self._bring_up, router, restart=sglang.use_fault_tolerance)
         self._slots = asyncio.Semaphore(self._concurrency)
         self._sent: set[asyncio.Task[Generation]] = set()
         self._aborts = 0
         self._paused = False
         self._version = 0
+        self._released: set[str] = set()  # URLs of servers that have given up their memory
         self._current: Iterable[WeightChunk] | None = None  # kept for servers that restart
         self._updating = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
@@ -112,13 +115,17 @@ class SglangEngine:
         async def call(client: SglangClient) -> Generation:
             if self._aborts != aborts:  # aborted before it was sent
                 return Generation([], [], "abort", self._version)
-            return await self._tracked(client.generate(request.prompt_ids, request.sampling, seed, self._vocab_size))
+            # What an old prefix has left in the cache is found under an old key only, where the cache is not flushed.
+            key = None if self._flushes else str(self._version)
+            work = client.generate(request.prompt_ids, request.sampling, seed, self._vocab_size, key)
+            return await self._tracked(work)
 
         sent_under = self._version
         generation, member = await self._pool.run(call, avoid)
         low, high = sorted((sent_under, self._version))
-        if not low <= generation.weight_version <= high:
-            failure = EngineUnavailable(f"an answer by weights {generation.weight_version} instead of {self._version}")
+        versions = {generation.weight_version, *(version for version, _ in generation.earlier_versions)}
+        if not low <= min(versions) <= max(versions) <= high:
+            failure = EngineUnavailable(f"an answer by weights {sorted(versions)} instead of {self._version}")
             failure.member = member
             raise failure
         return generation
@@ -140,7 +147,10 @@ class SglangEngine:
         return f"a request failed {REQUEST_TRIES} times, at last with: {failure}; {way_out}"
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
-        """Replace the weights of all servers. Requests in flight are prefilled anew and go on with the new weights.
+        """Replace the weights of all servers. Requests in flight wait, and go on with the new weights.
+
+        Under ``--pause-generation-mode retract`` they are prefilled anew; under ``in_place`` what they have computed
+        with the old weights stays.
 
         A server that fails is restarted with ``--use-fault-tolerance``; without, its error is raised. Raises
         ``ValueError`` under ``--check-weight-update-equal`` when weights did not arrive.
@@ -155,20 +165,45 @@ class SglangEngine:
             await self._pool.take_out(member, failure)
 
     async def _install(self, members: Sequence[Member], chunks: Iterable[WeightChunk]) -> Failures:
-        """Pause, send, go on; returns who failed. The lock ``_updating`` is held."""
+        """Pause, send, go on; returns who failed. The lock ``_updating`` is held.
+
+        Released memory is taken back in two parts, the cache after the weights: chunks under way need room.
+        """
         by_url = {member.connected.url: member for member in members}
-        paused = await self._on_each(members, "/pause_generation", {"mode": "retract"})
+        failures = await self._take_memory(members, ["weights"])
+        failures += await self._on_each(_without(members, failures), "/pause_generation", self._pause)
         receivers = [
-            SglangReceiver(member.connected, self._sglang.rollout_num_gpus_per_engine)
-            for member in members
-            if member not in dict(paused)
+            SglangReceiver(
+                member.connected,
+                self._sglang.rollout_num_gpus_per_engine,
+                flush=self._flushes and member.connected.url not in self._released,  # releasing has flushed it
+            )
+            for member in _without(members, failures)
         ]
         unsent = await self._sender.send(receivers, chunks, self._version)
-        failures = [*paused, *((by_url[url], failure) for url, failure in unsent.items())]
+        failures += [(by_url[url], failure) for url, failure in unsent.items()]
+        failures += await self._take_memory(_without(members, failures), ["kv_cache", "cuda_graph"])
+        self._released -= by_url.keys()
         if not self._paused:
-            sound = [member for member in members if member not in dict(failures)]
-            failures += await self._on_each(sound, "/continue_generation", {})
+            failures += await self._on_each(_without(members, failures), "/continue_generation", {})
         return failures
+
+    async def release_memory(self) -> None:
+        """Have every server give up its GPU memory, weights and cache, until ``update_weights``.
+
+        Needs servers with ``--enable-memory-saver``; others answer and keep it. Raises ``RuntimeError`` while requests
+        are in flight (SGLang would end), and when a server refuses.
+        """
+        if self._sent:
+            raise RuntimeError(f"{len(self._sent)} requests are in flight: engines release their memory when idle")
+        async with self._updating:
+            self._released = {member.connected.url for member in self._pool.serving}
+            await self._control_all("/release_memory_occupation", {})
+
+    async def _take_memory(self, members: Sequence[Member], tags: list[str]) -> Failures:
+        """Have those of ``members`` that have released their memory take the tagged parts of it back."""
+        released = [member for member in members if member.connected.url in self._released]
+        return await self._on_each(released, "/resume_memory_occupation", {"tags": tags})
 
     async def _on_each(self, members: Sequence[Member], path: str, body: dict[str, Any]) -> Failures:
         """The same control call to ``members`` at once; returns who failed."""
@@ -180,17 +215,20 @@ class SglangEngine:
     async def _bring_up(self, member: Member) -> None:
         """Give a server that has just started what the others have: the current weights, and the pause."""
         async with self._updating:
-            if self._current is not None:
+            if self._released:  # the others have no memory either: weights come with the next update
+                self._released.add(member.connected.url)
+                await member.connected.control("/release_memory_occupation", {})
+            elif self._current is not None:
                 for _, failure in await self._install([member], self._current):
                     raise failure
             elif self._paused:
-                for _, failure in await self._on_each([member], "/pause_generation", {"mode": "retract"}):
+                for _, failure in await self._on_each([member], "/pause_generation", self._pause):
                     raise failure
 
     async def pause(self) -> None:
-        """Stop at the next token. Requests in flight keep their tokens, and are prefilled anew when they go on."""
+        """Stop at the next token. Requests in flight keep their tokens."""
         self._paused = True
-        await self._control_all("/pause_generation", {"mode": "retract"})
+        await self._control_all("/pause_generation", self._pause)
 
     async def resume(self) -> None:
         """Go on with the paused requests."""
@@ -204,14 +242,21 @@ class SglangEngine:
             await self._pool.take_out(member, failure)
 
     async def abort(self) -> None:
-        """End every request in flight; each returns what it has. Those that wait for a slot return nothing."""
+        """End every request in flight; each returns what it has. Those that wait for a slot return nothing.
+
+        Of a request that ``retract`` has paused, the server returns the first tokens only: abort before pausing.
+        """
         self._aborts += 1
         await self._control_all("/abort_request", {"abort_all": True})  # also of what nobody waits for any more
         ending = set(self._sent)
         while ending:
             await self._control_all("/abort_request", {"abort_all": True})
+            if self._paused:  # a request that runs ends with its next token
+                await self._control_all("/continue_generation", {})
             # A request that reaches its server after the call that aborts needs another one.
             _, ending = await asyncio.wait(ending, timeout=ABORT_AGAIN_SECONDS)
+        if self._paused:
+            await self._control_all("/pause_generation", self._pause)
 
     async def health(self) -> bool:
         """True when a server answers, and has the weights that it should have."""
@@ -227,10 +272,15 @@ class SglangEngine:
                 await self._watch
         await self._pool.close()
 
+    @property
+    def _silent(self) -> bool:
+        """Whether servers answer no health check: they are paused, or without memory."""
+        return bool(self._paused or self._updating.locked() or self._released)
+
     async def _watch_health(self) -> None:
         while True:
             await asyncio.sleep(self._sglang.rollout_health_check_interval)
-            if not (self._paused or self._updating.locked()):  # a paused server answers no health check
+            if not self._silent:
                 await self._pool.suspect(None, self._healthy_unless_updated)
 
     async def _healthy_unless_updated(self, client: SglangClient) -> None:
@@ -239,7 +289,7 @@ class SglangEngine:
             await self._healthy(client)
         except EngineUnavailable:
             # An update that began meanwhile has paused the server, and will find out itself whether it answers.
-            if not (self._paused or self._updating.locked() or self._version != version):
+            if not (self._silent or self._version != version):
                 raise
 
     async def _healthy(self, client: SglangClient) -> None:
@@ -247,5 +297,10 @@ class SglangEngine:
 
     async def _probe(self, client: SglangClient) -> None:
         """After a failed request: one token, whose answer must be sound."""
-        if not (self._paused or self._updating.locked()):
+        if not self._silent:
             await client.probe(self._version, self._vocab_size, self._sglang.rollout_health_check_timeout)
+
+
+def _without(members: Sequence[Member], failures: Failures) -> list[Member]:
+    failed = [member for member, _ in failures]
+    return [member for member in members if member not in failed]

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from miles.engine.child_process import ChildProcess, ServerFailed
-from miles.engine.sglang_command import MODULE, ServerSpec
+from miles.engine.sglang_command import ServerSpec
 
 START_SECONDS = 1800  # large models load for minutes
 GRACE_SECONDS = 3.0  # SGLang drains for five before it looks whether it is idle
@@ -51,7 +51,7 @@ class SglangServer:
     def _start_on(self, port: int) -> str:
         url = f"http://{self._host}:{port}"
         environment = self._spec.environment(os.environ)
-        self._process = ChildProcess(MODULE, self._spec.arguments(self._host, port), environment, self._log)
+        self._process = ChildProcess(self._spec.module, self._spec.arguments(self._host, port), environment, self._log)
         try:
             self._process.wait_until(lambda: answers(url), START_SECONDS)
         except BaseException:

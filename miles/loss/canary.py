@@ -24,12 +24,13 @@ class LossMassError(ValueError):
 class CanarySchedule:
     """In which steps the mass is measured: ``--loss-canary``. Asked on the rollout side, once for every step in order.
 
-    Never under a custom reducer: what its weights add up to is not known beforehand.
+    Never under a custom reducer: what its weights add up to is not known beforehand. The critic's loss is not watched.
     """
 
     def __init__(self, loss: LossArguments) -> None:
         self._always = loss.loss_canary == "always"
-        self._due = loss.loss_canary != "off" and loss.custom_pg_loss_reducer_function_path is None
+        known = loss.loss_type != "value_loss" and loss.custom_pg_loss_reducer_function_path is None
+        self._due = loss.loss_canary != "off" and known
 
     def is_due(self, batch: TrainBatch) -> bool:
         """True for every step, or until the first that has a token."""

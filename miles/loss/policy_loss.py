@@ -124,10 +124,11 @@ def samples_with_gradient(loss: LossArguments, rewards: Sequence[float]) -> list
     """Which samples' losses can have a gradient, given the normalized ``rewards`` that become their advantages.
 
     A sample of advantage 0 has none, unless a KL, an entropy bonus or a custom reducer may give it one. Groups whose
-    samples were all right or all wrong are such samples.
+    samples were all right or all wrong are such samples. Where tokens get advantages of their own, they come later.
     """
     only_policy_gradient = (
         loss.loss_type == "policy_loss"
+        and not loss.estimates_by_token
         and loss.kl_loss_coef == 0.0
         and loss.entropy_coef == 0.0
         and loss.custom_pg_loss_reducer_function_path is None

@@ -69,9 +69,10 @@ def _raw_rewards(groups: Sequence[PromptGroup], loss: LossArguments) -> list[flo
 
 def _rewards(raw: list[float], group_indices: list[int], rollout_ids: list[int], loss: LossArguments) -> list[float]:
     check_rewards(raw, group_indices, rollout_ids)
-    if loss.loss_type == "sft_loss" or loss.disable_rewards_normalization:
+    if loss.loss_type == "sft_loss" or not loss.normalizes_rewards:
         return raw
-    return normalize_rewards(raw, group_indices, rollout_ids, std=not loss.disable_grpo_std_normalization)
+    std = not (loss.disable_grpo_std_normalization or loss.advantage_estimator == "reinforce_plus_plus_baseline")
+    return normalize_rewards(raw, group_indices, rollout_ids, std=std)
 
 
 def _check_groups_whole(
@@ -123,5 +124,6 @@ def _train_batch(rows: Sequence[_Row], loss: LossArguments) -> TrainBatch:
         raw_rewards=[row.raw_reward for row in rows],
         group_indices=group_indices,
         rollout_ids=rollout_ids,
+        places=list(range(len(rows))),
         **vars(denominators),
     )

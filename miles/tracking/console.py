@@ -16,6 +16,7 @@ _BEFORE_EVALUATION = (("rollout/reward", "reward", ".3f"),)
 _AFTER_EVALUATION = (
     ("rollout/response_length", "length", ".1f"),
     ("train/pg_loss", "loss", ".4f"),
+    ("train/value_loss", "value", ".4f"),
     ("train/entropy_loss", "entropy", ".3f"),
     ("train/ppo_kl", "ppo_kl", ".2e"),
     ("train/kl_loss", "kl", ".2e"),

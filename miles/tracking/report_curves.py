@@ -14,6 +14,8 @@ _SINGLE = (
     ("rollout/response_length", "Response length", "tokens, mean of the rollout"),
     ("rollout/truncated_fraction", "Truncated answers", "share of the rollout"),
     ("train/pg_loss", "Policy loss", "aggregated as the objective says"),
+    ("train/value_loss", "Value loss", "of the critic"),
+    ("train/explained_variance", "Explained variance", "of the returns, by the critic"),
     ("train/entropy_loss", "Entropy", "nats a token"),
     ("train/pg_clipfrac", "Clip fraction", "share of tokens clipped"),
     ("train/ppo_kl", "KL of the update", "to the sampling policy"),

@@ -7,14 +7,45 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch.distributed as dist
 
 from miles.engine.base import WeightChunk
 from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
 
 
+class Critic(Protocol):
+    """One rank of the critic: the same layout of ranks as the policy's, weights and an optimizer of its own."""
+
+    def values(self, shard: TrainShard) -> list[np.ndarray]:
+        """The value of the state in which each response token is chosen, one float32 [response] a sample."""
+        ...
+
+    def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
+        """As the policy's, of the value loss; the shard has ``values`` and ``returns``."""
+        ...
+
+    def optimizer_step(self) -> dict[str, Metric]:
+        """As the policy's."""
+        ...
+
+    def skip_step(self) -> dict[str, Metric]:
+        """As the policy's."""
+        ...
+
+
 class TrainBackend(Protocol):
     """One rank of a trainer. All verbs are collective: every rank calls them in the same order."""
+
+    @property
+    def critic(self) -> Critic | None:
+        """With ``--advantage-estimator ppo``; it stands on the same ranks, and is trained on the same shards."""
+        ...
+
+    @property
+    def token_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the tokens of a step between them, in the order of its shards; None is all ranks."""
+        ...
 
     def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
         """Accumulate the step's gradient (a plain sum over micro-batches and ranks); metrics reduced over all ranks."""
@@ -36,12 +67,23 @@ class TrainBackend(Protocol):
         """Full tensors under Hugging Face names, in buckets, in the compute dtype; every rank iterates to the end."""
         ...
 
+    def offload(self) -> None:
+        """Move weights and optimizer to host memory, and free the GPU's. No other verb may follow but ``onload``."""
+        ...
+
+    def onload(self) -> None:
+        """Move them back."""
+        ...
+
     def export_hf(self, folder: Path) -> None:
         """Write a folder that transformers' ``from_pretrained`` loads (the tokenizer is the launcher's to add)."""
         ...
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
-        """Write model, optimizer, schedule, random state and ``state`` (the launcher's own) into ``folder``."""
+        """Write model, optimizer, schedule, random state and ``state`` (the launcher's own) into ``folder``.
+
+        With a critic, its model, optimizer and schedule as well.
+        """
         ...
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:

@@ -17,6 +17,22 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / _STATE).is_file()
 
 
+def critic_folder(folder: Path) -> Path:
+    """Where the critic of ``--advantage-estimator ppo`` stands in the checkpoint ``folder``."""
+    return folder / "critic"
+
+
+def saved_critic(folder: Path) -> Path:
+    """The same, to be read. Raises ``ValueError`` for a checkpoint of a run without a critic."""
+    found = critic_folder(folder)
+    if not found.is_dir():
+        raise ValueError(
+            f"--load {folder.parent}: {folder.name} has no critic, and --advantage-estimator ppo needs one; start from "
+            "the model that --save-hf exported, as --hf-checkpoint, or load a checkpoint of a run with a critic"
+        )
+    return found
+
+
 def write_run_state(folder: Path, backend: str, launcher: dict[str, Any], schedule: dict[str, Any]) -> None:
     """Write ``state.json``; rank 0 calls it. All three must be plain JSON."""
     state = {"backend": backend, "launcher": launcher, "schedule": schedule}

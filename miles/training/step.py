@@ -9,7 +9,8 @@ from dataclasses import replace
 from miles.loss.canary import check_loss_mass
 from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
-from miles.training.backend import TrainBackend
+from miles.training.advantages import AdvantageEstimator
+from miles.training.backend import Critic, TrainBackend
 
 
 def train_rollout(
@@ -17,32 +18,69 @@ def train_rollout(
     shards: Sequence[TrainShard],
     use_reference: bool,
     ranks: int,
+    estimator: AdvantageEstimator | None = None,
+    trains_policy: bool = True,
 ) -> list[dict[str, Metric]]:
     """Take one optimizer step a shard; returns each step's metrics, with seconds under ``time/``.
 
     ``ranks`` hold a step, data and context parallel together. Raises ``LossMassError`` before the optimizer moves, if
     the weights of a watched step's tokens do not add up.
     Log-probs under the weights that the rollout began with are needed from the second step on; in the first step they
-    are the current ones.
+    are the current ones. Values and advantages are those of the start in every step. The ``estimator`` brings the
+    critic; without ``trains_policy`` only that learns.
     """
     started = time.perf_counter()
+    reads_kl = estimator is not None and estimator.reads_kl
     scored = [
-        _with_log_probs(backend, shard, old=step > 0, reference=use_reference) for step, shard in enumerate(shards)
+        _with_log_probs(
+            backend,
+            shard,
+            old=(trains_policy and step > 0) or reads_kl,
+            reference=use_reference and (trains_policy or reads_kl),
+        )
+        for step, shard in enumerate(shards)
     ]
+    estimated = [_estimated(estimator, shard) for shard in scored]
     scoring = time.perf_counter() - started
-    steps = [_step(backend, shard, ranks) for shard in scored]
+    critic = None if estimator is None else estimator.critic
+    steps = []
+    for shard, metrics in estimated:
+        if critic is not None:
+            metrics |= _critic_step(critic, shard)
+        if trains_policy:
+            metrics |= _step(backend, shard, ranks)
+        steps.append(metrics)
     if steps:
         steps[0]["time/log_probs"] = Metric(scoring)
     return steps
 
 
 def _with_log_probs(backend: TrainBackend, shard: TrainShard, old: bool, reference: bool) -> TrainShard:
+    """``shard`` with the log-probs that are asked for and not there yet."""
     batch = shard.batch
-    if reference:
+    if reference and batch.ref_log_probs is None:
         batch = replace(batch, ref_log_probs=backend.log_probs(shard, reference=True))
-    if old:
+    if old and batch.old_log_probs is None:
         batch = replace(batch, old_log_probs=backend.log_probs(shard))
     return replace(shard, batch=batch)
+
+
+def _estimated(estimator: AdvantageEstimator | None, shard: TrainShard) -> tuple[TrainShard, dict[str, Metric]]:
+    if estimator is None:
+        return shard, {}
+    shard, metrics = estimator.advantages(estimator.values(shard))
+    return shard, {f"train/{name}": metric for name, metric in metrics.items()}
+
+
+def _critic_step(critic: Critic, shard: TrainShard) -> dict[str, Metric]:
+    started = time.perf_counter()
+    # The canary is the policy's: a shard that is watched is not, here.
+    metrics = {
+        f"train/{name}": m for name, m in critic.forward_backward(replace(shard, expected_loss_mass=None)).items()
+    }
+    update = critic.optimizer_step if shard.batch.num_loss_tokens else critic.skip_step
+    metrics |= {f"train/critic_{name}": metric for name, metric in update().items()}
+    return metrics | {"time/critic": Metric(time.perf_counter() - started)}
 
 
 def _step(backend: TrainBackend, shard: TrainShard, ranks: int) -> dict[str, Metric]:

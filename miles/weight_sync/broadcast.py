@@ -1,4 +1,4 @@
-"""Weights by broadcast over gloo, in a process group for each engine."""
+"""Weights by broadcast, over gloo or, from a GPU, over NCCL, in a process group for each engine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 
 from miles.engine.base import WeightChunk
@@ -25,16 +26,24 @@ class _Group:
 
     name: str
     store: dist.TCPStore  # lives as long as the group
-    ranks: dist.ProcessGroupGloo
+    ranks: Any  # ProcessGroupGloo or ProcessGroupNCCL; torch's stubs lack their broadcast
+    device: torch.device
 
     def broadcast(self, chunk: WeightChunk) -> None:
         """Send every tensor, in order. Raises ``RuntimeError`` when a peer is gone or ``JOIN_TIMEOUT`` passes."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        send = self.ranks.broadcast  # type: ignore[attr-defined]  # it is there; torch's stubs lack it
-        sent = [send([tensor.contiguous()], options) for tensor in chunk.tensors.values()]
+        tensors = [tensor.to(self.device).contiguous() for tensor in chunk.tensors.values()]
+        sent = [self.ranks.broadcast([tensor], options) for tensor in tensors]
         for work in sent:
             work.wait()
+        if self.device.type == "cuda":  # there, wait() only queues; the tensors must live until they are sent
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def abandon(self) -> None:
+        """Leave the group. NCCL would wait for a lost peer for ever, and keep the device busy."""
+        if self.device.type == "cuda":
+            self.ranks.abort()
 
 
 class BroadcastTransport:
@@ -44,7 +53,9 @@ class BroadcastTransport:
     error at once, and the sender does not wait for a peer that will never receive.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """``device``: CPU for gloo. A GPU for NCCL, which no engine may use: NCCL refuses two ranks on one device."""
+        self._device = device
         self._groups: dict[str, _Group] = {}  # by URL
 
     async def send(self, delivery: Delivery, chunks: Iterable[WeightChunk], version: int) -> None:
@@ -60,28 +71,37 @@ class BroadcastTransport:
 
             await delivery.each(broadcast)
         await delivery.each(lambda receiver: receiver.end_update())
-        for url in delivery.failures:
-            self._groups.pop(url, None)  # out of step with its engine: the next update forms another
+        for url in delivery.failures.keys() & self._groups.keys():
+            self._groups.pop(url).abandon()  # out of step with its engine: the next update forms another
 
     async def _begin(self, receiver: WeightReceiver) -> None:
         if receiver.url not in self._groups:
-            self._groups[receiver.url] = await _form_group(receiver)
+            self._groups[receiver.url] = await _form_group(receiver, self._device)
         await receiver.begin_update()
 
 
-async def _form_group(receiver: WeightReceiver) -> _Group:
+async def _form_group(receiver: WeightReceiver, device: torch.device) -> _Group:
     name = f"weights-{uuid.uuid4().hex}"
     host = _address_towards(receiver.url)
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=JOIN_TIMEOUT)
 
-    def connect() -> dist.ProcessGroupGloo:
+    def connect() -> Any:
         # The prefixes under which torch.distributed, on the engine's side, looks for its peers: the engine's own, that
         # of a named group, and that of the device (distributed_c10d._new_process_group_helper).
-        scope = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
-        return dist.ProcessGroupGloo(scope, 0, 1 + receiver.num_ranks, JOIN_TIMEOUT)
+        scope = dist.PrefixStore(f"{device.type}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+        return _rank_zero(scope, 1 + receiver.num_ranks, device)
 
-    _, ranks = await _both(receiver.join_group(host, store.port, name), asyncio.to_thread(connect))
-    return _Group(name, store, ranks)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    _, ranks = await _both(receiver.join_group(host, store.port, name, backend), asyncio.to_thread(connect))
+    return _Group(name, store, ranks, device)
+
+
+def _rank_zero(scope: dist.PrefixStore, size: int, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(scope, 0, size, JOIN_TIMEOUT)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = JOIN_TIMEOUT
+    return dist.ProcessGroupNCCL(scope, 0, size, options)
 
 
 async def _both(reply: Any, sent: Any) -> tuple[Any, Any]:

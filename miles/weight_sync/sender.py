@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import torch
+
 from miles.arguments.sglang import SglangArguments
 from miles.engine.base import WeightChunk
 from miles.weight_sync.broadcast import BroadcastTransport
@@ -16,7 +18,9 @@ from miles.weight_sync.transport import Delivery, Transport, WeightReceiver
 class WeightSender:
     """Sends weights to any number of engines, and says which of them failed."""
 
-    def __init__(self, sglang: SglangArguments, output_dir: Path) -> None:
+    def __init__(self, sglang: SglangArguments, output_dir: Path, broadcast_from: torch.device | None = None) -> None:
+        """``broadcast_from``: the GPU of ``BroadcastTransport``; None for the host."""
+        self._broadcast_from = broadcast_from or torch.device("cpu")
         self._disk = DiskTransport(Path(sglang.update_weight_disk_dir or output_dir / "weights"))
         self._transport = self._build(sglang.update_weight_transfer_mode)
         self._check = sglang.check_weight_update_equal
@@ -24,7 +28,7 @@ class WeightSender:
     def _build(self, mode: str) -> Transport:
         if mode == "disk":
             return self._disk
-        return BroadcastTransport() if mode == "broadcast" else SharedMemoryTransport()
+        return BroadcastTransport(self._broadcast_from) if mode == "broadcast" else SharedMemoryTransport()
 
     async def send(
         self, receivers: Sequence[WeightReceiver], chunks: Iterable[WeightChunk], version: int

@@ -24,8 +24,11 @@ class WeightReceiver(Protocol):
     async def load_folder(self, folder: str, version: int) -> None:
         """Read all weights from the safetensors files in ``folder``, which the engine's host must see."""
 
-    async def join_group(self, host: str, port: int, group: str) -> None:
-        """Join the gloo group at ``host:port`` as its ranks 1 to ``num_ranks``; returns when the group stands."""
+    async def join_group(self, host: str, port: int, group: str, backend: str) -> None:
+        """Join the ``backend`` (gloo or nccl) group at ``host:port`` as its ranks 1 to ``num_ranks``.
+
+        Returns when the group stands.
+        """
 
     async def receive_broadcast(self, chunk: WeightChunk, group: str, version: int, last: bool) -> None:
         """Take part in one broadcast from rank 0 a tensor, in the order of ``chunk``; returns when they are loaded."""

@@ -41,6 +41,20 @@ def tiny_model(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def sglang_address(tiny_model, tmp_path_factory):
+    """HOST:PORT of the one SGLang server of the suite; whatever weights the last test has left are in it.
+
+    Starting takes 10 s on two idle cores and minutes on busy ones: tests that use it need a longer timeout.
+    """
+    from tests.fast.engine.sglang_servers import server_of
+
+    server = server_of(tiny_model, tmp_path_factory.mktemp("sglang") / "server.log")
+    url = server.start()
+    yield url.removeprefix("http://")
+    server.stop()
+
+
 def _tokenizer():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

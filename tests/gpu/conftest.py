@@ -1,20 +1,24 @@
-"""Without a GPU these tests skip, and the summary says so in words that cannot be missed."""
-
-from __future__ import annotations
+"""Tests of what only GPUs can do: ``pytest tests/gpu``. Without one, nothing is tested, and that is said loudly."""
 
 import pytest
 import torch
 
-NO_GPU = "torch sees no CUDA device"
+from tests.fast.cluster.conftest import launch, workplace  # noqa: F401  # fixtures
+from tests.fast.conftest import tiny_model  # noqa: F401
+
+GPUS = torch.cuda.device_count()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+def pytest_collection_modifyitems(items):
+    for item in items:
+        marker = item.get_closest_marker("gpus")
+        needed = marker.args[0] if marker else 1
+        if needed > GPUS:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, and there are {GPUS}"))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if not torch.cuda.is_available():
-        words = f"tests/gpu: NOTHING WAS TESTED ON A GPU: {NO_GPU}"
-        terminalreporter.write_sep("!", words, red=True, bold=True)
+def pytest_terminal_summary(terminalreporter):
+    skipped = len(terminalreporter.stats.get("skipped", ()))
+    if skipped:
+        terminalreporter.section("NOT TESTED", red=True, bold=True)
+        terminalreporter.line(f"{skipped} tests need more GPUs than the {GPUS} here: what they cover is unverified.")

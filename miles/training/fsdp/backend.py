@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -19,9 +20,10 @@ from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
 from miles.training import checkpoint_folder
 from miles.training.fsdp import checkpoint
+from miles.training.fsdp.critic import FsdpCritic
 from miles.training.fsdp.forward_backward import forward_backward, log_probs_of
 from miles.training.fsdp.optimizer import ShardedOptimizer
-from miles.training.fsdp.policy import Policy, load_policy, shard_policy
+from miles.training.fsdp.policy import Policy, load_policy, load_value_model, shard_policy
 from miles.weight_sync.chunks import in_chunks
 
 
@@ -38,9 +40,13 @@ class FsdpBackend:
         self.groups = ContextGroups(_context_sizes(settings))
         self.policy = self._build(settings.model.hf_checkpoint, torch.float32)
         self.policy.train()
-        self.optimizer = ShardedOptimizer(self.policy.language_model, settings.optimizer, total_steps)
+        self.optimizer = ShardedOptimizer(
+            self.policy.language_model, settings.optimizer, settings.policy_steps(total_steps)
+        )
+        self.token_group: dist.ProcessGroup | None = None
+        self.critic = self._build_critic(total_steps) if settings.loss.has_critic else None
         self.reference: Policy | None = None
-        if settings.loss.use_kl_loss:
+        if settings.loss.needs_reference:
             self.reference = self._reference(settings.model.hf_checkpoint, settings.model.ref_load)
 
     def _build(self, path: str, dtype: torch.dtype) -> Policy:
@@ -50,6 +56,14 @@ class FsdpBackend:
         policy.to(self.device)
         shard_policy(policy, self.mesh, self.compute_dtype, self.settings.training.gradient_checkpointing)
         return policy
+
+    def _build_critic(self, total_steps: int) -> FsdpCritic:
+        assert self.settings.model.hf_checkpoint is not None
+        model = load_value_model(self.settings.model.hf_checkpoint, torch.float32).to(self.device)
+        shard_policy(model, self.mesh, self.compute_dtype, self.settings.training.gradient_checkpointing)
+        model.train()
+        optimizer = ShardedOptimizer(model, self.settings.critic_optimizer, total_steps, rate_flag="--critic-lr")
+        return FsdpCritic(model, optimizer, self.settings.loss, self.groups, self.device)
 
     def _reference(self, hf_checkpoint: str, ref_load: str | None) -> Policy:
         """A frozen model with the weights of ``--ref-load``: a Hugging Face folder, or a checkpoint of this backend."""
@@ -72,7 +86,7 @@ class FsdpBackend:
 
     def log_probs(self, shard: TrainShard, reference: bool = False) -> list[np.ndarray]:
         policy = self.reference if reference else self.policy
-        assert policy is not None, "reference log-probs need --use-kl-loss"
+        assert policy is not None, "reference log-probs need --use-kl-loss or --kl-coef"
         return log_probs_of(policy, shard, self.groups, self.device)
 
     def export_weights(self) -> Iterator[WeightChunk]:
@@ -86,11 +100,30 @@ class FsdpBackend:
             full = shard.full_tensor() if isinstance(shard, DTensor) else shard
             yield name, full.cpu()
 
+    def offload(self) -> None:
+        self._move(torch.device("cpu"))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        self.policy.to(device)
+        if self.reference is not None:
+            self.reference.to(device)
+        self.optimizer.to(device)
+
     def save(self, folder: Path, state: dict[str, Any]) -> None:
+        if self.critic is not None:
+            checkpoint.save_critic(folder, self.critic.model, self.critic.optimizer)
         checkpoint.save(folder, self.policy.language_model, self.optimizer, state)
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
-        return checkpoint.load(folder, self.policy.language_model, self.optimizer, optimizer, rng)
+        state = checkpoint.load(folder, self.policy.language_model, self.optimizer, optimizer, rng)
+        if self.critic is not None:
+            checkpoint.load_critic(folder, self.critic.model, self.critic.optimizer, optimizer)
+        return state
 
     def export_hf(self, folder: Path) -> None:
         """Write weights (in compute dtype), config and generation config as transformers would. Rank 0 writes."""

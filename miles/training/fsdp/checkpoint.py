@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -19,9 +20,12 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedModel
 
 from miles.training.fsdp.optimizer import ShardedOptimizer
+from miles.training.fsdp.policy import ValueModel
 from miles.training.run_state import (
+    critic_folder,
     read_run_state,
     restore_random_state,
+    saved_critic,
     write_random_state,
     write_run_state,
 )
@@ -29,14 +33,8 @@ from miles.training.run_state import (
 
 def save(folder: Path, model: PreTrainedModel, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
     """Write everything a resumed run needs into ``folder``; whoever calls makes the folder appear at once (atomic)."""
-    tensors = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer.adam),
-    }
-    dcp.save(tensors, checkpoint_id=folder)
+    _save_tensors(folder, model, optimizer, state)
     write_random_state(folder)
-    if dist.get_rank() == 0:
-        write_run_state(folder, "fsdp", state, optimizer.state())
     dist.barrier()
 
 
@@ -44,6 +42,33 @@ def load(
     folder: Path, model: PreTrainedModel, optimizer: ShardedOptimizer, with_optimizer: bool, rng: bool
 ) -> dict[str, Any]:
     """Read what ``save`` wrote, under any number of ranks; returns the launcher's state."""
+    state = _load_tensors(folder, model, optimizer, with_optimizer)
+    if rng:
+        restore_random_state(folder)
+    return state["launcher"]
+
+
+def save_critic(folder: Path, model: ValueModel, optimizer: ShardedOptimizer) -> None:
+    """Add the critic to the checkpoint that is being written into ``folder``."""
+    _save_tensors(critic_folder(folder), model, optimizer, {})
+
+
+def load_critic(folder: Path, model: ValueModel, optimizer: ShardedOptimizer, with_optimizer: bool) -> None:
+    """Read what ``save_critic`` wrote. Raises ``ValueError`` for a checkpoint of a run without a critic."""
+    _load_tensors(saved_critic(folder), model, optimizer, with_optimizer)
+
+
+def _save_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
+    tensors = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer.adam),
+    }
+    dcp.save(tensors, checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        write_run_state(folder, "fsdp", state, optimizer.state())
+
+
+def _load_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, with_optimizer: bool) -> dict[str, Any]:
     state = read_run_state(folder, "fsdp", "--load")
     tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
     if with_optimizer:
@@ -53,9 +78,7 @@ def load(
     if with_optimizer:
         set_optimizer_state_dict(model, optimizer.adam, tensors["optimizer"])
         optimizer.steps_done = state["schedule"]["steps_done"]
-    if rng:
-        restore_random_state(folder)
-    return state["launcher"]
+    return state
 
 
 def load_weights(folder: Path, model: PreTrainedModel, flag: str) -> None:

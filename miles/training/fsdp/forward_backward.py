@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -16,16 +16,20 @@ from miles.loss.aggregation import is_per_token
 from miles.loss.output import LossOutput, reported
 from miles.loss.policy_loss import policy_loss_function
 from miles.loss.sft_loss import sft_loss_function
+from miles.loss.value_loss import value_loss_function
 from miles.parallel.groups import ContextGroups
 from miles.tracking.metrics import Metric
 from miles.train_batch import MicroBatch, MicroBatchPlan, TrainBatch, TrainShard
-from miles.training.fsdp.policy import Policy
+from miles.training.fsdp.policy import Policy, ValueModel
 
 
 def forward_backward(
-    policy: Policy, shard: TrainShard, loss: LossArguments, groups: ContextGroups, device: torch.device
+    policy: Policy | ValueModel, shard: TrainShard, loss: LossArguments, groups: ContextGroups, device: torch.device
 ) -> dict[str, Metric]:
-    """Backward through every micro-batch. The metrics are the step's, the same on every rank."""
+    """Backward through every micro-batch. The metrics are the step's, the same on every rank.
+
+    Which loss it is follows from the model: the critic's is the value loss, and has no canary.
+    """
     totals: dict[str, torch.Tensor] = {}
     watched = shard.expected_loss_mass is not None
     for plan in shard.micro_batches:
@@ -35,7 +39,11 @@ def forward_backward(
     with scoring(policy):
         for plan in shard.score_only:
             _add(totals, _loss_of(policy, _collate(shard, plan, groups, device), loss, watched=False))
-    return _reduce(totals, policy.canary.take_mass() if watched else None, shard.batch, loss)
+    mass = None
+    if watched:
+        assert isinstance(policy, Policy), "the critic's loss has no canary"
+        mass = policy.canary.take_mass()
+    return _reduce(totals, mass, shard.batch, loss)
 
 
 def _collate(shard: TrainShard, plan: MicroBatchPlan, groups: ContextGroups, device: torch.device) -> MicroBatch:
@@ -43,7 +51,7 @@ def _collate(shard: TrainShard, plan: MicroBatchPlan, groups: ContextGroups, dev
 
 
 @contextmanager
-def scoring(policy: Policy) -> Iterator[None]:
+def scoring(policy: Policy | ValueModel) -> Iterator[None]:
     """Forward passes without a graph. FSDP frees gathered weights in the backward pass; here it is told at the end."""
     with torch.no_grad():
         yield
@@ -52,7 +60,9 @@ def scoring(policy: Policy) -> Iterator[None]:
             module.reshard()
 
 
-def _loss_of(policy: Policy, micro: MicroBatch, loss: LossArguments, watched: bool) -> LossOutput:
+def _loss_of(policy: Policy | ValueModel, micro: MicroBatch, loss: LossArguments, watched: bool) -> LossOutput:
+    if isinstance(policy, ValueModel):
+        return value_loss_function(loss, micro, policy(micro))
     scores = policy(micro, with_entropy=loss.loss_type == "policy_loss")
     canary = scores.canary if watched else None
     if loss.loss_type == "sft_loss":
@@ -67,12 +77,26 @@ def _add(totals: dict[str, torch.Tensor], output: LossOutput) -> None:
 
 def log_probs_of(policy: Policy, shard: TrainShard, groups: ContextGroups, device: torch.device) -> list[np.ndarray]:
     """Log-probs of each sample's whole response, float32 [response], without a graph."""
+    return _by_sample(policy, lambda micro: policy(micro, with_entropy=False).log_probs, shard, groups, device)
+
+
+def values_of(model: ValueModel, shard: TrainShard, groups: ContextGroups, device: torch.device) -> list[np.ndarray]:
+    """Values of each sample's whole response, float32 [response], without a graph."""
+    return _by_sample(model, model, shard, groups, device)
+
+
+def _by_sample(
+    model: Policy | ValueModel,
+    score: Callable[[MicroBatch], torch.Tensor],
+    shard: TrainShard,
+    groups: ContextGroups,
+    device: torch.device,
+) -> list[np.ndarray]:
     by_sample: dict[int, np.ndarray] = {}
-    with scoring(policy):
+    with scoring(model):
         for plan in (*shard.micro_batches, *shard.score_only):
             micro = _collate(shard, plan, groups, device)
-            scores = policy(micro, with_entropy=False)
-            by_sample |= zip(plan.samples, split_by_sample(scores.log_probs, micro), strict=True)
+            by_sample |= zip(plan.samples, split_by_sample(score(micro), micro), strict=True)
     return [by_sample[i] for i in range(len(shard.batch))]
 
 

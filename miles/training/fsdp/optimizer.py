@@ -18,7 +18,9 @@ from miles.training.schedule import learning_rate
 class ShardedOptimizer:
     """fp32 AdamW on this rank's shards. Weight decay applies to matrices only, not to norms and biases."""
 
-    def __init__(self, model: nn.Module, settings: OptimizerArguments, total_steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, settings: OptimizerArguments, total_steps: int, rate_flag: str = "--lr"
+    ) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -34,6 +36,7 @@ class ShardedOptimizer:
         self.settings = settings
         self.total_steps = total_steps
         self.steps_done = 0
+        self.rate_flag = rate_flag
         self._parameters = parameters
 
     def step(self) -> dict[str, Metric]:
@@ -42,7 +45,7 @@ class ShardedOptimizer:
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm of optimizer step {self.steps_done} is {norm}; the weights were left as they were. "
-                "Lower --lr or set --clip-grad, and resume from the last checkpoint with --load"
+                f"Lower {self.rate_flag} or set --clip-grad, and resume from the last checkpoint with --load"
             )
         clip = self.settings.clip_grad
         if clip > 0 and norm > clip:
@@ -66,6 +69,13 @@ class ShardedOptimizer:
         square = torch.stack([g.float().square().sum() for g in gradients]).sum()
         dist.all_reduce(square)
         return math.sqrt(square.item()) if torch.isfinite(square) else float(square.item())
+
+    def to(self, device: torch.device) -> None:
+        """Move the moments to ``device``, as the parameters were moved; there are no gradients between steps."""
+        for state in self.adam.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.to(device)
 
     def state(self) -> dict[str, Any]:
         """What the schedule needs to go on."""

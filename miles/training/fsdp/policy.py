@@ -1,8 +1,8 @@
-"""A Hugging Face causal language model as the trainer sees it: packed tokens in, log-probs and entropy out."""
+"""A Hugging Face language model as the trainer sees it: packed tokens in; log-probs and entropy, or values, out."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -45,6 +45,32 @@ class LossCanary(nn.Module):
         return (gradient.to_local() if isinstance(gradient, DTensor) else gradient).float().sum()
 
 
+class ValueHead(nn.Linear):
+    """From a hidden state to its value, in fp32. It starts at 0: a critic that knows nothing predicts no reward."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1, bias=False)
+        nn.init.zeros_(self.weight)
+
+
+class ValueModel(nn.Module):
+    """The critic: the decoder of a causal language model, with one number a token in the place of the vocabulary."""
+
+    def __init__(self, language_model: PreTrainedModel) -> None:
+        super().__init__()
+        self.language_model = language_model
+        self.value_head = ValueHead(language_model.config.hidden_size)
+
+    @property
+    def in_fp32(self) -> nn.Module:
+        """The part that is computed in fp32 whatever the dtype of the rest."""
+        return self.value_head
+
+    def forward(self, micro: MicroBatch) -> torch.Tensor:
+        """The value of the state in which each token of ``micro.targets`` is chosen, fp32 [R]."""
+        return self.value_head(hidden_states(self.language_model, micro)[micro.logit_index])[:, 0]
+
+
 class Policy(nn.Module):
     """The model and its head. Only response positions reach the head, a chunk at a time (loss/logprobs.py)."""
 
@@ -55,14 +81,14 @@ class Policy(nn.Module):
         self.chunk_size = chunk_size
         self.canary = LossCanary()
 
+    @property
+    def in_fp32(self) -> nn.Module:
+        """The part that is computed in fp32 whatever the dtype of the rest."""
+        return self.canary
+
     def forward(self, micro: MicroBatch, with_entropy: bool) -> Scores:
         """Log-probs of ``micro.targets`` under softmax(logits / temperature), and the entropy if asked."""
-        hidden = self.language_model.base_model(
-            input_ids=micro.input_ids[None],
-            position_ids=micro.position_ids[None],
-            use_cache=False,
-            packed=PackedLayout.of(micro.token_index, micro.total_lengths, micro.context),
-        ).last_hidden_state[0]
+        hidden = hidden_states(self.language_model, micro)
         head = self.language_model.get_output_embeddings()
         log_probs, entropy = chunked_log_probs(
             hidden[micro.logit_index],
@@ -74,6 +100,16 @@ class Policy(nn.Module):
             with_entropy=with_entropy,
         )
         return Scores(log_probs, entropy, self.canary())
+
+
+def hidden_states(language_model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
+    """What the decoder makes of the packed tokens, [T, hidden]."""
+    return language_model.base_model(
+        input_ids=micro.input_ids[None],
+        position_ids=micro.position_ids[None],
+        use_cache=False,
+        packed=PackedLayout.of(micro.token_index, micro.total_lengths, micro.context),
+    ).last_hidden_state[0]
 
 
 def load_policy(path: str, temperature: float, chunk_size: int, dtype: torch.dtype) -> Policy:
@@ -89,7 +125,15 @@ def load_policy(path: str, temperature: float, chunk_size: int, dtype: torch.dty
     return Policy(model, temperature, chunk_size)
 
 
-def shard_policy(policy: Policy, mesh: DeviceMesh, compute_dtype: torch.dtype, checkpointing: bool) -> None:
+def load_value_model(path: str, dtype: torch.dtype) -> ValueModel:
+    """The critic on the decoder at ``path``, in ``dtype``; its head is new."""
+    causal: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
+    return ValueModel(cast(PreTrainedModel, causal.base_model))
+
+
+def shard_policy(
+    policy: Policy | ValueModel, mesh: DeviceMesh, compute_dtype: torch.dtype, checkpointing: bool
+) -> None:
     """Shard every decoder layer and the rest over ``mesh``, in place; gradients are reduced in fp32, **as sums**.
 
     FSDP2 divides by the world size after reducing (``FSDPModule.set_gradient_divide_factor``); a factor of 1 cancels
@@ -105,7 +149,7 @@ def shard_policy(policy: Policy, mesh: DeviceMesh, compute_dtype: torch.dtype, c
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    fully_shard(policy.canary, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
+    fully_shard(policy.in_fp32, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     for module in policy.modules():
         if isinstance(module, FSDPModule):

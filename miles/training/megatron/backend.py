@@ -6,11 +6,13 @@ On CPU, ``cpu_support.support_cpu`` comes before this module is imported.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from transformers import AutoConfig
 
@@ -23,6 +25,7 @@ from miles.train_batch import TrainShard
 from miles.training import checkpoint_folder
 from miles.training.megatron import checkpoint, hf_export
 from miles.training.megatron.convert import WeightConverter
+from miles.training.megatron.critic import MegatronCritic
 from miles.training.megatron.forward_backward import forward_backward, log_probs_of
 from miles.training.megatron.hf_weights import HuggingFaceWeights
 from miles.training.megatron.optimizer import MegatronOptimizer
@@ -30,7 +33,9 @@ from miles.training.megatron.parameter_names import is_of_head
 from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import initialize_process_groups
 from miles.training.megatron.transformer_config import ddp_config, optimizer_config, transformer_config
+from miles.training.megatron.value_model import ValueModel
 from miles.training.megatron.versions import megatron_version
+from miles.training.run_state import critic_folder, saved_critic
 from miles.weight_sync.chunks import in_chunks
 
 
@@ -51,20 +56,28 @@ class MegatronBackend:
         self.policy = self._build(settings.model.hf_checkpoint, is_trained=True)
         self.model = self._distributed(self.policy)
         self.optimizer = MegatronOptimizer(
-            self.model, optimizer_config(settings, self.compute_dtype), settings.optimizer, total_steps
+            self.model,
+            optimizer_config(settings, self.compute_dtype),
+            settings.optimizer,
+            settings.policy_steps(total_steps),
         )
+        self.token_group: dist.ProcessGroup | None = self.ranks.dp
+        self.critic = self._build_critic(total_steps) if settings.loss.has_critic else None
         if settings.checkpoint.save is not None:
             checkpoint.check_can_save(self.policy, self.ranks)
+            if self.critic is not None:
+                checkpoint.check_can_save(self.critic.model.module, self.ranks)
         self.reference: PolicyModel | None = None
-        if settings.loss.use_kl_loss:
+        if settings.loss.needs_reference:
             self.reference = self._reference(settings.model.hf_checkpoint, settings.model.ref_load)
 
-    def _build(self, path: str, is_trained: bool = False) -> PolicyModel:
+    def _build(self, path: str, is_trained: bool = False, of: type[PolicyModel] = PolicyModel) -> PolicyModel:
+        """``is_trained``: the policy, with heads of multi-token prediction and the canary where they are asked for."""
         config = transformer_config(
             self.settings, self.hf_config.to_dict(), self.compute_dtype, self.settings.loss.calculate_per_token_loss
         )
         config.mtp_num_layers = self.settings.megatron.mtp_num_layers if is_trained else None
-        policy = PolicyModel(
+        policy = of(
             config,
             self.hf_config,
             self.ranks,
@@ -93,8 +106,16 @@ class MegatronBackend:
             policy.config.no_sync_func = model.no_sync
         return model
 
+    def _build_critic(self, total_steps: int) -> MegatronCritic:
+        assert self.settings.model.hf_checkpoint is not None
+        model = self._distributed(self._build(self.settings.model.hf_checkpoint, of=ValueModel))
+        given = self.settings.critic_optimizer
+        config = optimizer_config(replace(self.settings, optimizer=given), self.compute_dtype)
+        optimizer = MegatronOptimizer(model, config, given, total_steps, rate_flag="--critic-lr")
+        return MegatronCritic(model, optimizer, self.settings.loss, self.ranks, self.device)
+
     def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
-        return forward_backward(self.model, shard, self.settings.loss, self.settings.megatron, self.ranks, self.device)
+        return forward_backward(self.model, shard, self.settings.loss, self.ranks, self.device, self.settings.megatron)
 
     def optimizer_step(self) -> dict[str, Metric]:
         return self.optimizer.step()
@@ -104,7 +125,7 @@ class MegatronBackend:
 
     def log_probs(self, shard: TrainShard, reference: bool = False) -> list[np.ndarray]:
         policy = self.reference if reference else self.policy
-        assert policy is not None, "reference log-probs need --use-kl-loss"
+        assert policy is not None, "reference log-probs need --use-kl-loss or --kl-coef"
         return log_probs_of(policy, shard, self.ranks, self.device)
 
     def export_weights(self) -> Iterator[WeightChunk]:
@@ -115,11 +136,25 @@ class MegatronBackend:
         exported = self.converter.export(self.policy, lambda parameter: parameter.data, self.compute_dtype)
         return ((name, tensor.cpu()) for name, tensor in exported)
 
+    def offload(self) -> None:
+        raise ValueError("--offload-train: --train-backend megatron cannot in this version; use --train-backend fsdp")
+
+    def onload(self) -> None:
+        """Nothing was moved."""
+
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         checkpoint.save(folder, self.policy, self.optimizer, self.ranks, state)
+        if self.critic is not None:
+            within = critic_folder(folder)
+            within.mkdir(exist_ok=True)
+            checkpoint.save(within, self.critic.model.module, self.critic.optimizer, self.ranks, {})
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
-        return checkpoint.load(folder, self.policy, self.optimizer, self.ranks, optimizer, rng)
+        state = checkpoint.load(folder, self.policy, self.optimizer, self.ranks, optimizer, rng)
+        if self.critic is not None:
+            model, own = self.critic.model.module, self.critic.optimizer
+            checkpoint.load(saved_critic(folder), model, own, self.ranks, optimizer, rng=False)
+        return state
 
     def export_hf(self, folder: Path) -> None:
         """Write weights (in compute dtype), config and generation config as transformers would. Rank 0 writes."""

@@ -87,7 +87,9 @@ class WeightConverter:
         first_layer = get_transformer_layer_offset(model.config, pp_rank=self.ranks.pp.rank())
         first_expert = self.ranks.ep.rank() * self._experts_a_rank
         return {
-            global_name(n, first_layer, first_expert): p for n, p in model.named_parameters() if p is not model.canary
+            global_name(n, first_layer, first_expert): p
+            for n, p in model.named_parameters()
+            if n not in model.NOT_IN_CHECKPOINT
         }
 
     def _whole_model(self, local: dict[str, torch.nn.Parameter]) -> dict[str, _Place]:

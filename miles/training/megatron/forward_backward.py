@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from miles.loss.aggregation import is_per_token
 from miles.loss.output import LossOutput, reported
 from miles.loss.policy_loss import policy_loss_function
 from miles.loss.sft_loss import sft_loss_function
+from miles.loss.value_loss import value_loss_function
 from miles.tracking.metrics import Metric
 from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 from miles.training.megatron.auxiliary import AuxiliaryStep
@@ -31,17 +32,22 @@ from miles.training.megatron.packed_tokens import PackedTokens
 from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks
 from miles.training.megatron.router import RoutedTokens
+from miles.training.megatron.value_model import ValueModel
 
 
 def forward_backward(
     model: DistributedDataParallel,
     shard: TrainShard,
     loss: LossArguments,
-    sizes: MegatronArguments,
     ranks: Ranks,
     device: torch.device,
+    sizes: MegatronArguments | None = None,
 ) -> dict[str, Metric]:
-    """Backward through every micro-batch. The metrics are the step's, the same on every rank."""
+    """Backward through every micro-batch. The metrics are the step's, the same on every rank.
+
+    Which loss it is follows from the model: the critic's is the value loss, and has no canary. Only with ``sizes`` it
+    is trained on the losses inside the model, too (auxiliary.py).
+    """
     totals: dict[str, torch.Tensor] = {}
     scored_tokens = 0
     if shard.score_only:
@@ -54,7 +60,7 @@ def forward_backward(
     if model.config.calculate_per_token_loss:
         contract = TokenContract(shard.batch.num_loss_tokens, scored_tokens)
     auxiliary: AuxiliaryStep | None = None
-    if sizes.has_auxiliary_loss:
+    if sizes is not None and sizes.has_auxiliary_loss:
         assert not shard.score_only, "an auxiliary loss gives every sample a gradient"
         auxiliary = replace(AuxiliaryStep.of(shard, sizes, ranks, device), attached=contract.attached)
     trained = Pass(model.module, shard, shard.micro_batches, ranks, device, auxiliary)
@@ -158,6 +164,8 @@ def _metrics_of(
 
 
 def _loss_of(loss: LossArguments, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor) -> LossOutput:
+    if isinstance(policy, ValueModel):
+        return value_loss_function(loss, micro, policy.values(hidden, micro))
     log_probs, entropy = policy.score(hidden, micro, with_entropy=loss.loss_type == "policy_loss")
     # In every step, watched or not: overlapped reductions wait for the gradient of every parameter.
     canary = None if policy.canary is None else policy.canary.sum()
@@ -173,16 +181,33 @@ def _add(totals: dict[str, torch.Tensor], metrics: dict[str, torch.Tensor]) -> N
 
 def log_probs_of(policy: PolicyModel, shard: TrainShard, ranks: Ranks, device: torch.device) -> list[np.ndarray]:
     """Log-probs of each sample's response, float32 [response], without a graph; on every rank."""
+    return _by_sample(
+        policy, lambda hidden, micro: policy.score(hidden, micro, with_entropy=False)[0], shard, ranks, device
+    )
+
+
+def values_of(model: ValueModel, shard: TrainShard, ranks: Ranks, device: torch.device) -> list[np.ndarray]:
+    """Values of each sample's response, float32 [response], without a graph; on every rank."""
+    return _by_sample(model, model.values, shard, ranks, device)
+
+
+def _by_sample(
+    policy: PolicyModel,
+    score: Callable[[torch.Tensor, MicroBatch], torch.Tensor],
+    shard: TrainShard,
+    ranks: Ranks,
+    device: torch.device,
+) -> list[np.ndarray]:
     micro_batches = (*shard.micro_batches, *shard.score_only)
 
-    def scores(policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return hidden.new_zeros(()), (micro, policy.score(hidden, micro, with_entropy=False)[0])
+    def scores(_policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return hidden.new_zeros(()), (micro, score(hidden, micro))
 
     with torch.no_grad():
         found = Pass(policy, shard, micro_batches, ranks, device).run(scores, forward_only=True)
     by_sample: dict[int, np.ndarray] = {}
-    for plan, (micro, log_probs) in zip(micro_batches, found, strict=ranks.is_last_stage):
-        by_sample |= zip(plan.samples, split_by_sample(log_probs, micro), strict=True)
+    for plan, (micro, scored) in zip(micro_batches, found, strict=ranks.is_last_stage):
+        by_sample |= zip(plan.samples, split_by_sample(scored, micro), strict=True)
     return _from_last_stage(by_sample, shard, ranks, device)
 
 

@@ -22,6 +22,7 @@ class MegatronOptimizer:
         config: OptimizerConfig,
         settings: OptimizerArguments,
         total_steps: int,
+        rate_flag: str = "--lr",
     ) -> None:
         # The overrides exempt norms and biases from weight decay; Megatron's scheduler, which would apply them, is not
         # used: the schedule is one for both backends.
@@ -34,6 +35,7 @@ class MegatronOptimizer:
         self.settings = settings
         self.total_steps = total_steps
         self.steps_done = 0
+        self.rate_flag = rate_flag
         self._model = model
 
     def step(self) -> dict[str, Metric]:
@@ -43,7 +45,7 @@ class MegatronOptimizer:
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm of optimizer step {self.steps_done} is {norm}; the weights were left as they were. "
-                "Lower --lr or set --clip-grad, and resume from the last checkpoint with --load"
+                f"Lower {self.rate_flag} or set --clip-grad, and resume from the last checkpoint with --load"
             )
         rate = learning_rate(self.steps_done, self.settings, self.total_steps)
         for group in self.adam.param_groups:

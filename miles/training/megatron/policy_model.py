@@ -29,6 +29,8 @@ class PolicyModel(GPTModel):
     The head is not part of ``forward``: only response positions need it, and a chunk of them at a time.
     """
 
+    NOT_IN_CHECKPOINT: tuple[str, ...] = ("canary",)  # parameters that no Hugging Face checkpoint has
+
     def __init__(
         self,
         config: TransformerConfig,

@@ -65,7 +65,7 @@ SGLANG = "--rollout-engine sglang --actor-num-gpus-per-node 2 "
     [
         ("--sglang-dtype float32", "--sglang-dtype: would be ignored by --rollout-engine torch"),
         ("--router-policy random", "--router-policy: would be ignored by --rollout-engine torch"),
-        ("--use-fault-tolerance", "--use-fault-tolerance: would be ignored by --rollout-engine torch"),
+        ("--check-weight-update-equal", "--check-weight-update-equal: would be ignored by --rollout-engine torch"),
         ("--rollout-num-gpus 2", "--rollout-num-gpus 2: the embedded torch engine runs on one device"),
         (SGLANG + "--sglang-max-total-token 3", "did you mean --sglang-max-total-tokens"),
         (SGLANG + "--router-polcy random", "did you mean --router-policy"),

@@ -10,8 +10,8 @@ import pytest
 from miles.train_batch import TrainBatch
 
 
-def _make_batch(lengths: Sequence[tuple[int, int]], scored: bool = True) -> TrainBatch:
-    """One sample for each (prompt, response) length; ``scored``: with old and reference log-probs."""
+def _make_batch(lengths: Sequence[tuple[int, int]], scored: bool = True, advantages: bool = False) -> TrainBatch:
+    """One sample for each (prompt, response) length; ``scored``: with log-probs and a critic's numbers."""
     rng = np.random.default_rng(len(lengths))
     n = len(lengths)
 
@@ -29,12 +29,16 @@ def _make_batch(lengths: Sequence[tuple[int, int]], scored: bool = True) -> Trai
         rollout_token_counts=[i + 3.0 for i in range(n)],
         group_indices=[i // 2 for i in range(n)],
         rollout_ids=[100 + i for i in range(n)],
+        places=[200 + i for i in range(n)],
         num_rollouts=91,
         num_groups=92,
         num_loss_tokens=93,
         expected_loss_mass=0.94,
         old_log_probs=column() if scored else None,
         ref_log_probs=column() if scored else None,
+        values=column() if scored else None,
+        advantages=column() if advantages else None,
+        returns=column() if scored else None,
     )
 
 

@@ -54,6 +54,8 @@ def test_columns_follow_their_samples(make_batch, choice):
         ("rollout_log_probs", batch.rollout_log_probs),
         ("old_log_probs", batch.old_log_probs),
         ("ref_log_probs", batch.ref_log_probs),
+        ("values", batch.values),
+        ("returns", batch.returns),
     ):
         parts = split_by_sample(getattr(micro, name), micro)
         assert all(np.array_equal(part, column[i]) for part, i in zip(parts, indices, strict=True)), name
@@ -61,6 +63,15 @@ def test_columns_follow_their_samples(make_batch, choice):
     assert micro.sample_denoms.tolist() == [i + 2.0 for i in indices]
     assert micro.rollout_token_counts.tolist() == [i + 3.0 for i in indices]
     assert (micro.num_rollouts, micro.num_loss_tokens) == (91, 93)
+
+
+@given(choices())
+def test_advantages_by_token_stand_in_the_place_of_rewards(make_batch, choice):
+    lengths, indices = choice
+    batch = make_batch(lengths, advantages=True)
+    micro = collate(batch, indices, CPU)
+    parts = split_by_sample(micro.advantages, micro)
+    assert all(np.array_equal(part, batch.advantages[i]) for part, i in zip(parts, indices, strict=True))
 
 
 def test_no_samples_are_one_token_and_no_response(make_batch):
@@ -77,6 +88,7 @@ def test_no_samples_are_one_token_and_no_response(make_batch):
 def test_without_scores_there_are_none(make_batch):
     micro = collate(make_batch([(2, 3)], scored=False), [0], CPU)
     assert micro.old_log_probs is None and micro.ref_log_probs is None
+    assert micro.values is None and micro.returns is None
 
 
 @given(choices())

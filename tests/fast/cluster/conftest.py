@@ -17,8 +17,8 @@ REWARDS = '''
 import os, signal, threading
 
 def spread(samples):
-    """A reward in which the answers of a group differ; it waits for ever at rollout HOLD_AT of 4 groups each."""
-    if samples[0].group_index >= 4 * int(os.environ.get("HOLD_AT", 10**6)):
+    """A reward in which the answers of a group differ; it waits for ever at rollout HOLD_AT of 4 groups, once a run."""
+    if samples[0].group_index >= 4 * int(os.environ.get("HOLD_AT", 10**6)) and not os.path.exists(os.environ["HELD"]):
         open(os.environ["HELD"], "w").close()
         threading.Event().wait()
     return [sum(s.response_ids) % 7 / 7 for s in samples]
@@ -87,6 +87,17 @@ class Launch:
         """The processes of this run that still live."""
         return [process for process in psutil.process_iter() if self._is_mine(process)]
 
+    def kill_worker(self, kind):
+        """SIGKILL one actor of class ``kind``; False where none is up at the moment."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{kind}"):
+                    process.kill()
+                    return True
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+        return False
+
     def none_left(self, seconds=10):
         """True when all are gone; those that have just been told to end are given ``seconds``."""
         _, alive = psutil.wait_procs(self.left(), timeout=seconds)
@@ -108,6 +119,10 @@ class Launch:
             except subprocess.TimeoutExpired:
                 continue
             raise AssertionError(f"the run ended early: {self.process.communicate()[1]}")
+
+    def has_rows(self):
+        """Whether a step is logged."""
+        return (self.output / "metrics.jsonl").exists() and bool(self.rows())
 
     def rows(self):
         """The steps of metrics.jsonl by number."""

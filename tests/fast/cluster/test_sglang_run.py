@@ -1,43 +1,71 @@
-"""``train.py --rollout-engine sglang``: real Ray, a real SGLang server, a real trainer."""
+"""``train.py --rollout-engine sglang``: real Ray, real SGLang servers, a real trainer."""
 
 import json
 
 import pytest
 
-# Starting a server takes 12 s on two idle cores, and minutes on busy ones.
+# The first test of the suite that needs the server starts it.
 pytestmark = pytest.mark.timeout(900)
 
-SGLANG = ["--rollout-engine", "sglang", "--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "32"]
+SGLANG = ["--rollout-engine", "sglang"]
+SERVERS = [*SGLANG, "--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "32"]
+
+
+def external(address):
+    return [*SGLANG, "--rollout-external", "--rollout-external-engine-addrs", address]
 
 
 @pytest.fixture(scope="module")
-def whole(launch):
-    run = launch("sglang", *SGLANG, "--check-weight-update-equal", "--num-rollout", "3")
+def whole(launch, sglang_address):
+    run = launch("sglang", *external(sglang_address), "--check-weight-update-equal", "--num-rollout", "3")
     assert run.wait() == 0, run.err
     return run
 
 
-def test_every_step_learns_from_what_the_server_generates(whole):
-    rows = whole.rows()
+def assert_learns(run):
+    rows = run.rows()
     assert sorted(rows) == list(range(1, 7))
     assert all(row["train/grad_norm"] > 0 for row in rows.values())
+    # In the first step of each rollout, before the trainer's weights move on: fp32, to 1e-4.
+    assert all(rows[step]["train/train_rollout_logprob_abs_diff"] < 1e-4 for step in (1, 3, 5))
 
 
-def test_log_probs_of_server_and_trainer_agree(whole):
-    """In the first step of each rollout, before the trainer's weights move on: fp32, to 1e-4."""
-    assert all(whole.rows()[step]["train/train_rollout_logprob_abs_diff"] < 1e-4 for step in (1, 3, 5))
-
-
-def test_each_engine_has_a_log(whole):
-    assert "update_weights_from_distributed" in (whole.output / "engines" / "engine_0.log").read_text()
+def test_every_step_learns_from_what_the_server_generates(whole):
+    assert_learns(whole)
 
 
 def test_no_process_is_left(whole):
     assert whole.none_left()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["disk", "broadcast", "ipc"])
+@pytest.mark.parametrize("backend", [("fsdp", 2), ("megatron", 4)], ids=lambda backend: backend[0])
+def test_weights_of_both_backends_arrive_by_each_transport(launch, sglang_address, backend, mode):
+    """Megatron's are in two tensor-parallel halves of two pipeline stages. Each update is checked tensor by tensor."""
+    name, ranks = backend
+    split = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"] if name == "megatron" else []
+    transport = ["--update-weight-transfer-mode", mode, "--check-weight-update-equal"]
+    flags = [*external(sglang_address), *transport, "--train-backend", name, *split, "--num-rollout", "3"]
+    run = launch(f"{name}_{mode}", *flags, ranks=ranks)
+    assert run.wait() == 0, run.err
+    assert_learns(run)
+
+
+@pytest.mark.slow
+def test_own_servers_are_started_routed_and_stopped(launch):
+    run = launch("servers", *SERVERS, "--rollout-num-gpus", "2", "--num-rollout", "3")
+    assert run.wait() == 0, run.err
+    assert_learns(run)
+    for number in range(2):
+        log = (run.output / "engines" / f"engine_{number}.log").read_text()
+        assert "update_weights_from_distributed" in log and "POST /generate" in log
+    assert run.none_left()
+
+
+@pytest.mark.slow
 def test_wrong_value_for_the_server_is_told_with_its_log(launch):
-    run = launch("refused", *SGLANG, "--sglang-attention-backend", "nonesuch")
+    run = launch("refused", *SERVERS, "--sglang-attention-backend", "nonesuch")
     assert run.wait() == 1
     assert "engine_0.log ends:" in run.err and "invalid choice: 'nonesuch'" in run.err
     assert run.none_left()
@@ -52,11 +80,12 @@ MODES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_rollouts_that_do_not_wait_for_the_last_response(launch, workplace, mode):
+def test_rollouts_that_do_not_wait_for_the_last_response(launch, workplace, sglang_address, mode):
     """Tokens of several versions, aborts and given-up requests, by a real server; training takes each prompt once."""
     name = f"sglang_{mode}"
     saved = ["--save-debug-rollout-data", str(workplace / (name + "_{rollout_id}.jsonl"))]
-    run = launch(name, *SGLANG, *saved, *MODES[mode], "--rollout-max-response-len", "40", reward="spread")
+    flags = [*external(sglang_address), *saved, *MODES[mode], "--rollout-max-response-len", "40"]
+    run = launch(name, *flags, reward="spread")
     assert run.wait() == 0, run.err
     rows = run.rows()
     assert sorted(rows) == list(range(1, 13))

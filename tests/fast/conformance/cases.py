@@ -18,6 +18,7 @@ VOCABULARY = 64
 DIVISOR = 8.0  # L of ``constant``
 TEMPERATURE = 0.8
 MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
+VALUE_HEAD = np.random.default_rng(11).normal(0, 0.3, (1, 32)).astype(np.float32)  # a critic that has learned something
 
 Mask = tuple[int, ...]
 Spec = tuple[tuple[tuple[Mask, ...], ...], ...]  # groups of rollouts of samples, each by its loss mask
@@ -108,6 +109,7 @@ class StepResult:
     gradients: dict[str, np.ndarray]
     weights: dict[str, np.ndarray]
     metrics: dict[str, float]
+    critic_gradients: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def loss_of(mode: Any, **given: Any) -> LossArguments:
@@ -180,11 +182,18 @@ def groups_of(case: Case, rows: Sequence[Row]) -> list[PromptGroup]:
     return ordered
 
 
-def with_scores(case: Case, model_scores: Sequence[Sequence[float]]) -> Case:
-    """``case`` off-policy: old and reference log-probs around the current ones, ratios on both sides of the clip."""
+def with_scores(
+    case: Case, model_scores: Sequence[Sequence[float]], values: Sequence[Sequence[float]] | None = None
+) -> Case:
+    """``case`` off-policy: old and reference log-probs around the current ones, ratios on both sides of the clip.
+
+    With ``values``, the critic's, there are old ones around them too.
+    """
     rng = np.random.default_rng(case.seed + 1)
     scores = {
         name: [(np.asarray(p) + rng.normal(0, 0.4, len(p))).astype(np.float32).tolist() for p in model_scores]
         for name in ("old", "ref")
     }
+    if values is not None:
+        scores["values"] = [(np.asarray(v) + rng.normal(0, 0.3, len(v))).astype(np.float32).tolist() for v in values]
     return replace(case, off_policy=True, scores=scores)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -22,7 +23,7 @@ class OracleSample:
     mask: Sequence[int]
     rollout: int
     group: int
-    advantage: float
+    advantage: Any  # one of the sample, or float64 [response]
     rollout_log_probs: Sequence[float]
     old_log_probs: Sequence[float] | None = None
     ref_log_probs: Sequence[float] | None = None
@@ -124,7 +125,7 @@ def _policy_losses(loss: LossArguments, samples, log_probs, old):
         plain, bounded = -sample.advantage * ratio, -sample.advantage * ratio.clamp(1 - loss.eps_clip, 1 + high)
         losses.append(torch.maximum(plain, bounded))
         clipped.append((bounded > plain).double())
-        drop = sample.advantage < 0 and -mean_log_ratio.item() > loss.opsm_delta
+        drop = loss.use_opsm and sample.advantage < 0 and -mean_log_ratio.item() > loss.opsm_delta
         dropped.append(torch.full((len(p),), float(drop), dtype=torch.float64))
     return losses, clipped, dropped
 

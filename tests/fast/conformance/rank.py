@@ -21,11 +21,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from cases import TEMPERATURE, Case, Row, StepResult, groups_of, rows_of
+from cases import TEMPERATURE, VALUE_HEAD, Case, Row, StepResult, groups_of, rows_of
 from mutations import MUTATIONS
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from miles.arguments.cluster import ClusterArguments
+from miles.arguments.loss import LossArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.rollout import RolloutArguments
@@ -37,6 +39,7 @@ from miles.rollout import convert
 from miles.tracking.metrics import Metric, values
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training import packed_attention, step
+from miles.training.advantages import AdvantageEstimator
 from miles.training.fsdp.backend import FsdpBackend
 
 DEADLINE = timedelta(seconds=60)
@@ -67,6 +70,19 @@ class Recorder:
         named = dict(self.backend.policy.language_model.named_parameters())
         gradients = {name: _full(p.grad, p) for name, p in named.items()}
         self.taken.append((gradients, {name: _full(p, p) for name, p in named.items()}))
+
+
+class RecordedCritic(Recorder):
+    """The same of a critic, whose parameters are named as the policy's."""
+
+    def values(self, shard: TrainShard) -> Any:
+        return self.backend.values(shard)
+
+    def _take(self) -> None:
+        model = self.backend.model
+        named = {f"model.{name}": p for name, p in model.language_model.named_parameters()}
+        named["value_head"] = model.value_head.weight
+        self.taken.append(({name: _full(p.grad, p) for name, p in named.items()}, {}))
 
 
 def _full(tensor: torch.Tensor | None, like: torch.Tensor) -> np.ndarray:
@@ -115,20 +131,31 @@ class Rank:
             )[dist.get_rank()]
             for batch in batches
         ]
-        recorder = Recorder(self._backend(case))
-        metrics = step.train_rollout(recorder, shards, False, dist.get_world_size())
+        backend = self._backend(case)
+        recorder, critic, estimator = Recorder(backend), None, None
+        if backend.critic is not None:
+            backend.critic.loss = case.loss
+            critic = RecordedCritic(backend.critic)
+        if case.loss.estimates_by_token:
+            estimator = AdvantageEstimator(case.loss, backend.token_group, critic)
+        metrics = step.train_rollout(recorder, shards, False, dist.get_world_size(), estimator)
         reported = [{n.removeprefix("train/"): v for n, v in values(m).items() if "time/" not in n} for m in metrics]
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, reported)
         assert all(str(other) == str(reported) for other in everywhere), "ranks report different metrics"
-        return [StepResult(g, w, m) for (g, w), m in zip(recorder.taken, reported, strict=True)]
+        of_critic = [{} for _ in metrics] if critic is None else [g for g, _ in critic.taken]
+        return [StepResult(g, w, m, c) for (g, w), m, c in zip(recorder.taken, reported, of_critic, strict=True)]
 
     def _backend(self, case: Case) -> FsdpBackend:
-        key = (case.layout.backend, case.layout.parallel, case.model)
+        key = (case.layout.backend, case.layout.parallel, case.model, case.loss.has_critic)
         if key not in self.backends:
             # A rate of 0 keeps the weights for the next case; where steps follow each other they have to move.
             rate = 0.0 if case.rollouts_per_step is None else 1e-2
-            self.backends[key] = FsdpBackend(self._settings(case, rate), torch.device("cpu"), total_steps=10**9)
+            self.backends[key] = made = FsdpBackend(self._settings(case, rate), torch.device("cpu"), total_steps=10**9)
+            if made.critic is not None:
+                head = {"value_head.weight": torch.from_numpy(VALUE_HEAD)}
+                options = StateDictOptions(full_state_dict=True, strict=False)
+                set_model_state_dict(made.critic.model, head, options=options)
         backend = self.backends[key]
         backend.settings = replace(backend.settings, loss=case.loss)
         return backend
@@ -139,6 +166,7 @@ class Rank:
             model=ModelArguments(hf_checkpoint=str(self.folder / case.model)),
             rollout=RolloutArguments(rollout_temperature=TEMPERATURE),
             optimizer=OptimizerArguments(lr=rate, weight_decay=0.0),
+            loss=LossArguments(advantage_estimator=case.loss.advantage_estimator),
             training=case.layout.training,
             parallel=case.layout.parallel,
         )
@@ -155,6 +183,9 @@ def _scored(batch: TrainBatch, rows: Sequence[Row], case: Case) -> TrainBatch:
     old, ref = (
         [torch.tensor(case.scores[name][p], dtype=torch.float32).numpy() for p in places] for name in ("old", "ref")
     )
+    values = case.scores.get("values")
+    if values is not None:
+        batch = replace(batch, values=[torch.tensor(values[p], dtype=torch.float32).numpy() for p in places])
     return replace(batch, old_log_probs=old, ref_log_probs=ref)
 
 

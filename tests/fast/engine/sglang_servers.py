@@ -5,6 +5,7 @@ import os
 import signal
 
 import psutil
+import torch
 
 from miles.arguments.sglang import SglangArguments
 from miles.engine.sglang_command import ServerSpec
@@ -17,18 +18,22 @@ HOST = "127.0.0.1"
 SMALL = ("--max-total-tokens", "4096", "--max-running-requests", "32")
 
 
+def server_of(model, log, seed=0):
+    return SglangServer(ServerSpec(model, "float32", "cpu", 1, seed=seed, flags=SMALL), HOST, log)
+
+
 class LocalServer:
     """A server of this process; ``miles.engine.engine_pool.Server``. Signals can be sent to its processes."""
 
     def __init__(self, number, model, log_folder):
         self.name = f"engine {number}"
-        spec = ServerSpec(model, "float32", "cpu", 1, seed=number, flags=SMALL)
-        self.server = SglangServer(spec, HOST, log_folder / f"engine_{number}.log")
+        self.server = server_of(model, log_folder / f"engine_{number}.log", seed=number)
         self.starts = 0
 
     async def start(self):
         self.starts += 1
-        return await asyncio.to_thread(self.server.start)
+        self.url = await asyncio.to_thread(self.server.start)
+        return self.url
 
     async def stop(self):
         await asyncio.to_thread(self.server.stop)
@@ -44,3 +49,17 @@ def engine_of(servers, vocab_size, output_dir, router=None, **flags):
     """The engine made of ``servers``; ``flags`` are fields of ``SglangArguments``."""
     sglang = SglangArguments(**flags)
     return SglangEngine(servers, sglang, vocab_size, WeightSender(sglang, output_dir), router)
+
+
+def log_probs_of(model, prompt, token_ids, temperature=1.0):
+    """float64 log-probs of a response under a Hugging Face model: one forward pass over all of it."""
+    ids = torch.tensor([[*prompt, *token_ids]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].double() / temperature
+    return torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+def other_weights(model):
+    """A model of the same shape with other weights."""
+    torch.manual_seed(7)
+    return type(model)(model.config).requires_grad_(False)

@@ -208,11 +208,12 @@ def test_update_while_a_server_is_away_reaches_it_on_return(tmp_path):
     assert {answer.weight_version for answer in given} == {5}
 
 
-def test_requests_are_spread_and_bounded(tmp_path):
+@pytest.mark.parametrize("routed", [False, True], ids=["direct", "routed"])
+def test_requests_are_spread_and_bounded(tmp_path, routed):
     async def scenario(engine, servers):
         await asyncio.gather(*(ask(engine, (n,)) for n in range(60)))
         async with httpx.AsyncClient() as http:
             return [(await http.get(f"{server.url}/served")).json()["served"] for server in servers]
 
-    served = run(tmp_path, 3, scenario, sglang_server_concurrency=2)
+    served = run(tmp_path, 3, scenario, routed, sglang_server_concurrency=2)
     assert sum(served) == 60 and min(served) >= 10

@@ -28,6 +28,13 @@ def test_cuda_server_is_left_its_own_defaults():
     assert not {"--device", "--attention-backend", "--mem-fraction-static"} & flags.keys()
 
 
+def test_colocated_server_can_release_its_memory():
+    plain, sharing = (
+        ServerSpec("m", "bfloat16", "cuda", 1, seed=0, releases_memory=shares) for shares in (False, True)
+    )
+    assert set(sharing.arguments("h", 1)) - set(plain.arguments("h", 1)) == {"--enable-memory-saver"}
+
+
 @pytest.mark.parametrize(
     "given", [("--dtype", "bfloat16"), ("--dtype=bfloat16",), ("--tp", "2"), ("--disable-overlap-schedule",)]
 )
@@ -43,6 +50,8 @@ def test_only_cpu_servers_see_the_support_files():
     environment = CPU.environment(given)
     assert environment["PYTHONPATH"].split(":") == [str(cpu_support()), "mine"]
     assert environment["OMP_NUM_THREADS"] == "3"
+    assert (cpu_support() / f"{CPU.module}.py").is_file()
     cuda = ServerSpec("m", "bfloat16", "cuda", 1, seed=0)
+    assert cuda.module == "sglang.launch_server"
     assert cuda.environment(given)["PYTHONPATH"] == "mine"
     assert (cpu_support() / "sgl_kernel" / "__init__.py").is_file()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from miles.arguments.loss import LossArguments
 from miles.loss.kl import approximate_kl
 from miles.loss.log_ratio import masked_log_ratio
-from miles.loss.policy_loss import compute_policy_loss, policy_loss_function
+from miles.loss.policy_loss import compute_policy_loss, policy_loss_function, samples_with_gradient
 from miles.loss.sft_loss import sft_loss_function
 
 MASKS = [[1, 1], [1, 0, 1], [1, 1, 1, 1]]
@@ -198,3 +198,12 @@ def test_sft_is_the_mean_negative_log_likelihood(micro):
     output.loss.backward()
     assert output.metrics["loss"].item() == pytest.approx(-(log_probs * micro.loss_mask).sum().item() / 20, rel=1e-5)
     torch.testing.assert_close(log_probs.grad, -micro.loss_mask / 20)
+
+
+@pytest.mark.parametrize("estimator", ["ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_estimates_by_token_give_every_sample_a_gradient(estimator):
+    """What a reward of 0 comes to is not known before the critic, the KL and the whitening."""
+    assert samples_with_gradient(LossArguments(advantage_estimator=estimator), [0.0, 1.0]) == [True, True]
+    assert samples_with_gradient(LossArguments(normalize_advantages=True), [0.0, 1.0]) == [True, True]
+    assert samples_with_gradient(LossArguments(loss_type="value_loss"), [0.0]) == [True]
+    assert samples_with_gradient(LossArguments(), [0.0, 1.0]) == [False, True]

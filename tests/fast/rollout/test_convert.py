@@ -150,3 +150,17 @@ def test_rewards_are_normalized_as_the_flags_say(group_of):
     (scaled,) = convert(groups, loss=LossArguments(), global_batch_size=4)
     assert centred.rewards == pytest.approx([0.75, -0.25, -0.25, -0.25])
     assert scaled.rewards == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-4)  # the unbiased deviation is 0.5
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("ppo", [1.0, 0.0, 0.0, 0.0]),
+        ("reinforce_plus_plus", [1.0, 0.0, 0.0, 0.0]),
+        ("reinforce_plus_plus_baseline", [0.75, -0.25, -0.25, -0.25]),
+    ],
+)
+def test_rewards_of_estimators_by_token(group_of, estimator, expected):
+    groups = build(group_of, [[[(2, 1.0)], [(2, 0.0)], [(2, 0.0)], [(2, 0.0)]]])
+    (batch,) = convert(groups, loss=LossArguments(advantage_estimator=estimator), global_batch_size=4)
+    assert batch.rewards == pytest.approx(expected) and batch.places == [0, 1, 2, 3]

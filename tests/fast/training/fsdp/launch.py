@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import critic_checks
 import state_checks
 import torch
 import torch.distributed as dist
@@ -21,8 +22,8 @@ from stage import Stage, save_models
 WORLDS = (2, 1)  # 2 before 1: one rank loads what two have saved
 DEADLINE = timedelta(seconds=60)
 CHECKS: dict[int, tuple[Callable[[Stage], None], ...]] = {
-    1: state_checks.CHECKS + state_checks.AFTER_TWO_RANKS,
-    2: state_checks.CHECKS + state_checks.ON_TWO_RANKS,
+    1: state_checks.CHECKS + state_checks.AFTER_TWO_RANKS + critic_checks.CHECKS + critic_checks.AFTER_TWO_RANKS,
+    2: state_checks.CHECKS + state_checks.ON_TWO_RANKS + critic_checks.CHECKS,
 }
 
 

@@ -57,11 +57,14 @@ def save_models(folder: Path) -> None:
         save_tiny_llama(folder / name, tied)
 
 
-def make_backend(stage: Stage, name: str = "untied", total_steps: int = 10, **optimizer: Any) -> FsdpBackend:
+def make_backend(
+    stage: Stage, name: str = "untied", total_steps: int = 10, loss: LossArguments = PLAIN, **optimizer: Any
+) -> FsdpBackend:
     settings = Settings(
         cluster=ClusterArguments(actor_num_gpus_per_node=stage.world),
         model=ModelArguments(hf_checkpoint=stage.model(name)),
         rollout=RolloutArguments(rollout_temperature=TEMPERATURE),
+        loss=loss,
         optimizer=OptimizerArguments(**optimizer),
         training=TrainingArguments(global_batch_size=7),
     )

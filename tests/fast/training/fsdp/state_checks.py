@@ -182,6 +182,18 @@ def _train_two_steps(stage: Stage, backend: FsdpBackend) -> None:
         train(backend, [shard_of(stage, make_batch(PLAIN, seed=seed), FIXED)])
 
 
+def going_to_host_memory_and_back_changes_nothing(stage: Stage) -> None:
+    straight, there_and_back = (make_backend(stage, total_steps=TOTAL_STEPS, **ADAM) for _ in range(2))
+    shards = [shard_of(stage, make_batch(PLAIN, seed=seed), FIXED) for seed in (1, 2)]
+    for shard in shards:
+        train(straight, [shard])
+        train(there_and_back, [shard])
+        there_and_back.offload()
+        there_and_back.onload()
+    expected = weights(straight)
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights(there_and_back).items())
+
+
 def _adam_state(backend: FsdpBackend) -> dict[str, dict[str, torch.Tensor]]:
     state: Any = get_optimizer_state_dict(backend.policy.language_model, backend.optimizer.adam)["state"]
     return {name: {key: full(value) for key, value in of.items()} for name, of in state.items()}
@@ -280,6 +292,7 @@ CHECKS = (
     log_probs_come_back_in_the_order_of_the_shard,
     export_is_read_by_transformers,
     random_state_comes_back,
+    going_to_host_memory_and_back_changes_nothing,
 )
 ON_TWO_RANKS = (save_checkpoint,)
 AFTER_TWO_RANKS = (

@@ -1,7 +1,7 @@
-"""The FSDP backend in real processes over gloo; the checks are in state_checks.py. What a step computes is for
-tests/fast/conformance to say.
+"""The FSDP backend in real processes over gloo; the checks are in state_checks.py and critic_checks.py.
 
-Each check is a test for each number of ranks, by its name. All of them run once, in one process tree (launch.py).
+What a step computes is for tests/fast/conformance to say. Each check is a test for each number of ranks, by its name.
+All of them run once, in one process tree (launch.py).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def _names(file: str, *tuples: str) -> list[str]:
     return found
 
 
-STATE = _names("state_checks.py", "CHECKS")
+STATE = _names("state_checks.py", "CHECKS") + _names("critic_checks.py", "CHECKS")
 OF_WORLD = {
-    1: STATE + _names("state_checks.py", "AFTER_TWO_RANKS"),
+    1: STATE + _names("state_checks.py", "AFTER_TWO_RANKS") + _names("critic_checks.py", "AFTER_TWO_RANKS"),
     2: STATE + _names("state_checks.py", "ON_TWO_RANKS"),
 }
 

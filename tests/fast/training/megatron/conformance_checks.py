@@ -107,13 +107,7 @@ def conforms(stand: Stand, model: str, contract: str, expected: list[Expected]) 
 
 
 def _run(backend: Any, case: Case) -> Result:
-    rows = rows_of(case)
-    (batch,) = convert(
-        groups_of(case, rows), loss=case.loss, global_batch_size=len({r.sample.rollout_id for r in rows})
-    )
-    if case.off_policy:
-        batch = _scored(batch, rows, case)
-    return run_step(backend, case, batch)
+    return run_step(backend, case, batch_of(case))
 
 
 def run_step(backend: Any, case: Case, batch: TrainBatch) -> Result:
@@ -133,6 +127,15 @@ def run_step(backend: Any, case: Case, batch: TrainBatch) -> Result:
     return Result(recorded.gradients, reported)
 
 
+def batch_of(case: Case) -> TrainBatch:
+    """The step as the rollout side makes it, with the scores of the case."""
+    rows = rows_of(case)
+    (batch,) = convert(
+        groups_of(case, rows), loss=case.loss, global_batch_size=len({r.sample.rollout_id for r in rows})
+    )
+    return _scored(batch, rows, case) if case.off_policy else batch
+
+
 def _scored(batch: TrainBatch, rows: list[Row], case: Case) -> TrainBatch:
     """``batch`` with the old and reference log-probs of the case, found by each sample's tokens."""
     place = {(row.sample.rollout_id, tuple(row.sample.tokens)): row.place for row in rows}
@@ -140,4 +143,7 @@ def _scored(batch: TrainBatch, rows: list[Row], case: Case) -> TrainBatch:
     old, ref = (
         [torch.tensor(case.scores[name][p], dtype=torch.float32).numpy() for p in places] for name in ("old", "ref")
     )
+    values = case.scores.get("values")
+    if values is not None:
+        batch = replace(batch, values=[torch.tensor(values[p], dtype=torch.float32).numpy() for p in places])
     return replace(batch, old_log_probs=old, ref_log_probs=ref)

@@ -27,6 +27,7 @@ support_cpu()
 
 import auxiliary_checks  # noqa: E402  # Megatron is imported from here on
 import conformance_checks  # noqa: E402
+import critic_checks  # noqa: E402
 import state_checks  # noqa: E402
 from layouts import LAYOUTS, MEASURED, Stand, save_models  # noqa: E402
 
@@ -35,7 +36,10 @@ Check = Callable[[Stand], "str | None"]
 
 
 def checks_of(
-    name: str, expected: dict[str, list[conformance_checks.Expected]], auxiliary: auxiliary_checks.Oracle
+    name: str,
+    expected: dict[str, list[conformance_checks.Expected]],
+    auxiliary: auxiliary_checks.Oracle,
+    of_critic: critic_checks.Expectations,
 ) -> dict[str, Check]:
     """Every check of the layout ``name``: each raises, or returns what is wrong."""
     found: dict[str, Check] = {check.__name__: check for check in state_checks.OF_LAYOUT.get(name, ())}
@@ -44,7 +48,7 @@ def checks_of(
             found[f"{model}, {contract}"] = partial(
                 conformance_checks.conforms, model=model, contract=contract, expected=expected[model]
             )
-    return found | auxiliary_checks.checks_of(name, auxiliary)
+    return found | auxiliary_checks.checks_of(name, auxiliary) | critic_checks.checks_of(name, of_critic)
 
 
 def _run_rank(stand: Stand, checks: dict[str, Check]) -> None:
@@ -98,7 +102,10 @@ def main(folder: Path, names: list[str]) -> None:
     auxiliary_checks.save_models(folder)
     expected = conformance_checks.expectations(folder)
     auxiliary = auxiliary_checks.Oracle(folder)
-    results = {name: run_layout(folder, name, checks_of(name, expected, auxiliary)) for name in names or LAYOUTS}
+    of_critic = critic_checks.expectations(folder)
+    results = {
+        name: run_layout(folder, name, checks_of(name, expected, auxiliary, of_critic)) for name in names or LAYOUTS
+    }
     (folder / "results.json").write_text(json.dumps(results))
     files = {name: folder / f"{name} 0 measured.json" for name in results}
     measured = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}

@@ -1,0 +1,76 @@
+"""From scores to advantages on the trainer, where a token's depends on its whole rollout or on the whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from miles.arguments.loss import LossArguments
+from miles.loss.log_ratio import masked_log_ratio
+from miles.loss.token_advantages import SampleTokens, token_advantages
+from miles.tracking.metrics import Metric
+from miles.train_batch import TrainBatch, TrainShard
+from miles.training.backend import Critic
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """What ``train_rollout`` needs beside the policy, where ``loss.estimates_by_token``.
+
+    ``group`` are the ranks that hold the step's tokens between them, in the order in which shards are handed out; None
+    is all ranks.
+    """
+
+    loss: LossArguments
+    group: dist.ProcessGroup | None = None
+    critic: Critic | None = None
+
+    @property
+    def reads_kl(self) -> bool:
+        """Whether log-probs of policy and reference must stand in the batch."""
+        return self.loss.kl_coef != 0
+
+    def values(self, shard: TrainShard) -> TrainShard:
+        """``shard`` with the critic's values, where there is a critic and they are not there yet."""
+        if self.critic is None or shard.batch.values is not None:
+            return shard
+        return replace(shard, batch=replace(shard.batch, values=self.critic.values(shard)))
+
+    def advantages(self, shard: TrainShard) -> tuple[TrainShard, dict[str, Metric]]:
+        """``shard`` with advantages (and returns), and metrics that are the step's on every rank. Collective.
+
+        Every rank gets the few numbers a token that the others have, and computes the whole step's: a rollout's samples
+        may stand on several ranks, and whitening needs all of them.
+        """
+        everyone: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyone, list(self._own(shard)), group=self.group)
+        step = {place: tokens for part in everyone for place, tokens in part}
+        order = sorted(step)
+        found = token_advantages(self.loss, [step[place] for place in order])
+        index = {place: i for i, place in enumerate(order)}
+        mine = [index[place] for place in shard.batch.places]
+        returns = None if found.returns is None else [found.returns[i] for i in mine]
+        batch = replace(shard.batch, advantages=[found.advantages[i] for i in mine], returns=returns)
+        return replace(shard, batch=batch), found.metrics
+
+    def _own(self, shard: TrainShard) -> Iterator[tuple[int, SampleTokens]]:
+        """Place and tokens of each sample; of ranks that share a sample only the first hands it on."""
+        rank = dist.get_rank(self.group)
+        for plan in (*shard.micro_batches, *shard.score_only):
+            if rank % plan.context_parallel_size == 0:
+                for sample in plan.samples:
+                    yield shard.batch.places[sample], self._tokens(shard.batch, sample)
+
+    def _tokens(self, batch: TrainBatch, i: int) -> SampleTokens:
+        log_ratio = None
+        if self.reads_kl:
+            assert batch.old_log_probs is not None and batch.ref_log_probs is not None
+            columns = (batch.old_log_probs[i], batch.ref_log_probs[i], batch.loss_masks[i])
+            policy, reference, mask = (torch.tensor(column) for column in columns)  # copies: Ray's memory is read-only
+            log_ratio = masked_log_ratio(policy, reference, mask).numpy()
+        values = None if batch.values is None else batch.values[i]
+        return SampleTokens(batch.rollout_ids[i], batch.rewards[i], batch.loss_masks[i], values, log_ratio)

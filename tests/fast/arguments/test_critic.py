@@ -1,0 +1,108 @@
+"""The rules of advantage estimators and of the critic."""
+
+import pytest
+
+from miles.arguments.explain import explain, objective_formula, without_effect
+
+PPO = "--advantage-estimator ppo"
+BASELINE = "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages"
+RETURNS = "--advantage-estimator reinforce_plus_plus --normalize-advantages"
+VALUE = f"{PPO} --loss-type value_loss"
+REFUSED = [
+    ("--lambd 0.9", "--lambd 0.9: would be ignored by --advantage-estimator grpo"),
+    ("--value-clip 0.1", "--value-clip 0.1: would be ignored by --advantage-estimator grpo"),
+    ("--gamma 0.9", "--gamma 0.9: would be ignored by --advantage-estimator grpo"),
+    ("--kl-coef 0.1", "--kl-coef 0.1: would be ignored .*--use-kl-loss --kl-loss-coef"),
+    ("--critic-lr 1e-5", "--critic-lr 1e-05: would be ignored by --advantage-estimator grpo, which has no critic"),
+    ("--num-critic-only-steps 2", "ignored by --advantage-estimator grpo"),
+    (f"{RETURNS} --lambd 0.9", "--lambd 0.9: would be ignored by --advantage-estimator reinforce_plus_plus"),
+    (f"{BASELINE} --gamma 0.9", "discounts nothing"),
+    (f"{PPO} --gamma 1.1", r"\[0, 1\]"),
+    (f"{PPO} --lambd=-0.1", r"\[0, 1\]"),
+    (f"{PPO} --value-clip 0", "--value-clip 0.0: .*above 0"),
+    (f"{PPO} --kl-coef=-1", "at least 0"),
+    (
+        f"{PPO} --kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1",
+        "--kl-coef 0.1: beside --kl-loss-coef 0.1 counts the KL twice",
+    ),
+    (f"{PPO} --disable-rewards-normalization", "takes rewards as they are"),
+    (f"{PPO} --disable-grpo-std-normalization", "does not divide by a group's spread"),
+    (f"{PPO} --use-opsm", "--use-opsm: drops sequences"),
+    (f"{PPO} --critic-lr 0", "above 0"),
+    (f"{PPO} --critic-lr 1e-7 --min-lr 5e-7", "--critic-lr 1e-07: is below --min-lr 5e-07"),
+    (f"{PPO} --critic-lr-warmup-iters=-1", "at least 0"),
+    (f"{PPO} --num-critic-only-steps=-1", "at least 0"),
+    (f"{PPO} --num-critic-only-steps 10", "leaves none of the --num-rollout 10 rollouts"),
+    ("--advantage-estimator reinforce_plus_plus", "add --normalize-advantages"),
+    (f"{BASELINE} --disable-rewards-normalization", "contradicts"),
+    (f"{BASELINE} --n-samples-per-prompt 1", "every advantage is 0"),
+    ("--loss-type value_loss", "--loss-type value_loss: trains a critic, .*add --advantage-estimator ppo"),
+    (f"{VALUE} --eps-clip 0.1", "--eps-clip 0.1: would be ignored by --loss-type value_loss"),
+    (f"{VALUE} --normalize-advantages", "ignored by --loss-type value_loss"),
+    (f"{VALUE} --loss-canary always", "ignored by --loss-type value_loss"),
+    (f"{VALUE} --num-critic-only-steps 2", "the critic always learns alone"),
+    (f"{VALUE} --loss-aggregation prompt_mean", "--loss-aggregation prompt_mean: would be ignored"),
+    (f"{VALUE} --loss-agg-mode seq-mean-token-sum", "--loss-agg-mode seq-mean-token-sum: would be ignored"),
+    (
+        "--loss-type sft_loss --load-debug-rollout-data x{rollout_id} --critic-lr 1e-5",
+        "ignored by --loss-type sft_loss",
+    ),
+    ("--loss-type sft_loss --load-debug-rollout-data x{rollout_id} --gamma 0.5", "ignored by --loss-type sft_loss"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED)
+def test_refused(validated, flags, message):
+    with pytest.raises(ValueError, match=message):
+        validated(flags, "--rm-type" if "sft_loss" in flags else "")
+
+
+ACCEPTED = [
+    PPO,
+    f"{PPO} --n-samples-per-prompt 1",
+    f"{PPO} --gamma 0.99 --lambd 0.95 --kl-coef 0.01 --kl-loss-type k3 --ref-load some/model --normalize-advantages",
+    f"{PPO} --use-kl-loss --kl-loss-coef 0.1",
+    f"{PPO} --use-kl-loss --kl-coef 0.1",
+    f"{PPO} --critic-lr 5e-6 --critic-lr-warmup-iters 3 --num-critic-only-steps 2 --lr 1e-6",
+    f"{PPO} --loss-aggregation prompt_mean",
+    f"{PPO} --train-backend megatron",
+    f"{VALUE} --loss-aggregation token_mean --kl-coef 0.1 --value-clip 0.5",
+    f"{RETURNS} --gamma 0.9 --kl-coef 0.01 --n-samples-per-prompt 1",
+    BASELINE,
+    "--normalize-advantages",
+    "--kl-coef 0.00",
+]
+
+
+@pytest.mark.parametrize("flags", ACCEPTED)
+def test_accepted_and_explained(validated, flags):
+    result = validated(flags)
+    text = explain(result)
+    assert objective_formula(result.settings).splitlines()[0] in text
+    assert all(len(line) <= 112 for line in text.splitlines()) and "None" not in text
+
+
+def test_the_formula_of_ppo(validated):
+    formula = objective_formula(validated(f"{PPO} --gamma 0.99 --lambd 0.95 --value-clip 0.3 --kl-coef 0.02").settings)
+    assert "(0.99 · 0.95)^k" in formula and "V_old ± 0.3" in formula and "- 0.02 KL_k1" in formula
+    assert "reward - mean" not in formula and "whitened" not in formula
+    assert "whitened" in objective_formula(validated(f"{PPO} --normalize-advantages").settings)
+
+
+def test_the_critic_has_a_schedule_of_its_own(validated):
+    settings = validated(
+        f"{PPO} --critic-lr 5e-6 --lr-warmup-iters 7 --critic-lr-warmup-iters 3 --num-critic-only-steps 4 "
+        "--num-steps-per-rollout 2"
+    ).settings
+    assert (settings.critic_optimizer.lr, settings.critic_optimizer.lr_warmup_iters) == (5e-6, 3)
+    assert (settings.optimizer.lr, settings.optimizer.lr_warmup_iters) == (1e-6, 7)
+    assert settings.policy_steps(20) == 20 - 4 * 2
+    assert [settings.trains_policy(rollout) for rollout in (0, 3, 4)] == [False, False, True]
+    assert not validated(VALUE).settings.trains_policy(9)
+
+
+def test_an_idle_clip_is_said_to_be(validated):
+    assert any("--value-clip" in line for line in without_effect(validated(PPO).settings))
+    assert not any(
+        "--value-clip" in line for line in without_effect(validated(f"{PPO} --num-steps-per-rollout 2").settings)
+    )

@@ -1,0 +1,72 @@
+"""``kill -9`` at random moments: the run goes on, and no prompt is lost or counted twice."""
+
+import json
+import random
+from collections import Counter
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
+
+PROMPTS = 12  # four a rollout, and two optimizer steps
+SERVERS = ["--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "32"]
+SGLANG = ["--rollout-engine", "sglang", *SERVERS, "--rollout-num-gpus", "2"]
+CHECKS = ["--rollout-health-check-interval", "2", "--rollout-health-check-timeout", "30"]
+TITLES = {"engine": ("sglang::scheduler", "sglang_on_cpu"), "rollout worker": ("ray::RolloutWorker",)}
+
+
+def kill_one(run, kind, rng):
+    """SIGKILL a process of this kind; the run may be about to replace the last one, so one is awaited."""
+    found = []
+
+    def one_lives():
+        found[:] = [process for process in run.left() if any(t in " ".join(process.cmdline()) for t in TITLES[kind])]
+        return bool(found)
+
+    run.wait_until(one_lives)
+    rng.choice(found).kill()
+
+
+def run_and_kill(launch, workplace, name, rollouts, kinds, *flags):
+    """A run of so many rollouts in which a process of each of ``kinds`` is killed, one after another."""
+    rng = random.Random(0)
+    saved = ["--save-debug-rollout-data", str(workplace / (name + "_{rollout_id}.jsonl"))]
+    run = launch(name, "--use-fault-tolerance", *flags, *saved, "--num-rollout", str(rollouts))
+    moments = sorted(rng.sample(range(2, 2 * rollouts - 4), len(kinds)))  # optimizer steps
+    rng.shuffle(kinds)
+    for moment, kind in zip(moments, kinds, strict=True):
+        run.wait_until(lambda at=moment: run.has_rows() and max(run.rows()) >= at, seconds=600)
+        kill_one(run, kind, rng)
+    assert run.wait() == 0, run.err
+    assert run.err.count("the rollout worker died") == kinds.count("rollout worker")
+    return run
+
+
+def assert_each_prompt_counted_once(run, workplace, name, rollouts):
+    assert sorted(run.rows()) == list(range(1, 2 * rollouts + 1))
+    groups, prompts = [], Counter()
+    for rollout_id in range(rollouts):
+        for line in (workplace / f"{name}_{rollout_id}.jsonl").read_text().splitlines():
+            group = json.loads(line)
+            groups.append(group["group_index"])
+            prompts[group["prompt"]["text"]] += 1
+            for sample in group["samples"]:
+                assert set(sample["weight_versions"]) == {rollout_id}
+    assert groups == list(range(4 * rollouts))
+    assert sum(prompts.values()) == 4 * rollouts and len(prompts) == PROMPTS
+    assert max(prompts.values()) - min(prompts.values()) <= 1, "each pass over the prompts has each of them once"
+    assert run.none_left()
+
+
+def test_engines_and_rollout_worker_are_killed_over_50_rollouts(launch, workplace):
+    kinds = ["rollout worker"] * 2 + ["engine"] * 5
+    run = run_and_kill(launch, workplace, "kills", 50, kinds, *SGLANG, *CHECKS)
+    assert_each_prompt_counted_once(run, workplace, "kills", 50)
+    logs = [(run.output / "engines" / f"engine_{number}.log").read_text() for number in range(2)]
+    # Two at first, both with each new worker, and most of those that were killed: a kill may hit one that is starting.
+    assert sum(log.count("server_args=") for log in logs) >= 2 + 2 * 2 + 2
+
+
+def test_rollout_worker_with_the_embedded_engine_is_killed(launch, workplace):
+    run = run_and_kill(launch, workplace, "embedded", 8, ["rollout worker"] * 2)
+    assert_each_prompt_counted_once(run, workplace, "embedded", 8)

@@ -1,0 +1,60 @@
+"""A whole run of PPO: the critic alone for a rollout, then both; and on from a checkpoint as if it had not stopped."""
+
+import math
+
+import pytest
+
+PPO = ["--advantage-estimator", "ppo", "--normalize-advantages", "--lambd", "0.95", "--kl-coef", "0.01"]
+CRITIC = ["--critic-lr", "3e-3", "--num-critic-only-steps", "1"]
+OF_CRITIC = {"value_loss", "value_clipfrac", "values", "returns", "advantages", "reward_kl", "critic_grad_norm"}
+OF_POLICY = {"pg_loss", "ppo_kl", "grad_norm", "lr"}
+
+
+def of_training(row):
+    return {name.removeprefix("train/"): value for name, value in row.items() if name.startswith("train/")}
+
+
+@pytest.fixture(scope="module")
+def whole(launch, workplace):
+    save = ["--save", str(workplace / "ppo"), "--save-interval", "2"]
+    run = launch("ppo", *PPO, *CRITIC, *save, "--num-rollout", "3", ranks=2)
+    assert run.wait() == 0, run.err
+    return run
+
+
+def test_the_critic_learns_first_then_both(whole):
+    steps = {step: of_training(row) for step, row in whole.rows().items()}
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6]
+    assert all(row.keys() >= OF_CRITIC for row in steps.values())
+    assert all(math.isfinite(value) for row in steps.values() for value in row.values())
+    assert [step for step, row in steps.items() if row.keys() >= OF_POLICY] == [3, 4, 5, 6]
+    assert not OF_POLICY & steps[2].keys()
+    assert steps[3]["loss_mass"] == pytest.approx(1, rel=1e-4), "the canary watches the policy's first step"
+    assert steps[3]["lr"] == pytest.approx(1e-3), "whose schedule has not begun before"
+    assert steps[1]["reward_kl"] == steps[2]["reward_kl"] == pytest.approx(0, abs=1e-6)
+    assert abs(steps[5]["reward_kl"]) > 1e-6, "the policy has moved"
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_with_its_critic(whole, launch, workplace):
+    checkpoint = workplace / "ppo_first"
+    checkpoint.mkdir()
+    (workplace / "ppo" / "iter_0000002").rename(checkpoint / "iter_0000002")
+    run = launch("ppo_on", *PPO, *CRITIC, "--load", str(checkpoint), "--num-rollout", "3", ranks=2)
+    assert run.wait() == 0, run.err
+    expected = whole.rows()
+    for step in (5, 6):
+        found = {name: v for name, v in of_training(run.rows()[step]).items() if name != "loss_mass"}
+        assert found == pytest.approx({name: of_training(expected[step])[name] for name in found}, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_megatron_takes_the_same_steps(whole, launch):
+    """Tensor parallel: the first rollout's answers are the same, and so is what critic and policy make of them."""
+    flags = ["--train-backend", "megatron", "--tensor-model-parallel-size", "2", "--num-rollout", "3"]
+    run = launch("ppo_megatron", *PPO, *CRITIC, *flags, ranks=2)
+    assert run.wait() == 0, run.err
+    for step in (1, 2):
+        found, wanted = of_training(run.rows()[step]), of_training(whole.rows()[step])
+        assert found.keys() == wanted.keys()
+        assert found == pytest.approx(wanted, rel=1e-3, abs=1e-5), step

@@ -1,0 +1,59 @@
+"""Advantages by token, and the critic's gradient beside the policy's, do not know how the step was split."""
+
+from __future__ import annotations
+
+import pytest
+from cases import BATCHES, FULL, LAYOUTS, MODES, Case, loss_of
+from compare import differences, gradient_differences
+from critic_oracle import expected_step, off_policy_with_values
+
+SPLITS = ["alone, packed", "dp2", "cp2, packed", "dp2 x cp2", "dynamic cp, 4 ranks"]
+PPO = dict(advantage_estimator="ppo", gamma=0.9, lambd=0.8)
+OTHERS = {
+    "returns": dict(advantage_estimator="reinforce_plus_plus", gamma=0.9, normalize_advantages=True),
+    "baseline": dict(advantage_estimator="reinforce_plus_plus_baseline", normalize_advantages=True),
+    "whitened groups": dict(advantage_estimator="grpo", normalize_advantages=True),
+}
+KL = dict(kl_coef=0.3, kl_loss_type="k3")
+
+
+def assert_conforms(case: Case, ranks, oracle) -> None:
+    (result,) = ranks.run(case)
+    expected = expected_step(case, oracle)
+    assert differences(result, expected.gradients, expected.metrics) == []
+    assert gradient_differences(result.critic_gradients, expected.critic_gradients) == []
+
+
+@pytest.mark.parametrize("layout", SPLITS)
+def test_policy_and_critic(ranks, oracle, layout):
+    """On-policy; and with old values on both sides of the clip, a KL in the reward, and whitening."""
+    modes = MODES if layout == "dp2 x cp2" else ("sample_mean", "token_mean")  # between which the critic's loss differs
+    for mode, batch in zip(modes, ("masked", "compacted", "compacted", "masked"), strict=False):
+        assert_conforms(Case(BATCHES[batch], loss_of(mode, **PPO), LAYOUTS[layout], shuffled=True), ranks, oracle)
+        loss = loss_of(mode, **PPO, **KL, value_clip=0.15, normalize_advantages=True, entropy_coef=0.01)
+        case = off_policy_with_values(Case(BATCHES[batch], loss, LAYOUTS[layout], seed=3), oracle)
+        assert 0 < expected_step(case, oracle).metrics["value_clipfrac"] < 1
+        assert_conforms(case, ranks, oracle)
+
+
+@pytest.mark.parametrize("layout", ["alone, packed", "dp2 x cp2"])
+@pytest.mark.parametrize("estimator", OTHERS)
+def test_estimators_without_a_critic(ranks, oracle, estimator, layout):
+    kl = {} if estimator == "whitened groups" else KL
+    for batch in ("uneven", "compacted"):
+        case = Case(BATCHES[batch], loss_of("sample_mean", **OTHERS[estimator], **kl), LAYOUTS[layout], watch=True)
+        assert_conforms(off_policy_with_values(case, oracle), ranks, oracle)
+
+
+@pytest.mark.parametrize("layout", ["alone", "dp2 x cp2"])
+def test_a_kl_in_the_loss_stands_beside_the_critic(ranks, oracle, layout):
+    case = Case(BATCHES["uneven"], loss_of("sample_mean", **PPO, **FULL), LAYOUTS[layout])
+    assert_conforms(off_policy_with_values(case, oracle), ranks, oracle)
+
+
+@pytest.mark.parametrize("layout", ["alone", "dp2, packed", "cp2"])
+def test_a_step_without_a_token_is_skipped(ranks, layout):
+    spec = tuple(tuple(tuple((0,) * len(mask) for mask in rollout) for rollout in group) for group in BATCHES["uneven"])
+    (result,) = ranks.run(Case(spec, loss_of("sample_mean", **PPO, normalize_advantages=True), LAYOUTS[layout]))
+    assert result.metrics == {"skipped_steps": 1, "critic_skipped_steps": 1}
+    assert not any(g.any() for g in result.critic_gradients.values())

@@ -1,0 +1,82 @@
+"""The suite's SGLang server as the engine of a test."""
+
+import asyncio
+import itertools
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from miles.engine.base import GenerationRequest, SamplingParams
+from miles.weight_sync.chunks import in_chunks
+from tests.fast.engine.sglang_servers import engine_of, other_weights
+
+
+def chunks_of(model):
+    return list(in_chunks(model.named_parameters(), bucket_bytes=20_000))
+
+
+class Started:
+    """``miles.engine.engine_pool.Server`` of one that runs already."""
+
+    def __init__(self, address):
+        self.name = f"the engine at {address}"
+        self.address = address
+
+    async def start(self):
+        return f"http://{self.address}"
+
+    async def stop(self):
+        """The suite's fixture does that."""
+
+
+class Running:
+    """The server, and engines over it, one at a time, each on the loop of this object."""
+
+    def __init__(self, address, model, folder):
+        self.loop = asyncio.new_event_loop()
+        self.address = address
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).requires_grad_(False)
+        self.other = other_weights(self.model)
+        self.folder = folder
+        self.versions = itertools.count(100)
+
+    def run(self, work):
+        return self.loop.run_until_complete(asyncio.wait_for(work, 300))
+
+    @contextmanager
+    def engine(self, **flags):
+        """An engine with these fields of ``SglangArguments``, and ``model``'s weights in the server."""
+        engine = engine_of([Started(self.address)], self.model.config.vocab_size, self.folder, **flags)
+        self.run(engine.start())
+        self.update(engine, self.model)
+        yield engine
+        self.run(engine.close())
+
+    def update(self, engine, model):
+        """Send ``model``'s weights; returns their version."""
+        version = next(self.versions)
+        self.run(engine.update_weights(chunks_of(model), version))
+        return version
+
+    def generate(self, engine, prompts, seeds=1, **sampling):
+        """All responses, prompt by prompt."""
+
+        async def all_at_once():
+            return await asyncio.gather(*(engine.generate(r) for r in requests))
+
+        requests = [GenerationRequest(p, tuple(range(seeds)), SamplingParams(**sampling)) for p in prompts]
+        return [generation for group in self.run(all_at_once()) for generation in group]
+
+
+@pytest.fixture(scope="session")
+def running(sglang_address, tiny_model, tmp_path_factory):
+    return Running(sglang_address, tiny_model, tmp_path_factory.mktemp("engines"))
+
+
+@pytest.fixture(scope="module")
+def engine(running):
+    """An engine with default flags, for tests that leave its weights alone."""
+    with running.engine() as engine:
+        yield engine

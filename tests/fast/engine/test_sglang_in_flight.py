@@ -1,0 +1,133 @@
+"""Pause, resume and abort on the real server with requests in flight, and weights that change meanwhile."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import torch
+
+from miles.engine.base import GenerationRequest, SamplingParams
+from tests.fast.engine.conftest import chunks_of
+from tests.fast.engine.sglang_servers import log_probs_of
+
+pytestmark = pytest.mark.timeout(600)
+
+PROMPTS = [(5, 6, 7), (9,), tuple(range(20, 37)), (5, 6, 8)]
+TOKENS = 100  # greedy responses to these prompts do not end before
+SAMPLING = SamplingParams(max_new_tokens=TOKENS, temperature=0.0)
+BOTH = pytest.mark.parametrize("mode", ["retract", "in_place"])
+
+
+@asynccontextmanager
+async def in_flight(engine, address):
+    """All prompts in flight, and generating. Tokens take 10 ms each within the block."""
+    async with httpx.AsyncClient(base_url=f"http://{address}") as http:
+        await http.post("/slow_down", json={"forward_sleep_time": 0.01})
+        asked = [asyncio.create_task(engine.generate(GenerationRequest(p, (0,), SAMPLING))) for p in PROMPTS]
+        try:
+            while await running_requests(http) < len(PROMPTS):
+                assert not any(task.done() for task in asked), "a request ended before all of them ran"
+                await asyncio.sleep(0.005)
+            yield asked
+        finally:
+            await http.post("/slow_down", json={"forward_sleep_time": 0.0})
+
+
+async def running_requests(http):
+    load = (await http.get("/v1/loads")).json()["loads"][0]
+    return load.get("num_running_reqs", 0)
+
+
+async def generated(asked):
+    return [(await task)[0] for task in asked]
+
+
+def recomputed(old, new, prompt, tokens, switch):
+    """Log-probs where tokens from ``switch`` on are the new model's, which has read everything before them."""
+    return torch.cat([log_probs_of(old, prompt, tokens)[:switch], log_probs_of(new, prompt, tokens)[switch:]])
+
+
+def kept(old, new, prompt, tokens, switch):
+    """The same, where the new model goes on from what the old one has computed."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    read = len(prompt) + switch - 1  # the last token before the switch is read by the new model
+    with torch.no_grad():
+        first = old(ids[:, :read], use_cache=True)
+        rest = new(ids[:, read:], past_key_values=first.past_key_values)
+    logits = torch.cat([first.logits, rest.logits], 1)[0, len(prompt) - 1 : -1].double()
+    return torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+@BOTH
+def test_weights_change_under_requests_in_flight(running, mode):
+    """Each token has the version that generated it, and the log-prob of those weights."""
+
+    async def scenario(engine, version):
+        async with in_flight(engine, running.address) as asked:
+            await engine.update_weights(chunks_of(running.other), version)
+            return await generated(asked)
+
+    expected = recomputed if mode == "retract" else kept
+    with running.engine(pause_generation_mode=mode) as engine:
+        before, version = engine._version, next(running.versions)
+        answers = running.run(scenario(engine, version))
+        assert any(answer.earlier_versions for answer in answers), "no request was in flight"
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            assert answer.finish_reason in ("length", "stop")
+            switch = answer.token_versions.count(before)
+            assert answer.token_versions == [before] * switch + [version] * (len(answer.token_ids) - switch)
+            wanted = expected(running.model, running.other, prompt, answer.token_ids, switch)
+            assert torch.tensor(answer.log_probs).double() == pytest.approx(wanted, abs=1e-4)
+        # What comes later shares no prefix with what the old weights have computed.
+        for prompt, answer in zip(PROMPTS, running.generate(engine, PROMPTS, max_new_tokens=4), strict=True):
+            wanted = log_probs_of(running.other, prompt, answer.token_ids)
+            assert torch.tensor(answer.log_probs).double() == pytest.approx(wanted, abs=1e-4)
+
+
+@BOTH
+def test_paused_requests_wait_and_go_on(running, mode):
+    async def scenario(engine):
+        async with in_flight(engine, running.address) as asked:
+            await engine.pause()
+            with pytest.raises(RuntimeError, match="requests are in flight: engines release their memory when idle"):
+                await engine.release_memory()
+            done, _ = await asyncio.wait(asked, timeout=1.5)  # longer than they need
+            await engine.resume()
+            return len(done), await generated(asked)
+
+    with running.engine(pause_generation_mode=mode) as engine:
+        done, answers = running.run(scenario(engine))
+        assert done == 0
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            wanted = log_probs_of(running.model, prompt, answer.token_ids)
+            assert torch.tensor(answer.log_probs).double() == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize(("mode", "paused"), [("retract", False), ("retract", True), ("in_place", True)])
+def test_aborted_requests_return_what_they_have(running, mode, paused):
+    async def scenario(engine):
+        async with in_flight(engine, running.address) as asked:
+            if paused:
+                await engine.pause()
+            await engine.abort()
+            answers = await generated(asked)
+            if paused:
+                late = asyncio.create_task(engine.generate(GenerationRequest((3,), (0,), SAMPLING)))
+                assert not (await asyncio.wait([late], timeout=0.3))[0], "still paused"
+                await engine.resume()
+                await late
+            return answers
+
+    with running.engine(pause_generation_mode=mode) as engine:
+        answers = running.run(scenario(engine))
+        assert {answer.finish_reason for answer in answers} <= {"abort", "stop"}
+        assert "abort" in {answer.finish_reason for answer in answers}
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            assert len(answer.token_ids) < TOKENS
+            assert answer.token_versions == [engine._version] * len(answer.token_ids)
+            wanted = log_probs_of(running.model, prompt, answer.token_ids)
+            assert torch.tensor(answer.log_probs).double() == pytest.approx(wanted, abs=1e-4)
+        if (mode, paused) != ("retract", True):
+            assert any(answer.token_ids for answer in answers)
+        assert len(running.generate(engine, PROMPTS, max_new_tokens=4)) == len(PROMPTS)

@@ -1,0 +1,92 @@
+"""The critic beside the policy: checkpoints of both, and rollouts of which only it learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from stage import FIXED, PLAIN, Stage, full, make_backend, make_batch, shard_of, weights
+
+from miles.tracking.metrics import values
+from miles.training.advantages import AdvantageEstimator
+from miles.training.fsdp.backend import FsdpBackend
+from miles.training.step import train_rollout
+
+PPO = replace(PLAIN, advantage_estimator="ppo", lambd=0.9, normalize_advantages=True)
+RATES: dict[str, Any] = dict(lr=1e-2, weight_decay=0.1)
+
+
+def _critic_weights(backend: FsdpBackend) -> dict[str, torch.Tensor]:
+    assert backend.critic is not None
+    return {name: full(p) for name, p in backend.critic.model.named_parameters()}
+
+
+def _train(stage: Stage, backend: FsdpBackend, seed: int, trains_policy: bool = True) -> dict[str, float]:
+    estimator = AdvantageEstimator(PPO, backend.token_group, backend.critic)
+    shard = shard_of(stage, make_batch(PPO, seed=seed), FIXED)
+    (metrics,) = train_rollout(backend, [shard], False, dist.get_world_size(), estimator, trains_policy)
+    return {name: value for name, value in values(metrics).items() if not name.startswith("time/")}
+
+
+def critic_learns_alone(stage: Stage) -> None:
+    """Weights, optimizer and schedule of the policy stay to the bit; the critic's loss falls on the same step."""
+    backend = make_backend(stage, loss=PPO, **RATES)
+    before, critic_before = weights(backend), _critic_weights(backend)
+    found = [_train(stage, backend, seed=1, trains_policy=False) for _ in range(6)]
+    after = weights(backend)
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert backend.optimizer.steps_done == 0 and not backend.optimizer.adam.state
+    assert all(p.grad is None for p in backend.policy.parameters())
+    assert found[-1]["train/value_loss"] < 0.9 * found[0]["train/value_loss"]
+    assert found[-1]["train/explained_variance"] > found[0]["train/explained_variance"] == 0
+    assert not {"train/pg_loss", "train/lr", "train/grad_norm"} & found[0].keys()
+    critic_after = _critic_weights(backend)
+    assert all(not torch.equal(critic_before[n], critic_after[n]) for n in critic_before)
+
+
+def critic_of_a_checkpoint_is_the_one_that_was_saved(stage: Stage) -> None:
+    """Both models and both optimizers: the steps after loading are, to the bit, those of the run that saved."""
+    backend = make_backend(stage, loss=PPO, **RATES)
+    _train(stage, backend, seed=1, trains_policy=False)
+    _train(stage, backend, seed=2)
+    folder = stage.folder / f"critic_{stage.world}"
+    folder.mkdir(exist_ok=True)
+    backend.save(folder, {"rollout": 2})
+    resumed = make_backend(stage, loss=PPO, **RATES)
+    assert resumed.load(folder) == {"rollout": 2}
+    assert resumed.critic is not None and (resumed.critic.optimizer.steps_done, resumed.optimizer.steps_done) == (2, 1)
+    for seed in (3, 4):
+        assert _train(stage, resumed, seed) == _train(stage, backend, seed)
+    for of in (weights, _critic_weights):
+        found, wanted = of(resumed), of(backend)
+        assert all(torch.equal(found[n], wanted[n]) for n in wanted)
+
+
+def checkpoint_without_a_critic_is_refused(stage: Stage) -> None:
+    folder = stage.folder / f"no_critic_{stage.world}"
+    folder.mkdir(exist_ok=True)
+    make_backend(stage).save(folder, {})
+    message = ""
+    try:
+        make_backend(stage, loss=PPO).load(folder)
+    except ValueError as error:
+        message = str(error)
+    assert "has no critic" in message and "--hf-checkpoint" in message
+
+
+def saved_critic_survives_another_number_of_ranks(stage: Stage) -> None:
+    """What two ranks have saved, one reads."""
+    backend = make_backend(stage, loss=PPO, **RATES)
+    backend.load(stage.folder / "critic_2")
+    assert backend.critic is not None and backend.critic.optimizer.steps_done == 2
+    assert backend.critic.model.value_head.weight.abs().max() > 0
+
+
+CHECKS = (
+    critic_learns_alone,
+    critic_of_a_checkpoint_is_the_one_that_was_saved,
+    checkpoint_without_a_critic_is_refused,
+)
+AFTER_TWO_RANKS = (saved_critic_survives_another_number_of_ranks,)

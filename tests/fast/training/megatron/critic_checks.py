@@ -1,0 +1,179 @@
+"""The critic beside the policy on Megatron, against the oracle of tests/fast/conformance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import BATCHES, VALUE_HEAD, Case, loss_of
+from compare import differences, gradient_differences, norm_of
+from conformance_checks import ANYWHERE, Recorded, Result, batch_of
+from critic_oracle import ExpectedStep, expected_step, off_policy_with_values
+from layouts import Stand, make_backend, plain_model, shard_of, weights
+
+from miles.arguments.loss import LossArguments
+from miles.tracking.metrics import values
+from miles.training.advantages import AdvantageEstimator
+from miles.training.megatron.backend import MegatronBackend
+from miles.training.step import train_rollout
+
+Expectations = dict[str, list[tuple[Case, ExpectedStep]]]
+PPO: dict[str, Any] = dict(advantage_estimator="ppo", gamma=0.9, lambd=0.8)
+CONTRACTS = {"averages": LossArguments(**PPO), "counts tokens": loss_of("token_mean", **PPO)}
+MODELS = {
+    "one": ("untied",),
+    "dp2": ("untied",),
+    "dp2, overlapped": ("untied",),
+    "dp2, distributed optimizer": ("untied",),
+    "tp2": ("tied",),
+    "tp2 with sp": ("untied",),
+    "pp2": ("untied", "tied"),
+    "cp2": ("untied",),
+    "dynamic cp": ("untied",),
+    "pp2, cp2": ("untied",),
+}
+
+
+def expectations(folder: Path) -> Expectations:
+    """By model, before the ranks are forked: on-policy; and with old values around the clip, a KL, and whitening."""
+    found: Expectations = {}
+    more = dict(value_clip=0.15, kl_coef=0.3, kl_loss_type="k3", normalize_advantages=True)
+    for name in sorted({name for names in MODELS.values() for name in names}):
+        oracle = plain_model(folder, name, torch.float64).train()
+        cases = [
+            Case(BATCHES["compacted"], loss_of("sample_mean", **PPO), ANYWHERE, shuffled=True),
+            off_policy_with_values(Case(BATCHES["masked"], loss_of("token_mean", **PPO, **more), ANYWHERE), oracle),
+            off_policy_with_values(Case(BATCHES["masked"], loss_of("prompt_mean", **PPO, **more), ANYWHERE), oracle),
+        ]
+        found[name] = [(case, expected_step(case, oracle)) for case in cases]
+    return found
+
+
+def checks_of(name: str, expected: Expectations) -> dict[str, Callable[[Stand], str | None]]:
+    """Those of the layout ``name``."""
+    found: dict[str, Callable[[Stand], str | None]] = {}
+    for model in MODELS.get(name, ()):
+        for contract in CONTRACTS:
+            found[f"critic of {model}, {contract}"] = partial(
+                conforms, model=model, contract=contract, expected=expected[model]
+            )
+    if name in ("one", "tp2 with sp", "pp2"):
+        found["critic learns alone"] = critic_learns_alone
+    if name in ("dp2, distributed optimizer", "tp2", "pp2"):
+        found["critic comes back from a checkpoint"] = critic_comes_back
+    return found
+
+
+def conforms(stand: Stand, model: str, contract: str, expected: list[tuple[Case, ExpectedStep]]) -> str:
+    """What differs from the oracle, in words; empty where nothing does."""
+    backend = make_backend(stand, model, CONTRACTS[contract], lr=0.0, weight_decay=0.0)
+    _set_head(backend)
+    found = []
+    for case, step in expected:
+        result, of_critic = _run(backend, case)
+        lines = []
+        if stand.layout.sizes.use_distributed_optimizer:  # no rank has whole gradients; their norms are compared
+            given = {n: torch.from_numpy(g).double() for n, g in result.gradients.items()}
+            norm = norm_of(step.gradients)
+            if abs(result.metrics["grad_norm"] - norm) > 1e-5 * norm:
+                lines.append(f"grad_norm {result.metrics['grad_norm']} for {norm}")
+            result.metrics["grad_norm"] = norm_of(given)
+        else:
+            given = step.gradients
+            lines += [f"critic: {line}" for line in gradient_differences(of_critic, step.critic_gradients)]
+        lines += differences(result, given, step.metrics)
+        found += [f"{case.loss.loss_aggregation}: {line}" for line in lines]
+    return "\n".join(found)
+
+
+def _set_head(backend: MegatronBackend) -> None:
+    assert backend.critic is not None
+    head = backend.critic.model.module.value_head
+    if head is not None:
+        head.data.copy_(torch.from_numpy(VALUE_HEAD))
+    backend.critic.optimizer.adam.reload_model_params()
+
+
+class RecordedCritic(Recorded):
+    """The same of a critic."""
+
+    def optimizer_step(self) -> Any:
+        self.gradients = {name: gradient.numpy() for name, gradient in _critic_gradients(self.backend).items()}
+        return self.backend.optimizer_step()
+
+
+def _critic_gradients(critic: Any) -> dict[str, torch.Tensor]:
+    """Whole gradients: the decoder's under Hugging Face names, and the head's, which the last stage has."""
+    model, converter = critic.model.module, critic.converter
+    found = {n: g.clone() for n, g in converter.export(model, lambda p: p.main_grad, torch.float32)}
+    head = torch.zeros(VALUE_HEAD.shape) if model.value_head is None else model.value_head.main_grad.clone()
+    dist.broadcast(head, critic.ranks.last_stage, group=critic.ranks.pp)
+    return {**found, "value_head": head}
+
+
+def _run(backend: MegatronBackend, case: Case) -> tuple[Result, dict[str, Any]]:
+    assert backend.critic is not None
+    backend.settings = replace(backend.settings, loss=case.loss)
+    backend.critic.loss = case.loss
+    backend.critic.converter = backend.converter  # type: ignore[attr-defined]  # by which the gradients are gathered
+    recorded, critic = Recorded(backend), RecordedCritic(backend.critic)
+    estimator = AdvantageEstimator(case.loss, backend.token_group, critic)  # type: ignore[arg-type]
+    shard = shard_of(backend, batch_of(case), watch_mass=case.off_policy)
+    ranks = backend.settings.token_ranks
+    (metrics,) = train_rollout(recorded, [shard], False, ranks, estimator)  # type: ignore[arg-type]
+    reported = {n.removeprefix("train/"): v for n, v in values(metrics).items() if "time/" not in n}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, reported)
+    assert all(str(other) == str(reported) for other in everywhere), "ranks report different metrics"
+    assert recorded.gradients is not None and critic.gradients is not None
+    return Result(recorded.gradients, reported), critic.gradients
+
+
+def critic_comes_back(stand: Stand) -> None:
+    """Policy and critic with their optimizers: the steps after loading are, to the bit, those of the run that saved."""
+    loss = LossArguments(advantage_estimator="ppo", lambd=0.9)
+    backend = make_backend(stand, "tied", loss, lr=1e-2, weight_decay=0.1)
+    _learn(backend, loss, seed=1, trains_policy=False)
+    _learn(backend, loss, seed=2)
+    folder = stand.folder / f"critic of {stand.name}"
+    folder.mkdir(exist_ok=True)
+    backend.save(folder, {"rollouts_done": 2})
+    resumed = make_backend(stand, "tied", loss, lr=1e-2, weight_decay=0.1)
+    assert resumed.load(folder) == {"rollouts_done": 2}
+    assert resumed.critic is not None and (resumed.critic.optimizer.steps_done, resumed.optimizer.steps_done) == (2, 1)
+    for seed in (3, 4):
+        assert _learn(resumed, loss, seed) == _learn(backend, loss, seed)
+    without = make_backend(stand, "tied", LossArguments(), lr=1e-2)
+    bare = stand.folder / f"no critic of {stand.name}"
+    bare.mkdir(exist_ok=True)
+    without.save(bare, {})
+    message = ""
+    try:
+        resumed.load(bare)
+    except ValueError as error:
+        message = str(error)
+    assert "has no critic" in message
+
+
+def _learn(backend: MegatronBackend, loss: LossArguments, seed: int, trains_policy: bool = True) -> dict[str, float]:
+    case = Case(BATCHES["uneven"], loss, ANYWHERE, seed=seed)
+    estimator = AdvantageEstimator(loss, backend.token_group, backend.critic)
+    shard, ranks = shard_of(backend, batch_of(case), watch_mass=False), backend.settings.token_ranks
+    (metrics,) = train_rollout(backend, [shard], False, ranks, estimator, trains_policy)
+    return {name: value for name, value in values(metrics).items() if "time/" not in name}
+
+
+def critic_learns_alone(stand: Stand) -> None:
+    """The policy stays to the bit; the critic's loss falls on the same step."""
+    loss = LossArguments(advantage_estimator="ppo", lambd=0.9)
+    backend = make_backend(stand, "untied", loss, lr=1e-2, weight_decay=0.1)
+    before = weights(backend)
+    found = [_learn(backend, loss, seed=0, trains_policy=False) for _ in range(5)]
+    after = weights(backend)
+    assert all(torch.equal(before[n], after[n]) for n in before) and backend.optimizer.steps_done == 0
+    assert "train/pg_loss" not in found[0] and found[-1]["train/value_loss"] < 0.9 * found[0]["train/value_loss"]

@@ -1,0 +1,68 @@
+"""``train.py --rollout-engine sglang`` on GPUs: NCCL broadcast, weights to a colocated engine, memory that is shared.
+
+SGLang's own GPU environment is needed, with torch-memory-saver for the colocated runs.
+"""
+
+import pytest
+
+pytestmark = pytest.mark.timeout(1800)
+
+FLAGS = ["--device", "cuda", "--rollout-engine", "sglang", "--bf16", "--num-rollout", "3"]
+CHECKED = ["--check-weight-update-equal"]
+
+
+def assert_learns(run):
+    rows = run.rows()
+    assert sorted(rows) == list(range(1, 7))
+    assert all(row["train/grad_norm"] > 0 for row in rows.values())
+    # bf16: the first step of each rollout, before the trainer's weights move on.
+    assert all(rows[step]["train/train_rollout_logprob_abs_diff"] < 0.05 for step in (1, 3, 5))
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("mode", ["broadcast", "disk", "ipc"])
+def test_weights_reach_an_engine_on_another_gpu(launch, mode):
+    run = launch(f"apart_{mode}", *FLAGS, *CHECKED, "--update-weight-transfer-mode", mode)
+    assert run.wait() == 0, run.err
+    assert_learns(run)
+    log = (run.output / "engines" / "engine_0.log").read_text()
+    assert ("backend=nccl" in log) is (mode == "broadcast")
+
+
+@pytest.mark.gpus(3)
+def test_broadcast_to_an_engine_of_two_gpus(launch):
+    devices = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2"]
+    run = launch("tensor_parallel", *FLAGS, *CHECKED, *devices)
+    assert run.wait() == 0, run.err
+    assert_learns(run)
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "ipc"])
+def test_trainer_and_engine_take_turns_on_one_gpu(launch, mode):
+    """The engine claims most of the memory: the trainer has room only while it is released."""
+    claim = ["--colocate", "--offload-train", "--offload-rollout", "--sglang-mem-fraction-static", "0.85"]
+    run = launch(f"turns_{mode}", *FLAGS, *CHECKED, *claim, "--update-weight-transfer-mode", mode)
+    assert run.wait() == 0, run.err
+    assert_learns(run)
+    log = (run.output / "engines" / "engine_0.log").read_text()
+    assert log.count("POST /release_memory_occupation") == 4  # before the trainer is built, and after each rollout
+    assert log.count("POST /resume_memory_occupation") == 8  # weights and cache, for each update
+
+
+def test_checkpoint_of_a_trainer_that_takes_turns(launch, workplace):
+    saving = ["--colocate", "--save", str(workplace / "turns"), "--save-interval", "1"]
+    assert launch("saved", *FLAGS, *saving).wait() == 0
+    resumed = launch("saved", *FLAGS, *saving, "--load", str(workplace / "turns"), "--num-rollout", "4")
+    assert resumed.wait() == 0, resumed.err
+    assert sorted(resumed.rows()) == list(range(1, 9))
+
+
+@pytest.mark.gpus(2)
+def test_engine_that_dies_during_a_broadcast_does_not_hang_the_sender(launch):
+    """See tests/fast/cluster/test_kills.py; here NCCL must be aborted for the update to end."""
+    run = launch("killed", *FLAGS, "--use-fault-tolerance", "--num-rollout", "6")
+    run.wait_until(lambda: run.has_rows() and max(run.rows()) >= 2)
+    [scheduler, *_] = [p for p in run.left() if "sglang::scheduler" in " ".join(p.cmdline())]
+    scheduler.kill()
+    assert run.wait() == 0, run.err
+    assert sorted(run.rows()) == list(range(1, 13))
