@@ -14,11 +14,12 @@ rm -rf "$OUT"
     --hf-checkpoint "$OUT/model" \
     --prompt-data "$OUT/prompts.jsonl" --input-key input --label-key label --rollout-shuffle \
     --custom-rm-path examples.megatron_moe.reward:share_of_letter \
-    --num-rollout 40 --rollout-batch-size 8 --n-samples-per-prompt 8 \
+    --num-rollout 20 --rollout-batch-size 8 --n-samples-per-prompt 8 \
     --rollout-max-response-len 8 --rollout-temperature 1.0 \
     --advantage-estimator grpo --loss-aggregation token_mean \
     --lr 3e-3 --lr-decay-style constant --clip-grad 1.0 \
     --train-backend megatron --actor-num-gpus-per-node 2 --expert-model-parallel-size 2 \
+    --use-dynamic-batch-size --max-tokens-per-gpu 1024 \
     --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 \
     --mtp-num-layers 1 --enable-mtp-training --mtp-loss-scaling-factor 0.2 \
     --rollout-engine torch --colocate \

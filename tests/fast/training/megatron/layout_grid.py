@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from miles.arguments.parser import parse
@@ -99,6 +100,7 @@ def splits(backend: str) -> Iterator[Split]:
             yield Split(backend, ranks, cp, tp, sp, pp)
 
 
+@lru_cache(None)
 def refusal(split: Split, kind: Kind, folder: Path) -> str | None:
     """What the validator says to it; None where it is accepted. ``folder`` is for the model's config."""
     model = folder / kind.config

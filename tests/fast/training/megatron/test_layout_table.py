@@ -16,15 +16,21 @@ BOUND = 1e-5
 
 
 @pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For the models' configs; one for all tests, as what the validator says of a layout in a folder is kept."""
+    return tmp_path_factory.mktemp("configs")
+
+
+@pytest.fixture(scope="module")
 def page() -> str:
     return PAGE.read_text()
 
 
-def test_every_layout_is_measured_or_refused(page, tmp_path):
+def test_every_layout_is_measured_or_refused(page, folder):
     """A layout that is accepted and has no number is a defect; so is a row that is no layout."""
     cells = cells_of(page)
     assert cells.keys() == {row_name(split) for split in all_splits()}
-    shown = Page(tmp_path)
+    shown = Page(folder)
     for split in all_splits():
         row = cells[row_name(split)]
         without_numbers = shown.row(split, [""] * len(KINDS[split.backend]))
@@ -35,10 +41,10 @@ def test_every_layout_is_measured_or_refused(page, tmp_path):
                 assert float(cell) <= BOUND, f"{row_name(split)}: {cell}"
 
 
-def test_the_page_is_what_the_command_writes(page, tmp_path):
+def test_the_page_is_what_the_command_writes(page, folder):
     """Numbers aside: rows, reasons and what is refused besides, in the validator's own words."""
     assert page.count(BEGIN) == page.count(END) == 1
-    assert replaced(page, Page(tmp_path).section(cells_of(page))) == page
+    assert replaced(page, Page(folder).section(cells_of(page))) == page
 
 
 def test_the_grid_has_every_feature():
