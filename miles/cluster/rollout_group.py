@@ -51,8 +51,8 @@ class RolloutGroup:
 
     With ``--async-steps K`` it has K rollouts under way while one is trained: rollout r is generated with the weights
     of version r - K (those that were trained on r - K rollouts), so that the result depends on no timing. New weights
-    arrive between two rollouts, and nobody waits for that but the next rollout. With ``--fully-async`` they arrive at
-    once, and the worker runs ahead by itself.
+    arrive between two rollouts; one update at a time waits for that, as each holds a whole model in memory. With
+    ``--fully-async`` they arrive at once, and the worker runs ahead by itself.
 
     With ``--use-fault-tolerance`` a worker that dies is replaced: the new one starts engines, gets the newest weights
     and the position in the prompts after the last rollout that was handed over, and generates what was under way again.
