@@ -59,6 +59,7 @@ def test_export_is_the_trained_model(pipeline_parallel, workplace, tiny_model):
     assert pipeline_parallel.none_left() and pipeline_parallel.err == ""
 
 
+@pytest.mark.slow
 def test_checkpoint_of_the_other_backend_is_refused(launch, pipeline_parallel, workplace):
     run = launch("other", *FLAGS, "--load", str(workplace / "megatron_checkpoints"))
     assert run.wait() == 1

@@ -60,7 +60,9 @@ def test_drawn_batches(ranks, oracle, layout):
     conforms()
 
 
-@pytest.mark.parametrize("layout", ["alone, packed", "dp2 x cp2", "dynamic cp, 4 ranks"])
+@pytest.mark.parametrize(
+    "layout", ["alone, packed", "dp2 x cp2", pytest.param("dynamic cp, 4 ranks", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_corrections_touch_the_numerator_alone(ranks, oracle, correction, layout):
     """Engine and trainer log-probs apart: weights, rejection and sequence ratios, equal at every layout."""
