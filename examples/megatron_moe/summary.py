@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 SHOWN = {
-    "rollout/raw_reward": "reward",
+    "rollout/reward": "reward",
     "train/moe_aux_loss": "load balance (1 is even)",
     "train/moe_z_loss": "router z-loss",
     "train/mtp_loss": "loss of the head (nats)",
