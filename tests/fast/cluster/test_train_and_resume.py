@@ -94,6 +94,7 @@ def test_killed_run_goes_on_as_if_it_had_not_been(whole, launch, workplace):
         assert trained(rows[step]) == pytest.approx(trained(expected[step]), rel=1e-6, abs=1e-6), step
 
 
+@pytest.mark.slow
 def test_saved_samples_train_the_same_first_step_however_they_are_split(whole, launch, workplace):
     """The first run cut the step over data-parallel ranks; here the ranks share sequences, and the canary watches."""
     saved = ["--load-debug-rollout-data", str(workplace / "debug_{rollout_id}.jsonl"), "--num-rollout", "1"]

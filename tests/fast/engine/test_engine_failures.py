@@ -132,7 +132,7 @@ def test_failed_server_is_replaced_and_nothing_is_lost(tmp_path, fault, num_serv
     assert all(answer.weight_version == 3 for answer in given)
 
 
-@pytest.mark.parametrize("routed", [False, True], ids=["direct", "routed"])
+@pytest.mark.parametrize("routed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["direct", "routed"])
 def test_kills_at_random_moments(tmp_path, routed):
     """Many rollouts of many prompts: the answers are those of a run in which nothing failed."""
     rng = random.Random(0)
