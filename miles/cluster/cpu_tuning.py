@@ -7,11 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
-# glibc keeps freed blocks of up to 32 MiB, in a heap a thread that fragments: the trainer of the quickstart grows from
-# 4.3 to 5.5 GB by it. Below 1 MiB nothing is gained any more, and every larger block is zeroed by the kernel each time,
-# for 1.6 times the seconds of forward and backward pass. One heap and 8 MiB have the speed of the one (4.4 s against
-# 7.4) and nearly the memory of the other (4.6 GB). Read when a process starts, so it must stand in its environment.
-_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(8 << 20)}
+# glibc keeps freed blocks of up to 32 MiB, in a heap a thread that fragments. Above 1 MiB blocks go back to the kernel as
+# they are freed, which has to zero them each time: memory is bought with time (docs/performance.md has both). Read when a
+# process starts, so it must stand in its environment.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 
 def malloc_environment(device: str, given: Mapping[str, str]) -> dict[str, str]:
