@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
-# glibc keeps freed blocks of up to 32 MiB, in a heap a thread that fragments. Above 1 MiB blocks go back to the kernel as
-# they are freed, which has to zero them each time: memory is bought with time (docs/performance.md has both). Read when a
-# process starts, so it must stand in its environment.
+# glibc keeps freed blocks of up to 32 MiB, in a heap a thread that fragments. Above 1 MiB blocks go back to the kernel
+# as they are freed, which has to zero them each time: memory is bought with time (docs/performance.md has both). Read
+# when a process starts, so it must stand in its environment.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 
