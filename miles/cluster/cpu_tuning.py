@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
-# glibc keeps freed blocks of up to 32 MiB, in a heap a thread that fragments. Above 1 MiB blocks go back to the kernel
-# as they are freed, which has to zero them each time: memory is bought with time (docs/performance.md has both). Read
-# when a process starts, so it must stand in its environment.
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+# glibc keeps freed blocks of up to 32 MiB, in a heap a thread that fragments. With one heap, and blocks above 2 MiB given
+# back as they are freed, memory is bought with time (docs/performance.md has both). Read when a process starts, so it
+# must stand in its environment.
+_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2 << 20)}
 
 
 def malloc_environment(device: str, given: Mapping[str, str]) -> dict[str, str]:
