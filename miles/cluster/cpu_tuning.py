@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
-# glibc keeps freed blocks of up to 32 MiB, in a heap a thread that fragments. With one heap, and blocks above 2 MiB given
-# back as they are freed, memory is bought with time (docs/performance.md has both). Read when a process starts, so it
-# must stand in its environment.
+# glibc keeps freed blocks of up to 32 MiB, in a heap a thread that fragments. With one heap, and blocks above 2 MiB
+# given back as they are freed, memory is bought with time (docs/performance.md has both). Read when a process starts,
+# so it must stand in its environment.
 _MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2 << 20)}
 
 
