@@ -122,14 +122,12 @@ def parse(argv: Sequence[str]) -> Settings:
     return _settings(*_read(argv))
 
 
-def _parser_for(words: Sequence[str]) -> FlagParser:
-    """With the flags of Megatron's own dataclasses where ``words`` choose that backend."""
-    parser = build_parser()
+def _add_chosen_backend(parser: FlagParser, words: Sequence[str]) -> None:
+    """Add the flags of Megatron's own dataclasses where ``words`` choose that backend."""
     chosen, _ = parser.parse_known_args([word for word in words if word not in ("-h", "--help", "--version")])
     if chosen.train_backend == "megatron":
         group = parser.add_argument_group("megatron-core", "fields of its own configuration, by their names there")
         add_megatron_flags(group, taken={*defaults(), *parser._option_string_actions})
-    return parser
 
 
 def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, ServerFlags]:
@@ -138,7 +136,8 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, ServerFlags]:
     # argparse's private name: the words of an @file must be there before SGLang's are told from ours.
     words = parser._read_args_from_files(list(argv))
     ours, passed_on = split_server_flags(words, parser._option_string_actions)
-    return _parser_for(ours).parse_args(ours), passed_on
+    _add_chosen_backend(parser, ours)
+    return parser.parse_args(ours), passed_on
 
 
 def _settings(namespace: argparse.Namespace, passed_on: ServerFlags) -> Settings:

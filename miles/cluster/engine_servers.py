@@ -20,6 +20,7 @@ from miles.engine.sglang.router import Router
 from miles.engine.sglang.sglang_command import ServerSpec
 from miles.engine.sglang.sglang_engine import SglangEngine
 from miles.engine.sglang.sglang_server import SglangServer
+from miles.engine.stop_tokens import eos_token_ids
 from miles.weight_sync.sender import WeightSender
 
 LOGS = "engines"  # in --output-dir
@@ -96,13 +97,12 @@ def build_sglang_engine(settings: Settings, placement: Placement) -> SglangEngin
     return SglangEngine(servers, settings.sglang, vocab_size, sender, router, eos_ids(settings.model.hf_checkpoint))
 
 
-def eos_ids(model: str) -> list[int]:
+def eos_ids(model: str) -> frozenset[int]:
     """The stop tokens of the model's generation config, else of its config: what SGLang stops at."""
     try:
-        found = GenerationConfig.from_pretrained(model).eos_token_id
+        return eos_token_ids(GenerationConfig.from_pretrained(model).eos_token_id)
     except OSError:  # it has none
-        found = AutoConfig.from_pretrained(model).get_text_config().eos_token_id
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
+        return eos_token_ids(AutoConfig.from_pretrained(model).get_text_config().eos_token_id)
 
 
 def broadcast_device(placement: Placement) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 
@@ -27,6 +27,17 @@ class RolloutOrder:
         def may_begin() -> bool:
             return not self._busy and self._version >= version and (after is None or self._generated >= after)
 
+        async with self._busy_when(may_begin, then_generated=rollout_id):
+            yield
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """A block in which no rollout is generated: an interrupted rollout would interrupt what runs beside it."""
+        async with self._busy_when(lambda: not self._busy):
+            yield
+
+    @asynccontextmanager
+    async def _busy_when(self, may_begin: Callable[[], bool], then_generated: int | None = None) -> AsyncIterator[None]:
         async with self._changed:
             await self._changed.wait_for(may_begin)
             self._busy = True
@@ -35,20 +46,8 @@ class RolloutOrder:
         finally:
             async with self._changed:
                 self._busy = False
-                self._generated = rollout_id
-                self._changed.notify_all()
-
-    @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        """A block in which no rollout is generated: an interrupted rollout would interrupt what runs beside it."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._busy)
-            self._busy = True
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._busy = False
+                if then_generated is not None:
+                    self._generated = then_generated
                 self._changed.notify_all()
 
     async def generated(self, rollout_id: int | None) -> None:

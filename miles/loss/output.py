@@ -24,6 +24,12 @@ class LossOutput:
     metrics: dict[str, torch.Tensor]
 
 
+def add_metrics(totals: dict[str, torch.Tensor], metrics: Mapping[str, torch.Tensor]) -> None:
+    """Add those of one micro-batch to ``totals``, in place."""
+    for name, value in metrics.items():
+        totals[name] = totals[name] + value if name in totals else value
+
+
 def reported(sums: Mapping[str, float], batch: TrainBatch, per_token: bool) -> dict[str, Metric]:
     """The metrics of a step from the sums of ``LossOutput.metrics`` over all its micro-batches and ranks.
 

@@ -13,6 +13,7 @@ from miles.engine.base import WeightChunk
 from miles.engine.embedded import slot_attention
 from miles.engine.embedded.kv_cache import KVCache
 from miles.engine.embedded.slot_attention import DecodeStep, PrefillStep
+from miles.engine.stop_tokens import eos_token_ids
 
 
 class ModelRunner:
@@ -33,8 +34,7 @@ class ModelRunner:
         self.cache = KVCache()
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self.max_length: int = config.get_text_config().max_position_embeddings
-        eos = self.model.generation_config.eos_token_id
-        self.eos_ids: frozenset[int] = frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+        self.eos_ids = eos_token_ids(self.model.generation_config.eos_token_id)
         self._last_positions: torch.Tensor | None = None
         self.model.get_output_embeddings().register_forward_pre_hook(self._keep_last_positions)
         self._check_every_layer_uses_the_cache(model_path)

@@ -13,9 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from miles.arguments.loss import LossArguments
 from miles.batching.collate import collate, split_by_sample
 from miles.loss.aggregation import is_per_token
-from miles.loss.output import LossOutput, reported
-from miles.loss.policy_loss import policy_loss_function
-from miles.loss.sft_loss import sft_loss_function
+from miles.loss.language_model_loss import language_model_loss, reads_entropy
+from miles.loss.output import LossOutput, add_metrics, reported
 from miles.loss.value_loss import value_loss_function
 from miles.parallel.groups import ContextGroups
 from miles.tracking.metrics import Metric
@@ -35,10 +34,11 @@ def forward_backward(
     for plan in shard.micro_batches:
         output = _loss_of(policy, _collate(shard, plan, groups, device), loss, watched)
         output.loss.backward()
-        _add(totals, output)
+        add_metrics(totals, output.metrics)
     with scoring(policy):
         for plan in shard.score_only:
-            _add(totals, _loss_of(policy, _collate(shard, plan, groups, device), loss, watched=False))
+            output = _loss_of(policy, _collate(shard, plan, groups, device), loss, watched=False)
+            add_metrics(totals, output.metrics)
     mass = None
     if watched:
         assert isinstance(policy, Policy), "the critic's loss has no canary"
@@ -63,16 +63,9 @@ def scoring(policy: Policy | ValueModel) -> Iterator[None]:
 def _loss_of(policy: Policy | ValueModel, micro: MicroBatch, loss: LossArguments, watched: bool) -> LossOutput:
     if isinstance(policy, ValueModel):
         return value_loss_function(loss, micro, policy(micro))
-    scores = policy(micro, with_entropy=loss.loss_type == "policy_loss")
+    scores = policy(micro, with_entropy=reads_entropy(loss))
     canary = scores.canary if watched else None
-    if loss.loss_type == "sft_loss":
-        return sft_loss_function(loss, micro, scores.log_probs, canary)
-    return policy_loss_function(loss, micro, scores.log_probs, scores.entropy, canary)
-
-
-def _add(totals: dict[str, torch.Tensor], output: LossOutput) -> None:
-    for name, value in output.metrics.items():
-        totals[name] = totals[name] + value if name in totals else value
+    return language_model_loss(loss, micro, scores.log_probs, scores.entropy, canary)
 
 
 def log_probs_of(policy: Policy, shard: TrainShard, groups: ContextGroups, device: torch.device) -> list[np.ndarray]:

@@ -18,9 +18,8 @@ from miles.arguments.loss import LossArguments
 from miles.arguments.megatron import MegatronArguments
 from miles.batching.collate import collate, split_by_sample
 from miles.loss.aggregation import is_per_token
-from miles.loss.output import LossOutput, reported
-from miles.loss.policy_loss import policy_loss_function
-from miles.loss.sft_loss import sft_loss_function
+from miles.loss.language_model_loss import language_model_loss, reads_entropy
+from miles.loss.output import LossOutput, add_metrics, reported
 from miles.loss.value_loss import value_loss_function
 from miles.tracking.metrics import Metric
 from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
@@ -53,7 +52,7 @@ def forward_backward(
         with torch.no_grad():
             scored = Pass(model.module, shard, shard.score_only, ranks, device)
             for metrics, tokens in scored.run(partial(_metrics_of, loss), forward_only=True):
-                _add(totals, metrics)
+                add_metrics(totals, metrics)
                 scored_tokens += tokens
     contract: LossContract = AveragingContract(len(shard.micro_batches), ranks.dp.size())
     if model.config.calculate_per_token_loss:
@@ -64,7 +63,7 @@ def forward_backward(
         auxiliary = replace(AuxiliaryStep.of(shard, sizes, ranks, device), attached=contract.attached)
     trained = Pass(model.module, shard, shard.micro_batches, ranks, device, auxiliary)
     for metrics in trained.run(partial(_share_of_loss, loss, contract), model=model):
-        _add(totals, metrics)
+        add_metrics(totals, metrics)
     found = _reduce(totals, take_mass(model, ranks), shard, loss, ranks, device)
     inside = auxiliary.metrics(layers_with_experts(model.config)) if auxiliary is not None else {}
     return found | (inside if shard.batch.num_loss_tokens else {})
@@ -165,17 +164,10 @@ def _metrics_of(
 def _loss_of(loss: LossArguments, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor) -> LossOutput:
     if isinstance(policy, ValueModel):
         return value_loss_function(loss, micro, policy.values(hidden, micro))
-    log_probs, entropy = policy.score(hidden, micro, with_entropy=loss.loss_type == "policy_loss")
+    log_probs, entropy = policy.score(hidden, micro, with_entropy=reads_entropy(loss))
     # In every step, watched or not: overlapped reductions wait for the gradient of every parameter.
     canary = None if policy.canary is None else policy.canary.sum()
-    if loss.loss_type == "sft_loss":
-        return sft_loss_function(loss, micro, log_probs, canary)
-    return policy_loss_function(loss, micro, log_probs, entropy, canary)
-
-
-def _add(totals: dict[str, torch.Tensor], metrics: dict[str, torch.Tensor]) -> None:
-    for name, value in metrics.items():
-        totals[name] = totals[name] + value if name in totals else value
+    return language_model_loss(loss, micro, log_probs, entropy, canary)
 
 
 def log_probs_of(policy: PolicyModel, shard: TrainShard, ranks: Ranks, device: torch.device) -> list[np.ndarray]:

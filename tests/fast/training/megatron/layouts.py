@@ -12,20 +12,14 @@ from cases import BUDGET, FIXED, context, dynamic
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto import AutoModelForCausalLM
 
-from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.cluster import ClusterArguments
-from miles.arguments.data import DataArguments
-from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.loss import LossArguments
 from miles.arguments.megatron import MegatronArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.parallel import ParallelArguments
-from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
-from miles.arguments.sglang import SglangArguments
-from miles.arguments.tracking import TrackingArguments
 from miles.arguments.training import TrainingArguments
 from miles.batching.schedule import schedule_step
 from miles.train_batch import TrainBatch, TrainShard
@@ -181,9 +175,6 @@ def make_backend(
     settings = Settings(
         cluster=ClusterArguments(actor_num_gpus_per_node=layout.ranks),
         model=ModelArguments(hf_checkpoint=stand.model(model)),
-        data=DataArguments(),
-        reward=RewardArguments(),
-        sglang=SglangArguments(),
         rollout=RolloutArguments(rollout_temperature=TEMPERATURE),
         loss=loss,
         optimizer=OptimizerArguments(**optimizer),
@@ -191,9 +182,6 @@ def make_backend(
         parallel=layout.parallel,
         megatron=replace(layout.sizes, **(auxiliary or {})),
         megatron_given=tuple(layout.given.items()),
-        checkpoint=CheckpointArguments(),
-        evaluation=EvaluationArguments(),
-        tracking=TrackingArguments(),
     )
     return MegatronBackend(settings, CPU, total_steps)
 

@@ -16,26 +16,18 @@ from cases import BATCHES, FIXED, FULL, VOCABULARY, Case, Layout, context, dynam
 from compare import distance, off_policy, samples_of, wanted
 from layout_grid import DYNAMIC_BUDGET, Split, splits
 from ranks import started_ranks
+from tiny_llama import SHAPE
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from miles.arguments.training import TrainingArguments
 
 EXPERTS = Qwen3MoeConfig(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
+    **(SHAPE | {"vocab_size": VOCABULARY}),
     moe_intermediate_size=24,
     num_experts=4,
     num_experts_per_tok=2,
     norm_topk_prob=True,
     initializer_range=0.15,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
 )
 MODELS = ("untied", "qwen3_moe")
 
