@@ -9,8 +9,8 @@ weights arrive between two rollouts. ``--generate-scale`` stretches generation, 
 One JSON object a K: seconds a step, the share of time that trainer and engine work, and the gain over K = 0.
 
 ``--fully-async`` has the same bound and the same figures here, and more in truth: it also fills the tail of a rollout,
-where few responses are still running, which phase times do not show. The two-core case is measured, not simulated: run
-the same command with and without ``--async-steps 1`` and compare ``time/step``.
+where few responses are still running, which phase times do not show. The two-core case is measured, not simulated:
+``benchmarks/async_on_cpu.py``.
 """
 
 from __future__ import annotations
