@@ -94,5 +94,11 @@ class Settings:
         """SGLang servers that the run starts; 0 with the embedded engine, and with engines that run already."""
         if self.rollout.rollout_engine != "sglang" or self.sglang.rollout_external or not self.generates:
             return 0
-        devices = self.cluster.world_size if self.cluster.colocate else self.cluster.rollout_num_gpus or 1
-        return devices // self.sglang.rollout_num_gpus_per_engine
+        return self.engine_devices // self.sglang.rollout_num_gpus_per_engine
+
+    @property
+    def engine_devices(self) -> int:
+        """Devices of all SGLang servers together."""
+        if self.cluster.colocate:
+            return self.cluster.world_size
+        return self.cluster.rollout_num_gpus or self.sglang.rollout_num_gpus_per_engine
