@@ -94,6 +94,18 @@ def test_pipeline_stages_repeat_the_shards(megatron):
             EXPERTS,
             ["--moe-router-load-balancing-type global_aux_loss", "seq_aux_loss"],
         ),
+        (
+            "--moe-router-load-balancing-type seq_aux_loss",
+            EXPERTS,
+            ["--moe-router-load-balancing-type seq_aux_loss", "--moe-aux-loss-coeff 0"],
+        ),
+        (
+            "--moe-router-load-balancing-type seq_aux_loss --moe-z-loss-coeff 0.1",
+            EXPERTS,
+            ["--moe-router-load-balancing-type seq_aux_loss", "--moe-aux-loss-coeff 0"],
+        ),
+        ("--recompute-method uniform", LLAMA, ["--recompute-method uniform", "--recompute-granularity full"]),
+        ("--recompute-num-layers 1", LLAMA, ["--recompute-num-layers 1", "--recompute-granularity full"]),
         ("--mtp-num-layers 1", LLAMA, ["--mtp-num-layers 1", "--enable-mtp-training"]),
         ("--mtp-loss-scaling-factor 0.3", LLAMA, ["--mtp-loss-scaling-factor 0.3", "--enable-mtp-training"]),
         ("--enable-mtp-training", LLAMA, ["--mtp-num-layers", "required"]),
