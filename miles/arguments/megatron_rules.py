@@ -134,12 +134,6 @@ def _check_experts(sizes: MegatronArguments, experts: int) -> None:
     if experts % sizes.expert_model_parallel_size:
         rule = f"must divide the model's {experts} experts"
         refuse("expert_model_parallel_size", sizes.expert_model_parallel_size, rule, f"give a divisor of {experts}")
-    if sizes.expert_model_parallel_size > 1 and sizes.expert_ranks_a_matrix > 1:
-        rule = (
-            f"with --expert-model-parallel-size {sizes.expert_model_parallel_size}: ranks that share an expert would "
-            "exchange token counts that differ, which gloo cannot, and which has not been tested on GPUs"
-        )
-        refuse("expert_tensor_parallel_size", sizes.expert_ranks_a_matrix, rule, "give 1")
     if sizes.tensor_model_parallel_size == 1:
         return
     if not sizes.sequence_parallel:

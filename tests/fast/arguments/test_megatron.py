@@ -134,11 +134,6 @@ def test_pipeline_stages_repeat_the_shards(megatron):
             EXPERTS,
             ["--expert-tensor-parallel-size 1", "wrong gradients"],
         ),
-        (
-            "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
-            EXPERTS,
-            ["--expert-tensor-parallel-size 2", "give 1"],
-        ),
         ("", LLAMA | {"model_type": "gemma"}, ["model_type gemma", "llama, qwen2"]),
         ("", LLAMA | {"attention_bias": True}, ["attention_bias", "Qwen2"]),
         ("--num-layerz 4", LLAMA, ["--num-layerz", "--num-layers"]),
