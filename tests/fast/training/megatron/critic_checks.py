@@ -65,6 +65,7 @@ def checks_of(name: str, expected: Expectations) -> dict[str, Callable[[Stand], 
             )
     if name in ("one", "tp2 with sp", "pp2"):
         found["critic learns alone"] = critic_learns_alone
+    if name == "tp2 with sp":
         found["critic stays where the policy fails"] = critic_stays_where_the_policy_fails
     if name in ("dp2, distributed optimizer", "tp2", "pp2"):
         found["critic comes back from a checkpoint"] = critic_comes_back

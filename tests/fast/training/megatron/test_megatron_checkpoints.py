@@ -13,7 +13,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
 WRITTEN = 9  # layouts that write; checkpoint_checks.CHANGES
-READ = 12
+READ = 11
 
 
 @pytest.fixture(scope="module")
