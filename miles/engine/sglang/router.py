@@ -11,6 +11,7 @@ import httpx
 
 from miles.arguments.server_flags import has_flag
 from miles.engine.sglang.child_process import ChildProcess
+from miles.engine.sglang.open_files import allow_open_files
 from miles.engine.sglang.sglang_server import free_port
 
 MODULE = "sglang_router.launch_router"
@@ -22,8 +23,13 @@ POLL_SECONDS = 0.05
 class Router:
     """One router process. Engines are registered when they may serve, and taken out when they may not."""
 
-    def __init__(self, flags: tuple[str, ...], host: str, log: Path) -> None:
-        """Start the router with the user's ``--router-*`` words; engines are added later."""
+    def __init__(self, flags: tuple[str, ...], host: str, log: Path, requests: int) -> None:
+        """Start the router with the user's ``--router-*`` words; engines are added later.
+
+        ``requests``: most in flight at a time. Each takes two sockets of the router, whose limit of open files is this
+        process's own, raised here; raises ``ValueError`` where the system does not allow so many.
+        """
+        allow_open_files(2 * requests, f"the router, with --sglang-server-concurrency for {requests} requests in all,")
         self.url = f"http://{host}:{free_port(host)}"
         port = self.url.rpartition(":")[2]
         words = ["--host", host, "--port", port]
