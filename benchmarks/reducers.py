@@ -54,7 +54,6 @@ def step(mode: Aggregation, samples: int, longest: int) -> MicroBatch:
         loss_masks=masks,
         rollout_log_probs=[np.zeros(n, np.float32) for n in lengths],
         rewards=[0.0] * samples,
-        raw_rewards=[0.0] * samples,
         group_indices=groups,
         rollout_ids=rollouts,
         places=rollouts,

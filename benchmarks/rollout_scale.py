@@ -1,9 +1,12 @@
 """What one rollout process can feed: requests a second, CPU a request and memory, at many requests in flight.
 
-``python benchmarks/rollout_scale.py --in-flight 10000`` runs the production collector and the production SGLang engine,
-reward included, against stand-in servers (stand_in_engine.py) over real sockets, and prints one JSON object. With
-``--no-http`` the answers come from a timer instead: what remains is the collector's own cost. CPU seconds are this
-process's alone, the servers have a process of their own.
+``python benchmarks/rollout_scale.py --in-flight 8000`` runs the production collector and the production SGLang engine,
+reward included, against stand-in servers (stand_in_engine.py) over real sockets, and prints one JSON object.
+
+As in a run, two engines or more stand behind sglang-router, whose CPU is told apart; it takes two open files a request,
+so 10,000 need a hard limit of 21,024. With ``--engines 1`` there is no router; to this process that is the same, one
+address that all requests go to. With ``--no-http`` the answers come from a timer: what remains is the collector's own
+cost. CPU seconds are this process's alone, the servers have a process of their own.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ import argparse
 import asyncio
 import json
 import math
+import multiprocessing
 import resource
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from stand_in_engine import answer_body, latency, start
 
 from miles.arguments.reward import RewardArguments
@@ -25,6 +30,7 @@ from miles.arguments.rollout import RolloutArguments
 from miles.arguments.sglang import SglangArguments
 from miles.data.stream import PromptStream
 from miles.engine.base import Generation, GenerationRequest
+from miles.engine.sglang.router import Router
 from miles.engine.sglang.sglang_client import read_generation
 from miles.engine.sglang.sglang_engine import SglangEngine
 from miles.rollout.generate import generate_group
@@ -39,7 +45,7 @@ VOCAB = 1000
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--in-flight", type=int, default=10_000, help="requests at once: prompts x 8 samples")
-    parser.add_argument("--engines", type=int, default=20, help="servers that share them")
+    parser.add_argument("--engines", type=int, default=20, help="servers that share them; two or more have a router")
     parser.add_argument("--rollouts", type=int, default=2, help="measured, after one to warm up")
     parser.add_argument("--no-http", action="store_true", help="answer from a timer")
     parser.add_argument("--fully-async", action="store_true", help="groups are taken as they complete")
@@ -111,16 +117,23 @@ async def alternating(samples: list[Sample]) -> list[float]:
     return [float((s.rollout_id or 0) % 2) for s in samples]
 
 
-async def engine_of(options: argparse.Namespace, urls: list[str], folder: Path) -> Any:
+async def engine_of(options: argparse.Namespace, urls: list[str], router: Router | None, folder: Path) -> Any:
     if options.no_http:
         return TimerEngine(options.median_seconds, options.tokens)
     sglang = SglangArguments(sglang_server_concurrency=math.ceil(options.in_flight / options.engines))
-    engine = SglangEngine([Running(url) for url in urls], sglang, VOCAB, WeightSender(sglang, folder), None)
+    engine = SglangEngine([Running(url) for url in urls], sglang, VOCAB, WeightSender(sglang, folder), router)
     await engine.start()
     return engine
 
 
-async def measure(options: argparse.Namespace, urls: list[str], folder: Path) -> dict[str, Any]:
+def router_cpu() -> float:
+    """CPU seconds of the router until now; 0 where there is none. It is the child that is no stand-in."""
+    stand_ins = {process.pid for process in multiprocessing.active_children()}
+    router = [process for process in psutil.Process().children() if process.pid not in stand_ins]
+    return sum(sum(process.cpu_times()[:2]) for process in router)
+
+
+async def measure(options: argparse.Namespace, urls: list[str], router: Router | None, folder: Path) -> dict[str, Any]:
     groups = options.in_flight // SAMPLES
     settings = RolloutArguments(
         rollout_batch_size=groups // 2 if options.fully_async else groups,  # twice as many are in play
@@ -130,18 +143,20 @@ async def measure(options: argparse.Namespace, urls: list[str], folder: Path) ->
         fully_async=options.fully_async,
     )
     stream = PromptStream([Prompt("", (5,) * options.prompt_len)], shuffle=False, seed=0)
-    engines = await engine_of(options, urls, folder)
+    engines = await engine_of(options, urls, router, folder)
     engine: Any = Counting(engines)
     source = build_source(
         stream, engine, NoText(), alternating, settings, RewardArguments(), 0, generate_group, options.rollouts + 1
     )
     await source.collect(0)
-    answered, cpu, wall = engine.answered, time.process_time(), time.perf_counter()
+    answered, router_seconds = engine.answered, router_cpu()
+    cpu, wall = time.process_time(), time.perf_counter()
     for rollout_id in range(1, options.rollouts + 1):
         source.weights_arrived(rollout_id)
         await source.collect(rollout_id)
     answered = engine.answered - answered
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    router_seconds = router_cpu() - router_seconds
     await engines.close()
     return {
         "in_flight": engine.most_in_flight,
@@ -151,6 +166,7 @@ async def measure(options: argparse.Namespace, urls: list[str], folder: Path) ->
         "requests_per_second": round(answered / wall, 1),
         "cpu_ms_per_request": round(1000 * cpu / answered, 3),
         "requests_per_cpu_second": round(answered / cpu),
+        "router_cpu_ms_per_request": round(1000 * router_seconds / answered, 3) if router is not None else None,
         "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
 
@@ -159,8 +175,11 @@ def main() -> None:
     options = parse()
     server, urls = start(options.engines, options.tokens, options.median_seconds, options.in_flight)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(asyncio.run(measure(options, urls, Path(folder)))))
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            routed = options.engines > 1 and not options.no_http
+            router = Router((), "127.0.0.1", folder / "router.log", options.in_flight) if routed else None
+            print(json.dumps(asyncio.run(measure(options, urls, router, folder))))
     finally:
         server.terminate()
 

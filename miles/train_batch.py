@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
     from miles.parallel.groups import ContextGroup
 
-_STEP_WIDE = ("num_rollouts", "num_groups", "num_loss_tokens", "expected_loss_mass")
+_STEP_WIDE = ("num_rollouts", "num_loss_tokens", "expected_loss_mass")
 
 
 @dataclass(frozen=True)
 class TrainBatch:
     """One optimizer step as columns, one entry a sample; a shard of it (``select``) has the same type.
 
-    The four step-wide numbers are those of the **whole** step, on every shard: they are decided before the batch is
+    The three step-wide numbers are those of the **whole** step, on every shard: they are decided before the batch is
     split, so no split can change a denominator (docs/loss-aggregation.md).
 
     Worked example (two prompts, two rollouts each, response lengths 2, 6 | 4, 8, nothing masked)::
 
-        num_rollouts N = 4, num_groups P = 2, num_loss_tokens T = 20
+        num_rollouts N = 4, prompt groups P = 2, num_loss_tokens T = 20
         rollout_token_counts = [2, 6, 4, 8]
         sample_denoms        = [2, 6, 4, 8]          under sample_mean
                              = [4, 4, 6, 6]          under prompt_mean: M_g * P / N = 8 * 2/4, 12 * 2/4
@@ -38,7 +38,6 @@ class TrainBatch:
     loss_masks: list[np.ndarray]  # float32 0/1 [response]
     rollout_log_probs: list[np.ndarray]  # float32 [response], the engine's
     rewards: list[float]  # what the advantage estimator reads: normalized within the group where asked for
-    raw_rewards: list[float]  # as the reward function gave them
     sample_denoms: list[float]  # of pg_loss: 1/N sum_i S_i / sample_denoms[i]
     rollout_token_counts: list[float]  # max(M_r, 1) of the sample's rollout: denominators of the sample mean
     group_indices: list[int]
@@ -46,7 +45,6 @@ class TrainBatch:
     places: list[int]  # of the sample in the whole step, in which a rollout's samples stand in their order
 
     num_rollouts: int  # N
-    num_groups: int  # P
     num_loss_tokens: int  # T
     expected_loss_mass: float  # sum over all tokens of the weight that pg_loss gives them
 

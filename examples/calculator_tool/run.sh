@@ -1,14 +1,22 @@
 #!/usr/bin/env bash
 # GRPO with a calculator: SmolLM2-135M learns to call a tool, on two CPU cores.
 #   SEED=1 bash examples/calculator_tool/run.sh [MODEL_FOLDER]
+#   ENGINE=sglang SEED=1 bash examples/calculator_tool/run.sh    with an SGLang server instead of the embedded engine
+# Further flags go to train.py, after those below, which they override.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/venv.sh
 
 SEED="${SEED:-1}"
+ENGINE="${ENGINE:-torch}"
 OUT=outputs/calculator_tool
+FOLDER=()
+if [ $# -gt 0 ] && [[ "$1" != --* ]]; then
+    FOLDER=("$1")
+    shift
+fi
 rm -rf "$OUT"
-MODEL="$("$PYTHON" examples/quickstart/prepare_model.py "$@")"
+MODEL="$("$PYTHON" examples/quickstart/prepare_model.py "${FOLDER[@]}")"
 "$PYTHON" examples/calculator_tool/make_data.py "$OUT/data"
 
 "$PYTHON" train.py \
@@ -17,14 +25,14 @@ MODEL="$("$PYTHON" examples/quickstart/prepare_model.py "$@")"
     --rollout-shuffle \
     --rm-type last_number \
     --custom-generate-function-path examples.calculator_tool.calculator:generate \
-    --num-rollout 20 --rollout-batch-size 8 --n-samples-per-prompt 8 \
+    --num-rollout 16 --rollout-batch-size 8 --n-samples-per-prompt 8 \
     --rollout-max-response-len 32 --rollout-temperature 1.0 \
     --advantage-estimator grpo --loss-aggregation sample_mean \
     --lr 1e-5 --lr-decay-style constant --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 \
     --train-backend fsdp --bf16 --use-dynamic-batch-size --max-tokens-per-gpu 1536 \
-    --rollout-engine torch --actor-num-gpus-per-node 1 --colocate \
-    --eval-prompt-data heldout "$OUT/data/heldout.jsonl" --eval-interval 10 --n-samples-per-eval-prompt 4 \
+    --rollout-engine "$ENGINE" --actor-num-gpus-per-node 1 --colocate \
+    --eval-prompt-data heldout "$OUT/data/heldout.jsonl" --eval-interval 8 --n-samples-per-eval-prompt 4 \
     --output-dir "$OUT" \
-    --seed "$SEED" --rollout-seed "$SEED"
+    --seed "$SEED" --rollout-seed "$SEED" "$@"
 
 "$PYTHON" examples/quickstart/summary.py "$OUT/metrics.jsonl" --label calculator_tool

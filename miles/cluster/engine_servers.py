@@ -114,7 +114,8 @@ def build_sglang_engine(settings: Settings, placement: Placement) -> SglangEngin
     servers += [ExternalServer(address) for address in settings.sglang.rollout_external_engine_addrs or ()]
     router = None
     if len(servers) > 1:
-        router = Router(settings.server_flags.router, "127.0.0.1", output_dir / LOGS / "router.log")
+        requests = settings.sglang.sglang_server_concurrency * len(servers)
+        router = Router(settings.server_flags.router, "127.0.0.1", output_dir / LOGS / "router.log", requests)
     assert settings.model.hf_checkpoint is not None
     vocab_size = AutoConfig.from_pretrained(settings.model.hf_checkpoint).get_text_config().vocab_size
     sender = WeightSender(settings.sglang, output_dir, broadcast_device(placement))

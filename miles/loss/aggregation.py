@@ -24,7 +24,6 @@ class StepDenominators:
     sample_denoms: list[float]  # of pg_loss, one a sample
     rollout_token_counts: list[float]  # max(M_r, 1) of the sample's rollout
     num_rollouts: int  # N
-    num_groups: int  # P
     num_loss_tokens: int  # T
     expected_loss_mass: float  # sum over all tokens of m / (N * denom): what a token loss of 1 everywhere adds up to
 
@@ -64,7 +63,7 @@ def step_denominators(
         denoms = [_checked_divisor(divisor)] * len(token_counts)
 
     mass = _loss_mass(mode, tokens_of_rollout, tokens_of_group, divisor)
-    return StepDenominators(list(denoms), rollout_token_counts, rollouts, groups, tokens, mass)
+    return StepDenominators(list(denoms), rollout_token_counts, rollouts, tokens, mass)
 
 
 def _loss_mass(

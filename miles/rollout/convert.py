@@ -16,11 +16,10 @@ from miles.train_batch import TrainBatch
 
 @dataclass(frozen=True)
 class _Row:
-    """One sample, and the rewards that stand beside it in the batch."""
+    """One sample, and what stands beside it in the batch."""
 
     sample: Sample
     rollout_id: int
-    raw_reward: float
     reward: float
 
 
@@ -44,10 +43,9 @@ def _trajectories(groups: Sequence[PromptGroup], loss: LossArguments) -> list[li
     """The samples of each rollout together, rollouts in the order of groups and of their first sample."""
     samples = [sample for group in groups for sample in group.samples]
     rollout_ids = [_checked_rollout_id(sample) for sample in samples]
-    raw_rewards = _raw_rewards(groups, loss)
-    rewards = _rewards(raw_rewards, [s.group_index for s in samples], rollout_ids, loss)
+    rewards = _rewards(_raw_rewards(groups, loss), [s.group_index for s in samples], rollout_ids, loss)
     trajectories: dict[int, list[_Row]] = {}
-    for row in map(_Row, samples, rollout_ids, raw_rewards, rewards):
+    for row in map(_Row, samples, rollout_ids, rewards):
         trajectories.setdefault(row.rollout_id, []).append(row)
     for rollout_id, rows in trajectories.items():
         owners = {row.sample.group_index for row in rows}
@@ -121,7 +119,6 @@ def _train_batch(rows: Sequence[_Row], loss: LossArguments) -> TrainBatch:
         loss_masks=[np.asarray(s.loss_mask, dtype=np.float32) for s in samples],
         rollout_log_probs=[np.asarray(s.rollout_log_probs, dtype=np.float32) for s in samples],
         rewards=[row.reward for row in rows],
-        raw_rewards=[row.raw_reward for row in rows],
         group_indices=group_indices,
         rollout_ids=rollout_ids,
         places=list(range(len(rows))),

@@ -1,10 +1,10 @@
-"""Which servers may be used now: requests are spread over them, one that fails is taken out and brought up again."""
+"""Which servers may be used now: one that fails is taken out and brought up again. A router spreads requests."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -68,22 +68,14 @@ class Member:
             asked.cancel()
 
 
-class MemberUnavailable(EngineUnavailable):
-    """Which member of the pool it was; ``member`` is None where the router chose it."""
-
-    def __init__(self, message: str, member: Member | None) -> None:
-        super().__init__(message)
-        self.member = member
-
-
 class EnginePool:
     """The servers of a run.
 
     ``connect`` makes the client of a URL; ``bring_up`` gives a started server the current weights, and keeps others
     from coming while its body runs. With ``restart`` a member that fails is stopped, started, brought up and taken in
     again, while requests go to the others, or wait when there is none, and a router that fails is started again;
-    without it a failure is the caller's. Requests go to the member with the fewest in flight, or to the router where
-    there is one; then the router knows the members that serve, and no others.
+    without it a failure is the caller's. Two members or more stand behind a ``router``, which chooses one for each
+    request, and knows the members that serve and no others.
     """
 
     def __init__(
@@ -95,6 +87,7 @@ class EnginePool:
         restart: bool,
         router_seconds: float = 30.0,
     ) -> None:
+        assert router is not None or len(servers) == 1, f"{len(servers)} servers need a router in front of them"
         self.members = [Member(server) for server in servers]
         self._connect = connect
         self._bring_up = bring_up
@@ -113,43 +106,32 @@ class EnginePool:
         """Members that may be used now."""
         return [member for member in self.members if member.serving]
 
-    async def run(
-        self, call: Callable[[SglangClient], Awaitable[T]], avoid: Collection[Member] = ()
-    ) -> tuple[T, Member | None]:
-        """Have one server do ``call``; waits while every server is being restarted.
+    async def run(self, call: Callable[[SglangClient], Awaitable[T]]) -> T:
+        """Have a server do ``call``; waits while every server is being restarted. Raises ``EngineUnavailable``."""
+        await self._until_one_serves()
+        if self._router_client is not None:
+            return await call(self._router_client)
+        [only] = self.members
+        return await only.answer(call(only.connected))
 
-        ``avoid``: members to use only when there is no other. The member that answered comes with the answer; None
-        when the router chose it. Raises ``MemberUnavailable``.
-        """
-        chosen = await self._pick(avoid)
-        member = None if self._router_client is not None else chosen
-        try:
-            if self._router_client is not None:
-                return await call(self._router_client), None
-            return await chosen.answer(call(chosen.connected)), chosen
-        except EngineUnavailable as failure:
-            raise MemberUnavailable(str(failure), member) from failure
-
-    async def _pick(self, avoid: Collection[Member]) -> Member:
+    async def _until_one_serves(self) -> None:
         async with self._changed:
             while not self.serving:
                 if all(member.recovery is None or member.recovery.done() for member in self.members):
                     names = ", ".join(member.server.name for member in self.members)
                     raise RuntimeError(f"no engine is left ({names}); their log files say why")
                 await self._changed.wait()
-            candidates = [member for member in self.serving if member not in avoid] or self.serving
-            return min(candidates, key=lambda member: len(member.asked))
 
-    async def suspect(self, member: Member | None, probe: Callable[[SglangClient], Awaitable[None]]) -> None:
-        """Have ``member``, or each one where None, prove with ``probe`` that it works; take out those that do not.
+    async def suspect_all(self, probe: Callable[[SglangClient], Awaitable[None]]) -> None:
+        """Have each member that serves prove with ``probe`` that it works; take out those that do not.
 
-        Does nothing in a pool that does not restart. Suspicions of one member at a time share a probe. With None, the
-        router is suspected as well. Raises ``ServerFailed`` where that does not come up again.
+        All of them, because nobody knows which one the router had chosen, and the router as well: one that does not
+        answer is started again. Does nothing in a pool that does not restart. Suspicions of one member at a time share
+        a probe. Raises ``ServerFailed`` where the router does not come up again.
         """
         if self._restart:
-            if member is None:
-                await self._mend_router()
-            await asyncio.gather(*(self._check(m, probe) for m in ([member] if member else self.serving)))
+            await self._mend_router()
+            await asyncio.gather(*(self._check(member, probe) for member in self.serving))
 
     async def _mend_router(self) -> None:
         if self._router is not None:

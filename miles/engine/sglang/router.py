@@ -13,6 +13,7 @@ import httpx
 
 from miles.arguments.server_flags import has_flag
 from miles.engine.sglang.child_process import ChildProcess
+from miles.engine.sglang.open_files import allow_open_files
 from miles.engine.sglang.sglang_client import EngineUnavailable
 from miles.engine.sglang.sglang_server import free_port
 
@@ -29,8 +30,13 @@ class Router:
 
     name = "the router"
 
-    def __init__(self, flags: tuple[str, ...], host: str, log_file: Path) -> None:
-        """Start the router with the user's ``--router-*`` words; engines are added later."""
+    def __init__(self, flags: tuple[str, ...], host: str, log_file: Path, requests: int) -> None:
+        """Start the router with the user's ``--router-*`` words; engines are added later.
+
+        ``requests``: most in flight at a time. Each takes two sockets of the router, whose limit of open files is this
+        process's own, raised here; raises ``ValueError`` where the system does not allow so many.
+        """
+        allow_open_files(2 * requests, f"the router, with --sglang-server-concurrency for {requests} requests in all,")
         self.url = f"http://{host}:{free_port(host)}"
         port = self.url.rpartition(":")[2]
         words = ["--host", host, "--port", port]

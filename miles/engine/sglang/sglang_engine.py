@@ -10,7 +10,7 @@ from typing import Any
 
 from miles.arguments.sglang import SglangArguments
 from miles.engine.base import Generation, GenerationRequest, SamplingParams, WeightChunk
-from miles.engine.sglang.engine_pool import EnginePool, Member, MemberUnavailable, Server
+from miles.engine.sglang.engine_pool import EnginePool, Member, Server
 from miles.engine.sglang.open_files import allow_open_files
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.sglang_client import EngineUnavailable, SglangClient
@@ -30,9 +30,9 @@ Failures = list[tuple[Member, Exception]]
 class SglangEngine:
     """Implements ``miles.engine.base.Engine``.
 
-    A request is sent again, to another server where there is one, when its server does not answer, answers with HTTP
-    5xx, or with something that is no generation; what a server refuses (HTTP 4xx) is an error at once. An answer counts
-    once: it is either returned, or its request failed.
+    A request is sent again, wherever the router sends it, when its server does not answer, answers with HTTP 5xx, or
+    with something that is no generation; what a server refuses (HTTP 4xx) is an error at once. An answer counts once:
+    it is either returned, or its request failed.
 
     Every server is checked each ``--rollout-health-check-interval``. With ``--use-fault-tolerance``, and then after
     each failed request too, one that fails is restarted, given the current weights, and used again. Without, one that
@@ -49,7 +49,7 @@ class SglangEngine:
         eos_ids: Collection[int] = (),
         silence_seconds: float = 300.0,
     ) -> None:
-        """Nothing is started before ``start()``. Requests go through ``router``, or to servers that are chosen here.
+        """No server is started before ``start()``. Requests go through ``router``, without which there is one server.
 
         ``eos_ids``: the model's own stop tokens.
         """
@@ -115,23 +115,20 @@ class SglangEngine:
             )
 
     async def _generate_one(self, request: GenerationRequest, seed: int, aborts: int) -> Generation:
-        failed: list[Member] = []
         async with self._slots:
             for attempt in range(1, REQUEST_TRIES + 1):
                 try:
-                    return await self._try(request, seed, aborts, failed)
-                except MemberUnavailable as failure:
-                    if failure.member is not None:
-                        failed.append(failure.member)
+                    return await self._try(request, seed, aborts)
+                except EngineUnavailable as failure:
                     if attempt == REQUEST_TRIES:
                         raise RuntimeError(self._given_up(failure)) from failure
-                    await self._pool.suspect(failure.member, self._probe)
+                    await self._pool.suspect_all(self._probe)
                     async with self._updating:  # an update finds out itself who is there, and takes out who is not
                         pass
                     await asyncio.sleep(min(BACK_OFF_SECONDS * 2 ** (attempt - 1), MAX_BACK_OFF_SECONDS))
         raise AssertionError("unreachable")
 
-    async def _try(self, request: GenerationRequest, seed: int, aborts: int, avoid: Sequence[Member]) -> Generation:
+    async def _try(self, request: GenerationRequest, seed: int, aborts: int) -> Generation:
         async def call(client: SglangClient) -> Generation:
             if self._failure is not None:
                 raise self._failure
@@ -143,12 +140,11 @@ class SglangEngine:
             return await self._tracked(work)
 
         sent_under = self._version
-        generation, member = await self._pool.run(call, avoid)
+        generation = await self._pool.run(call)
         low, high = sorted((sent_under, self._version))
         versions = {generation.weight_version, *(version for version, _ in generation.earlier_versions)}
         if self._updated and not low <= min(versions) <= max(versions) <= high:
-            words = f"an answer by weights {sorted(versions)} instead of {self._version}"
-            raise MemberUnavailable(words, member)
+            raise EngineUnavailable(f"an answer by weights {sorted(versions)} instead of {self._version}")
         return self._ended(generation, request.sampling)
 
     def _ended(self, generation: Generation, sampling: SamplingParams) -> Generation:
@@ -329,7 +325,7 @@ class SglangEngine:
             if self._silent:
                 continue
             if self._sglang.use_fault_tolerance:
-                await self._pool.suspect(None, self._healthy_unless_updated)
+                await self._pool.suspect_all(self._healthy_unless_updated)
                 continue
             try:
                 await self._silence.look(self._checks())

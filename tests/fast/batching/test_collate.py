@@ -98,5 +98,5 @@ def test_select_keeps_the_numbers_of_the_step(make_batch, choice):
     part = batch.select(indices)
     assert part.rollout_ids == [100 + i for i in indices]
     assert all(np.array_equal(a, batch.tokens[i]) for a, i in zip(part.tokens, indices, strict=True))
-    assert (part.num_rollouts, part.num_groups, part.num_loss_tokens, part.expected_loss_mass) == (91, 92, 93, 0.94)
+    assert (part.num_rollouts, part.num_loss_tokens, part.expected_loss_mass) == (91, 93, 0.94)
     assert part.select([]).num_rollouts == 91 and len(part.select([])) == 0

@@ -172,7 +172,10 @@ MUTATIONS: dict[str, Mutation] = {
             True,
             (
                 denominators(
-                    lambda d, _: replace(d, sample_denoms=[x * d.num_rollouts / d.num_groups for x in d.sample_denoms])
+                    lambda d, given: replace(
+                        d,
+                        sample_denoms=[x * d.num_rollouts / len(set(given["group_indices"])) for x in d.sample_denoms],
+                    )
                 ),
             ),
         ),

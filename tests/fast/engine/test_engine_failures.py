@@ -76,12 +76,13 @@ async def ask(engine, prompt):
     return (await engine.generate(request))[0]
 
 
-def run(folder, num_servers, scenario, routed=False, **flags):
-    """``scenario(engine, servers)`` on a started engine with weights of version 3; ``routed``: with sglang-router."""
+def run(folder, num_servers, scenario, **flags):
+    """``scenario(engine, servers)`` on a started engine with weights of version 3, as a run makes it: with
+    sglang-router in front of two servers or more."""
 
     async def whole():
         servers = [StandInServer(number, folder) for number in range(num_servers)]
-        router = Router((), "127.0.0.1", folder / "router.log") if routed else None
+        router = Router((), "127.0.0.1", folder / "router.log", requests=1024) if num_servers > 1 else None
         engine = engine_of(servers, folder, router, **flags)
         try:
             await engine.start()
@@ -108,6 +109,9 @@ def stop(server):
 
 
 FAULTS = ["killed", "stopped", "500", "garbage", "unsound", "unhealthy", "loses weights"]
+BEHIND_A_ROUTER = [
+    pytest.param(fault, 2, marks=() if fault in ("killed", "stopped") else pytest.mark.slow) for fault in FAULTS
+]
 
 
 async def break_server(server, fault):
@@ -119,7 +123,7 @@ async def break_server(server, fault):
         await server.misbehave(fault)
 
 
-@pytest.mark.parametrize(("fault", "num_servers"), [("killed", 1), *((fault, 2) for fault in FAULTS)])
+@pytest.mark.parametrize(("fault", "num_servers"), [*((fault, 1) for fault in FAULTS), *BEHIND_A_ROUTER])
 def test_failed_server_is_replaced_and_nothing_is_lost(tmp_path, fault, num_servers):
     """Requests before, during and after the fault are each answered once, by servers with the current weights."""
 
@@ -137,8 +141,8 @@ def test_failed_server_is_replaced_and_nothing_is_lost(tmp_path, fault, num_serv
     assert all(answer.weight_version == 3 for answer in given)
 
 
-@pytest.mark.parametrize("routed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["direct", "routed"])
-def test_kills_at_random_moments(tmp_path, routed):
+@pytest.mark.parametrize("num_servers", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["direct", "routed"])
+def test_kills_at_random_moments(tmp_path, num_servers):
     """Many rollouts of many prompts: the answers are those of a run in which nothing failed."""
     rng = random.Random(0)
     killed_after = set(rng.sample(range(240), 8))  # so many answers
@@ -160,7 +164,7 @@ def test_kills_at_random_moments(tmp_path, routed):
         return rollouts, sum(server.starts for server in servers)
 
     flags = {"use_fault_tolerance": True, "sglang_server_concurrency": 4, **QUICK}
-    rollouts, starts = run(tmp_path, 2, scenario, routed, **flags)
+    rollouts, starts = run(tmp_path, num_servers, scenario, **flags)
     assert starts > 4, "too little was killed"
     for version, rollout in enumerate(rollouts, start=4):
         assert [answer.token_ids for answer in rollout] == [[n, version] for n in range(40)]
@@ -203,7 +207,7 @@ def test_without_fault_tolerance_a_server_that_hangs_ends_the_wait(tmp_path, cap
         with pytest.raises(RuntimeError, match="no health check"):
             await ask(engine, (1,))
 
-    run(tmp_path, 1 + routed, scenario, routed, silence_seconds=1.5, **QUICK)
+    run(tmp_path, 1 + routed, scenario, silence_seconds=1.5, **QUICK)
     assert "does not pass its health check" in caplog.text
     assert "the run stops in 1.5 s (--worker-timeout); with --use-fault-tolerance it would" in caplog.text
 
@@ -261,7 +265,7 @@ def test_a_router_that_fails_is_replaced_and_nothing_is_lost(tmp_path, number):
         return engine._router._process.pid != first, [server.starts for server in servers], await asyncio.gather(*asked)
 
     flags = {"use_fault_tolerance": True, "sglang_server_concurrency": 2, **QUICK}
-    replaced, starts, given = run(tmp_path, 2, scenario, routed=True, **flags)
+    replaced, starts, given = run(tmp_path, 2, scenario, **flags)
     assert replaced and starts == [1, 1]
     assert [answer.token_ids for answer in given] == [[1, n] for n in range(60)]
 
@@ -273,7 +277,7 @@ def test_without_fault_tolerance_a_router_that_hangs_ends_the_wait(tmp_path):
         with pytest.raises(RuntimeError, match="the router has passed no health check"):
             await ask(engine, (1,))
 
-    run(tmp_path, 2, scenario, routed=True, silence_seconds=1.0, **QUICK)
+    run(tmp_path, 2, scenario, silence_seconds=1.0, **QUICK)
 
 
 def test_server_that_will_not_start_again_is_given_up(tmp_path):
@@ -301,12 +305,11 @@ def test_update_while_a_server_is_away_reaches_it_on_return(tmp_path):
     assert {answer.weight_version for answer in given} == {5}
 
 
-@pytest.mark.parametrize("routed", [False, True], ids=["direct", "routed"])
-def test_requests_are_spread_and_bounded(tmp_path, routed):
+def test_requests_are_spread_over_the_servers(tmp_path):
     async def scenario(engine, servers):
         await asyncio.gather(*(ask(engine, (n,)) for n in range(60)))
         async with httpx.AsyncClient() as http:
             return [(await http.get(f"{server.url}/served")).json()["served"] for server in servers]
 
-    served = run(tmp_path, 3, scenario, routed, sglang_server_concurrency=2)
+    served = run(tmp_path, 3, scenario, sglang_server_concurrency=2)
     assert sum(served) == 60 and min(served) >= 10

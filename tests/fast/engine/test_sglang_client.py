@@ -2,9 +2,11 @@
 
 import resource
 
+import psutil
 import pytest
 
 from miles.engine.sglang.open_files import SPARE, allow_open_files
+from miles.engine.sglang.router import Router
 from miles.engine.sglang.sglang_client import EngineUnavailable, read_generation
 
 
@@ -48,5 +50,23 @@ def test_the_soft_limit_is_raised_and_the_hard_one_told():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (SPARE + 500, hard)
         with pytest.raises(ValueError, match=f"--flag 9 needs {hard + SPARE} open files .* allows {hard}"):
             allow_open_files(hard, "--flag 9")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_router_may_open_two_sockets_a_request(tmp_path):
+    """A process takes over the limit of the one that starts it, and the shell's is 1024 as a rule."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = before
+    if hard == resource.RLIM_INFINITY or hard < SPARE + 1200:
+        pytest.skip(f"the hard limit of this system is {hard}")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (SPARE, hard))
+        with pytest.raises(ValueError, match=f"--sglang-server-concurrency for {hard} requests .* allows {hard}"):
+            Router((), "127.0.0.1", tmp_path / "router.log", requests=hard)
+        router = Router((), "127.0.0.1", tmp_path / "router.log", requests=600)
+        limit = psutil.Process(router._process.pid).rlimit(psutil.RLIMIT_NOFILE)
+        router.close()
+        assert limit == (SPARE + 1200, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -55,7 +55,7 @@ class Pair:
         self.loop = asyncio.new_event_loop()
         self.model = other_weights(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
         self.servers = [FaultyServer(number, folder, tmp_path) for number in range(2)]
-        self.router = Router((), HOST, tmp_path / "router.log")
+        self.router = Router((), HOST, tmp_path / "router.log", requests=1024)
         vocab = self.model.config.vocab_size
         self.engine = engine_of(self.servers, vocab, tmp_path, self.router, use_fault_tolerance=True, **CHECKS)
         self.run(self._start())

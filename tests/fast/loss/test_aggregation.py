@@ -118,7 +118,7 @@ def test_worked_example(make_micro, mode, expected):
     assert reduced(make_micro, mode, rows, [[0, 1, 2, 3]])[0] == pytest.approx(expected, rel=1e-6)
     assert oracle(mode, rows) == pytest.approx(expected)
     step = denominators_of(mode, rows)
-    assert (step.num_rollouts, step.num_groups, step.num_loss_tokens) == (4, 2, 20)
+    assert (step.num_rollouts, step.num_loss_tokens) == (4, 20)
     assert step.rollout_token_counts == [2, 6, 4, 8]
 
 

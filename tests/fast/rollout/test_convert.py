@@ -50,7 +50,7 @@ def test_the_worked_example(group_of, mode, denoms, pg_loss):
     (batch,) = convert(groups, loss=loss_for(mode), global_batch_size=4)
     assert batch.sample_denoms == pytest.approx(denoms)
     assert 2 / batch.sample_denoms[0] / batch.num_rollouts == pytest.approx(pg_loss)
-    assert (batch.num_rollouts, batch.num_groups, batch.num_loss_tokens) == (4, 2, 20)
+    assert (batch.num_rollouts, batch.num_loss_tokens) == (4, 20)
     assert batch.rollout_token_counts == [2, 6, 4, 8]
 
 
@@ -64,7 +64,6 @@ def test_steps_are_whole_rollouts_in_group_order(group_of, shapes, size):
     assert all(len(ids) == size for ids in per_step[:-1]) and 1 <= len(per_step[-1]) <= size
     for step in steps:
         assert step.num_rollouts == len(set(step.rollout_ids))
-        assert step.num_groups == len(set(step.group_indices))
         assert step.num_loss_tokens == sum(mask.sum() for mask in step.loss_masks)
 
 
@@ -84,7 +83,6 @@ def test_cutting_into_steps_changes_no_reward(group_of, shapes, size, whiten):
     (whole,) = convert(groups, loss=loss, global_batch_size=1000)
     steps = convert(groups, loss=loss, global_batch_size=size)
     assert [r for step in steps for r in step.rewards] == whole.rewards
-    assert whole.raw_rewards == [r for g in groups for r in g.rewards]
 
 
 def test_interleaved_samples_of_a_rollout_come_together(group_of):
@@ -93,13 +91,12 @@ def test_interleaved_samples_of_a_rollout_come_together(group_of):
     first, second = convert([group], loss=LossArguments(), global_batch_size=1)
     assert (first.rollout_ids, second.rollout_ids) == ([0, 0], [1])
     assert first.rewards[0] == first.rewards[1] < 0 < second.rewards[0]
-    assert first.raw_rewards == [0.0, 0.0] and second.raw_rewards == [1.0]
 
 
 def test_columns_are_those_of_the_samples(group_of):
     groups = build(group_of, [[[(2, 1.0)], [(0, 0.0)]]])
     (batch,) = convert(groups, loss=LossArguments(disable_rewards_normalization=True), global_batch_size=2)
-    assert batch.rewards == batch.raw_rewards == [1.0, 0.0]
+    assert batch.rewards == [1.0, 0.0]
     for i, sample in enumerate(groups[0].samples):
         np.testing.assert_array_equal(batch.tokens[i], sample.tokens)
         np.testing.assert_array_equal(batch.loss_masks[i], sample.loss_mask)
@@ -134,7 +131,7 @@ def test_fine_tuning_needs_no_rewards(group_of):
     for sample in groups[0].samples:
         sample.reward = None
     (batch,) = convert(groups, loss=LossArguments(loss_type="sft_loss"), global_batch_size=2)
-    assert batch.rewards == batch.raw_rewards == [0.0, 0.0]
+    assert batch.rewards == [0.0, 0.0]
 
 
 def test_a_column_of_the_wrong_length_is_told(group_of):
