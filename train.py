@@ -40,20 +40,25 @@ def run(settings: Settings) -> None:
 def train(settings: Settings, placement) -> None:  # type: ignore[no-untyped-def]
     """Start the actors and train for ``--num-rollout`` rollouts, from the newest checkpoint of ``--load`` if any."""
     from miles.arguments.offload_rules import offload_on
+    from miles.cluster.liveness import Workers
     from miles.cluster.rollout_group import RolloutGroup
     from miles.cluster.train_group import TrainGroup
     from miles.tracking.run_header import RunHeader
     from miles.tracking.tracker import Tracker
 
     offload = offload_on(settings, placement.device)
-    with RolloutGroup(settings, placement) as rollout:
+    workers = Workers(settings.cluster.worker_timeout)
+    with RolloutGroup(settings, placement, workers) as rollout:
         if offload.rollout:
             rollout.release_memory()  # the trainer is built in it
         total_steps = rollout.total_rollouts * settings.steps_per_rollout
         header = RunHeader.from_sections(
             "miles", settings, objective_in_words(settings), objective_formula(settings), total_steps
         )
-        with TrainGroup(settings, placement, total_steps) as trainer, Tracker(settings.tracking, header) as tracker:
+        with (
+            TrainGroup(settings, placement, workers, total_steps) as trainer,
+            Tracker(settings.tracking, header) as tracker,
+        ):
             Loop(settings, rollout, trainer, tracker, offload).run()
 
 

@@ -2,7 +2,7 @@
 # The suite stage-a-cpu: style, types, docs, then tests/fast. pytest's summary is the last thing printed.
 #   bash tests/run.sh            everything but the slow tests
 #   bash tests/run.sh --all      with the slow tests
-#   bash tests/run.sh -k loss    further arguments go to pytest
+#   bash tests/run.sh -k loss    further arguments go to pytest (-n 0: in one process)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/venv.sh || exit 1
@@ -33,6 +33,6 @@ check "mypy" "$VENV/bin/mypy"
 check "mkdocs" "$VENV/bin/mkdocs" build --strict --site-dir "$site"
 [ ${#failed[@]} -eq 0 ] || echo "FAILED before the tests: ${failed[*]}"
 
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$PYTHON" -m pytest "${pytest_args[@]}"
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$PYTHON" -m pytest -n 2 --dist loadfile "${pytest_args[@]}"
 status=$?
 [ $status -eq 0 ] && [ ${#failed[@]} -eq 0 ]

@@ -25,6 +25,9 @@ def check_auxiliary(sizes: MegatronArguments) -> None:
         refuse("moe_router_load_balancing_type", kind, rule, f"give one of {', '.join(BALANCED)}")
     if kind == "none":
         refuse_ignored(sizes, ["moe_aux_loss_coeff"], "with --moe-router-load-balancing-type none", "give aux_loss")
+    elif not sizes.moe_aux_loss_coeff:
+        way_out = "give --moe-aux-loss-coeff a number above 0"
+        refuse_ignored(sizes, ["moe_router_load_balancing_type"], "with --moe-aux-loss-coeff 0", way_out)
     if sizes.enable_mtp_training:
         require("mtp_num_layers", sizes.mtp_num_layers, "--enable-mtp-training trains that many heads")
     else:

@@ -17,7 +17,7 @@ class ClusterArguments:
     actor_num_nodes: int = flag(1, "nodes given to the trainer")
     actor_num_gpus_per_node: int = flag(8, "trainer ranks per node: GPUs, or processes on CPU")
     rollout_num_gpus: Optional[int] = flag(
-        None, "devices given to the rollout engine (ignored with --colocate); default 1"
+        None, "devices given to the rollout engines (ignored with --colocate); default: those of one engine"
     )
     colocate: bool = flag(False, "trainer and rollout share their devices")
     offload_train: bool = flag(
@@ -29,6 +29,11 @@ class ClusterArguments:
     no_offload_train: bool = flag(False, "with --colocate: the trainer stays on the GPU")
     no_offload_rollout: bool = flag(False, "with --colocate: engines keep their memory")
     distributed_timeout_minutes: int = flag(10, "minutes after which a collective operation gives up")
+    worker_timeout: float = flag(
+        300.0,
+        "seconds without a sign of life after which a worker process counts as lost, and so does an engine without "
+        "--use-fault-tolerance",
+    )
     max_restarts: int = flag(
         0, "times that a run whose worker process fails starts again from its last checkpoint in --save"
     )

@@ -101,6 +101,11 @@ def check_value_loss(settings: Settings) -> None:
     why = "by --loss-type value_loss"
     refuse_ignored(loss, OF_POLICY_LOSS, why, "use --loss-type policy_loss")
     refuse_ignored(settings.critic, ["num_critic_only_steps"], f"{why}: the critic always learns alone", "drop it")
+    warmup = ["lr_warmup_iters", "lr_warmup_fraction"]
+    refuse_ignored(settings.optimizer, warmup, f"{why}: the policy does not learn", "use --critic-lr-warmup-iters")
+    if settings.critic.critic_lr is not None:
+        beside = f"beside --critic-lr {settings.critic.critic_lr:g} {why}: the policy does not learn"
+        refuse_ignored(settings.optimizer, ["lr"], beside, "keep one of the two")
     mode = VERL_MODES.get(loss.loss_agg_mode or "", loss.loss_aggregation)
     if mode in ("prompt_mean", "constant"):
         name = "loss_aggregation" if loss.loss_agg_mode is None else "loss_agg_mode"

@@ -28,8 +28,6 @@ def check_engines(settings: Settings) -> None:
     if sglang.update_weight_transfer_mode != "disk":
         why = f"with --update-weight-transfer-mode {sglang.update_weight_transfer_mode}"
         refuse_ignored(sglang, ["update_weight_disk_dir"], why, "use --update-weight-transfer-mode disk")
-    if not sglang.use_fault_tolerance:
-        refuse_ignored(sglang, ["rollout_health_check_interval"], "without --use-fault-tolerance", "add that switch")
 
 
 def _check_router(settings: Settings) -> None:
@@ -75,11 +73,12 @@ def _check_external(settings: Settings) -> None:
 
 
 def _check_devices(settings: Settings) -> None:
-    cluster, size = settings.cluster, settings.sglang.rollout_num_gpus_per_engine
+    colocate, size = settings.cluster.colocate, settings.sglang.rollout_num_gpus_per_engine
     if settings.sglang.rollout_external:
         return
-    given = cluster.world_size if cluster.colocate else cluster.rollout_num_gpus or 1
+    given = settings.engine_devices
     if given % size:
-        devices = "the trainer's devices (--colocate)" if cluster.colocate else f"--rollout-num-gpus {given}"
+        devices = "the trainer's devices (--colocate)" if colocate else f"--rollout-num-gpus {given}"
         rule = f"{devices} are {given}, which engines of {size} devices do not divide"
-        refuse("rollout_num_gpus_per_engine", size, rule, f"give a divisor of {given}")
+        multiple = f", or --rollout-num-gpus {given - given % size + size}"
+        refuse("rollout_num_gpus_per_engine", size, rule, f"give a divisor of {given}{'' if colocate else multiple}")

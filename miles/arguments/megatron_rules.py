@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.arguments.auxiliary_rules import check_auxiliary, check_auxiliary_of_model
-from miles.arguments.checks import at_least, refuse, refuse_ignored
+from miles.arguments.checks import at_least, flag_name, refuse, refuse_ignored
 from miles.arguments.megatron import MegatronArguments
 from miles.arguments.megatron_fields import MODEL_FLAGS, megatron_fields
 from miles.arguments.megatron_given import check_given
@@ -36,6 +36,7 @@ def check_megatron(settings: Settings) -> None:
         way_out = "add --tensor-model-parallel-size 2 or more, or drop it"
         refuse("sequence_parallel", True, "would be ignored without tensor parallel", way_out)
     check_auxiliary(sizes)
+    _check_recomputation(settings)
     if settings.loss.has_critic and sizes.has_auxiliary_loss:
         rule = "needs a critic, whose experts would be balanced by no loss"
         way_out = "drop the router losses and --enable-mtp-training, or use --advantage-estimator grpo"
@@ -48,6 +49,16 @@ def check_megatron(settings: Settings) -> None:
     reference = _local_config(settings.model.ref_load)
     if reference is not None:
         check_reference(settings.model.ref_load, reference, config)
+
+
+def _check_recomputation(settings: Settings) -> None:
+    given = dict(settings.megatron_given)
+    if settings.training.gradient_checkpointing or "recompute_granularity" in given:
+        return
+    for name in ("recompute_method", "recompute_num_layers"):
+        if name in given:
+            way_out = f"add --recompute-granularity full or --gradient-checkpointing, or drop {flag_name(name)}"
+            refuse(name, given[name], "would be ignored without --recompute-granularity", way_out)
 
 
 def check_with_model(settings: Settings, config: dict[str, Any]) -> None:
@@ -123,12 +134,6 @@ def _check_experts(sizes: MegatronArguments, experts: int) -> None:
     if experts % sizes.expert_model_parallel_size:
         rule = f"must divide the model's {experts} experts"
         refuse("expert_model_parallel_size", sizes.expert_model_parallel_size, rule, f"give a divisor of {experts}")
-    if sizes.expert_model_parallel_size > 1 and sizes.expert_ranks_a_matrix > 1:
-        rule = (
-            f"with --expert-model-parallel-size {sizes.expert_model_parallel_size}: ranks that share an expert would "
-            "exchange token counts that differ, which gloo cannot, and which has not been tested on GPUs"
-        )
-        refuse("expert_tensor_parallel_size", sizes.expert_ranks_a_matrix, rule, "give 1")
     if sizes.tensor_model_parallel_size == 1:
         return
     if not sizes.sequence_parallel:

@@ -36,6 +36,7 @@ def check_cluster(cluster: ClusterArguments) -> None:
     at_least(
         cluster, 1, "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "distributed_timeout_minutes"
     )
+    above(cluster, 0, "worker_timeout")
     for name, value in json_object("train_env_vars", cluster.train_env_vars).items():
         if not isinstance(value, str):
             rule = f"the value of {name} is {json.dumps(value)}, but environment variables are strings"

@@ -29,6 +29,18 @@ OWNED_BY_LAUNCHER = {
     "--weight-version": "nothing: the launcher counts the versions",
 }
 TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")
+# An engine here is one tensor-parallel group on one host: the others are of devices that nobody would count, and that
+# new weights would not reach.
+OTHER_PARALLEL = {
+    "--pp-size": "--rollout-num-gpus-per-engine",
+    "--pp": "--rollout-num-gpus-per-engine",
+    "--pipeline-parallel-size": "--rollout-num-gpus-per-engine",
+    "--nnodes": "--rollout-num-gpus-per-engine",
+    "--dp-size": "--rollout-num-gpus",
+    "--dp": "--rollout-num-gpus",
+    "--data-parallel-size": "--rollout-num-gpus",
+}
+ATTENTION_DATA_PARALLEL = "--enable-dp-attention"  # SGLang's older way to say --attn-dp-size, within tensor parallel
 
 
 def split_server_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], ServerFlags]:
@@ -70,6 +82,8 @@ def check_server_flags(flags: ServerFlags, engine_size: int) -> None:
         for flag, value in _pairs(words):
             _check_owner(prefix, flag, value, engine_size)
             _check_known(prefix, flag, known())
+            if prefix == SERVER:
+                _check_one_group(flag, value, has_flag(words, ATTENTION_DATA_PARALLEL))
 
 
 def value_of(words: Sequence[str], *names: str) -> str | None:
@@ -99,6 +113,18 @@ def _check_owner(prefix: str, flag: str, value: str, engine_size: int) -> None:
         raise ValueError(
             f"{written} {value}: contradicts --rollout-num-gpus-per-engine {engine_size}, which is the engine's "
             f"tensor-parallel size; give --rollout-num-gpus-per-engine {value}, and drop {written}"
+        )
+
+
+def _check_one_group(flag: str, value: str, attention_only: bool) -> None:
+    """Tensor parallelism is the only one whose devices are counted."""
+    counted = OTHER_PARALLEL.get(flag)
+    if counted is not None and value != "1" and not (attention_only and counted == "--rollout-num-gpus"):
+        means = "more engines" if counted == "--rollout-num-gpus" else "more devices an engine"
+        written = SERVER + flag.removeprefix("--")
+        raise ValueError(
+            f"{written} {value}: an engine here is tensor parallel, on one host; for {means} give {counted}, "
+            f"and drop {written}"
         )
 
 

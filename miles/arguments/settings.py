@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miles.arguments.checkpoint import CheckpointArguments
+from miles.arguments.checks import refuse
 from miles.arguments.cluster import ClusterArguments
 from miles.arguments.critic import CriticArguments
 from miles.arguments.data import DataArguments
@@ -64,9 +65,19 @@ class Settings:
         return self.loss.loss_type != "value_loss" and rollout_id >= self.critic.num_critic_only_steps
 
     def policy_steps(self, total_steps: int) -> int:
-        """Optimizer steps of the policy in a run of ``total_steps``: its learning rate decays over these."""
+        """Optimizer steps of the policy in a run of ``total_steps``: its learning rate decays over these.
+
+        Raises ``ValueError`` if the critic takes all of them: what ``--num-epoch`` makes is known when the prompts are.
+        """
         alone = self.critic.num_critic_only_steps
-        return max(total_steps - alone * self.steps_per_rollout, 0) if alone else total_steps
+        if not alone:
+            return total_steps
+        rollouts = total_steps // self.steps_per_rollout
+        if alone >= rollouts:
+            rule = f"leaves none of the {rollouts} rollouts to the policy"
+            way_out = "give fewer, or more of --num-epoch, or train the critic alone with --loss-type value_loss"
+            refuse("num_critic_only_steps", alone, rule, way_out)
+        return total_steps - alone * self.steps_per_rollout
 
     @property
     def critic_optimizer(self) -> OptimizerArguments:
@@ -94,5 +105,11 @@ class Settings:
         """SGLang servers that the run starts; 0 with the embedded engine, and with engines that run already."""
         if self.rollout.rollout_engine != "sglang" or self.sglang.rollout_external or not self.generates:
             return 0
-        devices = self.cluster.world_size if self.cluster.colocate else self.cluster.rollout_num_gpus or 1
-        return devices // self.sglang.rollout_num_gpus_per_engine
+        return self.engine_devices // self.sglang.rollout_num_gpus_per_engine
+
+    @property
+    def engine_devices(self) -> int:
+        """Devices of all SGLang servers together."""
+        if self.cluster.colocate:
+            return self.cluster.world_size
+        return self.cluster.rollout_num_gpus or self.sglang.rollout_num_gpus_per_engine

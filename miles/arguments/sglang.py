@@ -33,7 +33,7 @@ class SglangArguments:
     use_fault_tolerance: bool = flag(
         False, "restart engines, and the rollout worker, when they fail, instead of ending the run"
     )
-    rollout_health_check_interval: float = flag(30.0, "seconds between health checks, with --use-fault-tolerance")
+    rollout_health_check_interval: float = flag(30.0, "seconds between health checks of an engine")
     rollout_health_check_timeout: float = flag(30.0, "seconds after which an engine that does not answer has failed")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,21 @@ from transformers import AutoConfig, GenerationConfig
 from miles.arguments.offload_rules import offload_on
 from miles.arguments.settings import Settings
 from miles.cluster.session import Placement
+from miles.engine.sglang.child_process import ServerFailed
 from miles.engine.sglang.engine_pool import Server
 from miles.engine.sglang.external_server import ExternalServer
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.sglang_command import ServerSpec
 from miles.engine.sglang.sglang_engine import SglangEngine
-from miles.engine.sglang.sglang_server import SglangServer
+from miles.engine.sglang.sglang_server import START_SECONDS, SglangServer
 from miles.engine.stop_tokens import eos_token_ids
 from miles.weight_sync.sender import WeightSender
 
 LOGS = "engines"  # in --output-dir
+STOP_SECONDS = 15.0  # for a server to end, which takes it a few
+
+
+log = logging.getLogger(__name__)
 
 
 class EngineActor:
@@ -42,7 +49,7 @@ class EngineActor:
 
 
 class ActorServer:
-    """A server in an actor; ``miles.engine.sglang.engine_pool.Server``. An actor that has died is replaced."""
+    """A server in an actor; ``miles.engine.sglang.engine_pool.Server``. An actor that died or hangs is replaced."""
 
     def __init__(self, number: int, settings: Settings, placement: Placement) -> None:
         self.name = f"engine {number}"
@@ -51,22 +58,39 @@ class ActorServer:
         self._host = None if settings.cluster.ray_address else "127.0.0.1"
         self._log = Path(settings.tracking.output_dir).absolute() / LOGS / f"engine_{number}.log"
         self._spec = server_spec(settings, placement.device, number)
-        self._actor = self._place()
-
-    def _place(self) -> Any:
-        return ray.remote(EngineActor).options(**self._options).remote(self._spec, self._host, self._log)
+        self._actor: Any = None
+        self._serves = False
 
     async def start(self) -> str:
+        if self._actor is None:
+            self._actor = ray.remote(EngineActor).options(**self._options).remote(self._spec, self._host, self._log)
         try:
-            return await self._actor.start.remote()
+            async with asyncio.timeout(2 * START_SECONDS):  # twice what it gives its server
+                url = await self._actor.start.remote()
         except RayTaskError as error:
             raise error.cause from None  # the server's own error, without the actor around it
+        except RayActorError as death:
+            raise ServerFailed(f"{self.name} was killed while it started") from death
+        except TimeoutError:
+            raise ServerFailed(f"{self.name} has not started within {2 * START_SECONDS} s: its host hangs") from None
+        self._serves = True
+        return url
 
     async def stop(self) -> None:
-        try:
-            await self._actor.stop.remote()
-        except RayActorError:
-            self._actor = self._place()  # the server went with its actor
+        """As ``Server.stop``. An actor that starts its server hears nothing else until it is there: it is killed, and
+        so is one that does not answer; the server goes with it."""
+        if self._actor is None:
+            return
+        if self._serves:
+            self._serves = False
+            try:
+                async with asyncio.timeout(STOP_SECONDS):
+                    await self._actor.stop.remote()
+                return
+            except (RayActorError, TimeoutError) as lost:
+                log.info("%s: its actor is replaced: %s", self.name, lost)
+        ray.kill(self._actor)
+        self._actor = None
 
 
 def server_spec(settings: Settings, device: str, number: int) -> ServerSpec:
@@ -95,7 +119,9 @@ def build_sglang_engine(settings: Settings, placement: Placement) -> SglangEngin
     assert settings.model.hf_checkpoint is not None
     vocab_size = AutoConfig.from_pretrained(settings.model.hf_checkpoint).get_text_config().vocab_size
     sender = WeightSender(settings.sglang, output_dir, broadcast_device(placement))
-    return SglangEngine(servers, settings.sglang, vocab_size, sender, router, eos_ids(settings.model.hf_checkpoint))
+    eos = eos_ids(settings.model.hf_checkpoint)
+    silence_seconds = settings.cluster.worker_timeout
+    return SglangEngine(servers, settings.sglang, vocab_size, sender, router, eos, silence_seconds)
 
 
 def eos_ids(model: str) -> frozenset[int]:

@@ -13,6 +13,7 @@ from types import FrameType
 import ray.exceptions
 
 from miles.arguments.checkpoint import CheckpointArguments
+from miles.cluster.liveness import WorkerLost
 from miles.training.checkpoint_folder import newest
 
 
@@ -50,7 +51,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def show(error: Exception) -> None:
     """The traceback of the process that failed; the launcher's own, when the failure is elsewhere, says nothing."""
-    if isinstance(error, ray.exceptions.RayError):
+    if isinstance(error, WorkerLost):
+        if error.__cause__ is not None:
+            print(error.__cause__, file=sys.stderr)
+    elif isinstance(error, ray.exceptions.RayError):
         print(error, file=sys.stderr)
     else:
         traceback.print_exception(error)
@@ -58,6 +62,8 @@ def show(error: Exception) -> None:
 
 def in_one_line(error: Exception) -> str:
     """What went wrong, for the end of a sentence."""
+    if isinstance(error, WorkerLost):
+        return str(error)
     if isinstance(error, ray.exceptions.RayActorError):
         return "a worker process died (out of memory, or killed from outside; Ray's message is above)"
     cause = cause_of(error)

@@ -14,6 +14,8 @@ import ray
 import ray.exceptions
 
 from miles.arguments.settings import Settings
+from miles.cluster.failures import cause_of, in_one_line
+from miles.cluster.liveness import WorkerLost, Workers, with_pulse
 from miles.cluster.rollout_worker import GeneratedRollout, RolloutWorker
 from miles.cluster.session import Placement
 from miles.sample import Sample
@@ -23,10 +25,7 @@ from miles.tracking.run_files import SampleRecord
 T = TypeVar("T")
 
 WORKER_TRIES = 4  # in a row: a worker that cannot do what it is asked is not replaced for ever
-REPLACED = (
-    "train.py: the rollout worker died (out of memory, or killed from outside) and is replaced; "
-    "what it was generating is generated again"
-)
+REPLACED = "train.py: {}; the rollout worker is replaced, and what was being generated is generated again"
 CLOSE_SECONDS = 20.0  # for the servers to be stopped, a few seconds each, all at once
 
 
@@ -54,13 +53,14 @@ class RolloutGroup:
     arrive between two rollouts; one update at a time waits for that, as each holds a whole model in memory. With
     ``--fully-async`` they arrive at once, and the worker runs ahead by itself.
 
-    With ``--use-fault-tolerance`` a worker that dies is replaced: the new one starts engines, gets the newest weights
-    and the position in the prompts after the last rollout that was handed over, and generates what was under way again.
-    Rollouts that were handed over are not lost with the worker. So each prompt is trained on once.
+    With ``--use-fault-tolerance`` a worker that dies or hangs is replaced: the new one starts engines, gets the newest
+    weights and the position in the prompts after the last rollout that was handed over, and generates what was under
+    way again. Rollouts that were handed over are not lost with the worker. So each prompt is trained on once.
     """
 
-    def __init__(self, settings: Settings, placement: Placement) -> None:
+    def __init__(self, settings: Settings, placement: Placement, workers: Workers) -> None:
         self.settings = settings
+        self._workers = workers
         rollout = settings.rollout
         self._ahead = 0 if rollout.fully_async else rollout.async_steps
         self._first_version = 0  # that of the weights the run starts with
@@ -71,15 +71,16 @@ class RolloutGroup:
         self._dead = False
         self._position: dict[str, Any] | None = None  # in the prompts, after the last rollout that was handed over
         self._weights: tuple[list[ray.ObjectRef], int] | None = None  # the newest, where workers are replaced
-        self._actor: Any = ray.remote(RolloutWorker).options(**placement.rollout_options())
+        self._actor: Any = with_pulse(RolloutWorker).options(**placement.rollout_options())
         self._placement = placement
         self.total_rollouts = self._start()
 
     def _start(self) -> int:
         """Start a worker; returns how many rollouts the run has."""
         self.worker: Any = self._actor.remote(self.settings, self._placement)
+        self._workers.add("the rollout worker", self.worker, replaceable=self._replaces)
         try:
-            return ray.get(self.worker.prepare.remote())
+            return self._result(self.worker.prepare.remote())
         except BaseException:
             self.stop()
             raise
@@ -89,37 +90,40 @@ class RolloutGroup:
 
         def ask() -> GeneratedRollout:
             self._begin_until(min(rollout_id + self._ahead, self.total_rollouts - 1), first=rollout_id)
-            return self._wait(self._begun[rollout_id][0])
+            return self._result(self._begun[rollout_id][0])
 
         generated = self._surviving(ask)
         self._position = generated.prompts_after
         return RolloutResult(generated, self._begun.pop(rollout_id)[1:])
 
     def _surviving(self, call: Callable[[], T]) -> T:
-        """The result of ``call``. A worker that dies meanwhile is replaced, where it may be, and asked again."""
+        """The result of ``call``. A worker that is lost meanwhile is replaced, where it may be, and asked again."""
         for tries_left in reversed(range(WORKER_TRIES if self._replaces else 1)):
             try:
                 if self._dead:
                     self._replace()
                 return call()
-            except ray.exceptions.RayActorError:
-                if tries_left == 0:
+            except ray.exceptions.RayError as error:
+                lost = isinstance(error, WorkerLost) and error.worker is self.worker
+                # A new worker whose engines do not start, since one was killed as well, gets its tries too.
+                failed_again = self._dead and not isinstance(cause_of(error), WorkerLost | ValueError)
+                if tries_left == 0 or not (lost or failed_again):
                     raise
                 self._dead = True
-                print(REPLACED, file=sys.stderr, flush=True)
+                print(REPLACED.format(in_one_line(error)), file=sys.stderr, flush=True)
         raise AssertionError("unreachable")
 
     def _replace(self) -> None:
-        ray.kill(self.worker)
+        self._workers.end(self.worker)
         self._begun.clear()
         self._last_begun = self._update = None
         self._start()
-        self._dead = False
         if self._position is not None:
-            ray.get(self.worker.restore.remote(self._position))
+            self._result(self.worker.restore.remote(self._position))
         if self._weights is not None:
             packed, self._first_version = self._weights
-            ray.get(self.worker.update_weights.remote(packed, self._first_version, None))
+            self._result(self.worker.update_weights.remote(packed, self._first_version, None))
+        self._dead = False
 
     def _begin_until(self, last: int, first: int) -> None:
         for rollout_id in range(first if self._last_begun is None else self._last_begun + 1, last + 1):
@@ -128,20 +132,17 @@ class RolloutGroup:
             self._begun[rollout_id] = generate.remote(rollout_id, self._last_begun, version)
             self._last_begun = rollout_id
 
-    def _wait(self, call: ray.ObjectRef) -> Any:
+    def _result(self, call: ray.ObjectRef) -> Any:
         """The result of ``call``. A weight update that fails meanwhile is raised: ``call`` may wait for it in vain."""
-        pending = [call] if self._update is None else [call, self._update]
-        while call in pending:
-            done, pending = ray.wait(pending, num_returns=1)
-            ray.get(done)
-        return ray.get(call)
+        beside = [] if self._update is None else [self._update]
+        return self._workers.results([call], beside, whose=self.worker)[0]
 
     def evaluate(self) -> dict[str, Metric]:
         """Metrics of all evaluation sets, under the newest weights."""
 
         def ask() -> dict[str, Metric]:
             self._settle_update()
-            return ray.get(self.worker.evaluate.remote())
+            return self._result(self.worker.evaluate.remote())
 
         return self._surviving(ask)
 
@@ -162,25 +163,25 @@ class RolloutGroup:
 
     def _settle_update(self) -> None:
         if self._update is not None:
-            ray.get(self._update)
+            self._workers.results([self._update], whose=self.worker)
             self._update = None
 
     def release_memory(self) -> None:
         """Have the engines give their GPU memory up until ``update_weights``."""
-        self._surviving(lambda: ray.get(self.worker.release_memory.remote()))
+        self._surviving(lambda: self._result(self.worker.release_memory.remote()))
 
     def state(self, rollouts_done: int) -> dict[str, Any]:
         """For a checkpoint: a run that resumes from it draws every prompt that was not trained on."""
-        return self._surviving(lambda: ray.get(self.worker.state.remote(rollouts_done)))
+        return self._surviving(lambda: self._result(self.worker.state.remote(rollouts_done)))
 
     def restore(self, state: dict[str, Any]) -> None:
         """From a checkpoint."""
         self._position = state
-        self._surviving(lambda: ray.get(self.worker.restore.remote(state)))
+        self._surviving(lambda: self._result(self.worker.restore.remote(state)))
 
     def save_tokenizer(self, folder: Path) -> None:
         """Complete a Hugging Face export."""
-        self._surviving(lambda: ray.get(self.worker.save_tokenizer.remote(str(folder.absolute()))))
+        self._surviving(lambda: self._result(self.worker.save_tokenizer.remote(str(folder.absolute()))))
 
     def stop(self) -> None:
         """End the worker, whatever it is doing, and the servers that it has started."""
@@ -188,7 +189,7 @@ class RolloutGroup:
             # A worker that has died, or answers to nobody, takes its servers with it, if less gently.
             with suppress(ray.exceptions.RayError):
                 ray.get(self.worker.close.remote(), timeout=CLOSE_SECONDS)
-        ray.kill(self.worker)
+        self._workers.end(self.worker)
 
     def __enter__(self) -> RolloutGroup:
         return self

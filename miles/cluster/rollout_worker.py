@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from miles.arguments.settings import Settings
 from miles.batching.schedule import schedule_step
 from miles.cluster.cpu_tuning import use_threads
+from miles.cluster.liveness import PULSE
 from miles.cluster.rollout_order import RolloutOrder
 from miles.cluster.session import Placement
 from miles.data.prompts import load_prompts
@@ -260,6 +262,12 @@ class RolloutWorker:
     async def save_tokenizer(self, folder: str) -> None:
         """Add the tokenizer to a Hugging Face export."""
         self.tokenizer.save_pretrained(folder)
+
+    @ray.method(concurrency_group=PULSE)
+    async def pulse(self, seconds: float) -> int:
+        """A heartbeat (``liveness.Workers``), on an event loop of its own."""
+        await asyncio.sleep(seconds)
+        return os.getpid()
 
     async def close(self) -> None:
         """Stop the servers that the engine has started. Nothing else is called after this."""

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from miles.arguments.settings import Settings
+from miles.cluster.liveness import Workers, with_pulse
 from miles.cluster.session import Placement
 from miles.cluster.train_worker import TrainWorker
 from miles.tracking.metrics import Metric
@@ -19,17 +20,23 @@ from miles.training import checkpoint_folder
 class TrainGroup:
     """Starts one actor a rank, and has every rank do the same thing."""
 
-    def __init__(self, settings: Settings, placement: Placement, total_steps: int) -> None:
+    def __init__(self, settings: Settings, placement: Placement, workers: Workers, total_steps: int) -> None:
         env = json.loads(settings.cluster.train_env_vars or "{}")
         self.settings = settings
+        self._workers = workers
         self.actors: list[Any] = [
-            ray.remote(TrainWorker)
-            .options(name=None, runtime_env={"env_vars": env} if env else None, **placement.trainer_options(rank))
+            with_pulse(TrainWorker)
+            .options(
+                runtime_env={"env_vars": env} if env else None,
+                **placement.trainer_options(rank),
+            )
             .remote(rank, settings, placement.device)
             for rank in range(settings.cluster.world_size)
         ]
+        for rank, actor in enumerate(self.actors):
+            workers.add(f"trainer rank {rank}", actor)
         try:
-            address = ray.get(self.actors[0].serve_store.remote())
+            address = workers.result(self.actors[0].serve_store.remote())
             self._on_all("connect", address, total_steps)
         except BaseException:
             self.stop()
@@ -42,7 +49,7 @@ class TrainGroup:
             actor.train.remote(shards_by_token_rank[self.settings.token_rank(rank)], trains_policy)
             for rank, actor in enumerate(self.actors)
         ]
-        return wait_all(calls)[0]
+        return self._workers.results(calls)[0]
 
     def export_weights(self) -> list[ray.ObjectRef]:
         """References to the packed chunks of the full weights."""
@@ -86,7 +93,7 @@ class TrainGroup:
     def stop(self) -> None:
         """End every rank, whatever it is doing."""
         for actor in self.actors:
-            ray.kill(actor)
+            self._workers.end(actor)
 
     def __enter__(self) -> TrainGroup:
         return self
@@ -97,13 +104,4 @@ class TrainGroup:
         self.stop()
 
     def _on_all(self, verb: str, *arguments: Any) -> list[Any]:
-        return wait_all([getattr(actor, verb).remote(*arguments) for actor in self.actors])
-
-
-def wait_all(calls: list[ray.ObjectRef]) -> list[Any]:
-    """The results in order. The first failure of any is raised at once: its peers may hang in a collective for it."""
-    pending = list(calls)
-    while pending:
-        done, pending = ray.wait(pending, num_returns=1)
-        ray.get(done)
-    return ray.get(calls)
+        return self._workers.results([getattr(actor, verb).remote(*arguments) for actor in self.actors])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from miles.arguments.settings import Settings
 from miles.cluster.cpu_tuning import use_threads
+from miles.cluster.liveness import PULSE
 from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
 from miles.training.advantages import AdvantageEstimator
@@ -32,8 +34,6 @@ class TrainWorker:
         self.device = torch.device(device)
         self.backend: TrainBackend | None = None
         disable_progress_bar()
-        generates_meanwhile = settings.rollout.async_steps > 0
-        use_threads(device, sharers=settings.cluster.actor_num_gpus_per_node + generates_meanwhile)
 
     def serve_store(self) -> tuple[str, int]:
         """Rank 0: open the rendezvous on a free port; returns its address."""
@@ -43,6 +43,9 @@ class TrainWorker:
 
     def connect(self, address: tuple[str, int], total_steps: int) -> None:
         """Join the process group and build the backend."""
+        # Here, in the thread that computes: some libraries keep the number for each thread.
+        generates_meanwhile = self.settings.rollout.async_steps > 0
+        use_threads(self.device.type, self.settings.cluster.actor_num_gpus_per_node + generates_meanwhile)
         timeout = timedelta(minutes=self.settings.cluster.distributed_timeout_minutes)
         if self.rank != 0:
             self.store = dist.TCPStore(*address, is_master=False, timeout=timeout)
@@ -94,6 +97,12 @@ class TrainWorker:
     def export_hf(self, folder: Path) -> None:
         """Write the Hugging Face export."""
         self._backend.export_hf(folder)
+
+    @ray.method(concurrency_group=PULSE)
+    def pulse(self, seconds: float) -> int:
+        """A heartbeat (``liveness.Workers``)."""
+        time.sleep(seconds)
+        return os.getpid()
 
     @property
     def _backend(self) -> TrainBackend:

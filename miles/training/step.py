@@ -23,8 +23,9 @@ def train_rollout(
 ) -> list[dict[str, Metric]]:
     """Take one optimizer step a shard; returns each step's metrics, with seconds under ``time/``.
 
-    ``ranks`` hold a step, data and context parallel together. Raises ``LossMassError`` before the optimizer moves, if
-    the weights of a watched step's tokens do not add up.
+    ``ranks`` hold a step, data and context parallel together. Raises ``LossMassError`` before any optimizer moves, if
+    the weights of a watched step's tokens do not add up. The policy goes first, so that neither that nor a gradient of
+    its own that is not finite finds the critic a step ahead.
     Log-probs under the weights that the rollout began with are needed from the second step on; in the first step they
     are the current ones. Values and advantages are those of the start in every step. The ``estimator`` brings the
     critic; without ``trains_policy`` only that learns.
@@ -45,10 +46,10 @@ def train_rollout(
     critic = None if estimator is None else estimator.critic
     steps = []
     for shard, metrics in estimated:
-        if critic is not None:
-            metrics |= _critic_step(critic, shard)
         if trains_policy:
             metrics |= _step(backend, shard, ranks)
+        if critic is not None:
+            metrics |= _critic_step(critic, shard)
         steps.append(metrics)
     if steps:
         steps[0]["time/log_probs"] = Metric(scoring)

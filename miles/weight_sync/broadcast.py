@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -71,8 +71,13 @@ class BroadcastTransport:
 
             await delivery.each(broadcast)
         await delivery.each(lambda receiver: receiver.end_update())
-        for url in delivery.failures.keys() & self._groups.keys():
-            self._groups.pop(url).abandon()  # out of step with its engine: the next update forms another
+        # One that failed is out of step with its engine: the next update forms another group.
+        self.forget_all_but(self._groups.keys() - delivery.failures.keys())
+
+    def forget_all_but(self, urls: Collection[str]) -> None:
+        """An engine that starts anew, at the same address or another, knows nothing of its group."""
+        for url in self._groups.keys() - set(urls):
+            self._groups.pop(url).abandon()
 
     async def _begin(self, receiver: WeightReceiver) -> None:
         if receiver.url not in self._groups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -43,6 +43,11 @@ class WeightSender:
         else:
             await self._transport.send(delivery, chunks, version)
         return delivery.failures
+
+    def forget_all_but(self, urls: Collection[str]) -> None:
+        """Keep no group with engines at other addresses than ``urls``: they are gone, or start anew."""
+        if isinstance(self._transport, BroadcastTransport):
+            self._transport.forget_all_but(urls)
 
     async def _send_checked(self, delivery: Delivery, chunks: Iterable[WeightChunk], version: int) -> None:
         """Send, and compare what arrived with the same weights loaded from a file, tensor by tensor.

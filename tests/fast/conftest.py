@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests have no packages; tiny_llama.py serves several folders
 
@@ -11,6 +12,19 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+class FileScheduling(LoadFileScheduling):
+    """A file stays on one worker of pytest-xdist, for its fixtures; so do all files that share the SGLang server."""
+
+    def _split_scope(self, nodeid):
+        file = super()._split_scope(nodeid)
+        return "the SGLang server" if Path(file).name.startswith("test_sglang") else file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """For ``--dist loadfile``, which tests/run.sh gives; others are pytest-xdist's own."""
+    return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

@@ -71,11 +71,11 @@ class Member:
 class EnginePool:
     """The servers of a run.
 
-    ``connect`` makes the client of a URL; ``bring_up`` gives a started server the current weights, and keeps
-    others from coming while its body runs. With ``restart`` a
-    member that fails is stopped, started, brought up and taken in again, while requests go to the others, or wait when
-    there is none; without it a failure is the caller's. Two members or more stand behind a ``router``, which chooses
-    one for each request, and knows the members that serve and no others.
+    ``connect`` makes the client of a URL; ``bring_up`` gives a started server the current weights, and keeps others
+    from coming while its body runs. With ``restart`` a member that fails is stopped, started, brought up and taken in
+    again, while requests go to the others, or wait when there is none, and a router that fails is started again;
+    without it a failure is the caller's. Two members or more stand behind a ``router``, which chooses one for each
+    request, and knows the members that serve and no others.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class EnginePool:
         bring_up: Callable[[Member], AbstractAsyncContextManager[None]],
         router: Router | None,
         restart: bool,
+        router_seconds: float = 30.0,
     ) -> None:
         assert router is not None or len(servers) == 1, f"{len(servers)} servers need a router in front of them"
         self.members = [Member(server) for server in servers]
@@ -93,6 +94,7 @@ class EnginePool:
         self._router = router
         self._router_client = connect(router.url) if router is not None else None
         self._restart = restart
+        self._router_seconds = router_seconds  # without an answer of the router are too many
         self._changed = asyncio.Condition()
 
     async def open(self) -> None:
@@ -123,11 +125,19 @@ class EnginePool:
     async def suspect_all(self, probe: Callable[[SglangClient], Awaitable[None]]) -> None:
         """Have each member that serves prove with ``probe`` that it works; take out those that do not.
 
-        All of them, because nobody knows which one the router had chosen. Does nothing in a pool that does not restart.
-        Suspicions of one member at a time share a probe.
+        All of them, because nobody knows which one the router had chosen, and the router as well: one that does not
+        answer is started again. Does nothing in a pool that does not restart. Suspicions of one member at a time share
+        a probe. Raises ``ServerFailed`` where the router does not come up again.
         """
         if self._restart:
+            await self._mend_router()
             await asyncio.gather(*(self._check(member, probe) for member in self.serving))
+
+    async def _mend_router(self) -> None:
+        if self._router is not None:
+            by_url = {member.connected.url: member for member in self.serving}
+            for url, failure in (await self._router.mend(by_url, self._router_seconds)).items():
+                await self.take_out(by_url[url], failure)
 
     async def _check(self, member: Member, probe: Callable[[SglangClient], Awaitable[None]]) -> None:
         if not member.serving:
@@ -156,6 +166,7 @@ class EnginePool:
             for attempt in range(1, START_TRIES + 1):
                 try:
                     if self._router is not None:
+                        await self._mend_router()
                         await self._router.remove(member.connected.url)
                     await member.server.stop()
                     await self._start(member)

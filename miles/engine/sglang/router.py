@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -12,6 +14,7 @@ import httpx
 from miles.arguments.server_flags import has_flag
 from miles.engine.sglang.child_process import ChildProcess
 from miles.engine.sglang.open_files import allow_open_files
+from miles.engine.sglang.sglang_client import EngineUnavailable
 from miles.engine.sglang.sglang_server import free_port
 
 MODULE = "sglang_router.launch_router"
@@ -19,11 +22,15 @@ START_SECONDS = 300
 REGISTER_SECONDS = 60
 POLL_SECONDS = 0.05
 
+log = logging.getLogger(__name__)
+
 
 class Router:
     """One router process. Engines are registered when they may serve, and taken out when they may not."""
 
-    def __init__(self, flags: tuple[str, ...], host: str, log: Path, requests: int) -> None:
+    name = "the router"
+
+    def __init__(self, flags: tuple[str, ...], host: str, log_file: Path, requests: int) -> None:
         """Start the router with the user's ``--router-*`` words; engines are added later.
 
         ``requests``: most in flight at a time. Each takes two sockets of the router, whose limit of open files is this
@@ -42,8 +49,14 @@ class Router:
         # Whether an engine may serve is decided by our health checks, and failed requests are sent again by the engine
         # client, which knows how often: a second set of both in the router would hide failures from it.
         words += [flag for flag in ("--disable-retries", "--disable-circuit-breaker") if not has_flag(flags, flag)]
-        self._process = ChildProcess(MODULE, [*words, *flags], os.environ, log)
+        self._words = [*words, *flags]
+        self._log = log_file
+        self._mending = asyncio.Lock()
+        self._process = self._run()
         self._process.wait_until(self._is_up, START_SECONDS)
+
+    def _run(self) -> ChildProcess:
+        return ChildProcess(MODULE, self._words, os.environ, self._log)
 
     def _is_up(self) -> bool:
         try:
@@ -51,8 +64,44 @@ class Router:
         except httpx.TransportError:
             return False
 
+    async def check(self, seconds: float) -> None:
+        """Raise ``EngineUnavailable`` where it does not answer within ``seconds``."""
+        try:
+            async with self._http(seconds) as http:
+                (await http.get("/liveness")).raise_for_status()
+        except httpx.HTTPError as failure:
+            raise EngineUnavailable(f"{self.url}/liveness: {type(failure).__name__} {failure}".rstrip()) from failure
+
+    async def mend(self, engines: Iterable[str], seconds: float) -> dict[str, Exception]:
+        """Where it does not answer within ``seconds``, start it anew at the same address, with ``engines`` registered.
+
+        The requests that it has end with it. Returns why which engines were not registered, as they have failed too.
+        Raises ``ServerFailed`` when it does not come up.
+        """
+        failures: dict[str, Exception] = {}
+        async with self._mending:
+            try:
+                await self.check(seconds)
+                return failures
+            except EngineUnavailable as failure:
+                log.warning("the router has failed and is restarted: %s", failure)
+            await asyncio.to_thread(self._process.stop, 0.0)
+            self._process = self._run()
+            await asyncio.to_thread(self._process.wait_until, self._is_up, START_SECONDS)
+            for url in engines:
+                try:
+                    await self._register(url)
+                except (httpx.HTTPError, TimeoutError) as failure:
+                    failures[url] = failure
+            log.warning("the router serves again")
+        return failures
+
     async def add(self, url: str) -> None:
         """Register an engine; returns when requests can go to it."""
+        async with self._mending:
+            await self._register(url)
+
+    async def _register(self, url: str) -> None:
         async with self._http() as http:
             (await http.post("/workers", json={"url": url})).raise_for_status()
             await self._until(http, url, present=True)
@@ -74,8 +123,8 @@ class Router:
     async def _workers(self, http: httpx.AsyncClient) -> dict[str, dict]:  # type: ignore[type-arg]
         return {worker["url"]: worker for worker in (await http.get("/workers")).raise_for_status().json()["workers"]}
 
-    def _http(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, timeout=REGISTER_SECONDS, trust_env=False)
+    def _http(self, seconds: float = REGISTER_SECONDS) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=seconds, trust_env=False)
 
     def close(self) -> None:
         """Stop the router."""

@@ -52,22 +52,23 @@ class SglangClient:
         }
         return read_generation(await self.post("/generate", body, seconds=None), vocab)
 
-    async def probe(self, version: int, vocab: int, seconds: float) -> None:
-        """Generate one token, and check that it comes from the weights ``version``."""
+    async def probe(self, version: int | None, vocab: int, seconds: float) -> None:
+        """Generate one token, and check that it comes from the weights ``version`` (None: any)."""
         body = {
             "input_ids": [0],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True,
         }
         answer = read_generation(await self.post("/generate", body, seconds), vocab)
-        if answer.weight_version != version:
+        if version is not None and answer.weight_version != version:
             raise EngineUnavailable(f"{self.url} has weights {answer.weight_version} instead of {version}")
 
-    async def check_health(self, version: int, seconds: float) -> None:
-        """The server's own test, which passes while it is busy as long as it gets on, and its weights' version."""
+    async def check_health(self, version: int | None, seconds: float) -> None:
+        """The server's own test, which passes while it is busy as long as it gets on, and its weights' version (None:
+        any)."""
         await self._send("GET", "/health_generate", None, seconds)
         found = read_version((await self._send("GET", "/model_info", None, seconds)).get("weight_version"))
-        if found != version:
+        if version is not None and found != version:
             raise EngineUnavailable(f"{self.url} has weights {found} instead of {version}")
 
     async def control(self, path: str, body: dict[str, Any], seconds: float = CONTROL_SECONDS) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from miles.engine.sglang.open_files import allow_open_files
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.sglang_client import EngineUnavailable, SglangClient
 from miles.engine.sglang.sglang_weights import SglangReceiver
+from miles.engine.sglang.silence import SilenceWatch
 from miles.rollout.concurrency import gather_or_cancel
 from miles.weight_sync.sender import WeightSender
 
@@ -33,8 +34,9 @@ class SglangEngine:
     with something that is no generation; what a server refuses (HTTP 4xx) is an error at once. An answer counts once:
     it is either returned, or its request failed.
 
-    With ``--use-fault-tolerance`` every server is checked each ``--rollout-health-check-interval`` and after each
-    failed request; one that fails is restarted, given the current weights, and used again.
+    Every server is checked each ``--rollout-health-check-interval``. With ``--use-fault-tolerance``, and then after
+    each failed request too, one that fails is restarted, given the current weights, and used again. Without, one that
+    fails for ``silence_seconds`` ends all requests with a ``RuntimeError``: nothing else would end those that it has.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class SglangEngine:
         sender: WeightSender,
         router: Router | None,
         eos_ids: Collection[int] = (),
+        silence_seconds: float = 300.0,
     ) -> None:
         """No server is started before ``start()``. Requests go through ``router``, without which there is one server.
 
@@ -57,12 +60,23 @@ class SglangEngine:
         self._eos_ids = frozenset(eos_ids)
         self._pause = {"mode": sglang.pause_generation_mode}
         self._flushes = sglang.pause_generation_mode == "retract"
-        self._pool = EnginePool(servers, self._connect, self._bring_up, router, restart=sglang.use_fault_tolerance)
+        self._router = router
+        self._pool = EnginePool(
+            servers,
+            self._connect,
+            self._bring_up,
+            router,
+            restart=sglang.use_fault_tolerance,
+            router_seconds=sglang.rollout_health_check_timeout,
+        )
         self._slots = asyncio.Semaphore(self._concurrency)
         self._sent: set[asyncio.Task[Generation]] = set()
         self._aborts = 0
         self._paused = False
         self._version = 0
+        self._updated = False  # until the first update, external engines have weights of an unknown version
+        self._silence = SilenceWatch(silence_seconds)
+        self._failure: RuntimeError | None = None  # what ended all requests
         self._released: set[str] = set()  # URLs of servers that have given up their memory
         self._current: Iterable[WeightChunk] | None = None  # kept for servers that restart
         self._updating = asyncio.Lock()
@@ -72,8 +86,7 @@ class SglangEngine:
         """Start the servers. Raises what ``SglangServer.start`` raises, and ``ValueError`` for too many sockets."""
         allow_open_files(self._concurrency, f"--sglang-server-concurrency {self._sglang.sglang_server_concurrency}")
         await self._pool.open()
-        if self._sglang.use_fault_tolerance:
-            self._watch = asyncio.create_task(self._watch_health())
+        self._watch = asyncio.create_task(self._watch_health())
 
     def _connect(self, url: str) -> SglangClient:
         return SglangClient(url, self._concurrency)
@@ -84,7 +97,7 @@ class SglangEngine:
         Seeds do not repeat a response: SGLang honours them under deterministic inference on GPUs only. Raises
         ``ValueError`` for an empty prompt, a token id outside the vocabulary and sampling values outside their range,
         before anything is sent (one such id ends a server), and for what a server refuses; ``RuntimeError`` when
-        ``REQUEST_TRIES`` tries failed, or no server is left.
+        ``REQUEST_TRIES`` tries failed, no server is left, or one that is not restarted has been silent too long.
         """
         request.sampling.check()
         self._check_prompt(request.prompt_ids)
@@ -117,6 +130,8 @@ class SglangEngine:
 
     async def _try(self, request: GenerationRequest, seed: int, aborts: int) -> Generation:
         async def call(client: SglangClient) -> Generation:
+            if self._failure is not None:
+                raise self._failure
             if self._aborts != aborts:  # aborted before it was sent
                 return Generation([], [], "abort", self._version)
             # What an old prefix has left in the cache is found under an old key only, where the cache is not flushed.
@@ -128,7 +143,7 @@ class SglangEngine:
         generation = await self._pool.run(call)
         low, high = sorted((sent_under, self._version))
         versions = {generation.weight_version, *(version for version, _ in generation.earlier_versions)}
-        if not low <= min(versions) <= max(versions) <= high:
+        if self._updated and not low <= min(versions) <= max(versions) <= high:
             raise EngineUnavailable(f"an answer by weights {sorted(versions)} instead of {self._version}")
         return self._ended(generation, request.sampling)
 
@@ -146,8 +161,12 @@ class SglangEngine:
         task = asyncio.create_task(work)
         self._sent.add(task)
         try:
-            return await task
+            await asyncio.wait([task])
+            if task.cancelled() and self._failure is not None:
+                raise self._failure
+            return task.result()
         finally:
+            task.cancel()  # where this one was
             self._sent.discard(task)
 
     def _given_up(self, failure: EngineUnavailable) -> str:
@@ -169,7 +188,7 @@ class SglangEngine:
         """
         async with self._updating:
             self._current = chunks if self._sglang.use_fault_tolerance else None
-            self._version = version
+            self._version, self._updated = version, True
             failures = await self._install(self._pool.serving, chunks)
         for member, failure in failures:
             if not self._sglang.use_fault_tolerance:
@@ -231,6 +250,7 @@ class SglangEngine:
         No update begins before the body is done, in which the server joins the others: it would miss this one.
         """
         async with self._updating:
+            self._sender.forget_all_but({m.connected.url for m in self._pool.serving})
             if self._released:  # the others have no memory either: weights come with the next update
                 self._released.add(member.connected.url)
                 await member.connected.control("/release_memory_occupation", {})
@@ -290,6 +310,11 @@ class SglangEngine:
         await self._pool.close()
 
     @property
+    def _expected(self) -> int | None:
+        """The version that every server has; None where any will do."""
+        return self._version if self._updated else None
+
+    @property
     def _silent(self) -> bool:
         """Whether servers answer no health check: they are paused, or without memory."""
         return bool(self._paused or self._updating.locked() or self._released)
@@ -297,8 +322,25 @@ class SglangEngine:
     async def _watch_health(self) -> None:
         while True:
             await asyncio.sleep(self._sglang.rollout_health_check_interval)
-            if not self._silent:
+            if self._silent:
+                continue
+            if self._sglang.use_fault_tolerance:
                 await self._pool.suspect_all(self._healthy_unless_updated)
+                continue
+            try:
+                await self._silence.look(self._checks())
+            except RuntimeError as failure:
+                self._failure = failure
+                for sent in self._sent:
+                    sent.cancel()
+                return
+
+    def _checks(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """The health check of every server by name."""
+        checks = {m.server.name: self._healthy_unless_updated(m.connected) for m in self._pool.serving}
+        if self._router is not None:
+            checks[self._router.name] = self._router.check(self._sglang.rollout_health_check_timeout)
+        return checks
 
     async def _healthy_unless_updated(self, client: SglangClient) -> None:
         version = self._version
@@ -310,7 +352,7 @@ class SglangEngine:
                 raise
 
     async def _healthy(self, client: SglangClient) -> None:
-        await client.check_health(self._version, self._sglang.rollout_health_check_timeout)
+        await client.check_health(self._expected, self._sglang.rollout_health_check_timeout)
 
     async def _probe(self, client: SglangClient) -> None:
         """After a failed request: one token, whose answer must be sound. A server that is only busy passes."""
@@ -318,7 +360,7 @@ class SglangEngine:
             return
         version = self._version
         try:
-            await client.probe(version, self._vocab_size, self._sglang.rollout_health_check_timeout)
+            await client.probe(self._expected, self._vocab_size, self._sglang.rollout_health_check_timeout)
         except EngineUnavailable as failure:
             if self._silent or self._version != version:  # an update that began meanwhile has paused the server
                 return

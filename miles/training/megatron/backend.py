@@ -50,6 +50,8 @@ class MegatronBackend:
         self.compute_dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
         self.ranks = initialize_process_groups(settings.megatron, settings.parallel, settings.training.seed)
         self.hf_config = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
+        # Read now: the hub may not be there when the run ends.
+        self.generation_config = HuggingFaceWeights(settings.model.hf_checkpoint).generation_config()
         check_with_model(settings, self.hf_config.to_dict())
         shape = megatron_shape(self.hf_config.to_dict())
         self.converter = WeightConverter(self.hf_config.to_dict(), shape, self.ranks)
@@ -159,10 +161,10 @@ class MegatronBackend:
 
     def export_hf(self, folder: Path) -> None:
         """Write weights (in compute dtype), config and generation config as transformers would. Rank 0 writes."""
-        assert self.settings.model.hf_checkpoint is not None
         hf_export.export_hf(
             folder,
-            self.settings.model.hf_checkpoint,
+            self.hf_config,
+            self.generation_config,
             self._full_weights(),
             self.compute_dtype,
             {HEADS_IN_CONFIG: self.settings.megatron.mtp_heads},

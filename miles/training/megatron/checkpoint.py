@@ -1,11 +1,13 @@
 """Checkpoints in Megatron's own format, ``torch_dist``: whole tensors by name, read back under any layout.
 
 Tensors have the names that Megatron gives them (``optimizer.state.exp_avg.…`` for Adam's), without the numbers of
-ranks: each rank says which part of which tensor it has. Weights are the fp32 ones that the optimizer updates.
+ranks: each rank says which part of which tensor it has. Weights are the fp32 ones that the optimizer updates. Saving
+copies one tensor at a time to the CPU, and loading ``BUCKET_BYTES`` of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch.distributed.checkpoint import CheckpointException
@@ -31,6 +34,8 @@ from miles.training.run_state import (
 )
 
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
+KINDS = (MASTER, *MOMENTS)
+BUCKET_BYTES = 512 * 1024**2  # of whole tensors on a rank; a single larger one is read by itself
 
 
 def check_can_save(policy: PolicyModel, ranks: Ranks) -> None:
@@ -39,19 +44,20 @@ def check_can_save(policy: PolicyModel, ranks: Ranks) -> None:
     Raises ``ValueError`` for a model that ``save`` could not write under this layout.
     """
     try:
-        save_preprocess(dict(_sharded(policy, ranks)))
+        parts, _ = save_preprocess(_empty(_sharded(policy, ranks), KINDS, "meta"))
     except (CheckpointingException, AssertionError, KeyError) as error:  # Megatron's description may fail as well
         raise _refusal(f"{type(error).__name__}: {error}") from None
+    scattered = [part.key for part in nested_values(parts) if not part.data.is_contiguous()]
+    if scattered:
+        raise _refusal(f"{scattered[0]} is made of parts of rows")
 
 
 def save(folder: Path, policy: PolicyModel, optimizer: MegatronOptimizer, ranks: Ranks, state: dict[str, Any]) -> None:
     """Write everything a resumed run needs into ``folder``, which is empty; whoever calls makes it appear at once."""
     adam = AdamState(optimizer.adam)
-    tensors = {}
-    for name, sharded in _sharded(policy, ranks).items():
-        whole = adam.whole(sharded.data)
-        tensors[name] = {kind: _holding(sharded, kind, tensor) for kind, tensor in whole.items()}
-    dist_checkpointing.save(tensors, str(folder), sharded_strategy=DirectWriter())
+    sharded = _sharded(policy, ranks)
+    pieces = {name: adam.piece(described.data) for name, described in sharded.items()}
+    dist_checkpointing.save(_empty(sharded, KINDS, "meta"), str(folder), sharded_strategy=DirectWriter(pieces))
     write_random_state(folder, tensor_parallel.get_cuda_rng_tracker().get_states())
     if dist.get_rank() == 0:
         write_run_state(folder, "megatron", state, optimizer.state())
@@ -65,7 +71,7 @@ def load(
     state = read_run_state(folder, "megatron", "--load")
     steps = state["schedule"]["steps_done"] if with_optimizer else 0
     adam = AdamState(optimizer.adam)
-    kinds = (MASTER, *MOMENTS) if with_optimizer else (MASTER,)
+    kinds = KINDS if with_optimizer else (MASTER,)
     for parameter, whole in _read(folder, policy, ranks, kinds):
         adam.restore(parameter, whole, steps)
     optimizer.steps_done = steps
@@ -86,21 +92,49 @@ def load_weights(folder: Path, policy: PolicyModel, ranks: Ranks, flag: str) -> 
 
 def _read(
     folder: Path, policy: PolicyModel, ranks: Ranks, kinds: tuple[str, ...]
-) -> list[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
-    """Each parameter with its whole fp32 tensors."""
-    mine = _sharded(policy, ranks)
-    wanted = {}
-    for name, sharded in mine.items():
-        empty = {kind: torch.zeros(sharded.data.shape, device=sharded.data.device) for kind in kinds}
-        wanted[name] = {kind: _holding(sharded, kind, tensor) for kind, tensor in empty.items()}
+) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
+    """Each parameter with its whole fp32 tensors, on CPU. Collective over all ranks, as often as any of them needs."""
+    sharded = _sharded(policy, ranks)
+    buckets = list(_buckets(sharded.items(), 4 * len(kinds)))
+    turns: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(turns, len(buckets))
     try:
-        found = dist_checkpointing.load(wanted, str(folder))
+        save_preprocess(_empty(sharded, kinds, "meta"))  # all parts of every tensor, which a bucket may not have
+        for turn in range(max(turns)):
+            mine = buckets[turn] if turn < len(buckets) else {}
+            found = dist_checkpointing.load(_empty(mine, kinds, "cpu"), str(folder), validate_access_integrity=False)
+            for name, described in mine.items():
+                yield described.data, found.pop(name)  # nothing of a bucket is left when the next is read
     except (CheckpointingException, CheckpointException) as error:
         raise ValueError(
             f"the checkpoint {folder} does not hold this model ({type(error).__name__}: {str(error)[:300]}); give one "
             "that was saved with the same model and heads, to --load or --ref-load"
         ) from error
-    return [(sharded.data, found[name]) for name, sharded in mine.items()]
+
+
+def _buckets(sharded: Iterable[tuple[str, Sharded]], element_bytes: int) -> Iterator[dict[str, Sharded]]:
+    bucket: dict[str, Sharded] = {}
+    free = BUCKET_BYTES
+    for name, described in sharded:
+        size = element_bytes * described.data.numel()
+        if bucket and size > free:
+            yield bucket
+            bucket, free = {}, BUCKET_BYTES
+        bucket[name] = described
+        free -= size
+    if bucket:
+        yield bucket
+
+
+def _empty(sharded: dict[str, Sharded], kinds: tuple[str, ...], device: str) -> dict[str, Any]:
+    """The description of each kind, with fp32 tensors that nothing was written to (zeros on a real device)."""
+    return {
+        name: {
+            kind: _holding(described, kind, torch.zeros(described.data.shape, dtype=torch.float32, device=device))
+            for kind in kinds
+        }
+        for name, described in sharded.items()
+    }
 
 
 def _sharded(policy: PolicyModel, ranks: Ranks) -> dict[str, Sharded]:

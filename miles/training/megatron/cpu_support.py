@@ -22,6 +22,7 @@ def support_cpu() -> None:
     _CudaMeansCpu().__enter__()  # for the life of the process
     _keep_random_state()
     _do_without_transformer_engine()
+    _exchange_unequal_parts()
 
 
 def _current_device() -> torch.device:
@@ -98,3 +99,30 @@ def _do_without_transformer_engine() -> None:
 
 def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _exchange_unequal_parts() -> None:
+    """Ranks that share an expert's matrices exchange as many tokens as were routed to each, which NCCL takes in one
+    call and gloo does not. Here parts are filled up to the longest; what was filled in is dropped on arrival."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_parts(part: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(part, group, output_split_sizes, use_global_buffer)
+        whole = gather(_filled_up(part, max(output_split_sizes)), group)
+        parts = zip(whole.chunk(group.size()), output_split_sizes, strict=True)
+        return torch.cat([found[:size] for found, size in parts])
+
+    def reduce_parts(whole: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(whole, group, input_split_sizes, use_global_buffer)
+        parts = [_filled_up(part, max(input_split_sizes)) for part in whole.split(input_split_sizes)]
+        return reduce_scatter(torch.cat(parts), group)[: input_split_sizes[group.rank()]]
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_parts, reduce_parts
+
+
+def _filled_up(part: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])

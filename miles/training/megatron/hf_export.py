@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from transformers import AutoConfig, GenerationConfig
+from transformers import PretrainedConfig
 
+from miles.training.megatron.hf_weights import GENERATION_CONFIG
 from miles.weight_sync.chunks import in_chunks
 
 FILE_BYTES = 4 * 1024**3
@@ -18,27 +20,28 @@ FILE_BYTES = 4 * 1024**3
 
 def export_hf(
     folder: Path,
-    source: str,
+    config: PretrainedConfig,
+    generation_config: str | None,
     weights: Iterator[tuple[str, torch.Tensor]],
     dtype: torch.dtype,
     config_entries: dict[str, int],
 ) -> None:
     """Write safetensors files with their index, config.json and generation_config.json.
 
-    Every rank gathers, rank 0 writes, and holds at most one file's tensors. The configs are those of ``source``, with
-    ``config_entries`` where they are not 0, or no longer what ``source`` says.
+    Every rank gathers, rank 0 writes, and holds at most one file's tensors. ``config_entries`` go into
+    the config where they are not 0, or no longer what it says.
     """
     writes = dist.get_rank() == 0
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
-        config = AutoConfig.from_pretrained(source)
+        config = copy.deepcopy(config)
         config.dtype = dtype
         for name, value in config_entries.items():
             if value or hasattr(config, name):
                 setattr(config, name, value)
         config.save_pretrained(folder)
-        if (Path(source) / "generation_config.json").is_file():
-            GenerationConfig.from_pretrained(source).save_pretrained(folder)
+        if generation_config is not None:  # as it is: transformers would not save every one that it reads
+            (folder / GENERATION_CONFIG).write_text(generation_config)
     file_of: dict[str, str] = {}
     total = 0
     for number, chunk in enumerate(in_chunks(weights, FILE_BYTES), start=1):

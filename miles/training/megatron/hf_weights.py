@@ -9,6 +9,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
+GENERATION_CONFIG = "generation_config.json"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -18,8 +19,11 @@ class HuggingFaceWeights:
     def __init__(self, path: str) -> None:
         folder = Path(path)
         if not folder.is_dir():
-            folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", _INDEX, "config.json"]))
+            folder = Path(
+                snapshot_download(path, allow_patterns=["*.safetensors", _INDEX, "config.json", GENERATION_CONFIG])
+            )
         self._file_of = _files_by_tensor(folder)
+        self._folder = folder
         self._path = path
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -31,6 +35,11 @@ class HuggingFaceWeights:
             )
         with safe_open(self._file_of[name], framework="pt") as file:
             return file.get_tensor(name)
+
+    def generation_config(self) -> str | None:
+        """The text of generation_config.json, or None where there is none."""
+        file = self._folder / GENERATION_CONFIG
+        return file.read_text() if file.is_file() else None
 
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""Adam's state by model parameter: whole fp32 tensors of this rank's shards, whichever of Megatron's optimizers has it.
+"""Adam's state by model parameter, whichever of Megatron's optimizers has it.
 
 Megatron's optimizers keep it in three forms: for fp32 models beside the parameter, for bf16 models beside an fp32 copy,
 and with ``--use-distributed-optimizer`` as flat pieces over the data-parallel ranks. Here all three look the same, so
@@ -8,14 +8,24 @@ that a checkpoint written under one is read under another.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank has of a parameter: its elements ``start`` to ``stop``, counted row by row."""
+
+    start: int
+    stop: int
+    is_cut: bool  # over data-parallel ranks, each of which has other elements; otherwise all have the same
+    tensors: dict[str, torch.Tensor]  # flat, by kind; without the moments until a step was taken
 
 
 class AdamState:
@@ -27,30 +37,21 @@ class AdamState:
         self._sharded = {p: part for part in parts if isinstance(part, DistributedOptimizer) for p in _tracked(part)}
         self._owner = {main: part for part in parts for group in _groups(part) for main in group["params"]}
 
-    @torch.no_grad()
-    def whole(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """``MASTER`` and ``MOMENTS``, fp32, of the parameter's shape. With a distributed optimizer collective over the
-        data-parallel ranks; zeros for moments where no step was taken yet."""
+    def piece(self, parameter: torch.nn.Parameter) -> Piece:
+        """What this rank's optimizer has of it. Nothing is copied, and nothing sent."""
         main, place, part = self._find(parameter)
-        found = {MASTER: main} if main is not None else {}
-        if main is not None:
-            found |= {name: tensor for name, tensor in part.optimizer.state[main].items() if name in MOMENTS}
-        return {name: self._whole(parameter, found.get(name), place) for name in (MASTER, *MOMENTS)}
-
-    def _whole(self, parameter: torch.nn.Parameter, piece: torch.Tensor | None, place: slice) -> torch.Tensor:
-        part = self._sharded.get(parameter)
-        if part is None and piece is not None:
-            return piece.detach().float()
-        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        if piece is not None:
-            whole[place] = piece.detach().float().view(-1)
-        if part is not None:  # every element is on one rank: the sum puts the pieces together, exactly
-            dist.all_reduce(whole, group=part.data_parallel_group)
-        return whole.view(parameter.shape)
+        is_cut = parameter in self._sharded
+        if main is None:
+            return Piece(0, 0, is_cut, {})
+        state = part.optimizer.state.get(main, {})
+        held = {MASTER: main} | {name: state[name] for name in MOMENTS if name in state}
+        start, stop, _ = place.indices(parameter.numel())
+        return Piece(start, stop, is_cut, {kind: tensor.detach().view(-1) for kind, tensor in held.items()})
 
     @torch.no_grad()
     def restore(self, parameter: torch.nn.Parameter, whole: dict[str, torch.Tensor], steps: int) -> None:
-        """Take what ``whole`` gave after ``steps`` steps. Without the moments they start anew. Not collective."""
+        """Take ``whole``: tensors of the parameter's shape by kind, after ``steps`` steps. Without the moments they
+        start anew. Not collective."""
         parameter.copy_(whole[MASTER])
         main, place, part = self._find(parameter)
         if main is None:
@@ -60,7 +61,10 @@ class AdamState:
         state.pop(main, None)
         if MOMENTS[0] not in whole:
             return
-        state[main] = {name: whole[name].view(-1)[place].view(main.shape).to(main.dtype).clone() for name in MOMENTS}
+        state[main] = {
+            name: whole[name].view(-1)[place].view(main.shape).to(main.device, main.dtype, copy=True)
+            for name in MOMENTS
+        }
         if isinstance(part.optimizer, torch.optim.AdamW):
             state[main]["step"] = torch.tensor(float(steps), device=main.device)  # where the fused kernel wants it
         else:  # the fused kernels count once a group

@@ -64,7 +64,8 @@ def _given(settings: Settings, config: type) -> dict[str, Any]:
 
 
 def _recomputation(settings: Settings) -> dict[str, Any]:
-    if not settings.training.gradient_checkpointing:
+    """All layers, each by itself, for one switch or the other: Megatron wants all three said."""
+    if not (settings.training.gradient_checkpointing or "recompute_granularity" in dict(settings.megatron_given)):
         return {}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 

@@ -41,6 +41,12 @@ REFUSED = [
     (f"{VALUE} --normalize-advantages", "ignored by --loss-type value_loss"),
     (f"{VALUE} --loss-canary always", "ignored by --loss-type value_loss"),
     (f"{VALUE} --num-critic-only-steps 2", "the critic always learns alone"),
+    (
+        f"{VALUE} --lr-warmup-iters 5",
+        "--lr-warmup-iters 5: would be ignored .*--critic-lr-warmup-iters",
+    ),
+    (f"{VALUE} --lr-warmup-fraction 0.1", "--lr-warmup-fraction 0.1: would be ignored by --loss-type value_loss"),
+    (f"{VALUE} --lr 2e-6 --critic-lr 1e-5", "--lr 2e-06: would be ignored beside --critic-lr 1e-05"),
     (f"{VALUE} --loss-aggregation prompt_mean", "--loss-aggregation prompt_mean: would be ignored"),
     (f"{VALUE} --loss-agg-mode seq-mean-token-sum", "--loss-agg-mode seq-mean-token-sum: would be ignored"),
     (
@@ -67,6 +73,7 @@ ACCEPTED = [
     f"{PPO} --loss-aggregation prompt_mean",
     f"{PPO} --train-backend megatron",
     f"{VALUE} --loss-aggregation token_mean --kl-coef 0.1 --value-clip 0.5",
+    f"{VALUE} --lr 1e-5 --critic-lr-warmup-iters 3",
     f"{RETURNS} --gamma 0.9 --kl-coef 0.01 --n-samples-per-prompt 1",
     BASELINE,
     "--normalize-advantages",
@@ -106,3 +113,11 @@ def test_an_idle_clip_is_said_to_be(validated):
     assert not any(
         "--value-clip" in line for line in without_effect(validated(f"{PPO} --num-steps-per-rollout 2").settings)
     )
+
+
+def test_epochs_that_leave_the_policy_nothing_are_refused_when_the_prompts_are_counted(validated):
+    settings = validated(f"{PPO} --num-epoch 1 --num-critic-only-steps 3", "--num-rollout").settings
+    spent = 3 * settings.steps_per_rollout
+    with pytest.raises(ValueError, match="--num-critic-only-steps 3: leaves none of the 3 rollouts .*--num-epoch"):
+        settings.policy_steps(spent)
+    assert settings.policy_steps(spent + settings.steps_per_rollout) == settings.steps_per_rollout

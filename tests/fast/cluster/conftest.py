@@ -32,9 +32,10 @@ def dies(samples):
     return spread(samples)
 '''
 # Every Python process of a launch imports this: in HOLD_FSYNC are a folder, in which no file is ever flushed to the
-# disk, and a file that says when one would have been.
+# disk, and a file that says when one would have been; HOLD_SERVER is the seed of the server that never starts, while
+# the others end at once.
 HOLD = """
-import os, threading
+import os, sys, threading
 
 def hold(file, flush=os.fsync):
     folder, held = os.environ["HOLD_FSYNC"].split(os.pathsep)
@@ -46,6 +47,11 @@ def hold(file, flush=os.fsync):
 
 if "HOLD_FSYNC" in os.environ:
     os.fsync = hold
+if "HOLD_SERVER" in os.environ and "sglang_on_cpu" in sys.orig_argv:
+    if sys.orig_argv[sys.orig_argv.index("--random-seed") + 1] == os.environ["HOLD_SERVER"]:
+        threading.Event().wait()
+    print("this device is broken", flush=True)
+    os._exit(3)
 """
 
 
@@ -87,12 +93,12 @@ class Launch:
         """The processes of this run that still live."""
         return [process for process in psutil.process_iter() if self._is_mine(process)]
 
-    def kill_worker(self, kind):
-        """SIGKILL one actor of class ``kind``; False where none is up at the moment."""
+    def kill_worker(self, kind, number=signal.SIGKILL):
+        """Send a signal to one actor of class ``kind``; False where none is up at the moment."""
         for process in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{kind}"):
-                    process.kill()
+                    process.send_signal(number)
                     return True
             except (psutil.NoSuchProcess, psutil.ZombieProcess):
                 continue

@@ -60,6 +60,6 @@ def test_the_resumed_run_is_whole(resumed):
     assert sorted(rows) == list(range(1 + ROLLOUTS * STEPS))
     assert [step for step, row in rows.items() if "eval/held/accuracy" in row] == [0, 4, 8, 10]
     assert all(math.isfinite(value) for row in rows.values() for value in row.values())
-    assert "a worker process died" in resumed.err
+    assert "the rollout worker died" in resumed.err
     assert "going on from its last checkpoint (0 restarts left)" in resumed.err
     assert resumed.none_left()

@@ -12,7 +12,12 @@ PROMPTS = 12  # four a rollout, and two optimizer steps
 SERVERS = ["--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "32"]
 SGLANG = ["--rollout-engine", "sglang", *SERVERS, "--rollout-num-gpus", "2"]
 CHECKS = ["--rollout-health-check-interval", "2", "--rollout-health-check-timeout", "30"]
-TITLES = {"engine": ("sglang::scheduler", "sglang_on_cpu"), "rollout worker": ("ray::RolloutWorker",)}
+TITLES = {
+    "engine": ("sglang::scheduler", "sglang_on_cpu"),
+    "engine actor": ("ray::EngineActor",),
+    "router": ("sglang_router.launch_router",),
+    "rollout worker": ("ray::RolloutWorker",),
+}
 
 
 def kill_one(run, kind, rng):
@@ -65,6 +70,11 @@ def test_engines_and_rollout_worker_are_killed_over_50_rollouts(launch, workplac
     logs = [(run.output / "engines" / f"engine_{number}.log").read_text() for number in range(2)]
     # Two at first, both with each new worker, and most of those that were killed: a kill may hit one that is starting.
     assert sum(log.count("server_args=") for log in logs) >= 2 + 2 * 2 + 2
+
+
+def test_router_and_engine_actor_are_killed(launch, workplace):
+    run = run_and_kill(launch, workplace, "others", 8, ["router", "engine actor"], *SGLANG, *CHECKS)
+    assert_each_prompt_counted_once(run, workplace, "others", 8)
 
 
 def test_rollout_worker_with_the_embedded_engine_is_killed(launch, workplace):

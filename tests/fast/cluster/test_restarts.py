@@ -47,7 +47,7 @@ def test_a_killed_trainer_is_overcome(launch, workplace):
     assert run.wait() == 0, run.err
     assert sorted(run.rows()) == list(range(1, 1 + 4 * STEPS))
     check_prompts(run, workplace, "restarts", 4)
-    assert "a worker process died" in run.err
+    assert "trainer rank 0 died" in run.err
     assert "going on from its last checkpoint (0 restarts left)" in run.err
     assert run.none_left()
 
@@ -58,7 +58,7 @@ def test_without_restarts_a_killed_trainer_stops_the_run(launch, workplace):
     run = restarting(launch, workplace, "stops", ranks=2)
     kill_when_trained(run, [(2, "TrainWorker")])
     assert run.wait() == 1
-    assert "a worker process died" in run.err.splitlines()[-1]
+    assert "trainer rank" in run.err.splitlines()[-1] and " died (" in run.err.splitlines()[-1]
     assert f"--load {workplace / 'stops_ckpt'} goes on from the last checkpoint" in run.err.splitlines()[-1]
     assert run.none_left()
 

@@ -33,7 +33,7 @@ def test_raising_reward_names_the_sample(failed, workplace):
 
 def test_dead_worker_is_told_with_the_way_on(failed, workplace):
     last = failed["dies"].err.splitlines()[-1]
-    assert "a worker process died" in last
+    assert "the rollout worker died" in last
     assert f"--load {workplace / 'dies_ckpt'}" in last
 
 

@@ -71,6 +71,15 @@ def test_wrong_value_for_the_server_is_told_with_its_log(launch):
     assert run.none_left()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("held", [42, 43])
+def test_a_server_that_ends_is_told_while_another_still_starts(launch, held):
+    run = launch(f"half_{held}", *SERVERS, "--rollout-num-gpus", "2", "--rollout-seed", "42", HOLD_SERVER=str(held))
+    assert run.wait() == 1
+    assert f"engine_{1 - (held - 42)}.log ends:" in run.err and "this device is broken" in run.err
+    assert run.none_left(), run.left()
+
+
 MODES = {
     "fully": ["--async-steps", "1", "--fully-async"],
     "partial": ["--partial-rollout", "--over-sampling-batch-size", "8"],

@@ -17,6 +17,7 @@ class StandIn:
         self.version = "0"
         self.fault = None
         self.served = 0
+        self.checked = 0
 
     def routes(self):
         get, post = web.get, web.post
@@ -38,6 +39,7 @@ class StandIn:
         return web.json_response({"success": True})
 
     async def health(self, request):
+        self.checked += 1
         if self.fault == "unhealthy":
             raise web.HTTPServiceUnavailable()
         return web.Response()
@@ -46,7 +48,7 @@ class StandIn:
         return web.json_response({"weight_version": self.version})
 
     async def count(self, request):
-        return web.json_response({"served": self.served})
+        return web.json_response({"served": self.served, "checked": self.checked})
 
     async def load(self, request):
         self.version = (await request.json())["weight_version"]
@@ -56,6 +58,8 @@ class StandIn:
         self.fault = (await request.json())["fault"]
         if self.fault == "loses weights":
             self.version = "0"
+        if self.fault == "foreign weights":
+            self.version = "default"  # SGLang's own name for those it has loaded itself
         return web.json_response({})
 
     async def generate(self, request):

@@ -60,10 +60,15 @@ class StandInServer:
         async with httpx.AsyncClient() as http:
             await http.post(f"{self.url}/misbehave", json={"fault": fault})
 
+    async def health_checks(self):
+        async with httpx.AsyncClient() as http:
+            return (await http.get(f"{self.url}/served")).json()["checked"]
 
-def engine_of(servers, folder, router, **flags):
+
+def engine_of(servers, folder, router, silence_seconds=300.0, **flags):
     sglang = SglangArguments(update_weight_transfer_mode="disk", **flags)
-    return SglangEngine(servers, sglang, VOCAB, WeightSender(sglang, folder), router)
+    sender = WeightSender(sglang, folder)
+    return SglangEngine(servers, sglang, VOCAB, sender, router, silence_seconds=silence_seconds)
 
 
 async def ask(engine, prompt):
@@ -185,6 +190,94 @@ def test_without_fault_tolerance_another_server_is_tried(tmp_path):
         return await asyncio.gather(*(ask(engine, (n,)) for n in range(20)))
 
     assert [answer.token_ids for answer in run(tmp_path, 2, scenario)] == [[n] for n in range(20)]
+
+
+@pytest.mark.parametrize("routed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["direct", "routed"])
+def test_without_fault_tolerance_a_server_that_hangs_ends_the_wait(tmp_path, caplog, routed):
+    """Nothing answers, and nothing fails: the health checks are all there is."""
+
+    async def scenario(engine, servers):
+        for server in servers:
+            stop(server)
+        asked = [asyncio.ensure_future(ask(engine, (n,))) for n in range(4)]
+        await asyncio.wait(asked)
+        for request in asked:
+            with pytest.raises(RuntimeError, match=r"engine \d has passed no health check for \d+ s .*Timeout"):
+                request.result()
+        with pytest.raises(RuntimeError, match="no health check"):
+            await ask(engine, (1,))
+
+    run(tmp_path, 1 + routed, scenario, silence_seconds=1.5, **QUICK)
+    assert "does not pass its health check" in caplog.text
+    assert "the run stops in 1.5 s (--worker-timeout); with --use-fault-tolerance it would" in caplog.text
+
+
+def test_without_fault_tolerance_a_server_that_goes_on_is_waited_for(tmp_path, caplog):
+    async def scenario(engine, servers):
+        stop(servers[0])
+        asked = asyncio.ensure_future(ask(engine, (1, 2)))
+        await until(lambda: "does not pass" in caplog.text)
+        servers[0].signal(signal.SIGCONT)
+        await until(lambda: "passes its health check again" in caplog.text)
+        return await asked
+
+    flags = {"rollout_health_check_interval": 0.1, "rollout_health_check_timeout": 0.5}
+    assert run(tmp_path, 1, scenario, silence_seconds=100, **flags).token_ids == [2, 1]
+
+
+def test_before_the_first_update_any_weights_are_sound(tmp_path):
+    """An engine that somebody else has started calls its weights "default"."""
+
+    async def whole():
+        server = StandInServer(0, tmp_path)
+        engine = engine_of([server], tmp_path, None, use_fault_tolerance=True, **QUICK)
+        try:
+            await engine.start()
+            await server.misbehave("foreign weights")
+            checks = await server.health_checks()
+            while await server.health_checks() < checks + 3:
+                await asyncio.sleep(0.02)
+            early = await ask(engine, (1, 2))
+            await engine.update_weights(WEIGHTS, 3)
+            return server.starts, early, await ask(engine, (1, 2))
+        finally:
+            await engine.close()
+
+    starts, early, late = asyncio.run(asyncio.wait_for(whole(), 200))
+    assert starts == 1
+    assert early.token_ids == late.token_ids == [2, 1] and late.weight_version == 3
+
+
+def signal_router(engine, number):
+    os.kill(engine._router._process.pid, number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_router_that_fails_is_replaced_and_nothing_is_lost(tmp_path, number):
+    async def scenario(engine, servers):
+        first = engine._router._process.pid
+        asked = [asyncio.ensure_future(ask(engine, (n, 1))) for n in range(40)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        signal_router(engine, number)
+        asked += [asyncio.ensure_future(ask(engine, (n, 1))) for n in range(40, 60)]
+        await asyncio.gather(*asked)
+        return engine._router._process.pid != first, [server.starts for server in servers], await asyncio.gather(*asked)
+
+    flags = {"use_fault_tolerance": True, "sglang_server_concurrency": 2, **QUICK}
+    replaced, starts, given = run(tmp_path, 2, scenario, **flags)
+    assert replaced and starts == [1, 1]
+    assert [answer.token_ids for answer in given] == [[1, n] for n in range(60)]
+
+
+@pytest.mark.slow
+def test_without_fault_tolerance_a_router_that_hangs_ends_the_wait(tmp_path):
+    async def scenario(engine, servers):
+        signal_router(engine, signal.SIGSTOP)
+        with pytest.raises(RuntimeError, match="the router has passed no health check"):
+            await ask(engine, (1,))
+
+    run(tmp_path, 2, scenario, silence_seconds=1.0, **QUICK)
 
 
 def test_server_that_will_not_start_again_is_given_up(tmp_path):

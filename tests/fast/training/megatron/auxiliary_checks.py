@@ -57,6 +57,7 @@ OF_LAYOUT: dict[str, tuple[str, ...]] = {
     "tp2 with sp, cp2": ("aux_loss", "mtp"),
     "pp2, cp2": (BOTH,),
     "tp2 with sp, ep2": ("seq_aux_loss",),
+    "tp2 with sp, ep2, experts cut": ("aux_loss", "seq_aux_loss"),
 }
 HEADS_CONVERTED = {"one": "untied", "tp2": "untied", "pp2": "untied", "ep2": "qwen3_moe"}
 MODE = {"averages": "sample_mean", "counts tokens": "constant"}

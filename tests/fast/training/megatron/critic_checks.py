@@ -17,6 +17,7 @@ from critic_oracle import ExpectedStep, expected_step, off_policy_with_values
 from layouts import Stand, make_backend, plain_model, shard_of, weights
 
 from miles.arguments.loss import LossArguments
+from miles.loss.canary import LossMassError
 from miles.tracking.metrics import values
 from miles.training.advantages import AdvantageEstimator
 from miles.training.megatron.backend import MegatronBackend
@@ -64,6 +65,8 @@ def checks_of(name: str, expected: Expectations) -> dict[str, Callable[[Stand], 
             )
     if name in ("one", "tp2 with sp", "pp2"):
         found["critic learns alone"] = critic_learns_alone
+    if name == "tp2 with sp":
+        found["critic stays where the policy fails"] = critic_stays_where_the_policy_fails
     if name in ("dp2, distributed optimizer", "tp2", "pp2"):
         found["critic comes back from a checkpoint"] = critic_comes_back
     return found
@@ -177,3 +180,19 @@ def critic_learns_alone(stand: Stand) -> None:
     after = weights(backend)
     assert all(torch.equal(before[n], after[n]) for n in before) and backend.optimizer.steps_done == 0
     assert "train/pg_loss" not in found[0] and found[-1]["train/value_loss"] < 0.9 * found[0]["train/value_loss"]
+
+
+def critic_stays_where_the_policy_fails(stand: Stand) -> None:
+    """A loss mass that is not the expected one ends the step before either optimizer moves."""
+    loss = LossArguments(advantage_estimator="ppo", lambd=0.9)
+    backend = make_backend(stand, "untied", loss, lr=1e-2)
+    estimator = AdvantageEstimator(loss, backend.token_group, backend.critic)
+    shard = shard_of(backend, batch_of(Case(BATCHES["uneven"], loss, ANYWHERE)))
+    assert shard.expected_loss_mass is not None and backend.critic is not None
+    wrong = replace(shard, expected_loss_mass=2 * shard.expected_loss_mass)
+    failed = False
+    try:
+        train_rollout(backend, [wrong], False, backend.settings.token_ranks, estimator)
+    except LossMassError:
+        failed = True
+    assert failed and backend.optimizer.steps_done == backend.critic.optimizer.steps_done == 0

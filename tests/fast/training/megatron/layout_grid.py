@@ -85,7 +85,7 @@ class Split:
         words += [f"--tensor-model-parallel-size {self.tp}"] * (self.tp > 1)
         words += ["--sequence-parallel"] * self.sp
         words += [f"--pipeline-model-parallel-size {self.pp}"] * (self.pp > 1)
-        # Tensor parallel of experts is an alternative to their expert parallel: together they are refused.
+        # Whole experts: both together take four ranks, and are a layout of test_megatron_layouts.py.
         words += ["--expert-tensor-parallel-size 1"] * (self.tp > 1 and kind.expert_parallel > 1)
         return " ".join([*words, kind.flags])
 
@@ -120,11 +120,6 @@ ALSO_REFUSED = (
     (
         "--train-backend megatron --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel "
         "--expert-tensor-parallel-size 1",
-        "experts",
-    ),
-    (
-        "--train-backend megatron --actor-num-gpus-per-node 4 --tensor-model-parallel-size 2 --sequence-parallel "
-        "--expert-model-parallel-size 2",
         "experts",
     ),
     ("--train-backend megatron --moe-router-load-balancing-type global_aux_loss", "experts"),

@@ -69,6 +69,7 @@ LAYOUTS = {
     "tp2 with sp, ep2": Layout(
         4, replace(SP, expert_model_parallel_size=2, expert_tensor_parallel_size=1), models=("qwen3_moe",)
     ),
+    "tp2 with sp, ep2, experts cut": Layout(4, replace(SP, expert_model_parallel_size=2), models=("qwen3_moe",)),
     "pp2, dynamic cp": Layout(4, PP, dynamic(10), TrainingArguments()),
 }
 

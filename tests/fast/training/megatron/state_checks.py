@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -61,6 +62,9 @@ def weights_come_back_exactly(stand: Stand) -> None:
         found, expected = exported.state_dict(), plain.state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], weight) for name, weight in expected.items()), model
+        assert json.loads((folder / "generation_config.json").read_text()) == json.loads(
+            (stand.folder / model / "generation_config.json").read_text()
+        )
         with torch.no_grad():
             assert torch.equal(exported(ids).logits, plain(ids).logits)
 
@@ -151,5 +155,6 @@ OF_LAYOUT = {
     "cp2": CHECKS,
     "ep2": CONVERSION,
     "tp2 with sp, ep2": CONVERSION,
+    "tp2 with sp, ep2, experts cut": CONVERSION,
     "tp2 with sp, pp2": CONVERSION,
 }

@@ -1,0 +1,53 @@
+"""Servers that are not restarted: one that passes no health check is told of, and ends the run when it stays so."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Mapping
+
+from miles.engine.sglang.sglang_client import EngineUnavailable, RequestRefused
+
+log = logging.getLogger(__name__)
+
+
+class SilenceWatch:
+    """How long each server, router included, has passed no health check."""
+
+    def __init__(self, seconds: float) -> None:
+        """``seconds`` of silence are too many."""
+        self._seconds = seconds
+        self._since: dict[str, float] = {}  # by time.monotonic()
+
+    async def look(self, checks: Mapping[str, Awaitable[None]]) -> None:
+        """Await the check of each server; warns of one that begins to fail, and raises ``RuntimeError`` for one that
+        fails on."""
+        began = time.monotonic()
+        results = await asyncio.gather(*checks.values(), return_exceptions=True)
+        for name, failure in zip(checks, results, strict=True):
+            if failure is None or isinstance(failure, RequestRefused):  # which is an answer
+                if self._since.pop(name, None) is not None:
+                    log.warning("%s passes its health check again", name)
+            elif isinstance(failure, EngineUnavailable):
+                self._tell(name, began, failure)
+            else:
+                raise failure
+
+    def _tell(self, name: str, began: float, failure: EngineUnavailable) -> None:
+        if name not in self._since:
+            self._since[name] = began
+            log.warning(
+                "%s does not pass its health check (%s); requests to it may wait in vain. Unless it recovers, the run "
+                "stops in %g s (--worker-timeout); with --use-fault-tolerance it would be restarted",
+                name,
+                failure,
+                self._seconds,
+            )
+            return
+        silent = time.monotonic() - self._since[name]
+        if silent > self._seconds:
+            raise RuntimeError(
+                f"{name} has passed no health check for {silent:.0f} s (--worker-timeout), at last: "
+                f"{failure}; its log file may say why; with --use-fault-tolerance it would be restarted"
+            ) from failure

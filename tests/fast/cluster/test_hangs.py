@@ -1,0 +1,73 @@
+"""Workers that die or are stopped while a rollout is under way that will not end: the run does not wait for it."""
+
+import json
+import signal
+
+import pytest
+
+pytestmark = pytest.mark.timeout(400)
+
+BATCH = 4
+
+
+@pytest.fixture
+def held(launch, workplace):
+    """``held(name, *flags)`` is a run that has saved its first rollout and waits for the second for ever, once."""
+
+    def start(name, *flags, **options):
+        mark, checkpoints = workplace / f"{name}.held", workplace / f"{name}_ckpt"
+        saving = ["--save", str(checkpoints), "--save-interval", "1", "--num-rollout", "3"]
+        saving += ["--save-debug-rollout-data", str(workplace / (name + "_{rollout_id}.jsonl"))]
+        run = launch(name, *saving, *flags, **options, HOLD_AT="1", HELD=str(mark))
+        run.wait_until(lambda: mark.exists() and (checkpoints / "iter_0000001").exists())
+        return run
+
+    return start
+
+
+def assert_each_prompt_trained_on_once(run, workplace, name):
+    files = [workplace / f"{name}_{rollout_id}.jsonl" for rollout_id in range(3)]
+    groups = [json.loads(line)["group_index"] for file in files for line in file.read_text().splitlines()]
+    assert groups == list(range(3 * BATCH))
+    assert sorted(run.rows()) == list(range(1, 7))
+    assert run.none_left(), run.left()
+
+
+def test_a_trainer_that_dies_during_a_rollout_ends_the_run(held, workplace):
+    run = held("dead_trainer")
+    assert run.kill_worker("TrainWorker")
+    assert run.wait() == 1
+    last = run.err.splitlines()[-1]
+    assert last.startswith("train.py: the run stopped: trainer rank 0 died (out of memory, or killed from outside);")
+    assert f"--load {workplace / 'dead_trainer_ckpt'} goes on from the last checkpoint" in last
+    assert run.none_left(), run.left()
+
+
+@pytest.mark.slow
+def test_a_stopped_rollout_worker_is_replaced(held, workplace):
+    run = held("replaced", "--use-fault-tolerance", "--worker-timeout", "5")
+    assert run.kill_worker("RolloutWorker", signal.SIGSTOP)
+    assert run.wait() == 0, run.err
+    assert "the rollout worker (process" in run.err and "worker is replaced" in run.err
+    assert_each_prompt_trained_on_once(run, workplace, "replaced")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), [("RolloutWorker", "the rollout worker"), ("TrainWorker", "trainer rank")])
+def test_a_stopped_worker_ends_the_run(held, workplace, kind, name):
+    run = held(f"stopped_{kind}", "--worker-timeout", "5", ranks=2)
+    assert run.kill_worker(kind, signal.SIGSTOP)
+    assert run.wait() == 1
+    last = run.err.splitlines()[-1]
+    assert last.startswith(f"train.py: the run stopped: {name}")
+    assert "has shown no sign of life for 5 s" in last and "goes on from the last checkpoint" in last
+    assert run.none_left(), run.left()
+
+
+@pytest.mark.slow
+def test_a_stopped_trainer_is_overcome_by_a_restart(held, workplace):
+    run = held("restarted", "--worker-timeout", "5", "--max-restarts", "1", ranks=2)
+    assert run.kill_worker("TrainWorker", signal.SIGSTOP)
+    assert run.wait() == 0, run.err
+    assert "going on from its last checkpoint (0 restarts left)" in run.err
+    assert_each_prompt_trained_on_once(run, workplace, "restarted")

@@ -1,0 +1,109 @@
+"""Waiting for workers that die, hang or fail, with real processes."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import ray
+
+from miles.cluster import liveness
+from miles.cluster.liveness import PULSE, WorkerLost, Workers, with_pulse
+
+FOR_EVER = 10**6
+
+
+class Sleeper:
+    def sleep(self, seconds):
+        time.sleep(seconds)
+        return seconds
+
+    def fail(self, error):
+        raise error
+
+    @ray.method(concurrency_group=PULSE)
+    def pulse(self, seconds):
+        time.sleep(seconds)
+        return os.getpid()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def crew(monkeypatch):
+    """Workers that are lost after 1 s without a heartbeat, two of them, and their process ids."""
+    monkeypatch.setattr(liveness, "PULSE_SECONDS", 0.2)
+    monkeypatch.setattr(liveness, "BLAME_SECONDS", 2.0)
+    workers = Workers(seconds=1.0)
+    actors = [with_pulse(Sleeper).options(num_cpus=1).remote() for _ in range(2)]
+    for number, actor in enumerate(actors):
+        workers.add(f"worker {number}", actor)
+    yield workers, actors, ray.get([actor.pulse.remote(0) for actor in actors])
+    for actor in actors:
+        workers.end(actor)
+
+
+def test_results_come_in_order_however_long_they_take(crew):
+    workers, (first, second), _ = crew
+    # Longer than a worker may be silent: work is no silence.
+    assert workers.results([first.sleep.remote(2.5), second.sleep.remote(0)]) == [2.5, 0]
+
+
+def test_the_death_of_a_worker_that_nobody_waits_for_ends_the_wait(crew):
+    workers, (first, second), (pid, _) = crew
+    workers.results([first.sleep.remote(0), second.sleep.remote(0)])
+    waits = second.sleep.remote(FOR_EVER)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost, match="worker 0 died") as lost:
+        workers.result(waits)
+    assert lost.value.worker is first
+    assert isinstance(lost.value.__cause__, ray.exceptions.RayActorError)
+
+
+def test_a_replaceable_worker_is_missed_by_who_waits_for_it(crew):
+    workers, (first, second), _ = crew
+    third = with_pulse(Sleeper).options(num_cpus=0).remote()
+    workers.add("worker 2", third, replaceable=True)
+    pid = workers.result(third.pulse.remote(0))
+    waits = third.sleep.remote(FOR_EVER)
+    os.kill(pid, signal.SIGKILL)
+    assert workers.results([first.sleep.remote(1), second.sleep.remote(0)]) == [1, 0]
+    with pytest.raises(WorkerLost, match="worker 2 died"):
+        workers.results([waits], whose=third)
+    workers.end(third)
+
+
+def test_a_stopped_worker_is_lost_and_its_process_goes(crew):
+    workers, (first, second), (_, pid) = crew
+    workers.results([first.sleep.remote(0), second.sleep.remote(0)])
+    stopped = psutil.Process(pid)
+    stopped.suspend()
+    with pytest.raises(WorkerLost, match=rf"worker 1 \(process {pid}\) has shown no sign of life for 1 s") as lost:
+        workers.result(first.sleep.remote(FOR_EVER))
+    assert lost.value.worker is second
+    workers.end(second)
+    psutil.wait_procs([stopped], timeout=20)
+    assert not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_failure_is_told_as_it_is(crew):
+    workers, (first, second), _ = crew
+    with pytest.raises(ValueError, match="a wrong flag"):
+        workers.results([second.sleep.remote(FOR_EVER), first.fail.remote(ValueError("a wrong flag"))])
+    with pytest.raises(KeyError, match="gold"):
+        workers.results([second.sleep.remote(0)], beside=[first.fail.remote(KeyError("gold"))])
+
+
+def test_a_peer_s_failure_is_blamed_on_the_death_it_comes_from(crew):
+    workers, (first, second), (_, pid) = crew
+    fails = first.fail.remote(RuntimeError("connection closed by peer"))
+    ray.wait([fails])
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost, match="worker 1 died"):
+        workers.results([fails, second.sleep.remote(FOR_EVER)])

@@ -1,0 +1,83 @@
+"""The groups of a broadcast, with real gloo groups: an engine that starts anew joins another one."""
+
+import asyncio
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from miles.engine.base import WeightChunk
+from miles.weight_sync.broadcast import JOIN_TIMEOUT, BroadcastTransport
+from miles.weight_sync.transport import Delivery
+
+
+class Receiver:
+    """``miles.weight_sync.transport.WeightReceiver`` of one process, here; it knows the groups that it has joined."""
+
+    num_ranks = 1
+
+    def __init__(self, url):
+        self.url = url
+        self.groups = {}
+        self.weights = {}
+
+    async def begin_update(self):
+        pass
+
+    async def end_update(self):
+        pass
+
+    async def join_group(self, host, port, group, backend):
+        def join():
+            store = dist.PrefixStore(f"{group}/", dist.PrefixStore(group, dist.TCPStore(host, port, is_master=False)))
+            return dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), 1, 2, JOIN_TIMEOUT)
+
+        self.groups[group] = await asyncio.to_thread(join)
+
+    async def receive_broadcast(self, chunk, group, version, last):
+        if group not in self.groups:  # as SGLang says it
+            raise RuntimeError(f"Group {group} not in {list(self.groups)}")
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        for name, tensor in chunk.tensors.items():
+            self.weights[name] = torch.empty_like(tensor)
+            await asyncio.to_thread(self.groups[group].broadcast([self.weights[name]], options).wait)
+
+
+def send(transport, *receivers, value):
+    """Failures of sending weights full of ``value``."""
+    delivery = Delivery(receivers)
+    chunks = [WeightChunk({name: torch.full((3,), value)}) for name in ("a", "b")]
+    asyncio.run(transport.send(delivery, chunks, 1))
+    return delivery.failures
+
+
+def holds(receiver, value):
+    return {name: tensor.tolist() for name, tensor in receiver.weights.items()} == dict.fromkeys("ab", [value] * 3)
+
+
+def test_a_group_is_kept_from_update_to_update():
+    transport, receiver = BroadcastTransport(torch.device("cpu")), Receiver("http://127.0.0.1:1")
+    assert not send(transport, receiver, value=1.0) and holds(receiver, 1.0)
+    assert not send(transport, receiver, value=2.0) and holds(receiver, 2.0)
+    assert len(receiver.groups) == 1
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://127.0.0.1:3"])
+def test_an_engine_that_starts_anew_joins_another_group_and_the_old_one_goes(address):
+    transport = BroadcastTransport(torch.device("cpu"))
+    old, other = Receiver("http://127.0.0.1:1"), Receiver("http://127.0.0.1:2")
+    assert not send(transport, old, other, value=1.0)
+    transport.forget_all_but({other.url})
+    new = Receiver(address)
+    assert not send(transport, new, other, value=2.0)
+    assert holds(new, 2.0) and holds(other, 2.0) and holds(old, 1.0)
+    assert len(other.groups) == 1 and transport._groups.keys() == {address, other.url}
+
+
+def test_an_engine_that_nobody_knows_to_be_new_fails_once():
+    transport, url = BroadcastTransport(torch.device("cpu")), "http://127.0.0.1:1"
+    assert not send(transport, Receiver(url), value=1.0)
+    new = Receiver(url)
+    assert "not in []" in str(send(transport, new, value=2.0)[url])
+    assert not send(transport, new, value=3.0) and holds(new, 3.0)
