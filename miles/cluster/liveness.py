@@ -15,6 +15,7 @@ import ray.exceptions
 PULSE = "pulse"
 PULSE_SECONDS = 10.0
 LOOK_SECONDS = 1.0  # from one look for missing heartbeats to the next
+ASLEEP_SECONDS = 10.0  # from one look to the next: the launcher itself was stopped, or busy elsewhere
 BLAME_SECONDS = 5.0  # a peer's failed collective may be told before the death that it comes from
 
 
@@ -22,6 +23,10 @@ def with_pulse(worker: type) -> Any:
     """``ray.remote`` of a class with a method ``pulse(seconds)`` in that group, which returns its process id."""
     remote: Any = ray.remote  # whose stubs do not know concurrency groups
     return remote(concurrency_groups={PULSE: 1})(worker)
+
+
+# Ray's errors that the death of another worker may cause: a lost object is one that it had made.
+_OF_A_DEATH = (ray.exceptions.RaySystemError, ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
 
 
 class WorkerLost(ray.exceptions.RayError):
@@ -51,13 +56,15 @@ class Workers:
     """The workers of a run, and how to wait for what they do.
 
     A worker without a heartbeat for ``seconds`` hangs: it was stopped (SIGSTOP, a debugger), or its host has. What a
-    worker is busy with does not count, compiling and collectives included: those let other threads of it run. Until
-    its first heartbeat a worker may take as long as it needs, to be placed and to import.
+    worker is busy with does not count, compiling and collectives included, as long as it lets other threads run: a
+    regular expression that backtracks does not. Until its first heartbeat a worker may take as long as it needs, to be
+    placed and to import.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._watched: list[_Watched] = []
+        self._looked = time.monotonic()
 
     def add(self, name: str, worker: Any, replaceable: bool = False) -> None:
         """Watch ``worker`` from now on; messages call it ``name``. A ``replaceable`` one is missed only by who waits
@@ -98,7 +105,7 @@ class Workers:
     def _checked(self, call: ray.ObjectRef, whose: Any) -> None:
         try:
             ray.get(call)
-        except (RuntimeError, OSError, ray.exceptions.RaySystemError, ray.exceptions.RayActorError) as failure:
+        except (RuntimeError, OSError, *_OF_A_DEATH) as failure:
             until = time.monotonic() + BLAME_SECONDS
             self._look(whose)
             while (pulses := self._pulses()) and (left := until - time.monotonic()) > 0:
@@ -108,6 +115,11 @@ class Workers:
 
     def _look(self, whose: Any) -> None:
         """Read the heartbeats. Raises ``WorkerLost`` for a worker that is missed."""
+        now = time.monotonic()
+        if (asleep := now - self._looked) > ASLEEP_SECONDS:  # answers may have come that nobody has read yet
+            for watched in self._watched:
+                watched.sent += asleep
+        self._looked = now
         pulses = self._pulses()
         ready = ray.wait(pulses, num_returns=len(pulses), timeout=0)[0] if pulses else []
         for watched in self._watched:
@@ -124,7 +136,8 @@ class Workers:
             return WorkerLost(
                 watched.worker,
                 f"{watched.name} (process {watched.pid}) has shown no sign of life for {self._seconds:g} s: it was "
-                "stopped, or its host hangs (--worker-timeout)",
+                "stopped, its host hangs, or code in it holds Python's lock, as a regular expression may "
+                "(--worker-timeout)",
             )
         try:
             watched.pid = ray.get(watched.pulse)

@@ -95,6 +95,7 @@ class EnginePool:
         self._router_client = connect(router.url) if router is not None else None
         self._restart = restart
         self._router_seconds = router_seconds  # without an answer of the router are too many
+        self._mending: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
 
     async def open(self) -> None:
@@ -122,31 +123,38 @@ class EnginePool:
                     raise RuntimeError(f"no engine is left ({names}); their log files say why")
                 await self._changed.wait()
 
-    async def suspect_all(self, probe: Callable[[SglangClient], Awaitable[None]]) -> None:
+    async def suspect_all(self, probe: Callable[[SglangClient], Awaitable[object]]) -> None:
         """Have each member that serves prove with ``probe`` that it works; take out those that do not.
 
         All of them, because nobody knows which one the router had chosen, and the router as well: one that does not
-        answer is started again. Does nothing in a pool that does not restart. Suspicions of one member at a time share
-        a probe. Raises ``ServerFailed`` where the router does not come up again.
+        answer is started again. Does nothing in a pool that does not restart. Suspicions at a time share the probe of a
+        member and that of the router. Raises ``ServerFailed`` where the router does not come up again.
         """
         if self._restart:
             await self._mend_router()
             await asyncio.gather(*(self._check(member, probe) for member in self.serving))
 
     async def _mend_router(self) -> None:
-        if self._router is not None:
-            by_url = {member.connected.url: member for member in self.serving}
-            for url, failure in (await self._router.mend(by_url, self._router_seconds)).items():
-                await self.take_out(by_url[url], failure)
+        if self._router is None:
+            return
+        if self._mending is None or self._mending.done():
+            self._mending = asyncio.ensure_future(self._mend(self._router))
+        await asyncio.shield(self._mending)  # a request that is given up meanwhile leaves no router without engines
 
-    async def _check(self, member: Member, probe: Callable[[SglangClient], Awaitable[None]]) -> None:
+    async def _mend(self, router: Router) -> None:
+        failures = await router.mend(lambda: [member.connected.url for member in self.serving], self._router_seconds)
+        for member in self.serving:
+            if failure := failures.get(member.connected.url):
+                await self.take_out(member, failure)
+
+    async def _check(self, member: Member, probe: Callable[[SglangClient], Awaitable[object]]) -> None:
         if not member.serving:
             return
         if member.probe is None or member.probe.done():
             member.probe = asyncio.ensure_future(self._prove(member, probe))
         await asyncio.shield(member.probe)
 
-    async def _prove(self, member: Member, probe: Callable[[SglangClient], Awaitable[None]]) -> None:
+    async def _prove(self, member: Member, probe: Callable[[SglangClient], Awaitable[object]]) -> None:
         try:
             await probe(member.connected)
         except (EngineUnavailable, RequestRefused) as failure:
@@ -192,6 +200,8 @@ class EnginePool:
 
     async def close(self) -> None:
         """Stop everything."""
+        if self._mending is not None:
+            self._mending.cancel()
         for member in self.members:
             member.serving = False
             if member.recovery is not None:

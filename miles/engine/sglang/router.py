@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -72,29 +72,37 @@ class Router:
         except httpx.HTTPError as failure:
             raise EngineUnavailable(f"{self.url}/liveness: {type(failure).__name__} {failure}".rstrip()) from failure
 
-    async def mend(self, engines: Iterable[str], seconds: float) -> dict[str, Exception]:
-        """Where it does not answer within ``seconds``, start it anew at the same address, with ``engines`` registered.
+    async def mend(self, engines: Callable[[], Iterable[str]], seconds: float) -> dict[str, Exception]:
+        """Where it does not answer within ``seconds``, start it anew at the same address; register whom it lacks.
 
-        The requests that it has end with it. Returns why which engines were not registered, as they have failed too.
-        Raises ``ServerFailed`` when it does not come up.
+        ``engines``: those that are to be registered, asked for when the router is up. The requests that a router has
+        end with it. Returns why which engines were not registered, as they have failed too. Raises ``ServerFailed``
+        when it does not come up.
         """
         failures: dict[str, Exception] = {}
         async with self._mending:
-            try:
-                await self.check(seconds)
-                return failures
-            except EngineUnavailable as failure:
-                log.warning("the router has failed and is restarted: %s", failure)
-            await asyncio.to_thread(self._process.stop, 0.0)
-            self._process = self._run()
-            await asyncio.to_thread(self._process.wait_until, self._is_up, START_SECONDS)
-            for url in engines:
+            known = await self._registered(seconds)
+            if known is None:
+                await asyncio.to_thread(self._process.stop, 0.0)
+                self._process = self._run()
+                await asyncio.to_thread(self._process.wait_until, self._is_up, START_SECONDS)
+            for url in set(engines()) - (known or set()):
                 try:
                     await self._register(url)
                 except (httpx.HTTPError, TimeoutError) as failure:
                     failures[url] = failure
-            log.warning("the router serves again")
+            if known is None:
+                log.warning("the router serves again")
         return failures
+
+    async def _registered(self, seconds: float) -> set[str] | None:
+        """The engines that it knows; None, and a warning, where it does not answer within ``seconds``."""
+        try:
+            async with self._http(seconds) as http:
+                return set(await self._workers(http))
+        except httpx.HTTPError as failure:
+            log.warning("the router has failed and is restarted: %s %s", type(failure).__name__, failure)
+            return None
 
     async def add(self, url: str) -> None:
         """Register an engine; returns when requests can go to it."""
@@ -124,7 +132,8 @@ class Router:
         return {worker["url"]: worker for worker in (await http.get("/workers")).raise_for_status().json()["workers"]}
 
     def _http(self, seconds: float = REGISTER_SECONDS) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, timeout=seconds, trust_env=False)
+        # Plain HTTP; without verify=False each client reads the certificates of the system, 25 ms of CPU.
+        return httpx.AsyncClient(base_url=self.url, timeout=seconds, trust_env=False, verify=False)
 
     def close(self) -> None:
         """Stop the router."""

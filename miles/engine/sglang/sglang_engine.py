@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -76,10 +76,13 @@ class SglangEngine:
         self._version = 0
         self._updated = False  # until the first update, external engines have weights of an unknown version
         self._silence = SilenceWatch(silence_seconds)
-        self._failure: RuntimeError | None = None  # what ended all requests
+        self._failure: Exception | None = None  # what ended all requests
         self._released: set[str] = set()  # URLs of servers that have given up their memory
         self._current: Iterable[WeightChunk] | None = None  # kept for servers that restart
         self._updating = asyncio.Lock()
+        self._asking = 0  # health checks under way
+        self._unasked = asyncio.Event()
+        self._unasked.set()
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -228,6 +231,7 @@ class SglangEngine:
         if self._sent:
             raise RuntimeError(f"{len(self._sent)} requests are in flight: engines release their memory when idle")
         async with self._updating:
+            await self._unasked.wait()  # a health check is a request too
             self._released = {member.connected.url for member in self._pool.serving}
             await self._control_all("/release_memory_occupation", {})
 
@@ -305,8 +309,7 @@ class SglangEngine:
         """Stop the servers that were started here."""
         if self._watch is not None:
             self._watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watch
+            await asyncio.wait([self._watch])
         await self._pool.close()
 
     @property
@@ -322,37 +325,57 @@ class SglangEngine:
     async def _watch_health(self) -> None:
         while True:
             await asyncio.sleep(self._sglang.rollout_health_check_interval)
-            if self._silent:
-                continue
-            if self._sglang.use_fault_tolerance:
-                await self._pool.suspect_all(self._healthy_unless_updated)
-                continue
             try:
-                await self._silence.look(self._checks())
-            except RuntimeError as failure:
+                if self._silent:
+                    self._silence.forget()
+                elif self._sglang.use_fault_tolerance:
+                    await self._pool.suspect_all(self._healthy_unless_updated)
+                else:
+                    await self._silence.look(self._checks())
+            except Exception as failure:  # whatever it is: nobody would watch any more
                 self._failure = failure
                 for sent in self._sent:
                     sent.cancel()
                 return
 
-    def _checks(self) -> dict[str, Coroutine[Any, Any, None]]:
+    def _checks(self) -> dict[str, Coroutine[Any, Any, object]]:
         """The health check of every server by name."""
-        checks = {m.server.name: self._healthy_unless_updated(m.connected) for m in self._pool.serving}
+        checks: dict[str, Coroutine[Any, Any, object]] = {
+            m.server.name: self._healthy_unless_updated(m.connected) for m in self._pool.serving
+        }
         if self._router is not None:
             checks[self._router.name] = self._router.check(self._sglang.rollout_health_check_timeout)
         return checks
 
-    async def _healthy_unless_updated(self, client: SglangClient) -> None:
+    async def _healthy_unless_updated(self, client: SglangClient) -> bool:
+        """False where an update, or what releases memory, leaves it open."""
+        if self._silent:
+            return False
         version = self._version
         try:
             await self._healthy(client)
+            return True
         except EngineUnavailable:
             # An update that began meanwhile has paused the server, and will find out itself whether it answers.
             if not (self._silent or self._version != version):
                 raise
+            return False
 
     async def _healthy(self, client: SglangClient) -> None:
-        await client.check_health(self._expected, self._sglang.rollout_health_check_timeout)
+        with self._asked():
+            await client.check_health(self._expected, self._sglang.rollout_health_check_timeout)
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """A health check is under way, for which an idle server has a request."""
+        self._asking += 1
+        self._unasked.clear()
+        try:
+            yield
+        finally:
+            self._asking -= 1
+            if not self._asking:
+                self._unasked.set()
 
     async def _probe(self, client: SglangClient) -> None:
         """After a failed request: one token, whose answer must be sound. A server that is only busy passes."""
@@ -360,7 +383,8 @@ class SglangEngine:
             return
         version = self._version
         try:
-            await client.probe(self._expected, self._vocab_size, self._sglang.rollout_health_check_timeout)
+            with self._asked():
+                await client.probe(self._expected, self._vocab_size, self._sglang.rollout_health_check_timeout)
         except EngineUnavailable as failure:
             if self._silent or self._version != version:  # an update that began meanwhile has paused the server
                 return

@@ -20,19 +20,24 @@ class SilenceWatch:
         self._seconds = seconds
         self._since: dict[str, float] = {}  # by time.monotonic()
 
-    async def look(self, checks: Mapping[str, Awaitable[None]]) -> None:
-        """Await the check of each server; warns of one that begins to fail, and raises ``RuntimeError`` for one that
-        fails on."""
+    def forget(self) -> None:
+        """A time begins in which nobody looks: it counts for nobody."""
+        self._since.clear()
+
+    async def look(self, checks: Mapping[str, Awaitable[object]]) -> None:
+        """Await the check of each server, which is ``False`` where it could not look.
+
+        Warns of one that begins to fail, and raises ``RuntimeError`` for one that fails on.
+        """
         began = time.monotonic()
         results = await asyncio.gather(*checks.values(), return_exceptions=True)
-        for name, failure in zip(checks, results, strict=True):
-            if failure is None or isinstance(failure, RequestRefused):  # which is an answer
-                if self._since.pop(name, None) is not None:
-                    log.warning("%s passes its health check again", name)
-            elif isinstance(failure, EngineUnavailable):
-                self._tell(name, began, failure)
-            else:
-                raise failure
+        for name, result in zip(checks, results, strict=True):
+            if isinstance(result, EngineUnavailable):
+                self._tell(name, began, result)
+            elif isinstance(result, BaseException) and not isinstance(result, RequestRefused):  # which is an answer
+                raise result
+            elif self._since.pop(name, None) is not None and result is not False:
+                log.warning("%s passes its health check again", name)
 
     def _tell(self, name: str, began: float, failure: EngineUnavailable) -> None:
         if name not in self._since:

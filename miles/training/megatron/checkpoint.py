@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch.distributed.checkpoint import CheckpointException
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from miles.training.megatron.checkpoint_writer import DirectWriter
 from miles.training.megatron.optimizer import MegatronOptimizer
@@ -43,21 +44,31 @@ def check_can_save(policy: PolicyModel, ranks: Ranks) -> None:
 
     Raises ``ValueError`` for a model that ``save`` could not write under this layout.
     """
+    empty = _empty(_sharded(policy, ranks), KINDS, "meta")
+    given = {StorageWeakRef(described.data.untyped_storage()) for described in nested_values(empty)}
     try:
-        parts, _ = save_preprocess(_empty(_sharded(policy, ranks), KINDS, "meta"))
+        parts, _ = save_preprocess(empty)
     except (CheckpointingException, AssertionError, KeyError) as error:  # Megatron's description may fail as well
         raise _refusal(f"{type(error).__name__}: {error}") from None
-    scattered = [part.key for part in nested_values(parts) if not part.data.is_contiguous()]
-    if scattered:
-        raise _refusal(f"{scattered[0]} is made of parts of rows")
+    for part in nested_values(parts):
+        # Where its elements are is read off a part's place in the parameter's tensor.
+        if not part.data.is_contiguous() or StorageWeakRef(part.data.untyped_storage()) not in given:
+            raise _refusal(f"{part.key} is made of parts of rows, or of a copy")
 
 
 def save(folder: Path, policy: PolicyModel, optimizer: MegatronOptimizer, ranks: Ranks, state: dict[str, Any]) -> None:
-    """Write everything a resumed run needs into ``folder``, which is empty; whoever calls makes it appear at once."""
+    """Write everything a resumed run needs into ``folder``, which is empty; whoever calls makes it appear at once.
+
+    Raises ``OSError`` on all ranks when one could not write.
+    """
     adam = AdamState(optimizer.adam)
     sharded = _sharded(policy, ranks)
     pieces = {name: adam.piece(described.data) for name, described in sharded.items()}
-    dist_checkpointing.save(_empty(sharded, KINDS, "meta"), str(folder), sharded_strategy=DirectWriter(pieces))
+    try:
+        dist_checkpointing.save(_empty(sharded, KINDS, "meta"), str(folder), sharded_strategy=DirectWriter(pieces))
+    except CheckpointException as error:  # whose first line says ranks, and no reason
+        rank, (failure, _) = next(iter(error.failures.items()))
+        raise OSError(f"--save: rank {rank} could not write {folder}: {type(failure).__name__}: {failure}") from error
     write_random_state(folder, tensor_parallel.get_cuda_rng_tracker().get_states())
     if dist.get_rank() == 0:
         write_run_state(folder, "megatron", state, optimizer.state())

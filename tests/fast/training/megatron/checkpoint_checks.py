@@ -6,12 +6,14 @@ import copy
 import json
 import math
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from auxiliary_checks import MTP
@@ -83,6 +85,8 @@ def saves(stand: Stand) -> None:
         _save(stand, backend, root, 2)
         dist.barrier()
         _ranks_write_what_they_have(stand, root / "iter_0000002")
+        if change is CHANGES[0]:
+            _who_could_not_write_is_named(stand, backend, change.root(stand.folder) / "full")
         wanted: dict[str, Any] = {"weights": weights(backend), "random": torch.rand(3)}
         wanted["metrics"] = values(_train(backend, _batch()))
         wanted["later"] = weights(backend)
@@ -95,6 +99,20 @@ def _ranks_write_what_they_have(stand: Stand, folder: Path) -> None:
     sizes = [file.stat().st_size for file in folder.glob("*.distcp")]
     if "distributed optimizer" in stand.name:
         assert len(sizes) == stand.layout.ranks and max(sizes) < 1.5 * sum(sizes) / len(sizes), sizes
+
+
+def _who_could_not_write_is_named(stand: Stand, backend: MegatronBackend, folder: Path) -> None:
+    """The last rank may write 1000 bytes a file; every rank learns of it."""
+    last = stand.layout.ranks - 1
+    folder.mkdir(exist_ok=True)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if stand.rank == last:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"--save: rank {last} could not write {folder}: "):
+            backend.save(folder, LAUNCHER)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def _save(stand: Stand, backend: MegatronBackend, root: Path, done: int) -> None:
