@@ -1,7 +1,7 @@
 """How the ranks of the Megatron backend are laid out."""
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Literal, Optional
 
 from miles.arguments.flag import flag
 
@@ -18,6 +18,11 @@ class MegatronArguments:
     )
     sequence_parallel: bool = flag(False, "share the norms' activations over the tensor-parallel ranks as well")
     use_distributed_optimizer: bool = flag(False, "share the optimizer's state over the data-parallel ranks")
+    megatron_to_hf_mode: Literal["raw", "bridge"] = flag(
+        "raw",
+        "what moves weights between Megatron and Hugging Face: miles itself (raw), or Megatron-Bridge (bridge), which "
+        "this version refuses",
+    )
     moe_router_load_balancing_type: str = flag(
         "aux_loss",
         "where the experts' load is to be even: over each micro-batch (aux_loss), in each sample (seq_aux_loss), or "

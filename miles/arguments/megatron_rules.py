@@ -31,6 +31,13 @@ def check_megatron(settings: Settings) -> None:
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
     )
+    if sizes.megatron_to_hf_mode == "bridge":
+        rule = (
+            "Megatron-Bridge cannot be imported without Transformer Engine, so nothing here has shown that training "
+            "through it is right (docs/megatron.md)"
+        )
+        way_out = "use raw, with a Llama, Qwen2, Qwen3 or Qwen3-MoE, or --train-backend fsdp for other models"
+        refuse("megatron_to_hf_mode", "bridge", rule, way_out)
     _check_ranks(sizes, settings.cluster.world_size)
     if sizes.sequence_parallel and sizes.tensor_model_parallel_size == 1:
         way_out = "add --tensor-model-parallel-size 2 or more, or drop it"

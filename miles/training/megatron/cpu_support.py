@@ -1,4 +1,4 @@
-"""What megatron-core 0.16.1 needs to run on CPU over gloo: ``support_cpu``, once, in a trainer process on CPU.
+"""What megatron-core needs to run on CPU over gloo: ``support_cpu``, once, in a trainer process on CPU.
 
 Megatron names CUDA where it means "this rank's device". Every entry below says what it answers for; all can go when
 Megatron asks ``torch.accelerator`` or the tensor instead. Nothing here changes a result.
@@ -89,7 +89,7 @@ def _keep_random_state() -> None:
 
 
 def _do_without_transformer_engine() -> None:
-    """The router reads a name that is only bound where Transformer Engine is installed (0.16.1: ``NameError``)."""
+    """The router reads a name that is only bound where Transformer Engine is installed (``NameError`` elsewhere)."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     moe_utils.te_general_gemm = None

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from miles.training.megatron.mtp import mtp_spec
 from miles.training.megatron.packed_tokens import PackedCoreAttention
 from miles.training.megatron.router import BalancedRouter, RoutedLayer
+from miles.training.megatron.versions import parts_of_experts
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -88,9 +89,9 @@ def _dense_spec() -> ModuleSpec:
     )
 
 
-def _expert_spec(config: TransformerConfig) -> ModuleSpec:
+def _expert_spec(config: TransformerConfig) -> Any:
     spec = get_moe_module_spec_for_backend(
         backend=LocalSpecProvider(), num_experts=config.num_moe_experts, moe_grouped_gemm=False
     )
-    spec.submodules.router = BalancedRouter
+    parts_of_experts(spec).router = BalancedRouter
     return spec

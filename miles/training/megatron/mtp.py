@@ -31,7 +31,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from miles.parallel.context_parallel import zigzag_positions
 from miles.parallel.groups import ContextGroup
 from miles.train_batch import TrainBatch
-from miles.training.megatron.versions import mtp_layer_name
+from miles.training.megatron.versions import inputs_of_head, mtp_layer_name, recomputed_function
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,21 @@ class PackedMtpLayer(MultiTokenPredictionLayer):
         embedding: Any,
         hidden_states: torch.Tensor,
         **given: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | None, ...]:
         ahead = given["packed_seq_params"].ahead.inputs[self.layer_number - 1][None]
-        return input_ids, position_ids, embedding(input_ids=ahead, position_ids=position_ids), hidden_states
+        embedded = embedding(input_ids=ahead, position_ids=position_ids)
+        return inputs_of_head(input_ids, position_ids, given.get("padding_mask"), embedded, hidden_states)
 
-    def _checkpointed_forward(self, forward_func: Any, *arguments: Any, **given: Any) -> torch.Tensor:
-        """Recomputation: Megatron's saves every argument for backward as a tensor, which the layout is not."""
-        assert not arguments
+    def _checkpointed_forward(self, *function: Any, **given: Any) -> torch.Tensor:
+        """Recomputation: Megatron's saves every argument for backward as a tensor, which the layout is not.
+
+        Releases that name the ``function`` to run again (versions.py) name ``_proj_and_transformer_layer``, always.
+        """
+        assert function == recomputed_function(self._proj_and_transformer_layer)
         activations = given.pop("hidden_states"), given.pop("decoder_input")
 
         def run(hidden_states: torch.Tensor, decoder_input: torch.Tensor) -> torch.Tensor:
-            return forward_func(hidden_states=hidden_states, decoder_input=decoder_input, **given)
+            return self._proj_and_transformer_layer(hidden_states=hidden_states, decoder_input=decoder_input, **given)
 
         return tensor_parallel.checkpoint(run, self.config.distribute_saved_activations, *activations)
 

@@ -120,6 +120,7 @@ def test_pipeline_stages_repeat_the_shards(megatron):
             ["--mtp-num-layers 1", "tied embedding", "--pipeline-model-parallel-size 1"],
         ),
         ("--recompute-granularity selective", LLAMA, ["--recompute-granularity selective", "whole layers"]),
+        ("--megatron-to-hf-mode bridge", LLAMA, ["--megatron-to-hf-mode bridge", "Transformer Engine", "use raw"]),
         ("--fp8-format e4m3", LLAMA, ["--fp8-format e4m3", "not been tested"]),
         ("--overlap-param-gather", LLAMA, ["--overlap-param-gather", "not been tested"]),
         ("--virtual-pipeline-model-parallel-size 2", LLAMA, ["--virtual-pipeline-model-parallel-size 2"]),
