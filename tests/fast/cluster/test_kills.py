@@ -4,6 +4,7 @@ import json
 import random
 from collections import Counter
 
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
@@ -24,8 +25,14 @@ def kill_one(run, kind, rng):
     """SIGKILL a process of this kind; the run may be about to replace the last one, so one is awaited."""
     found = []
 
+    def is_one(process):
+        try:
+            return any(title in " ".join(process.cmdline()) for title in TITLES[kind])
+        except psutil.NoSuchProcess:  # it has ended meanwhile
+            return False
+
     def one_lives():
-        found[:] = [process for process in run.left() if any(t in " ".join(process.cmdline()) for t in TITLES[kind])]
+        found[:] = [process for process in run.left() if is_one(process)]
         return bool(found)
 
     run.wait_until(one_lives)

@@ -56,7 +56,7 @@ def test_a_killed_trainer_is_overcome(launch, workplace):
 @pytest.mark.timeout(400)
 def test_without_restarts_a_killed_trainer_stops_the_run(launch, workplace):
     run = restarting(launch, workplace, "stops", ranks=2)
-    kill_when_trained(run, [(2, "TrainWorker")])
+    kill_when_trained(run, [(4, "TrainWorker")])  # the second rollout: after the first there is a checkpoint
     assert run.wait() == 1
     assert "trainer rank" in run.err.splitlines()[-1] and " died (" in run.err.splitlines()[-1]
     assert f"--load {workplace / 'stops_ckpt'} goes on from the last checkpoint" in run.err.splitlines()[-1]
