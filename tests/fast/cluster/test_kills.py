@@ -16,7 +16,7 @@ CHECKS = ["--rollout-health-check-interval", "2", "--rollout-health-check-timeou
 TITLES = {
     "engine": ("sglang::scheduler", "sglang_on_cpu"),
     "engine actor": ("ray::EngineActor",),
-    "router": ("sglang_router.launch_router",),
+    "router": ("sglang::router",),
     "rollout worker": ("ray::RolloutWorker",),
 }
 
