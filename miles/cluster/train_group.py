@@ -26,10 +26,7 @@ class TrainGroup:
         self._workers = workers
         self.actors: list[Any] = [
             with_pulse(TrainWorker)
-            .options(
-                runtime_env={"env_vars": env} if env else None,
-                **placement.trainer_options(rank),
-            )
+            .options(runtime_env={"env_vars": env} if env else None, **placement.trainer_options(rank))
             .remote(rank, settings, placement.device)
             for rank in range(settings.cluster.world_size)
         ]

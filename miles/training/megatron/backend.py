@@ -51,11 +51,12 @@ class MegatronBackend:
         self.ranks = initialize_process_groups(settings.megatron, settings.parallel, settings.training.seed)
         self.hf_config = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
         # Read now: the hub may not be there when the run ends.
-        self.generation_config = HuggingFaceWeights(settings.model.hf_checkpoint).generation_config()
+        self.hf_weights = HuggingFaceWeights(settings.model.hf_checkpoint)
+        self.generation_config = self.hf_weights.generation_config()
         check_with_model(settings, self.hf_config.to_dict())
         shape = megatron_shape(self.hf_config.to_dict())
         self.converter = WeightConverter(self.hf_config.to_dict(), shape, self.ranks)
-        self.policy = self._build(settings.model.hf_checkpoint, is_trained=True)
+        self.policy = self._build(self.hf_weights, is_trained=True)
         self.model = self._distributed(self.policy)
         self.optimizer = MegatronOptimizer(
             self.model,
@@ -71,9 +72,11 @@ class MegatronBackend:
                 checkpoint.check_can_save(self.critic.model.module, self.ranks)
         self.reference: PolicyModel | None = None
         if settings.loss.needs_reference:
-            self.reference = self._reference(settings.model.hf_checkpoint, settings.model.ref_load)
+            self.reference = self._reference(settings.model.ref_load)
 
-    def _build(self, path: str, is_trained: bool = False, of: type[PolicyModel] = PolicyModel) -> PolicyModel:
+    def _build(
+        self, weights: HuggingFaceWeights, is_trained: bool = False, of: type[PolicyModel] = PolicyModel
+    ) -> PolicyModel:
         config = transformer_config(
             self.settings, self.hf_config.to_dict(), self.compute_dtype, self.settings.loss.calculate_per_token_loss
         )
@@ -86,15 +89,17 @@ class MegatronBackend:
             self.settings.loss.log_probs_chunk_size,
             is_trained and self.settings.loss.loss_canary != "off",
         )
-        self.converter.load(policy, HuggingFaceWeights(path))
+        self.converter.load(policy, weights)
         return policy.to(self.device)
 
-    def _reference(self, hf_checkpoint: str, ref_load: str | None) -> PolicyModel:
+    def _reference(self, ref_load: str | None) -> PolicyModel:
         """A frozen model with the weights of ``--ref-load``: a Hugging Face folder, or a checkpoint of this backend."""
         folder = checkpoint_folder.at(Path(ref_load)) if ref_load is not None else None
+        weights = self.hf_weights
         if ref_load is not None and folder is None:
             check_reference(ref_load, AutoConfig.from_pretrained(ref_load).to_dict(), self.hf_config.to_dict())
-        reference = self._build(hf_checkpoint if folder is not None else ref_load or hf_checkpoint)
+            weights = HuggingFaceWeights(ref_load)
+        reference = self._build(weights)
         if folder is not None:
             checkpoint.load_weights(folder, reference, self.ranks, f"--ref-load {ref_load}")
         reference.eval().requires_grad_(False)
@@ -110,8 +115,7 @@ class MegatronBackend:
         return model
 
     def _build_critic(self, total_steps: int) -> MegatronCritic:
-        assert self.settings.model.hf_checkpoint is not None
-        model = self._distributed(self._build(self.settings.model.hf_checkpoint, of=ValueModel))
+        model = self._distributed(self._build(self.hf_weights, of=ValueModel))
         given = self.settings.critic_optimizer
         config = optimizer_config(replace(self.settings, optimizer=given), self.compute_dtype)
         optimizer = MegatronOptimizer(model, config, given, total_steps, rate_flag="--critic-lr")

@@ -22,8 +22,13 @@ _logger = logging.getLogger(__name__)
 def megatron_version() -> tuple[int, ...]:
     """The installed release, ``(0, 16, 1)``. Raises ``ValueError`` for one that this file says nothing of."""
     installed = version("megatron-core")
-    numbers = release_numbers(installed)
-    check_release(installed)
+    numbers = _numbers(installed)
+    if not TRIED[0] <= numbers < BELOW:
+        first, below = (".".join(map(str, bound)) for bound in (TRIED[0], BELOW))
+        raise ValueError(
+            f"--train-backend megatron: megatron-core {installed} is installed, and this version of miles works with "
+            f"{first} up to {below} (exclusive); install the extra: pip install 'miles[megatron]'"
+        )
     if numbers[:2] not in TRIED:
         _logger.warning(
             "megatron-core %s was not tried with this version of miles; %s were. Keep --loss-canary on",
@@ -33,17 +38,7 @@ def megatron_version() -> tuple[int, ...]:
     return numbers
 
 
-def check_release(installed: str) -> None:
-    """Raises ``ValueError`` if ``installed`` is not between the first release that was tried and ``BELOW``."""
-    if not TRIED[0] <= release_numbers(installed) < BELOW:
-        first, below = (".".join(map(str, bound)) for bound in (TRIED[0], BELOW))
-        raise ValueError(
-            f"--train-backend megatron: megatron-core {installed} is installed, and this version of miles works with "
-            f"{first} up to {below} (exclusive); install the extra: pip install 'miles[megatron]'"
-        )
-
-
-def release_numbers(text: str) -> tuple[int, ...]:
+def _numbers(text: str) -> tuple[int, ...]:
     """``(0, 18)`` of ``0.18rc1`` and of ``0.18.dev3+local``."""
     release = []
     for part in text.split("."):
