@@ -1,4 +1,4 @@
-"""What the trainer reads: the columns of one optimizer step, and the packed micro-batch that one forward pass sees."""
+"""What the trainer reads: the columns of one optimizer step, and the micro-batch that one forward pass sees."""
 
 from __future__ import annotations
 
@@ -75,10 +75,11 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Which samples make a micro-batch, and how many consecutive ranks share it (context parallelism)."""
+    """Which samples make a micro-batch, how many consecutive ranks share it, and whether they are padded or packed."""
 
     samples: tuple[int, ...]  # indices into the shard's batch
     context_parallel_size: int = 1
+    padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,11 @@ class MicroBatch:
     every sample, padded (parallel/context_parallel.py), and the response tokens that their logits predict. Everything
     on the response axis is sliced alike; ``response_index`` says where in the whole responses each token stands. Every
     response token stands on exactly one rank. ``token_index`` then points into the packed axes of all ranks end to end.
+
+    Where it is ``padded`` every sample is a row, filled up at its end to the length of the longest, and ``T`` counts
+    the cells of all rows, one row after the other. The two samples above::
+
+        input_ids    = [a b c 0 | a b d e]    token_index  = [0 1 2 | 4 5 6 7]    logit_index  = [1, 5, 6]
     """
 
     input_ids: torch.Tensor  # int64 [T]
@@ -139,3 +145,9 @@ class MicroBatch:
     context: ContextGroup  # the ranks that share these samples
     values: torch.Tensor | None = None  # float32 [R], the critic's before the first step of the rollout
     returns: torch.Tensor | None = None  # float32 [R], what the critic is to predict
+    padded: bool = False
+
+    @property
+    def rows(self) -> int:
+        """By which the T tokens are cut evenly into the sequences that the model is given: packed, there is one."""
+        return len(self.total_lengths) if self.padded else 1

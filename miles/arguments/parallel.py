@@ -17,4 +17,7 @@ class ParallelArguments:
     max_seqlen_per_dp_cp_rank: Optional[int] = flag(
         None, "most tokens of a micro-batch on one rank, with --dynamic-context-parallel"
     )
-    qkv_format: Literal["thd", "bshd"] = flag("thd", "packed (thd) or padded (bshd) sequences in the trainer")
+    qkv_format: Literal["thd", "bshd"] = flag(
+        "thd",
+        "samples of a micro-batch in the trainer: packed into one sequence (thd) or padded to equal rows (bshd)",
+    )

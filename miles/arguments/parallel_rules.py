@@ -24,16 +24,14 @@ def check_parallel(parallel: ParallelArguments, training: TrainingArguments, ran
 
 
 def _check_layout(parallel: ParallelArguments) -> None:
-    if parallel.qkv_format != "bshd":
-        return
-    if parallel.context_parallel_size > 1 or parallel.dynamic_context_parallel:
+    shares_sequences = parallel.context_parallel_size > 1 or parallel.dynamic_context_parallel
+    if parallel.qkv_format == "bshd" and shares_sequences:
         shared = (
             "--dynamic-context-parallel"
             if parallel.dynamic_context_parallel
             else f"--context-parallel-size {parallel.context_parallel_size}"
         )
         refuse("qkv_format", "bshd", f"padded lengths are not known under {shared}", "use --qkv-format thd")
-    refuse("qkv_format", "bshd", "both backends pack sequences and have no padded layout", "use --qkv-format thd")
 
 
 def _check_room(parallel: ParallelArguments, ranks: int, max_response_len: int) -> None:

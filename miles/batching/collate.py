@@ -1,9 +1,9 @@
-"""From the samples of a micro-batch to the packed tensors that the model and the loss read."""
+"""From the samples of a micro-batch to the tensors that the model and the loss read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,20 +21,19 @@ def collate(
     device: torch.device,
     context: ContextGroup = ALONE,
     share_prompts: bool = True,
+    row_multiple: int | None = None,
 ) -> MicroBatch:
     """Pack ``samples`` of ``batch``: this rank's part of each, where ``context`` shares them.
 
     A rank by itself pads nothing, and equal prompts stand once: a causal model computes the same for a prompt whichever
     response follows, so the samples of a group share it; the gradients of all of them add up in it. Not so without
-    ``share_prompts``.
+    ``share_prompts``. With ``row_multiple``, which is for a rank by itself, samples are not packed but padded: each is
+    a row of its own, of the longest's length and up to a multiple of this.
 
     No samples give a micro-batch without response: the rank takes part in every collective and adds zero.
     """
     part = batch.select(samples)
-    assert all(total > response for total, response in zip(part.total_lengths, part.response_lengths, strict=True)), (
-        "a sample needs a prompt token, whose logits predict its first response token"
-    )
-    layout = _layout(part, context, share_prompts)
+    layout = _packed(part, context, share_prompts) if row_multiple is None else _in_rows(part, context, row_multiple)
 
     def tensor(values: object, dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values), dtype=dtype, device=device)
@@ -72,6 +71,7 @@ def collate(
         context=context,
         values=where_given(part.values),
         returns=where_given(part.returns),
+        padded=row_multiple is not None,
     )
 
 
@@ -88,7 +88,10 @@ class _Layout:
     response_index: np.ndarray
 
 
-def _layout(part: TrainBatch, context: ContextGroup, share_prompts: bool) -> _Layout:
+def _packed(part: TrainBatch, context: ContextGroup, share_prompts: bool) -> _Layout:
+    assert all(total > response for total, response in zip(part.total_lengths, part.response_lengths, strict=True)), (
+        "a sample needs a prompt token, whose logits predict its first response token"
+    )
     # Without samples one token of padding stands in for them, so that the model has something to compute.
     tokens = np.concatenate(part.tokens) if len(part) else np.zeros(1, np.int64)
     totals = np.asarray(part.total_lengths or [1], np.int64)
@@ -117,6 +120,24 @@ def _layout(part: TrainBatch, context: ContextGroup, share_prompts: bool) -> _La
         targets=tokens[starts[owner] + target],
         sample_index=owner,
         response_index=response_starts[owner] + target - prompts[owner],
+    )
+
+
+def _in_rows(part: TrainBatch, context: ContextGroup, multiple: int) -> _Layout:
+    """Samples as rows. What fills a row up counts on from its last position, as rotary embedding does."""
+    assert context.size == 1, "validate() refuses padded rows where ranks share a sequence"
+    packed = _packed(part, context, share_prompts=False)
+    totals = np.asarray(part.total_lengths or [1], np.int64)
+    width = -(-int(totals.max()) // multiple) * multiple
+    cells = np.repeat(np.arange(len(totals)), totals) * width + packed.position_ids
+    input_ids = np.zeros(len(totals) * width, np.int64)
+    input_ids[cells] = packed.input_ids
+    return replace(
+        packed,
+        input_ids=input_ids,
+        position_ids=np.tile(np.arange(width), len(totals)),
+        token_index=cells,
+        logit_index=cells[packed.logit_index],
     )
 
 

@@ -1,4 +1,4 @@
-"""Two ways to put samples of known length together: into few bins of a budget, or into k parts of equal weight."""
+"""How samples of known length are put together: into few bins of a budget, or into k parts of equal weight."""
 
 from __future__ import annotations
 
@@ -53,6 +53,23 @@ def pack_by_budget(samples: Sequence[PackedSample], budget: int) -> list[list[in
         bins[chosen].append(index)
         room[chosen] -= cost
         prompts[chosen].add(sample.prompt)
+    return bins
+
+
+def rows_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices of ``lengths`` in bins of at most ``budget`` tokens where each is padded to the longest of its bin.
+
+    Longest first, so that those of similar length stand together. A sample longer than the budget gets a bin of its
+    own.
+
+    >>> rows_by_budget([10, 40, 38, 12, 9], 80)
+    [[1, 2], [3, 0, 4]]
+    """
+    bins: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if not bins or (len(bins[-1]) + 1) * lengths[bins[-1][0]] > budget:
+            bins.append([])
+        bins[-1].append(index)
     return bins
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.training import TrainingArguments
-from miles.batching.packing import PackedSample, balanced_partition, pack_by_budget, split_to_count
+from miles.batching.packing import PackedSample, balanced_partition, pack_by_budget, rows_by_budget, split_to_count
 from miles.parallel.context_parallel import padded_length
 from miles.parallel.dynamic_context_parallel import plan_dynamic_context_parallel
 from miles.train_batch import MicroBatchPlan, TrainBatch, TrainShard
@@ -30,7 +30,7 @@ def schedule_step(
     which micro-batch a sample lands in cannot change the gradient: its weight travels with it. Samples for which
     ``has_gradient`` is false get micro-batches of their own, to be scored only; not so with ``watch_mass``, where the
     loss-mass canary is to see the weight of every token. Without ``share_prompts`` the token budget counts a prompt
-    once a sample, as ``collate`` without it lays it out.
+    once a sample, as ``collate`` without it lays it out; with ``--qkv-format bshd`` it counts the rows' padding, too.
     """
     if watch_mass:
         has_gradient = None
@@ -40,8 +40,7 @@ def schedule_step(
         assert parallel.max_seqlen_per_dp_cp_rank is not None, "validate() demands it"
         plans = [_dynamic(batch, part, ranks, parallel.max_seqlen_per_dp_cp_rank) for part in (trained, scored)]
     else:
-        size = parallel.context_parallel_size
-        plans = _static(batch, [trained, scored], ranks, training, size, share_prompts and size == 1)
+        plans = _static(batch, [trained, scored], ranks, training, parallel, share_prompts)
     to_train, to_score = plans
     mass = batch.expected_loss_mass if watch_mass else None
     if not to_train[0]:
@@ -67,10 +66,11 @@ def _static(
     kinds: Sequence[list[int]],
     ranks: int,
     training: TrainingArguments,
-    size: int,
+    parallel: ParallelArguments,
     share_prompts: bool,
 ) -> list[Plans]:
     """The same size throughout: consecutive ranks are one replica, which has one share of the samples."""
+    size, padded = parallel.context_parallel_size, parallel.qkv_format == "bshd"
     replicas = ranks // size
     lengths = batch.total_lengths
     shares = balanced_partition(lengths, replicas) if training.balance_data else _in_order(len(batch), replicas)
@@ -78,10 +78,12 @@ def _static(
     for kind in kinds:
         wanted = set(kind)
         chosen = [[i for i in share if i in wanted] for share in shares]
-        per_replica = [_micro_batches(batch, indices, training, size, share_prompts) for indices in chosen]
+        per_replica = [_micro_batches(batch, indices, training, parallel, share_prompts) for indices in chosen]
         count = max(len(micro_batches) for micro_batches in per_replica)
         cut = [split_to_count(micro_batches, count) for micro_batches in per_replica]
-        plans.append([[MicroBatchPlan(tuple(part), size) for part in cut[rank // size]] for rank in range(ranks)])
+        plans.append(
+            [[MicroBatchPlan(tuple(part), size, padded) for part in cut[rank // size]] for rank in range(ranks)]
+        )
     return plans
 
 
@@ -105,14 +107,23 @@ def _in_order(n: int, parts: int) -> list[list[int]]:
 
 
 def _micro_batches(
-    batch: TrainBatch, chosen: Sequence[int], training: TrainingArguments, size: int, share_prompts: bool
+    batch: TrainBatch,
+    chosen: Sequence[int],
+    training: TrainingArguments,
+    parallel: ParallelArguments,
+    share_prompts: bool,
 ) -> list[list[int]]:
     if not training.use_dynamic_batch_size:
         count = training.micro_batch_size
         return [list(chosen[i : i + count]) for i in range(0, len(chosen), count)]
     assert training.max_tokens_per_gpu is not None, "validate() demands it"
-    samples = [_packed_sample(batch, i, size, share_prompts) for i in chosen]
-    return [[chosen[i] for i in part] for part in pack_by_budget(samples, training.max_tokens_per_gpu * size)]
+    size = parallel.context_parallel_size
+    budget = training.max_tokens_per_gpu * size
+    if parallel.qkv_format == "bshd":
+        bins = rows_by_budget([len(batch.tokens[i]) for i in chosen], budget)
+    else:
+        bins = pack_by_budget([_packed_sample(batch, i, size, share_prompts and size == 1) for i in chosen], budget)
+    return [[chosen[i] for i in part] for part in bins]
 
 
 def _packed_sample(batch: TrainBatch, index: int, size: int, share_prompts: bool) -> PackedSample:

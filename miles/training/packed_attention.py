@@ -1,10 +1,12 @@
-"""Causal attention over packed sequences, registered with transformers as ``miles_packed``.
+"""Causal attention over packed or padded sequences, registered with transformers as ``miles_packed``.
 
 Linear layers run on the packed tokens, without padding. For attention alone the tokens are laid out as rows, padded on
 the right: a causal query never sees a key to its right, so no mask is needed and the fused kernels apply.
 
 Under context parallelism a rank holds the zig-zag chunks of every sequence. It gathers the keys and values of the
 others, and its two chunks of queries each attend to the part of the sequence that ends with them.
+
+Where a micro-batch is padded, its tokens stand in such rows already.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from transformers import AttentionInterface
 
 from miles.parallel.context_parallel import padded_length, zigzag_chunks
 from miles.parallel.groups import ALONE, ContextGroup
+from miles.train_batch import MicroBatch
 
 NAME = "miles_packed"
 SHORT = 128  # keys of a row up to which attention is computed with its scores in memory
@@ -58,13 +61,23 @@ class Rows:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """How the packed tokens of one micro-batch become rows. Built once a micro-batch, used by every layer."""
+    """How the tokens of one micro-batch become rows. Built once a micro-batch, used by every layer."""
 
     rows: tuple[Rows, ...]
     context: ContextGroup
+    padded: bool = False  # the tokens are rows already
 
     @classmethod
-    def of(cls, token_index: torch.Tensor, lengths: Sequence[int], context: ContextGroup = ALONE) -> PackedLayout:
+    def of(cls, micro: MicroBatch) -> PackedLayout:
+        """Of a micro-batch, packed or padded."""
+        if micro.padded:
+            return cls((), micro.context, padded=True)
+        return cls.of_packed(micro.token_index, micro.total_lengths, micro.context)
+
+    @classmethod
+    def of_packed(
+        cls, token_index: torch.Tensor, lengths: Sequence[int], context: ContextGroup = ALONE
+    ) -> PackedLayout:
         """Buckets of spans in which none is shorter than half the longest, so that at most half is padding.
 
         ``token_index`` says, sequence after sequence (padded for ``context``), which packed token stands there, as in
@@ -134,6 +147,15 @@ class _ToRows(torch.autograd.Function):
         return out[:-1].to(grad.dtype), None
 
 
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, dropout: float, visible: torch.Tensor | None
+) -> torch.Tensor:
+    """Of rows: q [rows, heads, Q, D], k and v [rows, kv_heads, K, D]; as q, with the width of v."""
+    if q.device.type == "cpu" and k.shape[2] <= SHORT and dropout == 0.0:
+        return _short_attention(q, k, v, scaling, visible)
+    return _fused_attention(q, k, v, scaling, dropout, visible)
+
+
 def _short_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, visible: torch.Tensor | None
 ) -> torch.Tensor:
@@ -180,12 +202,16 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """query [1, heads, T, D], key and value [1, kv_heads, T, D] of packed sequences; returns [1, T, heads, D].
 
+    Padded, they are [rows, heads, S, D] and so on: a causal query sees no padding, which stands to its right.
+
     Raises ``ValueError`` for a layer with a sliding window: it would be attended in full, silently.
     """
     if sliding_window is not None:
         raise ValueError(
             "this model has sliding-window attention; --train-backend fsdp trains full-attention models only"
         )
+    if packed.padded:
+        return _attend(query, key, value, scaling, dropout, visible=None).transpose(1, 2), None
     q = query[0].transpose(0, 1)  # [T, heads, D]
     width = key.shape[-1]
     both = packed.context.gather(torch.cat([key, value], -1)[0].transpose(0, 1))  # of all ranks, one exchange
@@ -198,10 +224,7 @@ def packed_attention(
             .transpose(1, 2)
             .split([width, both.shape[-1] - width], -1)
         )
-        if query.device.type == "cpu" and rows.key_shape[1] <= SHORT and dropout == 0.0:
-            o = _short_attention(qr, kr, vr, scaling, rows.visible)
-        else:
-            o = _fused_attention(qr, kr, vr, scaling, dropout, rows.visible)
+        o = _attend(qr, kr, vr, scaling, dropout, rows.visible)
         out = out.index_copy(0, rows.tokens, o.transpose(1, 2).flatten(0, 1)[rows.to_packed])
     return out.unsqueeze(0), None
 

@@ -47,7 +47,8 @@ def forward_backward(
 
 
 def _collate(shard: TrainShard, plan: MicroBatchPlan, groups: ContextGroups, device: torch.device) -> MicroBatch:
-    return collate(shard.batch, plan.samples, device, groups.of(plan.context_parallel_size))
+    context = groups.of(plan.context_parallel_size)
+    return collate(shard.batch, plan.samples, device, context, row_multiple=1 if plan.padded else None)
 
 
 @contextmanager

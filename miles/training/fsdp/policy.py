@@ -1,4 +1,4 @@
-"""A Hugging Face language model as the trainer sees it: packed tokens in; log-probs and entropy, or values, out."""
+"""A Hugging Face language model as the trainer sees it: tokens in; log-probs and entropy, or values, out."""
 
 from __future__ import annotations
 
@@ -103,13 +103,14 @@ class Policy(nn.Module):
 
 
 def hidden_states(language_model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
-    """What the decoder makes of the packed tokens, [T, hidden]."""
-    return language_model.base_model(
-        input_ids=micro.input_ids[None],
-        position_ids=micro.position_ids[None],
+    """What the decoder makes of the tokens, [T, hidden]."""
+    states = language_model.base_model(
+        input_ids=micro.input_ids.view(micro.rows, -1),
+        position_ids=micro.position_ids.view(micro.rows, -1),
         use_cache=False,
-        packed=PackedLayout.of(micro.token_index, micro.total_lengths, micro.context),
-    ).last_hidden_state[0]
+        packed=PackedLayout.of(micro),
+    ).last_hidden_state
+    return states.flatten(0, 1)
 
 
 def load_policy(path: str, temperature: float, chunk_size: int, dtype: torch.dtype) -> Policy:

@@ -100,7 +100,7 @@ class Pass:
         ) -> tuple[torch.Tensor, Any]:
             micro, tokens = next(data)
             assert tokens.input_ids is not None and tokens.position_ids is not None
-            hidden = stage(tokens.input_ids[None], tokens.position_ids[None], None, packed_seq_params=tokens)
+            hidden = stage(tokens.input_ids, tokens.position_ids, None, packed_seq_params=tokens)
             return hidden, partial(loss_function, self.policy, micro)
 
         return get_forward_backward_func()(
@@ -117,23 +117,27 @@ class Pass:
         heads = self.auxiliary.sizes.mtp_heads if self.auxiliary is not None else 0
         for plan in self.micro_batches:
             context = self.ranks.context.of(plan.context_parallel_size)
-            # The tokens after the end of a prompt, which heads are given, differ from sample to sample.
-            micro = collate(self.shard.batch, plan.samples, self.device, context, share_prompts=not heads)
+            micro = collate(
+                self.shard.batch,
+                plan.samples,
+                self.device,
+                context,
+                # The tokens after the end of a prompt, which heads are given, differ from sample to sample.
+                share_prompts=not heads,
+                row_multiple=self._multiple() if plan.padded else None,
+            )
             tokens = PackedTokens.of(micro, self._multiple())
             if self.auxiliary is not None:
                 self._add_auxiliary(tokens, micro, self.auxiliary)
             if heads:
-                tokens.ahead = NextTokens.of(
-                    self.shard.batch, plan.samples, context, heads, self._multiple(), self.device
-                )
+                tokens.ahead = NextTokens.of(self.shard.batch, plan.samples, micro, heads, tokens.shape)
             yield micro, tokens
 
     def _add_auxiliary(self, tokens: PackedTokens, micro: MicroBatch, auxiliary: AuxiliaryStep) -> None:
         tokens.auxiliary = auxiliary
         if auxiliary.sizes.has_router_loss:
-            assert tokens.input_ids is not None
             shared = self.ranks.tp if self.policy.config.sequence_parallel else None
-            tokens.routed = RoutedTokens.of(micro, auxiliary, len(tokens.input_ids), shared)
+            tokens.routed = RoutedTokens.of(micro, auxiliary, tokens.shape, shared)
 
     def _multiple(self) -> int:
         config = self.policy.config

@@ -13,6 +13,7 @@ with p at temperature 1. Its gradient reaches the decoder, embedding and output 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,39 +31,30 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from miles.parallel.context_parallel import zigzag_positions
 from miles.parallel.groups import ContextGroup
-from miles.train_batch import TrainBatch
+from miles.train_batch import MicroBatch, TrainBatch
 from miles.training.megatron.versions import inputs_of_head, mtp_layer_name, recomputed_function
 
 
 @dataclass(frozen=True)
 class NextTokens:
-    """For each head and each packed token of this rank, in the order of a micro-batch without shared prompts."""
+    """For each head and each token of this rank, in the order of a micro-batch without shared prompts."""
 
-    inputs: torch.Tensor  # int64 [heads, T + padding]; 0 beyond a sample's end
-    targets: torch.Tensor  # int64 [heads, T]
-    mask: torch.Tensor  # bool [heads, T]: the target is a loss token
+    inputs: torch.Tensor  # int64 [heads, B, S] as in PackedTokens; 0 beyond a sample's end
+    targets: torch.Tensor  # int64 [heads, B * S]
+    mask: torch.Tensor  # bool [heads, B * S]: the target is a loss token
 
     @classmethod
     def of(
-        cls,
-        batch: TrainBatch,
-        samples: Sequence[int],
-        context: ContextGroup,
-        heads: int,
-        multiple: int,
-        device: torch.device,
+        cls, batch: TrainBatch, samples: Sequence[int], micro: MicroBatch, heads: int, shape: tuple[int, int]
     ) -> NextTokens:
-        """``multiple`` as in ``PackedTokens.of``."""
-        padding_alone = np.zeros((2, heads + 1, len(zigzag_positions(1, context.size, context.rank))), np.int64)
-        columns = [_ahead(batch, i, context, heads) for i in samples] or [padding_alone]
-        tokens, masks = np.concatenate(columns, axis=2)
-        ahead = torch.as_tensor(tokens, device=device)
-        padding = -ahead.shape[1] % multiple
-        return cls(
-            inputs=torch.nn.functional.pad(ahead[:-1], (0, padding)),
-            targets=ahead[1:],
-            mask=torch.as_tensor(masks[1:], device=device) > 0,
-        )
+        """``micro`` has these samples of ``batch``; ``shape`` [B, S] is that of its tokens with padding."""
+        both = np.zeros((2, heads + 1, math.prod(shape)), np.int64)
+        if samples:
+            columns = np.concatenate([_ahead(batch, i, micro.context, heads) for i in samples], axis=2)
+            where = micro.token_index.cpu().numpy() if micro.padded else np.arange(columns.shape[2])
+            both[:, :, where] = columns
+        tokens, masks = torch.as_tensor(both, device=micro.input_ids.device)
+        return cls(inputs=tokens[:-1].view(heads, *shape), targets=tokens[1:], mask=masks[1:] > 0)
 
 
 def _ahead(batch: TrainBatch, sample: int, context: ContextGroup, heads: int) -> np.ndarray:
@@ -87,7 +79,7 @@ class PackedMtpLayer(MultiTokenPredictionLayer):
         hidden_states: torch.Tensor,
         **given: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        ahead = given["packed_seq_params"].ahead.inputs[self.layer_number - 1][None]
+        ahead = given["packed_seq_params"].ahead.inputs[self.layer_number - 1]
         embedded = embedding(input_ids=ahead, position_ids=position_ids)
         return inputs_of_head(input_ids, position_ids, given.get("padding_mask"), embedded, hidden_states)
 

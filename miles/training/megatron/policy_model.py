@@ -1,4 +1,4 @@
-"""Megatron's ``GPTModel`` as the trainer sees it: packed tokens in, log-probs and entropy out."""
+"""Megatron's ``GPTModel`` as the trainer sees it: tokens in, log-probs and entropy out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from miles.arguments.megatron_shape import vocabulary_shape
 from miles.train_batch import MicroBatch
 from miles.training.megatron.auxiliary import attach
 from miles.training.megatron.layer_spec import decoder_spec, heads_spec
-from miles.training.megatron.packed_tokens import PackedRotaryEmbedding, PackedTokens
+from miles.training.megatron.packed_tokens import PackedRotaryEmbedding, PackedTokens, tokens_at
 from miles.training.megatron.process_groups import Ranks
 from miles.training.megatron.rope_frequencies import inverse_frequencies
 from miles.training.megatron.vocab_parallel import vocab_parallel_log_probs
@@ -106,14 +106,14 @@ class PolicyModel(GPTModel):
         temperature: float,
         with_entropy: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of ``targets`` [R] at the positions ``index`` [R] of ``hidden_states`` [T, 1, H]."""
+        """Of ``targets`` [R] at the tokens ``index`` [R], as in ``MicroBatch``, of ``hidden_states`` [S, B, H]."""
         tp = self.pg_collection.tp
         if self.config.sequence_parallel:
             # Its backward sums the ranks' gradients, of which each has the part of its own vocabulary.
             whole = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=tp)
-            chosen = whole[:, 0][index]
+            chosen = tokens_at(whole, index)
         else:
-            chosen = copy_to_tensor_model_parallel_region(hidden_states[:, 0][index], group=tp)
+            chosen = copy_to_tensor_model_parallel_region(tokens_at(hidden_states, index), group=tp)
         return vocab_parallel_log_probs(
             chosen,
             self.head_weight(),

@@ -37,13 +37,21 @@ class RoutedTokens:
 
     @classmethod
     def of(
-        cls, micro: MicroBatch, step: AuxiliaryStep, packed: int, sequence_parallel: dist.ProcessGroup | None
+        cls,
+        micro: MicroBatch,
+        step: AuxiliaryStep,
+        shape: tuple[int, int],
+        sequence_parallel: dist.ProcessGroup | None,
     ) -> RoutedTokens:
-        """``packed`` tokens with padding, of which the ranks of ``sequence_parallel`` have equal parts each."""
+        """``shape`` [B, S] is that of the tokens with padding. A router is given [S, B] of them, the rows' first tokens
+        first; of S the ranks of ``sequence_parallel`` have equal parts.
+        """
+        rows, length = shape
         totals = torch.tensor(micro.total_lengths if micro.response_lengths else [], device=micro.input_ids.device)
         position, sample = _members(micro, totals.long())
+        position = position % length * rows + position // length
         if sequence_parallel is not None:
-            share = packed // sequence_parallel.size()
+            share = rows * length // sequence_parallel.size()
             position = position - sequence_parallel.rank() * share
             mine = (position >= 0) & (position < share)
             position, sample = position[mine], sample[mine]
@@ -84,7 +92,7 @@ class BalancedRouter(TopKRouter):
     tokens: RoutedTokens | None = None  # set by the layer before every pass
 
     def routing(self, logits: torch.Tensor, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """``logits`` [S, 1, E]; returns probabilities and map, each [S, E]."""
+        """``logits`` [S, B, E]; returns probabilities and map, each [S * B, E]."""
         probabilities, routing_map = super().routing(logits, *arguments, **named)
         if self.tokens is not None and torch.is_grad_enabled():  # with recomputation, the second time
             loss = self._loss(logits.view(-1, logits.shape[-1]).float(), routing_map, self.tokens)
@@ -92,7 +100,7 @@ class BalancedRouter(TopKRouter):
         return probabilities, routing_map
 
     def _loss(self, logits: torch.Tensor, routing_map: torch.Tensor, tokens: RoutedTokens) -> torch.Tensor:
-        """This rank's share of the layer's losses, as it is to be attached. ``logits`` [S, E], fp32."""
+        """This rank's share of the layer's losses, as it is to be attached. ``logits`` [S * B, E], fp32."""
         step, groups, experts = tokens.step, len(tokens.group_tokens), logits.shape[-1]
         assert step.routed_tokens or not len(tokens.position)
         count = max(step.routed_tokens, 1.0)

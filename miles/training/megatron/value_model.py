@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 
 from miles.train_batch import MicroBatch
+from miles.training.megatron.packed_tokens import tokens_at
 from miles.training.megatron.policy_model import PolicyModel
 
 
@@ -45,4 +46,4 @@ class ValueModel(PolicyModel):
             # All ranks compute the same gradient of the whole; each takes its own part back.
             tp = self.pg_collection.tp
             whole = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False, group=tp)
-        return whole[:, 0][micro.logit_index].float() @ self.value_head[0]
+        return tokens_at(whole, micro.logit_index).float() @ self.value_head[0]

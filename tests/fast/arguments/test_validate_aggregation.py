@@ -69,7 +69,6 @@ REFUSED = [
     ),
     ("--context-parallel-size 2 --qkv-format bshd", "padded lengths are not known"),
     ("--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64 --qkv-format bshd", "padded lengths are not known"),
-    ("--qkv-format bshd", "use --qkv-format thd"),
     ("--pg-loss-divisor 8 --loss-aggregation token_mean", "contradicts --loss-aggregation token_mean"),
     ("--pg-loss-divisor 8 --loss-aggregation prompt_mean", "contradicts --loss-aggregation prompt_mean"),
     ("--pg-loss-divisor 8 --loss-agg-mode token-mean", "contradicts --loss-agg-mode"),

@@ -44,6 +44,26 @@ def test_layout_is_that_of_a_loop(make_batch, choice):
     assert micro.total_lengths == tuple(len(batch.tokens[i]) for i in indices)
 
 
+@given(choices(), st.integers(1, 5))
+def test_rows_are_the_samples_padded_at_the_end(make_batch, choice, multiple):
+    lengths, indices = choice
+    batch = make_batch(lengths)
+    micro = collate(batch, indices, CPU, row_multiple=multiple)
+    rows = micro.input_ids.view(micro.rows, -1)
+    width = rows.shape[1]
+    longest = max(batch.total_lengths[i] for i in indices)
+    assert len(rows) == len(indices) and width % multiple == 0 and longest <= width < longest + multiple
+    for row, i in zip(rows, indices, strict=True):
+        total = batch.total_lengths[i]
+        assert row[:total].tolist() == batch.tokens[i].tolist() and not row[total:].any()
+    assert micro.position_ids.view(micro.rows, -1).tolist() == [list(range(width))] * len(indices)
+    packed = collate(batch, indices, CPU, share_prompts=False)
+    assert torch.equal(micro.input_ids[micro.token_index], packed.input_ids)
+    assert torch.equal(micro.logit_index, micro.token_index[packed.logit_index])
+    for name in ("targets", "sample_index", "response_index", "loss_mask", "advantages"):
+        assert torch.equal(getattr(micro, name), getattr(packed, name)), name
+
+
 @given(choices())
 def test_columns_follow_their_samples(make_batch, choice):
     lengths, indices = choice
@@ -83,6 +103,8 @@ def test_no_samples_are_one_token_and_no_response(make_batch):
             assert getattr(micro, name).shape == (0,), name
         assert micro.logit_index.dtype == micro.targets.dtype == torch.int64
         assert (micro.num_rollouts, micro.num_loss_tokens) == (91, 93)
+        padded = collate(batch, [], CPU, row_multiple=4)
+        assert padded.rows == 1 and padded.input_ids.shape == (4,) and padded.logit_index.shape == (0,)
 
 
 def test_without_scores_there_are_none(make_batch):

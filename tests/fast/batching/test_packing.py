@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.batching.packing import PackedSample, balanced_partition, pack_by_budget, split_to_count
+from miles.batching.packing import PackedSample, balanced_partition, pack_by_budget, rows_by_budget, split_to_count
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=30)
 PROMPT_LENGTHS = {b"a": 5, b"b": 9, b"c": 20}
@@ -36,6 +36,16 @@ def test_no_two_bins_fit_into_one(samples, budget):
     bins = pack_by_budget([s._replace(prompt=bytes([i])) for i, s in enumerate(samples)], budget)
     sums = sorted(sum(samples[i].length for i in b) for b in bins)
     assert len(sums) < 2 or sums[0] + sums[1] > budget
+
+
+@given(LENGTHS, st.integers(1, 200))
+def test_rows_with_their_padding_are_within_the_budget(lengths, budget):
+    bins = rows_by_budget(lengths, budget)
+    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
+    assert all(b and (len(b) == 1 or len(b) * max(lengths[i] for i in b) <= budget) for b in bins)
+    for one, other in zip(bins, bins[1:], strict=False):
+        assert min(lengths[i] for i in one) >= max(lengths[i] for i in other), "similar lengths stand together"
+        assert (len(one) + 1) * max(lengths[i] for i in one) > budget, "nothing more fits"
 
 
 def test_a_group_stays_together_where_it_fits():

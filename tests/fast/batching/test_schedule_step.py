@@ -41,7 +41,8 @@ def splits(draw):
     )
     size, replicas = draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 4))
     if draw(st.booleans()):
-        return Split(size * replicas, training, ParallelArguments(context_parallel_size=size))
+        layout = draw(st.sampled_from(["thd", "bshd"])) if size == 1 else "thd"
+        return Split(size * replicas, training, ParallelArguments(context_parallel_size=size, qkv_format=layout))
     ranks = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     budget = draw(st.integers(14, 60)) * 2
     return Split(ranks, PLAIN, ParallelArguments(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=budget))
@@ -100,10 +101,13 @@ def test_micro_batches_keep_their_size(make_batch, step, split):
     for shard in shards_of(make_batch, step, split, [flag for *_, flag in step]):
         for plan in (*shard.micro_batches, *shard.score_only):
             size, lengths = plan.context_parallel_size, [shard.batch.total_lengths[i] for i in plan.samples]
+            assert plan.padded == (parallel.qkv_format == "bshd") or not lengths
             if parallel.dynamic_context_parallel:
                 assert sum(padded_length(n, size) for n in lengths) <= parallel.max_seqlen_per_dp_cp_rank * size
             elif training.use_dynamic_batch_size:
                 tokens = sum(padded_length(n, size) for n in lengths)
+                if plan.padded:
+                    tokens = len(lengths) * max(lengths, default=0)
                 assert len(lengths) <= 1 or tokens <= training.max_tokens_per_gpu * size
             else:
                 assert len(lengths) <= training.micro_batch_size

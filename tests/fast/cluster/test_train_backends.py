@@ -23,17 +23,18 @@ def tensor_parallel(launch, workplace):
 
 @pytest.fixture(scope="module")
 def pipeline_parallel(launch, workplace, tensor_parallel):
-    """The second rollout, from that checkpoint; and an export."""
+    """The second rollout, from that checkpoint, on padded rows; and an export."""
     assert tensor_parallel.wait() == 0, tensor_parallel.err
     going_on = ["--load", str(workplace / "megatron_checkpoints"), "--save-hf", str(workplace / "megatron_hf")]
-    run = launch("pp2", *FLAGS, *MEGATRON, *going_on, "--pipeline-model-parallel-size", "2", ranks=2)
+    padded = ["--pipeline-model-parallel-size", "2", "--qkv-format", "bshd"]
+    run = launch("pp2", *FLAGS, *MEGATRON, *going_on, *padded, ranks=2)
     assert run.wait() == 0, run.err
     return run
 
 
 @pytest.mark.timeout(240)
 def test_steps_agree(fsdp, tensor_parallel, pipeline_parallel):
-    """Tensor parallel in the first rollout; then pipeline parallel, from the checkpoint of the former."""
+    """Tensor parallel in the first rollout; then pipeline parallel and padded, from the checkpoint of the former."""
     assert fsdp.wait() == 0, fsdp.err
     found, wanted = tensor_parallel.rows() | pipeline_parallel.rows(), fsdp.rows()
     assert sorted(found) == sorted(wanted) == [1, 2, 3, 4]

@@ -59,6 +59,9 @@ def context(size: int) -> ParallelArguments:
     return ParallelArguments(context_parallel_size=size)
 
 
+PADDED = ParallelArguments(qkv_format="bshd")
+
+
 def dynamic(budget: int) -> ParallelArguments:
     return ParallelArguments(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=budget)
 
@@ -71,6 +74,8 @@ LAYOUTS = {
         Layout("dp2", 2),
         Layout("dp2, packed", 2, training=BUDGET),
         Layout("dp3, packed", 3, training=BUDGET),
+        Layout("alone, padded", 1, PADDED),
+        Layout("dp2, padded by budget", 2, PADDED, BUDGET),
         Layout("dp4", 4),
         Layout("cp2", 2, context(2)),
         Layout("cp2, packed", 2, context(2), BUDGET),

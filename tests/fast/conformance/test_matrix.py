@@ -83,7 +83,9 @@ def test_samples_without_advantage_are_only_scored(ranks, oracle, layout):
         assert_conforms(off_policy(case, oracle), ranks, oracle)
 
 
-@pytest.mark.parametrize("layout", ["alone, packed", "cp2", "cp4, packed", "dp2 x cp2", "dynamic cp, 4 ranks"])
+@pytest.mark.parametrize(
+    "layout", ["alone, packed", "alone, padded", "cp2", "cp4, packed", "dp2 x cp2", "dynamic cp, 4 ranks"]
+)
 def test_rows_too_long_for_their_scores(ranks, oracle, layout):
     """The fused attention, with queries that are the last of their keys."""
     for batch in ("uneven", "compacted"):

@@ -26,7 +26,7 @@ def packed_logits(model, sequences):
         input_ids=torch.cat(sequences)[None],
         position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
         use_cache=False,
-        packed=PackedLayout.of(torch.arange(sum(lengths)), lengths),
+        packed=PackedLayout.of_packed(torch.arange(sum(lengths)), lengths),
     ).logits[0]
 
 
@@ -67,7 +67,7 @@ def test_a_shared_prompt_stands_once_with_the_gradients_of_all(monkeypatch, resp
         input_ids=ids[None],
         position_ids=torch.cat([torch.arange(prompt), *(prompt + torch.arange(r) for r in responses)])[None],
         use_cache=False,
-        packed=PackedLayout.of(torch.cat(own), lengths),
+        packed=PackedLayout.of_packed(torch.cat(own), lengths),
     ).logits[0]
     for tokens, (start, response) in zip(own, spans, strict=True):
         weights = torch.randn(response, 64, generator=generator)
@@ -81,7 +81,7 @@ def test_a_shared_prompt_stands_once_with_the_gradients_of_all(monkeypatch, resp
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12))
 def test_layout_places_each_token_once_with_at_most_half_padding(lengths):
-    layout = PackedLayout.of(torch.arange(sum(lengths)), lengths)
+    layout = PackedLayout.of_packed(torch.arange(sum(lengths)), lengths)
     placed = torch.cat([rows.tokens for rows in layout.rows])
     assert sorted(placed.tolist()) == list(range(sum(lengths)))
     for rows in layout.rows:
@@ -94,7 +94,7 @@ def test_layout_places_each_token_once_with_at_most_half_padding(lengths):
 
 def test_sliding_windows_are_refused():
     x = torch.zeros(1, 1, 2, 8)
-    layout = PackedLayout.of(torch.arange(2), [2])
+    layout = PackedLayout.of_packed(torch.arange(2), [2])
     with pytest.raises(ValueError, match="--train-backend"):
         packed_attention.packed_attention(
             torch.nn.Identity(), x, x, x, None, packed=layout, scaling=1.0, sliding_window=4

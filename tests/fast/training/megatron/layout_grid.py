@@ -40,6 +40,7 @@ class Kind:
     config: str  # dense or experts
     flags: str = ""
     expert_parallel: int = 1
+    cut_experts: bool = False  # over tensor parallel as well, under which experts that are shared are whole otherwise
 
 
 MTP_FLAGS = "--mtp-num-layers 2 --enable-mtp-training"
@@ -52,6 +53,13 @@ KINDS = {
         Kind("experts, router losses", "experts", ROUTER_FLAGS),
         Kind("the same, EP 2", "experts", f"{ROUTER_FLAGS} --expert-model-parallel-size 2", 2),
         Kind("the same, EP 4", "experts", f"{ROUTER_FLAGS} --expert-model-parallel-size 4", 4),
+        Kind(
+            "the same, EP 2 and cut",
+            "experts",
+            f"{ROUTER_FLAGS} --expert-model-parallel-size 2 --expert-tensor-parallel-size 2",
+            2,
+            cut_experts=True,
+        ),
     ),
 }
 
@@ -66,14 +74,15 @@ class Split:
     tp: int = 1
     sp: bool = False
     pp: int = 1
+    padded: bool = False
 
     @property
     def name(self) -> str:
-        """``4 ranks: TP 2 with SP, CP 2``; what is left of the ranks is data parallel."""
+        """``4 ranks: TP 2 with SP, DP 2, padded``; what is left of the ranks is data parallel."""
         shared = self.tp * self.pp * max(self.cp, 1)
         parts = [f"TP {self.tp}" + " with SP" * self.sp] * (self.tp > 1) + [f"PP {self.pp}"] * (self.pp > 1)
         parts += ["dynamic CP"] if not self.cp else [f"CP {self.cp}"] * (self.cp > 1)
-        parts += [f"DP {self.ranks // shared}"] * (self.cp > 0 and self.ranks > shared)
+        parts += [f"DP {self.ranks // shared}"] * (self.cp > 0 and self.ranks > shared) + ["padded"] * self.padded
         return f"{self.ranks} rank{'s' * (self.ranks > 1)}" + f": {', '.join(parts)}" * bool(parts)
 
     def flags(self, kind: Kind) -> str:
@@ -85,8 +94,9 @@ class Split:
         words += [f"--tensor-model-parallel-size {self.tp}"] * (self.tp > 1)
         words += ["--sequence-parallel"] * self.sp
         words += [f"--pipeline-model-parallel-size {self.pp}"] * (self.pp > 1)
-        # Whole experts: both together take four ranks, and are a layout of test_megatron_layouts.py.
-        words += ["--expert-tensor-parallel-size 1"] * (self.tp > 1 and kind.expert_parallel > 1)
+        words += ["--qkv-format bshd"] * self.padded
+        whole_experts = kind.expert_parallel > 1 and not kind.cut_experts
+        words += ["--expert-tensor-parallel-size 1"] * (self.tp > 1 and whole_experts)
         return " ".join([*words, kind.flags])
 
 
@@ -98,6 +108,8 @@ def splits(backend: str) -> Iterator[Split]:
         size = tp * pp * max(cp, 1)
         if ranks % size == 0 and (cp or ranks > tp * pp):
             yield Split(backend, ranks, cp, tp, sp, pp)
+            if cp == 1:
+                yield Split(backend, ranks, cp, tp, sp, pp, padded=True)
 
 
 @lru_cache(None)
@@ -115,8 +127,12 @@ def refusal(split: Split, kind: Kind, folder: Path) -> str | None:
 
 # Layouts beyond the table that are refused as well: flags, and the model.
 ALSO_REFUSED = (
-    ("--train-backend fsdp --qkv-format bshd", "dense"),
-    ("--train-backend megatron --qkv-format bshd", "experts"),
+    ("--train-backend fsdp --actor-num-gpus-per-node 2 --context-parallel-size 2 --qkv-format bshd", "dense"),
+    (
+        "--train-backend megatron --actor-num-gpus-per-node 2 --dynamic-context-parallel "
+        "--max-seqlen-per-dp-cp-rank 64 --qkv-format bshd",
+        "dense",
+    ),
     (
         "--train-backend megatron --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel "
         "--expert-tensor-parallel-size 1",

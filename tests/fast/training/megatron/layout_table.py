@@ -98,9 +98,9 @@ float64 oracle that reads whole samples in one process. A cell has the largest r
 a parameter whose gradient is under a twentieth of the whole is held against that. Everything accepted is below 1e-5.
 fsdp: on- and off-policy steps, under `sample_mean` and `token_mean`. Megatron-Core: under both of its contracts, with
 and without `--use-distributed-optimizer` (where a rank has no whole gradients, the norm is compared). DP is what is
-left of the ranks. Under TP each expert is cut as well, and whole (`--expert-tensor-parallel-size 1`) with EP. Experts
-are trained with `aux_loss` and z-loss, MTP with two heads. A dash: there are too few ranks for it. EP 2 with experts
-cut in two (4 ranks, TP 2 with SP) is not in the table; `test_megatron_layouts.py` holds it to the same bound.
+left of the ranks; padded rows are `--qkv-format bshd`. Under TP each expert is cut as well, and whole
+(`--expert-tensor-parallel-size 1`) with EP, but for the last column, where it is both shared and cut. Experts are
+trained with `aux_loss` and z-loss, MTP with two heads. A dash: there are too few ranks for it.
 """
 
 

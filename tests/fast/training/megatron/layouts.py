@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import BUDGET, FIXED, context, dynamic
+from cases import BUDGET, FIXED, PADDED, context, dynamic
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto import AutoModelForCausalLM
 
@@ -52,12 +52,16 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 LAYOUTS = {
     "one": Layout(1, models=("untied", "qwen3_moe")),
     "one, recomputed": Layout(1, given=RECOMPUTED),
+    "one, padded": Layout(1, parallel=PADDED, models=("untied", "qwen3_moe")),
     "dp2": Layout(2, training=BUDGET),
+    "dp2, padded": Layout(2, parallel=PADDED, training=BUDGET),
     "dp2, overlapped": Layout(2, given={"overlap_grad_reduce": True}),
     "dp2, distributed optimizer": Layout(2, SHARDED),
     "tp2": Layout(2, TP, models=("tied",)),
     "tp2 with sp": Layout(2, SP, training=BUDGET, models=("untied", "qwen3_moe")),
+    "tp2 with sp, padded": Layout(2, SP, PADDED, models=("untied", "qwen3_moe")),
     "pp2": Layout(2, PP, models=DENSE),
+    "pp2, padded": Layout(2, PP, PADDED, BUDGET),
     "cp2": Layout(2, ONE, context(2)),
     "ep2": Layout(2, EP, models=("qwen3_moe",)),
     "ep2 with cp2": Layout(2, EP, context(2), models=("qwen3_moe",)),

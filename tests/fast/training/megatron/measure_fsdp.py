@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import BATCHES, FIXED, FULL, VOCABULARY, Case, Layout, context, dynamic, loss_of
+from cases import BATCHES, FIXED, FULL, PADDED, VOCABULARY, Case, Layout, context, dynamic, loss_of
 from compare import distance, off_policy, samples_of, wanted
 from layout_grid import DYNAMIC_BUDGET, Split, splits
 from ranks import started_ranks
@@ -33,7 +33,7 @@ MODELS = ("untied", "qwen3_moe")
 
 
 def cases_of(split: Split, model: str, oracle: Any) -> list[Case]:
-    layout = Layout(split.name, split.ranks, context(split.cp), FIXED)
+    layout = Layout(split.name, split.ranks, PADDED if split.padded else context(split.cp), FIXED)
     if not split.cp:
         layout = replace(layout, parallel=dynamic(DYNAMIC_BUDGET), training=TrainingArguments())
     plain = Case(BATCHES["compacted"], loss_of("token_mean"), layout, seed=5, model=model)

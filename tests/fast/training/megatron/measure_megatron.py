@@ -14,7 +14,7 @@ from typing import Any
 import launch  # first: it makes Megatron run on CPU
 from auxiliary_checks import KINDS as AUXILIARY
 from auxiliary_checks import Oracle, checked_steps, save_models
-from cases import FIXED, context, dynamic
+from cases import FIXED, PADDED, context, dynamic
 from conformance_checks import CONTRACTS
 from layout_grid import DYNAMIC_BUDGET, KINDS, Kind, Split, refusal, splits
 from layouts import LAYOUTS, Layout, Stand
@@ -27,17 +27,18 @@ from miles.arguments.training import TrainingArguments
 TRAINED = {"dense": "policy", "dense, MTP": "mtp"}
 
 
-def layout_of(split: Split, expert_parallel: int) -> Layout:
+def layout_of(split: Split, expert_parallel: int, cut_experts: bool) -> Layout:
+    whole_experts = expert_parallel > 1 and not cut_experts
     sizes = MegatronArguments(
         tensor_model_parallel_size=split.tp,
         sequence_parallel=split.sp,
         pipeline_model_parallel_size=split.pp,
         expert_model_parallel_size=expert_parallel,
-        expert_tensor_parallel_size=1 if split.tp > 1 and expert_parallel > 1 else None,
+        expert_tensor_parallel_size=2 if cut_experts else 1 if split.tp > 1 and whole_experts else None,
     )
     if not split.cp:
         return Layout(split.ranks, sizes, dynamic(DYNAMIC_BUDGET), TrainingArguments())
-    return Layout(split.ranks, sizes, context(split.cp), FIXED)
+    return Layout(split.ranks, sizes, PADDED if split.padded else context(split.cp), FIXED)
 
 
 def distance(stand: Stand, kind: str, steps: dict[str, Any]) -> str:
@@ -62,10 +63,10 @@ def measure(folder: Path, split: Split, oracle: Oracle) -> list[float | None]:
     """One number a column."""
     accepted = [kind for kind in KINDS["megatron"] if refusal(split, kind, folder) is None]
     found: dict[Kind, float] = {}
-    for expert_parallel in sorted({kind.expert_parallel for kind in accepted}):  # each has groups of its own
-        kinds = [kind for kind in accepted if kind.expert_parallel == expert_parallel]
-        name = f"{split.name} EP {expert_parallel}"
-        LAYOUTS[name] = layout_of(split, expert_parallel)
+    for experts in sorted({(kind.expert_parallel, kind.cut_experts) for kind in accepted}):  # each with its own groups
+        kinds = [kind for kind in accepted if (kind.expert_parallel, kind.cut_experts) == experts]
+        name = f"{split.name}, experts {experts}"
+        LAYOUTS[name] = layout_of(split, *experts)
         checks = {
             kind.title: partial(
                 distance,

@@ -17,21 +17,35 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def batch() -> TrainBatch:
-    """One sample of a prompt of 4 tokens and a response of 3."""
+    """Two samples of a prompt of 4 tokens, with responses of 3 and 5."""
     prompt = Prompt("", (1, 2, 3, 4))
-    given = dict(response_ids=[5, 6, 7], loss_mask=[1, 1, 1], rollout_log_probs=[-1.0] * 3, reward=1.0)
-    group = PromptGroup(0, prompt, [Sample(prompt, 0, 0, **given)])
-    return convert([group], loss=LossArguments(disable_rewards_normalization=True), global_batch_size=1)[0]
+    samples = [
+        Sample(
+            prompt, 0, i, response_ids=ids, loss_mask=[1] * len(ids), rollout_log_probs=[-1.0] * len(ids), reward=1.0
+        )
+        for i, ids in enumerate([[5, 6, 7], [8, 9, 10, 11, 12]])
+    ]
+    group = PromptGroup(0, prompt, samples)
+    return convert([group], loss=LossArguments(disable_rewards_normalization=True), global_batch_size=2)[0]
 
 
-@pytest.mark.parametrize("samples", [(), (0,)])
-@pytest.mark.parametrize("size", [1, 2])
-def test_as_many_columns_as_tokens(batch: TrainBatch, samples: tuple[int, ...], size: int) -> None:
+@pytest.mark.parametrize("samples", [(), (0,), (0, 1)])
+@pytest.mark.parametrize("size, row_multiple", [(1, None), (2, None), (1, 4)])
+def test_beside_every_token(batch: TrainBatch, samples: tuple[int, ...], size: int, row_multiple: int | None) -> None:
     from miles.training.megatron.mtp import NextTokens
 
     for rank in range(size):
-        context = ContextGroup(size, rank, None)
-        micro = collate(batch, samples, CPU, context, share_prompts=False)
-        ahead = NextTokens.of(batch, samples, context, heads=2, multiple=1, device=CPU)
-        assert ahead.inputs.shape == ahead.targets.shape == ahead.mask.shape == (2, len(micro.input_ids))
-        assert samples or not ahead.mask.any()
+        micro = collate(batch, samples, CPU, ContextGroup(size, rank, None), False, row_multiple)
+        shape = (micro.rows, len(micro.input_ids) // micro.rows)
+        ahead = NextTokens.of(batch, samples, micro, heads=2, shape=shape)
+        assert ahead.inputs.shape == (2, *shape) and ahead.targets.shape == ahead.mask.shape == (
+            2,
+            len(micro.input_ids),
+        )
+        assert torch.equal(ahead.inputs[1].flatten(), ahead.targets[0]), (
+            "what one head predicts is the next one's input"
+        )
+        assert bool(ahead.mask.any()) == bool(samples)
+        if size == 1:
+            own, predicted = micro.input_ids[2:], ahead.targets[0, :-2]
+            assert torch.equal(own[ahead.mask[0, :-2]], predicted[ahead.mask[0, :-2]])
