@@ -82,11 +82,15 @@ def megatron_fields() -> dict[str, MegatronField]:
 
 
 def add_megatron_flags(group: argparse._ArgumentGroup, taken: set[str]) -> list[MegatronField]:
-    """Flags of all fields whose names and flags are not ``taken``; values land under ``DESTINATION`` + name."""
-    added = []
+    """Flags of all fields whose names and flags are not ``taken``; values land under ``DESTINATION`` + name.
+
+    Two fields may declare one flag (``fp4_param`` and ``fp4_param_gather``, from 0.17 on): the first has it.
+    """
+    added: list[MegatronField] = []
     for field in (*MODEL_FLAGS, *megatron_fields().values()):
-        if field.name in taken or field.flag in taken:
+        if taken & {field.name, field.flag}:
             continue
+        taken = {*taken, field.flag}
         where: dict[str, Any] = {"dest": DESTINATION + field.name, "help": field.help, "default": None}
         if field.kind == "bool":
             group.add_argument(field.flag, action="store_const", const=field.switch_to, **where)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -28,6 +28,7 @@ from torch.futures import Future
 
 from miles.training.megatron.boxes import boxes
 from miles.training.megatron.optimizer_state import Piece
+from miles.training.megatron.versions import objects_to_write
 
 
 class DirectWriter(TorchDistSaveShardedStrategy):
@@ -45,6 +46,8 @@ class DirectWriter(TorchDistSaveShardedStrategy):
         """Collective; returns when every file is flushed to the disk. Raises ``CheckpointException`` if the boxes of
         all ranks do not fill every tensor exactly once, before anything is written."""
         planner = _Planner()
+        for name in objects_to_write():
+            planner.add_object(sharded_state_dict.pop(name))
         for name, kinds in sharded_state_dict.items():
             for kind, described in kinds.items():
                 for part in nested_values([described]):
@@ -59,6 +62,7 @@ class _Planner(dcp.DefaultSavePlanner):
         super().__init__(flatten_state_dict=False)
         self._items: list[WriteItem] = []
         self._elements: dict[MetadataIndex, torch.Tensor | None] = {}
+        self._objects: dict[MetadataIndex, Any] = {}
 
     def add(self, part: ShardedTensor, kind: str, piece: Piece) -> None:
         """The boxes of ``part``, a view of the parameter's tensor, that ``piece`` fills."""
@@ -78,12 +82,22 @@ class _Planner(dcp.DefaultSavePlanner):
             start = first + number - piece.start
             self._elements[index] = None if source is None else source[start : start + prod(sizes)]
 
+    def add_object(self, described: ShardedObject) -> None:
+        """Written by its main replica, as Megatron's own strategy writes it: in a list of one."""
+        if is_main_replica(described.replica_id):
+            index = MetadataIndex(described.unique_key)
+            self._items.append(WriteItem(index, WriteItemType.BYTE_IO))
+            self._objects[index] = [described.data]
+
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan(self._items)
         return self.plan
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """fp32 on CPU, with a storage of its own: a view would be saved with all that it is a view of."""
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """An object, or a tensor: fp32 on CPU, with a storage of its own, as a view would be saved with all that it is
+        a view of."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            return self._objects[write_item.index]
         assert write_item.tensor_data is not None
         elements, sizes = self._elements[write_item.index], write_item.tensor_data.chunk.sizes
         if elements is None:  # a moment before the first step

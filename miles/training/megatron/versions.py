@@ -98,3 +98,14 @@ def inputs_of_head(input_ids: Any, position_ids: Any, padding_mask: Any, embedde
 def recomputed_function(function: Any) -> tuple[Any, ...]:
     """What a head's ``_checkpointed_forward`` is given before the named arguments: from 0.18 on nothing."""
     return (function,) if megatron_version() < (0, 18) else ()
+
+
+# How a checkpoint is written.
+
+
+def objects_to_write() -> tuple[str, ...]:
+    """The names under which ``dist_checkpointing.save`` gives a strategy objects to write, besides tensors.
+
+    From 0.19 on what is common to all ranks, which it wrote by itself before, into a file ``common.pt``.
+    """
+    return () if megatron_version() < (0, 19) else ("common_state",)

@@ -1,11 +1,13 @@
 """Flags of --train-backend megatron: its own dataclasses' fields, the model's shape, and what is refused."""
 
+import argparse
 import json
 import sys
 
 import pytest
 
-from miles.arguments.megatron_fields import megatron_fields
+import miles.arguments.megatron_fields
+from miles.arguments.megatron_fields import DESTINATION, MegatronField, add_megatron_flags, megatron_fields
 from miles.arguments.parser import parse
 from miles.arguments.settings import Settings
 from miles.arguments.validate import validate
@@ -48,6 +50,16 @@ def test_fields_are_read_without_importing_megatron():
     assert fields["add_bias_linear"].flag == "--disable-bias-linear" and fields["add_bias_linear"].switch_to is False
     assert fields["moe_router_dtype"].choices == ("fp32", "fp64")
     assert fields["moe_aux_loss_coeff"].is_list and "timers" not in fields
+
+
+def test_two_fields_may_declare_one_flag(monkeypatch):
+    """As fp4_param and fp4_param_gather do from megatron-core 0.17 on."""
+    twins = {name: MegatronField(name, "--of-both", "bool", False, "") for name in ("one", "other")}
+    monkeypatch.setattr(miles.arguments.megatron_fields, "megatron_fields", lambda: twins)
+    parser = argparse.ArgumentParser()
+    added = add_megatron_flags(parser.add_argument_group(), taken=set())
+    assert [field.name for field in added if field.flag == "--of-both"] == ["one"]
+    assert vars(parser.parse_args(["--of-both"]))[DESTINATION + "one"] is True
 
 
 def test_launch_scripts_may_say_the_models_shape(megatron):
