@@ -20,8 +20,8 @@ class MegatronArguments:
     use_distributed_optimizer: bool = flag(False, "share the optimizer's state over the data-parallel ranks")
     megatron_to_hf_mode: Literal["raw", "bridge"] = flag(
         "raw",
-        "what moves weights between Megatron and Hugging Face: miles itself (raw), or Megatron-Bridge (bridge), which "
-        "this version refuses",
+        "what moves weights between Megatron and Hugging Face: miles itself (raw), or Megatron-Bridge, where installed "
+        "(bridge)",
     )
     moe_router_load_balancing_type: str = flag(
         "aux_loss",

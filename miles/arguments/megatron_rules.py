@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from miles.arguments.auxiliary_rules import check_auxiliary, check_auxiliary_of_model
+from miles.arguments.bridge_rules import check_bridge
 from miles.arguments.checks import at_least, flag_name, refuse, refuse_ignored
 from miles.arguments.megatron import MegatronArguments
 from miles.arguments.megatron_fields import MODEL_FLAGS, megatron_fields
 from miles.arguments.megatron_given import check_given
-from miles.arguments.megatron_shape import megatron_shape, vocabulary_shape
+from miles.arguments.megatron_shape import BRIDGED, check_bridged, megatron_shape, vocabulary_shape
 from miles.arguments.settings import Settings
+
+ConfigAndShape: TypeAlias = tuple[dict[str, Any], dict[str, Any]]  # of Hugging Face, and in Megatron's words
 
 
 def check_megatron(settings: Settings) -> None:
@@ -31,13 +34,7 @@ def check_megatron(settings: Settings) -> None:
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
     )
-    if sizes.megatron_to_hf_mode == "bridge":
-        rule = (
-            "Megatron-Bridge cannot be imported without Transformer Engine, so nothing here has shown that training "
-            "through it is right (docs/megatron.md)"
-        )
-        way_out = "use raw, with a Llama, Qwen2, Qwen3 or Qwen3-MoE, or --train-backend fsdp for other models"
-        refuse("megatron_to_hf_mode", "bridge", rule, way_out)
+    check_bridge(sizes)
     _check_ranks(sizes, settings.cluster.world_size)
     if sizes.sequence_parallel and sizes.tensor_model_parallel_size == 1:
         way_out = "add --tensor-model-parallel-size 2 or more, or drop it"
@@ -52,10 +49,16 @@ def check_megatron(settings: Settings) -> None:
     if config is None:  # a name on a hub: the backend checks the rest when it has the config
         check_given(settings.megatron_given, None, _flags())
         return
-    check_with_model(settings, config)
+    if sizes.megatron_to_hf_mode == "bridge":
+        check_bridged(config)
+        if config["model_type"] in BRIDGED:  # whose shape Megatron-Bridge says: the backend checks the rest
+            check_given(settings.megatron_given, None, _flags())
+            return
+    check_with_model(settings, config, megatron_shape(config))
     reference = _local_config(settings.model.ref_load)
     if reference is not None:
-        check_reference(settings.model.ref_load, reference, config)
+        shapes = ((c, megatron_shape(c)) for c in (reference, config))
+        check_reference(settings.model.ref_load, *shapes)
 
 
 def _check_recomputation(settings: Settings) -> None:
@@ -68,10 +71,11 @@ def _check_recomputation(settings: Settings) -> None:
             refuse(name, given[name], "would be ignored without --recompute-granularity", way_out)
 
 
-def check_with_model(settings: Settings, config: dict[str, Any]) -> None:
-    """The sizes fit the model of this Hugging Face config, and no flag contradicts it."""
-    check_model(settings.megatron, config)
-    check_given(settings.megatron_given, {**megatron_shape(config), **vocabulary_shape(config)}, _flags())
+def check_with_model(settings: Settings, config: dict[str, Any], shape: dict[str, Any]) -> None:
+    """The sizes fit the model of this Hugging Face config, whose shape in Megatron's words is ``shape``, and no flag
+    contradicts it."""
+    check_model(settings.megatron, config, shape)
+    check_given(settings.megatron_given, {**shape, **vocabulary_shape(config)}, _flags())
 
 
 def _flags() -> dict[str, str]:
@@ -100,9 +104,9 @@ def _check_ranks(sizes: MegatronArguments, ranks: int) -> None:
         refuse("expert_model_parallel_size", sizes.expert_model_parallel_size, rule, "give sizes that divide them")
 
 
-def check_reference(path: str | None, reference: dict[str, Any], config: dict[str, Any]) -> None:
-    """The model at ``path`` is laid out as the policy is: the shapes of its config and of ``config`` are the same."""
-    found, wanted = ({**megatron_shape(c), **vocabulary_shape(c)} for c in (reference, config))
+def check_reference(path: str | None, reference: ConfigAndShape, policy: ConfigAndShape) -> None:
+    """The model at ``path`` is laid out as the policy is: what their configs determine is the same."""
+    found, wanted = ({**shape, **vocabulary_shape(config)} for config, shape in (reference, policy))
     for name, value in wanted.items():
         if found.get(name) != value:
             rule = f"its config gives {name} {found.get(name)}, that of --hf-checkpoint {value}"
@@ -115,9 +119,8 @@ def _local_config(path: str | None) -> dict[str, Any] | None:
     return json.loads(file.read_text()) if file is not None and file.is_file() else None
 
 
-def check_model(sizes: MegatronArguments, config: dict[str, Any]) -> None:
+def check_model(sizes: MegatronArguments, config: dict[str, Any], shape: dict[str, Any]) -> None:
     """The sizes cut the model of this Hugging Face config without a remainder."""
-    shape = megatron_shape(config)
     tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
     if shape["num_attention_heads"] % tp or shape["ffn_hidden_size"] % tp:
         rule = f"must divide the model's {shape['num_attention_heads']} heads and {shape['ffn_hidden_size']} MLP rows"

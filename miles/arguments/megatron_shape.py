@@ -7,6 +7,8 @@ from typing import Any
 
 Config = dict[str, Any]
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
+# Beside them, where Megatron-Bridge says the shape and moves the weights; with the activation that is computed.
+BRIDGED = {"mistral": "silu", "nemotron": "relu2"}
 HEADS_IN_CONFIG = "num_nextn_predict_layers"  # how configs say that the checkpoint has heads of multi-token prediction
 
 
@@ -16,6 +18,8 @@ def megatron_shape(config: Config) -> dict[str, Any]:
     Raises ``ValueError`` for a model type, or a setting of it, that this backend would not compute correctly.
     """
     kind = config.get("model_type")
+    if kind in BRIDGED:
+        raise _refusal(f"model_type {kind}", "it is converted with --megatron-to-hf-mode bridge only")
     if kind not in SUPPORTED:
         raise _refusal(f"model_type {kind}", f"only {', '.join(SUPPORTED)} are converted")
     _check_computed(config)
@@ -63,6 +67,25 @@ def _expert_shape(config: Config) -> dict[str, Any]:
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
         "moe_layer_freq": [int(i not in dense and (i + 1) % step == 0) for i in layers],
     }
+
+
+def check_bridged(config: Config) -> None:
+    """As far as a config tells, the model is one whose training through Megatron-Bridge has been compared with
+    transformers'. Raises ``ValueError`` for another."""
+    kind = config.get("model_type")
+    if kind not in (*SUPPORTED, *BRIDGED):
+        raise _refusal(
+            f"model_type {kind}",
+            f"through Megatron-Bridge only {', '.join((*SUPPORTED, *BRIDGED))} have been compared with transformers",
+        )
+    if kind in SUPPORTED:
+        _check_computed(config)
+        return
+    if config.get("hidden_act") not in (None, BRIDGED[kind]):  # Megatron-Bridge does not look at it
+        raise _refusal(f"hidden_act {config['hidden_act']}", f"in a {kind} only {BRIDGED[kind]} is computed")
+    if config.get("sliding_window"):
+        raise _refusal(f"sliding_window {config['sliding_window']}", "full attention is trained only")
+    _check_computed(config | {"hidden_act": None})
 
 
 # (setting, whether a value of it is computed, what is)

@@ -17,14 +17,14 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from transformers import AutoConfig
 
 from miles.arguments.megatron_rules import check_reference, check_with_model
-from miles.arguments.megatron_shape import HEADS_IN_CONFIG, megatron_shape
+from miles.arguments.megatron_shape import HEADS_IN_CONFIG
 from miles.arguments.settings import Settings
 from miles.engine.base import WeightChunk
 from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
 from miles.training import checkpoint_folder
 from miles.training.megatron import checkpoint, hf_export
-from miles.training.megatron.convert import WeightConverter
+from miles.training.megatron.conversion import conversion
 from miles.training.megatron.critic import MegatronCritic
 from miles.training.megatron.forward_backward import forward_backward, log_probs_of
 from miles.training.megatron.hf_weights import HuggingFaceWeights
@@ -53,9 +53,8 @@ class MegatronBackend:
         # Read now: the hub may not be there when the run ends.
         self.hf_weights = HuggingFaceWeights(settings.model.hf_checkpoint)
         self.generation_config = self.hf_weights.generation_config()
-        check_with_model(settings, self.hf_config.to_dict())
-        shape = megatron_shape(self.hf_config.to_dict())
-        self.converter = WeightConverter(self.hf_config.to_dict(), shape, self.ranks)
+        self.converter = conversion(settings.megatron.megatron_to_hf_mode, self.hf_config, self.hf_weights, self.ranks)
+        check_with_model(settings, self.hf_config.to_dict(), self.converter.shape)
         self.policy = self._build(self.hf_weights, is_trained=True)
         self.model = self._distributed(self.policy)
         self.optimizer = MegatronOptimizer(
@@ -78,7 +77,7 @@ class MegatronBackend:
         self, weights: HuggingFaceWeights, is_trained: bool = False, of: type[PolicyModel] = PolicyModel
     ) -> PolicyModel:
         config = transformer_config(
-            self.settings, self.hf_config.to_dict(), self.compute_dtype, self.settings.loss.calculate_per_token_loss
+            self.settings, self.converter.shape, self.compute_dtype, self.settings.loss.calculate_per_token_loss
         )
         config.mtp_num_layers = self.settings.megatron.mtp_num_layers if is_trained else None
         policy = of(
@@ -89,15 +88,21 @@ class MegatronBackend:
             self.settings.loss.log_probs_chunk_size,
             is_trained and self.settings.loss.loss_canary != "off",
         )
+        policy = policy.to(self.device)  # before it is filled: ranks may send each other parts
         self.converter.load(policy, weights)
-        return policy.to(self.device)
+        return policy
 
     def _reference(self, ref_load: str | None) -> PolicyModel:
         """A frozen model with the weights of ``--ref-load``: a Hugging Face folder, or a checkpoint of this backend."""
         folder = checkpoint_folder.at(Path(ref_load)) if ref_load is not None else None
         weights = self.hf_weights
         if ref_load is not None and folder is None:
-            check_reference(ref_load, AutoConfig.from_pretrained(ref_load).to_dict(), self.hf_config.to_dict())
+            of_reference = AutoConfig.from_pretrained(ref_load)
+            check_reference(
+                ref_load,
+                (of_reference.to_dict(), self.converter.shape_of(of_reference)),
+                (self.hf_config.to_dict(), self.converter.shape),
+            )
             weights = HuggingFaceWeights(ref_load)
         reference = self._build(weights)
         if folder is not None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from transformers import PretrainedConfig
 
-from miles.arguments.megatron_shape import HEADS_IN_CONFIG
+from miles.arguments.megatron_shape import HEADS_IN_CONFIG, megatron_shape
 from miles.training.megatron.hf_weights import HuggingFaceWeights
 from miles.training.megatron.parameter_names import HEAD, Binding, ParameterNames, global_name, is_of_head
 from miles.training.megatron.policy_model import PolicyModel
@@ -31,14 +32,19 @@ class _Place:
 
 
 class WeightConverter:
-    """For the models of one config on one layout of ranks. Collective unless stated."""
+    """For the models of one config on one layout of ranks (conversion.py)."""
 
-    def __init__(self, hf_config: dict[str, Any], shape: dict[str, Any], ranks: Ranks) -> None:
+    def __init__(self, config: PretrainedConfig, ranks: Ranks) -> None:
+        hf_config = config.to_dict()
+        self.shape = shape = megatron_shape(hf_config)
         self.names = ParameterNames(hf_config, shape)
         self.ranks = ranks
         self._reads_heads = bool(hf_config.get(HEADS_IN_CONFIG))
         self._spread = float(hf_config.get("initializer_range") or 0.02)
         self._experts_a_rank = shape.get("num_moe_experts", 0) // ranks.ep.size()
+
+    def shape_of(self, config: PretrainedConfig) -> dict[str, Any]:
+        return megatron_shape(config.to_dict())
 
     @torch.no_grad()
     def load(self, model: PolicyModel, weights: HuggingFaceWeights) -> None:

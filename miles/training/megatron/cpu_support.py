@@ -89,9 +89,18 @@ def _keep_random_state() -> None:
 
 
 def _do_without_transformer_engine() -> None:
-    """The router reads a name that is only bound where Transformer Engine is installed (``NameError`` elsewhere)."""
+    """The router reads a name that is only bound where Transformer Engine is installed (``NameError`` elsewhere).
+    Where it is installed, Megatron takes the kernels of gradient norms from it, which need a GPU: here it gets its own
+    functions for machines without it."""
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    for module in (clip_grads, optimizer):
+        module.multi_tensor_applier = utils.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    clip_grads.multi_tensor_scale_tensor_impl = None  # of later releases
     moe_utils.te_general_gemm = None
     # Splits become NumPy arrays, which the all-to-all wants, only when a tensor comes from a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import KeysView
 from pathlib import Path
 
 import torch
@@ -35,6 +36,16 @@ class HuggingFaceWeights:
             )
         with safe_open(self._file_of[name], framework="pt") as file:
             return file.get_tensor(name)
+
+    @property
+    def names(self) -> KeysView[str]:
+        """Of all tensors."""
+        return self._file_of.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor, from its file's header."""
+        with safe_open(self._file_of[name], framework="pt") as file:
+            return tuple(file.get_slice(name).get_shape())
 
     def generation_config(self) -> str | None:
         """The text of generation_config.json, or None where there is none."""

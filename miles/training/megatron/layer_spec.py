@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
@@ -36,6 +37,23 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class LayerNorm(torch.nn.LayerNorm):
+    """The same for layer norms. With ``layernorm_zero_centered_gamma`` the weight is the difference from 1."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self._centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(input, self.normalized_shape, self.weight + self._centre, self.bias, self.eps)
+
+
+def _norm(config: TransformerConfig) -> type:
+    return {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[config.normalization]
+
+
 def decoder_spec(config: TransformerConfig, pp_rank: int) -> TransformerBlockSubmodules:
     """The layers of pipeline stage ``pp_rank``, dense or with experts as ``moe_layer_freq`` says."""
     pattern = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
@@ -43,7 +61,7 @@ def decoder_spec(config: TransformerConfig, pp_rank: int) -> TransformerBlockSub
     layers = [_layer_spec(config, bool(has_experts)) for has_experts in pattern]
     first = get_transformer_layer_offset(config, pp_rank=pp_rank)
     count = config.num_layers // config.pipeline_model_parallel_size
-    return TransformerBlockSubmodules(layer_specs=layers[first : first + count], layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=layers[first : first + count], layer_norm=_norm(config))
 
 
 def heads_spec(config: TransformerConfig) -> Any:
@@ -51,11 +69,12 @@ def heads_spec(config: TransformerConfig) -> Any:
     if not config.mtp_num_layers:
         return None
     last = config.moe_layer_freq[-1] if config.num_moe_experts else 0  # type: ignore[index]
-    return mtp_spec(_layer_spec(config, bool(last)), RMSNorm, config.mtp_num_layers)
+    return mtp_spec(_layer_spec(config, bool(last)), _norm(config), config.mtp_num_layers)
 
 
 def _layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
-    head_norm: type = RMSNorm if config.qk_layernorm else IdentityOp
+    norm = _norm(config)
+    head_norm: type = norm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=PackedCoreAttention,
@@ -66,12 +85,12 @@ def _layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     return ModuleSpec(
         module=RoutedLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=norm,
             mlp=_expert_spec(config) if has_experts else _dense_spec(),
             mlp_bda=get_bias_dropout_add,
             # Checkpoints have the names of the fused layers of Transformer Engine, as Megatron's own specs do.

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import megatron.core.optimizer
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 
 from miles.arguments.optimizer import OptimizerArguments
 from miles.tracking.metrics import Metric
 from miles.training.schedule import learning_rate
+
+# Megatron takes Adam from Transformer Engine or Apex where they are installed. Theirs keep the number of steps in
+# another place, and need a GPU: every run has torch's, whose state checkpoints are made of (optimizer_state.py).
+megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
 
 
 class MegatronOptimizer:
@@ -30,8 +35,7 @@ class MegatronOptimizer:
         self.adam = get_megatron_optimizer(config, [model], overrides, use_gloo_process_groups=False)
         for group in self.adam.param_groups:
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-            if "fused" in group:  # torch's AdamW, which takes the loop over tensors unless it is told
-                group["fused"] = True
+            group["fused"] = True  # torch's AdamW takes the loop over tensors unless it is told
         self.settings = settings
         self.total_steps = total_steps
         self.steps_done = 0

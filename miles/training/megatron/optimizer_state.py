@@ -65,11 +65,7 @@ class AdamState:
             name: whole[name].view(-1)[place].view(main.shape).to(main.device, main.dtype, copy=True)
             for name in MOMENTS
         }
-        if isinstance(part.optimizer, torch.optim.AdamW):
-            state[main]["step"] = torch.tensor(float(steps), device=main.device)  # where the fused kernel wants it
-        else:  # the fused kernels count once a group
-            for group in _groups(part):
-                group["step"] = steps
+        state[main]["step"] = torch.tensor(float(steps), device=main.device)  # where the fused kernel wants it
 
     def _find(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, slice, Any]:
         """The tensor that Adam updates for it on this rank, None where there is none, and where in it that stands."""

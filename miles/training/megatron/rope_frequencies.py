@@ -10,12 +10,22 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 FIXED_KINDS = ("linear", "llama3")
 
 
+PARTLY_ROTATED = ("nemotron",)  # the other models that are computed rotate whole heads, whatever their config says
+
+
+def rotated_share(config: PretrainedConfig) -> float:
+    """How much of a head is rotated, from its beginning."""
+    return config.rope_parameters.get("partial_rotary_factor", 1.0) if config.model_type in PARTLY_ROTATED else 1.0
+
+
 def inverse_frequencies(config: PretrainedConfig) -> torch.Tensor:
-    """fp32 [head_dim / 2], on CPU. Raises ``ValueError`` for a kind of rotary embedding that is not fixed."""
+    """fp32 [rotated part of a head / 2], on CPU. Raises ``ValueError`` for a kind of rotary embedding that is not
+    fixed."""
     rope = config.rope_parameters
     kind = rope["rope_type"]
     if kind == "default":
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = int(width * rotated_share(config))
         exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
         return 1.0 / (rope["rope_theta"] ** exponents)
     if kind not in FIXED_KINDS:

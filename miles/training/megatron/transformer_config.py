@@ -12,17 +12,16 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miles.arguments.megatron_given import TRIED
-from miles.arguments.megatron_shape import megatron_shape
 from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.settings import Settings
 
 
 def transformer_config(
-    settings: Settings, hf_config: dict[str, Any], dtype: torch.dtype, per_token_contract: bool
+    settings: Settings, shape: dict[str, Any], dtype: torch.dtype, per_token_contract: bool
 ) -> TransformerConfig:
-    """Of one model. ``per_token_contract`` is Megatron's ``calculate_per_token_loss`` (loss_contract.py)."""
+    """Of a model of ``shape``, the fields that its Hugging Face config determines. ``per_token_contract`` is Megatron's
+    ``calculate_per_token_loss`` (loss_contract.py)."""
     sizes = settings.megatron
-    shape = megatron_shape(hf_config)
     experts: dict[str, Any] = {}
     if "num_moe_experts" in shape:
         experts = {
@@ -31,12 +30,11 @@ def transformer_config(
             "expert_tensor_parallel_size": sizes.expert_tensor_parallel_size,
         }
     return TransformerConfig(
-        **shape,
+        **({"activation_func": F.silu} | shape),
         **experts,
         tensor_model_parallel_size=sizes.tensor_model_parallel_size,
         pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
         sequence_parallel=sizes.sequence_parallel,
-        activation_func=F.silu,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -34,8 +34,12 @@ class Expected:
 
 
 def expectations(folder: Path) -> dict[str, list[Expected]]:
+    """Of all models that layouts name."""
+    return expectations_of(folder, sorted({name for layout in LAYOUTS.values() for name in layout.models}))
+
+
+def expectations_of(folder: Path, models: list[str]) -> dict[str, list[Expected]]:
     """By model. On-policy cases have samples without an advantage, which are scored and not trained on."""
-    models = sorted({name for layout in LAYOUTS.values() for name in layout.models})
     found: dict[str, list[Expected]] = {}
     for name in models:
         oracle = plain_model(folder, name, torch.float64).train()
@@ -87,9 +91,10 @@ class Result:
     metrics: dict[str, float]
 
 
-def conforms(stand: Stand, model: str, contract: str, expected: list[Expected]) -> str:
+def conforms(stand: Stand, model: str, contract: str, expected: list[Expected], mode: str = "raw") -> str:
     """What differs from the oracle, in words; empty where nothing does."""
-    backend = make_backend(stand, model, CONTRACTS[contract], lr=0.0, weight_decay=0.0)
+    auxiliary = {"megatron_to_hf_mode": mode}
+    backend = make_backend(stand, model, CONTRACTS[contract], auxiliary=auxiliary, lr=0.0, weight_decay=0.0)
     found = []
     for each in expected:
         result = _run(backend, each.case)

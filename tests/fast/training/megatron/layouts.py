@@ -94,7 +94,7 @@ class Stand:
         return str(self.folder / name)
 
 
-def _common(**given: Any) -> dict[str, Any]:
+def small(**given: Any) -> dict[str, Any]:
     return dict(
         vocab_size=66,  # a multiple of 2, not of 4
         hidden_size=32,
@@ -119,13 +119,13 @@ LLAMA3_ROPE = dict(
     original_max_position_embeddings=16,
 )
 MODELS: dict[str, PretrainedConfig] = {
-    "tied": LlamaConfig(**_common(tie_word_embeddings=True)),
-    "untied": LlamaConfig(**_common(head_dim=8)),
-    "llama3_rope": LlamaConfig(**_common(rope_parameters=LLAMA3_ROPE)),
-    "qwen2": Qwen2Config(**_common(tie_word_embeddings=True)),
-    "qwen3": Qwen3Config(**_common(head_dim=16)),
+    "tied": LlamaConfig(**small(tie_word_embeddings=True)),
+    "untied": LlamaConfig(**small(head_dim=8)),
+    "llama3_rope": LlamaConfig(**small(rope_parameters=LLAMA3_ROPE)),
+    "qwen2": Qwen2Config(**small(tie_word_embeddings=True)),
+    "qwen3": Qwen3Config(**small(head_dim=16)),
     "qwen3_moe": Qwen3MoeConfig(
-        **_common(head_dim=8, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
+        **small(head_dim=8, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
     ),
 }
 
@@ -148,9 +148,9 @@ def models_of(stand: Stand) -> list[str]:
     return [name for name in MODELS if not (refused and name == "qwen3_moe")]
 
 
-def save_models(folder: Path) -> None:
+def save_models(folder: Path, models: dict[str, PretrainedConfig] = MODELS) -> None:
     """Norms and biases are drawn too, so that a tensor left out or swapped shows."""
-    for name, config in MODELS.items():
+    for name, config in models.items():
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():

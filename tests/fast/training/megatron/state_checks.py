@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,11 +37,11 @@ def _train(backend: Any, batch: TrainBatch, use_reference: bool = False) -> dict
     return train_rollout(backend, [shard_of(backend, batch)], use_reference, backend.settings.token_ranks)[0]
 
 
-def log_probs_equal_transformers(stand: Stand) -> None:
+def log_probs_equal_transformers(stand: Stand, models: Sequence[str] | None = None, mode: str = "raw") -> None:
     """fp32, of every kind of model, in the order of the shard, on every rank."""
     batch = _batch()
-    for model in models_of(stand):
-        backend = make_backend(stand, model, PLAIN)
+    for model in models or models_of(stand):
+        backend = make_backend(stand, model, PLAIN, auxiliary={"megatron_to_hf_mode": mode})
         shard = shard_of(backend, batch, [i % 3 != 0 for i in range(len(batch))], watch_mass=False)
         plain = plain_model(stand.folder, model, torch.float64)
         for i, found in enumerate(backend.log_probs(shard)):
@@ -49,12 +50,12 @@ def log_probs_equal_transformers(stand: Stand) -> None:
             assert found.dtype == "float32" and abs(found - expected).max() < 2e-5, model
 
 
-def weights_come_back_exactly(stand: Stand) -> None:
+def weights_come_back_exactly(stand: Stand, models: Sequence[str] | None = None, mode: str = "raw") -> None:
     """Every tensor of the checkpoint, bit for bit; the exported folder is read by transformers."""
     ids = torch.arange(10)[None]
-    for model in models_of(stand):
+    for model in models or models_of(stand):
         plain = plain_model(stand.folder, model, torch.float32)
-        backend = make_backend(stand, model, PLAIN)
+        backend = make_backend(stand, model, PLAIN, auxiliary={"megatron_to_hf_mode": mode})
         folder = stand.folder / f"export of {stand.name} {model}"
         backend.export_hf(folder)
         exported = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", experts_implementation="eager")
