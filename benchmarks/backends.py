@@ -5,8 +5,9 @@
 
 The batch has the shape of the quickstart's: 8 prompts x 8 samples of 12 new tokens, all with an advantage. Each backend
 has processes of its own, built from the flags of train.py; a step is what a trainer does with one rollout: reference
-log-probs, forward and backward, optimizer, and the export of the weights. Backends take turns, step by step, so that a
-busy machine slows both; medians and their ratio are the result. ``cpu`` is the processor time of a step on rank 0, all
+log-probs, forward and backward, optimizer, and the export of the weights. Backends take turns, so that a busy machine
+slows both; the first step of a turn, into memory that a virtual machine's host may have taken back meanwhile, is not
+counted. Medians and their ratio are the result. ``cpu`` is the processor time of a step on rank 0, all
 threads together: where it is far below the step's seconds times the threads, others had the cores.
 """
 
@@ -39,6 +40,7 @@ from miles.train_batch import TrainBatch
 from miles.training.backend import TrainBackend
 from miles.training.step import train_rollout
 
+STEPS_A_TURN = 4
 PHASES = ("log_probs", "forward_backward", "optimizer", "export", "step", "cpu")
 
 
@@ -53,7 +55,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=48)
     parser.add_argument("--new-tokens", type=int, default=12)
     parser.add_argument("--fp32", action="store_true", help="compute in fp32 instead of bf16")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=3, help=f"of {STEPS_A_TURN} steps, the first not counted")
     return parser.parse_args()
 
 
@@ -170,9 +172,11 @@ def main() -> None:
     os.environ |= malloc_environment("cpu", os.environ)  # as trainer processes have it
     with tempfile.TemporaryDirectory() as folder:
         contenders = {name: Contender(name, options, folder) for name in ("fsdp", "megatron")}
-        for repeat in range(options.repeats + 1):  # the first warms up
+        for turn in range(options.turns + 1):  # the first warms up
             for name, contender in contenders.items():
-                print(f"{name} {contender.step(counts=repeat > 0):.1f} s", file=sys.stderr, flush=True)
+                for step in range(STEPS_A_TURN):
+                    seconds = contender.step(counts=turn > 0 and step > 0)
+                    print(f"{name} {seconds:.1f} s", file=sys.stderr, flush=True)
         for contender in contenders.values():
             contender.close()
     median = {

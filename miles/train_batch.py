@@ -101,9 +101,9 @@ class TrainShard:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed samples of one forward/backward pass, as tensors on the training device.
+    """The samples of one forward/backward pass, packed or padded, as tensors on the training device.
 
-    ``S`` samples, ``T`` packed tokens, ``R`` response tokens. Nothing is padded, and a prompt that several samples
+    ``S`` samples, ``T`` tokens, ``R`` response tokens. Packed, nothing is padded, and a prompt that several samples
     share stands once: ``token_index`` gives, sample after sample, where each of its tokens stands in the packed axis.
     The response axis is flat too: ``sample_index[r]`` names the sample of response token ``r``, and the logits at
     ``logit_index[r]`` predict it.
@@ -126,7 +126,7 @@ class MicroBatch:
 
     input_ids: torch.Tensor  # int64 [T]
     position_ids: torch.Tensor  # int64 [T], from 0 in each sample
-    token_index: torch.Tensor  # int64 [sum of padded total_lengths], into the packed axis (of all ranks)
+    token_index: torch.Tensor  # int64 [sum of total_lengths, padded for the context], into input_ids (of all ranks)
     logit_index: torch.Tensor  # int64 [R]
     targets: torch.Tensor  # int64 [R]
     sample_index: torch.Tensor  # int64 [R]

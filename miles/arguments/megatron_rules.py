@@ -56,7 +56,7 @@ def check_megatron(settings: Settings) -> None:
             return
     check_with_model(settings, config, megatron_shape(config))
     reference = _local_config(settings.model.ref_load)
-    if reference is not None:
+    if reference is not None and not (sizes.megatron_to_hf_mode == "bridge" and reference["model_type"] in BRIDGED):
         shapes = ((c, megatron_shape(c)) for c in (reference, config))
         check_reference(settings.model.ref_load, *shapes)
 

@@ -9,6 +9,7 @@ Config = dict[str, Any]
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 # Beside them, where Megatron-Bridge says the shape and moves the weights; with the activation that is computed.
 BRIDGED = {"mistral": "silu", "nemotron": "relu2"}
+PARTLY_ROTATED = ("nemotron",)  # the other models that are computed rotate whole heads
 HEADS_IN_CONFIG = "num_nextn_predict_layers"  # how configs say that the checkpoint has heads of multi-token prediction
 
 
@@ -19,7 +20,8 @@ def megatron_shape(config: Config) -> dict[str, Any]:
     """
     kind = config.get("model_type")
     if kind in BRIDGED:
-        raise _refusal(f"model_type {kind}", "it is converted with --megatron-to-hf-mode bridge only")
+        rule, way_out = "only Megatron-Bridge converts it", "add --megatron-to-hf-mode bridge, or choose another model"
+        raise _refusal(f"model_type {kind}", rule, way_out)
     if kind not in SUPPORTED:
         raise _refusal(f"model_type {kind}", f"only {', '.join(SUPPORTED)} are converted")
     _check_computed(config)
@@ -44,16 +46,25 @@ def megatron_shape(config: Config) -> dict[str, Any]:
 
 
 def vocabulary_shape(config: Config) -> dict[str, Any]:
-    """What ``GPTModel`` is told beside the transformer: vocabulary, tied head, rotary base."""
+    """What ``GPTModel`` is told beside the transformer: vocabulary, tied head, rotary embedding."""
     rope = config.get("rope_parameters") or {}
     return {
         "vocab_size": config["vocab_size"],
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "rotary_base": rope.get("rope_theta", config.get("rope_theta", 10000)),
+        "rotary_percent": rotated_share(config),
         "max_position_embeddings": config["max_position_embeddings"],
         "position_embedding_type": "rope",
         "group_query_attention": (config.get("num_key_value_heads") or 0) not in (0, config["num_attention_heads"]),
     }
+
+
+def rotated_share(config: Config) -> float:
+    """How much of a head is rotated, from its beginning."""
+    if config.get("model_type") not in PARTLY_ROTATED:
+        return 1.0
+    given = {"partial_rotary_factor": 0.5} | config | (config.get("rope_parameters") or {})  # transformers' default
+    return given["partial_rotary_factor"]
 
 
 def _expert_shape(config: Config) -> dict[str, Any]:
@@ -78,13 +89,17 @@ def check_bridged(config: Config) -> None:
             f"model_type {kind}",
             f"through Megatron-Bridge only {', '.join((*SUPPORTED, *BRIDGED))} have been compared with transformers",
         )
+    if not any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ()):
+        raise _refusal(f"architectures {config.get('architectures')}", "Megatron-Bridge goes by a …ForCausalLM there")
     if kind in SUPPORTED:
         _check_computed(config)
         return
     if config.get("hidden_act") not in (None, BRIDGED[kind]):  # Megatron-Bridge does not look at it
         raise _refusal(f"hidden_act {config['hidden_act']}", f"in a {kind} only {BRIDGED[kind]} is computed")
-    if config.get("sliding_window"):
-        raise _refusal(f"sliding_window {config['sliding_window']}", "full attention is trained only")
+    window = config.get("sliding_window", 4096 if kind == "mistral" else None)  # transformers' default
+    if window:
+        way_out = "set it to null in config.json if no sequence will be longer, or choose another model"
+        raise _refusal(f"sliding_window {window}", "full attention is trained only", way_out)
     _check_computed(config | {"hidden_act": None})
 
 
@@ -109,7 +124,7 @@ def _check_computed(config: Config) -> None:
         raise _refusal(f"sliding_window {config['sliding_window']}", "full attention is trained only")
 
 
-def _refusal(found: str, rule: str) -> ValueError:
-    return ValueError(
-        f"--hf-checkpoint: its config has {found}, and {rule}; choose another model, or --train-backend fsdp"
-    )
+def _refusal(
+    found: str, rule: str, way_out: str = "choose another model, or --train-backend fsdp for others"
+) -> ValueError:
+    return ValueError(f"--hf-checkpoint: its config has {found}, and {rule}; {way_out}")

@@ -16,7 +16,7 @@ class TrainingArguments:
     micro_batch_size: int = flag(1, "samples per micro-batch, without --use-dynamic-batch-size")
     use_dynamic_batch_size: bool = flag(False, "fill micro-batches by tokens: --max-tokens-per-gpu each")
     max_tokens_per_gpu: Optional[int] = flag(
-        None, "token budget of a micro-batch, with --use-dynamic-batch-size; a shared prompt counts once"
+        None, "token budget of a micro-batch, with --use-dynamic-batch-size; packed, a shared prompt counts once"
     )
     balance_data: bool = flag(False, "spread samples over ranks by length (Karmarkar-Karp) instead of in order")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass to save memory")

@@ -23,7 +23,7 @@ def collate(
     share_prompts: bool = True,
     row_multiple: int | None = None,
 ) -> MicroBatch:
-    """Pack ``samples`` of ``batch``: this rank's part of each, where ``context`` shares them.
+    """Lay out ``samples`` of ``batch``: this rank's part of each, where ``context`` shares them.
 
     A rank by itself pads nothing, and equal prompts stand once: a causal model computes the same for a prompt whichever
     response follows, so the samples of a group share it; the gradients of all of them add up in it. Not so without

@@ -194,7 +194,7 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed: PackedLayout,
+    packed: PackedLayout | None = None,
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -204,8 +204,14 @@ def packed_attention(
 
     Padded, they are [rows, heads, S, D] and so on: a causal query sees no padding, which stands to its right.
 
-    Raises ``ValueError`` for a layer with a sliding window: it would be attended in full, silently.
+    Raises ``ValueError`` for a layer with a sliding window: it would be attended in full, silently. And for a model
+    whose layers do not hand on what it is called with, as Nemotron's of transformers.
     """
+    if packed is None:
+        raise ValueError(
+            "the attention of this model is not told where its samples stand; --train-backend fsdp trains models whose "
+            "layers hand keyword arguments on to it"
+        )
     if sliding_window is not None:
         raise ValueError(
             "this model has sliding-window attention; --train-backend fsdp trains full-attention models only"

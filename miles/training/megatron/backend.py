@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from miles.arguments.megatron_rules import check_reference, check_with_model
 from miles.arguments.megatron_shape import HEADS_IN_CONFIG
@@ -55,7 +55,7 @@ class MegatronBackend:
         self.generation_config = self.hf_weights.generation_config()
         self.converter = conversion(settings.megatron.megatron_to_hf_mode, self.hf_config, self.hf_weights, self.ranks)
         check_with_model(settings, self.hf_config.to_dict(), self.converter.shape)
-        self.policy = self._build(self.hf_weights, is_trained=True)
+        self.policy = self._build(self.hf_config, self.hf_weights, is_trained=True)
         self.model = self._distributed(self.policy)
         self.optimizer = MegatronOptimizer(
             self.model,
@@ -74,7 +74,11 @@ class MegatronBackend:
             self.reference = self._reference(settings.model.ref_load)
 
     def _build(
-        self, weights: HuggingFaceWeights, is_trained: bool = False, of: type[PolicyModel] = PolicyModel
+        self,
+        hf_config: PretrainedConfig,
+        weights: HuggingFaceWeights,
+        is_trained: bool = False,
+        of: type[PolicyModel] = PolicyModel,
     ) -> PolicyModel:
         config = transformer_config(
             self.settings, self.converter.shape, self.compute_dtype, self.settings.loss.calculate_per_token_loss
@@ -82,7 +86,7 @@ class MegatronBackend:
         config.mtp_num_layers = self.settings.megatron.mtp_num_layers if is_trained else None
         policy = of(
             config,
-            self.hf_config,
+            hf_config,
             self.ranks,
             self.settings.rollout.rollout_temperature,
             self.settings.loss.log_probs_chunk_size,
@@ -95,16 +99,15 @@ class MegatronBackend:
     def _reference(self, ref_load: str | None) -> PolicyModel:
         """A frozen model with the weights of ``--ref-load``: a Hugging Face folder, or a checkpoint of this backend."""
         folder = checkpoint_folder.at(Path(ref_load)) if ref_load is not None else None
-        weights = self.hf_weights
+        hf_config, weights = self.hf_config, self.hf_weights
         if ref_load is not None and folder is None:
-            of_reference = AutoConfig.from_pretrained(ref_load)
+            hf_config, weights = AutoConfig.from_pretrained(ref_load), HuggingFaceWeights(ref_load)
             check_reference(
                 ref_load,
-                (of_reference.to_dict(), self.converter.shape_of(of_reference)),
+                (hf_config.to_dict(), self.converter.shape_of(hf_config)),
                 (self.hf_config.to_dict(), self.converter.shape),
             )
-            weights = HuggingFaceWeights(ref_load)
-        reference = self._build(weights)
+        reference = self._build(hf_config, weights)
         if folder is not None:
             checkpoint.load_weights(folder, reference, self.ranks, f"--ref-load {ref_load}")
         reference.eval().requires_grad_(False)
@@ -120,7 +123,7 @@ class MegatronBackend:
         return model
 
     def _build_critic(self, total_steps: int) -> MegatronCritic:
-        model = self._distributed(self._build(self.hf_weights, of=ValueModel))
+        model = self._distributed(self._build(self.hf_config, self.hf_weights, of=ValueModel))
         given = self.settings.critic_optimizer
         config = optimizer_config(replace(self.settings, optimizer=given), self.compute_dtype)
         optimizer = MegatronOptimizer(model, config, given, total_steps, rate_flag="--critic-lr")

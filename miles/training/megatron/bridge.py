@@ -72,7 +72,7 @@ class BridgeConversion:
         for name, tensor in streamed:
             if name == head and self._config.tie_word_embeddings:
                 continue  # some checkpoints have it twice
-            fills_up = tensor.dim() == 2 and self._weights.shape(name)[0] == rows < len(tensor)
+            fills_up = tensor.dim() == 2 and len(tensor) > rows and self._weights.shape(name)[0] == rows
             yield name, tensor[:rows] if fills_up else tensor  # of a vocabulary that ranks share
 
     def _tasks(self, model: PolicyModel, weights: HuggingFaceWeights) -> tuple[Any, list[Any]]:
@@ -93,8 +93,8 @@ class BridgeConversion:
             is_tied = name == HEAD and model.share_embeddings_and_output_weights
             if name not in model.NOT_IN_CHECKPOINT and not is_tied and id(parameter) not in filled:
                 raise ValueError(
-                    f"--megatron-to-hf-mode bridge: Megatron-Bridge fills {name} with no tensor of the checkpoint; "
-                    "check that the folder of --hf-checkpoint is complete, or use --train-backend fsdp"
+                    f"--megatron-to-hf-mode bridge: Megatron-Bridge fills {name} with no tensor of "
+                    f"{weights.path}; check that the checkpoint is complete, or choose another model"
                 )
         read = {name for task in tasks for name in _names(task.mapping.hf_param)}
         of_experts: list[set[str]] = [set() for _ in range(self.ranks.ep.size())]
@@ -103,8 +103,8 @@ class BridgeConversion:
         for name in weights.names:
             if name not in read and not name.endswith(NOT_LEARNED):
                 raise ValueError(
-                    f"--megatron-to-hf-mode bridge: the checkpoint has {name}, which no parameter is filled with, so "
-                    "the model would not compute what the checkpoint does; use --train-backend fsdp"
+                    f"--megatron-to-hf-mode bridge: {weights.path} has {name}, which no parameter is filled "
+                    "with, so the model would not compute what the checkpoint does; choose another model"
                 )
 
 

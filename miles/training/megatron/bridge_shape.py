@@ -17,8 +17,8 @@ from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core.activations import squared_relu
 from transformers import PretrainedConfig
 
-from miles.arguments.megatron_shape import BRIDGED, check_bridged, megatron_shape, vocabulary_shape
-from miles.training.megatron.rope_frequencies import inverse_frequencies, rotated_share
+from miles.arguments.megatron_shape import BRIDGED, check_bridged, megatron_shape, rotated_share, vocabulary_shape
+from miles.training.megatron.rope_frequencies import inverse_frequencies
 
 HANDED_ON = (
     "num_layers",
@@ -72,6 +72,7 @@ WITHOUT_EFFECT = (
     "init_method_std",
     # which kernels compute them
     "apply_rope_fusion",
+    "cp_comm_type",
     "bias_activation_fusion",
     "bias_dropout_fusion",
     "cross_entropy_loss_fusion",
@@ -127,18 +128,18 @@ def _check_kind(provider: Any) -> None:
     for field in fields(GPTModelProvider):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         value = getattr(provider, field.name)
-        # ``cp_comm_type`` is said with a window, and is about kernels; the window is what is named
-        if field.name not in (*known, "cp_comm_type") and value != default:
+        says_none = field.name == "mtp_num_layers" and not value  # 0 as well
+        if field.name not in known and value != default and not says_none:
             raise _refusal(field.name, value, "--train-backend megatron does not compute it")
 
 
 def _check_model(provider: Any, config: PretrainedConfig) -> None:
     """The values of known fields are those that were compared with transformers."""
     vocabulary = vocabulary_shape(config.to_dict())
-    tied = not vocabulary["untie_embeddings_and_output_weights"]
+    tied, share = not vocabulary["untie_embeddings_and_output_weights"], rotated_share(config.to_dict())
     rules: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         ("position_embedding_type", lambda v: v == "rope", "positions are rotary"),
-        ("rotary_percent", lambda v: v == rotated_share(config), f"{rotated_share(config)} of a head is rotated"),
+        ("rotary_percent", lambda v: v == share, f"its rope_parameters say that {share} of a head is rotated"),
         ("vocab_size", lambda v: v == vocabulary["vocab_size"], "the model's config has another"),
         ("share_embeddings_and_output_weights", lambda v: v == tied, "the model's config says otherwise"),
         ("add_bias_linear", lambda v: not v, "matrices without bias are computed"),
@@ -164,6 +165,6 @@ def _check_model(provider: Any, config: PretrainedConfig) -> None:
 def _refusal(name: str, value: Any, why: str) -> ValueError:
     shown = getattr(value, "__name__", value)
     return ValueError(
-        f"--megatron-to-hf-mode bridge: Megatron-Bridge gives the model of --hf-checkpoint {name} {shown}, and {why}; "
-        "choose another model, or --train-backend fsdp"
+        f"--megatron-to-hf-mode bridge: Megatron-Bridge gives the model {name} {shown}, and {why}; "
+        "choose another model, or --train-backend fsdp for others"
     )

@@ -119,7 +119,7 @@ def _read(
     except (CheckpointingException, CheckpointException) as error:
         raise ValueError(
             f"the checkpoint {folder} does not hold this model ({type(error).__name__}: {str(error)[:300]}); give one "
-            "that was saved with the same model and heads, to --load or --ref-load"
+            "that was saved with the same model and heads, and by no later megatron-core, to --load or --ref-load"
         ) from error
 
 

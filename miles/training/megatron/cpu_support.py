@@ -89,9 +89,8 @@ def _keep_random_state() -> None:
 
 
 def _do_without_transformer_engine() -> None:
-    """The router reads a name that is only bound where Transformer Engine is installed (``NameError`` elsewhere).
-    Where it is installed, Megatron takes the kernels of gradient norms from it, which need a GPU: here it gets its own
-    functions for machines without it."""
+    """Whether it is installed or not. The router reads a name that is only bound where it is (``NameError`` elsewhere);
+    and the kernels of gradient norms, which Megatron then takes from it, need a GPU."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.transformer.moe import moe_utils, token_dispatcher

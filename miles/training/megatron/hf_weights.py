@@ -25,13 +25,13 @@ class HuggingFaceWeights:
             )
         self._file_of = _files_by_tensor(folder)
         self._folder = folder
-        self._path = path
+        self.path = path
 
     def tensor(self, name: str) -> torch.Tensor:
         """The whole tensor, in the checkpoint's dtype, on CPU. Raises ``ValueError`` if there is none of the name."""
         if name not in self._file_of:
             raise ValueError(
-                f"--hf-checkpoint {self._path}: the checkpoint has no tensor {name}, which its config asks for; "
+                f"the checkpoint {self.path} has no tensor {name}, which its config asks for; "
                 "check that the folder is complete"
             )
         with safe_open(self._file_of[name], framework="pt") as file:

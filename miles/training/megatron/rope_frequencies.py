@@ -6,16 +6,10 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from miles.arguments.megatron_shape import rotated_share
+
 # Kinds whose frequencies depend on nothing but the config, and which leave cosine and sine unscaled.
 FIXED_KINDS = ("linear", "llama3")
-
-
-PARTLY_ROTATED = ("nemotron",)  # the other models that are computed rotate whole heads, whatever their config says
-
-
-def rotated_share(config: PretrainedConfig) -> float:
-    """How much of a head is rotated, from its beginning."""
-    return config.rope_parameters.get("partial_rotary_factor", 1.0) if config.model_type in PARTLY_ROTATED else 1.0
 
 
 def inverse_frequencies(config: PretrainedConfig) -> torch.Tensor:
@@ -25,7 +19,7 @@ def inverse_frequencies(config: PretrainedConfig) -> torch.Tensor:
     kind = rope["rope_type"]
     if kind == "default":
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        width = int(width * rotated_share(config))
+        width = int(width * rotated_share(config.to_dict()))
         exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
         return 1.0 / (rope["rope_theta"] ** exponents)
     if kind not in FIXED_KINDS:

@@ -38,7 +38,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        # Packed micro-batches differ in length: stages tell each other the shape before they send.
+        # Micro-batches differ in length: stages tell each other the shape before they send.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the other does not take them; checked for dense models as well
         calculate_per_token_loss=per_token_contract,

@@ -5,6 +5,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
+from miles.arguments.megatron_given import check_given
+from miles.arguments.megatron_shape import vocabulary_shape
 from miles.arguments.parser import parse
 from miles.arguments.validate import validate
 
@@ -18,7 +20,9 @@ MISTRAL = dict(
     vocab_size=64,
     max_position_embeddings=128,
     sliding_window=None,
+    architectures=["MistralForCausalLM"],
 )
+COMPLETE = {"megatron-bridge": "0.6.2", "megatron-core": "0.19.2", "transformer-engine-torch": "2.20.2"}
 
 
 @pytest.fixture
@@ -34,16 +38,14 @@ def bridge(tmp_path, command):
 
 @pytest.fixture
 def installed(tmp_path_factory, monkeypatch):
-    """As installed packages look to a validator: a release's metadata, and a module that is there to be imported."""
+    """As installed packages look to a validator: their releases' metadata."""
 
-    def install(release: str | None, engine: bool = True) -> None:
+    def install(releases: dict[str, str]) -> None:
         folder = tmp_path_factory.mktemp("packages")
-        if release is not None:
-            information = folder / f"megatron_bridge-{release}.dist-info"
+        for package, release in releases.items():
+            information = folder / f"{package.replace('-', '_')}-{release}.dist-info"
             information.mkdir()
-            (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megatron-bridge\nVersion: {release}\n")
-        if engine:
-            (folder / "transformer_engine.py").write_text("raise AssertionError('imported')")
+            (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {release}\n")
         monkeypatch.syspath_prepend(str(folder))
 
     return install
@@ -58,7 +60,7 @@ def _is_here(package: str) -> bool:
 
 
 def test_models_that_were_compared_with_transformers(bridge, installed):
-    installed("0.6.2")
+    installed(COMPLETE)
     for config in (
         MISTRAL,
         MISTRAL | {"model_type": "nemotron", "hidden_act": "relu2"},
@@ -73,14 +75,16 @@ def test_models_that_were_compared_with_transformers(bridge, installed):
         (MISTRAL | {"model_type": "gemma"}, "", ["model_type gemma", "mistral, nemotron", "--train-backend fsdp"]),
         (MISTRAL | {"hidden_act": "gelu"}, "", ["hidden_act gelu", "only silu"]),
         (MISTRAL | {"model_type": "nemotron", "hidden_act": "silu"}, "", ["hidden_act silu", "only relu2"]),
-        (MISTRAL | {"sliding_window": 16}, "", ["sliding_window 16", "full attention"]),
+        (MISTRAL | {"sliding_window": 16}, "", ["sliding_window 16", "full attention", "to null"]),
+        ({k: v for k, v in MISTRAL.items() if k != "sliding_window"}, "", ["sliding_window 4096", "to null"]),
+        (MISTRAL | {"architectures": None}, "", ["architectures None", "ForCausalLM"]),
         (MISTRAL | {"attention_bias": True}, "", ["attention_bias"]),
         (MISTRAL | {"model_type": "llama"}, "--tensor-model-parallel-size 4", ["--tensor-model-parallel-size 4"]),
-        (MISTRAL, "--mtp-num-layers 1 --enable-mtp-training", ["--mtp-num-layers 1", "bridge", "use raw"]),
+        (MISTRAL, "--mtp-num-layers 1 --enable-mtp-training", ["--mtp-num-layers 1", "bridge", "drop it"]),
     ],
 )
 def test_refused(bridge, installed, config, flags, told):
-    installed("0.6.2")
+    installed(COMPLETE)
     with pytest.raises(ValueError) as error:
         bridge(config, flags)
     assert all(word in str(error.value) for word in told), error.value
@@ -88,15 +92,27 @@ def test_refused(bridge, installed, config, flags, told):
 
 @pytest.mark.skipif(_is_here("megatron-bridge"), reason="Megatron-Bridge is installed here")
 @pytest.mark.parametrize(
-    ("release", "engine", "told"),
+    ("releases", "told"),
     [
-        (None, True, "needs the package megatron-bridge, which is not installed"),
-        ("0.3.1", True, "megatron-bridge 0.3.1 is installed, and only 0.6.* was tried"),
-        ("0.6.2", False, "Transformer Engine, which is not installed"),
+        ({}, "needs megatron-bridge, which is not installed"),
+        (COMPLETE | {"megatron-bridge": "0.3.1"}, "megatron-bridge 0.3.1 is installed, and only 0.6.* was tried"),
+        (COMPLETE | {"megatron-core": "0.17.1"}, "megatron-core 0.17.1 is installed, and only 0.19.* was tried"),
+        ({p: r for p, r in COMPLETE.items() if p[0] == "m"}, "transformer-engine-torch, which is not installed"),
     ],
 )
-def test_packages(bridge, installed, release, engine, told):
-    installed(release, engine)
+def test_packages(bridge, installed, releases, told):
+    installed(releases)
     with pytest.raises(ValueError, match="--megatron-to-hf-mode bridge: .*; install .*, or use raw") as error:
         bridge(MISTRAL)
     assert told in str(error.value)
+
+
+def test_a_script_may_say_how_much_of_a_head_is_rotated():
+    """Known when Megatron-Bridge has given the shape, so the backend checks it; the true value and no other."""
+    nemotron = MISTRAL | {"model_type": "nemotron", "rope_parameters": {"partial_rotary_factor": 0.25}}
+    flags = {"rotary_percent": "--rotary-percent"}
+    check_given((("rotary_percent", 0.25),), vocabulary_shape(nemotron), flags)
+    check_given((("rotary_percent", 1.0),), vocabulary_shape(MISTRAL), flags)
+    for config in (nemotron, MISTRAL):
+        with pytest.raises(ValueError, match="--rotary-percent 0.5: contradicts --hf-checkpoint"):
+            check_given((("rotary_percent", 0.5),), vocabulary_shape(config), flags)

@@ -13,14 +13,15 @@ import torch
 from cases import BATCHES, Case, groups_of, loss_of, rows_of
 from cases import Layout as AnyLayout
 from compare import samples_of, wanted
-from layouts import TEMPERATURE, Stand, make_backend, models_of, plain_model, shard_of, weights
+from layouts import CPU, TEMPERATURE, Stand, make_backend, models_of, plain_model, shard_of, weights
 from oracle import token_scores
 from transformers import AutoModelForCausalLM
 
 from miles.arguments.loss import LossArguments
 from miles.rollout.convert import convert
 from miles.tracking.metrics import values
-from miles.train_batch import TrainBatch
+from miles.train_batch import TrainBatch, TrainShard
+from miles.training.megatron.backend import MegatronBackend
 from miles.training.step import train_rollout
 
 PLAIN = LossArguments(loss_canary="always")
@@ -43,11 +44,15 @@ def log_probs_equal_transformers(stand: Stand, models: Sequence[str] | None = No
     for model in models or models_of(stand):
         backend = make_backend(stand, model, PLAIN, auxiliary={"megatron_to_hf_mode": mode})
         shard = shard_of(backend, batch, [i % 3 != 0 for i in range(len(batch))], watch_mass=False)
-        plain = plain_model(stand.folder, model, torch.float64)
-        for i, found in enumerate(backend.log_probs(shard)):
-            tokens, response = shard.batch.tokens[i], shard.batch.response_lengths[i]
-            expected = token_scores(plain, tokens, response, TEMPERATURE)[0].detach().numpy()
-            assert found.dtype == "float32" and abs(found - expected).max() < 2e-5, model
+        _are_those_of_transformers(backend.log_probs(shard), shard, stand, model)
+
+
+def _are_those_of_transformers(log_probs: list[np.ndarray], shard: TrainShard, stand: Stand, model: str) -> None:
+    plain = plain_model(stand.folder, model, torch.float64)
+    for i, found in enumerate(log_probs):
+        tokens, response = shard.batch.tokens[i], shard.batch.response_lengths[i]
+        expected = token_scores(plain, tokens, response, TEMPERATURE)[0].detach().numpy()
+        assert found.dtype == "float32" and abs(found - expected).max() < 2e-5, model
 
 
 def weights_come_back_exactly(stand: Stand, models: Sequence[str] | None = None, mode: str = "raw") -> None:
@@ -138,6 +143,16 @@ def reference_stays_where_it_began(stand: Stand) -> None:
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+def reference_is_rotated_by_its_own_config(stand: Stand) -> None:
+    """Its tensors have the policy's shapes, and its context was extended."""
+    policy = make_backend(stand, "untied", PLAIN)
+    shard = shard_of(policy, _batch())
+    model = replace(policy.settings.model, ref_load=stand.model("llama3_rope"))
+    settings = replace(policy.settings, model=model, loss=replace(PLAIN, use_kl_loss=True))
+    found = MegatronBackend(settings, CPU, 10).log_probs(shard, reference=True)
+    _are_those_of_transformers(found, shard, stand, "llama3_rope")
+
+
 CHECKS = (
     log_probs_equal_transformers,
     weights_come_back_exactly,
@@ -148,7 +163,7 @@ CHECKS = (
 )
 CONVERSION = (log_probs_equal_transformers, weights_come_back_exactly)
 OF_LAYOUT = {
-    "one": CHECKS,
+    "one": (*CHECKS, reference_is_rotated_by_its_own_config),
     "dp2, distributed optimizer": CHECKS,
     "tp2": CHECKS,
     "tp2 with sp": CONVERSION,
