@@ -61,7 +61,7 @@ def denominators(change: Callable[[Any, dict[str, Any]], Any]) -> tuple[Any, str
 
 
 def micro_batch(change: Callable[[MicroBatch], MicroBatch]) -> tuple[Any, str, Wrap]:
-    return (forward_backward, "collate", of_result(lambda micro, *_: change(micro)))
+    return (forward_backward, "collate", of_result(lambda micro, *_, **__: change(micro)))
 
 
 def loss_times(factor: Callable[..., float]) -> tuple[Any, str, Wrap]:
