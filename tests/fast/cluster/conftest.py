@@ -55,6 +55,11 @@ if "HOLD_SERVER" in os.environ and "sglang_on_cpu" in sys.orig_argv:
 """
 
 
+def _hear_ctrl_c():
+    """A shell that runs the tests in the background has SIGINT ignored in them, and in what they start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Launch:
     """A run in a session of its own. Every process of it inherits a mark in its environment, by which it is known."""
 
@@ -72,6 +77,7 @@ class Launch:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_hear_ctrl_c,
         )
 
     def wait(self):
