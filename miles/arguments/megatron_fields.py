@@ -86,11 +86,11 @@ def add_megatron_flags(group: argparse._ArgumentGroup, taken: set[str]) -> list[
 
     Two fields may declare one flag (``fp4_param`` and ``fp4_param_gather``, from 0.17 on): the first has it.
     """
-    added: list[MegatronField] = []
+    added, taken = [], {*taken}
     for field in (*MODEL_FLAGS, *megatron_fields().values()):
         if taken & {field.name, field.flag}:
             continue
-        taken = {*taken, field.flag}
+        taken.add(field.flag)
         where: dict[str, Any] = {"dest": DESTINATION + field.name, "help": field.help, "default": None}
         if field.kind == "bool":
             group.add_argument(field.flag, action="store_const", const=field.switch_to, **where)

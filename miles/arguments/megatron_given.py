@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from miles.arguments.megatron_shape import EXPERT_FIELDS, LAYER_FIELDS
+
 Given = tuple[tuple[str, Any], ...]
 
 # As the backend sets them (training/megatron/transformer_config.py, layer_spec.py), and why.
@@ -57,26 +59,8 @@ def check_given(given: Given, shape: dict[str, Any] | None, flags: dict[str, str
 
 # The fields that a model's config determines: not known to be right or wrong before it is read.
 SHAPE_FIELDS = {
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "layernorm_epsilon",
-    "normalization",
-    "layernorm_zero_centered_gamma",
-    "gated_linear_unit",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "attention_dropout",
-    "hidden_dropout",
-    "num_moe_experts",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_router_pre_softmax",
-    "moe_layer_freq",
+    *LAYER_FIELDS,
+    *EXPERT_FIELDS,
     "vocab_size",
     "untie_embeddings_and_output_weights",
     "rotary_base",

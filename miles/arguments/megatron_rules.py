@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -49,16 +50,18 @@ def check_megatron(settings: Settings) -> None:
     if config is None:  # a name on a hub: the backend checks the rest when it has the config
         check_given(settings.megatron_given, None, _flags())
         return
+    left_to_the_backend: Collection[Any] = ()
     if sizes.megatron_to_hf_mode == "bridge":
         check_bridged(config)
-        if config["model_type"] in BRIDGED:  # whose shape Megatron-Bridge says: the backend checks the rest
-            check_given(settings.megatron_given, None, _flags())
-            return
-    check_with_model(settings, config, megatron_shape(config))
+        left_to_the_backend = BRIDGED  # whose shapes Megatron-Bridge says
+    if config.get("model_type") in left_to_the_backend:
+        check_given(settings.megatron_given, None, _flags())
+        return
+    shape = megatron_shape(config)
+    check_with_model(settings, config, shape)
     reference = _local_config(settings.model.ref_load)
-    if reference is not None and not (sizes.megatron_to_hf_mode == "bridge" and reference["model_type"] in BRIDGED):
-        shapes = ((c, megatron_shape(c)) for c in (reference, config))
-        check_reference(settings.model.ref_load, *shapes)
+    if reference is not None and reference.get("model_type") not in left_to_the_backend:
+        check_reference(settings.model.ref_load, (reference, megatron_shape(reference)), (config, shape))
 
 
 def _check_recomputation(settings: Settings) -> None:

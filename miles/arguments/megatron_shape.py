@@ -12,6 +12,32 @@ BRIDGED = {"mistral": "silu", "nemotron": "relu2"}
 PARTLY_ROTATED = ("nemotron",)  # the other models that are computed rotate whole heads
 HEADS_IN_CONFIG = "num_nextn_predict_layers"  # how configs say that the checkpoint has heads of multi-token prediction
 
+# Fields of ``TransformerConfig`` that a model's config determines: of every layer, and of those with experts.
+LAYER_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "layernorm_epsilon",
+    "normalization",
+    "layernorm_zero_centered_gamma",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "attention_dropout",
+    "hidden_dropout",
+)
+EXPERT_FIELDS = (
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_layer_freq",
+)
+
 
 def megatron_shape(config: Config) -> dict[str, Any]:
     """Fields of Megatron's ``TransformerConfig`` that the ``config.json`` of a model determines.

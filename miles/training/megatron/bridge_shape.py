@@ -17,34 +17,18 @@ from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core.activations import squared_relu
 from transformers import PretrainedConfig
 
-from miles.arguments.megatron_shape import BRIDGED, check_bridged, megatron_shape, rotated_share, vocabulary_shape
+from miles.arguments.megatron_shape import (
+    BRIDGED,
+    EXPERT_FIELDS,
+    LAYER_FIELDS,
+    check_bridged,
+    megatron_shape,
+    rotated_share,
+    vocabulary_shape,
+)
 from miles.training.megatron.rope_frequencies import inverse_frequencies
 
-HANDED_ON = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "layernorm_epsilon",
-    "normalization",
-    "gated_linear_unit",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "attention_dropout",
-    "hidden_dropout",
-    "activation_func",
-    "layernorm_zero_centered_gamma",
-)
-OF_EXPERTS = (
-    "num_moe_experts",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_router_pre_softmax",
-    "moe_layer_freq",
-)
+HANDED_ON = (*LAYER_FIELDS, "activation_func")
 OF_THE_MODEL = (
     "vocab_size",
     "share_embeddings_and_output_weights",
@@ -103,7 +87,7 @@ def bridge_shape(config: PretrainedConfig) -> dict[str, Any]:
     shape["num_query_groups"] = shape["num_query_groups"] or shape["num_attention_heads"]
     shape["kv_channels"] = shape["kv_channels"] or shape["hidden_size"] // shape["num_attention_heads"]
     if provider.num_moe_experts:
-        shape |= {name: getattr(provider, name) for name in OF_EXPERTS}
+        shape |= {name: getattr(provider, name) for name in EXPERT_FIELDS}
         every = shape["moe_layer_freq"]
         if isinstance(every, int):
             shape["moe_layer_freq"] = [int(layer % every == 0) for layer in range(shape["num_layers"])]
@@ -124,7 +108,7 @@ def _check_kind(provider: Any) -> None:
     """It is a plain GPT of Megatron's, and says nothing that is not in the lists above."""
     if getattr(type(provider), "provide", None) is not GPTModelProvider.provide:
         raise _refusal("provider", type(provider).__name__, "it builds the model in a way of its own")
-    known = (*HANDED_ON, *OF_EXPERTS, *OF_THE_MODEL, *WITHOUT_EFFECT)
+    known = (*HANDED_ON, *EXPERT_FIELDS, *OF_THE_MODEL, *WITHOUT_EFFECT)
     for field in fields(GPTModelProvider):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         value = getattr(provider, field.name)
