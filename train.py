@@ -11,14 +11,14 @@ from pathlib import Path
 from miles.arguments.explain import objective_formula, objective_in_words
 from miles.arguments.parser import main_parse
 from miles.arguments.settings import Settings
-from miles.tracking.metrics import Metric
+from miles.metrics import Metric
 
 
 def main(argv: list[str]) -> None:
     """Run the command line; wrong flags exit with 2 before anything starts, failures of the run with 1."""
     validated = main_parse(argv)
     from miles.cluster.failures import told_to_the_user  # Ray and torch are imported from here on
-    from miles.loss.custom_reducer import check_custom_reducer
+    from miles.objective.hooks import check_custom_reducer
 
     with told_to_the_user(validated.settings.checkpoint):
         check_custom_reducer(validated.settings.loss)
@@ -41,8 +41,8 @@ def train(settings: Settings, placement) -> None:  # type: ignore[no-untyped-def
     """Start the actors and train for ``--num-rollout`` rollouts, from the newest checkpoint of ``--load`` if any."""
     from miles.arguments.offload_rules import offload_on
     from miles.cluster.liveness import Workers
-    from miles.cluster.rollout_group import RolloutGroup
-    from miles.cluster.train_group import TrainGroup
+    from miles.cluster.rollout_driver import RolloutGroup
+    from miles.cluster.train_driver import TrainGroup
     from miles.tracking.run_header import RunHeader
     from miles.tracking.tracker import Tracker
 

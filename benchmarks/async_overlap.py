@@ -3,7 +3,7 @@
 ``python benchmarks/async_overlap.py RUN/metrics.jsonl [--generate-scale 4] [--rollouts 1000]``
 
 Generation and training have devices of their own, as on a cluster. Each simulated rollout draws the phase times of a
-random measured one (generate, train and sync together, as they came), and obeys the rules of cluster/rollout_order.py:
+random measured one (generate, train and sync together, as they came), and obeys the rules of rollout/ordering.py:
 rollout r is generated after rollout r - 1 and by weights of version r - K; step r needs rollout r and the step before;
 weights arrive between two rollouts. ``--generate-scale`` stretches generation, for the answer lengths of other tasks.
 One JSON object a K: seconds a step, the share of time that trainer and engine work, and the gain over K = 0.

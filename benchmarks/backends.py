@@ -32,13 +32,13 @@ import torch.distributed as dist
 from miles.arguments.parser import parse
 from miles.arguments.settings import Settings
 from miles.arguments.validate import validate
+from miles.batching.convert import convert
 from miles.batching.schedule import schedule_step
 from miles.cluster.cpu_tuning import malloc_environment, use_threads
-from miles.rollout.convert import convert
 from miles.sample import Prompt, PromptGroup, Sample
 from miles.train_batch import TrainBatch
 from miles.training.backend import TrainBackend
-from miles.training.step import train_rollout
+from miles.training.trainer import train_rollout
 
 STEPS_A_TURN = 4
 PHASES = ("log_probs", "forward_backward", "optimizer", "export", "step", "cpu")

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from miles.arguments.cluster import ClusterArguments
-from miles.arguments.loss import LossArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.settings import Settings
 from miles.arguments.training import TrainingArguments
+from miles.batching.convert import convert
 from miles.batching.schedule import schedule_step
-from miles.rollout.convert import convert
+from miles.objective.settings import LossArguments
 from miles.sample import Prompt, PromptGroup, Sample
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training.fsdp.backend import FsdpBackend

@@ -19,11 +19,11 @@ from typing import get_args
 import numpy as np
 import torch
 
-from miles.arguments.loss import Aggregation, LossArguments
 from miles.batching.collate import collate
 from miles.cluster.cpu_tuning import malloc_environment
-from miles.loss.aggregation import get_pg_loss_reducer, step_denominators
-from miles.loss.reducers import Reducer
+from miles.objective.aggregation import get_pg_loss_reducer, step_denominators
+from miles.objective.reducers import Reducer
+from miles.objective.settings import Aggregation, LossArguments
 from miles.train_batch import MicroBatch, TrainBatch
 
 GROUP = 8  # rollouts a prompt

@@ -27,7 +27,7 @@ from stand_in_engine import answer_body, latency, start
 
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
-from miles.arguments.sglang import SglangArguments
+from miles.arguments.sglang.settings import SglangArguments
 from miles.data.stream import PromptStream
 from miles.engine.base import Generation, GenerationRequest
 from miles.engine.sglang.router import Router

@@ -96,7 +96,7 @@ class TrainShard:
     batch: TrainBatch
     micro_batches: Sequence[MicroBatchPlan]
     score_only: Sequence[MicroBatchPlan] = ()
-    expected_loss_mass: float | None = None  # of the whole step, where the loss-mass canary watches (loss/canary.py)
+    expected_loss_mass: float | None = None  # of the whole step, if the canary watches (objective/canary.py)
 
 
 @dataclass(frozen=True)

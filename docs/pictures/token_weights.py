@@ -1,6 +1,6 @@
 """Draws ``docs/token_weights.svg``: the weight of one token by the length of its response, under the four modes.
 
-``python docs/pictures/token_weights.py``; the weights are those of ``miles.loss.aggregation``, not drawn by hand.
+``python docs/pictures/token_weights.py``; the weights are those of ``miles.objective.aggregation``, not drawn by hand.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import get_args
 import matplotlib
 import numpy as np
 
-from miles.arguments.loss import Aggregation
-from miles.loss.aggregation import step_denominators
+from miles.objective.aggregation import step_denominators
+from miles.objective.settings import Aggregation
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first

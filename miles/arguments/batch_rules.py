@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from miles.arguments.checks import at_least, refuse, refuse_ignored
 from miles.arguments.settings import Settings
 from miles.arguments.training import TrainingArguments
+from miles.flags import at_least, refuse, refuse_ignored
 
 
 def reconcile_batch(settings: Settings) -> tuple[TrainingArguments, list[str]]:

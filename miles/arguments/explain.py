@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from miles.arguments.objective import clip_bounds, objective_formula, objective_in_words, token_weights
 from miles.arguments.settings import Settings
 from miles.arguments.validate import Validated
+from miles.objective.explain import clip_bounds, objective_formula, objective_in_words, token_weights
 
 __all__ = ["explain", "objective_formula", "objective_in_words"]
 

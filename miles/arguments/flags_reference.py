@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal, get_args, get_origin
 
-from miles.arguments.checks import flag_name
 from miles.arguments.parser import SECTIONS, section_title
+from miles.flags import flag_name
 
 
 def flags_reference() -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Optional
 
-from miles.arguments.flag import flag
+from miles.flags import flag
 
 
 @dataclass(frozen=True)

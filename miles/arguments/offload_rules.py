@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles.arguments.checks import flag_name, refuse, refuse_ignored
 from miles.arguments.settings import Settings
+from miles.flags import flag_name, refuse, refuse_ignored
 
 FLAGS = ("offload_train", "offload_rollout", "no_offload_train", "no_offload_rollout")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from miles.arguments.checks import at_least, refuse, refuse_ignored
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.training import TrainingArguments
+from miles.flags import at_least, refuse, refuse_ignored
 
 
 def check_parallel(parallel: ParallelArguments, training: TrainingArguments, ranks: int, max_response_len: int) -> None:

@@ -16,10 +16,10 @@ from argparse_dataclass import _add_dataclass_options
 
 import miles
 from miles.arguments.explain import explain
-from miles.arguments.megatron_fields import DESTINATION, add_megatron_flags
-from miles.arguments.server_flags import split_server_flags
+from miles.arguments.megatron.fields import DESTINATION, add_megatron_flags
 from miles.arguments.settings import Settings
-from miles.arguments.sglang import ServerFlags
+from miles.arguments.sglang.server_flags import split_server_flags
+from miles.arguments.sglang.settings import ServerFlags
 from miles.arguments.validate import Validated, validate
 
 # Those of our own flags; what is passed on to SGLang or Megatron has none.

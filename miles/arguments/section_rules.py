@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 
 from miles.arguments.checkpoint import CheckpointArguments
-from miles.arguments.checks import (
+from miles.arguments.cluster import ClusterArguments
+from miles.arguments.data import DataArguments
+from miles.arguments.evaluation import EvaluationArguments
+from miles.arguments.model import ModelArguments
+from miles.arguments.optimizer import OptimizerArguments
+from miles.arguments.reward import RewardArguments
+from miles.arguments.rollout import RolloutArguments
+from miles.arguments.tracking import TrackingArguments
+from miles.flags import (
     above,
     at_least,
     changed,
@@ -19,14 +27,6 @@ from miles.arguments.checks import (
     require,
     within,
 )
-from miles.arguments.cluster import ClusterArguments
-from miles.arguments.data import DataArguments
-from miles.arguments.evaluation import EvaluationArguments
-from miles.arguments.model import ModelArguments
-from miles.arguments.optimizer import OptimizerArguments
-from miles.arguments.reward import RewardArguments
-from miles.arguments.rollout import RolloutArguments
-from miles.arguments.tracking import TrackingArguments
 
 FILE_SUFFIXES = (".jsonl", ".parquet")
 

@@ -4,21 +4,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miles.arguments.checkpoint import CheckpointArguments
-from miles.arguments.checks import refuse
 from miles.arguments.cluster import ClusterArguments
 from miles.arguments.critic import CriticArguments
 from miles.arguments.data import DataArguments
 from miles.arguments.evaluation import EvaluationArguments
-from miles.arguments.loss import LossArguments
-from miles.arguments.megatron import MegatronArguments
+from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
-from miles.arguments.sglang import ServerFlags, SglangArguments
+from miles.arguments.sglang.settings import ServerFlags, SglangArguments
 from miles.arguments.tracking import TrackingArguments
 from miles.arguments.training import TrainingArguments
+from miles.flags import refuse
+from miles.objective.settings import LossArguments
 
 
 @dataclass(frozen=True)

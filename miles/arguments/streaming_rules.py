@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from miles.arguments.checks import at_least, changed, refuse, refuse_ignored
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
+from miles.flags import at_least, changed, refuse, refuse_ignored
 
 
 def check_streaming(settings: Settings) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from miles.arguments import section_rules as rules
-from miles.arguments.aggregation_rules import reconcile_aggregation
 from miles.arguments.batch_rules import reconcile_batch
-from miles.arguments.engine_rules import check_engines
-from miles.arguments.loss import LossArguments
-from miles.arguments.loss_rules import check_loss
-from miles.arguments.megatron_rules import check_megatron
+from miles.arguments.megatron.rules import check_megatron
 from miles.arguments.offload_rules import check_offload
 from miles.arguments.parallel_rules import check_parallel
 from miles.arguments.settings import Settings
+from miles.arguments.sglang.rules import check_engines
 from miles.arguments.streaming_rules import check_streaming
+from miles.objective.aggregation_flags import reconcile_aggregation
+from miles.objective.loss_rules import check_loss
+from miles.objective.settings import LossArguments
 
 
 @dataclass(frozen=True)

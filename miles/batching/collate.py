@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from miles.loss.advantages import grpo_advantages
-from miles.loss.sequences import whole_responses
+from miles.objective.advantages import grpo_advantages
+from miles.objective.sequences import whole_responses
 from miles.parallel.context_parallel import gathered_index, zigzag_positions
 from miles.parallel.groups import ALONE, ContextGroup
 from miles.train_batch import MicroBatch, TrainBatch

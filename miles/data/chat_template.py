@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from miles.arguments.checks import json_object
 from miles.arguments.data import DataArguments
 from miles.data.row import Row
+from miles.flags import json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
-if TYPE_CHECKING:
-    import torch
+from miles.weights import WeightChunk
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -73,13 +72,6 @@ class Generation:
         """The version of the weights that generated each token."""
         versions = [version for version, tokens in self.earlier_versions for _ in range(tokens)]
         return versions + [self.weight_version] * (len(self.token_ids) - len(versions))
-
-
-@dataclass(frozen=True)
-class WeightChunk:
-    """Some full, unsharded tensors under their Hugging Face names: one bucket of a weight update."""
-
-    tensors: dict[str, torch.Tensor]
 
 
 class Engine(Protocol):

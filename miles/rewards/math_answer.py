@@ -8,8 +8,8 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from miles.rewards.isolated_call import IsolatedCallTimeout, call_isolated
 from miles.rewards.reference import reference_text
+from miles.rewards.subprocess_call import IsolatedCallTimeout, call_isolated
 from miles.sample import Sample
 
 SECONDS = 10.0  # of wall time a sample; an ordinary one takes some ten milliseconds

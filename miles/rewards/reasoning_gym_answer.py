@@ -11,7 +11,7 @@ import reasoning_gym as gym
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.utils import extract_answer
 
-from miles.rewards.isolated_call import call_isolated
+from miles.rewards.subprocess_call import call_isolated
 from miles.sample import Sample
 
 SECONDS = 30.0  # of wall time a sample; making the task's data set, once a process, is among it

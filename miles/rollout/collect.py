@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
-from miles.rollout.barren import BarrenWatch
-from miles.rollout.concurrency import gather_or_cancel
-from miles.rollout.make_group import GroupMaker, Tally
+from miles.concurrency import gather_or_cancel
+from miles.metrics import Metric
+from miles.rollout.filter_stall import BarrenWatch
+from miles.rollout.produce_group import GroupMaker, Tally
 from miles.sample import PromptGroup
-from miles.tracking.metrics import Metric
 
 
 class PromptSource(Protocol):

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from functools import partial
 
 from miles.arguments.reward import RewardArguments
+from miles.concurrency import gather_or_cancel
 from miles.engine.base import Engine
+from miles.metrics import Metric
 from miles.rewards.base import RewardFunction
 from miles.rewards.scoring import score
-from miles.rollout.concurrency import gather_or_cancel
 from miles.rollout.eval_sets import EvalSet
 from miles.rollout.generate import Detokenizer, GroupGenerator, generate_group, response_seed
 from miles.rollout.pass_at_k import pass_at_k_metrics
 from miles.rollout.rollout_metrics import response_metrics
 from miles.sample import PromptGroup, Sample
-from miles.tracking.metrics import Metric
 
 
 async def evaluate(

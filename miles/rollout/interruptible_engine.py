@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
 
-from miles.engine.base import Engine, Generation, GenerationRequest, WeightChunk
-from miles.rollout.concurrency import gather_or_cancel
+from miles.concurrency import gather_or_cancel
+from miles.engine.base import Engine, Generation, GenerationRequest
 from miles.rollout.generate import response_seed
+from miles.weights import WeightChunk
 
 
 class InterruptibleEngine:

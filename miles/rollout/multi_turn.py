@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from miles.arguments.rollout import RolloutArguments
+from miles.concurrency import gather_or_cancel
 from miles.engine.base import Engine, SamplingParams
 from miles.import_path import load_function
-from miles.rollout.concurrency import gather_or_cancel
 from miles.rollout.generate import GroupGenerator, SeedOf, fit_context, generate_group, response_seed
 from miles.rollout.trajectory import Trajectory
 from miles.sample import PromptGroup, Sample, SampleStatus

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from miles.metrics import Metric
 from miles.sample import NO_WEIGHTS, PromptGroup, Sample
-from miles.tracking.metrics import Metric
 
 
 def trained_versions(sample: Sample) -> Iterator[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import comb
 
-from miles.tracking.metrics import Metric
+from miles.metrics import Metric
 
 PASS_REWARD = 1.0  # a sample passes with this reward or more
 

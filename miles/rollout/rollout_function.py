@@ -11,7 +11,7 @@ from miles.engine.base import Engine
 from miles.import_path import load_function
 from miles.rewards.base import RewardFunction
 from miles.rollout.collect import PromptSource, Rollout
-from miles.rollout.make_group import GroupMaker
+from miles.rollout.produce_group import GroupMaker
 from miles.rollout.rollout_metrics import rollout_metrics
 from miles.sample import PromptGroup
 

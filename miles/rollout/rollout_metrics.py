@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import stdev
 
+from miles.metrics import Metric
 from miles.rollout.filters import has_reward_spread
 from miles.rollout.pass_at_k import pass_at_k_metrics
 from miles.sample import PromptGroup, Sample, SampleStatus
-from miles.tracking.metrics import Metric
 
 
 def response_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:

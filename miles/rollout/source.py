@@ -11,7 +11,7 @@ from miles.rewards.base import RewardFunction
 from miles.rollout.collect import Collector, PromptSource, RolloutSource
 from miles.rollout.generate import GroupGenerator
 from miles.rollout.interruptible_engine import InterruptibleEngine
-from miles.rollout.make_group import GroupMaker
+from miles.rollout.produce_group import GroupMaker
 from miles.rollout.rollout_function import FunctionCollector, RolloutTools
 from miles.rollout.stream_collector import StreamCollector, StreamPlan
 

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
-from miles.rollout.barren import BarrenWatch
+from miles.metrics import Metric
 from miles.rollout.collect import PromptSource, Rollout
-from miles.rollout.make_group import GroupMaker, MadeGroup, Tally
+from miles.rollout.filter_stall import BarrenWatch
 from miles.rollout.off_policy import is_older, is_wholly_older, mask_older
+from miles.rollout.produce_group import GroupMaker, MadeGroup, Tally
 from miles.sample import PromptGroup
-from miles.tracking.metrics import Metric
 
 
 class AtTheEnd(Enum):

@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Protocol
 
 from miles.arguments.tracking import TrackingArguments
+from miles.metrics import Metric
 from miles.tracking.console import ConsoleSink
-from miles.tracking.metrics import Metric
 from miles.tracking.report import write_report
 from miles.tracking.run_files import REPORT, TENSORBOARD, RunFiles, SampleRecord
 from miles.tracking.run_header import RunHeader

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miles.arguments.loss import LossArguments
-from miles.loss.log_ratio import masked_log_ratio
-from miles.loss.token_advantages import SampleTokens, token_advantages
-from miles.tracking.metrics import Metric
+from miles.metrics import Metric
+from miles.objective.log_ratio import masked_log_ratio
+from miles.objective.settings import LossArguments
+from miles.objective.token_advantages import SampleTokens, token_advantages
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training.backend import Critic
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch.distributed as dist
 
-from miles.engine.base import WeightChunk
-from miles.tracking.metrics import Metric
+from miles.metrics import Metric
 from miles.train_batch import TrainShard
+from miles.weights import WeightChunk
 
 
 class Critic(Protocol):

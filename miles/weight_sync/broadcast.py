@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from miles.engine.base import WeightChunk
 from miles.weight_sync.transport import Delivery, WeightReceiver, stream
+from miles.weights import WeightChunk
 
 JOIN_TIMEOUT = timedelta(seconds=120)  # of both forming a group and one broadcast
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from miles.engine.base import WeightChunk
 from miles.weight_sync.transport import Delivery, WeightReceiver, stream
+from miles.weights import WeightChunk
 
 
 class DiskTransport:

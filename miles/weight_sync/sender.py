@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from miles.arguments.sglang import SglangArguments
-from miles.engine.base import WeightChunk
+from miles.arguments.sglang.settings import SglangArguments
 from miles.weight_sync.broadcast import BroadcastTransport
 from miles.weight_sync.disk import DiskTransport
 from miles.weight_sync.shared_memory import SharedMemoryTransport
 from miles.weight_sync.transport import Delivery, Transport, WeightReceiver
+from miles.weights import WeightChunk
 
 
 class WeightSender:

@@ -10,8 +10,8 @@ from multiprocessing.reduction import ForkingPickler
 import torch
 import torch.multiprocessing as mp
 
-from miles.engine.base import WeightChunk
 from miles.weight_sync.transport import Delivery, WeightReceiver, stream
+from miles.weights import WeightChunk
 
 
 class SharedMemoryTransport:

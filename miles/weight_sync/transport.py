@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
-from miles.engine.base import WeightChunk
+from miles.weights import WeightChunk
 
 
 class WeightReceiver(Protocol):

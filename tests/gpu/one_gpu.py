@@ -21,19 +21,19 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 from transformers.models.auto import AutoModelForCausalLM
 
 from miles.arguments.cluster import ClusterArguments
-from miles.arguments.loss import LossArguments
-from miles.arguments.megatron import MegatronArguments
+from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.arguments.training import TrainingArguments
+from miles.batching.convert import convert
 from miles.batching.schedule import schedule_step
-from miles.rollout.convert import convert
-from miles.tracking.metrics import values
+from miles.metrics import values
+from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch
-from miles.training.step import train_rollout
+from miles.training.trainer import train_rollout
 
 PACKED, PADDED = ParallelArguments(), ParallelArguments(qkv_format="bshd")
 TRAINED = {

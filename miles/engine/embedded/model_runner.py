@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from miles.engine.base import WeightChunk
 from miles.engine.embedded import slot_attention
 from miles.engine.embedded.kv_cache import KVCache
 from miles.engine.embedded.slot_attention import DecodeStep, PrefillStep
 from miles.engine.stop_tokens import eos_token_ids
+from miles.weights import WeightChunk
 
 
 class ModelRunner:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from miles.engine.base import Generation, GenerationRequest, WeightChunk
+from miles.engine.base import Generation, GenerationRequest
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.running_batch import RunningBatch, Sequence
+from miles.weights import WeightChunk
 
 
 @dataclass(eq=False)

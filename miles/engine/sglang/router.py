@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import httpx
 
-from miles.arguments.server_flags import has_flag
+from miles.arguments.sglang.server_flags import has_flag
 from miles.engine.sglang.child_process import ChildProcess
 from miles.engine.sglang.open_files import allow_open_files
 from miles.engine.sglang.sglang_client import EngineUnavailable

@@ -8,16 +8,17 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from miles.arguments.sglang import SglangArguments
-from miles.engine.base import Generation, GenerationRequest, SamplingParams, WeightChunk
+from miles.arguments.sglang.settings import SglangArguments
+from miles.concurrency import gather_or_cancel
+from miles.engine.base import Generation, GenerationRequest, SamplingParams
 from miles.engine.sglang.engine_pool import EnginePool, Member, Server
 from miles.engine.sglang.open_files import allow_open_files
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.sglang_client import EngineUnavailable, SglangClient
 from miles.engine.sglang.sglang_weights import SglangReceiver
-from miles.engine.sglang.silence import SilenceWatch
-from miles.rollout.concurrency import gather_or_cancel
+from miles.engine.sglang.unresponsive import SilenceWatch
 from miles.weight_sync.sender import WeightSender
+from miles.weights import WeightChunk
 
 REQUEST_TRIES = 8
 BACK_OFF_SECONDS = 0.25  # doubled from try to try

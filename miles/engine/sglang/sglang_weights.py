@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 
-from miles.engine.base import WeightChunk
 from miles.engine.sglang.sglang_client import RequestRefused, SglangClient
+from miles.weights import WeightChunk
 
 SESSION_OPEN = "session is already open"  # SGLang's words (srt/managers/scheduler_components/weight_updater.py)
 

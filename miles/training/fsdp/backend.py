@@ -13,18 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from miles.arguments.settings import Settings
-from miles.engine.base import WeightChunk
+from miles.metrics import Metric
 from miles.parallel.dynamic_context_parallel import possible_sizes
 from miles.parallel.groups import ContextGroups
-from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
 from miles.training import checkpoint_folder
 from miles.training.fsdp import checkpoint
 from miles.training.fsdp.critic import FsdpCritic
-from miles.training.fsdp.forward_backward import forward_backward, log_probs_of
 from miles.training.fsdp.optimizer import ShardedOptimizer
 from miles.training.fsdp.policy import Policy, load_policy, load_value_model, shard_policy
-from miles.weight_sync.chunks import in_chunks
+from miles.training.fsdp.runner import forward_backward, log_probs_of
+from miles.weights import WeightChunk, in_chunks
 
 
 class FsdpBackend:

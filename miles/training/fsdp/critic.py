@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from miles.arguments.loss import LossArguments
+from miles.metrics import Metric
+from miles.objective.settings import LossArguments
 from miles.parallel.groups import ContextGroups
-from miles.tracking.metrics import Metric
 from miles.train_batch import TrainShard
-from miles.training.fsdp.forward_backward import forward_backward, values_of
 from miles.training.fsdp.optimizer import ShardedOptimizer
 from miles.training.fsdp.policy import ValueModel
+from miles.training.fsdp.runner import forward_backward, values_of
 
 
 class FsdpCritic:

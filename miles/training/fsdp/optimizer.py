@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from miles.arguments.optimizer import OptimizerArguments
-from miles.tracking.metrics import Metric
-from miles.training.schedule import learning_rate
+from miles.metrics import Metric
+from miles.training.learning_rate import learning_rate
 
 
 class ShardedOptimizer:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from miles.loss.logprobs import chunked_log_probs
+from miles.objective.token_log_probs import chunked_log_probs
 from miles.train_batch import MicroBatch
 from miles.training.packed_attention import NAME, PackedLayout
 
@@ -24,7 +24,7 @@ class Scores(NamedTuple):
 
     log_probs: torch.Tensor  # fp32 [R]
     entropy: torch.Tensor | None  # fp32 [R]
-    canary: torch.Tensor  # fp32 scalar, worth 0 (loss/canary.py)
+    canary: torch.Tensor  # fp32 scalar, worth 0 (objective/canary.py)
 
 
 class LossCanary(nn.Module):
@@ -72,7 +72,7 @@ class ValueModel(nn.Module):
 
 
 class Policy(nn.Module):
-    """The model and its head. Only response positions reach the head, a chunk at a time (loss/logprobs.py)."""
+    """The model and its head. Only response positions reach the head, in chunks (objective/token_log_probs.py)."""
 
     def __init__(self, language_model: PreTrainedModel, temperature: float, chunk_size: int) -> None:
         super().__init__()

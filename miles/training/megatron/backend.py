@@ -16,27 +16,27 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from transformers import AutoConfig, PretrainedConfig
 
-from miles.arguments.megatron_rules import check_reference, check_with_model
-from miles.arguments.megatron_shape import HEADS_IN_CONFIG
+from miles.arguments.megatron.rules import check_reference, check_with_model
+from miles.arguments.megatron.shape import HEADS_IN_CONFIG
 from miles.arguments.settings import Settings
-from miles.engine.base import WeightChunk
-from miles.tracking.metrics import Metric
+from miles.metrics import Metric
 from miles.train_batch import TrainShard
 from miles.training import checkpoint_folder
-from miles.training.megatron import checkpoint, hf_export
-from miles.training.megatron.conversion import conversion
+from miles.training.megatron.checkpoint import save_load as checkpoint
 from miles.training.megatron.critic import MegatronCritic
-from miles.training.megatron.forward_backward import forward_backward, log_probs_of
-from miles.training.megatron.hf_weights import HuggingFaceWeights
+from miles.training.megatron.model.policy_model import PolicyModel
+from miles.training.megatron.model.transformer_config import ddp_config, optimizer_config, transformer_config
+from miles.training.megatron.model.value_model import ValueModel
 from miles.training.megatron.optimizer import MegatronOptimizer
-from miles.training.megatron.parameter_names import is_of_head
-from miles.training.megatron.policy_model import PolicyModel
 from miles.training.megatron.process_groups import initialize_process_groups
-from miles.training.megatron.transformer_config import ddp_config, optimizer_config, transformer_config
-from miles.training.megatron.value_model import ValueModel
+from miles.training.megatron.runner import forward_backward, log_probs_of
 from miles.training.megatron.versions import megatron_version
+from miles.training.megatron.weights import hf_export
+from miles.training.megatron.weights.conversion import conversion
+from miles.training.megatron.weights.hf_weights import HuggingFaceWeights
+from miles.training.megatron.weights.parameter_names import is_of_head
 from miles.training.run_state import critic_folder, saved_critic
-from miles.weight_sync.chunks import in_chunks
+from miles.weights import WeightChunk, in_chunks
 
 
 class MegatronBackend:

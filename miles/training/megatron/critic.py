@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from miles.arguments.loss import LossArguments
-from miles.arguments.megatron import MegatronArguments
-from miles.tracking.metrics import Metric
+from miles.arguments.megatron.settings import MegatronArguments
+from miles.metrics import Metric
+from miles.objective.settings import LossArguments
 from miles.train_batch import TrainShard
-from miles.training.megatron.forward_backward import forward_backward, values_of
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import Ranks
+from miles.training.megatron.runner import forward_backward, values_of
 
 
 class MegatronCritic:

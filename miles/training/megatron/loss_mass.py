@@ -1,11 +1,11 @@
-"""The gradient of the loss-mass canary (loss/canary.py) after all of Megatron's reductions."""
+"""The gradient of the loss-mass canary (objective/canary.py) after all of Megatron's reductions."""
 
 from __future__ import annotations
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from miles.training.megatron.policy_model import PolicyModel
+from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks
 
 

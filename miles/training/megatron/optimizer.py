@@ -10,8 +10,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 
 from miles.arguments.optimizer import OptimizerArguments
-from miles.tracking.metrics import Metric
-from miles.training.schedule import learning_rate
+from miles.metrics import Metric
+from miles.training.learning_rate import learning_rate
 
 # Megatron takes Adam from Transformer Engine or Apex where they are installed. Theirs keep the number of steps in
 # another place, and need a GPU: every run has torch's, whose state checkpoints are made of (optimizer_state.py).

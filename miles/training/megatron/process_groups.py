@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from miles.arguments.megatron import MegatronArguments
+from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.parallel import ParallelArguments
 from miles.parallel.dynamic_context_parallel import possible_sizes
 from miles.parallel.groups import ContextGroups

@@ -2,7 +2,7 @@
 
 ``TRIED`` are the releases on which checks of tests/fast/training/megatron have passed (docs/megatron.md says which). A
 later one, below ``BELOW``, is tried by whoever starts it: it is taken for the last of these, with a warning, and the
-loss-mass canary of the first step (loss/canary.py) stops a run whose averaging is another one.
+loss-mass canary of the first step (objective/canary.py) stops a run whose averaging is another one.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from miles.arguments.megatron_given import check_given
-from miles.arguments.megatron_shape import vocabulary_shape
+from miles.arguments.megatron.overrides import check_given
+from miles.arguments.megatron.shape import vocabulary_shape
 from miles.arguments.parser import parse
 from miles.arguments.validate import validate
 

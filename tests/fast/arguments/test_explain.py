@@ -5,8 +5,8 @@ from fractions import Fraction
 import pytest
 
 from miles.arguments.explain import explain, objective_formula, objective_in_words, without_effect
-from miles.arguments.objective import token_weights
 from miles.arguments.parser import main_parse
+from miles.objective.explain import token_weights
 
 MODES = {
     "sample_mean": "--loss-aggregation sample_mean",

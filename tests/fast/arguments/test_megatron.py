@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-import miles.arguments.megatron_fields
-from miles.arguments.megatron_fields import DESTINATION, MegatronField, add_megatron_flags, megatron_fields
+import miles.arguments.megatron.fields
+from miles.arguments.megatron.fields import DESTINATION, MegatronField, add_megatron_flags, megatron_fields
 from miles.arguments.parser import parse
 from miles.arguments.settings import Settings
 from miles.arguments.validate import validate
@@ -55,7 +55,7 @@ def test_fields_are_read_without_importing_megatron():
 def test_two_fields_may_declare_one_flag(monkeypatch):
     """As fp4_param and fp4_param_gather do from megatron-core 0.17 on."""
     twins = {name: MegatronField(name, "--of-both", "bool", False, "") for name in ("one", "other")}
-    monkeypatch.setattr(miles.arguments.megatron_fields, "megatron_fields", lambda: twins)
+    monkeypatch.setattr(miles.arguments.megatron.fields, "megatron_fields", lambda: twins)
     parser = argparse.ArgumentParser()
     added = add_megatron_flags(parser.add_argument_group(), taken=set())
     assert [field.name for field in added if field.flag == "--of-both"] == ["one"]

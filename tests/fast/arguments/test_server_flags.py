@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.arguments.parser import parse
-from miles.arguments.server_flags import (
+from miles.arguments.sglang.server_flags import (
     has_flag,
     known_router_flags,
     known_server_flags,

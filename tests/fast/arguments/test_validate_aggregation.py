@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.arguments.aggregation_rules import VERL_MODES, reconcile_aggregation
-from miles.arguments.loss import LossArguments
 from miles.arguments.validate import validate
+from miles.objective.aggregation_flags import VERL_MODES, reconcile_aggregation
+from miles.objective.settings import LossArguments
 
 REDUCER = "--custom-pg-loss-reducer-function-path mine:reducer"
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from miles.arguments.loss import LossArguments
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.training import TrainingArguments
-from miles.loss.advantages import normalize_rewards
+from miles.objective.advantages import normalize_rewards
+from miles.objective.settings import LossArguments
 from miles.sample import Prompt, PromptGroup, Sample
 
 VOCABULARY = 64

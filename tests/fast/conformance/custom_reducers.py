@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from miles.loss.custom_reducer import ReducerInputs
+from miles.objective.hooks import ReducerInputs
 
 
 def typed(inputs: ReducerInputs):

@@ -18,13 +18,13 @@ from cases import BATCHES, LAYOUTS, MODES, Case, loss_of
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.bias import causal_upper_left
 
-from miles.batching import collate, schedule
-from miles.loss import policy_loss
+from miles.batching import collate, convert, schedule
+from miles.objective import policy_objective as policy_loss
 from miles.parallel import groups
-from miles.rollout import convert
 from miles.train_batch import MicroBatch
 from miles.training import packed_attention
-from miles.training.fsdp import backend, forward_backward
+from miles.training.fsdp import backend
+from miles.training.fsdp import runner as forward_backward
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from miles.arguments.loss import LossArguments
+from miles.objective.settings import LossArguments
 
 
 @dataclass(frozen=True)

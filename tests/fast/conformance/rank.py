@@ -27,18 +27,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from miles.arguments.cluster import ClusterArguments
-from miles.arguments.loss import LossArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
-from miles.batching import schedule
-from miles.loss.canary import LossMassError
-from miles.loss.policy_loss import samples_with_gradient
-from miles.rollout import convert
-from miles.tracking.metrics import Metric, values
+from miles.batching import convert, schedule
+from miles.metrics import Metric, values
+from miles.objective.canary import LossMassError
+from miles.objective.policy_objective import samples_with_gradient
+from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
-from miles.training import packed_attention, step
+from miles.training import packed_attention
+from miles.training import trainer as step
 from miles.training.advantages import AdvantageEstimator
 from miles.training.fsdp.backend import FsdpBackend
 

@@ -7,7 +7,7 @@ import signal
 import psutil
 import torch
 
-from miles.arguments.sglang import SglangArguments
+from miles.arguments.sglang.settings import SglangArguments
 from miles.engine.sglang.sglang_command import ServerSpec
 from miles.engine.sglang.sglang_engine import SglangEngine
 from miles.engine.sglang.sglang_server import SglangServer

@@ -15,13 +15,14 @@ import httpx
 import pytest
 import torch
 
-from miles.arguments.sglang import SglangArguments
-from miles.engine.base import GenerationRequest, SamplingParams, WeightChunk
+from miles.arguments.sglang.settings import SglangArguments
+from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.sglang.child_process import ChildProcess
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.sglang_engine import SglangEngine
 from miles.engine.sglang.sglang_server import answers, free_port
 from miles.weight_sync.sender import WeightSender
+from miles.weights import WeightChunk
 
 pytestmark = pytest.mark.timeout(300)
 

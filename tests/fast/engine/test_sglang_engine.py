@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from miles.weight_sync.chunks import in_chunks
 from miles.weight_sync.sender import check_equal
+from miles.weights import in_chunks
 from tests.fast.engine.sglang_servers import log_probs_of
 
 # The first test of the suite that needs the server starts it.

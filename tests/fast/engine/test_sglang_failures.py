@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.sglang.router import Router
-from miles.weight_sync.chunks import in_chunks
+from miles.weights import in_chunks
 from tests.fast.engine.faulty_proxy import FaultyProxy
 from tests.fast.engine.sglang_servers import HOST, LocalServer, engine_of, log_probs_of, other_weights
 

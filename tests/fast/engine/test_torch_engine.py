@@ -14,8 +14,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from miles.engine.base import GenerationRequest, SamplingParams, WeightChunk
+from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.embedded.torch_engine import TorchEngine
+from miles.weights import WeightChunk
 
 torch.set_num_threads(1)
 SHAPE = dict(

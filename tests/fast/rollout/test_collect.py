@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.rollout import filters
-from miles.rollout.barren import MAX_BARREN_BURSTS, MIN_BARREN_BURSTS
 from miles.rollout.collect import Collector
+from miles.rollout.filter_stall import MAX_BARREN_BURSTS, MIN_BARREN_BURSTS
 from miles.rollout.filters import FilterDecision
-from miles.rollout.make_group import GroupMaker
+from miles.rollout.produce_group import GroupMaker
 
 NONZERO_STD = "miles.rollout.filters:check_reward_nonzero_std"
 MINE = "miles.rollout.filters:mine"

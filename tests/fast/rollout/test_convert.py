@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.arguments.loss import LossArguments
-from miles.rollout.convert import convert
+from miles.batching.convert import convert
+from miles.objective.settings import LossArguments
 
 MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
 

@@ -7,11 +7,11 @@ import pytest
 
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
+from miles.metrics import Metric
 from miles.rollout import rollout_function
 from miles.rollout.collect import Rollout
 from miles.rollout.generate import generate_group
 from miles.rollout.source import build_source
-from miles.tracking.metrics import Metric
 
 PATH = "miles.rollout.rollout_function:mine"
 

@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from miles.arguments.tracking import TrackingArguments
-from miles.tracking.metrics import Metric
+from miles.metrics import Metric
 from miles.tracking.run_files import REPORT, TENSORBOARD, RunFiles, SampleRecord
 from miles.tracking.run_header import RunHeader
 from miles.tracking.tracker import Tracker

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from miles.engine.base import WeightChunk
 from miles.weight_sync.broadcast import JOIN_TIMEOUT, BroadcastTransport
 from miles.weight_sync.transport import Delivery
+from miles.weights import WeightChunk
 
 
 class Receiver:

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from stage import FIXED, PLAIN, Stage, full, make_backend, make_batch, shard_of, weights
 
-from miles.tracking.metrics import values
+from miles.metrics import values
 from miles.training.advantages import AdvantageEstimator
 from miles.training.fsdp.backend import FsdpBackend
-from miles.training.step import train_rollout
+from miles.training.trainer import train_rollout
 
 PPO = replace(PLAIN, advantage_estimator="ppo", lambd=0.9, normalize_advantages=True)
 RATES: dict[str, Any] = dict(lr=1e-2, weight_decay=0.1)

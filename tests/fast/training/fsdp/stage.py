@@ -14,20 +14,20 @@ from tiny_llama import save_tiny_llama
 from torch.distributed.tensor import DTensor
 
 from miles.arguments.cluster import ClusterArguments
-from miles.arguments.loss import LossArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.arguments.training import TrainingArguments
+from miles.batching.convert import convert
 from miles.batching.schedule import schedule_step
-from miles.rollout.convert import convert
+from miles.metrics import Metric
+from miles.objective.settings import LossArguments
 from miles.sample import Prompt, PromptGroup, Sample
-from miles.tracking.metrics import Metric
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training.fsdp.backend import FsdpBackend
-from miles.training.step import train_rollout
+from miles.training.trainer import train_rollout
 
 TEMPERATURE = 0.8
 FIXED = TrainingArguments(micro_batch_size=2)

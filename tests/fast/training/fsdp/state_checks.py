@@ -29,8 +29,8 @@ from stage import (
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers import AutoModelForCausalLM
 
-from miles.arguments.loss import LossArguments
-from miles.tracking.metrics import values
+from miles.metrics import values
+from miles.objective.settings import LossArguments
 from miles.train_batch import TrainShard
 from miles.training.fsdp.backend import FsdpBackend
 

@@ -24,9 +24,9 @@ from oracle import OracleSample, objective
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from miles.arguments.megatron import MegatronArguments
+from miles.arguments.megatron.settings import MegatronArguments
+from miles.batching.convert import convert
 from miles.batching.schedule import schedule_step
-from miles.rollout.convert import convert
 from miles.train_batch import TrainBatch
 
 MTP = dict(mtp_num_layers=HEADS, enable_mtp_training=True, mtp_loss_scaling_factor=0.7)

@@ -26,8 +26,8 @@ from megatron.bridge import AutoBridge  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import GemmaConfig, MistralConfig, NemotronConfig, PretrainedConfig  # noqa: E402
 
-from miles.arguments.loss import LossArguments  # noqa: E402
-from miles.training.megatron.bridge_shape import bridge_shape, check_provider  # noqa: E402
+from miles.objective.settings import LossArguments  # noqa: E402
+from miles.training.megatron.weights.bridge_shape import bridge_shape, check_provider  # noqa: E402
 
 # The layers of Nemotron square what they have: with larger weights fp32 is further from float64.
 MILD = {"initializer_range": 0.08}

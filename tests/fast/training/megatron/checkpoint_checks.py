@@ -22,11 +22,11 @@ from cases import FIXED
 from layouts import CPU, LAYOUTS, MODELS, ONE, SHARDED, Layout, Stand, make_backend, shard_of, weights
 from state_checks import ADAM, PLAIN, _batch, _train
 
-from miles.tracking.metrics import values
+from miles.metrics import values
 from miles.training.checkpoint_folder import at, newest, publish, staging
-from miles.training.megatron import checkpoint
 from miles.training.megatron.backend import MegatronBackend
-from miles.training.megatron.checkpoint import check_can_save
+from miles.training.megatron.checkpoint import save_load as checkpoint
+from miles.training.megatron.checkpoint.save_load import check_can_save
 
 BF16 = replace(FIXED, bf16=True)
 LAYOUTS |= {

@@ -13,12 +13,12 @@ from cases import Layout as AnyLayout
 from compare import distance, off_policy, samples_of, wanted
 from layouts import LAYOUTS, Stand, gradients, make_backend, note, plain_model, shard_of
 
-from miles.arguments.loss import LossArguments
-from miles.loss.policy_loss import samples_with_gradient
-from miles.rollout.convert import convert
-from miles.tracking.metrics import Metric, values
+from miles.batching.convert import convert
+from miles.metrics import Metric, values
+from miles.objective.policy_objective import samples_with_gradient
+from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
-from miles.training.step import train_rollout
+from miles.training.trainer import train_rollout
 
 ANYWHERE = AnyLayout("any", 1)
 CONTRACTS = {"averages": LossArguments(), "counts tokens": loss_of("token_mean")}

@@ -16,12 +16,12 @@ from conformance_checks import ANYWHERE, Recorded, Result, batch_of
 from critic_oracle import ExpectedStep, expected_step, off_policy_with_values
 from layouts import Stand, make_backend, plain_model, shard_of, weights
 
-from miles.arguments.loss import LossArguments
-from miles.loss.canary import LossMassError
-from miles.tracking.metrics import values
+from miles.metrics import values
+from miles.objective.canary import LossMassError
+from miles.objective.settings import LossArguments
 from miles.training.advantages import AdvantageEstimator
 from miles.training.megatron.backend import MegatronBackend
-from miles.training.step import train_rollout
+from miles.training.trainer import train_rollout
 
 Expectations = dict[str, list[tuple[Case, ExpectedStep]]]
 PPO: dict[str, Any] = dict(advantage_estimator="ppo", gamma=0.9, lambd=0.8)

@@ -13,8 +13,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
 from miles.arguments.cluster import ClusterArguments
-from miles.arguments.loss import LossArguments
-from miles.arguments.megatron import MegatronArguments
+from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.parallel import ParallelArguments
@@ -22,6 +21,7 @@ from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.arguments.training import TrainingArguments
 from miles.batching.schedule import schedule_step
+from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training.megatron.backend import MegatronBackend
 

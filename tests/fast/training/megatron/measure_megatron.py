@@ -20,7 +20,7 @@ from layout_grid import DYNAMIC_BUDGET, KINDS, Kind, Split, refusal, splits
 from layouts import LAYOUTS, Layout, Stand
 from layouts import save_models as save_plain_models
 
-from miles.arguments.megatron import MegatronArguments
+from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.training import TrainingArguments
 
 # What the columns train, by the names of auxiliary_checks.py.

@@ -17,12 +17,12 @@ from layouts import CPU, TEMPERATURE, Stand, make_backend, models_of, plain_mode
 from oracle import token_scores
 from transformers import AutoModelForCausalLM
 
-from miles.arguments.loss import LossArguments
-from miles.rollout.convert import convert
-from miles.tracking.metrics import values
+from miles.batching.convert import convert
+from miles.metrics import values
+from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training.megatron.backend import MegatronBackend
-from miles.training.step import train_rollout
+from miles.training.trainer import train_rollout
 
 PLAIN = LossArguments(loss_canary="always")
 CASE = Case(BATCHES["uneven"], PLAIN, AnyLayout("any", 1))

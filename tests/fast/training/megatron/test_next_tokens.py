@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles.arguments.loss import LossArguments
 from miles.batching.collate import collate
+from miles.batching.convert import convert
+from miles.objective.settings import LossArguments
 from miles.parallel.groups import ContextGroup
-from miles.rollout.convert import convert
 from miles.sample import Prompt, PromptGroup, Sample
 from miles.train_batch import TrainBatch
 
@@ -32,7 +32,7 @@ def batch() -> TrainBatch:
 @pytest.mark.parametrize("samples", [(), (0,), (0, 1)])
 @pytest.mark.parametrize("size, row_multiple", [(1, None), (2, None), (1, 4)])
 def test_beside_every_token(batch: TrainBatch, samples: tuple[int, ...], size: int, row_multiple: int | None) -> None:
-    from miles.training.megatron.mtp import NextTokens
+    from miles.training.megatron.model.mtp import NextTokens
 
     for rank in range(size):
         micro = collate(batch, samples, CPU, ContextGroup(size, rank, None), False, row_multiple)

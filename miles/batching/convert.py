@@ -1,0 +1,126 @@
+"""Samples to train batches: everything that needs to see a whole step or group is decided here, before any split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from miles.objective.advantages import check_rewards, normalize_rewards
+from miles.objective.aggregation import step_denominators
+from miles.objective.settings import LossArguments
+from miles.sample import PromptGroup, Sample
+from miles.train_batch import TrainBatch
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One sample, and what stands beside it in the batch."""
+
+    sample: Sample
+    rollout_id: int
+    reward: float
+
+
+def convert(groups: Sequence[PromptGroup], *, loss: LossArguments, global_batch_size: int) -> list[TrainBatch]:
+    """One ``TrainBatch`` an optimizer step, made in group order of ``global_batch_size`` rollouts each.
+
+    A rollout is what shares a ``rollout_id``, however many samples it has, and is never cut; the last step takes what
+    remains. Rewards are normalized over whole groups before the steps are cut, denominators computed over whole steps.
+    Raises ``ValueError`` if ``prompt_mean`` would have a prompt group cut in two, and for a sample whose columns
+    disagree in length.
+    """
+    assert global_batch_size >= 1
+    trajectories = _trajectories(groups, loss)
+    steps = [trajectories[i : i + global_batch_size] for i in range(0, len(trajectories), global_batch_size)]
+    if loss.loss_aggregation == "prompt_mean":
+        _check_groups_whole(steps, groups, global_batch_size)
+    return [_train_batch([row for trajectory in step for row in trajectory], loss) for step in steps]
+
+
+def _trajectories(groups: Sequence[PromptGroup], loss: LossArguments) -> list[list[_Row]]:
+    """The samples of each rollout together, rollouts in the order of groups and of their first sample."""
+    samples = [sample for group in groups for sample in group.samples]
+    rollout_ids = [_checked_rollout_id(sample) for sample in samples]
+    rewards = _rewards(_raw_rewards(groups, loss), [s.group_index for s in samples], rollout_ids, loss)
+    trajectories: dict[int, list[_Row]] = {}
+    for row in map(_Row, samples, rollout_ids, rewards):
+        trajectories.setdefault(row.rollout_id, []).append(row)
+    for rollout_id, rows in trajectories.items():
+        owners = {row.sample.group_index for row in rows}
+        assert len(owners) == 1, f"rollout {rollout_id} stands in the prompt groups {sorted(owners)}"
+    return list(trajectories.values())
+
+
+def _checked_rollout_id(sample: Sample) -> int:
+    sample.check()
+    assert sample.rollout_id is not None, f"a sample of group {sample.group_index} has no rollout_id"
+    return sample.rollout_id
+
+
+def _raw_rewards(groups: Sequence[PromptGroup], loss: LossArguments) -> list[float]:
+    if loss.loss_type == "sft_loss":  # fine-tuning reads no rewards, and its samples need not have any
+        return [0.0 for group in groups for _ in group.samples]
+    return [reward for group in groups for reward in group.rewards]
+
+
+def _rewards(raw: list[float], group_indices: list[int], rollout_ids: list[int], loss: LossArguments) -> list[float]:
+    check_rewards(raw, group_indices, rollout_ids)
+    if loss.loss_type == "sft_loss" or not loss.normalizes_rewards:
+        return raw
+    std = not (loss.disable_grpo_std_normalization or loss.advantage_estimator == "reinforce_plus_plus_baseline")
+    return normalize_rewards(raw, group_indices, rollout_ids, std=std)
+
+
+def _check_groups_whole(
+    steps: Sequence[Sequence[Sequence[_Row]]], groups: Sequence[PromptGroup], global_batch_size: int
+) -> None:
+    step_of_group: dict[int, int] = {}
+    for number, step in enumerate(steps):
+        for trajectory in step:
+            group_index = trajectory[0].sample.group_index
+            if step_of_group.setdefault(group_index, number) == number:
+                continue
+            size = next(_num_rollouts(g) for g in groups if g.group_index == group_index)
+            raise ValueError(
+                f"--loss-aggregation prompt_mean with --global-batch-size {global_batch_size}: a step would cut prompt "
+                f"group {group_index} of {size} rollouts in two, and its mean would be lost; give a "
+                f"--global-batch-size at which steps end where groups end ({_group_sizes(groups)}), or use another "
+                "--loss-aggregation"
+            )
+
+
+def _num_rollouts(group: PromptGroup) -> int:
+    return len({sample.rollout_id for sample in group.samples})
+
+
+def _group_sizes(groups: Sequence[PromptGroup]) -> str:
+    sizes = {_num_rollouts(group) for group in groups}
+    if len(sizes) == 1:
+        return f"a multiple of {sizes.pop()}"
+    return f"here they have {min(sizes)} to {max(sizes)} rollouts; all of them in one step always is"
+
+
+def _train_batch(rows: Sequence[_Row], loss: LossArguments) -> TrainBatch:
+    samples = [row.sample for row in rows]
+    group_indices = [s.group_index for s in samples]
+    rollout_ids = [row.rollout_id for row in rows]
+    denominators = step_denominators(
+        loss.loss_aggregation,
+        token_counts=[s.num_loss_tokens for s in samples],
+        rollout_ids=rollout_ids,
+        group_indices=group_indices,
+        divisor=loss.loss_aggregation_divisor,
+    )
+    return TrainBatch(
+        tokens=[np.asarray(s.tokens, dtype=np.int64) for s in samples],
+        response_lengths=[len(s.response_ids) for s in samples],
+        loss_masks=[np.asarray(s.loss_mask, dtype=np.float32) for s in samples],
+        rollout_log_probs=[np.asarray(s.rollout_log_probs, dtype=np.float32) for s in samples],
+        rewards=[row.reward for row in rows],
+        group_indices=group_indices,
+        rollout_ids=rollout_ids,
+        places=list(range(len(rows))),
+        **vars(denominators),
+    )

@@ -1,0 +1,87 @@
+"""The loss-mass canary: one number that shows whether every token got the weight that the objective gives it.
+
+A scalar worth 0 is added to every per-token policy loss. Its gradient, after all reductions of the backend, is the sum
+of all token weights of the step. That sum is known when the batch is built: 1 for the three means, T / (L N) for
+``constant``, less what fully masked rollouts or prompts would weigh. A denominator taken over a part of the step, an
+average where a sum belongs, a token that stands on two ranks or on none: each changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from miles.metrics import Metric
+from miles.objective.settings import LossArguments
+from miles.train_batch import TrainBatch, TrainShard
+
+TOLERANCE = 1e-4  # relative; the sum is in fp32 throughout, over up to some million tokens
+
+
+class LossMassError(ValueError):
+    """The weights of a step's tokens do not add up to what the objective says."""
+
+
+class CanarySchedule:
+    """In which steps the mass is measured: ``--loss-canary``. Asked on the rollout side, once for every step in order.
+
+    Never under a custom reducer: what its weights add up to is not known beforehand. The critic's loss is not watched.
+    """
+
+    def __init__(self, loss: LossArguments) -> None:
+        self._always = loss.loss_canary == "always"
+        known = loss.loss_type != "value_loss" and loss.custom_pg_loss_reducer_function_path is None
+        self._due = loss.loss_canary != "off" and known
+
+    def is_due(self, batch: TrainBatch) -> bool:
+        """True for every step, or until the first that has a token."""
+        due = self._due
+        self._due = due and (self._always or batch.expected_loss_mass == 0)
+        return due
+
+
+def check_loss_mass(shard: TrainShard, metrics: Mapping[str, Metric], ranks: int) -> None:
+    """Hold ``loss_mass`` against what the shard expects, where it expects something; every rank finds the same.
+
+    ``ranks`` hold the step, data and context parallel together. Raises ``LossMassError``.
+    """
+    if shard.expected_loss_mass is not None:
+        sizes = [plan.context_parallel_size for plan in shard.micro_batches]
+        found = metrics["loss_mass"].value
+        compare_loss_mass(found, shard.expected_loss_mass, ranks, sizes, len(shard.micro_batches))
+
+
+def compare_loss_mass(
+    found: float, expected: float, ranks: int, context_sizes: Sequence[int], micro_batches: int
+) -> None:
+    """Raises ``LossMassError`` with both numbers and the likely cause, if ``found`` is not ``expected``.
+
+    ``ranks`` hold the step, cut by ``context_sizes``, in ``micro_batches`` a rank: suspects for a factor.
+    """
+    if abs(found - expected) <= TOLERANCE * max(abs(expected), 1e-3):
+        return
+    cause = _likely_cause(found / expected if expected else float("nan"), ranks, context_sizes, micro_batches)
+    raise LossMassError(
+        f"--loss-canary: the weights of this step's tokens add up to {found:.6g}, and the objective says "
+        f"{expected:.6g}; likely cause: {cause}. The weights of the model were left as they were; "
+        "--loss-canary off trains all the same, on another objective than the one asked for"
+    )
+
+
+def _likely_cause(ratio: float, ranks: int, context_sizes: Sequence[int], micro_batches: int) -> str:
+    suspects = [
+        (size, "ranks that share a sequence (context parallelism)") for size in sorted(set(context_sizes)) if size > 1
+    ]
+    suspects = [(ranks, "ranks"), *suspects, (micro_batches, "micro-batches")]
+    for factor, what in suspects:
+        if factor < 2:
+            continue
+        if abs(ratio * factor - 1) < 1e-3:
+            return f"gradients are averaged over the {factor} {what} instead of added up"
+        if abs(ratio / factor - 1) < 1e-3:
+            return f"the loss is counted once for each of the {factor} {what}"
+    if abs(ratio) < 1e-6:
+        return "no token's loss reaches the gradient"
+    return (
+        "a denominator was computed over a part of the step, or tokens were lost or doubled between the conversion "
+        "and the loss (a custom converter, another mask, a cut sequence)"
+    )

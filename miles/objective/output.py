@@ -1,0 +1,48 @@
+"""What a loss function returns, and what is reported of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from miles.metrics import Metric
+from miles.train_batch import TrainBatch
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The part of the step's loss and metrics that one micro-batch contributes.
+
+    Both are already weighted by the step's own counts: the plain sum over all micro-batches and ranks is the step's
+    value (docs/loss-aggregation.md, "gradients are sums"). ``metrics`` are detached fp32 scalars, and their names
+    depend on the settings only, so that every rank reports the same ones.
+    """
+
+    loss: torch.Tensor  # fp32 scalar with a graph, also when the micro-batch is empty
+    metrics: dict[str, torch.Tensor]
+
+
+def add_metrics(totals: dict[str, torch.Tensor], metrics: Mapping[str, torch.Tensor]) -> None:
+    """Add those of one micro-batch to ``totals``, in place."""
+    for name, value in metrics.items():
+        totals[name] = totals[name] + value if name in totals else value
+
+
+def reported(sums: Mapping[str, float], batch: TrainBatch, per_token: bool) -> dict[str, Metric]:
+    """The metrics of a step from the sums of ``LossOutput.metrics`` over all its micro-batches and ranks.
+
+    Means are over the step's rollouts, or ``per_token`` over its tokens. The sums hold 1 / count already; each is
+    weighed by the count again, so that the metrics of several steps add up to the value over all of them.
+    ``ess_ratio``, the effective sample size over the sample size (Kong 1992), is made of the two means that it needs,
+    once both are whole. A step without a token has none of them.
+    """
+    if not batch.num_loss_tokens:
+        return {}
+    count = batch.num_loss_tokens if per_token else batch.num_rollouts
+    metrics = {name: Metric(value * count, float(count)) for name, value in sums.items()}
+    if "is_ratio_square" in sums:
+        metrics["ess_ratio"] = Metric(sums["is_ratio"] ** 2, sums["is_ratio_square"])
+        del metrics["is_ratio_square"]
+    return metrics

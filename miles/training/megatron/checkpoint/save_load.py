@@ -1,0 +1,178 @@
+"""Checkpoints in Megatron's own format, ``torch_dist``: whole tensors by name, read back under any layout.
+
+Tensors have the names that Megatron gives them (``optimizer.state.exp_avg.…`` for Adam's), without the numbers of
+ranks: each rank says which part of which tensor it has. Weights are the fp32 ones that the optimizer updates. Saving
+copies one tensor at a time to the CPU, and loading ``BUCKET_BYTES`` of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from torch.distributed.checkpoint import CheckpointException
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from miles.training.megatron.checkpoint.optimizer_state import MASTER, MOMENTS, AdamState
+from miles.training.megatron.checkpoint.writer import DirectWriter
+from miles.training.megatron.model.policy_model import PolicyModel
+from miles.training.megatron.optimizer import MegatronOptimizer
+from miles.training.megatron.process_groups import Ranks
+from miles.training.run_state import (
+    read_run_state,
+    restore_random_state,
+    write_random_state,
+    write_run_state,
+)
+
+Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
+KINDS = (MASTER, *MOMENTS)
+BUCKET_BYTES = 512 * 1024**2  # of whole tensors on a rank; a single larger one is read by itself
+
+
+def check_can_save(policy: PolicyModel, ranks: Ranks) -> None:
+    """Every part of every tensor is on exactly one rank, as far as Megatron knows. Collective; before training.
+
+    Raises ``ValueError`` for a model that ``save`` could not write under this layout.
+    """
+    empty = _empty(_sharded(policy, ranks), KINDS, "meta")
+    given = {StorageWeakRef(described.data.untyped_storage()) for described in nested_values(empty)}
+    try:
+        parts, _ = save_preprocess(empty)
+    except (CheckpointingException, AssertionError, KeyError) as error:  # Megatron's description may fail as well
+        raise _refusal(f"{type(error).__name__}: {error}") from None
+    for part in nested_values(parts):
+        # Where its elements are is read off a part's place in the parameter's tensor.
+        if not part.data.is_contiguous() or StorageWeakRef(part.data.untyped_storage()) not in given:
+            raise _refusal(f"{part.key} is made of parts of rows, or of a copy")
+
+
+def save(folder: Path, policy: PolicyModel, optimizer: MegatronOptimizer, ranks: Ranks, state: dict[str, Any]) -> None:
+    """Write everything a resumed run needs into ``folder``, which is empty; whoever calls makes it appear at once.
+
+    Raises ``OSError`` on all ranks when one could not write.
+    """
+    adam = AdamState(optimizer.adam)
+    sharded = _sharded(policy, ranks)
+    pieces = {name: adam.piece(described.data) for name, described in sharded.items()}
+    try:
+        dist_checkpointing.save(_empty(sharded, KINDS, "meta"), str(folder), sharded_strategy=DirectWriter(pieces))
+    except CheckpointException as error:  # whose first line says ranks, and no reason
+        rank, (failure, _) = next(iter(error.failures.items()))
+        raise OSError(f"--save: rank {rank} could not write {folder}: {type(failure).__name__}: {failure}") from error
+    write_random_state(folder, tensor_parallel.get_cuda_rng_tracker().get_states())
+    if dist.get_rank() == 0:
+        write_run_state(folder, "megatron", state, optimizer.state())
+    dist.barrier()
+
+
+def load(
+    folder: Path, policy: PolicyModel, optimizer: MegatronOptimizer, ranks: Ranks, with_optimizer: bool, rng: bool
+) -> dict[str, Any]:
+    """Read what ``save`` wrote, under any layout; returns the launcher's state."""
+    state = read_run_state(folder, "megatron", "--load")
+    steps = state["schedule"]["steps_done"] if with_optimizer else 0
+    adam = AdamState(optimizer.adam)
+    kinds = KINDS if with_optimizer else (MASTER,)
+    for parameter, whole in _read(folder, policy, ranks, kinds):
+        adam.restore(parameter, whole, steps)
+    optimizer.steps_done = steps
+    if rng:
+        states = restore_random_state(folder)
+        if states:
+            tensor_parallel.get_cuda_rng_tracker().set_states(states)
+    return state["launcher"]
+
+
+@torch.no_grad()
+def load_weights(folder: Path, policy: PolicyModel, ranks: Ranks, flag: str) -> None:
+    """The weights alone, into a model without an optimizer. Raises ``ValueError`` naming ``flag``, as ``load`` does."""
+    read_run_state(folder, "megatron", flag)
+    for parameter, whole in _read(folder, policy, ranks, (MASTER,)):
+        parameter.copy_(whole[MASTER])
+
+
+def _read(
+    folder: Path, policy: PolicyModel, ranks: Ranks, kinds: tuple[str, ...]
+) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
+    """Each parameter with its whole fp32 tensors, on CPU. Collective over all ranks, as often as any of them needs."""
+    sharded = _sharded(policy, ranks)
+    buckets = list(_buckets(sharded.items(), 4 * len(kinds)))
+    turns: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(turns, len(buckets))
+    try:
+        save_preprocess(_empty(sharded, kinds, "meta"))  # all parts of every tensor, which a bucket may not have
+        for turn in range(max(turns)):
+            mine = buckets[turn] if turn < len(buckets) else {}
+            found = dist_checkpointing.load(_empty(mine, kinds, "cpu"), str(folder), validate_access_integrity=False)
+            for name, described in mine.items():
+                yield described.data, found.pop(name)  # nothing of a bucket is left when the next is read
+    except (CheckpointingException, CheckpointException) as error:
+        raise ValueError(
+            f"the checkpoint {folder} does not hold this model ({type(error).__name__}: {str(error)[:300]}); give one "
+            "that was saved with the same model and heads, and by no later megatron-core, to --load or --ref-load"
+        ) from error
+
+
+def _buckets(sharded: Iterable[tuple[str, Sharded]], element_bytes: int) -> Iterator[dict[str, Sharded]]:
+    bucket: dict[str, Sharded] = {}
+    free = BUCKET_BYTES
+    for name, described in sharded:
+        size = element_bytes * described.data.numel()
+        if bucket and size > free:
+            yield bucket
+            bucket, free = {}, BUCKET_BYTES
+        bucket[name] = described
+        free -= size
+    if bucket:
+        yield bucket
+
+
+def _empty(sharded: dict[str, Sharded], kinds: tuple[str, ...], device: str) -> dict[str, Any]:
+    """The description of each kind, with fp32 tensors that nothing was written to (zeros on a real device)."""
+    return {
+        name: {
+            kind: _holding(described, kind, torch.zeros(described.data.shape, dtype=torch.float32, device=device))
+            for kind in kinds
+        }
+        for name, described in sharded.items()
+    }
+
+
+def _sharded(policy: PolicyModel, ranks: Ranks) -> dict[str, Sharded]:
+    """Megatron's description of each parameter on this rank; ``data`` is the parameter itself.
+
+    Singleton shards: layers and experts are tensors of their own, whatever the stages and the expert-parallel ranks.
+    The canary (objective/canary.py) is worth 0 always and is not saved.
+    """
+    described = policy.sharded_state_dict(metadata={"dp_cp_group": ranks.dp, "singleton_local_shards": True})
+    parameters = {id(p) for p in policy.parameters() if p is not policy.canary}
+    found = {name: sharded for name, sharded in described.items() if id(sharded.data) in parameters}
+    missing = parameters - {id(sharded.data) for sharded in found.values()}
+    if missing:
+        raise _refusal(", ".join(name for name, p in policy.named_parameters() if id(p) in missing))
+    return found
+
+
+def _refusal(reason: str) -> ValueError:
+    return ValueError(
+        f"--save: megatron-core cannot write this model under this layout ({reason}); drop --save and export with "
+        "--save-hf, or change the layout (first --pipeline-model-parallel-size)"
+    )
+
+
+def _holding(sharded: Sharded, kind: str, tensor: torch.Tensor) -> Sharded:
+    """The same part of the tensor of that kind."""
+    key = sharded.key if kind == MASTER else f"optimizer.state.{kind}.{sharded.key}"
+    if isinstance(sharded, ShardedTensorFactory):
+        return replace(sharded, key=key, data=tensor)
+    return replace(sharded, key=key, data=tensor, dtype=tensor.dtype)

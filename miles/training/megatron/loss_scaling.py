@@ -1,0 +1,75 @@
+"""How a micro-batch's share of the loss is handed to Megatron's schedule, so that gradients come out as plain sums.
+
+The loss functions return shares whose sum over micro-batches and ranks is the step's loss (docs/loss-aggregation.md).
+Megatron averages on the way, in one of two manners. This is the one place that undoes it; versions.py has the lines of
+the framework that are cancelled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from miles.objective.output import LossOutput
+from miles.train_batch import MicroBatch
+from miles.training.megatron.versions import average_of_ddp, average_of_schedule
+
+Metrics = dict[str, torch.Tensor]
+Handed = tuple[torch.Tensor | Metrics, ...]  # what the schedule's loss function returns
+
+
+class LossContract(Protocol):
+    """Made for one pass over the micro-batches of a step; called once a micro-batch, in order."""
+
+    @property
+    def attached(self) -> float:
+        """What a loss is multiplied by that does not pass through the schedule (auxiliary.py)."""
+        ...
+
+    def __call__(self, output: LossOutput, micro: MicroBatch) -> Handed:
+        """The tuple of this contract."""
+        ...
+
+
+@dataclass
+class AveragingContract:
+    """``calculate_per_token_loss`` off: the two-tuple ``(loss, metrics)``.
+
+    Schedule and data-parallel reduction multiply by constants, known beforehand; the loss is divided by them.
+    """
+
+    num_micro_batches: int
+    dp_size: int
+
+    @property
+    def attached(self) -> float:
+        return 1.0 / average_of_ddp(self.dp_size)
+
+    def __call__(self, output: LossOutput, micro: MicroBatch) -> Handed:
+        average = average_of_schedule(self.num_micro_batches) * average_of_ddp(self.dp_size)
+        return output.loss / average, output.metrics
+
+
+@dataclass
+class TokenContract:
+    """``calculate_per_token_loss`` on: the three-tuple ``(loss, tokens, metrics)``.
+
+    Megatron divides gradients by the tokens that all ranks and micro-batches report (``finalize_model_grads``). They
+    add up to T, the loss tokens of the step, so the loss is multiplied by T: under ``token_mean``, whose shares hold
+    1/T, that is the plain sum of token losses. ``scored_tokens``, of this rank's samples that are not trained on, are
+    reported with the first micro-batch.
+    """
+
+    num_loss_tokens: int
+    scored_tokens: int
+
+    @property
+    def attached(self) -> float:
+        return float(self.num_loss_tokens)
+
+    def __call__(self, output: LossOutput, micro: MicroBatch) -> Handed:
+        tokens = micro.loss_mask.sum().int() + self.scored_tokens
+        self.scored_tokens = 0
+        return output.loss * self.num_loss_tokens, tokens, output.metrics

@@ -1,0 +1,116 @@
+"""Which modules a decoder layer is made of.
+
+Linear layers and mixture of experts are Megatron's. Attention goes through ``PackedCoreAttention``. Norms are
+torch's: Megatron's wrapper of them refuses sequence parallel, for which nothing is missing but a mark on the weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
+
+from miles.training.megatron.model.mtp import mtp_spec
+from miles.training.megatron.model.packed_tokens import PackedCoreAttention
+from miles.training.megatron.moe.router import BalancedRouter, RoutedLayer
+from miles.training.megatron.versions import parts_of_experts
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """With Megatron's signature. ``sequence_parallel`` on the weight has its gradient summed over tensor parallel."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """The same for layer norms. With ``layernorm_zero_centered_gamma`` the weight is the difference from 1."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self._centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(input, self.normalized_shape, self.weight + self._centre, self.bias, self.eps)
+
+
+def _norm(config: TransformerConfig) -> type:
+    return {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[config.normalization]
+
+
+def decoder_spec(config: TransformerConfig, pp_rank: int) -> TransformerBlockSubmodules:
+    """The layers of pipeline stage ``pp_rank``, dense or with experts as ``moe_layer_freq`` says."""
+    pattern = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    assert isinstance(pattern, list) and len(pattern) == config.num_layers
+    layers = [_layer_spec(config, bool(has_experts)) for has_experts in pattern]
+    first = get_transformer_layer_offset(config, pp_rank=pp_rank)
+    count = config.num_layers // config.pipeline_model_parallel_size
+    return TransformerBlockSubmodules(layer_specs=layers[first : first + count], layer_norm=_norm(config))
+
+
+def heads_spec(config: TransformerConfig) -> Any:
+    """The heads of multi-token prediction, each with a layer like the decoder's last; None without heads."""
+    if not config.mtp_num_layers:
+        return None
+    last = config.moe_layer_freq[-1] if config.num_moe_experts else 0  # type: ignore[index]
+    return mtp_spec(_layer_spec(config, bool(last)), _norm(config), config.mtp_num_layers)
+
+
+def _layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    norm = _norm(config)
+    head_norm: type = norm if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=PackedCoreAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    return ModuleSpec(
+        module=RoutedLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=_expert_spec(config) if has_experts else _dense_spec(),
+            mlp_bda=get_bias_dropout_add,
+            # Checkpoints have the names of the fused layers of Transformer Engine, as Megatron's own specs do.
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                **({} if has_experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}),
+            },
+        ),
+    )
+
+
+def _dense_spec() -> ModuleSpec:
+    return ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+
+
+def _expert_spec(config: TransformerConfig) -> Any:
+    spec = get_moe_module_spec_for_backend(
+        backend=LocalSpecProvider(), num_experts=config.num_moe_experts, moe_grouped_gemm=False
+    )
+    parts_of_experts(spec).router = BalancedRouter
+    return spec

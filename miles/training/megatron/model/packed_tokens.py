@@ -1,0 +1,135 @@
+"""How a micro-batch, packed or padded, reaches attention and rotary embedding through Megatron's model.
+
+Megatron hands ``packed_seq_params`` on to both, so this is where the layout travels. Its own packed format (``thd``)
+describes sequences that stand one after the other, by cumulative lengths; a micro-batch whose samples share prompts is
+not of that form. So Megatron sees one sequence of T tokens (``sbhd``), and what tells the samples apart is in here.
+Padded samples are B sequences of S tokens for it. Its activations have the sequence first: [S, B, hidden].
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from miles.train_batch import MicroBatch
+from miles.training.packed_attention import PackedLayout, packed_attention
+
+if TYPE_CHECKING:
+    from miles.training.megatron.model.mtp import NextTokens
+    from miles.training.megatron.moe.auxiliary import AuxiliaryStep
+    from miles.training.megatron.moe.router import RoutedTokens
+
+
+@dataclass
+class PackedTokens(PackedSeqParams):
+    """A micro-batch's layout. The fields of the parent stay empty but for ``qkv_format``.
+
+    ``padding`` tokens stand at the end: they belong to no sample, and attention leaves them out. Packed, B is 1 and S
+    is T with them.
+    """
+
+    layout: PackedLayout | None = None
+    input_ids: torch.Tensor | None = None  # int64 [B, S], of the tokens on this rank
+    position_ids: torch.Tensor | None = None  # int64 [B, S]
+    padding: int = 0
+    auxiliary: AuxiliaryStep | None = None  # where auxiliary losses are trained on
+    routed: RoutedTokens | None = None  # for the routers
+    ahead: NextTokens | None = None  # for the heads of multi-token prediction
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """B and S."""
+        assert self.input_ids is not None
+        rows, length = self.input_ids.shape
+        return rows, length
+
+    @classmethod
+    def of(cls, micro: MicroBatch, multiple: int) -> PackedTokens:
+        """Built once a micro-batch, used by every layer; S is padded to a multiple of ``multiple`` (rows have it)."""
+        padding = -len(micro.input_ids) % multiple
+        assert not (micro.padded and padding)
+        return cls(
+            qkv_format="sbhd",
+            layout=PackedLayout.of(micro),
+            input_ids=torch.nn.functional.pad(micro.input_ids, (0, padding)).view(micro.rows, -1),
+            position_ids=torch.nn.functional.pad(micro.position_ids, (0, padding)).view(micro.rows, -1),
+            padding=padding,
+        )
+
+
+def tokens_at(activations: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The tokens ``index`` [R], counted row after row as in ``MicroBatch``, of ``activations`` [S, B, H]; [R, H]."""
+    length = len(activations)
+    return activations[index % length, index // length]
+
+
+class PackedCoreAttention(MegatronModule):
+    """Megatron's ``core_attention`` by ``packed_attention``, on this rank's heads."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
+        assert config.kv_channels is not None and config.attention_dropout == 0.0
+        self.scaling = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        packed_seq_params: PackedTokens,
+        **_: Any,
+    ) -> torch.Tensor:
+        """query [S, B, heads, D], key and value [S, B, kv_heads, D]; returns [S, B, heads * D]."""
+        assert packed_seq_params.layout is not None
+        tokens = len(query) - packed_seq_params.padding
+        q, k, v = (x[:tokens].permute(1, 2, 0, 3) for x in (query, key, value))
+        out, _weights = packed_attention(self, q, k, v, None, packed=packed_seq_params.layout, scaling=self.scaling)
+        return torch.nn.functional.pad(out.transpose(0, 1).flatten(2), (0, 0, 0, 0, 0, packed_seq_params.padding))
+
+
+class PackedRotaryEmbedding(torch.nn.Module):
+    """The angles of each token's own position, in the place of Megatron's ``RotaryEmbedding``.
+
+    ``GPTModel`` asks first for the length of the sequence and then for that many angles. Here the answer to the first
+    question is the positions themselves, so that tokens of several samples, or of a slice of one under context
+    parallel, get the angles of where they stand.
+    """
+
+    def __init__(self, inverse_frequencies: torch.Tensor) -> None:
+        super().__init__()
+        # fp32 also where the model is cast to another dtype: angles of late positions need it.
+        self._inverse_frequencies = inverse_frequencies.float()
+
+    def get_rotary_seq_len(self, *arguments: Any, **_: Any) -> torch.Tensor:
+        """The positions of ``packed_seq_params``, the last argument; int64 [S]. All rows have the same."""
+        packed = arguments[-1]
+        assert isinstance(packed, PackedTokens) and packed.position_ids is not None
+        return packed.position_ids[0]
+
+    def forward(self, position_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Angles [S, 1, 1, D], fp32, of which Megatron takes cosine and sine."""
+        if self._inverse_frequencies.device != position_ids.device:
+            self._inverse_frequencies = self._inverse_frequencies.to(position_ids.device)
+        angles = position_ids.float()[:, None] * self._inverse_frequencies[None, :]
+        return torch.cat([angles, angles], dim=-1)[:, None, None, :]

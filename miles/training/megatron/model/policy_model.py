@@ -1,0 +1,133 @@
+"""Megatron's ``GPTModel`` as the trainer sees it: tokens in, log-probs and entropy out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import PretrainedConfig
+
+from miles.arguments.megatron.shape import vocabulary_shape
+from miles.train_batch import MicroBatch
+from miles.training.megatron.model.layer_spec import decoder_spec, heads_spec
+from miles.training.megatron.model.packed_tokens import PackedRotaryEmbedding, PackedTokens, tokens_at
+from miles.training.megatron.model.rope_frequencies import inverse_frequencies
+from miles.training.megatron.model.vocab_parallel import vocab_parallel_log_probs
+from miles.training.megatron.moe.auxiliary import attach
+from miles.training.megatron.process_groups import Ranks
+
+
+class PolicyModel(GPTModel):
+    """One pipeline stage. ``forward`` gives hidden states on every stage; the last one's go to ``score``.
+
+    The head is not part of ``forward``: only response positions need it, and a chunk of them at a time.
+    """
+
+    NOT_IN_CHECKPOINT: tuple[str, ...] = ("canary",)  # parameters that no Hugging Face checkpoint has
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hf_config: PretrainedConfig,
+        ranks: Ranks,
+        temperature: float,
+        chunk_size: int,
+        with_canary: bool,
+    ) -> None:
+        vocabulary = vocabulary_shape(hf_config.to_dict())
+        tp_size = ranks.tp.size()
+        super().__init__(
+            config,
+            decoder_spec(config, ranks.pp.rank()),
+            vocab_size=-(-vocabulary["vocab_size"] // tp_size) * tp_size,
+            max_sequence_length=vocabulary["max_position_embeddings"],
+            pre_process=ranks.is_first_stage,
+            post_process=ranks.is_last_stage,
+            share_embeddings_and_output_weights=not vocabulary["untie_embeddings_and_output_weights"],
+            position_embedding_type="rope",
+            mtp_block_spec=heads_spec(config) if ranks.is_last_stage else None,
+        )
+        self.rotary_pos_emb = PackedRotaryEmbedding(inverse_frequencies(hf_config))
+        self.tokens_in_vocabulary = vocabulary["vocab_size"]
+        self.temperature = temperature
+        self.chunk_size = chunk_size
+        self.to(config.params_dtype)
+        # The scalar of objective/canary.py is reduced like every parameter, in fp32.
+        self.canary = torch.nn.Parameter(torch.zeros(1)) if with_canary and ranks.is_last_stage else None
+
+    def _postprocess(
+        self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: PackedTokens, **given: Any
+    ) -> torch.Tensor:
+        """Megatron's own would compute the logits of every token here."""
+        if not self.mtp_process or not torch.is_grad_enabled():
+            return hidden_states
+        everything = self.mtp(
+            input_ids=given["input_ids"],
+            position_ids=given["position_ids"],
+            hidden_states=hidden_states,
+            attention_mask=None,
+            rotary_pos_emb=given["rotary_pos_emb"],
+            packed_seq_params=packed_seq_params,
+            embedding=self.embedding,
+        )
+        own, *of_heads = everything.chunk(1 + self.config.mtp_num_layers)
+        return attach(own, self._mtp_loss(of_heads, packed_seq_params))
+
+    def _mtp_loss(self, of_heads: list[torch.Tensor], packed: PackedTokens) -> torch.Tensor:
+        """This rank's share of the loss of mtp.py, as it is to be attached."""
+        ahead, step = packed.ahead, packed.auxiliary
+        assert ahead is not None and step is not None
+        mean = torch.zeros((), device=of_heads[0].device)
+        for hidden, targets, mask, count in zip(of_heads, ahead.targets, ahead.mask, step.mtp_targets, strict=True):
+            index = mask.nonzero()[:, 0]
+            log_probs, _ = self._log_probs(hidden, index, targets[index], temperature=1.0)
+            mean = mean - log_probs.sum() / (max(count, 1.0) * len(of_heads))
+        if self.pg_collection.tp.rank() == 0:  # the others have the same
+            step.saw_mtp(mean)
+        return step.attached * step.sizes.mtp_loss_scaling_factor * mean
+
+    def score(
+        self, hidden_states: torch.Tensor, micro: MicroBatch, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs of ``micro.targets`` under softmax(logits / temperature), and the entropy if asked; fp32 [R]."""
+        return self._log_probs(hidden_states, micro.logit_index, micro.targets, self.temperature, with_entropy)
+
+    def _log_probs(
+        self,
+        hidden_states: torch.Tensor,
+        index: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        with_entropy: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Of ``targets`` [R] at the tokens ``index`` [R], as in ``MicroBatch``, of ``hidden_states`` [S, B, H]."""
+        tp = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            # Its backward sums the ranks' gradients, of which each has the part of its own vocabulary.
+            whole = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=tp)
+            chosen = tokens_at(whole, index)
+        else:
+            chosen = copy_to_tensor_model_parallel_region(tokens_at(hidden_states, index), group=tp)
+        return vocab_parallel_log_probs(
+            chosen,
+            self.head_weight(),
+            targets,
+            first_token=tp.rank() * self.vocab_size // tp.size(),
+            temperature=temperature,
+            chunk_size=self.chunk_size,
+            group=tp,
+            with_entropy=with_entropy,
+        )
+
+    def head_weight(self) -> torch.Tensor:
+        """The head's rows of this rank's vocabulary, less those that only fill it up to a multiple of the ranks."""
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        first = self.pg_collection.tp.rank() * weight.shape[0]
+        return weight[: max(0, min(weight.shape[0], self.tokens_in_vocabulary - first))]

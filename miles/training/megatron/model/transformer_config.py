@@ -1,0 +1,94 @@
+"""Megatron's configuration objects from the run's settings and the model's config."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from miles.arguments.megatron.overrides import TRIED
+from miles.arguments.optimizer import OptimizerArguments
+from miles.arguments.settings import Settings
+
+
+def transformer_config(
+    settings: Settings, shape: dict[str, Any], dtype: torch.dtype, per_token_contract: bool
+) -> TransformerConfig:
+    """Of a model of ``shape``, the fields that its Hugging Face config determines. ``per_token_contract`` is Megatron's
+    ``calculate_per_token_loss`` (loss_contract.py)."""
+    sizes = settings.megatron
+    experts: dict[str, Any] = {}
+    if "num_moe_experts" in shape:
+        experts = {
+            "moe_router_load_balancing_type": "none",  # router.py has the losses
+            "expert_model_parallel_size": sizes.expert_model_parallel_size,
+            "expert_tensor_parallel_size": sizes.expert_tensor_parallel_size,
+        }
+    return TransformerConfig(
+        **({"activation_func": F.silu} | shape),
+        **experts,
+        tensor_model_parallel_size=sizes.tensor_model_parallel_size,
+        pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
+        sequence_parallel=sizes.sequence_parallel,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        # Micro-batches differ in length: stages tell each other the shape before they send.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the other does not take them; checked for dense models as well
+        calculate_per_token_loss=per_token_contract,
+        # Every weight is read from the checkpoint. Without ``perform_initialization`` the marks of tensor parallel,
+        # which the gradient norm goes by, would be missing too; so nothing is what it does.
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        **(_recomputation(settings) | _given(settings, TransformerConfig)),
+    )
+
+
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def _given(settings: Settings, config: type) -> dict[str, Any]:
+    """The fields of ``config`` that flags set, and that are neither the model's nor this file's."""
+    names = {field.name for field in fields(config)} & set(TRIED)
+    return {name: value for name, value in settings.megatron_given if name in names}
+
+
+def _recomputation(settings: Settings) -> dict[str, Any]:
+    """All layers, each by itself, for one switch or the other: Megatron wants all three said."""
+    if not (settings.training.gradient_checkpointing or "recompute_granularity" in dict(settings.megatron_given)):
+        return {}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
+    """Gradients accumulate and are reduced in fp32 whatever the model's dtype."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=settings.megatron.use_distributed_optimizer,
+        **_given(settings, DistributedDataParallelConfig),
+    )
+
+
+def optimizer_config(settings: Settings, dtype: torch.dtype) -> OptimizerConfig:
+    """AdamW with fp32 master weights. The learning rate is set before every step (optimizer.py)."""
+    given: OptimizerArguments = settings.optimizer
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=given.lr,
+        weight_decay=given.weight_decay,
+        adam_beta1=given.adam_beta1,
+        adam_beta2=given.adam_beta2,
+        adam_eps=given.adam_eps,
+        clip_grad=given.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=settings.megatron.use_distributed_optimizer,
+    )

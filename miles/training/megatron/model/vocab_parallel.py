@@ -1,0 +1,110 @@
+"""Log-probs and entropy where each tensor-parallel rank holds the logits of a part of the vocabulary.
+
+As objective/token_log_probs.py, a chunk of positions at a time and with the gradient written down by hand; the ranks
+exchange three numbers a position (maximum; sum; weighted sum), never logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from miles.objective.token_log_probs import chunked_log_probs
+
+
+def vocab_parallel_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    first_token: int,
+    temperature: float,
+    chunk_size: int,
+    group: dist.ProcessGroup,
+    with_entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs of ``targets`` [R] and, if asked, the entropy in nats; fp32 [R], the same on every rank of ``group``.
+
+    ``hidden`` [R, H] is the same on every rank; ``weight`` [v, H] has this rank's rows of the head, for the tokens
+    from ``first_token`` on. The gradient of ``hidden`` is this rank's part: whoever calls sums it over ``group``.
+    Otherwise as ``miles.objective.token_log_probs.chunked_log_probs``, which a group of one uses.
+    """
+    if group.size() == 1:
+        return chunked_log_probs(hidden, weight, targets, temperature, chunk_size, with_entropy=with_entropy)
+    assert len(weight), "every rank must have a token of the vocabulary"
+    rows = chunk_size if chunk_size > 0 else max(len(hidden), 1)
+    scale = 1.0 / temperature if temperature > 0 else 1.0
+    local = targets - first_token
+    local = torch.where((local >= 0) & (local < len(weight)), local, -1)  # -1: another rank has it
+    return _VocabParallelLogProbs.apply(hidden, weight, local, scale, rows, with_entropy, group)
+
+
+class _VocabParallelLogProbs(torch.autograd.Function):
+    """With logits z (after scaling) and m their maximum: s = sum exp(z - m), e = sum exp(z - m) (z - m)::
+
+    lse = m + log s        log p[target] = z[target] - lse        entropy = log s - e / s
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        local: torch.Tensor,
+        scale: float,
+        rows: int,
+        with_entropy: bool,
+        group: dist.ProcessGroup,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        lse, log_probs, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            logits = _logits(hidden[part], weight, scale)
+            maximum = logits.amax(1)
+            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+            logits -= maximum[:, None]
+            mine = local[part] >= 0
+            chosen = logits.gather(1, local[part].clamp_min(0)[:, None])[:, 0] * mine
+            exponentials = logits.exp()
+            sums = torch.stack([exponentials.sum(1), chosen, torch.linalg.vecdot(exponentials, logits)])
+            dist.all_reduce(sums, group=group)
+            log_sum = sums[0].log()
+            lse[part] = maximum + log_sum
+            log_probs[part] = sums[1] - log_sum
+            entropy[part] = log_sum - sums[2] / sums[0]
+        ctx.save_for_backward(hidden, weight, local, lse, entropy)
+        ctx.scale, ctx.rows = scale, rows
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy if with_entropy else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple:
+        hidden, weight, local, lse, entropy = ctx.saved_tensors
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=lse.dtype)
+        for start in range(0, len(hidden), ctx.rows):
+            part = slice(start, start + ctx.rows)
+            log_p = _logits(hidden[part], weight, ctx.scale).sub_(lse[part, None])
+            grad = torch.zeros_like(log_p)
+            if grad_entropy is not None:
+                grad -= grad_entropy[part, None] * (log_p + entropy[part, None])
+            if grad_log_probs is not None:
+                grad -= grad_log_probs[part, None]
+            grad *= log_p.exp_()
+            if grad_log_probs is not None:
+                mine = local[part] >= 0
+                grad.scatter_add_(1, local[part].clamp_min(0)[:, None], (grad_log_probs[part] * mine)[:, None])
+            grad = grad.mul_(ctx.scale).to(hidden.dtype)
+            grad_hidden[part] = grad @ weight
+            grad_weight += grad.t() @ hidden[part]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
+    logits = (hidden @ weight.t()).to(torch.promote_types(hidden.dtype, torch.float32))
+    return logits if scale == 1.0 else logits.mul_(scale)

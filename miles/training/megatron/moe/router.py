@@ -1,0 +1,126 @@
+"""The routers' auxiliary losses: the same at every layout for the same groups.
+
+With N the tokens of the step, w the groups over which load is balanced, n_w the tokens of one, E experts of which each
+token takes k, c_wi the tokens of w that expert i got and P_wi the sum of their router probabilities for i::
+
+    aux loss = sum_w n_w / N * E / (k n_w^2) * sum_i c_wi P_wi        z-loss = 1/N sum_t logsumexp(logits_t)^2
+
+A group is a micro-batch with ``aux_loss`` (over all the ranks that share it) and a sample with ``seq_aux_loss``. For
+one group the first is the loss of Switch Transformers (arXiv 2101.03961 eq. 4) as Megatron has it, the second ST-MoE's
+(arXiv 2202.08906 eq. 5). Groups are weighed by their tokens. Every layer adds its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from miles.train_batch import MicroBatch
+from miles.training.megatron.moe.auxiliary import AuxiliaryStep, attach
+
+
+@dataclass(frozen=True)
+class RoutedTokens:
+    """The tokens of a micro-batch that this rank's routers see and the losses count: M of them, in G groups."""
+
+    step: AuxiliaryStep
+    micro: MicroBatch
+    position: torch.Tensor  # int64 [M], into the tokens that the router is given
+    group: torch.Tensor  # int64 [M]
+    group_tokens: torch.Tensor  # fp32 [G], on all ranks together
+    sequence_parallel: dist.ProcessGroup | None
+
+    @classmethod
+    def of(
+        cls,
+        micro: MicroBatch,
+        step: AuxiliaryStep,
+        shape: tuple[int, int],
+        sequence_parallel: dist.ProcessGroup | None,
+    ) -> RoutedTokens:
+        """``shape`` [B, S] is that of the tokens with padding. A router is given [S, B] of them, the rows' first tokens
+        first; of S the ranks of ``sequence_parallel`` have equal parts.
+        """
+        rows, length = shape
+        totals = torch.tensor(micro.total_lengths if micro.response_lengths else [], device=micro.input_ids.device)
+        position, sample = _members(micro, totals.long())
+        position = position % length * rows + position // length
+        if sequence_parallel is not None:
+            share = rows * length // sequence_parallel.size()
+            position = position - sequence_parallel.rank() * share
+            mine = (position >= 0) & (position < share)
+            position, sample = position[mine], sample[mine]
+        if step.sizes.moe_router_load_balancing_type == "seq_aux_loss":
+            group, group_tokens = sample, totals.float()
+        else:
+            group, group_tokens = torch.zeros_like(sample), totals.sum()[None].float()
+        # A micro-batch without samples has a group, too, so that every rank exchanges something.
+        group_tokens = group_tokens.clamp_min(1) if len(group_tokens) else torch.ones(1, device=totals.device)
+        return cls(step, micro, position, group, group_tokens, sequence_parallel)
+
+    def sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
+        """Over all ranks that have a part of the micro-batch."""
+        counts = self.micro.context.sum(counts)
+        if self.sequence_parallel is not None:
+            dist.all_reduce(counts, group=self.sequence_parallel)
+        return counts
+
+
+def _members(micro: MicroBatch, totals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each token of each sample stands on this rank, and its sample; int64 [M] both, padding left out.
+
+    A prompt that stands once for several samples is named by each of them.
+    """
+    samples = torch.arange(len(totals), device=totals.device)
+    if micro.context.size == 1:
+        return micro.token_index[: int(totals.sum())], samples.repeat_interleave(totals)
+    chunk = 2 * micro.context.size  # parallel/context_parallel.py: padded to a multiple, of which a rank has two parts
+    local = (totals + chunk - 1) // chunk * 2
+    sample = samples.repeat_interleave(local)
+    inside = micro.position_ids[: len(sample)] < totals[sample]
+    return torch.arange(len(sample), device=totals.device)[inside], sample[inside]
+
+
+class BalancedRouter(TopKRouter):
+    """Megatron's router, with its own auxiliary losses left off and these attached to the probabilities."""
+
+    tokens: RoutedTokens | None = None  # set by the layer before every pass
+
+    def routing(self, logits: torch.Tensor, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """``logits`` [S, B, E]; returns probabilities and map, each [S * B, E]."""
+        probabilities, routing_map = super().routing(logits, *arguments, **named)
+        if self.tokens is not None and torch.is_grad_enabled():  # with recomputation, the second time
+            loss = self._loss(logits.view(-1, logits.shape[-1]).float(), routing_map, self.tokens)
+            probabilities = attach(probabilities, loss)
+        return probabilities, routing_map
+
+    def _loss(self, logits: torch.Tensor, routing_map: torch.Tensor, tokens: RoutedTokens) -> torch.Tensor:
+        """This rank's share of the layer's losses, as it is to be attached. ``logits`` [S * B, E], fp32."""
+        step, groups, experts = tokens.step, len(tokens.group_tokens), logits.shape[-1]
+        assert step.routed_tokens or not len(tokens.position)
+        count = max(step.routed_tokens, 1.0)
+
+        def by_group(values: torch.Tensor) -> torch.Tensor:
+            return values.new_zeros(groups, experts).index_add(0, tokens.group, values[tokens.position])
+
+        chosen = tokens.sum_over_ranks(by_group(routing_map.float()))
+        weights = chosen / tokens.group_tokens[:, None] * (experts / (self.topk * count))
+        balance = (by_group(logits.softmax(-1)) * weights).sum()
+        z_loss = logits.logsumexp(-1).square()[tokens.position].sum() / count
+        step.saw_router(balance, z_loss)
+        sizes = step.sizes
+        return step.attached * (sizes.moe_aux_loss_coeff * balance + sizes.moe_z_loss_coeff * z_loss)
+
+
+class RoutedLayer(TransformerLayer):
+    """A layer that tells its router which tokens it is given; also when it is run again for recomputation."""
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        if isinstance(router := getattr(self.mlp, "router", None), BalancedRouter):
+            router.tokens = named["packed_seq_params"].routed
+        return super().forward(*arguments, **named)

@@ -1,0 +1,59 @@
+"""Weights in buckets, and a bucket in a form that crosses processes without a copy a tensor."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+BUCKET_BYTES = 256 * 1024**2
+
+
+@dataclass(frozen=True)
+class WeightChunk:
+    """Some full, unsharded tensors under their Hugging Face names: one bucket of a weight update."""
+
+    tensors: dict[str, torch.Tensor]
+
+
+def in_chunks(weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES) -> Iterator[WeightChunk]:
+    """Group ``weights`` in order into chunks of at most ``bucket_bytes``; a larger tensor stands alone."""
+    bucket: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield WeightChunk(bucket)
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield WeightChunk(bucket)
+
+
+@dataclass(frozen=True)
+class PackedChunk:
+    """A chunk as NumPy bytes, which an object store shares between processes of a node instead of copying."""
+
+    entries: dict[str, tuple[str, tuple[int, ...], np.ndarray]]  # name: (dtype name, shape, bytes)
+
+
+def pack(chunk: WeightChunk) -> PackedChunk:
+    """NumPy has no bfloat16, hence bytes and a dtype name."""
+    entries = {}
+    for name, tensor in chunk.tensors.items():
+        flat = tensor.contiguous().reshape(-1)
+        entries[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.view(torch.uint8).numpy())
+    return PackedChunk(entries)
+
+
+def unpack(packed: PackedChunk) -> WeightChunk:
+    """The tensors, on the store's read-only memory: copy from them, never write to them."""
+    tensors = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        for name, (dtype, shape, data) in packed.entries.items():
+            tensors[name] = torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
+    return WeightChunk(tensors)

@@ -1,0 +1,98 @@
+"""Chunked log-probs and entropy, and their gradients, against the naive computation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miles.objective.token_log_probs import chunked_log_probs
+
+
+def inputs(rows: int, dtype: torch.dtype, bias: bool = True, seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Hidden [rows, 6], weight [11, 6] and perhaps bias [11], to differentiate, and targets [rows]."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(rows, 6), (11, 6), (11,)][: 3 if bias else 2]
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+    return tensors, torch.randint(11, (rows,), generator=generator)
+
+
+def naive(hidden, weight, bias, targets, temperature):
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    log_p = torch.log_softmax(logits / (temperature or 1.0), -1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(0, 9),
+    chunk=st.sampled_from([-1, 1, 2, 4, 100]),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    bias=st.booleans(),
+    uses=st.sampled_from([(True, True), (True, False), (False, True)]),
+)
+def test_values_and_gradients_are_those_of_the_naive_computation(rows, chunk, temperature, bias, uses):
+    tensors, targets = inputs(rows, torch.float64, bias)
+    hidden, weight, offset = [*tensors, None][:3]
+    weigh = torch.randn(2, rows, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def gradients(outputs):
+        total = sum((o * w).sum() for o, w, used in zip(outputs, weigh, uses, strict=True) if used)
+        return torch.autograd.grad(total, tensors)
+
+    chunked = chunked_log_probs(hidden, weight, targets, temperature, chunk, offset, with_entropy=True)
+    expected = naive(hidden, weight, offset, targets, temperature)
+    torch.testing.assert_close(chunked, expected)
+    torch.testing.assert_close(gradients(chunked), gradients(expected))
+
+
+def test_gradcheck():
+    tensors, targets = inputs(5, torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda hidden, weight, bias: chunked_log_probs(hidden, weight, targets, 0.7, 2, bias, with_entropy=True),
+        tensors,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_are_fp32_and_gradients_of_the_inputs_dtype(dtype):
+    tensors, targets = inputs(7, dtype, bias=False)
+    log_probs, entropy = chunked_log_probs(*tensors, targets, 1.0, 3, with_entropy=True)
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    (log_probs.sum() + entropy.sum()).backward()
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    expected = naive(*exact, None, targets, 1.0)
+    (expected[0].sum() + expected[1].sum()).backward()
+    tolerance = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.05, atol=0.05)
+    torch.testing.assert_close(log_probs.double(), expected[0], **tolerance)
+    for tensor, reference in zip(tensors, exact, strict=True):
+        assert tensor.grad.dtype == dtype
+        torch.testing.assert_close(tensor.grad.double(), reference.grad, **tolerance)
+
+
+def test_entropy_only_when_asked():
+    tensors, targets = inputs(3, torch.float32)
+    log_probs, entropy = chunked_log_probs(*tensors[:2], targets, 1.0, 2, tensors[2])
+    assert entropy is None and log_probs.requires_grad
+
+
+def test_large_logits_do_not_overflow():
+    hidden = torch.tensor([[1000.0, -1000.0]], requires_grad=True)
+    log_probs, entropy = chunked_log_probs(hidden, torch.eye(2), torch.tensor([0]), 1.0, -1, with_entropy=True)
+    (log_probs + entropy).sum().backward()
+    assert log_probs.item() == entropy.item() == 0.0 and not hidden.grad.any()
+
+
+def test_frozen_head_gets_no_gradient():
+    tensors, targets = inputs(3, torch.float32, bias=False)
+    hidden, weight = tensors[0], tensors[1].detach()
+    chunked_log_probs(hidden, weight, targets, 1.0, 2)[0].sum().backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+@pytest.mark.parametrize("chunk", [0, -2])
+def test_chunk_size_is_checked(chunk):
+    tensors, targets = inputs(2, torch.float32, bias=False)
+    with pytest.raises(AssertionError, match="--log-probs-chunk-size"):
+        chunked_log_probs(*tensors, targets, 1.0, chunk)

@@ -1,0 +1,26 @@
+"""A range of a flattened tensor as boxes: each element once, in order, and few boxes."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from miles.training.megatron.checkpoint.shard_slices import boxes
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (1, 4), (4, 1), (2, 3, 4), (2, 2, 2, 2)])
+def test_boxes_fill_every_range(shape: tuple[int, ...]) -> None:
+    numbers = np.arange(np.prod(shape)).reshape(shape)
+    for begin, end in combinations(range(numbers.size + 1), 2):
+        found = list(boxes(shape, begin, end))
+        assert len(found) <= 2 * len(shape) - 1
+        inside = []
+        for offsets, sizes, first in found:
+            box = numbers[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+            assert box.shape == sizes and box.flat[0] == first
+            inside += box.ravel().tolist()
+        assert inside == list(range(begin, end))
+
+
+def test_an_empty_range_has_no_boxes() -> None:
+    assert not list(boxes((3, 5), 4, 4)) and not list(boxes((3, 5), 9, 2))
