@@ -17,10 +17,10 @@ from miles.metrics import Metric
 def main(argv: list[str]) -> None:
     """Run the command line; wrong flags exit with 2 before anything starts, failures of the run with 1."""
     validated = main_parse(argv)
-    from miles.cluster.failures import told_to_the_user  # Ray and torch are imported from here on
+    from miles.cluster.failures import exit_with_message  # Ray and torch are imported from here on
     from miles.objective.hooks import check_custom_reducer
 
-    with told_to_the_user(validated.settings.checkpoint):
+    with exit_with_message(validated.settings.checkpoint):
         check_custom_reducer(validated.settings.loss)
         for note in validated.notes:
             print(f"note: {note}")
@@ -41,22 +41,22 @@ def train(settings: Settings, placement) -> None:  # type: ignore[no-untyped-def
     """Start the actors and train for ``--num-rollout`` rollouts, from the newest checkpoint of ``--load`` if any."""
     from miles.arguments.offload_rules import offload_on
     from miles.cluster.liveness import Workers
-    from miles.cluster.rollout_driver import RolloutGroup
-    from miles.cluster.train_driver import TrainGroup
+    from miles.cluster.rollout_driver import RolloutDriver
+    from miles.cluster.train_driver import TrainDriver
     from miles.tracking.run_header import RunHeader
     from miles.tracking.tracker import Tracker
 
     offload = offload_on(settings, placement.device)
     workers = Workers(settings.cluster.worker_timeout)
-    with RolloutGroup(settings, placement, workers) as rollout:
+    with RolloutDriver(settings, placement, workers) as rollout:
         if offload.rollout:
             rollout.release_memory()  # the trainer is built in it
-        total_steps = rollout.total_rollouts * settings.steps_per_rollout
+        total_steps = rollout.num_iterations * settings.steps_per_iteration
         header = RunHeader.from_sections(
             "miles", settings, objective_in_words(settings), objective_formula(settings), total_steps
         )
         with (
-            TrainGroup(settings, placement, workers, total_steps) as trainer,
+            TrainDriver(settings, placement, workers, total_steps) as trainer,
             Tracker(settings.tracking, header) as tracker,
         ):
             Loop(settings, rollout, trainer, tracker, offload).run()
@@ -73,7 +73,7 @@ class Loop:
         self.trainer = trainer
         self.tracker = tracker
         self.offload = offload
-        self.total_rollouts = rollout.total_rollouts
+        self.num_iterations = rollout.num_iterations
         self.timer = PhaseTimer()
 
     def run(self) -> None:
@@ -82,28 +82,28 @@ class Loop:
         self.sync_weights(done)
         if done == 0 and self.settings.evaluation.has_sets and not self.settings.evaluation.skip_eval_before_train:
             self.log(0, [self.evaluate()])
-        for rollout_id in range(done, self.total_rollouts):
-            self.train_one(rollout_id)
+        for iteration in range(done, self.num_iterations):
+            self.train_one(iteration)
         if self.settings.checkpoint.save_hf is not None:
             self.lend_gpus_to_trainer()
             self.export_hf(Path(self.settings.checkpoint.save_hf))
 
-    def train_one(self, rollout_id: int) -> None:
+    def train_one(self, iteration: int) -> None:
         """One rollout, its optimizer steps, and what falls due after it.
 
         With ``--async-steps`` the rollout was begun earlier, and those after it are generated while this one trains.
         """
         with self.timer.phase("generate"):
-            generated = self.rollout.generate(rollout_id)
+            generated = self.rollout.generate(iteration)
         self.lend_gpus_to_trainer()
         with self.timer.phase("train"):
-            steps = self.trainer.train(generated.shards_by_rank, rollout_id)
-        done = rollout_id + 1
+            steps = self.trainer.train(generated.shards_by_rank, iteration)
+        done = iteration + 1
         self.sync_weights(done)
         steps[-1] |= generated.metrics
         if self.settings.evaluation.has_sets and self.due(self.settings.evaluation.eval_interval, done):
             steps[-1] |= self.evaluate()
-        self.log(self.steps_done(rollout_id) + 1, steps)
+        self.log(self.steps_done(iteration) + 1, steps)
         self.tracker.log_samples(self.steps_done(done), generated.records())
         # After the rows of its steps: wherever a kill comes, a run that resumes the checkpoint has them all.
         if self.due(self.settings.checkpoint.save_interval, done) and self.settings.checkpoint.save is not None:
@@ -129,11 +129,11 @@ class Loop:
 
     def due(self, interval: int | None, done: int) -> bool:
         """Every ``interval`` rollouts, and after the last."""
-        return done == self.total_rollouts or (interval is not None and done % interval == 0)
+        return done == self.num_iterations or (interval is not None and done % interval == 0)
 
     def steps_done(self, rollouts: int) -> int:
         """Optimizer steps that ``rollouts`` rollouts make: the ``step`` of metrics.jsonl."""
-        return rollouts * self.settings.steps_per_rollout
+        return rollouts * self.settings.steps_per_iteration
 
     def evaluate(self) -> dict[str, Metric]:
         """Metrics of the held-out sets under the engine's weights."""

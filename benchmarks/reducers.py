@@ -46,7 +46,7 @@ def step(mode: Aggregation, samples: int, longest: int) -> MicroBatch:
     rollouts, groups = list(range(samples)), [i // GROUP for i in range(samples)]
     counts = [int(mask.sum()) for mask in masks]
     denominators = step_denominators(
-        mode, token_counts=counts, rollout_ids=rollouts, group_indices=groups, divisor=float(longest)
+        mode, token_counts=counts, trajectory_ids=rollouts, group_indices=groups, divisor=float(longest)
     )
     batch = TrainBatch(
         tokens=[np.zeros(n + 1, np.int64) for n in lengths],  # the prompt is one token
@@ -55,7 +55,7 @@ def step(mode: Aggregation, samples: int, longest: int) -> MicroBatch:
         rollout_log_probs=[np.zeros(n, np.float32) for n in lengths],
         rewards=[0.0] * samples,
         group_indices=groups,
-        rollout_ids=rollouts,
+        trajectory_ids=rollouts,
         places=rollouts,
         **vars(denominators),
     )
@@ -70,7 +70,7 @@ def loop_over_samples(micro: MicroBatch) -> Reducer:
     def reduce(values: torch.Tensor) -> torch.Tensor:
         columns = zip(values.split(lengths), masks, denominators, strict=True)
         of_samples = [(part * mask).sum() / denominator for part, mask, denominator in columns]
-        return torch.stack(of_samples).sum() / micro.num_rollouts
+        return torch.stack(of_samples).sum() / micro.num_trajectories
 
     return reduce
 

@@ -114,7 +114,7 @@ class NoText:
 
 async def alternating(samples: list[Sample]) -> list[float]:
     """A reward that keeps every group useful."""
-    return [float((s.rollout_id or 0) % 2) for s in samples]
+    return [float((s.trajectory_id or 0) % 2) for s in samples]
 
 
 async def engine_of(options: argparse.Namespace, urls: list[str], router: Router | None, folder: Path) -> Any:
@@ -151,9 +151,9 @@ async def measure(options: argparse.Namespace, urls: list[str], router: Router |
     await source.collect(0)
     answered, router_seconds = engine.answered, router_cpu()
     cpu, wall = time.process_time(), time.perf_counter()
-    for rollout_id in range(1, options.rollouts + 1):
-        source.weights_arrived(rollout_id)
-        await source.collect(rollout_id)
+    for iteration in range(1, options.rollouts + 1):
+        source.weights_arrived(iteration)
+        await source.collect(iteration)
     answered = engine.answered - answered
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     router_seconds = router_cpu() - router_seconds

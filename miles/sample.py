@@ -1,12 +1,13 @@
 """The vocabulary of a rollout: prompts, the samples generated from them, and the groups they form.
 
 Worked example, used throughout the docstrings: two prompts, two rollouts each. The data source draws prompts 0 and 1
-and gives them ``group_index`` 0 and 1. Generation gives the four trajectories ``rollout_id`` 0, 1 (group 0) and 2, 3
-(group 1). A trajectory that is cut in two (context compaction) becomes two samples of one ``rollout_id``.
+and gives them ``group_index`` 0 and 1. Generation gives the four trajectories ``trajectory_id`` 0, 1 (group 0) and 2, 3
+(group 1). A trajectory that is cut in two (context compaction) becomes two samples of one ``trajectory_id``.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -46,14 +47,14 @@ class Sample:
     """One token sequence: the prompt's tokens, then ``response_ids`` with a 0/1 ``loss_mask`` over them.
 
     >>> p = Prompt("2*3=", (1, 2, 3))
-    >>> s = Sample(p, group_index=0, rollout_id=1, response_ids=[6, 0], loss_mask=[1, 1], rollout_log_probs=[-1, -2])
+    >>> s = Sample(p, group_index=0, trajectory_id=1, response_ids=[6, 0], loss_mask=[1, 1], rollout_log_probs=[-1, -2])
     >>> s.tokens, s.num_loss_tokens
     ([1, 2, 3, 6, 0], 2)
     """
 
     prompt: Prompt
     group_index: int  # the prompt draw it came from; given once, when the prompt is drawn
-    rollout_id: int | None = None  # the trajectory it belongs to; given when it is generated
+    trajectory_id: int | None = None  # the trajectory it belongs to; given when it is generated
     response_ids: list[int] = field(default_factory=list)
     response: str = ""
     loss_mask: list[int] = field(default_factory=list)  # one 0/1 a response token
@@ -62,6 +63,12 @@ class Sample:
     reward: float | None = None
     # Version of the weights behind each response token, NO_WEIGHTS for a tool's; empty where nobody recorded it.
     weight_versions: list[int] = field(default_factory=list)
+
+    @property
+    def rollout_id(self) -> int | None:
+        """The former name of ``trajectory_id``, readable for one more release."""
+        warnings.warn("Sample.rollout_id is now Sample.trajectory_id", DeprecationWarning, stacklevel=2)
+        return self.trajectory_id
 
     @property
     def tokens(self) -> list[int]:
@@ -84,8 +91,8 @@ class Sample:
         for name, column in columns.items():
             if len(column) != n:
                 raise ValueError(
-                    f"sample of group {self.group_index}, rollout {self.rollout_id}: {name} has {len(column)} entries "
-                    f"for {n} response tokens; give one entry a token"
+                    f"sample of group {self.group_index}, trajectory {self.trajectory_id}: {name} has {len(column)} "
+                    f"entries for {n} response tokens; give one entry per token"
                 )
 
 

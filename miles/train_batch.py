@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from miles.parallel.groups import ContextGroup
 
-_STEP_WIDE = ("num_rollouts", "num_loss_tokens", "expected_loss_mass")
+_STEP_WIDE = ("num_trajectories", "num_loss_tokens", "expected_loss_mass")
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class TrainBatch:
 
     Worked example (two prompts, two rollouts each, response lengths 2, 6 | 4, 8, nothing masked)::
 
-        num_rollouts N = 4, prompt groups P = 2, num_loss_tokens T = 20
-        rollout_token_counts = [2, 6, 4, 8]
+        num_trajectories N = 4, prompt groups P = 2, num_loss_tokens T = 20
+        trajectory_token_counts = [2, 6, 4, 8]
         sample_denoms        = [2, 6, 4, 8]          under sample_mean
                              = [4, 4, 6, 6]          under prompt_mean: M_g * P / N = 8 * 2/4, 12 * 2/4
                              = [5, 5, 5, 5]          under token_mean:  T / N
@@ -39,12 +39,12 @@ class TrainBatch:
     rollout_log_probs: list[np.ndarray]  # float32 [response], the engine's
     rewards: list[float]  # what the advantage estimator reads: normalized within the group where asked for
     sample_denoms: list[float]  # of pg_loss: 1/N sum_i S_i / sample_denoms[i]
-    rollout_token_counts: list[float]  # max(M_r, 1) of the sample's rollout: denominators of the sample mean
+    trajectory_token_counts: list[float]  # max(M_r, 1) of the sample's rollout: denominators of the sample mean
     group_indices: list[int]
-    rollout_ids: list[int]
-    places: list[int]  # of the sample in the whole step, in which a rollout's samples stand in their order
+    trajectory_ids: list[int]
+    position_in_step: list[int]  # index of the sample in the whole step; a trajectory's samples are in their order
 
-    num_rollouts: int  # N
+    num_trajectories: int  # N
     num_loss_tokens: int  # T
     expected_loss_mass: float  # sum over all tokens of the weight that pg_loss gives them
 
@@ -137,10 +137,10 @@ class MicroBatch:
     old_log_probs: torch.Tensor | None  # float32 [R]; None: the current log-probs, detached (first step on-policy)
     ref_log_probs: torch.Tensor | None  # float32 [R]
     sample_denoms: torch.Tensor  # float32 [S]
-    rollout_token_counts: torch.Tensor  # float32 [S]
+    trajectory_token_counts: torch.Tensor  # float32 [S]
     response_lengths: tuple[int, ...]  # S entries, of whole responses
     total_lengths: tuple[int, ...]  # S entries, of whole samples, without padding
-    num_rollouts: int  # N of the whole step
+    num_trajectories: int  # N of the whole step
     num_loss_tokens: int  # T of the whole step
     context: ContextGroup  # the ranks that share these samples
     values: torch.Tensor | None = None  # float32 [R], the critic's before the first step of the rollout

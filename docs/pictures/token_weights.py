@@ -40,11 +40,11 @@ def token_weights(mode: Aggregation, lengths: np.ndarray) -> np.ndarray:
     denominators = step_denominators(
         mode,
         token_counts=counts,
-        rollout_ids=list(range(len(counts))),
+        trajectory_ids=list(range(len(counts))),
         group_indices=[i // lengths.shape[1] for i in range(len(counts))],
         divisor=float(LONGEST),
     )
-    weights = 1 / (denominators.num_rollouts * np.asarray(denominators.sample_denoms))
+    weights = 1 / (denominators.num_trajectories * np.asarray(denominators.sample_denoms))
     return denominators.num_loss_tokens * weights
 
 

@@ -23,7 +23,7 @@ def reconcile_batch(settings: Settings) -> tuple[TrainingArguments, list[str]]:
 
 def _fill_global_batch_size(settings: Settings) -> tuple[TrainingArguments, list[str]]:
     training, rollout = settings.training, settings.rollout
-    collected = settings.rollouts_per_rollout_step
+    collected = settings.trajectories_per_iteration
     product = (
         f"--rollout-batch-size {rollout.rollout_batch_size} x --n-samples-per-prompt {rollout.n_samples_per_prompt} "
         f"= {collected}"

@@ -53,7 +53,7 @@ def _weights(settings: Settings) -> list[str]:
 
 def _batch(settings: Settings) -> list[str]:
     rollout, ranks = settings.rollout, settings.cluster.world_size
-    steps = settings.steps_per_rollout
+    steps = settings.steps_per_iteration
     per_rank = settings.global_batch_size / ranks
     length = (
         f"{_count(rollout.num_rollout, 'rollout')}, {_count(rollout.num_rollout * steps, 'optimizer step')}"
@@ -63,7 +63,7 @@ def _batch(settings: Settings) -> list[str]:
     cut = _cut(settings)
     return [
         f"generate   {rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples "
-        f"= {_count(settings.rollouts_per_rollout_step, 'rollout')}",
+        f"= {_count(settings.trajectories_per_iteration, 'rollout')}",
         f"a step     N = {settings.global_batch_size} rollouts, {_count(steps, 'step')} from each generation",
         f"a rank     {per_rank:g} rollouts a step on average, over {_count(ranks, 'rank')}{_sharing(settings)}, "
         f"in micro-batches {cut}",
@@ -92,7 +92,7 @@ def without_effect(settings: Settings) -> list[str]:
     """Settings that are valid and change nothing here, each with the reason."""
     loss, rollout = settings.loss, settings.rollout
     idle = []
-    if loss.loss_type == "policy_loss" and settings.steps_per_rollout == 1:
+    if loss.loss_type == "policy_loss" and settings.steps_per_iteration == 1:
         low, high = clip_bounds(loss)
         idle.append(f"clip range [{low:g}, {high:g}]: one step a rollout, so the ratio is 1 and nothing is clipped")
         if loss.eps_clip_c is not None:
@@ -101,7 +101,7 @@ def without_effect(settings: Settings) -> list[str]:
             idle.append("--advantage-estimator gspo: one step a rollout, so every ratio is 1, as under grpo")
         if loss.use_opsm:
             idle.append("--use-opsm: one step a rollout, so no sequence is away from the old policy")
-    if loss.has_critic and settings.steps_per_rollout == 1:
+    if loss.has_critic and settings.steps_per_iteration == 1:
         idle.append("--value-clip: one step a rollout, so the critic's values are the old ones and nothing is clipped")
     if loss.custom_pg_loss_reducer_function_path is not None:
         idle.append(

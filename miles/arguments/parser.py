@@ -148,9 +148,9 @@ def _settings(namespace: argparse.Namespace, passed_on: ServerFlags) -> Settings
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
     own = {name.removeprefix(DESTINATION): value for name, value in given.items() if name.startswith(DESTINATION)}
-    megatron_given = tuple((name, value) for name, value in own.items() if value is not None)
+    megatron_overrides = tuple((name, value) for name, value in own.items() if value is not None)
     sections = {name: section(cls) for name, cls in SECTIONS.items()}
-    return Settings(**sections, megatron_given=megatron_given, server_flags=passed_on)
+    return Settings(**sections, megatron_overrides=megatron_overrides, server_flags=passed_on)
 
 
 def main_parse(argv: Sequence[str]) -> Validated:

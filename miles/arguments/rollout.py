@@ -59,8 +59,12 @@ class RolloutArguments:
         None, "keep-or-drop filter on a scored group, e.g. miles.rollout.filters:check_reward_nonzero_std"
     )
     save_debug_rollout_data: Optional[str] = flag(
-        None, "save each rollout's samples to this file; {rollout_id} in the name is replaced", metavar="FILE"
+        None,
+        "save each iteration's samples to this file; {iteration} (or {rollout_id}) in the name is replaced",
+        metavar="FILE",
     )
     load_debug_rollout_data: Optional[str] = flag(
-        None, "train from saved samples instead of generating; {rollout_id} in the name is replaced", metavar="FILE"
+        None,
+        "train from saved samples instead of generating; {iteration} (or {rollout_id}) in the name is replaced",
+        metavar="FILE",
     )

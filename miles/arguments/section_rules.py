@@ -161,14 +161,16 @@ def _check_over_sampling(rollout: RolloutArguments) -> None:
 
 def _check_debug_files(rollout: RolloutArguments) -> None:
     save, load = rollout.save_debug_rollout_data, rollout.load_debug_rollout_data
-    if save is not None and "{rollout_id}" not in save and rollout.num_rollout != 1:
-        refuse("save_debug_rollout_data", save, "each rollout would overwrite the last", "put {rollout_id} in the name")
+    if save is not None and not _names_iteration(save) and rollout.num_rollout != 1:
+        refuse(
+            "save_debug_rollout_data", save, "each iteration would overwrite the last", "put {iteration} in the name"
+        )
     if load is None:
         return
     if rollout.num_rollout is None:
         rule = "needs --num-rollout: an epoch is counted in prompts, and none are drawn"
         refuse("load_debug_rollout_data", load, rule, "replace --num-epoch by --num-rollout")
-    if "{rollout_id}" not in load:
+    if not _names_iteration(load):
         existing_file("load_debug_rollout_data", load)
     generation = (
         "over_sampling_batch_size",
@@ -179,6 +181,11 @@ def _check_debug_files(rollout: RolloutArguments) -> None:
         "rollout_function_path",
     )
     refuse_ignored(rollout, generation, "with --load-debug-rollout-data: nothing is generated", "drop that flag")
+
+
+def _names_iteration(path: str) -> bool:
+    """Whether the path of saved rollout data has a placeholder; ``{rollout_id}`` is the ecosystem's name."""
+    return "{iteration}" in path or "{rollout_id}" in path
 
 
 def check_optimizer(optimizer: OptimizerArguments) -> None:

@@ -40,11 +40,11 @@ class Settings:
     evaluation: EvaluationArguments = EvaluationArguments()
     tracking: TrackingArguments = TrackingArguments()
     megatron: MegatronArguments = MegatronArguments()
-    megatron_given: tuple[tuple[str, Any], ...] = ()  # fields of Megatron's own dataclasses that flags set
+    megatron_overrides: tuple[tuple[str, Any], ...] = ()  # fields of Megatron's own dataclasses that flags set
     server_flags: ServerFlags = ServerFlags()
 
     @property
-    def rollouts_per_rollout_step(self) -> int:
+    def trajectories_per_iteration(self) -> int:
         """Trajectories that one rollout collects: prompts times samples a prompt. Valid after validation."""
         assert self.rollout.rollout_batch_size is not None
         return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
@@ -56,13 +56,13 @@ class Settings:
         return self.training.global_batch_size
 
     @property
-    def steps_per_rollout(self) -> int:
+    def steps_per_iteration(self) -> int:
         """Optimizer steps taken from one rollout."""
-        return self.rollouts_per_rollout_step // self.global_batch_size
+        return self.trajectories_per_iteration // self.global_batch_size
 
-    def trains_policy(self, rollout_id: int) -> bool:
-        """Whether the policy learns from rollout ``rollout_id``, or the critic alone."""
-        return self.loss.loss_type != "value_loss" and rollout_id >= self.critic.num_critic_only_steps
+    def trains_policy(self, iteration: int) -> bool:
+        """Whether the policy learns from rollout ``iteration``, or the critic alone."""
+        return self.loss.loss_type != "value_loss" and iteration >= self.critic.num_critic_only_steps
 
     def policy_steps(self, total_steps: int) -> int:
         """Optimizer steps of the policy in a run of ``total_steps``: its learning rate decays over these.
@@ -72,12 +72,12 @@ class Settings:
         alone = self.critic.num_critic_only_steps
         if not alone:
             return total_steps
-        rollouts = total_steps // self.steps_per_rollout
+        rollouts = total_steps // self.steps_per_iteration
         if alone >= rollouts:
             rule = f"leaves none of the {rollouts} rollouts to the policy"
             way_out = "give fewer, or more of --num-epoch, or train the critic alone with --loss-type value_loss"
             refuse("num_critic_only_steps", alone, rule, way_out)
-        return total_steps - alone * self.steps_per_rollout
+        return total_steps - alone * self.steps_per_iteration
 
     @property
     def critic_optimizer(self) -> OptimizerArguments:

@@ -58,7 +58,7 @@ def validate(settings: Settings) -> Validated:
     loss, loss_notes = reconcile_aggregation(
         settings.loss,
         max_response_len=settings.rollout.rollout_max_response_len,
-        rollouts_per_step=training.global_batch_size,
+        trajectories_per_step=training.global_batch_size,
         samples_per_prompt=settings.rollout.n_samples_per_prompt,
     )
     reconciled = replace(settings, training=training, loss=loss)

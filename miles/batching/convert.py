@@ -19,17 +19,17 @@ class _Row:
     """One sample, and what stands beside it in the batch."""
 
     sample: Sample
-    rollout_id: int
+    trajectory_id: int
     reward: float
 
 
 def convert(groups: Sequence[PromptGroup], *, loss: LossArguments, global_batch_size: int) -> list[TrainBatch]:
-    """One ``TrainBatch`` an optimizer step, made in group order of ``global_batch_size`` rollouts each.
+    """One ``TrainBatch`` an optimizer step, made in group order of ``global_batch_size`` trajectories each.
 
-    A rollout is what shares a ``rollout_id``, however many samples it has, and is never cut; the last step takes what
-    remains. Rewards are normalized over whole groups before the steps are cut, denominators computed over whole steps.
-    Raises ``ValueError`` if ``prompt_mean`` would have a prompt group cut in two, and for a sample whose columns
-    disagree in length.
+    A trajectory is all samples of one ``trajectory_id`` and is never cut; the last step takes what remains. Rewards are
+    normalized over whole groups before the steps are cut, denominators computed over whole steps. Raises
+    ``ValueError`` if ``prompt_mean`` would have a prompt group cut in two, and for a sample whose columns disagree in
+    length.
     """
     assert global_batch_size >= 1
     trajectories = _trajectories(groups, loss)
@@ -42,21 +42,21 @@ def convert(groups: Sequence[PromptGroup], *, loss: LossArguments, global_batch_
 def _trajectories(groups: Sequence[PromptGroup], loss: LossArguments) -> list[list[_Row]]:
     """The samples of each rollout together, rollouts in the order of groups and of their first sample."""
     samples = [sample for group in groups for sample in group.samples]
-    rollout_ids = [_checked_rollout_id(sample) for sample in samples]
-    rewards = _rewards(_raw_rewards(groups, loss), [s.group_index for s in samples], rollout_ids, loss)
+    trajectory_ids = [_checked_trajectory_id(sample) for sample in samples]
+    rewards = _rewards(_raw_rewards(groups, loss), [s.group_index for s in samples], trajectory_ids, loss)
     trajectories: dict[int, list[_Row]] = {}
-    for row in map(_Row, samples, rollout_ids, rewards):
-        trajectories.setdefault(row.rollout_id, []).append(row)
-    for rollout_id, rows in trajectories.items():
+    for row in map(_Row, samples, trajectory_ids, rewards):
+        trajectories.setdefault(row.trajectory_id, []).append(row)
+    for trajectory_id, rows in trajectories.items():
         owners = {row.sample.group_index for row in rows}
-        assert len(owners) == 1, f"rollout {rollout_id} stands in the prompt groups {sorted(owners)}"
+        assert len(owners) == 1, f"rollout {trajectory_id} stands in the prompt groups {sorted(owners)}"
     return list(trajectories.values())
 
 
-def _checked_rollout_id(sample: Sample) -> int:
+def _checked_trajectory_id(sample: Sample) -> int:
     sample.check()
-    assert sample.rollout_id is not None, f"a sample of group {sample.group_index} has no rollout_id"
-    return sample.rollout_id
+    assert sample.trajectory_id is not None, f"a sample of group {sample.group_index} has no trajectory_id"
+    return sample.trajectory_id
 
 
 def _raw_rewards(groups: Sequence[PromptGroup], loss: LossArguments) -> list[float]:
@@ -65,12 +65,12 @@ def _raw_rewards(groups: Sequence[PromptGroup], loss: LossArguments) -> list[flo
     return [reward for group in groups for reward in group.rewards]
 
 
-def _rewards(raw: list[float], group_indices: list[int], rollout_ids: list[int], loss: LossArguments) -> list[float]:
-    check_rewards(raw, group_indices, rollout_ids)
+def _rewards(raw: list[float], group_indices: list[int], trajectory_ids: list[int], loss: LossArguments) -> list[float]:
+    check_rewards(raw, group_indices, trajectory_ids)
     if loss.loss_type == "sft_loss" or not loss.normalizes_rewards:
         return raw
     std = not (loss.disable_grpo_std_normalization or loss.advantage_estimator == "reinforce_plus_plus_baseline")
-    return normalize_rewards(raw, group_indices, rollout_ids, std=std)
+    return normalize_rewards(raw, group_indices, trajectory_ids, std=std)
 
 
 def _check_groups_whole(
@@ -82,7 +82,7 @@ def _check_groups_whole(
             group_index = trajectory[0].sample.group_index
             if step_of_group.setdefault(group_index, number) == number:
                 continue
-            size = next(_num_rollouts(g) for g in groups if g.group_index == group_index)
+            size = next(_num_trajectories(g) for g in groups if g.group_index == group_index)
             raise ValueError(
                 f"--loss-aggregation prompt_mean with --global-batch-size {global_batch_size}: a step would cut prompt "
                 f"group {group_index} of {size} rollouts in two, and its mean would be lost; give a "
@@ -91,12 +91,12 @@ def _check_groups_whole(
             )
 
 
-def _num_rollouts(group: PromptGroup) -> int:
-    return len({sample.rollout_id for sample in group.samples})
+def _num_trajectories(group: PromptGroup) -> int:
+    return len({sample.trajectory_id for sample in group.samples})
 
 
 def _group_sizes(groups: Sequence[PromptGroup]) -> str:
-    sizes = {_num_rollouts(group) for group in groups}
+    sizes = {_num_trajectories(group) for group in groups}
     if len(sizes) == 1:
         return f"a multiple of {sizes.pop()}"
     return f"here they have {min(sizes)} to {max(sizes)} rollouts; all of them in one step always is"
@@ -105,11 +105,11 @@ def _group_sizes(groups: Sequence[PromptGroup]) -> str:
 def _train_batch(rows: Sequence[_Row], loss: LossArguments) -> TrainBatch:
     samples = [row.sample for row in rows]
     group_indices = [s.group_index for s in samples]
-    rollout_ids = [row.rollout_id for row in rows]
+    trajectory_ids = [row.trajectory_id for row in rows]
     denominators = step_denominators(
         loss.loss_aggregation,
         token_counts=[s.num_loss_tokens for s in samples],
-        rollout_ids=rollout_ids,
+        trajectory_ids=trajectory_ids,
         group_indices=group_indices,
         divisor=loss.loss_aggregation_divisor,
     )
@@ -120,7 +120,7 @@ def _train_batch(rows: Sequence[_Row], loss: LossArguments) -> TrainBatch:
         rollout_log_probs=[np.asarray(s.rollout_log_probs, dtype=np.float32) for s in samples],
         rewards=[row.reward for row in rows],
         group_indices=group_indices,
-        rollout_ids=rollout_ids,
-        places=list(range(len(rows))),
+        trajectory_ids=trajectory_ids,
+        position_in_step=list(range(len(rows))),
         **vars(denominators),
     )

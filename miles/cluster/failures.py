@@ -18,7 +18,7 @@ from miles.training.checkpoint_folder import newest
 
 
 @contextmanager
-def told_to_the_user(checkpoint: CheckpointArguments) -> Iterator[None]:
+def exit_with_message(checkpoint: CheckpointArguments) -> Iterator[None]:
     """Turn what ends a run into an exit status and a message that says why and how to go on.
 
     A ``ValueError``, from whichever process, is the user's to mend and is one sentence; anything else shows the

@@ -67,7 +67,7 @@ class StoredWeights:
             yield unpack(chunk)
 
 
-class RolloutWorker:
+class RolloutActor:
     """Generates, scores, converts and evaluates.
 
     An asyncio actor: with ``--async-steps`` rollouts are under way while weights arrive and checkpoints are written.
@@ -106,9 +106,9 @@ class RolloutWorker:
             num_prompts = len(prompts)
         self.engine = await self._build_engine() if settings.generates else None
         self.generate_group = get_group_generator(settings.rollout)
-        total_rollouts = self._total_rollouts(num_prompts)
-        self.source = self._build_source(total_rollouts)
-        return total_rollouts
+        num_iterations = self._num_iterations(num_prompts)
+        self.source = self._build_source(num_iterations)
+        return num_iterations
 
     @property
     def _scores(self) -> bool:
@@ -133,7 +133,7 @@ class RolloutWorker:
             self.settings.model.hf_checkpoint, dtype, self.device, self.settings.rollout.torch_engine_max_batch_size
         )
 
-    def _total_rollouts(self, num_prompts: int) -> int:
+    def _num_iterations(self, num_prompts: int) -> int:
         """``--num-rollout``, or what ``--num-epoch`` passes over the prompts make."""
         rollout = self.settings.rollout
         if rollout.num_rollout is not None:
@@ -141,7 +141,7 @@ class RolloutWorker:
         assert rollout.num_epoch is not None and rollout.rollout_batch_size is not None, "validate() demands it"
         return math.ceil(rollout.num_epoch * num_prompts / rollout.rollout_batch_size)
 
-    def _build_source(self, total_rollouts: int) -> RolloutSource | None:
+    def _build_source(self, num_iterations: int) -> RolloutSource | None:
         if self.settings.rollout.load_debug_rollout_data is not None:
             return None
         assert self.stream is not None and self.engine is not None and self.reward_function is not None
@@ -154,35 +154,35 @@ class RolloutWorker:
             self.settings.reward,
             self.settings.data.rollout_seed,
             self.generate_group,
-            total_rollouts,
+            num_iterations,
         )
 
     async def generate(
-        self, rollout_id: int, after: int | None, version: int
+        self, iteration: int, after: int | None, version: int
     ) -> tuple[GeneratedRollout | list[TrainShard], ...]:
-        """Collect rollout ``rollout_id``; returns what there is to say about it, and for each token rank its shards.
+        """Collect rollout ``iteration``; returns what there is to say about it, and for each token rank its shards.
 
         Begins when rollout ``after`` is whole (None: at once) and the engine has the weights of ``version``. To be
         called with as many ``num_returns``: then the shards are the launcher's, and outlive this worker.
         """
-        async with self.order.rollout(rollout_id, after, version):
-            oldest = rollout_id - self.settings.rollout.async_steps  # that the launcher may still ask for
+        async with self.order.rollout(iteration, after, version):
+            oldest = iteration - self.settings.rollout.async_steps  # that the launcher may still ask for
             self.states = {i: state for i, state in self.states.items() if i >= oldest}
-            self.states[rollout_id] = self._position()
+            self.states[iteration] = self._position()
             began = time.perf_counter()
-            rollout = await self._collect(rollout_id)
+            rollout = await self._collect(iteration)
             prompts_after = self._position()
             if self.settings.rollout.async_steps:  # else it is the launcher's time/generate
                 rollout.metrics["time/rollout"] = Metric(time.perf_counter() - began)
-            steps = await asyncio.to_thread(self._schedule, rollout_id, rollout)  # the engine goes on meanwhile
+            steps = await asyncio.to_thread(self._schedule, iteration, rollout)  # the engine goes on meanwhile
         shards = [list(of_rank) for of_rank in zip(*steps, strict=True)]
         shown = [group.samples[0] for group in rollout.groups[: self.settings.tracking.report_samples]]
         return GeneratedRollout(rollout.metrics, shown, prompts_after), *shards
 
-    def _schedule(self, rollout_id: int, rollout: Rollout) -> list[list[TrainShard]]:
+    def _schedule(self, iteration: int, rollout: Rollout) -> list[list[TrainShard]]:
         """The shards of each optimizer step, one a token rank."""
         if self.settings.rollout.save_debug_rollout_data is not None:
-            save_rollout(self.settings.rollout.save_debug_rollout_data, rollout_id, rollout.groups)
+            save_rollout(self.settings.rollout.save_debug_rollout_data, iteration, rollout.groups)
         batches = convert(rollout.groups, loss=self.settings.loss, global_batch_size=self.settings.global_batch_size)
         return [
             schedule_step(
@@ -191,7 +191,7 @@ class RolloutWorker:
                 self.settings.training,
                 self.settings.parallel,
                 self._samples_with_gradient(batch),
-                watch_mass=self.settings.trains_policy(rollout_id) and self.canary.is_due(batch),
+                watch_mass=self.settings.trains_policy(iteration) and self.canary.is_due(batch),
                 share_prompts=not self.settings.megatron.mtp_heads,
             )
             for batch in batches
@@ -203,16 +203,16 @@ class RolloutWorker:
             return None
         return samples_with_gradient(self.settings.loss, batch.rewards)
 
-    async def _collect(self, rollout_id: int) -> Rollout:
+    async def _collect(self, iteration: int) -> Rollout:
         saved = self.settings.rollout.load_debug_rollout_data
         if saved is not None:
-            groups = load_rollout(saved, rollout_id)
+            groups = load_rollout(saved, iteration)
             return Rollout(groups, rollout_metrics(groups, groups, 0, self.settings.reward.log_passrate))
         assert self.source is not None
-        rollout = await self.source.collect(rollout_id)
+        rollout = await self.source.collect(iteration)
         if not (self.settings.rollout.async_steps or self.settings.rollout.partial_rollout):
             return rollout  # by the weights that it trains
-        return replace(rollout, metrics=rollout.metrics | staleness_metrics(rollout.groups, rollout_id))
+        return replace(rollout, metrics=rollout.metrics | staleness_metrics(rollout.groups, iteration))
 
     async def evaluate(self) -> dict[str, Metric]:
         """Metrics of every evaluation set under the engine's weights."""

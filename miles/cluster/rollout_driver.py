@@ -16,7 +16,7 @@ import ray.exceptions
 from miles.arguments.settings import Settings
 from miles.cluster.failures import cause_of, in_one_line
 from miles.cluster.liveness import WorkerLost, Workers, with_pulse
-from miles.cluster.rollout_actor import GeneratedRollout, RolloutWorker
+from miles.cluster.rollout_actor import GeneratedRollout, RolloutActor
 from miles.cluster.session import Placement
 from miles.metrics import Metric
 from miles.sample import Sample
@@ -45,7 +45,7 @@ class RolloutResult:
         return [_record(sample) for sample in self.generated.samples]
 
 
-class RolloutGroup:
+class RolloutDriver:
     """Starts the rollout worker and calls it.
 
     With ``--async-steps K`` it has K rollouts under way while one is trained: rollout r is generated with the weights
@@ -71,9 +71,9 @@ class RolloutGroup:
         self._dead = False
         self._position: dict[str, Any] | None = None  # in the prompts, after the last rollout that was handed over
         self._weights: tuple[list[ray.ObjectRef], int] | None = None  # the newest, where workers are replaced
-        self._actor: Any = with_pulse(RolloutWorker).options(**placement.rollout_options())
+        self._actor: Any = with_pulse(RolloutActor).options(**placement.rollout_options())
         self._placement = placement
-        self.total_rollouts = self._start()
+        self.num_iterations = self._start()
 
     def _start(self) -> int:
         """Start a worker; returns how many rollouts the run has."""
@@ -85,16 +85,16 @@ class RolloutGroup:
             self.stop()
             raise
 
-    def generate(self, rollout_id: int) -> RolloutResult:
+    def generate(self, iteration: int) -> RolloutResult:
         """Wait for a rollout, with those after it begun; its shards are in the object store."""
 
         def ask() -> GeneratedRollout:
-            self._begin_until(min(rollout_id + self._ahead, self.total_rollouts - 1), first=rollout_id)
-            return self._result(self._begun[rollout_id][0])
+            self._begin_until(min(iteration + self._ahead, self.num_iterations - 1), first=iteration)
+            return self._result(self._begun[iteration][0])
 
         generated = self._surviving(ask)
         self._position = generated.prompts_after
-        return RolloutResult(generated, self._begun.pop(rollout_id)[1:])
+        return RolloutResult(generated, self._begun.pop(iteration)[1:])
 
     def _surviving(self, call: Callable[[], T]) -> T:
         """The result of ``call``. A worker that is lost meanwhile is replaced, where it may be, and asked again."""
@@ -126,11 +126,11 @@ class RolloutGroup:
         self._dead = False
 
     def _begin_until(self, last: int, first: int) -> None:
-        for rollout_id in range(first if self._last_begun is None else self._last_begun + 1, last + 1):
-            version = max(self._first_version, rollout_id - self.settings.rollout.async_steps)
+        for iteration in range(first if self._last_begun is None else self._last_begun + 1, last + 1):
+            version = max(self._first_version, iteration - self.settings.rollout.async_steps)
             generate = self.worker.generate.options(num_returns=1 + self.settings.token_ranks)
-            self._begun[rollout_id] = generate.remote(rollout_id, self._last_begun, version)
-            self._last_begun = rollout_id
+            self._begun[iteration] = generate.remote(iteration, self._last_begun, version)
+            self._last_begun = iteration
 
     def _result(self, call: ray.ObjectRef) -> Any:
         """The result of ``call``. A weight update that fails meanwhile is raised: ``call`` may wait for it in vain."""
@@ -191,7 +191,7 @@ class RolloutGroup:
                 ray.get(self.worker.close.remote(), timeout=CLOSE_SECONDS)
         self._workers.end(self.worker)
 
-    def __enter__(self) -> RolloutGroup:
+    def __enter__(self) -> RolloutDriver:
         return self
 
     def __exit__(

@@ -25,7 +25,7 @@ from miles.training.trainer import train_rollout
 from miles.weights import pack
 
 
-class TrainWorker:
+class TrainActor:
     """Holds a ``TrainBackend`` and does what the train group tells every rank."""
 
     def __init__(self, rank: int, settings: Settings, device: str) -> None:

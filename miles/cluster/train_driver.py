@@ -12,12 +12,12 @@ import ray
 from miles.arguments.settings import Settings
 from miles.cluster.liveness import Workers, with_pulse
 from miles.cluster.session import Placement
-from miles.cluster.train_actor import TrainWorker
+from miles.cluster.train_actor import TrainActor
 from miles.metrics import Metric
 from miles.training import checkpoint_folder
 
 
-class TrainGroup:
+class TrainDriver:
     """Starts one actor a rank, and has every rank do the same thing."""
 
     def __init__(self, settings: Settings, placement: Placement, workers: Workers, total_steps: int) -> None:
@@ -25,7 +25,7 @@ class TrainGroup:
         self.settings = settings
         self._workers = workers
         self.actors: list[Any] = [
-            with_pulse(TrainWorker)
+            with_pulse(TrainActor)
             .options(runtime_env={"env_vars": env} if env else None, **placement.trainer_options(rank))
             .remote(rank, settings, placement.device)
             for rank in range(settings.cluster.world_size)
@@ -39,9 +39,9 @@ class TrainGroup:
             self.stop()
             raise
 
-    def train(self, shards_by_token_rank: list[ray.ObjectRef], rollout_id: int) -> list[dict[str, Metric]]:
+    def train(self, shards_by_token_rank: list[ray.ObjectRef], iteration: int) -> list[dict[str, Metric]]:
         """One optimizer step for each shard in a rank's list; returns each step's metrics."""
-        trains_policy = self.settings.trains_policy(rollout_id)
+        trains_policy = self.settings.trains_policy(iteration)
         calls = [
             actor.train.remote(shards_by_token_rank[self.settings.token_rank(rank)], trains_policy)
             for rank, actor in enumerate(self.actors)
@@ -92,7 +92,7 @@ class TrainGroup:
         for actor in self.actors:
             self._workers.end(actor)
 
-    def __enter__(self) -> TrainGroup:
+    def __enter__(self) -> TrainDriver:
         return self
 
     def __exit__(

@@ -12,7 +12,7 @@ import torch
 def normalize_rewards(
     rewards: Sequence[float],
     group_indices: Sequence[int],
-    rollout_ids: Sequence[int],
+    trajectory_ids: Sequence[int],
     *,
     std: bool,
     eps: float = 1e-6,
@@ -27,19 +27,19 @@ def normalize_rewards(
     >>> normalize_rewards([1.0, 0.0, 5.0], [0, 0, 1], [0, 1, 2], std=False)
     [0.5, -0.5, 0.0]
     """
-    assert len(rewards) == len(group_indices) == len(rollout_ids)
+    assert len(rewards) == len(group_indices) == len(trajectory_ids)
     means: dict[int, float] = {}
     scales: dict[int, float] = {}
-    for group, group_rewards in _rollout_rewards(rewards, group_indices, rollout_ids).items():
+    for group, group_rewards in _trajectory_rewards(rewards, group_indices, trajectory_ids).items():
         means[group] = statistics.mean(group_rewards)
         spread = statistics.stdev(group_rewards) if std and len(group_rewards) > 1 else 0.0
         scales[group] = spread + eps if std else 1.0
     return [(reward - means[group]) / scales[group] for reward, group in zip(rewards, group_indices, strict=True)]
 
 
-def check_rewards(rewards: Sequence[float], group_indices: Sequence[int], rollout_ids: Sequence[int]) -> None:
+def check_rewards(rewards: Sequence[float], group_indices: Sequence[int], trajectory_ids: Sequence[int]) -> None:
     """Raise ``ValueError``, naming rollout and group, for the first reward that is NaN or infinite."""
-    for reward, group, rollout in zip(rewards, group_indices, rollout_ids, strict=True):
+    for reward, group, rollout in zip(rewards, group_indices, trajectory_ids, strict=True):
         if not math.isfinite(reward):
             raise ValueError(
                 f"rewards: {reward} for rollout {rollout} of prompt group {group}; a reward must be finite, or there "
@@ -52,12 +52,12 @@ def grpo_advantages(rewards: torch.Tensor, sample_index: torch.Tensor) -> torch.
     return rewards.float()[sample_index]
 
 
-def _rollout_rewards(
-    rewards: Sequence[float], group_indices: Sequence[int], rollout_ids: Sequence[int]
+def _trajectory_rewards(
+    rewards: Sequence[float], group_indices: Sequence[int], trajectory_ids: Sequence[int]
 ) -> dict[int, list[float]]:
     """The rewards of each group, one a rollout: the mean of its samples'."""
     of_rollout: dict[tuple[int, int], list[float]] = {}
-    for reward, group, rollout in zip(rewards, group_indices, rollout_ids, strict=True):
+    for reward, group, rollout in zip(rewards, group_indices, trajectory_ids, strict=True):
         of_rollout.setdefault((group, rollout), []).append(float(reward))
     of_group: dict[int, list[float]] = {}
     for (group, _), values in of_rollout.items():

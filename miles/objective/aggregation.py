@@ -22,8 +22,8 @@ class StepDenominators:
     """The counts of a whole step. Field for field the columns and numbers of ``TrainBatch`` of the same names."""
 
     sample_denoms: list[float]  # of pg_loss, one a sample
-    rollout_token_counts: list[float]  # max(M_r, 1) of the sample's rollout
-    num_rollouts: int  # N
+    trajectory_token_counts: list[float]  # max(M_r, 1) of the sample's rollout
+    num_trajectories: int  # N
     num_loss_tokens: int  # T
     expected_loss_mass: float  # sum over all tokens of m / (N * denom): what a token loss of 1 everywhere adds up to
 
@@ -32,7 +32,7 @@ def step_denominators(
     mode: Aggregation,
     *,
     token_counts: Sequence[int],
-    rollout_ids: Sequence[int],
+    trajectory_ids: Sequence[int],
     group_indices: Sequence[int],
     divisor: float | None,
 ) -> StepDenominators:
@@ -41,20 +41,20 @@ def step_denominators(
     ``divisor`` is L of ``constant``; the other modes do not read it. Sources: GRPO (arXiv 2402.03300), DAPO
     (2503.14476), Dr.GRPO (2503.20783 Eq. 2). The example is the one of ``TrainBatch``:
 
-    >>> example = dict(token_counts=[2, 6, 4, 8], rollout_ids=[0, 1, 2, 3], group_indices=[0, 0, 1, 1], divisor=None)
+    >>> example = dict(token_counts=[2, 6, 4, 8], trajectory_ids=[0, 1, 2, 3], group_indices=[0, 0, 1, 1], divisor=None)
     >>> step_denominators("prompt_mean", **example).sample_denoms
     [4.0, 4.0, 6.0, 6.0]
     """
-    assert len(token_counts) == len(rollout_ids) == len(group_indices)
-    tokens_of_rollout, tokens_of_group = Counter[int](), Counter[int]()
-    for count, rollout, group in zip(token_counts, rollout_ids, group_indices, strict=True):
-        tokens_of_rollout[rollout] += count
+    assert len(token_counts) == len(trajectory_ids) == len(group_indices)
+    tokens_of_trajectory, tokens_of_group = Counter[int](), Counter[int]()
+    for count, rollout, group in zip(token_counts, trajectory_ids, group_indices, strict=True):
+        tokens_of_trajectory[rollout] += count
         tokens_of_group[group] += count
-    rollouts, groups, tokens = len(tokens_of_rollout), len(tokens_of_group), sum(token_counts)
-    rollout_token_counts = [float(max(tokens_of_rollout[r], 1)) for r in rollout_ids]
+    rollouts, groups, tokens = len(tokens_of_trajectory), len(tokens_of_group), sum(token_counts)
+    trajectory_token_counts = [float(max(tokens_of_trajectory[r], 1)) for r in trajectory_ids]
 
     if mode == "sample_mean":
-        denoms = rollout_token_counts
+        denoms = trajectory_token_counts
     elif mode == "prompt_mean":
         denoms = [max(tokens_of_group[g], 1) * groups / rollouts for g in group_indices]
     elif mode == "token_mean":
@@ -62,22 +62,25 @@ def step_denominators(
     else:
         denoms = [_checked_divisor(divisor)] * len(token_counts)
 
-    mass = _loss_mass(mode, tokens_of_rollout, tokens_of_group, divisor)
-    return StepDenominators(list(denoms), rollout_token_counts, rollouts, tokens, mass)
+    mass = _loss_mass(mode, tokens_of_trajectory, tokens_of_group, divisor)
+    return StepDenominators(list(denoms), trajectory_token_counts, rollouts, tokens, mass)
 
 
 def _loss_mass(
-    mode: Aggregation, tokens_of_rollout: Mapping[int, int], tokens_of_group: Mapping[int, int], divisor: float | None
+    mode: Aggregation,
+    tokens_of_trajectory: Mapping[int, int],
+    tokens_of_group: Mapping[int, int],
+    divisor: float | None,
 ) -> float:
     """What a token loss of 1 everywhere adds up to, read off the objective, not off the denominators it has to check.
 
     A mean of ones is 1; a rollout or prompt without a token keeps its place in the mean and adds nothing.
     """
-    tokens, rollouts = sum(tokens_of_rollout.values()), len(tokens_of_rollout)
+    tokens, rollouts = sum(tokens_of_trajectory.values()), len(tokens_of_trajectory)
     if not tokens:
         return 0.0
     if mode == "sample_mean":
-        return sum(count > 0 for count in tokens_of_rollout.values()) / rollouts
+        return sum(count > 0 for count in tokens_of_trajectory.values()) / rollouts
     if mode == "prompt_mean":
         return sum(count > 0 for count in tokens_of_group.values()) / len(tokens_of_group)
     if mode == "token_mean":

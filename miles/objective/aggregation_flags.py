@@ -18,7 +18,7 @@ VERL_MODES: dict[str, Aggregation] = {
 
 
 def reconcile_aggregation(
-    loss: LossArguments, max_response_len: int, rollouts_per_step: int, samples_per_prompt: int
+    loss: LossArguments, max_response_len: int, trajectories_per_step: int, samples_per_prompt: int
 ) -> tuple[LossArguments, list[str]]:
     """The loss section with one honest ``loss_aggregation`` and no alias left, and a note a change made.
 
@@ -31,7 +31,7 @@ def reconcile_aggregation(
     _check_custom_reducer(loss)
     _check_divisor(loss)
     loss = _reconcile_per_token(loss, notes)
-    _check_whole_groups(loss, rollouts_per_step, samples_per_prompt)
+    _check_whole_groups(loss, trajectories_per_step, samples_per_prompt)
     return loss, notes
 
 
@@ -150,10 +150,10 @@ def _reconcile_per_token(loss: LossArguments, notes: list[str]) -> LossArguments
     return loss
 
 
-def _check_whole_groups(loss: LossArguments, rollouts_per_step: int, samples_per_prompt: int) -> None:
-    if loss.loss_aggregation == "prompt_mean" and rollouts_per_step % samples_per_prompt:
+def _check_whole_groups(loss: LossArguments, trajectories_per_step: int, samples_per_prompt: int) -> None:
+    if loss.loss_aggregation == "prompt_mean" and trajectories_per_step % samples_per_prompt:
         rule = (
-            f"a step of --global-batch-size {rollouts_per_step} rollouts could cut a prompt group of "
+            f"a step of --global-batch-size {trajectories_per_step} rollouts could cut a prompt group of "
             f"--n-samples-per-prompt {samples_per_prompt} in two"
         )
         way_out = f"make --global-batch-size a multiple of {samples_per_prompt}, or use another aggregation"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,10 +31,16 @@ class ReducerInputs:
     loss_mask: torch.Tensor  # float32 0/1 [R]
     loss_masks: tuple[torch.Tensor, ...]  # the same, split by sample
     sample_denoms: torch.Tensor  # float32 [S]
-    num_rollouts: int  # N of the whole step
+    num_trajectories: int  # N of the whole step
     num_loss_tokens: int  # T of the whole step
     context_parallel_size: int  # ranks that share these samples; what is given here is whole all the same
     settings: LossArguments
+
+    @property
+    def num_rollouts(self) -> int:
+        """The former name of ``num_trajectories``, readable for one more release."""
+        warnings.warn("ReducerInputs.num_rollouts is now num_trajectories", DeprecationWarning, stacklevel=2)
+        return self.num_trajectories
 
 
 class PgLossReducerFactory(Protocol):
@@ -42,7 +49,7 @@ class PgLossReducerFactory(Protocol):
     What the reducer returns is summed over micro-batches and ranks as it is, so it must hold the step's normalization::
 
         def dr_grpo(inputs: ReducerInputs) -> Reducer:
-            weights = inputs.loss_mask / (inputs.num_rollouts * 1024)
+            weights = inputs.loss_mask / (inputs.num_trajectories * 1024)
             return lambda losses: torch.dot(losses, weights)
     """
 
@@ -86,7 +93,7 @@ def get_custom_pg_loss_reducer(path: str, loss: LossArguments, micro: MicroBatch
                 loss_mask=whole_mask,
                 loss_masks=loss_masks,
                 sample_denoms=micro.sample_denoms,
-                num_rollouts=micro.num_rollouts,
+                num_trajectories=micro.num_trajectories,
                 num_loss_tokens=micro.num_loss_tokens,
                 context_parallel_size=micro.context.size,
                 settings=loss,
@@ -95,7 +102,9 @@ def get_custom_pg_loss_reducer(path: str, loss: LossArguments, micro: MicroBatch
         return _checked(reducer, path, micro, divisor=1)
     per_token = loss.calculate_per_token_loss
     reducer = function(list(micro.total_lengths), list(micro.response_lengths), list(loss_masks), per_token)
-    return _checked(reducer, path, micro, divisor=max(micro.num_loss_tokens, 1) if per_token else micro.num_rollouts)
+    return _checked(
+        reducer, path, micro, divisor=max(micro.num_loss_tokens, 1) if per_token else micro.num_trajectories
+    )
 
 
 def check_custom_reducer(loss: LossArguments) -> None:

@@ -40,7 +40,7 @@ def reported(sums: Mapping[str, float], batch: TrainBatch, per_token: bool) -> d
     """
     if not batch.num_loss_tokens:
         return {}
-    count = batch.num_loss_tokens if per_token else batch.num_rollouts
+    count = batch.num_loss_tokens if per_token else batch.num_trajectories
     metrics = {name: Metric(value * count, float(count)) for name, value in sums.items()}
     if "is_ratio_square" in sums:
         metrics["ess_ratio"] = Metric(sums["is_ratio"] ** 2, sums["is_ratio_square"])

@@ -27,12 +27,12 @@ def get_sum_of_sample_mean(micro: MicroBatch, calculate_per_token_loss: bool) ->
     """
     if calculate_per_token_loss:
         return weighted_sum(micro.loss_mask.float() / max(micro.num_loss_tokens, 1))
-    return per_sample_reducer(micro, micro.rollout_token_counts)
+    return per_sample_reducer(micro, micro.trajectory_token_counts)
 
 
 def per_sample_reducer(micro: MicroBatch, denominators: torch.Tensor) -> Reducer:
     """``1/N sum_i S_i / denominators[i]`` with ``S_i = sum_t m_it l_it``; ``denominators`` is [S], above 0."""
-    per_sample = 1.0 / (denominators.float() * micro.num_rollouts)
+    per_sample = 1.0 / (denominators.float() * micro.num_trajectories)
     return weighted_sum(per_sample.index_select(0, micro.sample_index).mul_(micro.loss_mask))
 
 

@@ -23,7 +23,7 @@ from miles.objective.settings import LossArguments
 class SampleTokens:
     """What is known of one sample's response; arrays are [response]."""
 
-    rollout_id: int
+    trajectory_id: int
     reward: float  # of TrainBatch.rewards
     loss_mask: np.ndarray
     values: np.ndarray | None = None  # the critic's; V of the state in which the token is chosen
@@ -89,7 +89,7 @@ class _Trajectory:
 def _trajectories(loss: LossArguments, samples: Sequence[SampleTokens]) -> Iterator[_Trajectory]:
     of_rollout: dict[int, list[int]] = {}
     for index, sample in enumerate(samples):
-        of_rollout.setdefault(sample.rollout_id, []).append(index)
+        of_rollout.setdefault(sample.trajectory_id, []).append(index)
     for members in of_rollout.values():
         parts = [samples[i] for i in members]
         kept = [part.loss_mask != 0 for part in parts]

@@ -9,7 +9,7 @@ from typing import Any
 from math_verify import parse, verify
 
 from miles.rewards.reference import reference_text
-from miles.rewards.subprocess_call import IsolatedCallTimeout, call_isolated
+from miles.rewards.subprocess_call import SubprocessCallTimeout, subprocess_call
 from miles.sample import Sample
 
 SECONDS = 10.0  # of wall time a sample; an ordinary one takes some ten milliseconds
@@ -31,8 +31,8 @@ def math(samples: Sequence[Sample]) -> list[float]:
 def _score(sample: Sample) -> float:
     label = reference_text(sample.prompt, "math")
     try:
-        equal = call_isolated(is_equal, label, sample.response, seconds=SECONDS)
-    except IsolatedCallTimeout:
+        equal = subprocess_call(is_equal, label, sample.response, seconds=SECONDS)
+    except SubprocessCallTimeout:
         _logger.warning(
             "--rm-type math: no verdict in %g s, scored 0: prompt %s, response ends %r",
             SECONDS,
@@ -57,4 +57,4 @@ def is_equal(label: str, response: str) -> bool | None:
 
 
 def _parse(text: str) -> list[Any]:
-    return parse(text, parsing_timeout=None)  # its timeouts do not stop C code; ``call_isolated`` does
+    return parse(text, parsing_timeout=None)  # its timeouts do not stop C code; ``subprocess_call`` does

@@ -11,7 +11,7 @@ import reasoning_gym as gym
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.utils import extract_answer
 
-from miles.rewards.subprocess_call import call_isolated
+from miles.rewards.subprocess_call import subprocess_call
 from miles.sample import Sample
 
 SECONDS = 30.0  # of wall time a sample; making the task's data set, once a process, is among it
@@ -22,7 +22,7 @@ def reasoning_gym(samples: Sequence[Sample]) -> list[float]:
 
     The answer is the content of the last ``<answer>`` element of the response, else the whole stripped response.
     Prompts come from ``--prompt-data reasoning_gym:TASK``, which keeps the task's entry in their metadata. Raises
-    ``ValueError`` for prompts without one, ``IsolatedCallTimeout`` for a scorer that takes more than ``SECONDS``.
+    ``ValueError`` for prompts without one, ``SubprocessCallTimeout`` for a scorer that takes more than ``SECONDS``.
     """
     return [_score(s) for s in samples]
 
@@ -37,7 +37,7 @@ def _score(sample: Sample) -> float:
     tagged = extract_answer(sample.response)
     answer = sample.response.strip() if tagged is None else tagged
     options = json.dumps(origin["options"], sort_keys=True)
-    return call_isolated(score_answer, origin["task"], options, answer, origin["entry"], seconds=SECONDS)
+    return subprocess_call(score_answer, origin["task"], options, answer, origin["entry"], seconds=SECONDS)
 
 
 def score_answer(task: str, options: str, answer: str, entry: dict[str, Any]) -> float:

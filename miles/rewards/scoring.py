@@ -78,7 +78,7 @@ def _failure(samples: Sequence[Sample], fault: str, cause: Exception | None = No
     first = samples[0]
     error = RewardError(
         f"the reward function {fault}\n  sample: prompt {first.prompt.source}, group {first.group_index}, rollout "
-        f"{first.rollout_id}{f' (the first of {len(samples)} in the call)' if len(samples) > 1 else ''}, response "
+        f"{first.trajectory_id}{f' (the first of {len(samples)} in the call)' if len(samples) > 1 else ''}, response "
         f"{first.response[:80]!r}\n  correct the reward function or the data, or give such samples a reward with "
         f"--reward-error-value"
     )

@@ -20,15 +20,15 @@ from typing import Any, BinaryIO
 MAX_CHILDREN = 4
 
 
-class IsolatedCallTimeout(Exception):
+class SubprocessCallTimeout(Exception):
     """The call took longer than it may."""
 
 
-def call_isolated(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
+def subprocess_call(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
     """``function(*args)`` from a pool of at most ``MAX_CHILDREN`` child processes; blocks, and may run in any thread.
 
     ``function`` is a top-level function; it, ``args`` and the result must pickle. Raises what ``function`` raises,
-    ``IsolatedCallTimeout`` after ``seconds`` of wall time, and ``RuntimeError`` if the child dies another way. The
+    ``SubprocessCallTimeout`` after ``seconds`` of wall time, and ``RuntimeError`` if the child dies another way. The
     time starts once the child has imported the function's module.
     """
     child = _idle.get() or _Child()  # waits while all are busy
@@ -62,7 +62,7 @@ class _Child:
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             code = self._end()
             if code == -signal.SIGALRM:
-                raise IsolatedCallTimeout(f"{function.__name__} took more than {seconds:g} s") from None
+                raise SubprocessCallTimeout(f"{function.__name__} took more than {seconds:g} s") from None
             raise RuntimeError(f"the process that ran {function.__name__} died with exit code {code}") from None
         if raised:
             raise value

@@ -9,7 +9,7 @@ from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.concurrency import gather_or_cancel
 from miles.metrics import Metric
-from miles.rollout.filter_stall import BarrenWatch
+from miles.rollout.filter_stall import FilterStallGuard
 from miles.rollout.produce_group import GroupMaker, Tally
 from miles.sample import PromptGroup
 
@@ -39,8 +39,8 @@ class Rollout:
 class RolloutSource(Protocol):
     """Where rollouts come from: a collector, or the user's ``--rollout-function-path``."""
 
-    async def collect(self, rollout_id: int) -> Rollout:
-        """The groups and metrics of rollout ``rollout_id``, counted from 0. Called for one rollout after the other."""
+    async def collect(self, iteration: int) -> Rollout:
+        """The groups and metrics of rollout ``iteration``, counted from 0. Called for one rollout after the other."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -75,13 +75,13 @@ class Collector:
         self._log_passrate = reward.log_passrate
         self._batch_size = rollout.rollout_batch_size
         self._burst_size = (rollout.over_sampling_batch_size or self._batch_size) if path else self._batch_size
-        self._watch = BarrenWatch(stream, path, self._burst_size, self._batch_size) if path else None
+        self._watch = FilterStallGuard(stream, path, self._burst_size, self._batch_size) if path else None
 
-    async def collect(self, rollout_id: int) -> Rollout:
-        """The groups and metrics of rollout ``rollout_id``, counted from 0.
+    async def collect(self, iteration: int) -> Rollout:
+        """The groups and metrics of rollout ``iteration``, counted from 0.
 
-        Raises ``ValueError`` when the filter keeps next to nothing (``BarrenWatch``), and what generation, scoring and
-        filtering raise.
+        Raises ``ValueError`` when the filter keeps next to nothing (``FilterStallGuard``), and whatever generation,
+        scoring and filtering raise.
         """
         kept: list[PromptGroup] = []
         tally = Tally()
@@ -94,7 +94,7 @@ class Collector:
                 if self._watch is not None:
                     self._watch.judged(kept=made.drop_reason is None)
             if self._watch is not None:
-                self._watch.check(rollout_id, len(kept), tally.dropped)
+                self._watch.check(iteration, len(kept), tally.dropped)
         groups = kept[: self._batch_size]
         metrics = tally.metrics(groups, self._log_passrate)
         if self._watch is not None:

@@ -2,7 +2,7 @@
 
 JSON lines, one prompt group a line::
 
-    {"group_index": 0, "prompt": {"text": …, "token_ids": […], …}, "samples": [{"rollout_id": 0, "response_ids": …}, …]}
+    {"group_index": 0, "prompt": {"text": …, "token_ids": […], …}, "samples": [{"trajectory_id": 0, …}, …]}
 
 A sample whose prompt is not its group's (a compacted trajectory) carries its own ``prompt``.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from miles.sample import Prompt, PromptGroup, Sample, SampleStatus
 
 _SAMPLE_FIELDS = (
-    "rollout_id",
+    "trajectory_id",
     "response_ids",
     "response",
     "loss_mask",
@@ -29,18 +29,18 @@ _SAMPLE_FIELDS = (
 _PROMPT_FIELDS = ("text", "label", "metadata", "source")
 
 
-def rollout_path(template: str, rollout_id: int) -> Path:
-    """The file of one rollout: ``{rollout_id}`` in the template replaced."""
-    return Path(template.replace("{rollout_id}", str(rollout_id)))
+def rollout_path(template: str, iteration: int) -> Path:
+    """Return the file of one iteration: ``{iteration}`` or ``{rollout_id}`` in the template replaced."""
+    return Path(template.replace("{rollout_id}", str(iteration)).replace("{iteration}", str(iteration)))
 
 
-def save_rollout(path_template: str, rollout_id: int, groups: Sequence[PromptGroup]) -> None:
+def save_rollout(path_template: str, iteration: int, groups: Sequence[PromptGroup]) -> None:
     """Write the groups; the file appears whole or not at all, and folders are made.
 
     Numbers and text come back exactly. Labels and metadata come back as JSON has them (tuples as lists); a value that
     JSON cannot hold raises ``ValueError`` naming the prompt.
     """
-    path = rollout_path(path_template, rollout_id)
+    path = rollout_path(path_template, iteration)
     lines = [_encode(group) for group in groups]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
@@ -51,18 +51,18 @@ def save_rollout(path_template: str, rollout_id: int, groups: Sequence[PromptGro
     partial.replace(path)
 
 
-def load_rollout(path_template: str, rollout_id: int) -> list[PromptGroup]:
+def load_rollout(path_template: str, iteration: int) -> list[PromptGroup]:
     """The groups that ``save_rollout`` wrote.
 
     Raises ``ValueError`` for a missing or empty file (naming the flag) and for a malformed line (naming file and line).
     """
-    path = rollout_path(path_template, rollout_id)
+    path = rollout_path(path_template, iteration)
     flag = f"--load-debug-rollout-data {path_template}"
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(
-            f"{flag}: cannot read {path} for rollout {rollout_id} ({error.strerror}); save it first with "
+            f"{flag}: cannot read {path} for iteration {iteration} ({error.strerror}); save it first with "
             "--save-debug-rollout-data, or lower --num-rollout to the rollouts that were saved"
         ) from error
     groups = [_decode(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
@@ -117,6 +117,8 @@ def _decode_prompt(record: dict[str, Any]) -> Prompt:
 
 
 def _decode_sample(record: dict[str, Any], group: PromptGroup) -> Sample:
+    if "trajectory_id" not in record:  # files saved before the field was renamed
+        record = record | {"trajectory_id": record["rollout_id"]}
     return Sample(
         prompt=_decode_prompt(record["prompt"]) if "prompt" in record else group.prompt,
         group_index=group.group_index,

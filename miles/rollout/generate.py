@@ -29,7 +29,7 @@ class Detokenizer(Protocol):
 class GroupGenerator(Protocol):
     """A new group with ``n_samples`` generated, unscored trajectories of ``group``'s prompt; ``generate_group`` is one.
 
-    Trajectory k has ``rollout_id = group_index * n_samples + k``.
+    Trajectory k has ``trajectory_id = group_index * n_samples + k``.
     """
 
     async def __call__(
@@ -95,8 +95,8 @@ async def generate_group(
 ) -> PromptGroup:
     """A new group with ``n_samples`` generated, unscored samples of ``group``'s prompt, from one engine request.
 
-    Sample k gets ``rollout_id = group_index * n_samples + k``: unique over a run, since group indices are. Its text is
-    decoded without special tokens; its mask is 1 on every generated token. Raises what ``fit_context`` and the
+    Sample k gets ``trajectory_id = group_index * n_samples + k``: unique over a run, since group indices are. Its text
+    is decoded without special tokens; its mask is 1 on every generated token. Raises what ``fit_context`` and the
     engine raise.
     """
     request = GenerationRequest(
@@ -111,11 +111,11 @@ async def generate_group(
     return PromptGroup(group.group_index, group.prompt, samples)
 
 
-def _sample(group: PromptGroup, rollout_id: int, generation: Generation, tokenizer: Detokenizer) -> Sample:
+def _sample(group: PromptGroup, trajectory_id: int, generation: Generation, tokenizer: Detokenizer) -> Sample:
     sample = Sample(
         prompt=group.prompt,
         group_index=group.group_index,
-        rollout_id=rollout_id,
+        trajectory_id=trajectory_id,
         response_ids=list(generation.token_ids),
         response=tokenizer.decode(generation.token_ids, skip_special_tokens=True),
         loss_mask=[1] * len(generation.token_ids),

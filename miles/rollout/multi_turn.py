@@ -21,7 +21,7 @@ class GenerateFunction(Protocol):
     """Takes a trajectory from its prompt to its end, by ``trajectory.generate()`` and ``trajectory.append(text)``.
 
     It returns None, and the trajectory's sample is trained on; or a list of samples, made with ``dataclasses.replace``
-    of it, where one trajectory becomes several (context compaction). Those share its rollout_id.
+    of it, where one trajectory becomes several (context compaction). Those share its trajectory_id.
     """
 
     async def __call__(self, trajectory: Trajectory) -> list[Sample] | None: ...
@@ -80,10 +80,11 @@ def _checked(answer: Any, trajectory: Trajectory, path: str) -> list[Sample]:
             f"sample, or a list of one or more samples"
         )
     for sample in samples:
-        if (sample.group_index, sample.rollout_id) != (own.group_index, own.rollout_id):
+        if (sample.group_index, sample.trajectory_id) != (own.group_index, own.trajectory_id):
             raise ValueError(
-                f"{_FLAG} {path}: a sample of {own.prompt.source} has group {sample.group_index} and rollout "
-                f"{sample.rollout_id}, its trajectory {own.group_index} and {own.rollout_id}; make further samples "
+                f"{_FLAG} {path}: a sample of {own.prompt.source} has group {sample.group_index} and "
+                f"trajectory_id {sample.trajectory_id}, its trajectory {own.group_index} and {own.trajectory_id}; make "
+                f"further samples "
                 f"with dataclasses.replace(trajectory.sample, ...)"
             )
         if not sample.response_ids and sample.status is not SampleStatus.ABORTED:

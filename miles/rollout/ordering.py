@@ -20,14 +20,14 @@ class RolloutOrder:
         self._version = -1
 
     @asynccontextmanager
-    async def rollout(self, rollout_id: int, after: int | None, version: int) -> AsyncIterator[None]:
-        """The block that generates ``rollout_id``: after rollout ``after`` (None: it is the first of the run), and
+    async def rollout(self, iteration: int, after: int | None, version: int) -> AsyncIterator[None]:
+        """The block that generates ``iteration``: after rollout ``after`` (None: it is the first of the run), and
         under the weights of ``version`` or newer."""
 
         def may_begin() -> bool:
             return not self._busy and self._version >= version and (after is None or self._generated >= after)
 
-        async with self._busy_when(may_begin, then_generated=rollout_id):
+        async with self._busy_when(may_begin, then_generated=iteration):
             yield
 
     @asynccontextmanager
@@ -50,10 +50,10 @@ class RolloutOrder:
                     self._generated = then_generated
                 self._changed.notify_all()
 
-    async def generated(self, rollout_id: int | None) -> None:
-        """Wait until rollout ``rollout_id`` is whole; not at all for None."""
+    async def generated(self, iteration: int | None) -> None:
+        """Wait until rollout ``iteration`` is whole; not at all for None."""
         async with self._changed:
-            await self._changed.wait_for(lambda: rollout_id is None or self._generated >= rollout_id)
+            await self._changed.wait_for(lambda: iteration is None or self._generated >= iteration)
 
     async def arrived(self, version: int) -> None:
         """The engine has the weights of ``version``."""

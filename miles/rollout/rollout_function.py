@@ -38,7 +38,7 @@ class RolloutTools:
 class RolloutFunction(Protocol):
     """The scored groups of one rollout, ``--rollout-batch-size`` of them; or a ``Rollout``, with metrics of its own."""
 
-    async def __call__(self, rollout_id: int, tools: RolloutTools) -> list[PromptGroup] | Rollout: ...
+    async def __call__(self, iteration: int, tools: RolloutTools) -> list[PromptGroup] | Rollout: ...
 
 
 class FunctionCollector:
@@ -49,11 +49,11 @@ class FunctionCollector:
         self._tools = tools
         self._function: RolloutFunction = load_function(path, _FLAG)
 
-    async def collect(self, rollout_id: int) -> Rollout:
+    async def collect(self, iteration: int) -> Rollout:
         """What the function gives, checked: ``ValueError`` says what is wrong with it."""
-        answer: Any = await self._function(rollout_id, self._tools)
+        answer: Any = await self._function(iteration, self._tools)
         groups = answer.groups if isinstance(answer, Rollout) else answer
-        self._check(groups, rollout_id)
+        self._check(groups, iteration)
         metrics = rollout_metrics(groups, groups, 0, self._tools.reward.log_passrate)
         return Rollout(groups, metrics | answer.metrics if isinstance(answer, Rollout) else metrics)
 
@@ -64,18 +64,18 @@ class FunctionCollector:
     def weights_arrived(self, version: int) -> None:
         """Each rollout is generated with the weights that are there."""
 
-    def _check(self, groups: Any, rollout_id: int) -> None:
-        at = f"{_FLAG} {self._path}: rollout {rollout_id}"
+    def _check(self, groups: Any, iteration: int) -> None:
+        at = f"{_FLAG} {self._path}: rollout {iteration}"
         if not isinstance(groups, list) or not all(isinstance(group, PromptGroup) for group in groups):
             raise ValueError(f"{at} is {groups!r:.80}; return a list of miles.sample.PromptGroup, or a Rollout of it")
         wanted, per_group = self._tools.rollout.rollout_batch_size, self._tools.rollout.n_samples_per_prompt
         if len(groups) != wanted:
             raise ValueError(f"{at} has {len(groups)} groups; return as many as --rollout-batch-size {wanted}")
         for group in groups:
-            trajectories = {sample.rollout_id for sample in group.samples}
+            trajectories = {sample.trajectory_id for sample in group.samples}
             if len(trajectories) != per_group or None in trajectories:
                 raise ValueError(
-                    f"{at}: group {group.group_index} has the rollout_ids {sorted(map(str, trajectories))}; give it "
+                    f"{at}: group {group.group_index} has the trajectory_ids {sorted(map(str, trajectories))}; give it "
                     f"--n-samples-per-prompt {per_group} trajectories, each with an id of its own"
                 )
             if any(sample.reward is None for sample in group.samples):

@@ -25,7 +25,7 @@ def build_source(
     reward: RewardArguments,
     seed: int,
     generate: GroupGenerator,
-    total_rollouts: int,
+    num_iterations: int,
 ) -> RolloutSource:
     """The user's rollout function, groups as they complete, or bursts that are awaited.
 
@@ -45,7 +45,7 @@ def build_source(
         rollout,
         reward,
         plan,
-        total_rollouts=total_rollouts,
+        num_iterations=num_iterations,
         engine=engine,
         interruptible=interruptible,
     )

@@ -11,13 +11,13 @@ from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.metrics import Metric
 from miles.rollout.collect import PromptSource, Rollout
-from miles.rollout.filter_stall import BarrenWatch
+from miles.rollout.filter_stall import FilterStallGuard
 from miles.rollout.off_policy import is_older, is_wholly_older, mask_older
 from miles.rollout.produce_group import GroupMaker, MadeGroup, Tally
 from miles.sample import PromptGroup
 
 
-class AtTheEnd(Enum):
+class LeftoverGroups(Enum):
     """What becomes of the groups in flight when a rollout is full."""
 
     CANCEL = auto()  # --over-sampling-early-stop: they are given up, and so are finished ones that are not needed
@@ -47,7 +47,7 @@ class StreamPlan:
     loss mask 0, and groups of nothing else are dropped; ``drop_stale``: groups that hold one are dropped.
     """
 
-    at_the_end: AtTheEnd
+    leftover_groups: LeftoverGroups
     in_play: int  # groups in flight or finished, at most
     max_staleness: int
     mask_stale: bool = False
@@ -61,11 +61,13 @@ class StreamPlan:
         stale = rollout.async_steps
         if rollout.fully_async:
             mask = rollout.stale_samples == "mask"
-            return cls(AtTheEnd.RUN_ON, (stale + 1) * batch, stale, mask_stale=mask, drop_stale=not mask)
+            return cls(LeftoverGroups.RUN_ON, (stale + 1) * batch, stale, mask_stale=mask, drop_stale=not mask)
         if rollout.partial_rollout:
-            return cls(AtTheEnd.INTERRUPT, over_sampled, stale, mask_stale=rollout.mask_offpolicy_in_partial_rollout)
+            return cls(
+                LeftoverGroups.INTERRUPT, over_sampled, stale, mask_stale=rollout.mask_offpolicy_in_partial_rollout
+            )
         if rollout.over_sampling_early_stop:
-            return cls(AtTheEnd.CANCEL, over_sampled, stale)
+            return cls(LeftoverGroups.CANCEL, over_sampled, stale)
         return None
 
 
@@ -87,22 +89,22 @@ class StreamCollector:
         reward: RewardArguments,
         plan: StreamPlan,
         *,
-        total_rollouts: int,
+        num_iterations: int,
         engine: Abortable,
         interruptible: Interruptible | None = None,
     ) -> None:
         assert rollout.rollout_batch_size is not None, "validate() requires --rollout-batch-size"
-        assert (interruptible is not None) == (plan.at_the_end is AtTheEnd.INTERRUPT)
+        assert (interruptible is not None) == (plan.leftover_groups is LeftoverGroups.INTERRUPT)
         path = rollout.dynamic_sampling_filter_path
         self._stream = stream
         self._make_group = make_group
         self._log_passrate = reward.log_passrate
         self._batch_size = rollout.rollout_batch_size
         self._plan = plan
-        self._total_rollouts = total_rollouts
+        self._num_iterations = num_iterations
         self._engine = engine
         self._interruptible = interruptible
-        self._watch = BarrenWatch(stream, path, self._batch_size, self._batch_size) if path else None
+        self._watch = FilterStallGuard(stream, path, self._batch_size, self._batch_size) if path else None
         self._in_flight: dict[asyncio.Task[MadeGroup], int] = {}  # and the group_index it makes
         self._ready: list[PromptGroup] = []
         self._tally = Tally()
@@ -110,16 +112,16 @@ class StreamCollector:
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._open = False  # may new groups be started?
-        self._rollout_id = 0  # of the rollout that is next to be full
+        self._iteration = 0  # of the rollout that is next to be full
         self._version = 0
 
-    async def collect(self, rollout_id: int) -> Rollout:
-        """The groups and metrics of rollout ``rollout_id``, to be trained by weights of that version.
+    async def collect(self, iteration: int) -> Rollout:
+        """The groups and metrics of rollout ``iteration``, to be trained by weights of that version.
 
-        Raises ``ValueError`` when the filter keeps next to nothing (``BarrenWatch``), and what generation, scoring and
-        filtering raise.
+        Raises ``ValueError`` when the filter keeps next to nothing (``FilterStallGuard``), and whatever generation,
+        scoring and filtering raise.
         """
-        self._rollout_id = rollout_id
+        self._iteration = iteration
         self._open = True
         self._drop_stale()
         if self._interruptible is not None:
@@ -140,7 +142,7 @@ class StreamCollector:
             if self._failure is not None:
                 raise self._failure
             if self._watch is not None:
-                self._watch.check(self._rollout_id, len(self._ready), self._tally.dropped)
+                self._watch.check(self._iteration, len(self._ready), self._tally.dropped)
             if len(self._ready) >= self._batch_size:
                 return
             self._fill()
@@ -160,9 +162,9 @@ class StreamCollector:
     def _most_in_play(self) -> int:
         """Under RUN_ON no more than the weights of now may serve within the staleness bound, if rollouts take the
         oldest groups: those of rollouts up to version + max_staleness."""
-        if self._plan.at_the_end is not AtTheEnd.RUN_ON:
+        if self._plan.leftover_groups is not LeftoverGroups.RUN_ON:
             return self._plan.in_play
-        rollouts = min(self._version + self._plan.max_staleness + 1, self._total_rollouts) - self._rollout_id
+        rollouts = min(self._version + self._plan.max_staleness + 1, self._num_iterations) - self._iteration
         return min(rollouts * self._batch_size, self._plan.in_play)
 
     def _ended(self, task: asyncio.Task[MadeGroup]) -> None:
@@ -196,7 +198,7 @@ class StreamCollector:
         if not (self._plan.drop_stale or self._plan.mask_stale):
             return
         is_stale = is_older if self._plan.drop_stale else is_wholly_older
-        oldest = self._rollout_id - self._plan.max_staleness
+        oldest = self._iteration - self._plan.max_staleness
         judged = self._ready[since:]
         dropped = {group.group_index for group in judged if is_stale(group, oldest)}
         if dropped:
@@ -209,7 +211,7 @@ class StreamCollector:
         self._tally = Tally()
         self._dropped.clear()
         if self._plan.mask_stale:
-            oldest = self._rollout_id - self._plan.max_staleness
+            oldest = self._iteration - self._plan.max_staleness
             masked = sum(mask_older(group, oldest) for group in groups)
             metrics["rollout/masked_stale_tokens"] = Metric(masked, 1.0)
         return metrics
@@ -220,8 +222,8 @@ class StreamCollector:
             "rollout/unfinished_groups": Metric(len(self._in_flight), 1.0),
             "rollout/surplus_groups": Metric(len(self._ready), 1.0),
         }
-        self._open = self._plan.at_the_end is AtTheEnd.RUN_ON
-        if self._plan.at_the_end is AtTheEnd.CANCEL:
+        self._open = self._plan.leftover_groups is LeftoverGroups.RUN_ON
+        if self._plan.leftover_groups is LeftoverGroups.CANCEL:
             await self._cancel()
             await self._engine.abort()  # servers learn only so that nobody waits any more
             self._ready.clear()
@@ -230,7 +232,7 @@ class StreamCollector:
             self._dropped.clear()
         elif self._interruptible is not None:
             await self._interruptible.interrupt()
-        self._rollout_id += 1
+        self._iteration += 1
         self._fill()
         return left
 

@@ -49,9 +49,9 @@ class RunFiles:
         """Add one row. A step may be given in several rows (training, then evaluation); reading joins them."""
         jsonl.append(self._metrics, [{"step": step, **values}])
 
-    def append_samples(self, rollout_id: int, samples: Sequence[SampleRecord]) -> None:
+    def append_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         """Add one row a sample."""
-        rows = ({"rollout_id": rollout_id, **dataclasses.asdict(s), "status": str_value(s.status)} for s in samples)
+        rows = ({"rollout_id": step, **dataclasses.asdict(s), "status": str_value(s.status)} for s in samples)
         jsonl.append(self._samples, rows)
 
     def read_metrics(self) -> list[dict[str, float]]:

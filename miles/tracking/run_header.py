@@ -33,7 +33,7 @@ class RunHeader:
     ) -> RunHeader:
         """Read settings and defaults from ``sections``, a dataclass whose fields are dataclasses (``Settings``).
 
-        A field of name-value pairs (``megatron_given``) is a section in which nothing has its default value.
+        A field of name-value pairs (``megatron_overrides``) is a section in which nothing has its default value.
         """
         settings: dict[str, dict[str, Any]] = {}
         defaults: dict[str, dict[str, Any]] = {}

@@ -71,12 +71,12 @@ class Tracker:
         for sink in self._sinks:
             sink.log(step, values)
 
-    def log_samples(self, rollout_id: int, samples: Sequence[SampleRecord]) -> None:
+    def log_samples(self, iteration: int, samples: Sequence[SampleRecord]) -> None:
         """Keep ``--report-samples`` of the samples, spread evenly over them so that they show different prompts."""
         self._begin()
         count = min(self._tracking.report_samples, len(samples))
         spread = [samples[position * len(samples) // count] for position in range(count)]
-        self._files.append_samples(rollout_id, spread)
+        self._files.append_samples(iteration, spread)
 
     def close(self) -> None:
         """Close all sinks and write report.html, unless ``--no-report``. Closing twice is harmless."""

@@ -52,7 +52,7 @@ class AdvantageEstimator:
         order = sorted(step)
         found = token_advantages(self.loss, [step[place] for place in order])
         index = {place: i for i, place in enumerate(order)}
-        mine = [index[place] for place in shard.batch.places]
+        mine = [index[place] for place in shard.batch.position_in_step]
         returns = None if found.returns is None else [found.returns[i] for i in mine]
         batch = replace(shard.batch, advantages=[found.advantages[i] for i in mine], returns=returns)
         return replace(shard, batch=batch), found.metrics
@@ -63,7 +63,7 @@ class AdvantageEstimator:
         for plan in (*shard.micro_batches, *shard.score_only):
             if rank % plan.context_parallel_size == 0:
                 for sample in plan.samples:
-                    yield shard.batch.places[sample], self._tokens(shard.batch, sample)
+                    yield shard.batch.position_in_step[sample], self._tokens(shard.batch, sample)
 
     def _tokens(self, batch: TrainBatch, i: int) -> SampleTokens:
         log_ratio = None
@@ -73,4 +73,4 @@ class AdvantageEstimator:
             policy, reference, mask = (torch.tensor(column) for column in columns)  # copies: Ray's memory is read-only
             log_ratio = masked_log_ratio(policy, reference, mask).numpy()
         values = None if batch.values is None else batch.values[i]
-        return SampleTokens(batch.rollout_ids[i], batch.rewards[i], batch.loss_masks[i], values, log_ratio)
+        return SampleTokens(batch.trajectory_ids[i], batch.rewards[i], batch.loss_masks[i], values, log_ratio)

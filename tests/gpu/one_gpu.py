@@ -119,7 +119,7 @@ def conform(backend: str, path: Path, mode: str, parallel: ParallelArguments) ->
     recorded = Recorded(make_backend(backend, settings_of(backend, path, case.loss, parallel)))
     rows = rows_of(case)
     (batch,) = convert(
-        groups_of(case, rows), loss=case.loss, global_batch_size=len({r.sample.rollout_id for r in rows})
+        groups_of(case, rows), loss=case.loss, global_batch_size=len({r.sample.trajectory_id for r in rows})
     )
     train(recorded, batch)
     found = by_expert(recorded.gradients)

@@ -37,7 +37,7 @@ TRIED = (
 )
 
 
-def check_given(given: Given, shape: dict[str, Any] | None, flags: dict[str, str]) -> None:
+def check_overrides(given: Given, shape: dict[str, Any] | None, flags: dict[str, str]) -> None:
     """``shape`` is that of the model's config, None where it is not known yet; ``flags`` names each field's flag.
 
     Raises ``ValueError`` naming the flag, its value, and what contradicts it.

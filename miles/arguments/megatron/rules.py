@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from miles.arguments.megatron.auxiliary import check_auxiliary, check_auxiliary_of_model
 from miles.arguments.megatron.bridge import check_bridge
 from miles.arguments.megatron.fields import MODEL_FLAGS, megatron_fields
-from miles.arguments.megatron.overrides import check_given
+from miles.arguments.megatron.overrides import check_overrides
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.megatron.shape import BRIDGED, check_bridged, megatron_shape, vocabulary_shape
 from miles.arguments.settings import Settings
@@ -48,14 +48,14 @@ def check_megatron(settings: Settings) -> None:
         refuse("advantage_estimator", settings.loss.advantage_estimator, rule, way_out)
     config = _local_config(settings.model.hf_checkpoint)
     if config is None:  # a name on a hub: the backend checks the rest when it has the config
-        check_given(settings.megatron_given, None, _flags())
+        check_overrides(settings.megatron_overrides, None, _flags())
         return
     left_to_the_backend: Collection[Any] = ()
     if sizes.megatron_to_hf_mode == "bridge":
         check_bridged(config)
         left_to_the_backend = BRIDGED  # whose shapes Megatron-Bridge says
     if config.get("model_type") in left_to_the_backend:
-        check_given(settings.megatron_given, None, _flags())
+        check_overrides(settings.megatron_overrides, None, _flags())
         return
     shape = megatron_shape(config)
     check_with_model(settings, config, shape)
@@ -65,7 +65,7 @@ def check_megatron(settings: Settings) -> None:
 
 
 def _check_recomputation(settings: Settings) -> None:
-    given = dict(settings.megatron_given)
+    given = dict(settings.megatron_overrides)
     if settings.training.gradient_checkpointing or "recompute_granularity" in given:
         return
     for name in ("recompute_method", "recompute_num_layers"):
@@ -78,7 +78,7 @@ def check_with_model(settings: Settings, config: dict[str, Any], shape: dict[str
     """The sizes fit the model of this Hugging Face config, whose shape in Megatron's words is ``shape``, and no flag
     contradicts it."""
     check_model(settings.megatron, config, shape)
-    check_given(settings.megatron_given, {**shape, **vocabulary_shape(config)}, _flags())
+    check_overrides(settings.megatron_overrides, {**shape, **vocabulary_shape(config)}, _flags())
 
 
 def _flags() -> dict[str, str]:

@@ -16,7 +16,7 @@ from miles.engine.sglang.open_files import allow_open_files
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.sglang_client import EngineUnavailable, SglangClient
 from miles.engine.sglang.sglang_weights import SglangReceiver
-from miles.engine.sglang.unresponsive import SilenceWatch
+from miles.engine.sglang.unresponsive import UnresponsiveServerMonitor
 from miles.weight_sync.sender import WeightSender
 from miles.weights import WeightChunk
 
@@ -76,7 +76,7 @@ class SglangEngine:
         self._paused = False
         self._version = 0
         self._updated = False  # until the first update, external engines have weights of an unknown version
-        self._silence = SilenceWatch(silence_seconds)
+        self._silence = UnresponsiveServerMonitor(silence_seconds)
         self._failure: Exception | None = None  # what ended all requests
         self._released: set[str] = set()  # URLs of servers that have given up their memory
         self._current: Iterable[WeightChunk] | None = None  # kept for servers that restart

@@ -12,7 +12,7 @@ from miles.engine.sglang.sglang_client import EngineUnavailable, RequestRefused
 log = logging.getLogger(__name__)
 
 
-class SilenceWatch:
+class UnresponsiveServerMonitor:
     """How long each server, router included, has passed no health check."""
 
     def __init__(self, seconds: float) -> None:

@@ -17,10 +17,10 @@ from miles.train_batch import MicroBatch
 from miles.training.megatron.versions import average_of_ddp, average_of_schedule
 
 Metrics = dict[str, torch.Tensor]
-Handed = tuple[torch.Tensor | Metrics, ...]  # what the schedule's loss function returns
+ScheduleLoss = tuple[torch.Tensor | Metrics, ...]  # what the schedule's loss function returns
 
 
-class LossContract(Protocol):
+class MegatronLossScaling(Protocol):
     """Made for one pass over the micro-batches of a step; called once a micro-batch, in order."""
 
     @property
@@ -28,13 +28,13 @@ class LossContract(Protocol):
         """What a loss is multiplied by that does not pass through the schedule (auxiliary.py)."""
         ...
 
-    def __call__(self, output: LossOutput, micro: MicroBatch) -> Handed:
+    def __call__(self, output: LossOutput, micro: MicroBatch) -> ScheduleLoss:
         """The tuple of this contract."""
         ...
 
 
 @dataclass
-class AveragingContract:
+class AveragingScaling:
     """``calculate_per_token_loss`` off: the two-tuple ``(loss, metrics)``.
 
     Schedule and data-parallel reduction multiply by constants, known beforehand; the loss is divided by them.
@@ -47,13 +47,13 @@ class AveragingContract:
     def attached(self) -> float:
         return 1.0 / average_of_ddp(self.dp_size)
 
-    def __call__(self, output: LossOutput, micro: MicroBatch) -> Handed:
+    def __call__(self, output: LossOutput, micro: MicroBatch) -> ScheduleLoss:
         average = average_of_schedule(self.num_micro_batches) * average_of_ddp(self.dp_size)
         return output.loss / average, output.metrics
 
 
 @dataclass
-class TokenContract:
+class PerTokenScaling:
     """``calculate_per_token_loss`` on: the three-tuple ``(loss, tokens, metrics)``.
 
     Megatron divides gradients by the tokens that all ranks and micro-batches report (``finalize_model_grads``). They
@@ -69,7 +69,7 @@ class TokenContract:
     def attached(self) -> float:
         return float(self.num_loss_tokens)
 
-    def __call__(self, output: LossOutput, micro: MicroBatch) -> Handed:
+    def __call__(self, output: LossOutput, micro: MicroBatch) -> ScheduleLoss:
         tokens = micro.loss_mask.sum().int() + self.scored_tokens
         self.scored_tokens = 0
         return output.loss * self.num_loss_tokens, tokens, output.metrics

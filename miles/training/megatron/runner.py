@@ -24,7 +24,7 @@ from miles.objective.settings import LossArguments
 from miles.objective.value_loss import value_loss_function
 from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 from miles.training.megatron.loss_mass import take_mass
-from miles.training.megatron.loss_scaling import AveragingContract, Handed, LossContract, TokenContract
+from miles.training.megatron.loss_scaling import AveragingScaling, MegatronLossScaling, PerTokenScaling, ScheduleLoss
 from miles.training.megatron.model.mtp import NextTokens
 from miles.training.megatron.model.packed_tokens import PackedTokens
 from miles.training.megatron.model.policy_model import PolicyModel
@@ -54,9 +54,9 @@ def forward_backward(
             for metrics, tokens in scored.run(partial(_metrics_of, loss), forward_only=True):
                 add_metrics(totals, metrics)
                 scored_tokens += tokens
-    contract: LossContract = AveragingContract(len(shard.micro_batches), ranks.dp.size())
+    contract: MegatronLossScaling = AveragingScaling(len(shard.micro_batches), ranks.dp.size())
     if model.config.calculate_per_token_loss:
-        contract = TokenContract(shard.batch.num_loss_tokens, scored_tokens)
+        contract = PerTokenScaling(shard.batch.num_loss_tokens, scored_tokens)
     auxiliary: AuxiliaryStep | None = None
     if sizes.has_auxiliary_loss:
         assert not shard.score_only, "an auxiliary loss gives every sample a gradient"
@@ -153,8 +153,8 @@ def layers_with_experts(config: TransformerConfig) -> int:
 
 
 def _share_of_loss(
-    loss: LossArguments, contract: LossContract, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor
-) -> Handed:
+    loss: LossArguments, contract: MegatronLossScaling, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor
+) -> ScheduleLoss:
     return contract(_loss_of(loss, policy, micro, hidden), micro)
 
 

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from miles.arguments.megatron.overrides import check_given
+from miles.arguments.megatron.overrides import check_overrides
 from miles.arguments.megatron.shape import vocabulary_shape
 from miles.arguments.parser import parse
 from miles.arguments.validate import validate
@@ -111,8 +111,8 @@ def test_a_script_may_say_how_much_of_a_head_is_rotated():
     """Known when Megatron-Bridge has given the shape, so the backend checks it; the true value and no other."""
     nemotron = MISTRAL | {"model_type": "nemotron", "rope_parameters": {"partial_rotary_factor": 0.25}}
     flags = {"rotary_percent": "--rotary-percent"}
-    check_given((("rotary_percent", 0.25),), vocabulary_shape(nemotron), flags)
-    check_given((("rotary_percent", 1.0),), vocabulary_shape(MISTRAL), flags)
+    check_overrides((("rotary_percent", 0.25),), vocabulary_shape(nemotron), flags)
+    check_overrides((("rotary_percent", 1.0),), vocabulary_shape(MISTRAL), flags)
     for config in (nemotron, MISTRAL):
         with pytest.raises(ValueError, match="--rotary-percent 0.5: contradicts --hf-checkpoint"):
-            check_given((("rotary_percent", 0.5),), vocabulary_shape(config), flags)
+            check_overrides((("rotary_percent", 0.5),), vocabulary_shape(config), flags)

@@ -71,7 +71,7 @@ def test_launch_scripts_may_say_the_models_shape(megatron):
         "--accumulate-allreduce-grads-in-fp32 --no-rope-fusion --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1 --tensor-model-parallel-size 2 --sequence-parallel"
     )
-    assert dict(settings.megatron_given)["recompute_granularity"] == "full"
+    assert dict(settings.megatron_overrides)["recompute_granularity"] == "full"
     assert settings.token_ranks == 2 and [settings.token_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
 
 

@@ -96,7 +96,7 @@ def test_refused_in_one_sentence(validated, flags, sentence):
 def test_prompt_mean_takes_steps_of_whole_groups(validated, size):
     settings = validated(f"--loss-aggregation prompt_mean --global-batch-size {size}").settings
     assert settings.loss.loss_aggregation == "prompt_mean"
-    assert settings.steps_per_rollout == 32 // size
+    assert settings.steps_per_iteration == 32 // size
 
 
 @pytest.mark.parametrize("beside", ["", "--loss-aggregation constant"])

@@ -43,7 +43,7 @@ REFUSED = [
     ("--rollout-max-context-len 100 --rollout-max-prompt-len 100", "", "no room for a response"),
     ("--over-sampling-batch-size 4 --dynamic-sampling-filter-path a:b", "", "at least --rollout-batch-size 8"),
     ("--over-sampling-batch-size 16", "", "without --dynamic-sampling-filter-path"),
-    ("--save-debug-rollout-data all.jsonl", "", "each rollout would overwrite the last"),
+    ("--save-debug-rollout-data all.jsonl", "", "each iteration would overwrite the last"),
     ("--load-debug-rollout-data nowhere.jsonl", "", "no such file"),
     (f"{LOADS} --num-epoch 1", "--num-rollout", "needs --num-rollout"),
     (f"{LOADS} --dynamic-sampling-filter-path a:b", "", "nothing is generated"),
@@ -190,6 +190,6 @@ def test_step_arithmetic(prompts, samples, size, steps):
             validate(settings)
         return
     result = validate(settings).settings
-    assert result.global_batch_size * result.steps_per_rollout == collected
+    assert result.global_batch_size * result.steps_per_iteration == collected
     assert size in (None, result.global_batch_size)
-    assert steps in (None, result.steps_per_rollout)
+    assert steps in (None, result.steps_per_iteration)

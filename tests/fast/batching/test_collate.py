@@ -81,8 +81,8 @@ def test_columns_follow_their_samples(make_batch, choice):
         assert all(np.array_equal(part, column[i]) for part, i in zip(parts, indices, strict=True)), name
     assert micro.advantages.tolist() == [i + 0.5 for i in indices for _ in range(lengths[i][1])]
     assert micro.sample_denoms.tolist() == [i + 2.0 for i in indices]
-    assert micro.rollout_token_counts.tolist() == [i + 3.0 for i in indices]
-    assert (micro.num_rollouts, micro.num_loss_tokens) == (91, 93)
+    assert micro.trajectory_token_counts.tolist() == [i + 3.0 for i in indices]
+    assert (micro.num_trajectories, micro.num_loss_tokens) == (91, 93)
 
 
 @given(choices())
@@ -102,7 +102,7 @@ def test_no_samples_are_one_token_and_no_response(make_batch):
         for name in ("logit_index", "targets", "sample_index", "loss_mask", "advantages", "sample_denoms"):
             assert getattr(micro, name).shape == (0,), name
         assert micro.logit_index.dtype == micro.targets.dtype == torch.int64
-        assert (micro.num_rollouts, micro.num_loss_tokens) == (91, 93)
+        assert (micro.num_trajectories, micro.num_loss_tokens) == (91, 93)
         padded = collate(batch, [], CPU, row_multiple=4)
         assert padded.rows == 1 and padded.input_ids.shape == (4,) and padded.logit_index.shape == (0,)
 
@@ -118,7 +118,7 @@ def test_select_keeps_the_numbers_of_the_step(make_batch, choice):
     lengths, indices = choice
     batch = make_batch(lengths)
     part = batch.select(indices)
-    assert part.rollout_ids == [100 + i for i in indices]
+    assert part.trajectory_ids == [100 + i for i in indices]
     assert all(np.array_equal(a, batch.tokens[i]) for a, i in zip(part.tokens, indices, strict=True))
-    assert (part.num_rollouts, part.num_loss_tokens, part.expected_loss_mass) == (91, 93, 0.94)
-    assert part.select([]).num_rollouts == 91 and len(part.select([])) == 0
+    assert (part.num_trajectories, part.num_loss_tokens, part.expected_loss_mass) == (91, 93, 0.94)
+    assert part.select([]).num_trajectories == 91 and len(part.select([])) == 0

@@ -66,7 +66,7 @@ def test_every_sample_once_on_the_ranks_that_share_it(make_batch, step, split):
     for rank, shard in enumerate(shards):
         for plans, kind in kinds(shard):
             for plan in plans:
-                rollouts = [shard.batch.rollout_ids[i] for i in plan.samples]
+                rollouts = [shard.batch.trajectory_ids[i] for i in plan.samples]
                 assert all(has_gradient[r] is kind for r in rollouts)
                 if rank % plan.context_parallel_size == 0:  # the first of those that share it
                     found += rollouts
@@ -81,8 +81,8 @@ def test_ranks_that_share_a_micro_batch_have_the_same_samples(make_batch, step, 
             size = plan.context_parallel_size
             first = shards[rank // size * size]
             assert first.micro_batches[number].context_parallel_size == size
-            assert [first.batch.rollout_ids[i] for i in first.micro_batches[number].samples] == [
-                shard.batch.rollout_ids[i] for i in plan.samples
+            assert [first.batch.trajectory_ids[i] for i in first.micro_batches[number].samples] == [
+                shard.batch.trajectory_ids[i] for i in plan.samples
             ]
 
 
@@ -127,7 +127,7 @@ def test_more_ranks_than_samples(make_batch):
 
 def test_in_order_without_balancing(make_batch):
     shards = schedule_step(make_batch([(1, 9), (1, 1), (1, 1), (1, 1), (1, 1)]), 2, PLAIN, ALONE)
-    assert [shard.batch.rollout_ids for shard in shards] == [[100, 101], [102, 103, 104]]
+    assert [shard.batch.trajectory_ids for shard in shards] == [[100, 101], [102, 103, 104]]
 
 
 def test_balancing_evens_out_tokens(make_batch):

@@ -28,7 +28,7 @@ def resumed(launch, workplace):
     flags += ["--save-debug-rollout-data", str(workplace / "ahead_{rollout_id}.jsonl")]
     run = launch("ahead", *flags, HOLD_AT="3", HELD=str(held))
     run.wait_until(lambda: held.exists() and (checkpoints / "iter_0000003").exists())
-    assert run.kill_worker("RolloutWorker")
+    assert run.kill_worker("RolloutActor")
     assert run.wait() == 0, run.err
     return run
 

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from miles.arguments.checkpoint import CheckpointArguments
-from miles.cluster.failures import how_to_resume, told_to_the_user
+from miles.cluster.failures import exit_with_message, how_to_resume
 
 NOTHING_SAVED = CheckpointArguments()
 
@@ -27,14 +27,14 @@ def test_how_to_resume_follows_what_is_on_disk(tmp_path):
 
 
 def test_value_error_is_one_sentence(capsys):
-    with pytest.raises(SystemExit) as ended, told_to_the_user(NOTHING_SAVED):
+    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED):
         raise ValueError("--lr -1: must be at least 0; give 0 or more")
     assert ended.value.code == 1
     assert capsys.readouterr().err == "train.py: error: --lr -1: must be at least 0; give 0 or more\n"
 
 
 def test_other_errors_show_their_traceback(capsys):
-    with pytest.raises(SystemExit) as ended, told_to_the_user(NOTHING_SAVED):
+    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED):
         raise OSError("disk full")
     shown = capsys.readouterr().err
     assert ended.value.code == 1
@@ -43,7 +43,7 @@ def test_other_errors_show_their_traceback(capsys):
 
 
 def test_sigterm_is_ctrl_c(capsys):
-    with pytest.raises(SystemExit) as ended, told_to_the_user(NOTHING_SAVED):
+    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED):
         signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 130
     assert "stopped by the user" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def assert_each_prompt_trained_on_once(run, workplace, name):
 
 def test_a_trainer_that_dies_during_a_rollout_ends_the_run(held, workplace):
     run = held("dead_trainer")
-    assert run.kill_worker("TrainWorker")
+    assert run.kill_worker("TrainActor")
     assert run.wait() == 1
     last = run.err.splitlines()[-1]
     assert last.startswith("train.py: the run stopped: trainer rank 0 died (out of memory, or killed from outside);")
@@ -46,14 +46,14 @@ def test_a_trainer_that_dies_during_a_rollout_ends_the_run(held, workplace):
 @pytest.mark.slow
 def test_a_stopped_rollout_worker_is_replaced(held, workplace):
     run = held("replaced", "--use-fault-tolerance", "--worker-timeout", "5")
-    assert run.kill_worker("RolloutWorker", signal.SIGSTOP)
+    assert run.kill_worker("RolloutActor", signal.SIGSTOP)
     assert run.wait() == 0, run.err
     assert "the rollout worker (process" in run.err and "worker is replaced" in run.err
     assert_each_prompt_trained_on_once(run, workplace, "replaced")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name"), [("RolloutWorker", "the rollout worker"), ("TrainWorker", "trainer rank")])
+@pytest.mark.parametrize(("kind", "name"), [("RolloutActor", "the rollout worker"), ("TrainActor", "trainer rank")])
 def test_a_stopped_worker_ends_the_run(held, workplace, kind, name):
     run = held(f"stopped_{kind}", "--worker-timeout", "5", ranks=2)
     assert run.kill_worker(kind, signal.SIGSTOP)
@@ -67,7 +67,7 @@ def test_a_stopped_worker_ends_the_run(held, workplace, kind, name):
 @pytest.mark.slow
 def test_a_stopped_trainer_is_overcome_by_a_restart(held, workplace):
     run = held("restarted", "--worker-timeout", "5", "--max-restarts", "1", ranks=2)
-    assert run.kill_worker("TrainWorker", signal.SIGSTOP)
+    assert run.kill_worker("TrainActor", signal.SIGSTOP)
     assert run.wait() == 0, run.err
     assert "going on from its last checkpoint (0 restarts left)" in run.err
     assert_each_prompt_trained_on_once(run, workplace, "restarted")

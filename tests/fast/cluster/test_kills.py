@@ -17,7 +17,7 @@ TITLES = {
     "engine": ("sglang::scheduler", "sglang_on_cpu"),
     "engine actor": ("ray::EngineActor",),
     "router": ("sglang::router",),
-    "rollout worker": ("ray::RolloutWorker",),
+    "rollout worker": ("ray::RolloutActor",),
 }
 
 
@@ -42,7 +42,7 @@ def kill_one(run, kind, rng):
 def run_and_kill(launch, workplace, name, rollouts, kinds, *flags):
     """A run of so many rollouts in which a process of each of ``kinds`` is killed, one after another."""
     rng = random.Random(0)
-    saved = ["--save-debug-rollout-data", str(workplace / (name + "_{rollout_id}.jsonl"))]
+    saved = ["--save-debug-rollout-data", str(workplace / (name + "_{iteration}.jsonl"))]
     run = launch(name, "--use-fault-tolerance", *flags, *saved, "--num-rollout", str(rollouts))
     moments = sorted(rng.sample(range(2, 2 * rollouts - 4), len(kinds)))  # optimizer steps
     rng.shuffle(kinds)
@@ -57,13 +57,13 @@ def run_and_kill(launch, workplace, name, rollouts, kinds, *flags):
 def assert_each_prompt_counted_once(run, workplace, name, rollouts):
     assert sorted(run.rows()) == list(range(1, 2 * rollouts + 1))
     groups, prompts = [], Counter()
-    for rollout_id in range(rollouts):
-        for line in (workplace / f"{name}_{rollout_id}.jsonl").read_text().splitlines():
+    for iteration in range(rollouts):
+        for line in (workplace / f"{name}_{iteration}.jsonl").read_text().splitlines():
             group = json.loads(line)
             groups.append(group["group_index"])
             prompts[group["prompt"]["text"]] += 1
             for sample in group["samples"]:
-                assert set(sample["weight_versions"]) == {rollout_id}
+                assert set(sample["weight_versions"]) == {iteration}
     assert groups == list(range(4 * rollouts))
     assert sum(prompts.values()) == 4 * rollouts and len(prompts) == PROMPTS
     assert max(prompts.values()) - min(prompts.values()) <= 1, "each pass over the prompts has each of them once"

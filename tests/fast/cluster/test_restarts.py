@@ -43,7 +43,7 @@ MODES = {"sync": [], "ahead": ["--async-steps", "1"], "fully": ["--async-steps",
 def test_a_killed_trainer_is_overcome(launch, workplace):
     """``test_async`` kills a rollout worker."""
     run = restarting(launch, workplace, "restarts", "--max-restarts", "1", "--num-rollout", "4", *MODES["fully"])
-    kill_when_trained(run, [(4, "TrainWorker")])
+    kill_when_trained(run, [(4, "TrainActor")])
     assert run.wait() == 0, run.err
     assert sorted(run.rows()) == list(range(1, 1 + 4 * STEPS))
     check_prompts(run, workplace, "restarts", 4)
@@ -56,7 +56,7 @@ def test_a_killed_trainer_is_overcome(launch, workplace):
 @pytest.mark.timeout(400)
 def test_without_restarts_a_killed_trainer_stops_the_run(launch, workplace):
     run = restarting(launch, workplace, "stops", ranks=2)
-    kill_when_trained(run, [(4, "TrainWorker")])  # the second rollout: after the first there is a checkpoint
+    kill_when_trained(run, [(4, "TrainActor")])  # the second rollout: after the first there is a checkpoint
     assert run.wait() == 1
     assert "trainer rank" in run.err.splitlines()[-1] and " died (" in run.err.splitlines()[-1]
     assert f"--load {workplace / 'stops_ckpt'} goes on from the last checkpoint" in run.err.splitlines()[-1]
@@ -70,7 +70,7 @@ def test_random_kills_over_fifty_steps(launch, workplace, mode):
     name, rng = f"random_{mode}", random.Random(mode)
     run = restarting(launch, workplace, name, "--max-restarts", "9", "--num-rollout", "25", *MODES[mode])
     at = sorted(rng.sample(range(2, 48, 2), 5))
-    kill_when_trained(run, [(step, rng.choice(["TrainWorker", "RolloutWorker"])) for step in at])
+    kill_when_trained(run, [(step, rng.choice(["TrainActor", "RolloutActor"])) for step in at])
     assert run.wait() == 0, run.err
     check_prompts(run, workplace, name, 25)
 

@@ -90,14 +90,14 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One rollout to train on. ``rollouts_per_step`` smaller than the rollouts makes several optimizer steps."""
+    """One rollout to train on. ``trajectories_per_step`` smaller than the rollouts makes several optimizer steps."""
 
     spec: Spec
     loss: LossArguments
     layout: Layout
     seed: int = 0
     off_policy: bool = False  # old and reference log-probs away from the current ones
-    rollouts_per_step: int | None = None
+    trajectories_per_step: int | None = None
     shuffled: bool = False  # groups, and rollouts within them, in another order
     mutation: str | None = None
     equal_rewards: bool = False  # in the first group: its samples have no advantage, and are only scored
@@ -154,7 +154,7 @@ def rows_of(case: Case) -> list[Row]:
     rewards = [s.reward or 0.0 for s in samples]
     std = not case.loss.disable_grpo_std_normalization
     advantages = normalize_rewards(
-        rewards, [s.group_index for s in samples], [s.rollout_id or 0 for s in samples], std=std
+        rewards, [s.group_index for s in samples], [s.trajectory_id or 0 for s in samples], std=std
     )
     return [Row(i, s, a) for i, (s, a) in enumerate(zip(samples, advantages, strict=True))]
 
@@ -182,8 +182,8 @@ def groups_of(case: Case, rows: Sequence[Row]) -> list[PromptGroup]:
     if case.shuffled:
         ordered.reverse()
         for group in ordered:
-            rollouts = sorted({s.rollout_id or 0 for s in group.samples}, reverse=True)
-            group.samples.sort(key=lambda s, order=rollouts: order.index(s.rollout_id or 0))
+            rollouts = sorted({s.trajectory_id or 0 for s in group.samples}, reverse=True)
+            group.samples.sort(key=lambda s, order=rollouts: order.index(s.trajectory_id or 0))
     return ordered
 
 

@@ -28,9 +28,9 @@ def samples_of(case: Case) -> list[OracleSample]:
     found = []
     for row in rows_of(case):
         sample = row.sample
-        assert sample.rollout_id is not None and sample.rollout_log_probs is not None
+        assert sample.trajectory_id is not None and sample.rollout_log_probs is not None
         plain = OracleSample(
-            sample.tokens, sample.loss_mask, sample.rollout_id, sample.group_index, row.advantage,
+            sample.tokens, sample.loss_mask, sample.trajectory_id, sample.group_index, row.advantage,
             sample.rollout_log_probs,
         )  # fmt: skip
         if case.off_policy:

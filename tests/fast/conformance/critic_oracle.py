@@ -99,7 +99,7 @@ def _estimates(case: Case, model: Any, samples: Sequence[OracleSample], values: 
 def _less_its_group(case: Case, place: int) -> float:
     rows = rows_of(case)
     group = {
-        r.sample.rollout_id: r.sample.reward for r in rows if r.sample.group_index == rows[place].sample.group_index
+        r.sample.trajectory_id: r.sample.reward for r in rows if r.sample.group_index == rows[place].sample.group_index
     }
     return (rows[place].sample.reward or 0.0) - statistics.mean(reward or 0.0 for reward in group.values())
 

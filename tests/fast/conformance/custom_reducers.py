@@ -13,7 +13,7 @@ def typed(inputs: ReducerInputs):
     def reduce(losses: torch.Tensor) -> torch.Tensor:
         parts = losses.split(list(inputs.response_lengths))
         means = [(p * m).sum() / m.sum().clamp(min=1) for p, m in zip(parts, inputs.loss_masks, strict=True)]
-        return torch.stack(means).sum() / inputs.num_rollouts
+        return torch.stack(means).sum() / inputs.num_trajectories
 
     return reduce
 

@@ -97,7 +97,7 @@ WEIGHTS: list[torch.Tensor] = []
 
 def _own_samples_only(found: Any, given: dict[str, Any]) -> Any:
     own = [float(max(count, 1)) for count in given["token_counts"]]
-    return replace(found, sample_denoms=own, rollout_token_counts=own)
+    return replace(found, sample_denoms=own, trajectory_token_counts=own)
 
 
 def _remember(found: Any, *_: Any) -> Any:
@@ -108,15 +108,17 @@ def _remember(found: Any, *_: Any) -> Any:
 def _weights_in_the_denominator(original: Callable[..., Any]) -> Callable[..., Any]:
     def reducer(loss: Any, micro: MicroBatch) -> Any:
         kept = micro.loss_mask * (WEIGHTS[0] > 0)
-        counts = torch.zeros_like(micro.rollout_token_counts).index_add(0, micro.sample_index, kept)
-        return original(loss, replace(micro, loss_mask=kept, rollout_token_counts=counts.clamp(min=1)))
+        counts = torch.zeros_like(micro.trajectory_token_counts).index_add(0, micro.sample_index, kept)
+        return original(loss, replace(micro, loss_mask=kept, trajectory_token_counts=counts.clamp(min=1)))
 
     return reducer
 
 
 def _mean_of_means(original: Callable[..., Any]) -> Callable[..., Any]:
     def reducer(micro: MicroBatch, per_token: bool) -> Any:
-        return original(replace(micro, num_rollouts=max(len(micro.response_lengths), 1) * COUNT.everywhere), per_token)
+        return original(
+            replace(micro, num_trajectories=max(len(micro.response_lengths), 1) * COUNT.everywhere), per_token
+        )
 
     return reducer
 
@@ -174,7 +176,9 @@ MUTATIONS: dict[str, Mutation] = {
                 denominators(
                     lambda d, given: replace(
                         d,
-                        sample_denoms=[x * d.num_rollouts / len(set(given["group_indices"])) for x in d.sample_denoms],
+                        sample_denoms=[
+                            x * d.num_trajectories / len(set(given["group_indices"])) for x in d.sample_denoms
+                        ],
                     )
                 ),
             ),
@@ -201,7 +205,11 @@ MUTATIONS: dict[str, Mutation] = {
             "a fully masked rollout does not count in N",
             case(**MASKED),
             True,
-            (denominators(lambda d, given: replace(d, num_rollouts=d.num_rollouts - given["token_counts"].count(0))),),
+            (
+                denominators(
+                    lambda d, given: replace(d, num_trajectories=d.num_trajectories - given["token_counts"].count(0))
+                ),
+            ),
         ),
         Mutation(
             "T is the micro-batch's own count",
@@ -213,7 +221,7 @@ MUTATIONS: dict[str, Mutation] = {
             "N is the micro-batch's own count",
             case(),
             True,
-            (micro_batch(lambda m: replace(m, num_rollouts=max(len(m.response_lengths), 1))),),
+            (micro_batch(lambda m: replace(m, num_trajectories=max(len(m.response_lengths), 1))),),
         ),
         Mutation(
             "gradients are averaged over ranks",

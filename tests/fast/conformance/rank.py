@@ -100,7 +100,7 @@ class Rank:
 
     def run(self, case: Case) -> list[StepResult] | str:
         """The results of every step, or what the canary said."""
-        if case.mutation is not None or case.rollouts_per_step is not None:
+        if case.mutation is not None or case.trajectories_per_step is not None:
             self.backends.clear()
         mutation = nullcontext() if case.mutation is None else MUTATIONS[case.mutation].applied()
         try:
@@ -110,13 +110,13 @@ class Rank:
             self.backends.clear()
             return str(error)
         finally:
-            if case.mutation is not None or case.rollouts_per_step is not None:
+            if case.mutation is not None or case.trajectories_per_step is not None:
                 self.backends.clear()
 
     def _train(self, case: Case) -> list[StepResult]:
         rows = rows_of(case)
-        rollouts = len({row.sample.rollout_id for row in rows})
-        per_step = case.rollouts_per_step or rollouts
+        rollouts = len({row.sample.trajectory_id for row in rows})
+        per_step = case.trajectories_per_step or rollouts
         batches = convert.convert(groups_of(case, rows), loss=case.loss, global_batch_size=per_step)
         if case.off_policy:
             batches = [_scored(batch, rows, case) for batch in batches]
@@ -150,7 +150,7 @@ class Rank:
         key = (case.layout.backend, case.layout.parallel, case.model, case.loss.has_critic)
         if key not in self.backends:
             # A rate of 0 keeps the weights for the next case; where steps follow each other they have to move.
-            rate = 0.0 if case.rollouts_per_step is None else 1e-2
+            rate = 0.0 if case.trajectories_per_step is None else 1e-2
             self.backends[key] = made = FsdpBackend(self._settings(case, rate), torch.device("cpu"), total_steps=10**9)
             if made.critic is not None:
                 head = {"value_head.weight": torch.from_numpy(VALUE_HEAD)}
@@ -178,8 +178,8 @@ def _has_gradient(case: Case, batch: TrainBatch) -> Sequence[bool]:
 
 def _scored(batch: TrainBatch, rows: Sequence[Row], case: Case) -> TrainBatch:
     """``batch`` with the old and reference log-probs of the case, found by each sample's tokens."""
-    place = {(row.sample.rollout_id, tuple(row.sample.tokens)): row.place for row in rows}
-    places = [place[r, tuple(t.tolist())] for r, t in zip(batch.rollout_ids, batch.tokens, strict=True)]
+    place = {(row.sample.trajectory_id, tuple(row.sample.tokens)): row.place for row in rows}
+    places = [place[r, tuple(t.tolist())] for r, t in zip(batch.trajectory_ids, batch.tokens, strict=True)]
     old, ref = (
         [torch.tensor(case.scores[name][p], dtype=torch.float32).numpy() for p in places] for name in ("old", "ref")
     )

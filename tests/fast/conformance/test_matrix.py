@@ -113,7 +113,7 @@ def test_supervised_fine_tuning_shares_the_path(ranks, oracle, mode, layout):
 def test_several_steps_a_rollout(ranks, oracle, mode, layout):
     """Each step has denominators of its own, and log-probs of the weights that the rollout began with."""
     spec = (*BATCHES["uneven"][1:2], *BATCHES["even"], *BATCHES["uneven"][1:2])
-    case = Case(spec, loss_of(mode), LAYOUTS[layout], rollouts_per_step=4, watch=True)
+    case = Case(spec, loss_of(mode), LAYOUTS[layout], trajectories_per_step=4, watch=True)
     results = ranks.run(case)
     assert len(results) == 2
     check_steps(case, results, samples_of(case), oracle)
@@ -124,7 +124,7 @@ def check_steps(case, results, samples, oracle) -> None:
     initial = {name: p.detach().clone() for name, p in oracle.named_parameters()}
     with torch.no_grad():
         old = [token_scores(oracle, s.tokens, len(s.mask), TEMPERATURE)[0].tolist() for s in samples]
-    size = case.rollouts_per_step
+    size = case.trajectories_per_step
     try:
         for number, result in enumerate(results):
             with torch.no_grad():

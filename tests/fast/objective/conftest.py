@@ -33,10 +33,10 @@ def _make_micro(masks: list[list[float]], **given: Any) -> MicroBatch:
         old_log_probs=None,
         ref_log_probs=None,
         sample_denoms=torch.tensor([max(c, 1.0) for c in counts]),
-        rollout_token_counts=torch.tensor([max(c, 1.0) for c in counts]),
+        trajectory_token_counts=torch.tensor([max(c, 1.0) for c in counts]),
         response_lengths=tuple(lengths),
         total_lengths=tuple(n + 2 for n in lengths),
-        num_rollouts=len(masks),
+        num_trajectories=len(masks),
         num_loss_tokens=int(sum(counts)),
         context=ALONE,
     )

@@ -75,7 +75,7 @@ def denominators_of(mode: Aggregation, rows: list[Row]) -> StepDenominators:
     return step_denominators(
         mode,
         token_counts=[r.mass for r in rows],
-        rollout_ids=[r.rollout for r in rows],
+        trajectory_ids=[r.rollout for r in rows],
         group_indices=[r.group for r in rows],
         divisor=DIVISOR if mode == "constant" else None,
     )
@@ -93,8 +93,8 @@ def reduced(make_micro, mode: Aggregation, rows: list[Row], parts: list[list[int
         micro = make_micro(
             [rows[i].mask for i in part],
             sample_denoms=torch.tensor([step.sample_denoms[i] for i in part]),
-            rollout_token_counts=torch.tensor([step.rollout_token_counts[i] for i in part]),
-            num_rollouts=step.num_rollouts,
+            trajectory_token_counts=torch.tensor([step.trajectory_token_counts[i] for i in part]),
+            num_trajectories=step.num_trajectories,
             num_loss_tokens=step.num_loss_tokens,
         )
         losses = torch.tensor([x for i in part for x in rows[i].losses], requires_grad=True)
@@ -118,15 +118,15 @@ def test_worked_example(make_micro, mode, expected):
     assert reduced(make_micro, mode, rows, [[0, 1, 2, 3]])[0] == pytest.approx(expected, rel=1e-6)
     assert oracle(mode, rows) == pytest.approx(expected)
     step = denominators_of(mode, rows)
-    assert (step.num_rollouts, step.num_loss_tokens) == (4, 20)
-    assert step.rollout_token_counts == [2, 6, 4, 8]
+    assert (step.num_trajectories, step.num_loss_tokens) == (4, 20)
+    assert step.trajectory_token_counts == [2, 6, 4, 8]
 
 
 @settings(deadline=None)
 @given(rows=steps(), mode=st.sampled_from(MODES))
 def test_denominators_give_the_table(rows, mode):
     step = denominators_of(mode, rows)
-    built = sum(r.loss_sum / d for r, d in zip(rows, step.sample_denoms, strict=True)) / step.num_rollouts
+    built = sum(r.loss_sum / d for r, d in zip(rows, step.sample_denoms, strict=True)) / step.num_trajectories
     assert built == pytest.approx(oracle(mode, rows), rel=1e-12, abs=1e-12)
     assert step.expected_loss_mass == pytest.approx(oracle(mode, rows, [r.mass for r in rows]), rel=1e-12)
 
@@ -148,7 +148,7 @@ def test_no_split_into_micro_batches_changes_value_or_gradient(make_micro, rows,
 def test_a_fully_masked_rollout_counts_in_n_only():
     rows = [*constant_rows([1.0, 1.0, 1.0, 1.0]), Row(1, 4, [0, 0, 0], [7.0] * 3)]
     step = denominators_of("sample_mean", rows)
-    assert (step.num_rollouts, step.num_loss_tokens, step.rollout_token_counts[-1]) == (5, 20, 1.0)
+    assert (step.num_trajectories, step.num_loss_tokens, step.trajectory_token_counts[-1]) == (5, 20, 1.0)
     assert step.expected_loss_mass == pytest.approx(4 / 5)
 
 
@@ -189,4 +189,4 @@ def test_missing_denominators_are_an_error_not_a_sample_mean(make_micro, mode, d
 @pytest.mark.parametrize("divisor", [None, 0.0, -1.0, float("nan"), float("inf")])
 def test_constant_needs_a_divisor(divisor):
     with pytest.raises(ValueError, match="--loss-aggregation-divisor"):
-        step_denominators("constant", token_counts=[1], rollout_ids=[0], group_indices=[0], divisor=divisor)
+        step_denominators("constant", token_counts=[1], trajectory_ids=[0], group_indices=[0], divisor=divisor)

@@ -14,7 +14,7 @@ import torch
 def first_token_only(inputs):
     weights = torch.cat([torch.eye(1, n)[0] for n in inputs.response_lengths]) * inputs.loss_mask
     assert [len(m) for m in inputs.loss_masks] == list(inputs.response_lengths)
-    return lambda losses: torch.dot(losses, weights / inputs.num_rollouts)
+    return lambda losses: torch.dot(losses, weights / inputs.num_trajectories)
 
 def sample_means(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
     assert [t - r for t, r in zip(total_lengths, response_lengths)] == [2] * len(response_lengths)
@@ -48,7 +48,7 @@ def custom(tmp_path, monkeypatch):
 
 
 def test_the_users_own_reducer_comes_first(make_micro, custom):
-    micro = make_micro([[1, 1], [1, 0, 1]], num_rollouts=4)
+    micro = make_micro([[1, 1], [1, 0, 1]], num_trajectories=4)
     losses = torch.arange(1.0, 6.0, requires_grad=True)
     value = get_pg_loss_reducer(custom("first_token_only"), micro)(losses)
     value.backward()
@@ -58,7 +58,7 @@ def test_the_users_own_reducer_comes_first(make_micro, custom):
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_the_four_argument_form_is_divided_by_the_steps_count(make_micro, custom, per_token):
-    micro = make_micro([[1, 1], [1, 0, 1]], num_rollouts=4, num_loss_tokens=10)
+    micro = make_micro([[1, 1], [1, 0, 1]], num_trajectories=4, num_loss_tokens=10)
     losses = torch.arange(1.0, 6.0)
     mine = get_pg_loss_reducer(custom("sample_means", calculate_per_token_loss=per_token), micro)(losses)
     ours = get_pg_loss_reducer(LossArguments(calculate_per_token_loss=per_token), micro)(losses)

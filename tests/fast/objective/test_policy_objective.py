@@ -94,7 +94,7 @@ def micro(make_micro):
         rollout_log_probs=0.3 * rollout,
         advantages=advantages,
         sample_denoms=torch.tensor([5.0, 5.0, 9.0]),
-        num_rollouts=4,
+        num_trajectories=4,
         num_loss_tokens=20,
     )
 
@@ -184,7 +184,7 @@ def test_an_empty_micro_batch_reports_the_same_names_as_a_full_one(micro, make_m
     loss = LossArguments(use_kl_loss=True, kl_loss_coef=0.1, loss_aggregation="prompt_mean")
     full = policy_loss_function(loss, micro, *random_inputs())
     none = torch.zeros(0)
-    empty = make_micro([], old_log_probs=none, ref_log_probs=none, total_lengths=(1,), num_rollouts=4)
+    empty = make_micro([], old_log_probs=none, ref_log_probs=none, total_lengths=(1,), num_trajectories=4)
     log_probs = none.clone().requires_grad_()
     output = policy_loss_function(loss, empty, log_probs, none)
     output.loss.backward()

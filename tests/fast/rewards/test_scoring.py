@@ -23,7 +23,7 @@ def parse_rewards(batch):
 
 @given(st.lists(st.floats(-9, 9) | st.sampled_from(["bad", "nan", "inf"]), max_size=6))
 def test_only_the_samples_at_fault_get_the_error_value(make_sample, responses):
-    samples = [make_sample(str(r), rollout_id=k) for k, r in enumerate(responses)]
+    samples = [make_sample(str(r), trajectory_id=k) for k, r in enumerate(responses)]
     assert run(samples, parse_rewards, error_value=-100.0) == sum(isinstance(r, str) for r in responses)
     assert [s.reward for s in samples] == [-100.0 if isinstance(r, str) else r for r in responses]
 
@@ -36,7 +36,7 @@ def test_one_call_a_batch_when_nothing_fails(make_sample):
 
 
 def test_without_error_value_the_sample_is_named_and_nothing_is_set(make_sample):
-    samples = [make_sample("1", rollout_id=20), make_sample("bad " + "x" * 200, rollout_id=21)]
+    samples = [make_sample("1", trajectory_id=20), make_sample("bad " + "x" * 200, trajectory_id=21)]
     with pytest.raises(RewardError, match=r"raised ValueError: could not convert") as caught:
         run(samples, parse_rewards)
     message = str(caught.value)
@@ -50,7 +50,7 @@ def test_without_error_value_the_sample_is_named_and_nothing_is_set(make_sample)
 @pytest.mark.parametrize("result", [math.nan, math.inf, "1", None, [1.0], 1j])
 def test_results_that_are_no_rewards(make_sample, result):
     with pytest.raises(RewardError, match="not a finite number.*\n.* rollout 1, "):
-        run([make_sample("a"), make_sample("b", rollout_id=1)], lambda batch: [1.0, result][-len(batch) :])
+        run([make_sample("a"), make_sample("b", trajectory_id=1)], lambda batch: [1.0, result][-len(batch) :])
 
 
 @pytest.mark.parametrize(

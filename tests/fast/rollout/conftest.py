@@ -64,14 +64,16 @@ def make_prompt(number: int) -> Prompt:
     return Prompt(f"prompt {number}", (1,) * (1 + number), label=number, source=f"set.jsonl:{number + 1}")
 
 
-def make_group(group_index: int, rollouts: Sequence[Sequence[tuple[int, float]]], first_rollout_id: int) -> PromptGroup:
+def make_group(
+    group_index: int, rollouts: Sequence[Sequence[tuple[int, float]]], first_trajectory_id: int
+) -> PromptGroup:
     """A scored group; each rollout is a list of samples (loss tokens, reward)."""
     prompt = make_prompt(group_index)
     samples = [
         Sample(
             prompt,
             group_index,
-            rollout_id=first_rollout_id + k,
+            trajectory_id=first_trajectory_id + k,
             response_ids=[5] * (tokens + 1),
             loss_mask=[1] * tokens + [0],
             rollout_log_probs=[-0.25] * (tokens + 1),

@@ -8,7 +8,7 @@ from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.rollout import filters
 from miles.rollout.collect import Collector
-from miles.rollout.filter_stall import MAX_BARREN_BURSTS, MIN_BARREN_BURSTS
+from miles.rollout.filter_stall import MAX_STALLED_BURSTS, MIN_STALLED_BURSTS
 from miles.rollout.filters import FilterDecision
 from miles.rollout.produce_group import GroupMaker
 
@@ -76,7 +76,7 @@ def test_the_first_groups_that_pass_make_the_rollout(scripted_engine, counting_s
         assert values.get(f"rollout/dropped/{reason}", 0) == expected
 
 
-@pytest.mark.parametrize(("prompts", "bursts"), [(4, MIN_BARREN_BURSTS), (100, 50), (10**6, MAX_BARREN_BURSTS)])
+@pytest.mark.parametrize(("prompts", "bursts"), [(4, MIN_STALLED_BURSTS), (100, 50), (10**6, MAX_STALLED_BURSTS)])
 def test_a_filter_that_drops_everything_stops_the_run(scripted_engine, counting_stream, tokenizer, prompts, bursts):
     async def never(samples):
         return [0.0 for _ in samples]
@@ -92,7 +92,7 @@ def test_a_filter_that_drops_everything_stops_the_run(scripted_engine, counting_
 
 def test_metrics_of_kept_and_of_all_generated_groups(scripted_engine, counting_stream, tokenizer):
     async def by_prompt(samples):  # prompts 0 and 2 are always solved, the others by their first sample only
-        return [float(s.prompt.label % 2 == 0 or s.rollout_id % 4 == 0) for s in samples]
+        return [float(s.prompt.label % 2 == 0 or s.trajectory_id % 4 == 0) for s in samples]
 
     engine = scripted_engine(finish=lambda seed: "length")
     options = {"rollout_batch_size": 2, "over_sampling_batch_size": 4, "dynamic_sampling_filter_path": NONZERO_STD}
@@ -130,7 +130,7 @@ def test_a_failure_is_told_as_it_is_and_leaves_no_task_behind(counting_stream, t
 
 
 def test_a_hard_stretch_between_kept_groups_does_not_stop_the_run(scripted_engine, counting_stream, tokenizer):
-    hard = MIN_BARREN_BURSTS - 1  # bursts between two that bring one group each; the set of 4 prompts is passed often
+    hard = MIN_STALLED_BURSTS - 1  # bursts between two that bring one group each; the set of 4 prompts is passed often
 
     async def now_and_then(samples):
         easy = samples[0].group_index % (4 * (hard + 1)) == 0

@@ -49,21 +49,21 @@ def test_the_worked_example(group_of, mode, denoms, pg_loss):
     groups = build(group_of, [[[(2, 1.0)], [(6, 0.0)]], [[(4, 1.0)], [(8, 0.0)]]])
     (batch,) = convert(groups, loss=loss_for(mode), global_batch_size=4)
     assert batch.sample_denoms == pytest.approx(denoms)
-    assert 2 / batch.sample_denoms[0] / batch.num_rollouts == pytest.approx(pg_loss)
-    assert (batch.num_rollouts, batch.num_loss_tokens) == (4, 20)
-    assert batch.rollout_token_counts == [2, 6, 4, 8]
+    assert 2 / batch.sample_denoms[0] / batch.num_trajectories == pytest.approx(pg_loss)
+    assert (batch.num_trajectories, batch.num_loss_tokens) == (4, 20)
+    assert batch.trajectory_token_counts == [2, 6, 4, 8]
 
 
 @given(shapes=rollout_shapes(), size=st.integers(1, 6))
 def test_steps_are_whole_rollouts_in_group_order(group_of, shapes, size):
     groups = build(group_of, shapes)
     steps = convert(groups, loss=LossArguments(), global_batch_size=size)
-    assert [i for step in steps for i in step.rollout_ids] == [s.rollout_id for g in groups for s in g.samples]
-    per_step = [set(step.rollout_ids) for step in steps]
+    assert [i for step in steps for i in step.trajectory_ids] == [s.trajectory_id for g in groups for s in g.samples]
+    per_step = [set(step.trajectory_ids) for step in steps]
     assert sum(map(len, per_step)) == len(set().union(*per_step)), "a rollout stands in two steps"
     assert all(len(ids) == size for ids in per_step[:-1]) and 1 <= len(per_step[-1]) <= size
     for step in steps:
-        assert step.num_rollouts == len(set(step.rollout_ids))
+        assert step.num_trajectories == len(set(step.trajectory_ids))
         assert step.num_loss_tokens == sum(mask.sum() for mask in step.loss_masks)
 
 
@@ -72,7 +72,7 @@ def test_steps_are_whole_rollouts_in_group_order(group_of, shapes, size):
 def test_the_mass_of_a_step_is_what_its_denominators_say(group_of, mode, shapes):
     (batch,) = convert(build(group_of, shapes), loss=loss_for(mode), global_batch_size=1000)
     pairs = zip(batch.loss_masks, batch.sample_denoms, strict=True)
-    mass = sum(float(mask.sum()) / denom for mask, denom in pairs if mask.sum()) / batch.num_rollouts
+    mass = sum(float(mask.sum()) / denom for mask, denom in pairs if mask.sum()) / batch.num_trajectories
     assert mass == pytest.approx(batch.expected_loss_mass)
 
 
@@ -89,7 +89,7 @@ def test_interleaved_samples_of_a_rollout_come_together(group_of):
     (group,) = build(group_of, [[[(1, 0.0), (2, 0.0)], [(3, 1.0)]]])
     group.samples = [group.samples[i] for i in (0, 2, 1)]
     first, second = convert([group], loss=LossArguments(), global_batch_size=1)
-    assert (first.rollout_ids, second.rollout_ids) == ([0, 0], [1])
+    assert (first.trajectory_ids, second.trajectory_ids) == ([0, 0], [1])
     assert first.rewards[0] == first.rewards[1] < 0 < second.rewards[0]
 
 
@@ -160,4 +160,4 @@ def test_rewards_are_normalized_as_the_flags_say(group_of):
 def test_rewards_of_estimators_by_token(group_of, estimator, expected):
     groups = build(group_of, [[[(2, 1.0)], [(2, 0.0)], [(2, 0.0)], [(2, 0.0)]]])
     (batch,) = convert(groups, loss=LossArguments(advantage_estimator=estimator), global_batch_size=4)
-    assert batch.rewards == pytest.approx(expected) and batch.places == [0, 1, 2, 3]
+    assert batch.rewards == pytest.approx(expected) and batch.position_in_step == [0, 1, 2, 3]

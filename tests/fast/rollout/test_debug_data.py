@@ -36,7 +36,7 @@ def groups(draw):
             Sample(
                 prompt=draw(st.just(group.prompt) | PROMPTS),
                 group_index=group.group_index,
-                rollout_id=draw(st.none() | st.integers(0)),
+                trajectory_id=draw(st.none() | st.integers(0)),
                 response_ids=draw(st.lists(st.integers(0, 2**40), min_size=n, max_size=n)),
                 response=draw(TEXT),
                 loss_mask=draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)),
@@ -50,12 +50,21 @@ def groups(draw):
 
 
 @given(st.lists(groups(), min_size=1, max_size=3), st.integers(0, 99))
-def test_a_rollout_comes_back_exactly(saved, rollout_id):
+def test_a_rollout_comes_back_exactly(saved, iteration):
     with tempfile.TemporaryDirectory() as folder:
         template = f"{folder}/new/rollout_{{rollout_id}}.jsonl"
-        save_rollout(template, rollout_id, saved)
-        assert load_rollout(template, rollout_id) == saved
-        assert [p.name for p in Path(folder, "new").iterdir()] == [f"rollout_{rollout_id}.jsonl"]
+        save_rollout(template, iteration, saved)
+        assert load_rollout(template, iteration) == saved
+        assert [p.name for p in Path(folder, "new").iterdir()] == [f"rollout_{iteration}.jsonl"]
+
+
+def test_files_saved_before_the_renaming_still_load(tmp_path, group_of):
+    template = str(tmp_path / "{iteration}.jsonl")
+    group = group_of(0, [[(2, 1.0)]], 7)
+    save_rollout(template, 3, [group])
+    path = tmp_path / "3.jsonl"
+    path.write_text(path.read_text().replace('"trajectory_id"', '"rollout_id"'))
+    assert load_rollout(template, 3) == [group]
 
 
 @pytest.fixture
@@ -67,7 +76,7 @@ def saved(tmp_path, group_of):
 
 def test_a_missing_file_names_the_flag(saved):
     template, _ = saved
-    with pytest.raises(ValueError, match=r"--load-debug-rollout-data \S+: cannot read \S+/7.jsonl for rollout 7"):
+    with pytest.raises(ValueError, match=r"--load-debug-rollout-data \S+: cannot read \S+/7.jsonl for iteration 7"):
         load_rollout(template, 7)
 
 

@@ -12,7 +12,7 @@ PROMPTS = tuple(Prompt(f"p{i}", (1,) * (i + 1), label=i, source=f"held.jsonl:{i 
 
 
 async def first_of_each(samples):
-    return [float(s.rollout_id % 4 == 0 and s.prompt.label > 0) for s in samples]
+    return [float(s.trajectory_id % 4 == 0 and s.prompt.label > 0) for s in samples]
 
 
 def run(engine, tokenizer, eval_sets, seed=1):

@@ -10,7 +10,7 @@ PROMPT = Prompt("p", (1,), source="set.jsonl:1")
 
 
 def group_with(rewards):
-    return PromptGroup(7, PROMPT, [Sample(PROMPT, 7, rollout_id=i, reward=r) for i, r in enumerate(rewards)])
+    return PromptGroup(7, PROMPT, [Sample(PROMPT, 7, trajectory_id=i, reward=r) for i, r in enumerate(rewards)])
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8))

@@ -41,7 +41,7 @@ def test_a_group_is_one_request_and_repeats_exactly(scripted_engine, tokenizer):
 
 def test_samples_hold_what_was_generated(scripted_engine, tokenizer):
     group = generate(scripted_engine(), tokenizer)
-    assert [s.rollout_id for s in group.samples] == [20, 21, 22, 23]
+    assert [s.trajectory_id for s in group.samples] == [20, 21, 22, 23]
     for sample in group.samples:
         assert sample.loss_mask == [1] * len(sample.response_ids)
         assert sample.response == "".join(map(str, sample.response_ids[:-1]))  # the end-of-sequence token is not shown

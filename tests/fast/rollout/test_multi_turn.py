@@ -72,7 +72,7 @@ def test_columns_stay_in_step_and_only_the_model_is_trained(scripted_engine, tur
         await trajectory.generate()
 
     group = generate(engine, talk, max_new)
-    assert [s.rollout_id for s in group.samples] == [15, 16, 17]
+    assert [s.trajectory_id for s in group.samples] == [15, 16, 17]
     for sample in group.samples:
         sample.check()
         assert len(sample.response_ids) <= max_new
@@ -129,7 +129,7 @@ def test_a_trajectory_may_become_several_samples(scripted_engine):
         return [trajectory.sample, replace(trajectory.sample, prompt=replace(PROMPT, token_ids=(9,)))]
 
     group = generate(scripted_engine(), compact)
-    assert [s.rollout_id for s in group.samples] == [15, 15, 16, 16, 17, 17]
+    assert [s.trajectory_id for s in group.samples] == [15, 15, 16, 16, 17, 17]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_trajectory_may_become_several_samples(scripted_engine):
     [
         (lambda sample: "text", "returned 'text' for set.jsonl:4; return None"),
         (lambda sample: [], "return None"),
-        (lambda sample: [replace(sample, rollout_id=99)], r"group 5 and rollout 99, its trajectory 5 and 1\d"),
+        (lambda sample: [replace(sample, trajectory_id=99)], r"group 5 and trajectory_id 99, its trajectory 5 and 1\d"),
         (lambda sample: [replace(sample, loss_mask=[])], "loss_mask has 0 entries"),
         (
             lambda sample: [replace(sample, response_ids=[], loss_mask=[], rollout_log_probs=[], weight_versions=[])],

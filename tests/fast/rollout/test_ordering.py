@@ -31,12 +31,12 @@ def timeline(ahead, seed, start=0):
             version = new
             await order.arrived(new)
 
-        async def generate(rollout_id, after, wanted):
+        async def generate(iteration, after, wanted):
             await turns()
-            async with order.rollout(rollout_id, after, wanted):
-                made[rollout_id] = [version]
+            async with order.rollout(iteration, after, wanted):
+                made[iteration] = [version]
                 await turns()
-                made[rollout_id].append(version)
+                made[iteration].append(version)
 
         calls = [update(start, None)]
         for r in range(start, TOTAL):

@@ -35,7 +35,7 @@ def collect(scripted_engine, counting_stream, tokenizer, monkeypatch):
     return run
 
 
-async def hardest_first(rollout_id, tools):
+async def hardest_first(iteration, tools):
     """Draws three, trains on the two with the longest prompts."""
     made = [await tools.make_group(drawn) for drawn in tools.stream.draw(3)]
     return sorted((m.group for m in made), key=lambda group: len(group.prompt.token_ids))[1:]
@@ -48,8 +48,8 @@ def test_its_groups_are_the_rollout(collect):
 
 
 def test_it_may_bring_metrics(collect):
-    async def with_metrics(rollout_id, tools):
-        return Rollout(await hardest_first(rollout_id, tools), {"rollout/mine": Metric(rollout_id)})
+    async def with_metrics(iteration, tools):
+        return Rollout(await hardest_first(iteration, tools), {"rollout/mine": Metric(iteration)})
 
     metrics = collect(with_metrics).metrics
     assert (metrics["rollout/mine"].value, metrics["rollout/reward"].value) == (4, 1.0)
@@ -65,8 +65,8 @@ def test_it_may_bring_metrics(collect):
     ],
 )
 def test_wrong_groups_are_told(collect, change, fault):
-    async def wrong(rollout_id, tools):
-        return change(await hardest_first(rollout_id, tools))
+    async def wrong(iteration, tools):
+        return change(await hardest_first(iteration, tools))
 
     with pytest.raises(ValueError, match=re.escape(f"--rollout-function-path {PATH}: rollout 4") + ".*" + fault):
         collect(wrong)

@@ -66,7 +66,7 @@ def generation(versions, reason, now):
 
 
 async def by_group(samples):
-    return [float(s.rollout_id % SAMPLES) for s in samples]
+    return [float(s.trajectory_id % SAMPLES) for s in samples]
 
 
 def make(engine, tokenizer, stream, reward=by_group, total=100, **options):
@@ -87,11 +87,11 @@ def count(rollout, name):
 
 
 async def rollouts(source, engine, length, first=0):
-    for rollout_id in range(first, first + length):
-        engine.version = rollout_id
-        source.weights_arrived(rollout_id)
-        rollout = await source.collect(rollout_id)
-        yield replace(rollout, metrics=rollout.metrics | staleness_metrics(rollout.groups, rollout_id))
+    for iteration in range(first, first + length):
+        engine.version = iteration
+        source.weights_arrived(iteration)
+        rollout = await source.collect(iteration)
+        yield replace(rollout, metrics=rollout.metrics | staleness_metrics(rollout.groups, iteration))
 
 
 def run(seed, mode, tokenizer, length=6, reward=by_group, size=7, **more):
@@ -163,10 +163,10 @@ def test_a_resumed_run_draws_what_was_not_trained_on(tokenizer, mode, seed, stop
 def test_nothing_staler_than_the_bound_is_trained_on(tokenizer, seed):
     for how in ("drop", "mask"):
         found, *_ = run(seed, "fully async", tokenizer, length=10, stale_samples=how)
-        for rollout_id, rollout in enumerate(found):
+        for iteration, rollout in enumerate(found):
             for sample in (s for group in rollout.groups for s in group.samples):
                 trained = [v for v, m in zip(sample.weight_versions, sample.loss_mask, strict=True) if m]
-                assert all(rollout_id - 2 <= version <= rollout_id for version in trained)
+                assert all(iteration - 2 <= version <= iteration for version in trained)
             assert rollout.metrics["rollout/staleness_max"].value <= 2
             assert ("rollout/masked_stale_tokens" in rollout.metrics) == (how == "mask")
 
@@ -175,13 +175,13 @@ def test_nothing_staler_than_the_bound_is_trained_on(tokenizer, seed):
 @given(seed=st.integers(0, 10**6), mask=st.booleans())
 def test_carried_over_samples_hold_tokens_of_several_versions(tokenizer, seed, mask):
     found, *_ = run(seed, "partial", tokenizer, length=8, mask_offpolicy_in_partial_rollout=mask)
-    for rollout_id, rollout in enumerate(found):
+    for iteration, rollout in enumerate(found):
         old = masked = 0
         for sample in (s for group in rollout.groups for s in group.samples):
             sample.check()
             assert len(sample.response_ids) <= 8
             assert sample.weight_versions == sorted(sample.weight_versions)
-            old += sum(version < rollout_id for version in sample.weight_versions)
+            old += sum(version < iteration for version in sample.weight_versions)
             masked += sample.loss_mask.count(0)
         assert masked == (old if mask else 0)
         if mask:

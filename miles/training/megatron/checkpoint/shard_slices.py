@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TypeAlias
 
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+ShardSlice: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
-def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
+def shard_slices(shape: Sequence[int], begin: int, end: int) -> Iterator[ShardSlice]:
     """The boxes that elements ``begin`` to ``end`` of a tensor fill, counted row by row: offsets, sizes, and the number
     of the first element. A matrix has at most three: the end of a row, whole rows, the beginning of a row."""
     if begin >= end:
@@ -28,7 +28,7 @@ def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
         yield from _in_row(inner, last, last * row, end)
 
 
-def _in_row(inner: tuple[int, ...], number: int, begin: int, end: int) -> Iterator[Box]:
+def _in_row(inner: tuple[int, ...], number: int, begin: int, end: int) -> Iterator[ShardSlice]:
     before = number * prod(inner)
-    for offsets, sizes, at in boxes(inner, begin - before, end - before):
+    for offsets, sizes, at in shard_slices(inner, begin - before, end - before):
         yield (number, *offsets), (1, *sizes), before + at

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from miles.training.megatron.checkpoint.optimizer_state import Piece
-from miles.training.megatron.checkpoint.shard_slices import boxes
+from miles.training.megatron.checkpoint.shard_slices import shard_slices
 from miles.training.megatron.versions import objects_to_write
 
 
@@ -72,7 +72,7 @@ class _Planner(dcp.DefaultSavePlanner):
         first = part.data.storage_offset()
         begin, end = max(piece.start - first, 0), min(piece.stop - first, part.data.numel())
         source = piece.tensors.get(kind)
-        for offsets, sizes, number in boxes(part.local_shape, begin, end):
+        for offsets, sizes, number in shard_slices(part.local_shape, begin, end):
             axes = (0,) * part.prepend_axis_num
             place = torch.Size(a + b for a, b in zip(part.global_offset, (*axes, *offsets), strict=True))
             index = MetadataIndex(part.key, place)

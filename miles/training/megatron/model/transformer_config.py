@@ -58,12 +58,12 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
 def _given(settings: Settings, config: type) -> dict[str, Any]:
     """The fields of ``config`` that flags set, and that are neither the model's nor this file's."""
     names = {field.name for field in fields(config)} & set(TRIED)
-    return {name: value for name, value in settings.megatron_given if name in names}
+    return {name: value for name, value in settings.megatron_overrides if name in names}
 
 
 def _recomputation(settings: Settings) -> dict[str, Any]:
     """All layers, each by itself, for one switch or the other: Megatron wants all three said."""
-    if not (settings.training.gradient_checkpointing or "recompute_granularity" in dict(settings.megatron_given)):
+    if not (settings.training.gradient_checkpointing or "recompute_granularity" in dict(settings.megatron_overrides)):
         return {}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 

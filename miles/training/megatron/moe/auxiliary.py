@@ -2,7 +2,7 @@
 
 They are not added to the loss that the schedule sees, which may stand on another pipeline stage: their gradient is
 attached to an activation (``attach``). So what they are multiplied by is not what the schedule multiplies the loss by;
-``LossContract.attached`` has it, for either contract with Megatron. With that, each loss obeys the rule of
+``MegatronLossScaling.attached`` has it, for either contract with Megatron. With that, each loss obeys the rule of
 docs/loss-aggregation.md: a token's share is divided by a count of the whole step, and gradients are plain sums.
 
 Megatron 0.16.1 divides by counts of a rank and a micro-batch instead, which is right for equal micro-batches with the

@@ -74,17 +74,17 @@ def make_backend(
 def make_batch(loss: LossArguments, masked: bool = False, seed: int = 0) -> TrainBatch:
     """One step through the production converter; masks have holes, the first sample is masked in full."""
     rng = np.random.default_rng(seed)
-    prompt_groups, rollout_id = [], 0
+    prompt_groups, trajectory_id = [], 0
     for g, rollouts in enumerate(UNEVEN):
         prompt = Prompt("", tuple(rng.integers(0, 64, 3).tolist()))
         group = PromptGroup(g, prompt)
         for responses in rollouts:
             reward = 1.0 if g == EQUAL_REWARDS else float(rng.normal())
-            group.samples += [_sample(rng, prompt, g, rollout_id, n, reward, masked) for n in responses]
-            rollout_id += 1
+            group.samples += [_sample(rng, prompt, g, trajectory_id, n, reward, masked) for n in responses]
+            trajectory_id += 1
         group.samples[0].loss_mask = [0] * len(group.samples[0].response_ids) if g == 0 else group.samples[0].loss_mask
         prompt_groups.append(group)
-    return convert(prompt_groups, loss=loss, global_batch_size=rollout_id)[0]
+    return convert(prompt_groups, loss=loss, global_batch_size=trajectory_id)[0]
 
 
 def _sample(

@@ -86,7 +86,7 @@ def _step(layout_name: str, contract: str, kind: dict[str, Any], with_policy: bo
     spec = BATCHES["compacted" if with_policy else "masked"]
     case = Case(spec, loss_of(MODE[contract]), AnyLayout("any", 1), seed=5)
     rows = rows_of(case)
-    rollouts = len({row.sample.rollout_id for row in rows})
+    rollouts = len({row.sample.trajectory_id for row in rows})
     (batch,) = convert(groups_of(case, rows), loss=case.loss, global_batch_size=rollouts)
     samples = samples_of(case)
     if not with_policy:
@@ -107,7 +107,7 @@ def _micro_batches(layout_name: str, batch: TrainBatch, samples: Sequence[Oracle
     found: set[tuple[int, ...]] = set()
     for shard in schedule_step(batch, ranks, layout.training, layout.parallel):
         part = shard.batch
-        keys = [(r, tuple(t.tolist())) for r, t in zip(part.rollout_ids, part.tokens, strict=True)]
+        keys = [(r, tuple(t.tolist())) for r, t in zip(part.trajectory_ids, part.tokens, strict=True)]
         found |= {tuple(sorted(place[keys[i]] for i in plan.samples)) for plan in shard.micro_batches if plan.samples}
     assert sorted(i for group in found for i in group) == list(range(len(samples)))
     return [list(group) for group in sorted(found)]

@@ -136,15 +136,15 @@ def batch_of(case: Case) -> TrainBatch:
     """The step as the rollout side makes it, with the scores of the case."""
     rows = rows_of(case)
     (batch,) = convert(
-        groups_of(case, rows), loss=case.loss, global_batch_size=len({r.sample.rollout_id for r in rows})
+        groups_of(case, rows), loss=case.loss, global_batch_size=len({r.sample.trajectory_id for r in rows})
     )
     return _scored(batch, rows, case) if case.off_policy else batch
 
 
 def _scored(batch: TrainBatch, rows: list[Row], case: Case) -> TrainBatch:
     """``batch`` with the old and reference log-probs of the case, found by each sample's tokens."""
-    place = {(row.sample.rollout_id, tuple(row.sample.tokens)): row.place for row in rows}
-    places = [place[r, tuple(t.tolist())] for r, t in zip(batch.rollout_ids, batch.tokens, strict=True)]
+    place = {(row.sample.trajectory_id, tuple(row.sample.tokens)): row.place for row in rows}
+    places = [place[r, tuple(t.tolist())] for r, t in zip(batch.trajectory_ids, batch.tokens, strict=True)]
     old, ref = (
         [torch.tensor(case.scores[name][p], dtype=torch.float32).numpy() for p in places] for name in ("old", "ref")
     )

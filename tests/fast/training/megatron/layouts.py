@@ -186,7 +186,7 @@ def make_backend(
         training=replace(layout.training, global_batch_size=7, train_backend="megatron"),
         parallel=layout.parallel,
         megatron=replace(layout.sizes, **(auxiliary or {})),
-        megatron_given=tuple(layout.given.items()),
+        megatron_overrides=tuple(layout.given.items()),
     )
     return MegatronBackend(settings, CPU, total_steps)
 

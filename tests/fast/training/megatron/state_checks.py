@@ -30,7 +30,7 @@ CASE = Case(BATCHES["uneven"], PLAIN, AnyLayout("any", 1))
 
 def _batch(case: Case = CASE) -> TrainBatch:
     rows = rows_of(case)
-    rollouts = len({row.sample.rollout_id for row in rows})
+    rollouts = len({row.sample.trajectory_id for row in rows})
     return convert(groups_of(case, rows), loss=case.loss, global_batch_size=rollouts)[0]
 
 

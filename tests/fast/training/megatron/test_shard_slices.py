@@ -5,14 +5,14 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from miles.training.megatron.checkpoint.shard_slices import boxes
+from miles.training.megatron.checkpoint.shard_slices import shard_slices
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (1, 4), (4, 1), (2, 3, 4), (2, 2, 2, 2)])
 def test_boxes_fill_every_range(shape: tuple[int, ...]) -> None:
     numbers = np.arange(np.prod(shape)).reshape(shape)
     for begin, end in combinations(range(numbers.size + 1), 2):
-        found = list(boxes(shape, begin, end))
+        found = list(shard_slices(shape, begin, end))
         assert len(found) <= 2 * len(shape) - 1
         inside = []
         for offsets, sizes, first in found:
@@ -23,4 +23,4 @@ def test_boxes_fill_every_range(shape: tuple[int, ...]) -> None:
 
 
 def test_an_empty_range_has_no_boxes() -> None:
-    assert not list(boxes((3, 5), 4, 4)) and not list(boxes((3, 5), 9, 2))
+    assert not list(shard_slices((3, 5), 4, 4)) and not list(shard_slices((3, 5), 9, 2))
