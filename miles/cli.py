@@ -1,0 +1,61 @@
+"""The command ``miles``: pick a subcommand by name and run it.
+
+Subcommands are the modules of ``miles/commands/``. Only the chosen one is imported, so that ``miles --help`` and wrong
+flags need no torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import pkgutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import miles
+from miles import commands
+
+
+def command_names() -> list[str]:
+    """Return the names of all subcommands, sorted. ``check_reward.py`` is ``check-reward``."""
+    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(commands.__path__))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``miles COMMAND ARGUMENTS…`` and return the exit status.
+
+    Args:
+        argv: The words after ``miles``; the process's own if None.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if words[0] == "--version":
+        print(f"miles {miles.__version__}")
+        return 0
+    name, *rest = words
+    if name not in command_names():
+        near = difflib.get_close_matches(name, command_names(), n=1)
+        way_out = f"did you mean {near[0]}?" if near else f"give one of {', '.join(command_names())}"
+        print(f"miles: error: {name}: no such command; {way_out}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"{commands.__name__}.{name.replace('-', '_')}")
+    status: int = module.main(rest)
+    return status
+
+
+def _usage() -> str:
+    lines = ["usage: miles COMMAND [--flag value ...]", "", "commands:"]
+    lines += [f"  {name:14} {_summary(name)}" for name in command_names()]
+    return "\n".join(
+        [*lines, "", "miles COMMAND --help lists the flags of a command; miles --version prints the version"]
+    )
+
+
+def _summary(name: str) -> str:
+    """Return the first line of a command's docstring, read without importing the command."""
+    source = Path(commands.__path__[0], f"{name.replace('-', '_')}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]

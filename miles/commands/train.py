@@ -1,0 +1,81 @@
+"""Train a language model by reinforcement learning (the same as ``python train.py``).
+
+Parse and validate the flags, start Ray, place the actors, and run the loop. Wrong flags are reported before torch or
+Ray are imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from miles.arguments.parser import main_parse
+
+if TYPE_CHECKING:
+    from miles.arguments.settings import Settings
+    from miles.cluster.session import Placement
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the training command and return 0.
+
+    Raises:
+        SystemExit: With status 2 for wrong flags, before anything starts; with 1 if the run fails.
+    """
+    validated = main_parse(argv)
+    from miles.cluster.failures import exit_with_message  # imports Ray and torch
+    from miles.objective.hooks import check_custom_reducer
+
+    with exit_with_message(validated.settings.checkpoint):
+        check_custom_reducer(validated.settings.loss)
+        for note in validated.notes:
+            print(f"note: {note}")
+        run(validated.settings)
+    return 0
+
+
+def run(settings: Settings) -> None:
+    """Start Ray, train, and stop what was started; restart up to ``--max-restarts`` times if a worker process fails."""
+    from miles.cluster.restarts import with_restarts
+    from miles.cluster.session import EngineLayout, ray_session
+
+    engines = EngineLayout(settings.num_engines, settings.sglang.rollout_num_gpus_per_engine)
+    with ray_session(settings.cluster, engines) as placement:
+        with_restarts(settings, lambda settings: train(settings, placement))
+
+
+def train(settings: Settings, placement: Placement) -> None:
+    """Start the actors and run the loop, from the newest checkpoint of ``--load`` if there is one."""
+    from miles.arguments.offload_rules import offload_on
+    from miles.cluster.liveness import Workers
+    from miles.cluster.rollout_driver import RolloutDriver
+    from miles.cluster.train_driver import TrainDriver
+    from miles.loop import TrainingLoop
+    from miles.objective.explain import objective_formula, objective_in_words
+    from miles.tracking.run_header import RunHeader
+    from miles.tracking.tracker import Tracker
+
+    offload = offload_on(settings, placement.device)
+    workers = Workers(settings.cluster.worker_timeout)
+    with RolloutDriver(settings, placement, workers) as rollout:
+        if offload.rollout:
+            rollout.release_memory()  # the trainer is built in the memory that this frees
+        total_steps = rollout.num_iterations * settings.steps_per_iteration
+        header = RunHeader.from_sections(
+            "miles", settings, objective_in_words(settings), objective_formula(settings), total_steps
+        )
+        with (
+            TrainDriver(settings, placement, workers, total_steps) as trainer,
+            Tracker(settings.tracking, header) as tracker,
+        ):
+            loop = TrainingLoop(
+                rollout,
+                trainer,
+                tracker,
+                evaluation=settings.evaluation,
+                checkpoint=settings.checkpoint,
+                offload=offload,
+                steps_per_iteration=settings.steps_per_iteration,
+                is_synchronous=settings.rollout.async_steps == 0,
+            )
+            loop.run()

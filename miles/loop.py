@@ -1,0 +1,155 @@
+"""The main loop of a run: generate, train, sync weights, evaluate, log, save; repeat.
+
+One iteration reads top to bottom in ``TrainingLoop.run_iteration``::
+
+    generate(i) ─> train(i) ─> sync_weights(i+1) ─> evaluate? ─> log ─> save?
+        │              │              │
+     samples       optimizer      the engine generates iteration i+1
+     and rewards   steps          with these weights
+
+With ``--async-steps K`` the rollout side runs K iterations ahead: ``generate(i)`` returns what it has already made, or
+waits for it, and iterations i+1 to i+K are generated while iteration i trains (rollout/ordering.py has the rule)::
+
+    engine   │ generate 0 │ generate 1 │ generate 2 │ ...        (K = 1)
+    trainer  │            │ train 0    │ train 1    │ ...
+
+Due after an iteration, and always after the last one: evaluation every ``--eval-interval``, a checkpoint every
+``--save-interval``. The checkpoint comes after the log: a run that resumes from it has every row of the steps
+before it.
+
+A resumed run restores the trainer and the position in the prompts, then continues with the next iteration. Weights are
+versioned by the number of iterations they were trained on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles.metrics import Metric
+from miles.tracking.phase_timer import PhaseTimer
+from miles.tracking.tracker import Tracker
+
+if TYPE_CHECKING:  # the loop itself needs no Ray
+    from miles.arguments.checkpoint import CheckpointArguments
+    from miles.arguments.evaluation import EvaluationArguments
+    from miles.arguments.offload_rules import Offload
+    from miles.cluster.rollout_driver import RolloutDriver
+    from miles.cluster.train_driver import TrainDriver
+
+Metrics = dict[str, Metric]
+
+
+class TrainingLoop:
+    """Runs the iterations of a training run and what is due between them."""
+
+    def __init__(
+        self,
+        rollout: RolloutDriver,
+        trainer: TrainDriver,
+        tracker: Tracker,
+        *,
+        evaluation: EvaluationArguments,
+        checkpoint: CheckpointArguments,
+        offload: Offload,
+        steps_per_iteration: int,
+        is_synchronous: bool,
+    ) -> None:
+        self.rollout = rollout
+        self.trainer = trainer
+        self.tracker = tracker
+        self.evaluation = evaluation
+        self.checkpoint = checkpoint
+        self.offload = offload
+        self.steps_per_iteration = steps_per_iteration
+        self.is_synchronous = is_synchronous
+        self.timer = PhaseTimer()
+
+    def run(self) -> None:
+        """Run from the newest checkpoint of ``--load``, if any, to the last iteration."""
+        done = self.resume()
+        self.sync_weights(version=done)
+        if done == 0 and self.evaluation.has_sets and not self.evaluation.skip_eval_before_train:
+            self.log(0, [self.evaluate()])
+        for iteration in range(done, self.rollout.num_iterations):
+            self.run_iteration(iteration)
+        if self.checkpoint.save_hf is not None:
+            self.give_gpus_to_trainer()
+            self.export_hf(Path(self.checkpoint.save_hf))
+
+    def run_iteration(self, iteration: int) -> None:
+        """Generate, train, sync weights, and do what is due afterwards."""
+        with self.timer.phase("generate"):
+            generated = self.rollout.generate(iteration)
+        self.give_gpus_to_trainer()
+        with self.timer.phase("train"):
+            steps = self.trainer.train(generated.shards_by_rank, iteration)
+        done = iteration + 1
+        self.sync_weights(version=done)
+        steps[-1] |= generated.metrics
+        if self.evaluation.has_sets and self.is_due(self.evaluation.eval_interval, done):
+            steps[-1] |= self.evaluate()
+        self.log(iteration * self.steps_per_iteration + 1, steps)
+        self.tracker.log_samples(done * self.steps_per_iteration, generated.records())
+        if self.checkpoint.save is not None and self.is_due(self.checkpoint.save_interval, done):
+            self.save(done)
+
+    def is_due(self, interval: int | None, done: int) -> bool:
+        """Return whether something is due after ``done`` iterations: every ``interval``, and after the last one."""
+        return done == self.rollout.num_iterations or (interval is not None and done % interval == 0)
+
+    def sync_weights(self, version: int) -> None:
+        """Give the engine the trainer's weights; ``version`` is the number of iterations they were trained on."""
+        with self.timer.phase("sync_weights"):
+            weights = self.trainer.export_weights()
+            if self.offload.train:
+                self.trainer.offload()
+            self.rollout.update_weights(weights, version)
+
+    def evaluate(self) -> Metrics:
+        """Return the metrics of the held-out sets under the engine's weights."""
+        with self.timer.phase("eval"):
+            return self.rollout.evaluate()
+
+    def log(self, first_step: int, steps: list[Metrics]) -> None:
+        """Log one row per optimizer step; the last row also gets the seconds of the phases and the throughput."""
+        steps[-1] |= {name: Metric(seconds) for name, seconds in self.timer.metrics().items()}
+        if "rollout/tokens" in steps[-1]:
+            # Overlapping generation runs during the whole step.
+            seconds = steps[-1]["time/generate" if self.is_synchronous else "time/step"].value
+            steps[-1]["perf/tokens_per_second"] = Metric(steps[-1]["rollout/tokens"].value, seconds)
+        for step, metrics in enumerate(steps, start=first_step):
+            self.tracker.log(step, metrics)
+
+    def save(self, done: int) -> None:
+        """Write a checkpoint after ``done`` iterations."""
+        self.give_gpus_to_trainer()
+        with self.timer.phase("save"):
+            self.trainer.save(done, {"rollouts_done": done, "prompts": self.rollout.state(done)})
+        if self.offload.train or self.offload.rollout:
+            self.sync_weights(version=done)  # gives the engines their memory back
+
+    def resume(self) -> int:
+        """Load the newest checkpoint of ``--load`` and return the number of iterations already done."""
+        state = self.trainer.resume()
+        if state is None:
+            return 0
+        done: int = state["rollouts_done"]
+        self.rollout.restore(state["prompts"])
+        self.tracker.resume(done * self.steps_per_iteration + 1)
+        return done
+
+    def export_hf(self, folder: Path) -> None:
+        """Write weights, configuration and tokenizer so that transformers' ``from_pretrained`` loads them."""
+        self.trainer.export_hf(folder)
+        self.rollout.save_tokenizer(folder)
+
+    def give_gpus_to_trainer(self) -> None:
+        """Under ``--colocate`` on GPUs, have the engines release their memory and the trainer take its own back."""
+        if not (self.offload.rollout or self.offload.train):
+            return
+        with self.timer.phase("offload"):
+            if self.offload.rollout:
+                self.rollout.release_memory()
+            if self.offload.train:
+                self.trainer.onload()

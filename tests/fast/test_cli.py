@@ -1,0 +1,47 @@
+"""The command ``miles``: commands are found by their file, and a wrong word is answered with the nearest one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miles import cli, commands
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def miles(*words):
+    return subprocess.run([sys.executable, "-m", "miles", *words], cwd=REPO, capture_output=True, text=True)
+
+
+def test_help_lists_every_command_with_its_summary(capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in cli.command_names():
+        (line,) = [line for line in shown.splitlines() if line.split()[:1] == [name]]
+        assert len(line.split()) > 3, "a summary follows the name"
+
+
+def test_a_new_file_is_a_new_command(tmp_path, monkeypatch, capsys):
+    (tmp_path / "say_hello.py").write_text(
+        '"""Say hello."""\ndef main(argv):\n    print("hello", *argv)\n    return 3\n'
+    )
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
+    assert cli.main(["say-hello", "you"]) == 3
+    assert capsys.readouterr().out == "hello you\n"
+
+
+@pytest.mark.parametrize(("word", "answer"), [("trian", "did you mean train?"), ("zzz", "give one of explain, train")])
+def test_an_unknown_command_is_refused_with_a_way_out(word, answer):
+    ended = miles(word)
+    assert ended.returncode == 2
+    assert ended.stderr == f"miles: error: {word}: no such command; {answer}\n"
+
+
+def test_miles_train_is_train_py():
+    flags = ["--lr", "fast"]
+    script = subprocess.run([sys.executable, "train.py", *flags], cwd=REPO, capture_output=True, text=True)
+    command = miles("train", *flags)
+    assert (command.returncode, command.stderr) == (script.returncode, script.stderr)
+    assert command.returncode == 2

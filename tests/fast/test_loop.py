@@ -1,0 +1,145 @@
+"""The loop without Ray: what happens in which order, what is due when, and where a resumed run continues."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from miles.arguments.checkpoint import CheckpointArguments
+from miles.arguments.evaluation import EvaluationArguments
+from miles.arguments.offload_rules import Offload
+from miles.loop import TrainingLoop
+from miles.metrics import Metric
+
+
+class Recorder:
+    """Both sides of a run and its tracker: every call is recorded, two steps per iteration are reported."""
+
+    num_iterations = 5
+
+    def __init__(self, resume_from=None):
+        self.calls = []
+        self.rows = {}
+        self.resume_from = resume_from
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *arguments: self.calls.append((name, *arguments))
+
+    def generate(self, iteration):
+        self.calls.append(("generate", iteration))
+        metrics = {"rollout/tokens": Metric(100.0)}
+        return SimpleNamespace(shards_by_rank="shards", metrics=metrics, records=lambda: [])
+
+    def train(self, shards, iteration):
+        self.calls.append(("train", iteration))
+        return [{"train/loss": Metric(0.0)}, {"train/loss": Metric(1.0)}]
+
+    def evaluate(self):
+        self.calls.append(("evaluate",))
+        return {"eval/held_out": Metric(1.0, 2.0)}
+
+    def update_weights(self, weights, version):
+        self.calls.append(("sync", version))
+
+    def save(self, done, state):
+        self.calls.append(("save", done))
+
+    def resume(self, step=None):
+        if step is not None:  # the tracker's
+            self.calls.append(("resume at step", step))
+            return None
+        return self.resume_from
+
+    def log(self, step, metrics):
+        self.calls.append(("log", step))
+        self.rows[step] = metrics
+
+    def log_samples(self, step, records):
+        pass
+
+    def of(self, *names):
+        return [call for call in self.calls if call[0] in names]
+
+
+@pytest.fixture
+def run():
+    def start(resume_from=None, offload=None, **checkpoint):
+        sides = Recorder(resume_from)
+        loop = TrainingLoop(
+            sides,
+            sides,
+            sides,
+            evaluation=EvaluationArguments(eval_prompt_data=("held_out", "x.jsonl"), eval_interval=2),
+            checkpoint=CheckpointArguments(**checkpoint),
+            offload=offload or Offload(train=False, rollout=False),
+            steps_per_iteration=2,
+            is_synchronous=True,
+        )
+        loop.run()
+        return sides
+
+    return start
+
+
+def test_an_iteration_generates_trains_syncs_evaluates_logs_and_saves_in_this_order(run):
+    sides = run(save="checkpoints", save_interval=2)
+    second = sides.calls[sides.calls.index(("generate", 1)) : sides.calls.index(("generate", 2))]
+    assert [call for call in second if call[0] in ("generate", "train", "sync", "evaluate", "log", "save")] == [
+        ("generate", 1),
+        ("train", 1),
+        ("sync", 2),
+        ("evaluate",),
+        ("log", 3),
+        ("log", 4),
+        ("save", 2),
+    ]
+
+
+def test_weights_are_synced_before_the_first_iteration_and_evaluated_as_step_0(run):
+    assert run().of("sync", "evaluate", "log", "generate")[:4] == [
+        ("sync", 0),
+        ("evaluate",),
+        ("log", 0),
+        ("generate", 0),
+    ]
+
+
+def test_checkpoints_and_evaluation_come_every_interval_and_after_the_last_iteration(run):
+    sides = run(save="checkpoints", save_interval=3)
+    assert sides.of("save") == [("save", 3), ("save", 5)]
+    evaluated = [step for step, row in sides.rows.items() if "eval/held_out" in row]
+    assert evaluated == [0, 4, 8, 10]
+
+
+def test_without_a_folder_nothing_is_saved(run):
+    assert run().of("save") == []
+
+
+def test_every_step_has_a_row_and_the_last_of_an_iteration_has_seconds_and_throughput(run):
+    rows = run().rows
+    assert list(rows) == list(range(11))
+    assert "time/step" in rows[2] and "perf/tokens_per_second" in rows[2]
+    assert "time/step" not in rows[1]
+
+
+def test_a_resumed_run_continues_after_the_iterations_that_are_done(run):
+    sides = run(resume_from={"rollouts_done": 3, "prompts": {"position": 7}}, load="checkpoints")
+    assert sides.of("restore", "resume at step", "sync", "generate")[:4] == [
+        ("restore", {"position": 7}),
+        ("resume at step", 7),
+        ("sync", 3),
+        ("generate", 3),
+    ]
+    assert min(sides.rows) == 7
+
+
+def test_the_export_has_weights_and_tokenizer(run):
+    assert run(save_hf="hf").calls[-2:] == [("export_hf", Path("hf")), ("save_tokenizer", Path("hf"))]
+
+
+def test_shared_gpus_are_given_to_the_trainer_before_it_trains_and_back_with_the_weights(run):
+    sides = run(offload=Offload(train=True, rollout=True))
+    names = [call[0] for call in sides.of("generate", "release_memory", "onload", "train", "offload", "sync")]
+    assert names[2:8] == ["generate", "release_memory", "onload", "train", "offload", "sync"]
