@@ -75,6 +75,9 @@ LAYERS = [
     ("engine",),
     ("rollout", "training"),
     ("cluster",),
+    ("loop",),
+    ("commands",),
+    ("cli",),
 ]
 LEAVES = ("flags", "metrics", "weights", "concurrency", "import_path", "sample", "train_batch")
 
@@ -104,7 +107,7 @@ ARROWS_UP = {
 
 # (library, the only modules that may import it)
 RESERVED = [
-    ("ray", ("miles.cluster", "train")),
+    ("ray", ("miles.cluster",)),
     ("sglang", ("miles.engine.sglang",)),
     ("megatron", ("miles.training.megatron", "miles.arguments.parser")),
 ]
