@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The suite stage-a-cpu: style, types, docs, then tests/fast. pytest's summary is the last thing printed.
+# The suite stage-a-cpu: style, types, spelling, docs, then tests/fast. pytest's summary is the last thing printed.
 #   bash tests/run.sh            everything but the slow tests
 #   bash tests/run.sh --all      with the slow tests
 #   bash tests/run.sh -k loss    further arguments go to pytest (-n 0: in one process)
@@ -29,6 +29,7 @@ check() { # check NAME COMMAND...: silent when it passes
 check "ruff check" "$VENV/bin/ruff" check .
 check "ruff format" "$VENV/bin/ruff" format --check .
 check "mypy" "$VENV/bin/mypy"
+check "codespell" "$VENV/bin/codespell"
 # Not --quiet: it hides warnings from --strict as well.
 check "mkdocs" "$VENV/bin/mkdocs" build --strict --site-dir "$site"
 [ ${#failed[@]} -eq 0 ] || echo "FAILED before the tests: ${failed[*]}"
