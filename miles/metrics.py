@@ -28,7 +28,7 @@ class Metric:
 
     @classmethod
     def mean(cls, values: Iterable[float]) -> Metric:
-        """The mean of ``values`` as a metric: their sum over their count."""
+        """Return the mean of ``values`` as a metric: their sum over their count."""
         values = list(values)
         return cls(float(sum(values)), float(len(values)))
 

@@ -1,8 +1,8 @@
 """The vocabulary of a rollout: prompts, the samples generated from them, and the groups they form.
 
-Worked example, used throughout the docstrings: two prompts, two rollouts each. The data source draws prompts 0 and 1
-and gives them ``group_index`` 0 and 1. Generation gives the four trajectories ``trajectory_id`` 0, 1 (group 0) and 2, 3
-(group 1). A trajectory that is cut in two (context compaction) becomes two samples of one ``trajectory_id``.
+Worked example, used throughout the docstrings: two prompts, two trajectories each. The data source draws prompts 0 and
+1 and gives them ``group_index`` 0 and 1. Generation gives the four trajectories ``trajectory_id`` 0, 1 (group 0) and
+2, 3 (group 1). A trajectory that is cut in two (context compaction) becomes two samples of one ``trajectory_id``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Prompt:
     """One row of a prompt set, tokenized.
 
     ``text`` is the prompt as the model reads it (chat template applied); ``token_ids`` its tokens; ``label`` the
-    reference answer; ``metadata`` whatever else the row carries for rewards and filters; ``source`` says where the row
-    stands (``file.jsonl:17``), for messages to the user.
+    reference answer; ``metadata`` whatever else the row carries for rewards and filters; ``source`` is the place of the
+    row (``file.jsonl:17``), for messages to the user.
     """
 
     text: str
@@ -53,15 +53,15 @@ class Sample:
     """
 
     prompt: Prompt
-    group_index: int  # the prompt draw it came from; given once, when the prompt is drawn
-    trajectory_id: int | None = None  # the trajectory it belongs to; given when it is generated
+    group_index: int  # the prompt draw that it came from, assigned when the prompt is drawn
+    trajectory_id: int | None = None  # the trajectory that it belongs to, assigned when it is generated
     response_ids: list[int] = field(default_factory=list)
     response: str = ""
-    loss_mask: list[int] = field(default_factory=list)  # one 0/1 a response token
+    loss_mask: list[int] = field(default_factory=list)  # one 0/1 per response token
     rollout_log_probs: list[float] = field(default_factory=list)  # the engine's, of logits / temperature
     status: SampleStatus = SampleStatus.PENDING
     reward: float | None = None
-    # Version of the weights behind each response token, NO_WEIGHTS for a tool's; empty where nobody recorded it.
+    # Version of the weights behind each response token, NO_WEIGHTS for a tool's; empty if not recorded.
     weight_versions: list[int] = field(default_factory=list)
 
     @property

@@ -63,7 +63,7 @@ class TrainBatch:
         return [len(t) for t in self.tokens]
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
-        """The shard with these samples, in this order; step-wide numbers stay those of the whole step."""
+        """Return the shard with these samples, in this order; step-wide numbers stay those of the whole step."""
         columns: dict[str, Any] = {}
         for f in fields(self):
             column = getattr(self, f.name)

@@ -1,1 +1,1 @@
-"""Ray: where actors stand, what runs in them, and how the launcher talks to them. Nothing else imports Ray."""
+"""Ray: the placement of actors, the code that runs in them, and their drivers. Nothing else imports Ray."""

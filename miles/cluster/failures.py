@@ -1,4 +1,4 @@
-"""What a user is told when a run ends early."""
+"""What the launcher prints, and the exit status, when a run ends early."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ from miles.training.checkpoint_folder import newest
 
 @contextmanager
 def exit_with_message(checkpoint: CheckpointArguments) -> Iterator[None]:
-    """Turn what ends a run into an exit status and a message that says why and how to go on.
+    """Turn whatever ends a run into an exit status and a message that says why and how to resume.
 
-    A ``ValueError``, from whichever process, is the user's to mend and is one sentence; anything else shows the
-    traceback of the process that failed. SIGTERM is treated as Ctrl-C: whatever was started is stopped on the way out.
+    A ``ValueError``, from any process, is a mistake that the user can fix and is printed as one sentence. Any other
+    error shows the traceback of the process that failed. SIGTERM is handled like Ctrl-C: everything that was started is
+    stopped.
+
+    Raises:
+        SystemExit: With status 130 after Ctrl-C or SIGTERM, else with 1.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -41,7 +45,7 @@ def exit_with_message(checkpoint: CheckpointArguments) -> Iterator[None]:
 
 
 def cause_of(error: Exception) -> BaseException:
-    """What went wrong in the process where it did."""
+    """Return the original error of the process that failed."""
     return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
 
 
@@ -50,7 +54,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def show(error: Exception) -> None:
-    """The traceback of the process that failed; the launcher's own, when the failure is elsewhere, says nothing."""
+    """Print the traceback of the process that failed, not the launcher's own if the failure is elsewhere."""
     if isinstance(error, WorkerLost):
         if error.__cause__ is not None:
             print(error.__cause__, file=sys.stderr)
@@ -61,7 +65,7 @@ def show(error: Exception) -> None:
 
 
 def in_one_line(error: Exception) -> str:
-    """What went wrong, for the end of a sentence."""
+    """Return what went wrong as the end of a sentence."""
     if isinstance(error, WorkerLost):
         return str(error)
     if isinstance(error, ray.exceptions.RayActorError):
@@ -71,9 +75,9 @@ def in_one_line(error: Exception) -> str:
 
 
 def how_to_resume(checkpoint: CheckpointArguments) -> str:
-    """What to type after a run that ended early, or that it starts anew."""
+    """Return how to resume a run that ended early, or that it starts from the beginning."""
     if checkpoint.save is None:
-        return "nothing was saved (no --save), so it starts anew"
+        return "nothing was saved (no --save), so a new run starts from the beginning"
     if newest(Path(checkpoint.save)) is None:
-        return f"no checkpoint was saved in {checkpoint.save} yet, so it starts anew"
-    return f"the same command with --load {checkpoint.save} goes on from the last checkpoint"
+        return f"no checkpoint was saved in {checkpoint.save} yet, so a new run starts from the beginning"
+    return f"the same command with --load {checkpoint.save} continues from the last checkpoint"

@@ -1,4 +1,4 @@
-"""Which worker processes live. The launcher waits for their work, and its wait ends when one of them dies or hangs."""
+"""Heartbeats of the worker processes, and waiting for their results until one of them dies or hangs."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 import ray
 import ray.exceptions
 
-# A heartbeat is a call that sleeps so long in the worker, in a concurrency group (a thread) of its own: it comes back
-# in time whatever else the worker does, and Ray fails it at once when the process dies.
+# A heartbeat is a call that sleeps for PULSE_SECONDS in the worker, in its own concurrency group (a thread). It returns
+# in time whatever else the worker does, and Ray fails it at once if the process dies.
 PULSE = "pulse"
 PULSE_SECONDS = 10.0
-LOOK_SECONDS = 1.0  # from one look for missing heartbeats to the next
-ASLEEP_SECONDS = 10.0  # from one look to the next: the launcher itself was stopped, or busy elsewhere
-BLAME_SECONDS = 5.0  # a peer's failed collective may be told before the death that it comes from
+LOOK_SECONDS = 1.0  # between two checks for missing heartbeats
+ASLEEP_SECONDS = 10.0  # between two checks: the launcher itself was stopped or busy
+BLAME_SECONDS = 5.0  # a peer's failed collective may be reported before the death that caused it
 
 
 def with_pulse(worker: type) -> Any:
-    """``ray.remote`` of a class with a method ``pulse(seconds)`` in that group, which returns its process id."""
+    """Return ``ray.remote`` of a class whose method ``pulse(seconds)``, in that group, returns its process id."""
     remote: Any = ray.remote  # whose stubs do not know concurrency groups
     return remote(concurrency_groups={PULSE: 1})(worker)
 
 
-# Ray's errors that the death of another worker may cause: a lost object is one that it had made.
+# Ray errors that the death of another worker may cause: a lost object is one that the dead worker owned.
 _OF_A_DEATH = (ray.exceptions.RaySystemError, ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
 
 
 class WorkerLost(ray.exceptions.RayError):
-    """A worker process has died, or answers nothing. The message names it; the cause, if any, is Ray's own error."""
+    """A worker process died or does not answer. The message names it; the cause, if any, is Ray's own error."""
 
     def __init__(self, worker: Any, message: str) -> None:
         super().__init__(message)
@@ -48,17 +48,17 @@ class _Watched:
     lost: WorkerLost | None = None
 
     def beat(self) -> None:
-        """Ask for the next heartbeat."""
+        """Request the next heartbeat."""
         self.pulse, self.sent = self.worker.pulse.remote(PULSE_SECONDS), time.monotonic()
 
 
 class Workers:
-    """The workers of a run, and how to wait for what they do.
+    """The worker processes of a run: waits for their results and notices which has died or hangs.
 
-    A worker without a heartbeat for ``seconds`` hangs: it was stopped (SIGSTOP, a debugger), or its host has. What a
-    worker is busy with does not count, compiling and collectives included, as long as it lets other threads run: a
-    regular expression that backtracks does not. Until its first heartbeat a worker may take as long as it needs, to be
-    placed and to import.
+    A worker without a heartbeat for ``seconds`` is considered hanging: it was stopped (SIGSTOP, a debugger), or its
+    host was. A busy worker, compiling or in a collective, still answers as long as it lets other threads run; a
+    backtracking regular expression does not. Before its first heartbeat a worker may take any time to be placed and to
+    import.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -67,12 +67,14 @@ class Workers:
         self._looked = time.monotonic()
 
     def add(self, name: str, worker: Any, replaceable: bool = False) -> None:
-        """Watch ``worker`` from now on; messages call it ``name``. A ``replaceable`` one is missed only by who waits
-        for its work."""
+        """Watch ``worker`` from now on under ``name``.
+
+        The loss of a ``replaceable`` worker is raised only to callers that wait for its results.
+        """
         self._watched.append(_Watched(name, worker, worker.pulse.remote(0.0), time.monotonic(), replaceable))
 
     def end(self, worker: Any) -> None:
-        """Kill ``worker``, whatever state it is in, and watch it no more."""
+        """Kill ``worker``, whatever its state, and stop watching it."""
         for watched in [w for w in self._watched if w.worker is worker]:
             self._watched.remove(watched)
         ray.kill(worker)
@@ -80,11 +82,13 @@ class Workers:
     def results(
         self, calls: Sequence[ray.ObjectRef], beside: Sequence[ray.ObjectRef] = (), whose: Any = None
     ) -> list[Any]:
-        """The results of ``calls`` in order.
+        """Return the results of ``calls`` in order.
 
-        Raises the first failure of any of them, or of one ``beside`` them, at once: its peers may hang for it. Raises
-        ``WorkerLost`` when a worker of the run dies or hangs (a replaceable one: when it is ``whose`` calls these are),
-        which is also told in the place of a failure that it has caused in another worker.
+        The first failure of any call, or of a call in ``beside``, is raised at once, because its peers may hang.
+
+        Raises:
+            WorkerLost: If a worker of the run dies or hangs (a replaceable one: only if the calls are ``whose``). It is
+                also raised instead of a failure that the loss caused in another worker.
         """
         pending = [*calls, *beside]
         while any(call in pending for call in calls):
@@ -96,7 +100,7 @@ class Workers:
         return ray.get(list(calls))
 
     def result(self, call: ray.ObjectRef) -> Any:
-        """The result of one call; see ``results``."""
+        """Return the result of one call; see ``results``."""
         return self.results([call])[0]
 
     def _pulses(self) -> list[ray.ObjectRef]:
@@ -114,9 +118,9 @@ class Workers:
             raise failure
 
     def _look(self, whose: Any) -> None:
-        """Read the heartbeats. Raises ``WorkerLost`` for a worker that is missed."""
+        """Read the heartbeats; raise ``WorkerLost`` for a lost worker."""
         now = time.monotonic()
-        if (asleep := now - self._looked) > ASLEEP_SECONDS:  # answers may have come that nobody has read yet
+        if (asleep := now - self._looked) > ASLEEP_SECONDS:  # answers may have arrived unread
             for watched in self._watched:
                 watched.sent += asleep
         self._looked = now
@@ -129,7 +133,7 @@ class Workers:
                 raise watched.lost
 
     def _lost(self, watched: _Watched, answered: bool) -> WorkerLost | None:
-        """How ``watched`` is lost; None where it lives. One that has answered is asked again."""
+        """Return how ``watched`` was lost, or None if it is alive; one that answered gets the next request."""
         if not answered:
             if watched.pid is None or time.monotonic() - watched.sent <= PULSE_SECONDS + self._seconds:
                 return None

@@ -1,4 +1,4 @@
-"""``--max-restarts``: a run whose worker processes die goes on from its last checkpoint."""
+"""``--max-restarts``: restart a run whose worker processes die from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from miles.training.checkpoint_folder import newest
 
 
 def with_restarts(settings: Settings, attempt: Callable[[Settings], None]) -> None:
-    """``attempt(settings)``; when a worker process dies or fails, again, up to ``--max-restarts`` times.
+    """Call ``attempt(settings)``, and again if a worker process dies or fails, up to ``--max-restarts`` times.
 
-    Every further attempt resumes the newest checkpoint in ``--save``; before there is one it begins as the first did.
-    ``attempt`` leaves no process behind, however it ends. What is the user's to mend (a ``ValueError``) is raised at
-    once, and so is what fails in the launcher itself. Raises ``ValueError`` where ``--save`` holds checkpoints that are
-    not this run's: a restart would take them for its own.
+    Every further attempt resumes the newest checkpoint in ``--save``, or starts from the beginning if there is none.
+    ``attempt`` leaves no process behind, however it ends. A ``ValueError``, which the user has to fix, and a failure of
+    the launcher itself are raised at once.
+
+    Raises:
+        ValueError: If ``--save`` holds checkpoints of another run, which a restart would resume.
     """
     left = settings.cluster.max_restarts
     if left:
@@ -37,14 +39,14 @@ def with_restarts(settings: Settings, attempt: Callable[[Settings], None]) -> No
             start = "its last checkpoint" if settings.checkpoint.load else "the beginning, as nothing was saved yet"
             left -= 1
             print(
-                f"train.py: {in_one_line(error)}; going on from {start} ({left} restarts left)",
+                f"train.py: {in_one_line(error)}; restarting from {start} ({left} restarts left)",
                 file=sys.stderr,
                 flush=True,
             )
 
 
 def resuming(settings: Settings) -> Settings:
-    """The settings of a run that goes on from what ``settings`` has saved; the same ones where that is nothing."""
+    """Return ``settings`` changed to resume what the run has saved, or unchanged if nothing was saved."""
     given = settings.checkpoint
     if given.save is None or newest(Path(given.save)) is None:
         return settings
@@ -57,6 +59,6 @@ def _check_own_folder(given: CheckpointArguments) -> None:
     goes_on = given.load is not None and Path(given.load).resolve() == Path(given.save).resolve()
     if newest(Path(given.save)) is not None and (given.finetune or not goes_on):
         raise ValueError(
-            f"--save {given.save}: holds checkpoints of an earlier run, which --max-restarts would go on from; resume "
+            f"--save {given.save}: holds checkpoints of an earlier run, which --max-restarts would resume; resume "
             f"them with --load {given.save} (without --finetune), or give another folder"
         )

@@ -1,4 +1,4 @@
-"""A Ray session and the devices it lends, for the length of one run."""
+"""The Ray session of one run and the placement of its actors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RAY_DEFAULTS = {
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """The servers that a run starts: ``count`` engines of ``size`` devices each. None with the embedded engine."""
+    """The servers that a run starts: ``count`` engines of ``size`` devices each; 0 with the embedded engine."""
 
     count: int = 0
     size: int = 1
@@ -37,11 +37,11 @@ class EngineLayout:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the actors of a run stand: a bundle for each trainer rank, and, unless colocated, for what generates.
+    """The bundles of a run's actors: one per trainer rank and, unless colocated, bundles for generation.
 
-    What generates is one bundle of one device for the rollout worker with its embedded engine, or a bundle for each
-    server. Then the rollout worker computes nothing; it is a guest of the first trainer rank, from whose GPU it sends
-    the weights (NCCL refuses to send from the GPU of an engine), and with ``--colocate`` it has no GPU.
+    With the embedded engine, generation has one bundle of one device, for the rollout actor. With servers it has one
+    bundle per server; the rollout actor then computes nothing and shares the bundle of the first trainer rank, from
+    whose GPU it sends the weights (NCCL refuses to send from the GPU of an engine). With ``--colocate`` it has no GPU.
     """
 
     group: PlacementGroup
@@ -50,17 +50,17 @@ class Placement:
     engines: EngineLayout
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
-        """Ray actor options of trainer rank ``rank``."""
+        """Return the Ray actor options of trainer rank ``rank``."""
         return self._options(rank, self._share - self._sender_share)
 
     def rollout_options(self) -> dict[str, Any]:
-        """Ray actor options of the rollout worker."""
+        """Return the Ray actor options of the rollout actor."""
         if self.engines.count:
             return self._options(0, self._sender_share)
         return self._options(0 if self.cluster.colocate else self.cluster.world_size, self._share)
 
     def engine_options(self, number: int) -> dict[str, Any]:
-        """Ray actor options of engine ``number``."""
+        """Return the Ray actor options of engine ``number``."""
         if self.cluster.colocate:
             return self._options(number * self.engines.size, self._share)
         return self._options(self.cluster.world_size + number, float(self.engines.size))
@@ -81,14 +81,16 @@ class Placement:
 
 @contextmanager
 def ray_session(cluster: ClusterArguments, engines: EngineLayout | None = None) -> Iterator[Placement]:
-    """Start a local Ray or join the one at ``--ray-address``; on leaving, free what was taken and nothing else.
+    """Start a local Ray or join the one at ``--ray-address``; on exit, release what this run took and nothing else.
 
-    Raises ``ValueError`` when the cluster has not the devices asked for, and ``ConnectionError`` when no Ray answers.
+    Raises:
+        ValueError: If the cluster does not have the devices that the run needs.
+        ConnectionError: If no Ray answers at ``--ray-address``.
     """
     device = resolve_device(cluster)
     engines = engines or EngineLayout()
     bundles = _bundles(cluster, engines, device)
-    tickets = int(sum(bundle["CPU"] for bundle in bundles))
+    num_cpus = int(sum(bundle["CPU"] for bundle in bundles))
     for name, value in _RAY_DEFAULTS.items():
         os.environ.setdefault(name, value)
     # Actors import the same miles as the launcher, also when it runs from a checkout that is not installed.
@@ -97,10 +99,10 @@ def ray_session(cluster: ClusterArguments, engines: EngineLayout | None = None) 
     if cluster.ray_address:
         ray.init(address=cluster.ray_address, runtime_env=runtime_env, log_to_driver=True)
     else:
-        # Ray warns that a cluster of its own asks for a token. It does, that is right, and no user needs to act on it.
+        # Ray warns that its local cluster uses a token. That is intended, and the user need not act on it.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-        # Locally, Ray's CPU count is only a ticket counter: one ticket a process, whatever the machine has.
-        _start_local(tickets if device == "cpu" else None, runtime_env)
+        # Locally, Ray's CPUs only count processes: one per process, however many cores the machine has.
+        _start_local(num_cpus if device == "cpu" else None, runtime_env)
     group: PlacementGroup | None = None
     try:
         group = _place(bundles, cluster)
@@ -112,7 +114,7 @@ def ray_session(cluster: ClusterArguments, engines: EngineLayout | None = None) 
 
 
 def _start_local(num_cpus: int | None, runtime_env: dict[str, Any]) -> None:
-    """Start Ray on this machine. Its own 30 seconds are too few on a busy one; then it is tried again."""
+    """Start Ray on this machine, and try again if its 30 s are not enough on a busy one."""
     for attempt in range(1, START_TRIES + 1):
         try:
             ray.init(
@@ -132,7 +134,7 @@ def _start_local(num_cpus: int | None, runtime_env: dict[str, Any]) -> None:
 
 
 def resolve_device(cluster: ClusterArguments) -> str:
-    """``--device``, with auto read as cuda where PyTorch sees a GPU."""
+    """Return ``--device``, with auto resolved to cuda if PyTorch sees a GPU."""
     if cluster.device != "auto":
         return cluster.device
     import torch
@@ -141,7 +143,7 @@ def resolve_device(cluster: ClusterArguments) -> str:
 
 
 def _bundles(cluster: ClusterArguments, engines: EngineLayout, device: str) -> list[dict[str, float]]:
-    """What Ray is asked for: a bundle a trainer rank, then those of ``Placement``. On CPU a device is a CPU ticket."""
+    """Return the bundles to request: one per trainer rank, then those for generation. On CPU a device is one CPU."""
     sizes = [1] * cluster.world_size
     if not cluster.colocate:
         sizes += [engines.size] * engines.count or [1]

@@ -1,0 +1,1 @@
+"""Prompt sets: reading, rendering, tokenizing, and the order in which prompts are drawn."""

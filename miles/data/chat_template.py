@@ -1,4 +1,4 @@
-"""From what a row holds as its prompt to the text that the model reads."""
+"""Render the prompt of a row as the text that the model reads."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ class PromptRenderer:
             )
 
     def render(self, row: Row, value: Any) -> str:
-        """The text of the prompt ``value`` of ``row``: a string, or a list of ``{"role", "content"}`` messages.
+        """Return the text of the prompt ``value`` of ``row``: a string, or a list of ``{"role", "content"}`` messages.
 
-        With the template, a string is one user message, and the text ends where the assistant's turn begins. Raises
-        ``ValueError`` naming the row for an empty or malformed prompt, and for messages without the template.
+        With the template, a string is one user message, and the text ends at the start of the assistant's turn.
+
+        Raises:
+            ValueError: For an empty or malformed prompt, and for messages without the template; it names the row.
         """
         if not isinstance(value, (str, list)):
             row.refuse(f"the prompt is {_kind(value)}; give text or a list of chat messages")
@@ -50,7 +52,7 @@ class PromptRenderer:
         template = self._tokenizer.apply_chat_template
         try:
             return str(template(messages, add_generation_prompt=True, tokenize=False, **self._kwargs))
-        except Exception as error:  # templates are code of the model's maker and raise what they like
+        except Exception as error:  # templates are the model author's code and may raise anything
             raise ValueError(
                 f"{row.where}: the chat template refuses the messages ({type(error).__name__}: {error}); correct "
                 f"them, or look at --apply-chat-template-kwargs"

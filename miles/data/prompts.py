@@ -36,12 +36,21 @@ def load_prompts(
     input_key: str | None = None,
     label_key: str | None = None,
 ) -> PromptSet:
-    """Read, render and tokenize the prompts of ``source`` (its forms: ``sources.FORMS``).
+    """Read, render and tokenize the prompts of ``source``.
 
-    ``input_key`` and ``label_key`` stand in for those of ``data``; ``reasoning_gym`` has columns of its own and heeds
-    neither. Text rendered through a chat template is tokenized as it stands, since templates write the special tokens;
-    other text as the tokenizer does by default. Prompts of more than ``rollout_max_prompt_len`` tokens are dropped,
-    and logged. Raises ``ValueError`` naming file and line for a malformed row, and for a source without prompts.
+    Text rendered through a chat template is tokenized without special tokens, because templates write them; other text
+    with the tokenizer's default. Prompts of more than ``rollout_max_prompt_len`` tokens are dropped, and their number
+    is logged.
+
+    Args:
+        source: One of ``sources.FORMS``.
+        data: Names of the columns, chat template and length limit.
+        tokenizer: The model's tokenizer.
+        input_key: Overrides ``data.input_key``. Ignored by ``reasoning_gym``, which has its own columns.
+        label_key: Overrides ``data.label_key``, in the same way.
+
+    Raises:
+        ValueError: For a malformed row, naming file and line, and for a source without prompts.
     """
     if source.startswith(reasoning_gym_task.SCHEME):
         columns = _Columns(
@@ -61,12 +70,12 @@ def load_prompts(
 
 @dataclass(frozen=True)
 class _Columns:
-    """What the columns of a source are called."""
+    """The names of a source's columns."""
 
     input: str
     label: str | None
     metadata: str
-    label_may_be_null: bool = False  # some tasks have no single right answer to show
+    label_may_be_null: bool = False  # some tasks have no single right answer
 
 
 def _prompt(row: Row, text: str, token_ids: Sequence[int], columns: _Columns) -> Prompt:
@@ -85,7 +94,7 @@ def _label(row: Row, columns: _Columns) -> Any:
 
 def _metadata(row: Row, key: str) -> dict[str, Any]:
     metadata = row.columns.get(key)
-    if metadata is None:  # a column of Parquet is null where a row has none
+    if metadata is None:  # Parquet stores null if a row has no value
         return {}
     if not isinstance(metadata, dict):
         row.refuse(
@@ -101,8 +110,8 @@ def _drop_long(prompts: list[Prompt], limit: int | None, source: str) -> PromptS
     if not kept:
         shortest = min(len(p.token_ids) for p in prompts)
         raise ValueError(
-            f"--rollout-max-prompt-len {limit}: drops all {len(prompts)} prompts of {source}, the shortest of which "
-            f"has {shortest} tokens; raise the limit"
+            f"--rollout-max-prompt-len {limit}: drops all {len(prompts)} prompts of {source}; the shortest has "
+            f"{shortest} tokens; raise the limit"
         )
     if dropped:
         _logger.warning(

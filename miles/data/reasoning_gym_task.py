@@ -14,7 +14,7 @@ INPUT, LABEL, METADATA = "question", "answer", "metadata"
 
 
 def read_reasoning_gym(source: str) -> Iterator[Row]:
-    """The entries of ``reasoning_gym:TASK[:key=value,...]`` as rows of a question, an answer and metadata.
+    """Yield the entries of ``reasoning_gym:TASK[:key=value,...]`` as rows of a question, an answer and metadata.
 
     The keys are the task's settings: ``size`` and ``seed`` (42 unless given: a fixed set, not a new one each run) for
     all, others by task; values are numbers, true, false or text. The metadata, ``{"reasoning_gym": {"task",

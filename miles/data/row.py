@@ -1,4 +1,4 @@
-"""One row of a prompt source, and the words for what is wrong with it."""
+"""One row of a prompt source, and the errors about it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 
 @dataclass(frozen=True)
 class Row:
-    """Named columns, and ``where`` the row stands: ``file.jsonl:17``, rows and lines counted from 1."""
+    """Named columns and the row's place, ``where``: ``file.jsonl:17``, rows and lines counted from 1."""
 
     where: str
     columns: Mapping[str, Any]
 
     def column(self, name: str, flag: str) -> Any:
-        """The value of column ``name``, which the user chose with ``flag``. Raises ``ValueError`` if absent or null."""
+        """Return the value of column ``name``, chosen with ``flag``; raise ``ValueError`` if it is absent or null."""
         if name not in self.columns:
             near = get_close_matches(name, self.columns, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
@@ -27,5 +27,5 @@ class Row:
         return self.columns[name]
 
     def refuse(self, fault_and_way_out: str) -> NoReturn:
-        """Raise the ``ValueError`` of a malformed row."""
+        """Raise the ``ValueError`` of a malformed row, with its place."""
         raise ValueError(f"{self.where}: {fault_and_way_out}")

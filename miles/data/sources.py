@@ -16,7 +16,7 @@ _HUGGING_FACE = "hf:"
 
 
 def read_rows(source: str) -> Iterator[Row]:
-    """The rows of ``source``, in order. Raises ``ValueError`` if it cannot be read, naming the row where one is bad."""
+    """Yield the rows of ``source`` in order; raise ``ValueError``, naming a bad row, if it cannot be read."""
     if source.startswith(REASONING_GYM):
         return read_reasoning_gym(source)
     if source.startswith(_HUGGING_FACE) or Path(source).is_dir():
@@ -34,7 +34,7 @@ def _refuse(source: str, fault: str, cause: Exception | None = None) -> NoReturn
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open("rb") as lines:  # bytes, so that a bad character is told with its line
+    with path.open("rb") as lines:  # bytes, so that a bad character is reported with its line
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _parse_line(line, f"{path}:{number}")
@@ -47,10 +47,10 @@ def _parse_line(line: bytes, where: str) -> Row:
         raise ValueError(f"{where}: not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{where}: not JSON ({error.msg}, column {error.colno}); write one JSON object a line"
+            f"{where}: not JSON ({error.msg}, column {error.colno}); write one JSON object per line"
         ) from error
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: a {type(value).__name__}, not an object; write one JSON object a line")
+        raise ValueError(f"{where}: a {type(value).__name__}, not an object; write one JSON object per line")
     return Row(where, value)
 
 

@@ -22,7 +22,7 @@ class PromptStream:
     """
 
     def __init__(self, prompts: Sequence[Prompt], shuffle: bool, seed: int) -> None:
-        """Raises ``ValueError`` if there are no prompts."""
+        """Start at the first prompt; raise ``ValueError`` if there are none."""
         if not prompts:
             raise ValueError("a prompt stream needs at least one prompt")
         self._prompts = prompts
@@ -37,16 +37,17 @@ class PromptStream:
         return self._epoch
 
     def draw(self, n: int) -> list[PromptGroup]:
-        """The next ``n`` prompts, as groups without samples. Their ``group_index`` counts all draws of the run."""
+        """Return the next ``n`` prompts as groups without samples; ``group_index`` counts all draws of the run."""
         again = [self._group(index) for index in self._unfinished[:n]]
         del self._unfinished[:n]
         return again + [self._draw_one() for _ in range(n - len(again))]
 
     def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
-        """The position, in plain values that JSON can hold.
+        """Return the position, in plain values that JSON can hold.
 
-        ``unfinished``: group indices that were drawn and have not come to anything yet. A stream restored from this
-        state draws them again, before it goes on, so that no prompt is lost.
+        Args:
+            unfinished: Indices of groups that were drawn and are neither trained on nor dropped yet. A stream restored
+                from this state draws them again first, so that no prompt is lost.
         """
         return {
             **self._order_key(),
@@ -57,7 +58,7 @@ class PromptStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``: what is drawn next is what would have been drawn next when it was taken.
+        """Continue from ``state``: the next draw is the one that would have followed when it was taken.
 
         Raises ``ValueError`` for a state of another order: another number of prompts, shuffling or seed.
         """
@@ -66,11 +67,11 @@ class PromptStream:
             if state[key] != value:
                 raise ValueError(
                     f"{flags[key]}: the checkpoint's position in the prompts is for {key} {state[key]}, this run has "
-                    f"{key} {value}, so it cannot go on from there; give {flags[key]} as in the run that was saved, "
+                    f"{key} {value}, so it cannot continue from there; give {flags[key]} as in the run that was saved, "
                     f"or start a new run from its weights"
                 )
         self._move_to(state["epoch"], state["position"], state["next_group_index"])
-        self._unfinished = list(state.get("unfinished", ()))  # earlier checkpoints do not know it, and have none
+        self._unfinished = list(state.get("unfinished", ()))  # absent in earlier checkpoints, which have none
 
     def _order_key(self) -> dict[str, Any]:
         return {"num_prompts": len(self._prompts), "shuffle": self._shuffle, "seed": self._seed}
@@ -85,7 +86,7 @@ class PromptStream:
         return _order_of_pass(len(self._prompts), self._shuffle, self._seed, epoch)
 
     def _group(self, group_index: int) -> PromptGroup:
-        """The group of an earlier draw: draws were counted from the first of the run, with no gaps."""
+        """Return the group of an earlier draw; draws are numbered without gaps from the start of the run."""
         epoch, position = divmod(group_index, len(self._prompts))
         return PromptGroup(group_index, self._prompts[self._order_of(epoch)[position]])
 
@@ -98,9 +99,9 @@ class PromptStream:
         return group
 
 
-@lru_cache(maxsize=4)  # groups that are drawn again belong to the last pass or two
+@lru_cache(maxsize=4)  # groups that are drawn again are from the last two passes
 def _order_of_pass(num_prompts: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
-    """Positions of the prompts in the order of a pass. The list is shared: it is read and never changed."""
+    """Return the positions of the prompts in the order of a pass. The list is shared: do not change it."""
     order = list(range(num_prompts))
     if shuffle:
         random.Random(f"{seed}/{epoch}").shuffle(order)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder in Hugging Face format, or of a name on its hub.
+    """Return the tokenizer of a folder in Hugging Face format, or of a name on its hub.
 
     Raises ``ValueError`` if it cannot be loaded.
     """

@@ -1,4 +1,4 @@
-"""What a reward function is."""
+"""The protocol of reward functions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from miles.sample import Sample
 
 
 class RewardFunction(Protocol):
-    """Scores a batch of generated samples: one number a sample, in order. It may await (a server, a subprocess)."""
+    """Scores a batch of generated samples: one number per sample, in order. May await a server or a subprocess."""
 
-    async def __call__(self, samples: Sequence[Sample]) -> list[float]: ...
+    async def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        """Return one finite number per sample, in order."""
+        ...

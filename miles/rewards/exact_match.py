@@ -9,7 +9,7 @@ from miles.sample import Sample
 
 
 def exact_match(samples: Sequence[Sample]) -> list[float]:
-    """1 where response and label are the same text (white space around both aside), else 0.
+    """Score 1 if response and label are the same text (white space around both aside), else 0.
 
     Raises ``ValueError`` for a label that is missing or neither text nor number.
     """

@@ -23,7 +23,7 @@ _NUMBER = re.compile(
 
 
 def last_number(samples: Sequence[Sample]) -> list[float]:
-    """1 where the last number in the response equals the last number in the label, else 0.
+    """Score 1 if the last number in the response equals the last number in the label, else 0.
 
     Numbers are compared as exact decimals: 6, 6.0, 006 and 0.6e1 are equal, 1,234 is 1234. So a label may hold a
     whole derivation that ends with its answer. Raises ``ValueError`` for a label without a number.
@@ -32,7 +32,7 @@ def last_number(samples: Sequence[Sample]) -> list[float]:
 
 
 def find_last_number(text: str) -> Decimal | None:
-    """The last number in ``text``, exactly; None if there is none.
+    """Return the last number in ``text``, exactly; None if there is none.
 
     >>> find_last_number("7-3 = 4, and 1,000 times that is 4,000.50.")
     Decimal('4000.50')

@@ -12,17 +12,17 @@ from miles.rewards.reference import reference_text
 from miles.rewards.subprocess_call import SubprocessCallTimeout, subprocess_call
 from miles.sample import Sample
 
-SECONDS = 10.0  # of wall time a sample; an ordinary one takes some ten milliseconds
+SECONDS = 10.0  # of wall time per sample; an ordinary one takes about ten milliseconds
 
 _logger = logging.getLogger(__name__)
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off; ours are on
 
 
 def math(samples: Sequence[Sample]) -> list[float]:
-    """1 where the answer found in the response equals the label mathematically, else 0.
+    r"""Score 1 if the answer found in the response equals the label mathematically, else 0.
 
-    What counts as the answer (``\\boxed{}`` first, then other LaTeX and plain expressions) and as equal is
-    math-verify's. A comparison that does not end within ``SECONDS`` is logged and scored 0: no equality was shown.
+    math-verify decides what the answer is (``\boxed{}`` first, then other LaTeX and plain expressions) and what is
+    equal. A comparison that does not end within ``SECONDS`` is logged and scored 0: no equality was shown.
     Raises ``ValueError`` for a label that is not mathematics.
     """
     return [_score(s) for s in samples]

@@ -14,11 +14,11 @@ from reasoning_gym.utils import extract_answer
 from miles.rewards.subprocess_call import subprocess_call
 from miles.sample import Sample
 
-SECONDS = 30.0  # of wall time a sample; making the task's data set, once a process, is among it
+SECONDS = 30.0  # of wall time per sample, including making the task's data set, once per process
 
 
 def reasoning_gym(samples: Sequence[Sample]) -> list[float]:
-    """What the scorer of the prompt's task gives, mostly from 0 to 1 and in parts for a part of the answer.
+    """Return what the scorer of the prompt's task gives, mostly from 0 to 1 and in parts for a part of the answer.
 
     The answer is the content of the last ``<answer>`` element of the response, else the whole stripped response.
     Prompts come from ``--prompt-data reasoning_gym:TASK``, which keeps the task's entry in their metadata. Raises

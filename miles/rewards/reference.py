@@ -6,7 +6,7 @@ from miles.sample import Prompt
 
 
 def reference_text(prompt: Prompt, rm_type: str) -> str:
-    """The prompt's label as stripped text; a number is written out.
+    """Return the prompt's label as stripped text; a number is written out.
 
     Raises ``ValueError`` for a label that is missing, empty, or neither text nor number.
     """

@@ -24,14 +24,15 @@ BUILT_IN = {
 
 
 def get_reward_function(reward: RewardArguments) -> RewardFunction:
-    """The run's reward function.
+    """Return the run's reward function.
 
-    A custom function takes ``samples: Sequence[Sample]``, generated and not to be changed, and returns one finite
-    number a sample, in order; with ``--reward-key KEY`` one mapping a sample, whose KEY is the number. It may be
-    ``async``; a synchronous one runs in a thread, so that it cannot hold up generation, and several calls may run at
-    once. Aborted and truncated samples come like all others: ``sample.status`` tells them apart.
+    A custom function takes ``samples: Sequence[Sample]``, which it must not change, and returns one finite number per
+    sample, in order; with ``--reward-key KEY`` one mapping per sample, whose value at KEY is the number. It may be
+    ``async``; a synchronous function runs in a thread, so that it cannot block generation, and several calls may run
+    at once. Aborted and truncated samples are scored too; ``sample.status`` identifies them.
 
-    Raises ``ValueError`` for no reward, for two, for an unknown name and for a path that cannot be imported.
+    Raises:
+        ValueError: For no reward, two rewards, an unknown name, or a path that cannot be imported.
     """
     key = reward.reward_key
     if reward.rm_type is not None and reward.custom_rm_path is not None:

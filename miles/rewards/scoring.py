@@ -1,4 +1,4 @@
-"""Scoring a batch of samples, and what happens when the reward function fails."""
+"""Score a batch of samples, and handle a reward function that fails."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ _logger = logging.getLogger(__name__)
 
 
 class RewardError(RuntimeError):
-    """The reward function raised (then that is the ``__cause__``), or returned something other than rewards."""
+    """The reward function raised an exception (the ``__cause__``) or returned something other than rewards."""
 
 
 async def score(samples: Sequence[Sample], function: RewardFunction, error_value: float | None) -> int:
-    """Set ``reward`` of every sample, aborted and truncated ones like the others; return how many got ``error_value``.
+    """Set the ``reward`` of every sample, aborted and truncated ones too; return how many got ``error_value``.
 
-    The function is called once with all samples. If that fails it is called with each alone, so that the samples at
-    fault are known. They get ``error_value``, and a line in the log. With ``error_value`` None the first of them
-    raises ``RewardError``, as does a batch that fails though no sample alone does; then no reward is set.
+    The function is called once with all samples. If that fails, it is called with each sample alone to find those at
+    fault. They get ``error_value`` and a line in the log.
+
+    Raises:
+        RewardError: With ``error_value`` None, for the first sample at fault, or for a batch that fails although no
+            sample alone does. No reward is set then.
     """
     if not samples:
         return 0
@@ -61,11 +64,11 @@ async def _one_by_one(
 
 
 def _per_sample(samples: Sequence[Sample], results: Any) -> list[float | RewardError]:
-    """A float for each finite number; raises ``TypeError`` unless there is one result a sample."""
+    """Return a float for each finite number; raise ``TypeError`` unless there is one result per sample."""
     if isinstance(results, (str, bytes, dict)) or not hasattr(results, "__len__"):
-        raise TypeError(f"it returned {type(results).__name__} {results!r:.80}; return a list, one number a sample")
+        raise TypeError(f"it returned {type(results).__name__} {results!r:.80}; return a list, one number per sample")
     if len(results) != len(samples):
-        raise TypeError(f"it returned {len(results)} rewards for {len(samples)} samples; return one a sample")
+        raise TypeError(f"it returned {len(results)} rewards for {len(samples)} samples; return one per sample")
     return [
         float(result)
         if isinstance(result, Real) and math.isfinite(result)
@@ -77,7 +80,7 @@ def _per_sample(samples: Sequence[Sample], results: Any) -> list[float | RewardE
 def _failure(samples: Sequence[Sample], fault: str, cause: Exception | None = None) -> RewardError:
     first = samples[0]
     error = RewardError(
-        f"the reward function {fault}\n  sample: prompt {first.prompt.source}, group {first.group_index}, rollout "
+        f"the reward function {fault}\n  sample: prompt {first.prompt.source}, group {first.group_index}, trajectory "
         f"{first.trajectory_id}{f' (the first of {len(samples)} in the call)' if len(samples) > 1 else ''}, response "
         f"{first.response[:80]!r}\n  correct the reward function or the data, or give such samples a reward with "
         f"--reward-error-value"

@@ -2,7 +2,7 @@
 
 Symbolic algebra on what a model wrote need not end (``9^{9^{9^9}}``), sits in C code that no Python signal interrupts,
 and some scorers ``eval`` their input. Such a call is made in a child process under a kernel timer, whose SIGALRM kills
-the child wherever it is. This protects the run from hangs and crashes; it is not a jail against hostile code.
+the child at any point. This protects the run from hangs and crashes; it is not a jail against hostile code.
 """
 
 from __future__ import annotations

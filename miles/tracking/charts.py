@@ -29,7 +29,7 @@ class Series:
 
 
 def number(value: float) -> str:
-    """A value as people read it: four significant digits."""
+    """Return a value as people read it: four significant digits."""
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
@@ -69,7 +69,7 @@ class Axes:
 
     @classmethod
     def around(cls, points: Sequence[tuple[float, float]], from_zero: bool) -> Axes:
-        """Axes that hold all points; ``from_zero`` keeps the zero line in sight."""
+        """Axes that hold all points; ``from_zero`` keeps the zero line visible."""
         xs, ys = [x for x, _ in points], [y for _, y in points]
         low, high = min(ys), max(ys)
         if from_zero:
@@ -123,7 +123,7 @@ def _curve(series: Series, axes: Axes, colour: int) -> str:
 
 
 def _figure(title: str, note: str, series: Sequence[Series], colours: Sequence[int], axes: Axes, marks: str) -> str:
-    """A titled SVG with a legend; the exact points ride along as JSON for the hover script."""
+    """Return a titled SVG with a legend; the exact points ride along as JSON for the hover script."""
     hover = {
         "x": [axes.x_low, axes.x_high, LEFT, WIDTH - RIGHT, WIDTH],
         "series": [
@@ -182,7 +182,7 @@ def stacked_chart(title: str, note: str, series: Sequence[Series]) -> str:
 
 
 def _layer(edges: Sequence[float], low: Sequence[float], high: Sequence[float], axes: Axes, colour: int) -> str:
-    """The area between two step-shaped outlines."""
+    """Return the area between two step-shaped outlines."""
     bars = list(enumerate(pairwise(edges)))
     over = [(x, high[i]) for i, ends in bars for x in ends]
     under = [(x, low[i]) for i, ends in bars for x in ends]

@@ -1,4 +1,4 @@
-"""The run in the terminal: one compact line a step, and a live progress bar when somebody is watching."""
+"""The run in the terminal: one compact line per step, and a live progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _held_out(values: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _seconds(values: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The wall time of the step, then its phases, longest first."""
+    """Return the wall time of the step, then its phases, longest first."""
     phases = {name.removeprefix("time/"): value for name, value in values.items() if name.startswith("time/")}
     total = phases.pop("step", math.nan)
     longest_first = sorted(phases.items(), key=lambda item: -item[1])
@@ -49,7 +49,7 @@ def _seconds(values: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def step_line(step: int, values: Mapping[str, float]) -> Text:
-    """The compact line of one step; metrics that the step lacks are left out of it."""
+    """Return the compact line of one step; metrics that the step lacks are left out of it."""
     groups = [
         _selected(values, _BEFORE_EVALUATION) + _held_out(values) + _selected(values, _AFTER_EVALUATION),
         _seconds(values),
@@ -65,7 +65,7 @@ def step_line(step: int, values: Mapping[str, float]) -> Text:
 
 
 class ConsoleSink:
-    """Prints the header at once, then a line a step. ``console`` is replaceable for tests."""
+    """Prints the header at once, then one line per step. ``console`` is replaceable for tests."""
 
     def __init__(self, header: RunHeader, output_dir: str, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -86,7 +86,7 @@ class ConsoleSink:
         return progress
 
     def note(self, text: Text | str) -> None:
-        """Print one line above the bar, never wrapped: a log file keeps one line a step."""
+        """Print one line above the bar, never wrapped: a log file keeps one line per step."""
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -96,6 +96,6 @@ class ConsoleSink:
             self._progress.update(self._bar, completed=step)
 
     def close(self) -> None:
-        """Leave the bar as it stands and give the terminal back."""
+        """Stop the bar where it is and release the terminal."""
         if self._progress is not None:
             self._progress.stop()

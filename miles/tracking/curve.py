@@ -27,7 +27,7 @@ def _import_matplotlib() -> Any:
 
 
 def read_run(run_dir: Path) -> list[dict[str, float]]:
-    """The rows of a run. Raises ``ValueError`` when the folder holds none."""
+    """Return the rows of a run. Raises ``ValueError`` when the folder holds none."""
     rows = RunFiles(run_dir).read_metrics()
     if not rows:
         raise ValueError(f"{run_dir}: no steps in {METRICS} there; give the --output-dir of a run")
@@ -35,7 +35,7 @@ def read_run(run_dir: Path) -> list[dict[str, float]]:
 
 
 def mean_series(runs: Sequence[Series]) -> Series:
-    """The mean over runs at the steps that all of them measured.
+    """Return the mean over runs at the steps that all of them measured.
 
     >>> mean_series([Series("a", [0, 1], [0.0, 1.0]), Series("a", [0, 1, 2], [1.0, 1.0, 1.0])]).ys
     [0.5, 1.0]

@@ -1,4 +1,4 @@
-"""Seconds by phase of a step."""
+"""Seconds per phase of a step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PhaseTimer:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def metrics(self) -> dict[str, float]:
-        """``time/<phase>`` in seconds, then start anew.
+        """``time/<phase>`` in seconds, and reset them.
 
         ``time/step`` is the wall time since the last reading, phases or not, unless a phase named ``step`` was timed.
         """

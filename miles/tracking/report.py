@@ -20,10 +20,10 @@ MAX_ROLLOUTS_SHOWN = 12
 def write_report(
     output_dir: Path, header: RunHeader, rows: Sequence[Row], samples: Mapping[int, Sequence[SampleRecord]]
 ) -> Path:
-    """Write ``report.html`` and give its path.
+    """Write ``report.html`` and return its path.
 
-    ``rows`` has one mapping a step with ``step`` in it (``RunFiles.read_metrics``), ``samples`` the sampled answers by
-    rollout. The page loads nothing from outside, and everything that a model or a user wrote is escaped.
+    ``rows`` has one mapping per step with ``step`` in it (``RunFiles.read_metrics``), ``samples`` the sampled answers
+    by step. The page loads nothing from outside, and everything that a model or a user wrote is escaped.
     """
     path = output_dir / REPORT
     # A lone surrogate, which UTF-8 cannot hold, becomes a character reference.
@@ -32,7 +32,7 @@ def write_report(
 
 
 def render(header: RunHeader, rows: Sequence[Row], samples: Mapping[int, Sequence[SampleRecord]]) -> str:
-    """The page as text."""
+    """Return the page as text."""
     curves = charts(rows) or "<p>No step has finished yet.</p>"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -64,7 +64,7 @@ def _spread(rollouts: Sequence[int]) -> list[int]:
 
 
 def _answers(samples: Mapping[int, Sequence[SampleRecord]]) -> str:
-    """The sampled answers of some rollouts; first and last are open."""
+    """Return the sampled answers of some rollouts; first and last are open."""
     shown = _spread(sorted(samples))
     if not shown:
         return ""
@@ -93,7 +93,7 @@ def _answer(sample: SampleRecord) -> str:
 
 
 def _settings(header: RunHeader) -> str:
-    """A table a section; what was set by hand is marked, and sections in which nothing was are folded."""
+    """Return one table per section; settings that differ from the default are marked, other sections folded."""
     tables = []
     for section, fields in header.public_settings().items():
         css = {name: "default" if header.is_default(section, name) else "set" for name in fields}

@@ -16,24 +16,24 @@ _SINGLE = (
     ("train/pg_loss", "Policy loss", "aggregated as the objective says"),
     ("train/value_loss", "Value loss", "of the critic"),
     ("train/explained_variance", "Explained variance", "of the returns, by the critic"),
-    ("train/entropy_loss", "Entropy", "nats a token"),
+    ("train/entropy_loss", "Entropy", "nats per token"),
     ("train/pg_clipfrac", "Clip fraction", "share of tokens clipped"),
     ("train/ppo_kl", "KL of the update", "to the sampling policy"),
     ("train/kl_loss", "KL to the start", "to the reference model"),
     ("train/grad_norm", "Gradient norm", "before clipping"),
     ("train/lr", "Learning rate", ""),
-    ("perf/tokens_per_second", "Throughput", "tokens a second"),
+    ("perf/tokens_per_second", "Throughput", "tokens per second"),
 )
 _PHASES = ("generate", "log_probs", "train", "sync_weights", "eval")
 
 
 def column(rows: Sequence[Row], name: str, label: str = "") -> Series:
-    """One metric over the steps, NaN where a step lacks it."""
+    """One metric over the steps, NaN for steps without it."""
     return Series(label or name, [row["step"] for row in rows], [row.get(name, math.nan) for row in rows])
 
 
 def evaluation_series(rows: Sequence[Row]) -> list[Series]:
-    """Held-out accuracy, one series an evaluation set."""
+    """Held-out accuracy, one series per evaluation set."""
     names = sorted({n for row in rows for n in row if n.startswith("eval/") and n.endswith("/accuracy")})
     return [column(rows, n, n.removeprefix("eval/").removesuffix("/accuracy")) for n in names]
 
@@ -62,7 +62,7 @@ def charts(rows: Sequence[Row]) -> str:
 
 
 def headline(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """The few numbers that sum a run up: label, value, what stands beside it."""
+    """Return the figures that summarize a run: label, value, remark."""
     tiles = [("steps", str(len(rows)), "")]
     for series, label in [(column(rows, "rollout/reward"), "reward")] + [
         (s, f"held-out accuracy, {s.label}") for s in evaluation_series(rows)
@@ -72,7 +72,7 @@ def headline(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
             tiles.append((label, number(points[-1][1]), f"from {number(points[0][1])}, best {number(best)}"))
     if seconds := column(rows, "time/step").finite:
         total = sum(y for _, y in seconds)
-        tiles.append(("wall time", _duration(total), f"{number(total / len(seconds))} s a step"))
+        tiles.append(("wall time", _duration(total), f"{number(total / len(seconds))} s per step"))
     return tiles
 
 

@@ -50,12 +50,12 @@ class RunFiles:
         jsonl.append(self._metrics, [{"step": step, **values}])
 
     def append_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Add one row a sample."""
+        """Add one row per sample."""
         rows = ({"rollout_id": step, **dataclasses.asdict(s), "status": str_value(s.status)} for s in samples)
         jsonl.append(self._samples, rows)
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """One row a step, in order of steps; a null reads as NaN."""
+        """Return one row per step, in order of steps; a null reads as NaN."""
         by_step: dict[int, dict[str, float]] = {}
         for row in jsonl.read(self._metrics):
             numbers = {name: math.nan if value is None else value for name, value in row.items()}
@@ -63,7 +63,7 @@ class RunFiles:
         return [by_step[step] for step in sorted(by_step)]
 
     def read_samples(self) -> dict[int, list[SampleRecord]]:
-        """The sampled answers by rollout."""
+        """Return the sampled answers by step."""
         by_rollout: dict[int, list[SampleRecord]] = {}
         for row in jsonl.read(self._samples):
             by_rollout.setdefault(row.pop("rollout_id"), []).append(SampleRecord(**row))
@@ -90,5 +90,5 @@ class RunFiles:
 
 
 def str_value(status: str) -> str:
-    """The plain string of a status given as a string or as a member of a string enumeration."""
+    """Return the plain string of a status given as a string or as a member of a string enumeration."""
     return str.__str__(status)

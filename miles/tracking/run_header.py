@@ -1,4 +1,4 @@
-"""What a run is, told once: its title, its settings, its objective. Stored beside the numbers as run.json."""
+"""The facts of a run: its title, settings and objective. Saved as run.json beside the metrics."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FILE_NAME = "run.json"
 class RunHeader:
     """The facts of a run that do not change while it runs.
 
-    ``settings`` maps section to field to value, ``defaults`` likewise (a field missing there counts as default, so that
-    a header without defaults highlights nothing); ``objective_words`` and ``objective_formula`` say what is optimized;
-    ``total_steps`` of the optimizer is the length of the progress bar.
+    ``settings`` and ``defaults`` map section to field to value (a field without an entry in ``defaults`` counts as
+    default, so that a header without defaults highlights nothing). ``objective_words`` and ``objective_formula``
+    describe the objective. ``total_steps`` counts optimizer steps, the length of the progress bar.
     """
 
     title: str
@@ -55,7 +55,7 @@ class RunHeader:
         return name not in known or self.settings[section][name] == known[name]
 
     def public_settings(self) -> dict[str, dict[str, Any]]:
-        """The settings with secrets (``*_key``) masked: the form in which they may leave the process."""
+        """Return the settings with secrets (``*_key``) masked: the form in which they may leave the process."""
         return {
             section: {name: "(hidden)" if value and name.endswith("_key") else value for name, value in fields.items()}
             for section, fields in self.settings.items()

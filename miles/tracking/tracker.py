@@ -1,4 +1,4 @@
-"""The one place a run reports to: every number and every sampled answer fans out from here."""
+"""The tracker of a run: sends every metric and every sampled answer to all sinks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from miles.tracking.wandb_sink import WandbSink
 
 
 class Sink(Protocol):
-    """A place that numbers go to."""
+    """A destination of metrics."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of one step."""
+        """Record the metrics of one step."""
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Flush and close; no call follows."""
 
 
 class Tracker:
     """Fans metrics out to the console, metrics.jsonl, TensorBoard and W&B; writes the report when closed.
 
-    Call ``resume(step)`` before anything is logged when the run goes on from a checkpoint. Without it the run is a new
-    one, and what an earlier run left in the folder is set aside in ``earlier-N/``, never mixed in and never deleted.
+    A resumed run calls ``resume(step)`` before anything is logged. Without that call the run is a new one, and the
+    files that an earlier run left in the folder are moved to ``earlier-N/``, never mixed in and never deleted.
 
-    Raises ``ValueError`` at once when ``--use-wandb`` is given and wandb is not installed.
+    Raises:
+        ValueError: At once, if ``--use-wandb`` is given and wandb is not installed.
     """
 
     def __init__(self, tracking: TrackingArguments, header: RunHeader) -> None:
@@ -49,7 +50,7 @@ class Tracker:
         self._closed = False
 
     def resume(self, step: int) -> None:
-        """Go on at ``step``: forget it and later ones, which a run killed after its last checkpoint repeats."""
+        """Continue at ``step``: drop its rows and later ones, which the resumed run repeats."""
         assert not self._begun, "resume() comes before the first log()"
         self._files.drop_from(step)
         self._begin(resume_step=step)

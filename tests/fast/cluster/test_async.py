@@ -61,5 +61,5 @@ def test_the_resumed_run_is_whole(resumed):
     assert [step for step, row in rows.items() if "eval/held/accuracy" in row] == [0, 4, 8, 10]
     assert all(math.isfinite(value) for row in rows.values() for value in row.values())
     assert "the rollout worker died" in resumed.err
-    assert "going on from its last checkpoint (0 restarts left)" in resumed.err
+    assert "restarting from its last checkpoint (0 restarts left)" in resumed.err
     assert resumed.none_left()

@@ -21,7 +21,7 @@ def test_how_to_resume_follows_what_is_on_disk(tmp_path):
     saving = CheckpointArguments(save=str(tmp_path))
     assert "no --save" in how_to_resume(NOTHING_SAVED)
     (tmp_path / ".writing_iter_0000002").mkdir()  # half written
-    assert "starts anew" in how_to_resume(saving)
+    assert "starts from the beginning" in how_to_resume(saving)
     (tmp_path / "iter_0000001").mkdir()
     assert f"--load {tmp_path}" in how_to_resume(saving)
 

@@ -39,7 +39,7 @@ def test_a_trainer_that_dies_during_a_rollout_ends_the_run(held, workplace):
     assert run.wait() == 1
     last = run.err.splitlines()[-1]
     assert last.startswith("train.py: the run stopped: trainer rank 0 died (out of memory, or killed from outside);")
-    assert f"--load {workplace / 'dead_trainer_ckpt'} goes on from the last checkpoint" in last
+    assert f"--load {workplace / 'dead_trainer_ckpt'} continues from the last checkpoint" in last
     assert run.none_left(), run.left()
 
 
@@ -60,7 +60,7 @@ def test_a_stopped_worker_ends_the_run(held, workplace, kind, name):
     assert run.wait() == 1
     last = run.err.splitlines()[-1]
     assert last.startswith(f"train.py: the run stopped: {name}")
-    assert "has shown no sign of life for 5 s" in last and "goes on from the last checkpoint" in last
+    assert "has shown no sign of life for 5 s" in last and "continues from the last checkpoint" in last
     assert run.none_left(), run.left()
 
 
@@ -69,5 +69,5 @@ def test_a_stopped_trainer_is_overcome_by_a_restart(held, workplace):
     run = held("restarted", "--worker-timeout", "5", "--max-restarts", "1", ranks=2)
     assert run.kill_worker("TrainActor", signal.SIGSTOP)
     assert run.wait() == 0, run.err
-    assert "going on from its last checkpoint (0 restarts left)" in run.err
+    assert "restarting from its last checkpoint (0 restarts left)" in run.err
     assert_each_prompt_trained_on_once(run, workplace, "restarted")

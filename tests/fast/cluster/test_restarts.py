@@ -48,7 +48,7 @@ def test_a_killed_trainer_is_overcome(launch, workplace):
     assert sorted(run.rows()) == list(range(1, 1 + 4 * STEPS))
     check_prompts(run, workplace, "restarts", 4)
     assert "trainer rank 0 died" in run.err
-    assert "going on from its last checkpoint (0 restarts left)" in run.err
+    assert "restarting from its last checkpoint (0 restarts left)" in run.err
     assert run.none_left()
 
 
@@ -59,7 +59,7 @@ def test_without_restarts_a_killed_trainer_stops_the_run(launch, workplace):
     kill_when_trained(run, [(4, "TrainActor")])  # the second rollout: after the first there is a checkpoint
     assert run.wait() == 1
     assert "trainer rank" in run.err.splitlines()[-1] and " died (" in run.err.splitlines()[-1]
-    assert f"--load {workplace / 'stops_ckpt'} goes on from the last checkpoint" in run.err.splitlines()[-1]
+    assert f"--load {workplace / 'stops_ckpt'} continues from the last checkpoint" in run.err.splitlines()[-1]
     assert run.none_left()
 
 
@@ -120,8 +120,8 @@ def test_a_further_attempt_resumes_what_was_saved(settings_with, tmp_path, capsy
     with_restarts(settings_with(3), saving)
     assert attempt.loads == [None, None, str(tmp_path / "ckpt")]
     told = capsys.readouterr().err
-    assert "going on from the beginning, as nothing was saved yet (2 restarts left)" in told
-    assert "going on from its last checkpoint (1 restarts left)" in told
+    assert "restarting from the beginning, as nothing was saved yet (2 restarts left)" in told
+    assert "restarting from its last checkpoint (1 restarts left)" in told
 
 
 def test_an_earlier_run_is_not_gone_on_from(settings_with, tmp_path):

@@ -103,7 +103,7 @@ def test_dropped_prompts_are_logged(tmp_path, tokenizer, caplog):
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ('{"input": "x"', "not JSON .* write one JSON object a line"),
+        ('{"input": "x"', "not JSON .* write one JSON object per line"),
         ('["x"]', "a list, not an object"),
         (
             '{"inptu": "x", "label": "1"}',
