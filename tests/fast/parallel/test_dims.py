@@ -1,4 +1,7 @@
-"""The arithmetic of ranks, at every way to split up to eight ranks and twelve."""
+"""The arithmetic of ranks at every way to divide up to eight ranks, and twelve.
+
+tests/fast/training/megatron/test_process_groups.py compares it with the groups that Megatron creates.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from miles.arguments.cluster import ClusterArguments
-from miles.arguments.megatron.settings import MegatronArguments
-from miles.arguments.parallel import ParallelArguments
-from miles.arguments.settings import Settings
-from miles.parallel.dims import ParallelDims, possible_sizes
+from miles.parallel.dims import ParallelDims
 
 WORLDS = (*range(1, 9), 12)
 
@@ -29,40 +28,6 @@ def every_split() -> Iterator[ParallelDims]:
                 yield replace(dims, dynamic_context_parallel=True)
                 for size in divisors(world // tp // pp):
                     yield replace(dims, context_parallel_size=size)
-
-
-def settings_of(dims: ParallelDims) -> Settings:
-    return Settings(
-        cluster=ClusterArguments(actor_num_gpus_per_node=dims.world_size),
-        parallel=ParallelArguments(
-            context_parallel_size=dims.context_parallel_size, dynamic_context_parallel=dims.dynamic_context_parallel
-        ),
-        megatron=MegatronArguments(
-            tensor_model_parallel_size=dims.tensor_model_parallel_size,
-            pipeline_model_parallel_size=dims.pipeline_model_parallel_size,
-        ),
-    )
-
-
-def test_equals_the_arithmetic_that_it_replaces() -> None:
-    """Settings.token_ranks and token_rank, process_groups._context_groups and the sizes of fsdp/backend.py."""
-    for dims in every_split():
-        settings = settings_of(dims)
-        assert dims.token_ranks == settings.token_ranks
-        assert dims.model_parallel_size == settings.megatron.model_parallel_size
-        for rank in range(dims.world_size):
-            assert dims.token_rank(rank) == settings.token_rank(rank)
-
-        tp, world = settings.megatron.tensor_model_parallel_size, dims.world_size
-        stage = world // settings.megatron.pipeline_model_parallel_size
-        replicas = [list(range(first + t, first + stage, tp)) for first in range(0, world, stage) for t in range(tp)]
-        dynamic = settings.parallel.dynamic_context_parallel
-        shared_by = possible_sizes(stage // tp) if dynamic else [settings.parallel.context_parallel_size]
-        assert list(map(list, dims.token_groups)) == replicas
-        assert list(dims.context_sizes) == shared_by
-        for size in shared_by:
-            made = [ranks[start : start + size] for ranks in replicas for start in range(0, len(ranks), size)]
-            assert list(map(list, dims.context_groups(size))) == made
 
 
 def test_every_rank_stands_in_one_group_of_each_kind() -> None:
