@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from miles.arguments.settings import Settings
 from miles.arguments.validate import Validated
 from miles.objective.explain import clip_bounds, objective_formula, objective_in_words, token_weights
+from miles.parallel.dims import ParallelDims
 
 __all__ = ["explain", "objective_formula", "objective_in_words"]
 
@@ -52,9 +53,9 @@ def _weights(settings: Settings) -> list[str]:
 
 
 def _batch(settings: Settings) -> list[str]:
-    rollout, ranks = settings.rollout, settings.cluster.world_size
+    rollout, dims = settings.rollout, settings.dims
     steps = settings.steps_per_iteration
-    per_rank = settings.global_batch_size / ranks
+    per_rank = settings.global_batch_size / dims.token_ranks
     length = (
         f"{_count(rollout.num_rollout, 'rollout')}, {_count(rollout.num_rollout * steps, 'optimizer step')}"
         if rollout.num_rollout is not None
@@ -65,10 +66,17 @@ def _batch(settings: Settings) -> list[str]:
         f"generate   {rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples "
         f"= {_count(settings.trajectories_per_iteration, 'rollout')}",
         f"a step     N = {settings.global_batch_size} rollouts, {_count(steps, 'step')} from each generation",
-        f"a rank     {per_rank:g} rollouts a step on average, over {_count(ranks, 'rank')}{_sharing(settings)}, "
+        f"a rank     {per_rank:g} rollouts a step on average, over {_ranks(dims)}{_sharing(settings)}, "
         f"in micro-batches {cut}",
         f"the run    {length}",
     ]
+
+
+def _ranks(dims: ParallelDims) -> str:
+    if dims.model_parallel_size == 1:
+        return _count(dims.token_ranks, "rank")
+    groups = _count(dims.token_ranks, "group")
+    return f"{groups} of {dims.model_parallel_size} ranks that hold the same samples"
 
 
 def _cut(settings: Settings) -> str:
@@ -85,7 +93,8 @@ def _sharing(settings: Settings) -> str:
     if settings.parallel.dynamic_context_parallel:
         return " (as few share a sequence as it needs)"
     size = settings.parallel.context_parallel_size
-    return f" ({size} share each sequence)" if size > 1 else ""
+    sharing = str(size) if settings.dims.model_parallel_size == 1 else f"{size} groups"
+    return f" ({sharing} share each sequence)" if size > 1 else ""
 
 
 def without_effect(settings: Settings) -> list[str]:
@@ -109,8 +118,8 @@ def without_effect(settings: Settings) -> list[str]:
         )
     if rollout.rollout_temperature == 0:
         idle.append("--rollout-top-p, --rollout-top-k: greedy sampling takes the most likely token")
-    if settings.training.balance_data and settings.cluster.world_size == 1:
-        idle.append("--balance-data: one rank has every sample")
+    if settings.training.balance_data and settings.dims.replicas == 1:
+        idle.append("--balance-data: every rank has every sample")
     if rollout.load_debug_rollout_data is not None:
         idle.append("prompts and sampling flags: samples are read from --load-debug-rollout-data")
     if settings.cluster.colocate and settings.cluster.rollout_num_gpus is not None:

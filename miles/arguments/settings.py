@@ -19,6 +19,7 @@ from miles.arguments.tracking import TrackingArguments
 from miles.arguments.training import TrainingArguments
 from miles.flags import refuse
 from miles.objective.settings import LossArguments
+from miles.parallel.dims import ParallelDims
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,29 @@ class Settings:
         return replace(self.optimizer, lr=rate, lr_warmup_iters=warmup, lr_warmup_fraction=None)
 
     @property
+    def dims(self) -> ParallelDims:
+        """The arithmetic of the trainer's ranks. Raises ``ValueError`` naming a flag by which they cannot be divided.
+
+        Valid for either backend: the sizes of ``megatron`` are 1 under any other.
+        """
+        return ParallelDims(
+            world_size=self.cluster.world_size,
+            context_parallel_size=self.parallel.context_parallel_size,
+            dynamic_context_parallel=self.parallel.dynamic_context_parallel,
+            tensor_model_parallel_size=self.megatron.tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.megatron.pipeline_model_parallel_size,
+            expert_model_parallel_size=self.megatron.expert_model_parallel_size,
+            expert_tensor_parallel_size=self.megatron.expert_tensor_parallel_size,
+        )
+
+    @property
     def token_ranks(self) -> int:
-        """Ranks that hold different tokens: data parallel times context parallel. The others repeat their shards."""
-        return self.cluster.world_size // self.megatron.model_parallel_size
+        """``dims.token_ranks``."""
+        return self.dims.token_ranks
 
     def token_rank(self, rank: int) -> int:
-        """Which of the ``token_ranks`` trainer rank ``rank`` is; tensor parallel is numbered fastest, pipeline last."""
-        return rank // self.megatron.tensor_model_parallel_size % self.token_ranks
+        """``dims.token_rank(rank)``."""
+        return self.dims.token_rank(rank)
 
     @property
     def generates(self) -> bool:

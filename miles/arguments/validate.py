@@ -42,9 +42,7 @@ def validate(settings: Settings) -> Validated:
     rules.check_cluster(settings.cluster)
     check_megatron(settings)
     assert settings.rollout.rollout_max_response_len is not None, "check_sampling() demands it"
-    check_parallel(
-        settings.parallel, settings.training, settings.token_ranks, settings.rollout.rollout_max_response_len
-    )
+    check_parallel(settings.parallel, settings.training, settings.dims, settings.rollout.rollout_max_response_len)
     check_engines(settings)
     check_offload(settings)
     rules.check_optimizer(settings.optimizer)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miles.parallel.context_parallel import padded_length
+from miles.parallel.dims import possible_sizes
 
 
 @dataclass(frozen=True)
@@ -20,15 +21,6 @@ class GroupedMicroBatch:
 
     size: int
     groups: list[list[int]]
-
-
-def possible_sizes(ranks: int) -> list[int]:
-    """The powers of two that divide ``ranks``, ascending.
-
-    >>> possible_sizes(12)
-    [1, 2, 4]
-    """
-    return [1 << power for power in range(ranks.bit_length()) if ranks % (1 << power) == 0]
 
 
 def plan_dynamic_context_parallel(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+
+from miles.parallel.dims import ParallelDims
 
 
 @dataclass(frozen=True)
@@ -53,24 +54,19 @@ class _Gather(torch.autograd.Function):
 
 
 class ContextGroups:
-    """This rank's group of every size that micro-batches may have; consecutive ranks make a group."""
+    """This rank's group of every size that a micro-batch may have."""
 
-    def __init__(self, sizes: Iterable[int], replicas: Sequence[Sequence[int]] | None = None) -> None:
-        """Collective: every rank makes every group, in the same order.
-
-        ``replicas`` are lists of ranks, each of which is cut into groups of every size; by default one list of all
-        ranks. ``sizes`` must divide their lengths.
-        """
+    def __init__(self, dims: ParallelDims) -> None:
+        """Create the groups. Collective: every rank creates every group, in the same order."""
         me = dist.get_rank()
         self._groups = {1: ALONE}
-        for size in sorted(set(sizes) - {1}):
-            for ranks in replicas or [range(dist.get_world_size())]:
-                assert len(ranks) % size == 0, f"{len(ranks)} ranks cannot be cut into groups of {size}"
-                for start in range(0, len(ranks), size):
-                    members = list(ranks[start : start + size])
-                    group = dist.new_group(members)
-                    if me in members:
-                        self._groups[size] = ContextGroup(size, members.index(me), group)
+        for size in dims.context_sizes:
+            if size == 1:
+                continue
+            for members in dims.context_groups(size):
+                group = dist.new_group(list(members))
+                if me in members:
+                    self._groups[size] = ContextGroup(size, members.index(me), group)
 
     def of(self, size: int) -> ContextGroup:
         """The group in which this rank works on a micro-batch of context-parallel size ``size``."""

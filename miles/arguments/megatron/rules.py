@@ -15,7 +15,7 @@ from miles.arguments.megatron.overrides import check_overrides
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.megatron.shape import BRIDGED, check_bridged, megatron_shape, vocabulary_shape
 from miles.arguments.settings import Settings
-from miles.flags import at_least, flag_name, refuse, refuse_ignored
+from miles.flags import flag_name, refuse, refuse_ignored
 
 ConfigAndShape: TypeAlias = tuple[dict[str, Any], dict[str, Any]]  # of Hugging Face, and in Megatron's words
 
@@ -27,16 +27,8 @@ def check_megatron(settings: Settings) -> None:
         names = [field.name for field in fields(MegatronArguments)]
         refuse_ignored(sizes, names, "without --train-backend megatron", "add that flag")
         return
-    at_least(
-        sizes,
-        1,
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-    )
     check_bridge(sizes)
-    _check_ranks(sizes, settings.cluster.world_size)
+    _ = settings.dims  # raises where the sizes do not divide the ranks
     if sizes.sequence_parallel and sizes.tensor_model_parallel_size == 1:
         way_out = "add --tensor-model-parallel-size 2 or more, or drop it"
         refuse("sequence_parallel", True, "would be ignored without tensor parallel", way_out)
@@ -85,28 +77,6 @@ def _flags() -> dict[str, str]:
     return {field.name: field.flag for field in (*MODEL_FLAGS, *megatron_fields().values())}
 
 
-def _check_ranks(sizes: MegatronArguments, ranks: int) -> None:
-    for name, size in (
-        ("tensor_model_parallel_size", sizes.tensor_model_parallel_size),
-        ("pipeline_model_parallel_size", sizes.model_parallel_size),
-    ):
-        if ranks % size:
-            product = (
-                f"times --tensor-model-parallel-size {sizes.tensor_model_parallel_size} "
-                if name.startswith("pipeline")
-                else ""
-            )
-            rule = f"{product}must divide the {ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node)"
-            refuse(name, getattr(sizes, name), rule, f"give sizes whose product divides {ranks}")
-    expert = sizes.expert_model_parallel_size * sizes.expert_ranks_a_matrix * sizes.pipeline_model_parallel_size
-    if ranks % expert:
-        rule = (
-            f"times --expert-tensor-parallel-size {sizes.expert_ranks_a_matrix} times --pipeline-model-parallel-size "
-            f"{sizes.pipeline_model_parallel_size} must divide the {ranks} trainer ranks"
-        )
-        refuse("expert_model_parallel_size", sizes.expert_model_parallel_size, rule, "give sizes that divide them")
-
-
 def check_reference(path: str | None, reference: ConfigAndShape, policy: ConfigAndShape) -> None:
     """The model at ``path`` is laid out as the policy is: what their configs determine is the same."""
     found, wanted = ({**shape, **vocabulary_shape(config)} for config, shape in (reference, policy))
@@ -152,7 +122,7 @@ def _check_experts(sizes: MegatronArguments, experts: int) -> None:
     if not sizes.sequence_parallel:
         rule = "for a model with experts needs --sequence-parallel, or megatron-core refuses to train"
         refuse("tensor_model_parallel_size", sizes.tensor_model_parallel_size, rule, "add --sequence-parallel")
-    if sizes.expert_model_parallel_size == 1 and sizes.expert_ranks_a_matrix == 1:
+    if sizes.expert_model_parallel_size == 1 and sizes.expert_tensor_parallel_size == 1:
         rule = (
             "with --expert-model-parallel-size 1 and --sequence-parallel: megatron-core 0.16.1 computes wrong gradients"
         )

@@ -35,11 +35,6 @@ class MegatronArguments:
     mtp_loss_scaling_factor: float = flag(0.2, "weight of the heads' mean loss")
 
     @property
-    def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the dense weights."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
-
-    @property
     def mtp_heads(self) -> int:
         """Heads of multi-token prediction that are trained."""
         return self.mtp_num_layers or 0
@@ -53,8 +48,3 @@ class MegatronArguments:
     def has_auxiliary_loss(self) -> bool:
         """Whether every sample has a gradient, also one without an advantage."""
         return self.has_router_loss or self.mtp_heads > 0
-
-    @property
-    def expert_ranks_a_matrix(self) -> int:
-        """Ranks that share each expert's matrices."""
-        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from miles.arguments.settings import Settings
 from miles.metrics import Metric
-from miles.parallel.dynamic_context_parallel import possible_sizes
 from miles.parallel.groups import ContextGroups
 from miles.train_batch import TrainShard
 from miles.training import checkpoint_folder
@@ -36,7 +35,7 @@ class FsdpBackend:
         self.settings = settings
         self.compute_dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
         self.mesh = init_device_mesh(device.type, (settings.cluster.world_size,))
-        self.groups = ContextGroups(_context_sizes(settings))
+        self.groups = ContextGroups(settings.dims)
         self.policy = self._build(settings.model.hf_checkpoint, torch.float32)
         self.policy.train()
         self.optimizer = ShardedOptimizer(
@@ -130,10 +129,3 @@ class FsdpBackend:
     def export_hf(self, folder: Path) -> None:
         """Write weights (in compute dtype), config and generation config as transformers would. Rank 0 writes."""
         checkpoint.export_hf(folder, self.policy.language_model, self._full_weights(), self.compute_dtype)
-
-
-def _context_sizes(settings: Settings) -> list[int]:
-    """The context-parallel sizes that a micro-batch of this run may have."""
-    if settings.parallel.dynamic_context_parallel:
-        return possible_sizes(settings.cluster.world_size)
-    return [settings.parallel.context_parallel_size]

@@ -48,7 +48,7 @@ class MegatronBackend:
         self.device = device
         self.settings = settings
         self.compute_dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
-        self.ranks = initialize_process_groups(settings.megatron, settings.parallel, settings.training.seed)
+        self.ranks = initialize_process_groups(settings.dims, settings.training.seed)
         self.hf_config = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
         # Read now: the hub may not be there when the run ends.
         self.hf_weights = HuggingFaceWeights(settings.model.hf_checkpoint)

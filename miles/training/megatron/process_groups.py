@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from miles.arguments.megatron.settings import MegatronArguments
-from miles.arguments.parallel import ParallelArguments
-from miles.parallel.dynamic_context_parallel import possible_sizes
+from miles.parallel.dims import ParallelDims
 from miles.parallel.groups import ContextGroups
 
 
@@ -44,36 +42,27 @@ class Ranks:
         return dist.get_global_rank(self.pp, self.pp.size() - 1)
 
 
-def initialize_process_groups(sizes: MegatronArguments, parallel: ParallelArguments, seed: int) -> Ranks:
-    """Split the default process group as the flags say; every rank calls it. Megatron's groups are made only once.
+def initialize_process_groups(dims: ParallelDims, seed: int) -> Ranks:
+    """Divide the ranks of the default process group as ``dims`` says, and seed Megatron's random states.
 
-    Ranks are numbered with tensor parallel fastest, then the ranks of different tokens, then pipeline (Megatron's own
-    default order), so that a tensor-parallel group shares a node.
+    Collective. Megatron's groups are created once per process; another call returns the same ones.
     """
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=sizes.tensor_model_parallel_size,
-            pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
-            expert_model_parallel_size=sizes.expert_model_parallel_size,
-            expert_tensor_parallel_size=sizes.expert_tensor_parallel_size,
+            tensor_model_parallel_size=dims.tensor_model_parallel_size,
+            pipeline_model_parallel_size=dims.pipeline_model_parallel_size,
+            expert_model_parallel_size=dims.expert_model_parallel_size,
+            expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
             create_gloo_process_groups=False,  # for checkpoints in a format that is not written here
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    tokens = parallel_state.get_data_parallel_group()
+    assert tuple(dist.get_process_group_ranks(tokens)) in dims.token_groups, "Megatron numbers the ranks otherwise"
     return Ranks(
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
-        dp=parallel_state.get_data_parallel_group(),
+        dp=tokens,
         ep=parallel_state.get_expert_model_parallel_group(),
         expert_tp=parallel_state.get_expert_tensor_parallel_group(),
-        context=_context_groups(sizes, parallel),
+        context=ContextGroups(dims),
     )
-
-
-def _context_groups(sizes: MegatronArguments, parallel: ParallelArguments) -> ContextGroups:
-    """Of every size that a micro-batch may have, among the ranks that hold the same weights and different tokens."""
-    tp, world = sizes.tensor_model_parallel_size, dist.get_world_size()
-    stage = world // sizes.pipeline_model_parallel_size
-    replicas = [list(range(first + t, first + stage, tp)) for first in range(0, world, stage) for t in range(tp)]
-    dynamic = parallel.dynamic_context_parallel
-    shared_by = possible_sizes(stage // tp) if dynamic else [parallel.context_parallel_size]
-    return ContextGroups(shared_by, replicas)

@@ -84,3 +84,33 @@ def test_flags_without_effect(validated):
     assert without_effect(validated("--num-steps-per-rollout 2").settings) == []
     greedy = without_effect(validated("--num-steps-per-rollout 2 --rollout-temperature 0").settings)
     assert any("greedy" in line for line in greedy)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("", "a rank     4 rollouts a step on average, over 8 ranks,"),
+        ("--context-parallel-size 2", "a rank     4 rollouts a step on average, over 8 ranks (2 share each sequence),"),
+        (
+            "--train-backend megatron --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+            "a rank     16 rollouts a step on average, over 2 groups of 4 ranks that hold the same samples,",
+        ),
+        (
+            "--train-backend megatron --tensor-model-parallel-size 2 --context-parallel-size 2",
+            "a rank     8 rollouts a step on average, over 4 groups of 2 ranks that hold the same samples "
+            "(2 groups share each sequence),",
+        ),
+    ],
+)
+def test_ranks_that_share_tokens_count_once(validated, flags, said):
+    text = " ".join(explain(validated(flags)).split())
+    assert " ".join(said.split()) in text
+
+
+@pytest.mark.parametrize("layout", ["", "--context-parallel-size 2", "--train-backend megatron"])
+def test_balance_data_needs_replicas(validated, layout):
+    two_ranks = f"--balance-data --num-steps-per-rollout 2 --actor-num-gpus-per-node 2 {layout}"
+    if "megatron" in layout:
+        two_ranks += " --tensor-model-parallel-size 2"
+    idle = without_effect(validated(two_ranks).settings)
+    assert any("--balance-data" in line for line in idle) == bool(layout)

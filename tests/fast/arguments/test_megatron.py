@@ -72,12 +72,14 @@ def test_launch_scripts_may_say_the_models_shape(megatron):
         "--recompute-num-layers 1 --tensor-model-parallel-size 2 --sequence-parallel"
     )
     assert dict(settings.megatron_overrides)["recompute_granularity"] == "full"
-    assert settings.token_ranks == 2 and [settings.token_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+    dims = settings.dims
+    assert dims.token_ranks == 2 and [dims.token_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
 
 
 def test_pipeline_stages_repeat_the_shards(megatron):
     settings = megatron("--pipeline-model-parallel-size 2")
-    assert settings.token_ranks == 2 and [settings.token_rank(rank) for rank in range(4)] == [0, 1, 0, 1]
+    dims = settings.dims
+    assert dims.token_ranks == 2 and [dims.token_rank(rank) for rank in range(4)] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.parallel.context_parallel import padded_length
-from miles.parallel.dynamic_context_parallel import plan_dynamic_context_parallel, possible_sizes
+from miles.parallel.dims import possible_sizes
+from miles.parallel.dynamic_context_parallel import plan_dynamic_context_parallel
 
 RANKS = st.sampled_from([1, 2, 3, 4, 6, 8])
 BUDGET = 16

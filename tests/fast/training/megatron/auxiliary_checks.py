@@ -103,7 +103,7 @@ def _micro_batches(layout_name: str, batch: TrainBatch, samples: Sequence[Oracle
     place = {(s.rollout, tuple(s.tokens)): i for i, s in enumerate(samples)}
     assert len(place) == len(samples)
     layout = LAYOUTS[layout_name]
-    ranks = layout.ranks // layout.sizes.model_parallel_size
+    ranks = layout.ranks // (layout.sizes.tensor_model_parallel_size * layout.sizes.pipeline_model_parallel_size)
     found: set[tuple[int, ...]] = set()
     for shard in schedule_step(batch, ranks, layout.training, layout.parallel):
         part = shard.batch

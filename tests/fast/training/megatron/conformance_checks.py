@@ -123,7 +123,7 @@ def run_step(backend: Any, case: Case, batch: TrainBatch) -> Result:
     has_gradient = samples_with_gradient(case.loss, batch.rewards) if only_policy else None
     shard: TrainShard = shard_of(backend, batch, has_gradient, watch_mass=case.off_policy)
     recorded = Recorded(backend)
-    (metrics,) = train_rollout(recorded, [shard], False, backend.settings.token_ranks)  # type: ignore[arg-type]
+    (metrics,) = train_rollout(recorded, [shard], False, backend.settings.dims.token_ranks)  # type: ignore[arg-type]
     reported = {n.removeprefix("train/"): v for n, v in values(metrics).items() if "time/" not in n}
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, reported)

@@ -127,7 +127,7 @@ def _run(backend: MegatronBackend, case: Case) -> tuple[Result, dict[str, Any]]:
     recorded, critic = Recorded(backend), RecordedCritic(backend.critic)
     estimator = AdvantageEstimator(case.loss, backend.token_group, critic)  # type: ignore[arg-type]
     shard = shard_of(backend, batch_of(case), watch_mass=case.off_policy)
-    ranks = backend.settings.token_ranks
+    ranks = backend.settings.dims.token_ranks
     (metrics,) = train_rollout(recorded, [shard], False, ranks, estimator)  # type: ignore[arg-type]
     reported = {n.removeprefix("train/"): v for n, v in values(metrics).items() if "time/" not in n}
     everywhere: list[Any] = [None] * dist.get_world_size()
@@ -166,7 +166,7 @@ def critic_comes_back(stand: Stand) -> None:
 def _learn(backend: MegatronBackend, loss: LossArguments, seed: int, trains_policy: bool = True) -> dict[str, float]:
     case = Case(BATCHES["uneven"], loss, ANYWHERE, seed=seed)
     estimator = AdvantageEstimator(loss, backend.token_group, backend.critic)
-    shard, ranks = shard_of(backend, batch_of(case), watch_mass=False), backend.settings.token_ranks
+    shard, ranks = shard_of(backend, batch_of(case), watch_mass=False), backend.settings.dims.token_ranks
     (metrics,) = train_rollout(backend, [shard], False, ranks, estimator, trains_policy)
     return {name: value for name, value in values(metrics).items() if "time/" not in name}
 
@@ -192,7 +192,7 @@ def critic_stays_where_the_policy_fails(stand: Stand) -> None:
     wrong = replace(shard, expected_loss_mass=2 * shard.expected_loss_mass)
     failed = False
     try:
-        train_rollout(backend, [wrong], False, backend.settings.token_ranks, estimator)
+        train_rollout(backend, [wrong], False, backend.settings.dims.token_ranks, estimator)
     except LossMassError:
         failed = True
     assert failed and backend.optimizer.steps_done == backend.critic.optimizer.steps_done == 0

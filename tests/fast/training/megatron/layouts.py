@@ -200,9 +200,9 @@ def shard_of(
     """This rank's, as the launcher hands them out."""
     settings, rank = backend.settings, torch.distributed.get_rank()
     shards = schedule_step(
-        batch, settings.token_ranks, settings.training, settings.parallel, has_gradient, watch_mass=watch_mass
+        batch, settings.dims.token_ranks, settings.training, settings.parallel, has_gradient, watch_mass=watch_mass
     )
-    return shards[settings.token_rank(rank)]
+    return shards[settings.dims.token_rank(rank)]
 
 
 def gradients(backend: MegatronBackend) -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ def _batch(case: Case = CASE) -> TrainBatch:
 
 
 def _train(backend: Any, batch: TrainBatch, use_reference: bool = False) -> dict[str, Any]:
-    return train_rollout(backend, [shard_of(backend, batch)], use_reference, backend.settings.token_ranks)[0]
+    return train_rollout(backend, [shard_of(backend, batch)], use_reference, backend.settings.dims.token_ranks)[0]
 
 
 def log_probs_equal_transformers(stand: Stand, models: Sequence[str] | None = None, mode: str = "raw") -> None:
