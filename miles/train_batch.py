@@ -1,4 +1,4 @@
-"""What the trainer reads: the columns of one optimizer step, and the micro-batch that one forward pass sees."""
+"""The trainer's input: the columns of one optimizer step, its shards, and the micro-batch of one forward pass."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _STEP_WIDE = ("num_trajectories", "num_loss_tokens", "expected_loss_mass")
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """One optimizer step as columns, one entry a sample; a shard of it (``select``) has the same type.
+    """One optimizer step as columns with one entry per sample; a shard of it (``select``) has the same type.
 
-    The three step-wide numbers are those of the **whole** step, on every shard: they are decided before the batch is
+    The three step-wide numbers are those of the **whole** step on every shard. They are computed before the batch is
     split, so no split can change a denominator (docs/loss-aggregation.md).
 
-    Worked example (two prompts, two rollouts each, response lengths 2, 6 | 4, 8, nothing masked)::
+    Worked example (two prompts, two trajectories each, response lengths 2, 6 | 4, 8, nothing masked)::
 
         num_trajectories N = 4, prompt groups P = 2, num_loss_tokens T = 20
         trajectory_token_counts = [2, 6, 4, 8]
@@ -37,29 +37,29 @@ class TrainBatch:
     response_lengths: list[int]
     loss_masks: list[np.ndarray]  # float32 0/1 [response]
     rollout_log_probs: list[np.ndarray]  # float32 [response], the engine's
-    rewards: list[float]  # what the advantage estimator reads: normalized within the group where asked for
+    rewards: list[float]  # what phase 2 of the advantages reads: normalized within the group if the estimator does that
     sample_denoms: list[float]  # of pg_loss: 1/N sum_i S_i / sample_denoms[i]
-    trajectory_token_counts: list[float]  # max(M_r, 1) of the sample's rollout: denominators of the sample mean
+    trajectory_token_counts: list[float]  # max(M_r, 1) of the sample's trajectory: denominators of the sample mean
     group_indices: list[int]
     trajectory_ids: list[int]
     position_in_step: list[int]  # index of the sample in the whole step; a trajectory's samples are in their order
 
     num_trajectories: int  # N
     num_loss_tokens: int  # T
-    expected_loss_mass: float  # sum over all tokens of the weight that pg_loss gives them
+    expected_loss_mass: float  # sum of the weights of all tokens in pg_loss
 
     old_log_probs: list[np.ndarray] | None = None  # float32 [response], by the trainer before the first step
     ref_log_probs: list[np.ndarray] | None = None  # float32 [response], by the reference model
-    values: list[np.ndarray] | None = None  # float32 [response], by the critic before the first step of the rollout
+    values: list[np.ndarray] | None = None  # float32 [response], by the critic before the iteration's first step
     advantages: list[np.ndarray] | None = None  # float32 [response]; None: every token has its sample's reward
-    returns: list[np.ndarray] | None = None  # float32 [response], what the critic is to predict
+    returns: list[np.ndarray] | None = None  # float32 [response], the critic's targets
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def total_lengths(self) -> list[int]:
-        """Prompt plus response tokens of each sample."""
+        """The number of prompt and response tokens of each sample."""
         return [len(t) for t in self.tokens]
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
@@ -75,7 +75,7 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Which samples make a micro-batch, how many consecutive ranks share it, and whether they are padded or packed."""
+    """The samples of a micro-batch, how many consecutive ranks share it, and whether it is padded or packed."""
 
     samples: tuple[int, ...]  # indices into the shard's batch
     context_parallel_size: int = 1
@@ -84,13 +84,13 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True)
 class TrainShard:
-    """What one rank gets of one step: its samples, and how they are grouped into micro-batches.
+    """One rank's part of a step: its samples, and how they are grouped into micro-batches.
 
     ``micro_batches`` are trained on. ``score_only`` holds the samples whose loss has no gradient (advantage 0, and no
-    KL or entropy term): they are scored for the metrics, without a backward pass.
+    KL or entropy term): they are scored for the metrics without a backward pass.
 
-    Every rank of a step has the same number of each; an entry may be empty (a rank with fewer samples takes part in
-    every collective and contributes zero). Ranks that share a micro-batch have the same samples in it.
+    Every rank has the same number of both; an entry may be empty (a rank with fewer samples takes part in every
+    collective and contributes zero). Ranks that share a micro-batch have the same samples in it.
     """
 
     batch: TrainBatch
@@ -103,8 +103,8 @@ class TrainShard:
 class MicroBatch:
     """The samples of one forward/backward pass, packed or padded, as tensors on the training device.
 
-    ``S`` samples, ``T`` tokens, ``R`` response tokens. Packed, nothing is padded, and a prompt that several samples
-    share stands once: ``token_index`` gives, sample after sample, where each of its tokens stands in the packed axis.
+    ``S`` samples, ``T`` tokens, ``R`` response tokens. If packed, nothing is padded, and a prompt that several
+    samples share appears once: ``token_index`` gives, sample by sample, the position of each token in the packed axis.
     The response axis is flat too: ``sample_index[r]`` names the sample of response token ``r``, and the logits at
     ``logit_index[r]`` predict it.
 
@@ -115,11 +115,11 @@ class MicroBatch:
 
     Under context parallelism (``context.size`` above 1) ``T`` and ``R`` are this rank's share: the zig-zag chunks of
     every sample, padded (parallel/context_parallel.py), and the response tokens that their logits predict. Everything
-    on the response axis is sliced alike; ``response_index`` says where in the whole responses each token stands. Every
-    response token stands on exactly one rank. ``token_index`` then points into the packed axes of all ranks end to end.
+    on the response axis is sliced alike; ``response_index`` gives each token's position in the whole responses. Every
+    response token is on exactly one rank. ``token_index`` then points into the packed axes of all ranks end to end.
 
-    Where it is ``padded`` every sample is a row, filled up at its end to the length of the longest, and ``T`` counts
-    the cells of all rows, one row after the other. The two samples above::
+    If ``padded``, every sample is a row, padded at its end to the longest, and ``T`` counts the cells of all rows, row
+    by row. The two samples above::
 
         input_ids    = [a b c 0 | a b d e]    token_index  = [0 1 2 | 4 5 6 7]    logit_index  = [1, 5, 6]
     """
@@ -143,11 +143,11 @@ class MicroBatch:
     num_trajectories: int  # N of the whole step
     num_loss_tokens: int  # T of the whole step
     context: ContextGroup  # the ranks that share these samples
-    values: torch.Tensor | None = None  # float32 [R], the critic's before the first step of the rollout
-    returns: torch.Tensor | None = None  # float32 [R], what the critic is to predict
+    values: torch.Tensor | None = None  # float32 [R], the critic's before the iteration's first step
+    returns: torch.Tensor | None = None  # float32 [R], the critic's targets
     padded: bool = False
 
     @property
     def rows(self) -> int:
-        """By which the T tokens are cut evenly into the sequences that the model is given: packed, there is one."""
+        """The number of equally long sequences that the T tokens form: one if packed, else one per sample."""
         return len(self.total_lengths) if self.padded else 1
