@@ -18,4 +18,5 @@ class RewardArguments:
     reward_error_value: Optional[float] = flag(
         None, "reward of a sample whose reward function raised; without it such a sample stops the run"
     )
+    reward_timeout: float = flag(300.0, "seconds that a call of the reward function may take; 0 is no limit")
     log_passrate: bool = flag(False, "log pass@k of the training groups too (a sample passes with reward 1 or more)")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 from miles.arguments.reward import RewardArguments
 from miles.import_path import load_function
 from miles.rewards.base import RewardFunction
+from miles.rewards.user_code import call_user_code
 from miles.sample import Sample
 
 # By import path, so that a run loads only the libraries of the reward it uses.
@@ -28,8 +27,9 @@ def get_reward_function(reward: RewardArguments) -> RewardFunction:
 
     A custom function takes ``samples: Sequence[Sample]``, which it must not change, and returns one finite number per
     sample, in order; with ``--reward-key KEY`` one mapping per sample, whose value at KEY is the number. It may be
-    ``async``; a synchronous function runs in a thread, so that it cannot block generation, and several calls may run
-    at once. Aborted and truncated samples are scored too; ``sample.status`` identifies them.
+    ``async``; either way it runs outside the event loop of generation, so that it cannot block it, and several calls
+    may run at once. A call that takes longer than ``--reward-timeout`` raises. Aborted and truncated samples are scored
+    too; ``sample.status`` identifies them.
 
     Raises:
         ValueError: For no reward, two rewards, an unknown name, or a path that cannot be imported.
@@ -41,14 +41,15 @@ def get_reward_function(reward: RewardArguments) -> RewardFunction:
         )
     if reward.custom_rm_path is not None:
         function = load_function(reward.custom_rm_path, "--custom-rm-path")
-        return _with_key(_awaitable(function), key) if key is not None else _awaitable(function)
+        bounded = _bounded(function, reward)
+        return _with_key(bounded, key) if key is not None else bounded
     if reward.rm_type is None:
         raise ValueError(f"no reward: give --rm-type ({', '.join(BUILT_IN)}) or --custom-rm-path module:function")
     if key is not None:
         raise ValueError(
             f"--reward-key {key}: would be ignored, as --rm-type {reward.rm_type} gives plain numbers; drop it"
         )
-    return _awaitable(_built_in(reward.rm_type))
+    return _bounded(_built_in(reward.rm_type), reward)
 
 
 def _built_in(name: str) -> Callable[..., Any]:
@@ -62,16 +63,12 @@ def _built_in(name: str) -> Callable[..., Any]:
     return load_function(BUILT_IN[name], f"--rm-type {name}:")
 
 
-def _awaitable(function: Callable[..., Any]) -> RewardFunction:
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        return function
+def _bounded(function: Callable[..., Any], reward: RewardArguments) -> RewardFunction:
+    async def call(samples: Sequence[Sample]) -> list[float]:
+        rewards: list[float] = await call_user_code(function, samples, seconds=reward.reward_timeout)
+        return rewards
 
-    async def in_thread(samples: Sequence[Sample]) -> list[float]:
-        results = await asyncio.to_thread(function, samples)
-        # A wrapper around an async function is not recognised as one until it has been called.
-        return await results if inspect.isawaitable(results) else results
-
-    return in_thread
+    return call
 
 
 def _with_key(function: RewardFunction, key: str) -> RewardFunction:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from numbers import Real
 from typing import Any
 
 from miles.rewards.base import RewardFunction
+from miles.rewards.user_code import UserCodeError, UserCodeTimeout
 from miles.sample import Sample
 
 _logger = logging.getLogger(__name__)
@@ -33,7 +35,9 @@ async def score(samples: Sequence[Sample], function: RewardFunction, error_value
     try:
         outcomes = _per_sample(samples, await function(samples))
     except Exception as error:  # whatever a user's function raises
-        failure = _failure(samples, f"raised {type(error).__name__}: {error}", error)
+        failure = _failure(samples, _fault(error), error)
+        if error_value is None and isinstance(error, UserCodeTimeout):
+            raise failure from error  # each sample alone might take as long again
         outcomes = await _one_by_one(samples, function, failure, strict=error_value is None)
     failures = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
     if failures and error_value is None:
@@ -50,12 +54,17 @@ async def _one_by_one(
 ) -> list[float | RewardError]:
     if len(samples) == 1:
         return [batch_failure]
-    outcomes: list[float | RewardError] = []
-    for sample in samples:
+
+    async def alone(sample: Sample) -> float | RewardError:
         try:
-            outcomes += _per_sample([sample], await function([sample]))
+            return _per_sample([sample], await function([sample]))[0]
         except Exception as error:
-            outcomes.append(_failure([sample], f"raised {type(error).__name__}: {error}", error))
+            return _failure([sample], _fault(error), error)
+
+    if isinstance(batch_failure.__cause__, UserCodeTimeout):  # one after another might take as long for each
+        outcomes = list(await asyncio.gather(*map(alone, samples)))
+    else:
+        outcomes = [await alone(sample) for sample in samples]
     if not any(isinstance(outcome, RewardError) for outcome in outcomes):
         if strict:
             raise batch_failure
@@ -77,13 +86,25 @@ def _per_sample(samples: Sequence[Sample], results: Any) -> list[float | RewardE
     ]
 
 
+def _fault(error: Exception) -> str:
+    if isinstance(error, UserCodeTimeout):
+        return f"{error} (--reward-timeout)"
+    return str(error) if isinstance(error, UserCodeError) else f"raised {type(error).__name__}: {error}"
+
+
 def _failure(samples: Sequence[Sample], fault: str, cause: Exception | None = None) -> RewardError:
     first = samples[0]
+    of_batch = f" (the first of {len(samples)} in the call)" if len(samples) > 1 else ""
     error = RewardError(
-        f"the reward function {fault}\n  sample: prompt {first.prompt.source}, group {first.group_index}, trajectory "
-        f"{first.trajectory_id}{f' (the first of {len(samples)} in the call)' if len(samples) > 1 else ''}, response "
-        f"{first.response[:80]!r}\n  correct the reward function or the data, or give such samples a reward with "
-        f"--reward-error-value"
+        f"the reward function {printable(fault, 200)}; prompt {first.prompt.source}, group {first.group_index}, "
+        f"trajectory {first.trajectory_id}{of_batch}, response {printable(first.response, 80)!r}; fix the reward "
+        "function or the data, or give such samples a reward with --reward-error-value"
     )
     error.__cause__ = cause
     return error
+
+
+def printable(text: str, limit: int) -> str:
+    """Return the start of ``text`` on one line, at most ``limit`` characters, without control characters."""
+    start = "".join(c if c.isprintable() else " " for c in text[: limit + 1])
+    return start if len(text) <= limit else start[: limit - 1] + "…"

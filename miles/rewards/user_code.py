@@ -1,0 +1,127 @@
+"""Run reward functions, which are user code, so that nothing they do can stop or hang the rollout side.
+
+Every call runs in its own daemon thread. A coroutine runs on one event loop that all reward functions share and nothing
+else uses, so that a blocking call in it delays other rewards only. Whatever a function raises arrives as an ordinary
+exception: a ``StopIteration`` that reaches a future would hang its waiter, and a ``SystemExit`` or
+``KeyboardInterrupt`` would end the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)  # calls of reward functions at a time, as in asyncio.to_thread
+
+
+class UserCodeError(Exception):
+    """User code raised something that is not an ``Exception``, or ``StopIteration``. The cause is what it raised."""
+
+
+class UserCodeTimeout(Exception):
+    """User code did not return in time."""
+
+
+async def call_user_code(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
+    """Return ``function(*args)``, awaited if it is awaitable.
+
+    Args:
+        function: A function, a coroutine function, or an object with either as ``__call__``.
+        args: Its arguments.
+        seconds: The longest time to wait; 0 waits without a limit. A thread that does not return is left behind, as
+            Python cannot stop it; a coroutine is cancelled.
+
+    Raises:
+        UserCodeTimeout: If the function does not return within ``seconds``.
+        UserCodeError: If it raises ``StopIteration``, ``SystemExit``, ``KeyboardInterrupt`` or the like.
+        Exception: Any other exception that it raises.
+    """
+    async with _slots():
+        call = _Call(function, args)
+        try:
+            async with asyncio.timeout(seconds or None):
+                return await asyncio.wrap_future(call.outcome)
+        except TimeoutError:
+            if call.outcome.done() and not call.outcome.cancelled():  # the function raised it
+                raise
+            raise UserCodeTimeout(f"did not return within {seconds:g} s") from None
+        finally:
+            call.abandon()
+
+
+class _Call:
+    """One call in a thread of its own, and its outcome."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.outcome: Future[Any] = Future()
+        self._function = function
+        self._args = args
+        self._coroutine: Future[Any] | None = None
+        self._abandoned = False
+        threading.Thread(target=self._run, name="reward", daemon=True).start()
+
+    def abandon(self) -> None:
+        """Cancel a coroutine that is still running."""
+        self._abandoned = True
+        if self._coroutine is not None:
+            self._coroutine.cancel()
+
+    def _run(self) -> None:
+        try:
+            result = self._function(*self._args)
+            if inspect.isawaitable(result):
+                self._coroutine = asyncio.run_coroutine_threadsafe(_shielded(result), _reward_loop())
+                if self._abandoned:
+                    self._coroutine.cancel()
+                result, error = self._coroutine.result()
+                if error is not None:
+                    raise error
+        except BaseException as error:
+            self._settle(lambda: self.outcome.set_exception(_as_exception(error)))
+        else:
+            self._settle(lambda: self.outcome.set_result(result))
+
+    def _settle(self, settle: Callable[[], None]) -> None:
+        if self.outcome.set_running_or_notify_cancel():  # False if the caller waits no longer
+            settle()
+
+
+async def _shielded(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """Return result and error as a pair: an error that is no ``Exception`` must not reach the event loop."""
+    try:
+        return await awaitable, None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        return None, error
+
+
+def _as_exception(error: BaseException) -> Exception:
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
+        return error
+    wrapped = UserCodeError(f"raised {type(error).__name__}{f': {error}' if str(error) else ''}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+@cache
+def _reward_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop on which the coroutines of reward functions run, in a daemon thread."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="reward-loop", daemon=True).start()
+    return loop
+
+
+_slots_of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+def _slots() -> asyncio.Semaphore:
+    """Return the semaphore of the running event loop, which bounds the number of calls at a time."""
+    return _slots_of_loop.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))

@@ -1,0 +1,110 @@
+"""Nothing that a reward function does stops or hangs its caller."""
+
+import asyncio
+import sys
+import threading
+import time
+
+import pytest
+
+from miles.arguments.reward import RewardArguments
+from miles.rewards.registry import get_reward_function
+from miles.rewards.scoring import RewardError, score
+from miles.rewards.user_code import UserCodeError, UserCodeTimeout, call_user_code
+
+
+def call(function, *args, seconds=5.0):
+    return asyncio.run(asyncio.wait_for(call_user_code(function, *args, seconds=seconds), timeout=20))
+
+
+def raising(error):
+    def plain():
+        raise error
+
+    async def awaited():
+        raise error
+
+    return [plain, awaited]
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["sync", "async"])
+@pytest.mark.parametrize("error", [StopIteration("no number"), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_what_is_no_ordinary_exception_becomes_one(error, kind):
+    with pytest.raises((UserCodeError, RuntimeError)) as caught:
+        call(raising(error)[kind])
+    assert type(error).__name__ in f"{caught.value!r} {caught.value.__cause__!r}"
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["sync", "async"])
+def test_ordinary_exceptions_arrive_as_they_are(kind):
+    with pytest.raises(KeyError, match="missing"):
+        call(raising(KeyError("missing"))[kind])
+
+
+def test_a_timeout_error_of_the_function_itself_is_not_ours():
+    with pytest.raises(TimeoutError, match="of the server"):
+        call(raising(TimeoutError("of the server"))[0])
+
+
+released = threading.Event()
+
+
+async def awaits_for_ever():
+    await asyncio.Event().wait()
+
+
+async def blocks_its_event_loop():
+    released.wait()
+
+
+@pytest.mark.parametrize("function", [released.wait, awaits_for_ever], ids=["sync", "async"])
+def test_a_function_that_does_not_return_is_given_up(function):
+    started = time.monotonic()
+    with pytest.raises(UserCodeTimeout, match=r"did not return within 0\.2 s"):
+        call(function, seconds=0.2)
+    assert time.monotonic() - started < 10
+
+
+def test_a_blocking_call_in_a_coroutine_does_not_block_the_callers_event_loop():
+    async def beside():
+        blocked = asyncio.create_task(call_user_code(blocks_its_event_loop, seconds=0))
+        ticks = 0
+        while ticks < 3:
+            await asyncio.sleep(0.01)
+            ticks += 1
+        assert not blocked.done()
+        released.set()
+        await blocked
+
+    asyncio.run(asyncio.wait_for(beside(), timeout=20))
+
+
+def test_the_flag_bounds_a_reward_and_names_the_prompt(tmp_path, monkeypatch, make_sample):
+    (tmp_path / "slow_reward_for_test.py").write_text(
+        "import threading\ndef never(samples):\n    threading.Event().wait()\n"
+        "def exits(samples):\n    raise SystemExit\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "slow_reward_for_test", raising=False)
+    samples = [make_sample("a", trajectory_id=20), make_sample("b", trajectory_id=21)]
+
+    def scored(name, **more):
+        reward = RewardArguments(custom_rm_path=f"slow_reward_for_test:{name}", reward_timeout=0.2, **more)
+        return asyncio.run(score(samples, get_reward_function(reward), reward.reward_error_value))
+
+    with pytest.raises(RewardError, match=r"did not return within 0\.2 s \(--reward-timeout\); prompt .*:17, group 5"):
+        scored("never")
+    with pytest.raises(RewardError, match="raised SystemExit; prompt"):
+        scored("exits")
+    assert scored("never", reward_error_value=-1.0) == 2
+    assert [sample.reward for sample in samples] == [-1.0, -1.0]
+
+
+def test_a_message_is_one_short_line_without_control_characters(make_sample):
+    async def shouts(samples):
+        raise ValueError("x" * 10_000_000 + "\x1b[2J\n")
+
+    with pytest.raises(RewardError) as caught:
+        asyncio.run(score([make_sample("\x1b[31m\nred")], shouts, None))
+    message = str(caught.value)
+    assert len(message) < 600 and message.isprintable()
