@@ -29,7 +29,8 @@ def _missing() -> str:
 @pytest.mark.skipif(bool(_missing()), reason=f"{_missing()} is not installed: Megatron-Bridge was not tested")
 def test_bridge(tmp_path: Path) -> None:
     """The models of raw come out the same, and Mistral and Nemotron as transformers and the oracle have them."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests/fast/conformance"), os.environ.get("PYTHONPATH", "")])
+    folders = [ROOT, ROOT / "tests/fast", ROOT / "tests/fast/conformance"]
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(HERE / "bridge_checks.py"), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=570)

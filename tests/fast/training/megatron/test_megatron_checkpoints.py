@@ -19,7 +19,8 @@ READ = 11
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     folder = tmp_path_factory.mktemp("megatron-checkpoints")
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests/fast/conformance"), os.environ.get("PYTHONPATH", "")])
+    folders = [ROOT, ROOT / "tests/fast", ROOT / "tests/fast/conformance"]
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(HERE / "launch_checkpoints.py"), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)

@@ -36,7 +36,8 @@ class Results:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("megatron")
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests/fast/conformance"), os.environ.get("PYTHONPATH", "")])
+    folders = [ROOT, ROOT / "tests/fast", ROOT / "tests/fast/conformance"]
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(HERE / "launch.py"), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=570)
