@@ -8,42 +8,74 @@ be said of every IEEE CPU (x86 with or without AVX-512 and AMX, ARM):
    and add up like the steps of a random walk (Higham and Mary, "A New Approach to Probabilistic Rounding Error
    Analysis", 2019): after n roundings, sqrt(n) * UNIT. A sum in lanes, in blocks or with fused multiply-add has shorter
    chains, so fewer roundings; the length of the sum, one term after the other, is the upper end for all CPUs.
-2. A relative error becomes an absolute one by the magnitude of what is rounded. It is the largest that occurs, not the
-   typical one, which is a fourth of it: that covers the attention scores, of about the same size as the logits, whose
-   softmax turns absolute errors into relative ones.
-3. A test takes the largest of up to 10^4 errors, and that of a normal distribution is at 4 standard deviations.
+2. A relative error becomes an absolute one by the magnitude of what is rounded.
+3. A softmax turns an absolute error of its scores into a relative one of its probabilities: attention with scores of
+   size s multiplies the relative error of its input by 1 + s; once, not per layer, since large scores make
+   probabilities of 0 and 1, which their errors no longer change. Scores of random weights are about
+   (spread * sqrt(width))^2, as queries and keys are each a sum of ``width`` terms of size ``spread``. The last softmax
+   leaves the error of the logits as it is: a log-prob is a difference of logits.
+4. A test takes the largest of up to 10^4 errors, and that of a normal distribution is at 4 standard deviations.
 
-The tolerance is ``DEVIATIONS * UNIT * sqrt(roundings) * magnitude``. Nothing in it depends on the CPU. Elementary
-functions (exp, log, rsqrt) have errors of 1 to 4 UNIT, a few times per layer: little beside sums of 32 and more terms.
+The tolerance is ``DEVIATIONS * UNIT * sqrt(roundings) * magnitude``, times 1 + s behind attention. Nothing in it
+depends on the CPU. Elementary functions (exp, log, rsqrt) have errors of 1 to 4 UNIT, a few times per layer: little
+beside sums of 32 and more terms. test_tolerance.py compares it with the errors of this CPU, and with faults.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import torch
 
 UNIT = 2.0**-24  # half the distance from 1 to the next fp32 number
 DEVIATIONS = 4
 
+RELATIVE_ERROR = 1e-5
+"""Of a gradient, by its norm, and of a metric; fixed by the design, and stated in docs/loss-aggregation.md.
+
+A gradient has passed the chain of the forward pass (``roundings``: 400 in a model of two layers over 32 numbers, with
+scores of 0.7) and one twice as long backward: 1.7 * sqrt(3 * 400) * UNIT = 3.5e-6. A norm averages over its elements,
+so there is no largest of many to allow for: 1e-5 is 3 standard deviations. Larger models would need more.
+"""
+
+SERVER_LOG_PROB_ERROR = 1e-4
+"""Of a log-prob by an SGLang server in fp32: what docs/engine.md promises. ``log_prob_error`` is below it."""
+
 
 def rounding_error(roundings: int, magnitude: float) -> float:
-    """Return the largest absolute error that so many fp32 roundings of numbers up to ``magnitude`` explain."""
+    """Return the largest absolute error that so many fp32 roundings of numbers as large as ``magnitude`` explain."""
     return DEVIATIONS * UNIT * math.sqrt(roundings) * magnitude
 
 
-def log_prob_error(config: Any, tokens: int, largest_logit: float) -> float:
-    """Return the largest absolute error of a log-prob that fp32 explains.
-
-    The residual stream runs through every layer, so the sums of all layers are one chain. Log-softmax takes the error
-    of the logits over as it is.
+def roundings(config: Any, tokens: int) -> int:
+    """Return the length of the chain of sums behind a logit: the residual stream runs through those of all layers.
 
     Args:
         config: The transformers configuration of a decoder with full attention.
         tokens: Length of the longest sequence: terms of attention's sum over values.
-        largest_logit: Largest absolute logit, divided by the temperature.
     """
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     attention = config.hidden_size + head_dim + tokens + heads * head_dim  # queries and keys, scores, values, output
     mlp = config.hidden_size + config.intermediate_size  # up, down; the experts of a token have no longer sums
-    return rounding_error(config.num_hidden_layers * (attention + mlp) + config.hidden_size, largest_logit)
+    return config.num_hidden_layers * (attention + mlp) + config.hidden_size
+
+
+def log_prob_error(model: Any, sequences: Iterable[Sequence[int]], temperature: float = 1.0) -> float:
+    """Return the largest absolute error of a log-prob, or of a logit over ``temperature``, that fp32 explains.
+
+    Args:
+        model: A transformers model of random weights, as its configuration draws them.
+        sequences: The token ids of whole sequences, each read by itself.
+        temperature: What the logits are divided by; 0 is 1, as for greedy responses.
+    """
+    longest, typical = 0, 0.0
+    for tokens in sequences:
+        ids = torch.as_tensor(tokens)
+        with torch.no_grad():
+            logits = model(input_ids=ids[None], use_cache=False).logits
+        longest, typical = max(longest, len(ids)), max(typical, logits.square().mean().sqrt().item())
+    score = model.config.initializer_range**2 * model.config.hidden_size
+    return rounding_error(roundings(model.config, longest), (1 + score) * typical / (temperature or 1.0))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from cases import TEMPERATURE, Case, rows_of, with_scores
 from oracle import OracleSample, objective, token_scores
+from tolerance import RELATIVE_ERROR
 
-BOUND = 1e-5  # relative, fp32 against float64
 OF_THE_RUN = ("lr", "critic_lr", "loss_mass", "skipped_steps")  # reported, and not part of the objective
 
 
@@ -68,7 +68,7 @@ def distance(result: Any, gradients: dict[str, torch.Tensor], metrics: dict[str,
     found += [f"{name}: not reported" for name in expected.keys() - reported.keys()]
     found += [f"{name}: not known to the oracle" for name in reported.keys() - expected.keys()]
     for name in expected.keys() & reported.keys():
-        if not abs(reported[name] - expected[name]) <= BOUND * max(abs(expected[name]), 0.05):
+        if not abs(reported[name] - expected[name]) <= RELATIVE_ERROR * max(abs(expected[name]), 0.05):
             found.append(f"{name}: {reported[name]:.8g} for {expected[name]:.8g}")
     return worst, found
 
@@ -88,7 +88,7 @@ def gradient_distance(result: dict[str, Any], gradients: dict[str, torch.Tensor]
         error = (torch.from_numpy(result[name]).double() - gradient).norm().item()
         scale = max(gradient.norm().item(), 0.05 * norm, 1e-7)
         worst = max(worst, error / scale)
-        if not error <= BOUND * scale:  # NaN is a difference
+        if not error <= RELATIVE_ERROR * scale:  # NaN is a difference
             found.append(f"gradient of {name}: off by {error:.2e} of {gradient.norm().item():.2e}")
     return worst, found
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tolerance import SERVER_LOG_PROB_ERROR
 
 from miles.weight_sync.sender import check_equal
 from miles.weights import in_chunks
@@ -14,12 +15,12 @@ PROMPTS = [(5, 6, 7), (9,), tuple(range(20, 37))]
 
 
 def assert_log_probs(generation, expected):
-    assert torch.tensor(generation.log_probs).double() == pytest.approx(expected, abs=1e-4)
+    assert torch.tensor(generation.log_probs).double() == pytest.approx(expected, abs=SERVER_LOG_PROB_ERROR)
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, -1, 1.0), (0.7, -1, 1.0), (1.0, 20, 0.9)])
 def test_log_probs_are_the_models(running, engine, temperature, top_k, top_p):
-    """Within 1e-4 in fp32, and of the whole vocabulary whatever is cut off."""
+    """Of the whole vocabulary whatever is cut off."""
     given = {"max_new_tokens": 12, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     generations = running.generate(engine, PROMPTS, seeds=4, **given)
     for prompt, generation in zip([p for p in PROMPTS for _ in range(4)], generations, strict=True):

@@ -6,6 +6,7 @@ import signal
 import httpx
 import pytest
 import torch
+from tolerance import SERVER_LOG_PROB_ERROR
 from transformers import AutoModelForCausalLM
 
 from miles.engine.base import GenerationRequest, SamplingParams
@@ -76,7 +77,7 @@ class Pair:
         for prompt, [answer] in zip(PROMPTS, answers, strict=True):
             assert set(answer.token_versions) == {7}
             wanted = log_probs_of(self.model, prompt, answer.token_ids)
-            assert torch.tensor(answer.log_probs).double() == pytest.approx(wanted, abs=1e-4)
+            assert torch.tensor(answer.log_probs).double() == pytest.approx(wanted, abs=SERVER_LOG_PROB_ERROR)
 
 
 @pytest.fixture(scope="module")

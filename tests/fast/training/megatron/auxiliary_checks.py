@@ -17,11 +17,12 @@ import torch
 from auxiliary_oracle import HEADS, Heads, router_losses, save_with_heads, with_heads
 from cases import BATCHES, Case, groups_of, loss_of, rows_of
 from cases import Layout as AnyLayout
-from compare import BOUND, distance, samples_of
+from compare import distance, samples_of
 from conformance_checks import CONTRACTS, Expected, by_expert, run_step
 from layouts import LAYOUTS, MODELS, TEMPERATURE, Stand, make_backend, note, plain_model, weights
 from oracle import OracleSample, objective
 from safetensors.torch import load_file
+from tolerance import RELATIVE_ERROR
 from transformers import AutoConfig
 
 from miles.arguments.megatron.settings import MegatronArguments
@@ -178,7 +179,7 @@ def checked_steps(
         if backend.settings.megatron.use_distributed_optimizer:
             norm = torch.stack([g.norm() for g in expected.gradients.values()]).norm().item()
             worst = abs(result.metrics["grad_norm"] - norm) / norm
-            lines = [f"grad_norm {result.metrics['grad_norm']} for {norm}"] * (worst > BOUND)
+            lines = [f"grad_norm {result.metrics['grad_norm']} for {norm}"] * (worst > RELATIVE_ERROR)
         else:
             worst, lines = distance(result, expected.gradients, expected.metrics)
         note(stand, f"{kind_name}, {contract}", worst, result.metrics["grad_norm"])

@@ -12,6 +12,7 @@ from cases import BATCHES, FULL, MODES, Case, Row, groups_of, loss_of, rows_of
 from cases import Layout as AnyLayout
 from compare import distance, off_policy, samples_of, wanted
 from layouts import LAYOUTS, Stand, gradients, make_backend, note, plain_model, shard_of
+from tolerance import RELATIVE_ERROR
 
 from miles.batching.convert import convert
 from miles.metrics import Metric, values
@@ -102,7 +103,7 @@ def conforms(stand: Stand, model: str, contract: str, expected: list[Expected], 
         if stand.layout.sizes.use_distributed_optimizer:  # no rank has whole gradients; their norm is compared
             given = {n: torch.from_numpy(g).double() for n, g in result.gradients.items()}
             norm = torch.stack([g.norm() for g in each.gradients.values()]).norm().item()
-            if abs(result.metrics["grad_norm"] - norm) > 1e-5 * norm:
+            if abs(result.metrics["grad_norm"] - norm) > RELATIVE_ERROR * norm:
                 found.append(f"grad_norm {result.metrics['grad_norm']} for {norm}")
             result.metrics["grad_norm"] = torch.stack([g.norm() for g in given.values()]).norm().item()
         worst, lines = distance(result, given, each.metrics)

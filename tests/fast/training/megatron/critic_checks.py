@@ -15,6 +15,7 @@ from compare import differences, gradient_differences, norm_of
 from conformance_checks import ANYWHERE, Recorded, Result, batch_of
 from critic_oracle import ExpectedStep, expected_step, off_policy_with_values
 from layouts import Stand, make_backend, plain_model, shard_of, weights
+from tolerance import RELATIVE_ERROR
 
 from miles.metrics import values
 from miles.objective.canary import LossMassError
@@ -83,7 +84,7 @@ def conforms(stand: Stand, model: str, contract: str, expected: list[tuple[Case,
         if stand.layout.sizes.use_distributed_optimizer:  # no rank has whole gradients; their norms are compared
             given = {n: torch.from_numpy(g).double() for n, g in result.gradients.items()}
             norm = norm_of(step.gradients)
-            if abs(result.metrics["grad_norm"] - norm) > 1e-5 * norm:
+            if abs(result.metrics["grad_norm"] - norm) > RELATIVE_ERROR * norm:
                 lines.append(f"grad_norm {result.metrics['grad_norm']} for {norm}")
             result.metrics["grad_norm"] = norm_of(given)
         else:

@@ -50,17 +50,11 @@ def log_probs_equal_transformers(stand: Stand, models: Sequence[str] | None = No
 
 def _are_those_of_transformers(log_probs: list[np.ndarray], shard: TrainShard, stand: Stand, model: str) -> None:
     plain = plain_model(stand.folder, model, torch.float64)
+    tolerance = log_prob_error(plain, shard.batch.tokens, TEMPERATURE)
     for i, found in enumerate(log_probs):
         tokens, response = shard.batch.tokens[i], shard.batch.response_lengths[i]
         expected = token_scores(plain, tokens, response, TEMPERATURE)[0].detach().numpy()
-        assert found.dtype == "float32" and abs(found - expected).max() < 2e-5, model
-
-
-def _log_prob_tolerance(stand: Stand, model: str, batch: TrainBatch) -> float:
-    plain = plain_model(stand.folder, model, torch.float32)
-    with torch.no_grad():
-        largest = max(plain(torch.as_tensor(tokens)[None]).logits.abs().max().item() for tokens in batch.tokens)
-    return log_prob_error(plain.config, max(map(len, batch.tokens)), largest / TEMPERATURE)
+        assert found.dtype == "float32" and abs(found - expected).max() < tolerance, model
 
 
 def weights_come_back_exactly(stand: Stand, models: Sequence[str] | None = None, mode: str = "raw") -> None:
@@ -145,7 +139,7 @@ def reference_stays_where_it_began(stand: Stand) -> None:
     backend = make_backend(stand, "untied", loss, **ADAM)
     shard = shard_of(backend, _batch())
     start = backend.log_probs(shard)
-    tolerance = _log_prob_tolerance(stand, "untied", shard.batch)
+    tolerance = log_prob_error(plain_model(stand.folder, "untied", torch.float32), shard.batch.tokens, TEMPERATURE)
     kl = [_train(backend, _batch(), use_reference=True)["train/kl_loss"].value for _ in range(2)]
     assert abs(kl[0]) < tolerance and abs(kl[1]) > 1e-4  # k1: the mean of log-probs' differences
     for found, expected in zip(backend.log_probs(shard, reference=True), start, strict=True):

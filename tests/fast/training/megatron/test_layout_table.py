@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tolerance import RELATIVE_ERROR
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from layout_grid import ALSO_REFUSED, KINDS, splits  # noqa: E402
 from layout_table import BEGIN, END, NO_SUCH, PAGE, Page, all_splits, cells_of, replaced, row_name  # noqa: E402
-
-BOUND = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def test_every_layout_is_measured_or_refused(page, folder):
             if refused:
                 assert cell == refused, row_name(split)
             else:
-                assert float(cell) <= BOUND, f"{row_name(split)}: {cell}"
+                assert float(cell) <= RELATIVE_ERROR, f"{row_name(split)}: {cell}"
 
 
 def test_the_page_is_what_the_command_writes(page, folder):

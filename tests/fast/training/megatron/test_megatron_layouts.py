@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tolerance import RELATIVE_ERROR
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
@@ -59,7 +60,7 @@ def test_losses_inside_the_model_have_one_gradient(results: Results, kind: str) 
         if what.rpartition(", ")[0] == kind
     }
     assert len(norms) >= 14 and min(norms.values()) > 0.01
-    assert max(norms.values()) <= min(norms.values()) * (1 + 1e-5), norms
+    assert max(norms.values()) <= min(norms.values()) * (1 + RELATIVE_ERROR), norms
 
 
 @pytest.mark.timeout(600)
