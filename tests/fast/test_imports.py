@@ -68,7 +68,7 @@ def inside(name: str, package: str) -> bool:
 LAYERS = [
     ("flags", "metrics", "weights", "concurrency", "import_path"),
     ("sample", "train_batch"),
-    ("parallel",),
+    ("parallel", "model_families"),
     ("objective",),
     ("arguments",),
     ("data", "rewards", "tracking", "weight_sync", "batching"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from miles.arguments.megatron.settings import MegatronArguments
-from miles.arguments.megatron.shape import HEADS_IN_CONFIG
 from miles.flags import at_least, refuse, refuse_ignored, require
+from miles.model_families.base import HEADS_IN_CONFIG
 
 BALANCED = ("aux_loss", "seq_aux_loss", "none")
 NOT_BALANCED = {

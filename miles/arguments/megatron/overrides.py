@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles.arguments.megatron.shape import EXPERT_FIELDS, LAYER_FIELDS
+from miles.model_families.base import EXPERT_FIELDS, LAYER_FIELDS
 
 Given = tuple[tuple[str, Any], ...]
 

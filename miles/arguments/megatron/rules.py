@@ -13,9 +13,9 @@ from miles.arguments.megatron.bridge import check_bridge
 from miles.arguments.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.arguments.megatron.overrides import check_overrides
 from miles.arguments.megatron.settings import MegatronArguments
-from miles.arguments.megatron.shape import BRIDGED, check_bridged, megatron_shape, vocabulary_shape
 from miles.arguments.settings import Settings
 from miles.flags import flag_name, refuse, refuse_ignored
+from miles.model_families.registry import BRIDGED, check_bridged, megatron_shape, vocabulary_shape
 
 ConfigAndShape: TypeAlias = tuple[dict[str, Any], dict[str, Any]]  # of Hugging Face, and in Megatron's words
 

@@ -17,9 +17,10 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from transformers import AutoConfig, PretrainedConfig
 
 from miles.arguments.megatron.rules import check_reference, check_with_model
-from miles.arguments.megatron.shape import HEADS_IN_CONFIG
 from miles.arguments.settings import Settings
 from miles.metrics import Metric
+from miles.model_families.base import HEADS_IN_CONFIG
+from miles.model_families.parameters import is_of_head
 from miles.train_batch import TrainShard
 from miles.training import checkpoint_folder
 from miles.training.megatron.checkpoint import save_load as checkpoint
@@ -31,10 +32,8 @@ from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import initialize_process_groups
 from miles.training.megatron.runner import forward_backward, log_probs_of
 from miles.training.megatron.versions import megatron_version
-from miles.training.megatron.weights import hf_export
-from miles.training.megatron.weights.conversion import conversion
-from miles.training.megatron.weights.hf_weights import HuggingFaceWeights
-from miles.training.megatron.weights.parameter_names import is_of_head
+from miles.training.megatron.weights.converter import build_converter
+from miles.training.megatron.weights.hf_files import HuggingFaceWeights, export_hf
 from miles.training.run_state import critic_folder, saved_critic
 from miles.weights import WeightChunk, in_chunks
 
@@ -53,7 +52,9 @@ class MegatronBackend:
         # Read now: the hub may not be there when the run ends.
         self.hf_weights = HuggingFaceWeights(settings.model.hf_checkpoint)
         self.generation_config = self.hf_weights.generation_config()
-        self.converter = conversion(settings.megatron.megatron_to_hf_mode, self.hf_config, self.hf_weights, self.ranks)
+        self.converter = build_converter(
+            settings.megatron.megatron_to_hf_mode, self.hf_config, self.hf_weights, self.ranks
+        )
         check_with_model(settings, self.hf_config.to_dict(), self.converter.shape)
         self.policy = self._build(self.hf_config, self.hf_weights, is_trained=True)
         self.model = self._distributed(self.policy)
@@ -173,7 +174,7 @@ class MegatronBackend:
 
     def export_hf(self, folder: Path) -> None:
         """Write weights (in compute dtype), config and generation config as transformers would. Rank 0 writes."""
-        hf_export.export_hf(
+        export_hf(
             folder,
             self.hf_config,
             self.generation_config,

@@ -6,9 +6,9 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 
 from miles.arguments.megatron.overrides import check_overrides
-from miles.arguments.megatron.shape import vocabulary_shape
 from miles.arguments.parser import parse
 from miles.arguments.validate import validate
+from miles.model_families.registry import vocabulary_shape
 
 MISTRAL = dict(
     model_type="mistral",

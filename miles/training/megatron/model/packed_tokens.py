@@ -106,30 +106,3 @@ class PackedCoreAttention(MegatronModule):
         q, k, v = (x[:tokens].permute(1, 2, 0, 3) for x in (query, key, value))
         out, _weights = packed_attention(self, q, k, v, None, packed=packed_seq_params.layout, scaling=self.scaling)
         return torch.nn.functional.pad(out.transpose(0, 1).flatten(2), (0, 0, 0, 0, 0, packed_seq_params.padding))
-
-
-class PackedRotaryEmbedding(torch.nn.Module):
-    """The angles of each token's own position, in the place of Megatron's ``RotaryEmbedding``.
-
-    ``GPTModel`` asks first for the length of the sequence and then for that many angles. Here the answer to the first
-    question is the positions themselves, so that tokens of several samples, or of a slice of one under context
-    parallel, get the angles of where they stand.
-    """
-
-    def __init__(self, inverse_frequencies: torch.Tensor) -> None:
-        super().__init__()
-        # fp32 also where the model is cast to another dtype: angles of late positions need it.
-        self._inverse_frequencies = inverse_frequencies.float()
-
-    def get_rotary_seq_len(self, *arguments: Any, **_: Any) -> torch.Tensor:
-        """The positions of ``packed_seq_params``, the last argument; int64 [S]. All rows have the same."""
-        packed = arguments[-1]
-        assert isinstance(packed, PackedTokens) and packed.position_ids is not None
-        return packed.position_ids[0]
-
-    def forward(self, position_ids: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Angles [S, 1, 1, D], fp32, of which Megatron takes cosine and sine."""
-        if self._inverse_frequencies.device != position_ids.device:
-            self._inverse_frequencies = self._inverse_frequencies.to(position_ids.device)
-        angles = position_ids.float()[:, None] * self._inverse_frequencies[None, :]
-        return torch.cat([angles, angles], dim=-1)[:, None, None, :]

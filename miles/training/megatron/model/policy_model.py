@@ -13,11 +13,11 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from miles.arguments.megatron.shape import vocabulary_shape
+from miles.model_families.registry import vocabulary_shape
 from miles.train_batch import MicroBatch
 from miles.training.megatron.model.layer_spec import decoder_spec, heads_spec
-from miles.training.megatron.model.packed_tokens import PackedRotaryEmbedding, PackedTokens, tokens_at
-from miles.training.megatron.model.rope_frequencies import inverse_frequencies
+from miles.training.megatron.model.packed_tokens import PackedTokens, tokens_at
+from miles.training.megatron.model.rotary_embedding import PackedRotaryEmbedding, inverse_frequencies
 from miles.training.megatron.model.vocab_parallel import vocab_parallel_log_probs
 from miles.training.megatron.moe.auxiliary import attach
 from miles.training.megatron.process_groups import Ranks

@@ -22,7 +22,7 @@ from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.moe.router import BalancedRouter
 from miles.training.megatron.process_groups import Ranks
 from miles.training.megatron.weights.bridge_shape import bridge_shape
-from miles.training.megatron.weights.hf_weights import HuggingFaceWeights
+from miles.training.megatron.weights.hf_files import HuggingFaceWeights
 
 # Every rank has the whole of it. Megatron-Bridge goes by a module's class, and does not know this one.
 AutoMapping.register_module_type(BalancedRouter.__name__, "replicated")
@@ -30,8 +30,8 @@ HEAD = "output_layer.weight"
 NOT_LEARNED = "rotary_emb.inv_freq"  # buffers that older checkpoints have
 
 
-class BridgeConversion:
-    """See ``Conversion`` (conversion.py). Both ways are collective."""
+class BridgeConverter:
+    """``WeightConverter`` by Megatron-Bridge. Both directions are collective."""
 
     def __init__(self, config: PretrainedConfig, weights: HuggingFaceWeights, ranks: Ranks) -> None:
         self.shape = bridge_shape(config)

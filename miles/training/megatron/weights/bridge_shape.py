@@ -17,16 +17,9 @@ from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core.activations import squared_relu
 from transformers import PretrainedConfig
 
-from miles.arguments.megatron.shape import (
-    BRIDGED,
-    EXPERT_FIELDS,
-    LAYER_FIELDS,
-    check_bridged,
-    megatron_shape,
-    rotated_share,
-    vocabulary_shape,
-)
-from miles.training.megatron.model.rope_frequencies import inverse_frequencies
+from miles.model_families.base import EXPERT_FIELDS, LAYER_FIELDS
+from miles.model_families.registry import BRIDGED, check_bridged, megatron_shape, vocabulary_shape
+from miles.training.megatron.model.rotary_embedding import inverse_frequencies
 
 HANDED_ON = (*LAYER_FIELDS, "activation_func")
 OF_THE_MODEL = (
@@ -120,7 +113,7 @@ def _check_kind(provider: Any) -> None:
 def _check_model(provider: Any, config: PretrainedConfig) -> None:
     """The values of known fields are those that were compared with transformers."""
     vocabulary = vocabulary_shape(config.to_dict())
-    tied, share = not vocabulary["untie_embeddings_and_output_weights"], rotated_share(config.to_dict())
+    tied, share = not vocabulary["untie_embeddings_and_output_weights"], vocabulary["rotary_percent"]
     rules: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         ("position_embedding_type", lambda v: v == "rope", "positions are rotary"),
         ("rotary_percent", lambda v: v == share, f"its rope_parameters say that {share} of a head is rotated"),

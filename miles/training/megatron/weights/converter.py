@@ -1,25 +1,66 @@
-"""Weights between Hugging Face's names and whole tensors, and Megatron's parameters on this rank.
+"""Moves weights between Hugging Face checkpoints and Megatron's parameters on this rank.
 
-Both ways go one parameter at a time: no rank ever holds more of the model than its own part and one whole tensor.
+``build_converter`` returns the one that ``--megatron-to-hf-mode`` names: miles' own (raw, in this file), or one by
+Megatron-Bridge (bridge.py). Both directions process one parameter at a time: no rank ever holds more of the model than
+its own part and one whole tensor.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers import PretrainedConfig
 
-from miles.arguments.megatron.shape import HEADS_IN_CONFIG, megatron_shape
+from miles.model_families.base import HEADS_IN_CONFIG
+from miles.model_families.parameters import HEAD, Binding, is_of_head
+from miles.model_families.registry import converted_family, megatron_shape
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks
-from miles.training.megatron.weights.hf_weights import HuggingFaceWeights
-from miles.training.megatron.weights.parameter_names import HEAD, Binding, ParameterNames, global_name, is_of_head
+from miles.training.megatron.weights.hf_files import HuggingFaceWeights
+
+
+class WeightConverter(Protocol):
+    """Converts the models of one config on one layout of ranks."""
+
+    shape: dict[str, Any]
+    """The fields of ``TransformerConfig`` that the model's config determines."""
+
+    def shape_of(self, config: PretrainedConfig) -> dict[str, Any]:
+        """Return the shape of another model. Raises ``ValueError`` for one that would not be computed correctly."""
+        ...
+
+    def load(self, model: PolicyModel, weights: HuggingFaceWeights) -> None:
+        """Fill the parameters of ``model``, in their dtype. Every rank of the layout calls it.
+
+        Raises ``ValueError`` naming a tensor that the checkpoint does not have.
+        """
+        ...
+
+    def export(
+        self, model: PolicyModel, value: Callable[[torch.nn.Parameter], torch.Tensor], dtype: torch.dtype
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole tensors by Hugging Face name, in the same order on every rank; a tied head once. Collective.
+
+        ``value`` returns what is exported of a parameter: its data or its gradient, in its shape and any dtype.
+        """
+        ...
+
+
+def build_converter(mode: str, config: PretrainedConfig, weights: HuggingFaceWeights, ranks: Ranks) -> WeightConverter:
+    """Return the converter that ``--megatron-to-hf-mode`` names. ``weights`` are those of ``--hf-checkpoint``."""
+    if mode == "bridge":
+        from miles.training.megatron.weights.bridge import BridgeConverter  # its package may not be installed
+
+        return BridgeConverter(config, weights, ranks)
+    assert mode == "raw", mode
+    return RawConverter(config, ranks)
 
 
 @dataclass(frozen=True)
@@ -28,22 +69,24 @@ class _Place:
 
     shape: tuple[int, ...]
     pp_rank: int
-    ep_rank: int
+    ep_rank: int  # -1: on every one
 
 
-class WeightConverter:
-    """For the models of one config on one layout of ranks (conversion.py)."""
+class RawConverter:
+    """Converts by the names and layouts of ``miles.model_families``."""
 
     def __init__(self, config: PretrainedConfig, ranks: Ranks) -> None:
         hf_config = config.to_dict()
-        self.shape = shape = megatron_shape(hf_config)
-        self.names = ParameterNames(hf_config, shape)
+        family = converted_family(hf_config)
+        self.shape = shape = family.shape(hf_config)
+        self.names = family.parameters(hf_config, shape)
         self.ranks = ranks
         self._reads_heads = bool(hf_config.get(HEADS_IN_CONFIG))
         self._spread = float(hf_config.get("initializer_range") or 0.02)
-        self._experts_a_rank = shape.get("num_moe_experts", 0) // ranks.ep.size()
+        self._experts_per_rank = shape.get("num_moe_experts", 0) // ranks.ep.size()
 
     def shape_of(self, config: PretrainedConfig) -> dict[str, Any]:
+        """Return the shape of another model. Raises ``ValueError`` for one that would not be computed correctly."""
         return megatron_shape(config.to_dict())
 
     @torch.no_grad()
@@ -59,8 +102,10 @@ class WeightConverter:
             parameter.copy_(binding.layout.from_hf(whole, group.rank(), group.size()))
 
     def _drawn(self, binding: Binding, like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """A head's parameter where the checkpoint has no heads: norms are 1, matrices normal; as its name says, and
-        the same for every layout."""
+        """Draw a head's parameter, for a checkpoint without heads: norms are 1, biases 0, matrices normal.
+
+        The seed is the parameter's name, so the numbers are the same in every layout.
+        """
         if like.dim() == 1 and not binding.hf_names[0].endswith("bias"):
             return torch.ones_like(like)
         shapes = [t.shape for t in binding.layout.to_hf([like.to("meta", torch.float32)] * group.size())]
@@ -74,9 +119,9 @@ class WeightConverter:
     def export(
         self, model: PolicyModel, value: Callable[[torch.nn.Parameter], torch.Tensor], dtype: torch.dtype
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors by Hugging Face name, in the order of the layers, on every rank; a tied head comes once.
+        """Yield whole tensors by Hugging Face name, in the order of the layers, on every rank; a tied head once.
 
-        ``value`` gives what is exported of a parameter: its data, or its gradient; of its shape, in any dtype.
+        ``value`` returns what is exported of a parameter: its data or its gradient, in its shape and any dtype.
         """
         local = self._local(model)
         for name, place in self._whole_model(local).items():
@@ -89,17 +134,17 @@ class WeightConverter:
             yield from zip(binding.hf_names, tensors, strict=True)
 
     def _local(self, model: PolicyModel) -> dict[str, torch.nn.Parameter]:
-        """This rank's parameters by their names in the whole model."""
+        """Return this rank's parameters by their names in the whole model."""
         first_layer = get_transformer_layer_offset(model.config, pp_rank=self.ranks.pp.rank())
-        first_expert = self.ranks.ep.rank() * self._experts_a_rank
+        first_expert = self.ranks.ep.rank() * self._experts_per_rank
         return {
-            global_name(n, first_layer, first_expert): p
+            _global_name(n, first_layer, first_expert): p
             for n, p in model.named_parameters()
             if n not in model.NOT_IN_CHECKPOINT
         }
 
     def _whole_model(self, local: dict[str, torch.nn.Parameter]) -> dict[str, _Place]:
-        """Every parameter of the model, in order, and where it is."""
+        """Return where every parameter of the model is, in order."""
         pp_rank, ep_rank = self.ranks.pp.rank(), self.ranks.ep.rank()
         mine = {
             name: _Place(tuple(p.shape), pp_rank, ep_rank if self.names.binding(name).is_expert else -1)
@@ -114,7 +159,7 @@ class WeightConverter:
     def _gathered(
         self, binding: Binding, place: _Place, shard: torch.Tensor | None, dtype: torch.dtype
     ) -> list[torch.Tensor]:
-        """The whole tensors, on every rank: gathered over tensor parallel where they are, then sent to the others."""
+        """Return the whole tensors on every rank: gathered over tensor parallel at their place, then broadcast."""
         group = self._tensor_group(binding)
         device = torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda")
         like = torch.empty(place.shape, dtype=dtype, device="meta")
@@ -132,6 +177,12 @@ class WeightConverter:
 
     def _tensor_group(self, binding: Binding) -> dist.ProcessGroup:
         return self.ranks.expert_tp if binding.is_expert else self.ranks.tp
+
+
+def _global_name(name: str, first_layer: int, first_expert: int) -> str:
+    """Return the local name ``decoder.layers.0…`` with the layer's and expert's numbers in the whole model."""
+    name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda match: str(int(match[0]) + first_layer), name)
+    return re.sub(r"(?<=local_experts\.)\d+", lambda match: str(int(match[0]) + first_expert), name)
 
 
 def _gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -1,0 +1,87 @@
+"""Every family that a file of this package defines, by ``model_type``."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from miles import model_families
+from miles.model_families.base import Config, ConvertedFamily, Family, Shape, refusal
+
+
+def families(kind: str) -> dict[str, Any]:
+    """Return what the files of this package list under ``kind``, by ``model_type``, in the order of their names."""
+    found: dict[str, Any] = {}
+    for file in iter_modules(model_families.__path__):
+        if file.name == "registry":
+            continue
+        for family in getattr(import_module(f"{model_families.__name__}.{file.name}"), kind, ()):
+            assert family.model_type not in found, f"{family.model_type} is defined twice"
+            found[family.model_type] = family
+    return found
+
+
+CONVERTED: dict[str, ConvertedFamily] = families("CONVERTED")
+BRIDGED: dict[str, Family] = families("BRIDGED")
+FAMILIES: dict[str, Family] = {**CONVERTED, **BRIDGED}
+
+
+def family_of(config: Config) -> Family:
+    """Return the family of a model. Raises ``ValueError`` for one that ``--train-backend megatron`` does not know."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise refusal(
+            f"model_type {kind}",
+            f"through Megatron-Bridge only {', '.join(FAMILIES)} have been compared with transformers",
+        )
+    return FAMILIES[kind]
+
+
+def converted_family(config: Config) -> ConvertedFamily:
+    """Return the family of a model whose weights miles moves itself.
+
+    Raises ``ValueError`` for another model, and for a setting of this one that the layers do not compute.
+    """
+    kind = config.get("model_type")
+    if kind in BRIDGED:
+        rule, way_out = "only Megatron-Bridge converts it", "add --megatron-to-hf-mode bridge, or choose another model"
+        raise refusal(f"model_type {kind}", rule, way_out)
+    if kind not in CONVERTED:
+        raise refusal(f"model_type {kind}", f"only {', '.join(CONVERTED)} are converted")
+    family = CONVERTED[kind]
+    family.check(config)
+    return family
+
+
+def megatron_shape(config: Config) -> Shape:
+    """Return the fields of Megatron's ``TransformerConfig`` that ``config`` determines.
+
+    Raises ``ValueError`` as ``converted_family`` does.
+    """
+    return converted_family(config).shape(config)
+
+
+def check_bridged(config: Config) -> None:
+    """Check that the training of this model through Megatron-Bridge has been compared with transformers'.
+
+    Raises ``ValueError`` for another, as far as its config tells.
+    """
+    family = family_of(config)
+    if not any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ()):
+        raise refusal(f"architectures {config.get('architectures')}", "Megatron-Bridge needs a …ForCausalLM there")
+    family.check(config)
+
+
+def vocabulary_shape(config: Config) -> Shape:
+    """Return what Megatron's ``GPTModel`` takes beside its ``TransformerConfig``: vocabulary, head and positions."""
+    rope = config.get("rope_parameters") or {}
+    return {
+        "vocab_size": config["vocab_size"],
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "rotary_base": rope.get("rope_theta", config.get("rope_theta", 10000)),
+        "rotary_percent": family_of(config).rotated_share(config),
+        "max_position_embeddings": config["max_position_embeddings"],
+        "position_embedding_type": "rope",
+        "group_query_attention": (config.get("num_key_value_heads") or 0) not in (0, config["num_attention_heads"]),
+    }

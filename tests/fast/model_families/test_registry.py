@@ -1,0 +1,151 @@
+"""A family is one file: found by the registry, read without torch, with layouts that are exact in both directions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from miles import model_families
+from miles.model_families.registry import BRIDGED, CONVERTED, check_bridged, converted_family, families, megatron_shape
+from miles.model_families.tensor_layouts import (
+    GateUp,
+    QueryKeyValue,
+    Replicated,
+    Split,
+    SwappedColumns,
+    TensorLayout,
+    Vocabulary,
+)
+
+CONFIG = dict(
+    num_hidden_layers=4,
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=66,
+    max_position_embeddings=128,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+)
+
+
+def test_models_that_are_known() -> None:
+    assert list(CONVERTED) == ["llama", "qwen2", "qwen3", "qwen3_moe"]
+    assert list(BRIDGED) == ["mistral", "nemotron"]
+
+
+def test_a_new_file_is_a_new_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else names it."""
+    source = "from miles.model_families.llama import Llama\nCONVERTED = (Llama('olive', has_qk_norm=True),)\n"
+    (tmp_path / "olive.py").write_text(source)
+    monkeypatch.setattr(model_families, "__path__", [*model_families.__path__, str(tmp_path)])
+    try:
+        found = families("CONVERTED")
+    finally:
+        sys.modules.pop("miles.model_families.olive", None)
+    assert set(found) - set(CONVERTED) == {"olive"}
+    assert found["olive"].shape(CONFIG)["qk_layernorm"] is True
+
+
+def test_configs_are_read_without_torch() -> None:
+    """Validation reads them at once, also where torch takes seconds to import."""
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['numpy'] = sys.modules['transformers'] = None\n"
+        "from miles.model_families.registry import CONVERTED, megatron_shape\n"
+        f"config = {CONFIG!r}\n"
+        "for kind in CONVERTED:\n"
+        "    shape = megatron_shape(config | {'model_type': kind})\n"
+        "    CONVERTED[kind].parameters(config, shape).binding('decoder.layers.3.mlp.linear_fc1.weight')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "hf_names"),
+    [
+        ("llama", "embedding.word_embeddings.weight", ["model.embed_tokens.weight"]),
+        ("llama", "output_layer.weight", ["lm_head.weight"]),
+        (
+            "qwen2",
+            "decoder.layers.12.self_attention.linear_qkv.bias",
+            [f"model.layers.12.self_attn.{x}_proj.bias" for x in "qkv"],
+        ),
+        ("qwen3", "decoder.layers.0.self_attention.k_layernorm.weight", ["model.layers.0.self_attn.k_norm.weight"]),
+        (
+            "qwen3_moe",
+            "decoder.layers.3.mlp.experts.local_experts.10.linear_fc1.weight",
+            [f"model.layers.3.mlp.experts.10.{x}_proj.weight" for x in ("gate", "up")],
+        ),
+        ("llama", "mtp.layers.1.eh_proj.weight", ["model.mtp_layers.1.input_proj.weight"]),
+        ("llama", "mtp.layers.1.mtp_model_layer.mlp.linear_fc2.weight", ["model.mtp_layers.1.mlp.down_proj.weight"]),
+    ],
+)
+def test_names(kind: str, name: str, hf_names: list[str]) -> None:
+    config = CONFIG | {"model_type": kind}
+    binding = converted_family(config).parameters(config, megatron_shape(config)).binding(name)
+    assert list(binding.hf_names) == hf_names
+    assert binding.is_expert == (".local_experts." in name)
+
+
+def test_a_parameter_without_a_name_is_an_error() -> None:
+    config = CONFIG | {"model_type": "llama"}
+    names = converted_family(config).parameters(config, megatron_shape(config))
+    for name in ("decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.linear_fc1.bias", "canary"):
+        with pytest.raises(AssertionError, match="has no Hugging Face name"):
+            names.binding(name)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("layout", "shapes"),
+    [
+        (Replicated(), [(8,)]),
+        (Split(0), [(8, 4)]),
+        (Split(1), [(4, 8)]),
+        (SwappedColumns(), [(8, 6)]),
+        (Vocabulary(7), [(7, 4)]),
+        (GateUp(), [(8, 4), (8, 4)]),
+        (QueryKeyValue(heads=8, groups=4, width=2), [(16, 3), (8, 3), (8, 3)]),
+        (QueryKeyValue(heads=8, groups=2, width=2), [(16,), (4,), (4,)]),
+    ],
+)
+def test_layouts_are_exact_in_both_directions(layout: TensorLayout, shapes: list[tuple[int, ...]], size: int) -> None:
+    """The shards of any number of ranks make the same tensors again, and have one shape."""
+    whole = [torch.randn(shape) for shape in shapes]
+    shards = [layout.from_hf(whole, rank, size) for rank in range(size)]
+    assert len({shard.shape for shard in shards}) == 1
+    found = layout.to_hf(shards)
+    assert all(torch.equal(f, w) for f, w in zip(found, whole, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (dict(model_type="gemma"), ["model_type gemma", "llama, qwen2, qwen3, qwen3_moe"]),
+        (dict(model_type="mistral"), ["model_type mistral", "--megatron-to-hf-mode bridge"]),
+        (dict(model_type="llama", hidden_act="gelu"), ["hidden_act gelu", "only silu"]),
+        (dict(model_type="llama", mlp_bias=True), ["mlp_bias True", "MLPs without bias"]),
+        (dict(model_type="qwen3", attention_bias=True), ["attention_bias", "Qwen2"]),
+        (dict(model_type="qwen2", use_sliding_window=True, sliding_window=16), ["sliding_window 16", "full attention"]),
+        (dict(model_type="llama", logits_scaling=2.0), ["logits_scaling 2.0", "plain logits"]),
+    ],
+)
+def test_what_the_layers_do_not_compute_is_refused(config: dict[str, object], told: list[str]) -> None:
+    with pytest.raises(ValueError, match="--hf-checkpoint: its config has") as error:
+        megatron_shape(CONFIG | config)
+    assert all(words in str(error.value) for words in told), error.value
+
+
+def test_a_bridged_model_needs_its_architecture() -> None:
+    nemotron = CONFIG | dict(model_type="nemotron", hidden_act="relu2")
+    check_bridged(nemotron | {"architectures": ["NemotronForCausalLM"]})
+    with pytest.raises(ValueError, match="architectures None"):
+        check_bridged(nemotron)
