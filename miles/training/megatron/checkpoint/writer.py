@@ -10,10 +10,10 @@ no difference: the format names the boxes that a tensor was written in, and does
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,8 +27,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from miles.training.megatron.checkpoint.optimizer_state import Piece
-from miles.training.megatron.checkpoint.shard_slices import shard_slices
 from miles.training.megatron.versions import objects_to_write
+
+ShardSlice: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class DirectWriter(TorchDistSaveShardedStrategy):
@@ -122,3 +123,28 @@ class _OneByOne(dcp.FileSystemWriter):
         future: Future[list[WriteResult]] = Future()
         future.set_result(written)
         return future
+
+
+def shard_slices(shape: Sequence[int], begin: int, end: int) -> Iterator[ShardSlice]:
+    """The boxes that elements ``begin`` to ``end`` of a tensor fill, counted row by row: offsets, sizes, and the number
+    of the first element. A matrix has at most three: the end of a row, whole rows, the beginning of a row."""
+    if begin >= end:
+        return
+    if len(shape) == 1:
+        yield (begin,), (end - begin,), begin
+        return
+    inner = tuple(shape[1:])
+    row = prod(inner)
+    first, last = -(-begin // row), end // row  # whole rows
+    if begin < min(first * row, end):
+        yield from _in_row(inner, first - 1, begin, min(first * row, end))
+    if first < last:
+        yield (first, *(0 for _ in inner)), (last - first, *inner), first * row
+    if max(first, last) * row < end:
+        yield from _in_row(inner, last, last * row, end)
+
+
+def _in_row(inner: tuple[int, ...], number: int, begin: int, end: int) -> Iterator[ShardSlice]:
+    before = number * prod(inner)
+    for offsets, sizes, at in shard_slices(inner, begin - before, end - before):
+        yield (number, *offsets), (1, *sizes), before + at

@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from miles.training.megatron.checkpoint.shard_slices import shard_slices
+from miles.training.megatron.checkpoint.writer import shard_slices
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (1, 4), (4, 1), (2, 3, 4), (2, 2, 2, 2)])
