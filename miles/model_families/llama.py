@@ -15,7 +15,7 @@ from miles.model_families.tensor_layouts import GateUp, QueryKeyValue, Replicate
 
 @dataclass(frozen=True)
 class Llama(ConvertedFamily):
-    """One of the three; the fields say where they differ."""
+    """One of the three; the fields hold their differences."""
 
     has_qk_norm: bool = False
 

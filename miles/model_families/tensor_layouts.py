@@ -104,7 +104,7 @@ class GateUp:
 class QueryKeyValue:
     """The first matrix of attention, or its bias: for each key head its query heads, then the key, then the value.
 
-    Ranks hold whole groups where there are at least as many groups as ranks, and equal parts of the rows otherwise.
+    Ranks hold whole groups if there are at least as many groups as ranks, and equal parts of the rows otherwise.
     """
 
     heads: int

@@ -1,8 +1,8 @@
-"""Zig-zag context parallelism: which positions of a sequence stand on which rank of a group that shares it.
+"""Zig-zag context parallelism: which rank of a group holds which positions of a sequence that the group shares.
 
-A sequence is padded to a multiple of ``2 * size`` and cut into ``2 * size`` chunks; rank r holds chunk r and its mirror
-image, chunk ``2 * size - 1 - r``. A late chunk attends to much and an early one to little, so that every rank has the
-same work (Llama 3, arXiv 2407.21783 §3.3.2, and Megatron-Core's ``get_batch_on_this_cp_rank``, use the same layout).
+A sequence is padded to a multiple of ``2 * size`` and cut into ``2 * size`` chunks. Rank r holds chunk r and its mirror
+image, chunk ``2 * size - 1 - r``. A late chunk attends to many keys and an early one to few, so every rank has the same
+work. Llama 3 (arXiv 2407.21783 §3.3.2) and Megatron-Core's ``get_batch_on_this_cp_rank`` use the same layout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def padded_length(length: int, size: int) -> int:
-    """Tokens that a sequence of ``length`` takes up over all ``size`` ranks, padding included.
+    """Return how many tokens a sequence of ``length`` takes on all ``size`` ranks together, padding included.
 
     >>> padded_length(5, 1), padded_length(5, 2), padded_length(8, 2)
     (5, 8, 8)
@@ -22,14 +22,14 @@ def padded_length(length: int, size: int) -> int:
 
 
 def zigzag_chunks(size: int, rank: int) -> tuple[int, int]:
-    """Which two of the ``2 * size`` chunks of a sequence ``rank`` holds, ascending."""
+    """Return which two of the ``2 * size`` chunks of a sequence ``rank`` holds, ascending."""
     return rank, 2 * size - 1 - rank
 
 
 def zigzag_positions(length: int, size: int, rank: int) -> np.ndarray:
-    """The positions that ``rank`` of ``size`` holds, ascending; int64 [padded_length / size].
+    """Return the positions that ``rank`` of ``size`` holds, ascending; int64 [padded_length / size].
 
-    Those from ``length`` on are padding.
+    Positions from ``length`` on are padding.
 
     >>> [zigzag_positions(7, 2, rank).tolist() for rank in range(2)]
     [[0, 1, 6, 7], [2, 3, 4, 5]]
@@ -43,7 +43,7 @@ def zigzag_positions(length: int, size: int, rank: int) -> np.ndarray:
 
 
 def gathered_index(lengths: Sequence[int], size: int) -> np.ndarray:
-    """Where every position of every sequence stands once the packed tokens of all ranks are laid end to end.
+    """Return the index of every position of every sequence in the packed tokens of all ranks, rank after rank.
 
     int64 [sum of padded lengths], sequence after sequence, each in the order of its positions.
 

@@ -11,9 +11,9 @@ A column shares tokens: its ranks receive the same shard of every step. Within a
 their column ([0, 2], [1, 3], [4, 6], [5, 7]) hold the same weights and different tokens: a token group. Consecutive
 ranks of a token group share the sequences of a micro-batch under context parallelism.
 
-Megatron is not told about context parallelism. What it calls data-parallel ranks are all ranks of a token group,
-including those that share a sequence, so a "data-parallel size" would be ambiguous and there is none here:
-``token_ranks`` counts Megatron's, ``replicas`` the groups that work on different samples.
+Megatron does not know about context parallelism. Its data-parallel ranks are all ranks of a token group, including
+those that share a sequence. A "data-parallel size" would therefore be ambiguous, and there is none here:
+``token_ranks`` is Megatron's, ``replicas`` is the number of groups that work on different samples.
 
 Experts divide the ranks of a stage in another way: expert tensor parallel fastest, then expert parallel, then copies.
 FSDP has neither tensor nor pipeline parallel: all of its ranks are token ranks.

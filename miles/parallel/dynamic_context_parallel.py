@@ -1,8 +1,8 @@
-"""Dynamic context parallelism: every micro-batch is cut over as few ranks as its longest sequence needs.
+"""Dynamic context parallelism: every micro-batch is divided among as few ranks as its longest sequence needs.
 
-Under a static size, short sequences are cut as finely as the longest one of the run, and pay for the exchange of keys
-and values without need. Here a micro-batch gets its own power of two, and the ranks fall into groups of that size, each
-with sequences of its own. Every token still stands on exactly one rank, so the loss knows nothing of it.
+Under a static size, short sequences are cut as finely as the longest one of the run needs, and exchange keys and values
+for nothing. Here every micro-batch has its own size, a power of two. The ranks form groups of that size, and each group
+has its own sequences. Every token is still on exactly one rank, so the loss does not depend on the sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from miles.parallel.dims import possible_sizes
 
 @dataclass(frozen=True)
 class GroupedMicroBatch:
-    """One micro-batch of all ranks: ``groups[g]`` are the sequences of ranks ``g * size`` to ``(g + 1) * size - 1``."""
+    """One micro-batch on all ranks: ``groups[g]`` are the sequences of ranks ``g * size`` to ``(g + 1) * size - 1``."""
 
     size: int
     groups: list[list[int]]
@@ -26,12 +26,14 @@ class GroupedMicroBatch:
 def plan_dynamic_context_parallel(
     lengths: Sequence[int], ranks: int, max_seqlen_per_rank: int
 ) -> list[GroupedMicroBatch]:
-    """Cut sequences of ``lengths`` into micro-batches of at most ``max_seqlen_per_rank`` tokens a rank.
+    """Cut sequences of ``lengths`` into micro-batches of at most ``max_seqlen_per_rank`` tokens per rank.
 
-    The longest sequence left decides the smallest size that fits it; shorter ones fill what is left of the budget,
-    always in the group with the fewest tokens. Where that leaves fewer sequences than groups, the size is doubled until
-    every group has one, as far as the budget allows. Raises ``ValueError`` for a sequence that the largest group cannot
-    hold.
+    The longest remaining sequence sets the size: the smallest that can hold it. Shorter sequences fill the rest of the
+    budget, each in the group with the fewest tokens. If there are fewer sequences than groups, the size is doubled
+    until every group has one, as far as the budget allows.
+
+    Raises:
+        ValueError: The largest group cannot hold a sequence.
 
     >>> plan_dynamic_context_parallel([16, 3, 3, 2, 2, 2], ranks=4, max_seqlen_per_rank=4)
     [GroupedMicroBatch(size=4, groups=[[0]]), GroupedMicroBatch(size=1, groups=[[1], [2], [3, 5], [4]])]
@@ -45,7 +47,7 @@ def plan_dynamic_context_parallel(
         placed = sorted((i for group in groups for i in group), key=lambda i: (-lengths[i], i))
         while len(placed) < ranks // size and size < sizes[-1]:
             wider, rest = _fill(placed, lengths, 2 * size, ranks // (2 * size), max_seqlen_per_rank)
-            if rest:  # padding to the wider groups takes more than the budget has left: a group stays empty
+            if rest:  # padding for wider groups exceeds the budget: leave a group empty
                 break
             size, groups = 2 * size, wider
         plan.append(GroupedMicroBatch(size, groups))
@@ -59,7 +61,7 @@ def _smallest_size(length: int, sizes: Sequence[int], max_seqlen_per_rank: int) 
             return size
     raise ValueError(
         f"--max-seqlen-per-dp-cp-rank {max_seqlen_per_rank}: a sequence of {length} tokens does not fit on "
-        f"{sizes[-1]} ranks, the most that can share one; give at least {-(-length // (2 * sizes[-1])) * 2}, "
+        f"{sizes[-1]} ranks, the most that can share a sequence; give at least {-(-length // (2 * sizes[-1])) * 2}, "
         "or shorten prompts and responses"
     )
 
@@ -67,7 +69,11 @@ def _smallest_size(length: int, sizes: Sequence[int], max_seqlen_per_rank: int) 
 def _fill(
     candidates: Sequence[int], lengths: Sequence[int], size: int, groups: int, max_seqlen_per_rank: int
 ) -> tuple[list[list[int]], list[int]]:
-    """``candidates``, longest first, each into the group with the fewest tokens; those that do not fit are returned."""
+    """Put ``candidates``, longest first, each into the group with the fewest tokens.
+
+    Returns:
+        The groups, and the candidates that do not fit.
+    """
     chosen: list[list[int]] = [[] for _ in range(groups)]
     loads = [(0, group) for group in range(groups)]
     later = []

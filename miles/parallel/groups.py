@@ -1,4 +1,4 @@
-"""The process groups of context parallelism, made once, before the first step."""
+"""The process groups of context parallelism, created once, before the first step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from miles.parallel.dims import ParallelDims
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that share the sequences of a micro-batch, as one of them sees it. The default is a rank by itself."""
+    """The ranks that share the sequences of a micro-batch, as seen by one of them. The default is a single rank."""
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` added up over the group, the same on every rank; without a graph."""
+        """Return ``values`` summed over the group, the same on every rank; without a graph. Collective."""
         values = values.detach()
         if self.size > 1 and values.numel():
             values = values.clone()
@@ -29,7 +29,10 @@ class ContextGroup:
         return values
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` [T, ...] of all ranks end to end, [size * T, ...]. The gradient comes back summed, in fp32."""
+        """Return ``values`` [T, ...] of all ranks end to end, [size * T, ...]. Collective.
+
+        Backward, the gradient is summed over the ranks in fp32.
+        """
         return values if self.size == 1 else _Gather.apply(values, self)
 
 
@@ -69,5 +72,5 @@ class ContextGroups:
                     self._groups[size] = ContextGroup(size, members.index(me), group)
 
     def of(self, size: int) -> ContextGroup:
-        """The group in which this rank works on a micro-batch of context-parallel size ``size``."""
+        """Return the group in which this rank works on a micro-batch of context-parallel size ``size``."""
         return self._groups[size]

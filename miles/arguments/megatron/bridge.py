@@ -1,4 +1,4 @@
-"""When Megatron-Bridge can be chosen. Torch-free: packages are looked for, not imported."""
+"""Whether Megatron-Bridge can be used. Torch-free: packages are looked up, not imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.flags import refuse
 
-RELEASES = {  # what bridge.py was tried with; Megatron-Bridge imports the last, and uses none of its kernels here
+RELEASES = {  # that weights/bridge.py was tested with; Megatron-Bridge imports the last, whose kernels are not used
     "megatron-bridge": "0.6.",
     "megatron-core": "0.19.",
     "transformer-engine-torch": "2.",
@@ -16,7 +16,7 @@ WAY_OUT = "install what docs/megatron.md names, or use raw with a Llama, Qwen2, 
 
 
 def check_bridge(sizes: MegatronArguments) -> None:
-    """Raises ``ValueError`` naming the flag where Megatron-Bridge is chosen and cannot be used."""
+    """Raise ``ValueError`` naming the flag if Megatron-Bridge is chosen and cannot be used."""
     if sizes.megatron_to_hf_mode != "bridge":
         return
     for package, release in RELEASES.items():
@@ -25,8 +25,8 @@ def check_bridge(sizes: MegatronArguments) -> None:
         except PackageNotFoundError:
             refuse("megatron_to_hf_mode", "bridge", f"needs {package}, which is not installed", WAY_OUT)
         if not installed.startswith(release):
-            rule = f"{package} {installed} is installed, and only {release}* was tried"
+            rule = f"{package} {installed} is installed, and only {release}* was tested"
             refuse("megatron_to_hf_mode", "bridge", rule, WAY_OUT)
     if sizes.mtp_heads:
-        rule = "with --megatron-to-hf-mode bridge: which heads a checkpoint has, and how they are named, was not tried"
+        rule = "with --megatron-to-hf-mode bridge: the names of the heads in a checkpoint were not tested"
         refuse("mtp_num_layers", sizes.mtp_heads, rule, "drop it")

@@ -1,7 +1,7 @@
-"""What megatron-core needs to run on CPU over gloo: ``support_cpu``, once, in a trainer process on CPU.
+"""Lets megatron-core run on CPU over gloo: call ``support_cpu`` once in a trainer process on CPU.
 
-Megatron names CUDA where it means "this rank's device". Every entry below says what it answers for; all can go when
-Megatron asks ``torch.accelerator`` or the tensor instead. Nothing here changes a result.
+Megatron writes CUDA when it means "this rank's device". Each function below says which calls it replaces; all can be
+deleted once Megatron asks ``torch.accelerator`` or the tensor instead. Nothing here changes a result.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch.overrides import TorchFunctionMode
 
 
 def support_cpu() -> None:
-    """Before anything of Megatron is imported, on the thread that will train. Idempotent."""
+    """Patch torch and Megatron for CPU. Call it on the training thread, before importing Megatron. Idempotent."""
     if torch.cuda.current_device is _current_device:
         return
-    _answer_for_the_device()
-    _CudaMeansCpu().__enter__()  # for the life of the process
+    _replace_device()
+    _CudaMeansCpu().__enter__()  # until the process ends
     _keep_random_state()
-    _do_without_transformer_engine()
-    _exchange_unequal_parts()
+    _avoid_transformer_engine()
+    _pad_unequal_parts()
 
 
 def _current_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _answer_for_the_device() -> None:
-    """``device=torch.cuda.current_device()`` all over Megatron; synchronizing and streams around communication."""
+def _replace_device() -> None:
+    """Replace ``torch.cuda.current_device()``, and synchronizing and streams around communication."""
     torch.cuda.current_device = _current_device  # type: ignore[assignment]
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
@@ -39,7 +39,7 @@ def _answer_for_the_device() -> None:
 
 
 class _NoStream:
-    """Work on CPU is done when the call returns, so there is nothing to wait for."""
+    """A stream without work to wait for: work on CPU is done when the call returns."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -57,11 +57,11 @@ class _NoStream:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """``torch.zeros(…, device="cuda")`` in schedules, optimizers and mixture of experts; ``tensor.cuda()``; and
-    ``tensor.type() == "torch.cuda.FloatTensor"``, by which the optimizers sort parameters.
+    """Replaces ``torch.zeros(…, device="cuda")``, ``tensor.cuda()`` and ``tensor.type() == "torch.cuda.FloatTensor"``.
 
-    A mode, not a patch of torch's functions: those stand in tables of torch itself (``torch.device("meta")`` as a
-    context), in which a replaced function is not found.
+    Megatron's schedules, optimizers and experts call these; the optimizers sort parameters by the last. This is a mode
+    and not a patch of torch's functions, because torch looks its functions up in tables of its own (for
+    ``torch.device("meta")`` as a context), which do not contain a replacement.
     """
 
     def __torch_function__(
@@ -79,7 +79,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _keep_random_state() -> None:
-    """The random states that tensor-parallel ranks fork for dropout and recomputation are CUDA's."""
+    """Use the CPU's random state, where tensor-parallel ranks fork CUDA's for dropout and recomputation."""
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment,return-value]
     from megatron.core.tensor_parallel import random
@@ -88,9 +88,12 @@ def _keep_random_state() -> None:
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
-def _do_without_transformer_engine() -> None:
-    """Whether it is installed or not. The router reads a name that is only bound where it is (``NameError`` elsewhere);
-    and the kernels of gradient norms, which Megatron then takes from it, need a GPU."""
+def _avoid_transformer_engine() -> None:
+    """Use Megatron's own functions, whether Transformer Engine is installed or not.
+
+    If it is not, the router reads a name that is not bound (``NameError``). If it is, Megatron takes kernels for
+    gradient norms from it, which need a GPU.
+    """
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -99,7 +102,7 @@ def _do_without_transformer_engine() -> None:
     for module in (clip_grads, optimizer):
         module.multi_tensor_applier = utils.local_multi_tensor_applier
         module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
-    clip_grads.multi_tensor_scale_tensor_impl = None  # of later releases
+    clip_grads.multi_tensor_scale_tensor_impl = None  # in later releases
     moe_utils.te_general_gemm = None
     # Splits become NumPy arrays, which the all-to-all wants, only when a tensor comes from a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy
@@ -109,9 +112,12 @@ def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _exchange_unequal_parts() -> None:
-    """Ranks that share an expert's matrices exchange as many tokens as were routed to each, which NCCL takes in one
-    call and gloo does not. Here parts are filled up to the longest; what was filled in is dropped on arrival."""
+def _pad_unequal_parts() -> None:
+    """Pad the parts that ranks exchange to the longest, and drop the padding on arrival.
+
+    Ranks that share an expert's matrices exchange the tokens that were routed to each, which are unequal numbers. NCCL
+    accepts that in one call, gloo does not.
+    """
     from megatron.core.tensor_parallel import mappings
 
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -119,18 +125,18 @@ def _exchange_unequal_parts() -> None:
     def gather_parts(part: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return gather(part, group, output_split_sizes, use_global_buffer)
-        whole = gather(_filled_up(part, max(output_split_sizes)), group)
+        whole = gather(_padded(part, max(output_split_sizes)), group)
         parts = zip(whole.chunk(group.size()), output_split_sizes, strict=True)
         return torch.cat([found[:size] for found, size in parts])
 
     def reduce_parts(whole: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(whole, group, input_split_sizes, use_global_buffer)
-        parts = [_filled_up(part, max(input_split_sizes)) for part in whole.split(input_split_sizes)]
+        parts = [_padded(part, max(input_split_sizes)) for part in whole.split(input_split_sizes)]
         return reduce_scatter(torch.cat(parts), group)[: input_split_sizes[group.rank()]]
 
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_parts, reduce_parts
 
 
-def _filled_up(part: torch.Tensor, rows: int) -> torch.Tensor:
+def _padded(part: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])

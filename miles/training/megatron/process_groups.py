@@ -1,4 +1,4 @@
-"""Megatron's process groups, and where this rank stands in them."""
+"""Megatron's process groups, and this rank's place in them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from miles.parallel.groups import ContextGroups
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's place, and the groups it works in. Expert groups split the same ranks another way.
+    """The groups that this rank works in. Expert groups divide the same ranks in another way.
 
-    Megatron is told nothing of context parallelism: to it, ranks that share a sequence are data-parallel ranks, whose
-    gradients are added up like all others'. The sequence is shared in attention (packed_tokens.py) and in the loss.
+    Megatron does not know about context parallelism: to it, ranks that share a sequence are data-parallel ranks, whose
+    gradients are summed like all others. The sequence is shared in attention (packed_tokens.py) and in the loss.
     """
 
     tp: dist.ProcessGroup
@@ -28,17 +28,17 @@ class Ranks:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether the embedding is here."""
+        """Whether this rank has the embedding."""
         return self.pp.rank() == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the head and the loss are here."""
+        """Whether this rank has the head and the loss."""
         return self.pp.rank() == self.pp.size() - 1
 
     @property
     def last_stage(self) -> int:
-        """Global rank of the last stage of this rank's pipeline."""
+        """The global rank of the last stage of this rank's pipeline."""
         return dist.get_global_rank(self.pp, self.pp.size() - 1)
 
 
@@ -53,7 +53,7 @@ def initialize_process_groups(dims: ParallelDims, seed: int) -> Ranks:
             pipeline_model_parallel_size=dims.pipeline_model_parallel_size,
             expert_model_parallel_size=dims.expert_model_parallel_size,
             expert_tensor_parallel_size=dims.expert_tensor_parallel_size,
-            create_gloo_process_groups=False,  # for checkpoints in a format that is not written here
+            create_gloo_process_groups=False,  # only for a checkpoint format that miles does not write
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     tokens = parallel_state.get_data_parallel_group()

@@ -1,8 +1,8 @@
-"""What differs between releases of megatron-core: every difference stands in this file.
+"""Every difference between releases of megatron-core that miles depends on.
 
-``TRIED`` are the releases on which checks of tests/fast/training/megatron have passed (docs/megatron.md says which). A
-later one, below ``BELOW``, is tried by whoever starts it: it is taken for the last of these, with a warning, and the
-loss-mass canary of the first step (objective/canary.py) stops a run whose averaging is another one.
+``TRIED`` are the releases on which the checks of tests/fast/training/megatron have passed (docs/megatron.md says
+which). A later release below ``BELOW`` is treated like the last of them, with a warning: if it averages gradients in
+another way, the loss-mass canary of the first step (objective/canary.py) stops the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 @cache
 def megatron_version() -> tuple[int, ...]:
-    """The installed release, ``(0, 16, 1)``. Raises ``ValueError`` for one that this file says nothing of."""
+    """Return the installed release, ``(0, 16, 1)``. Raises ``ValueError`` for one that this file does not cover."""
     installed = version("megatron-core")
     numbers = _numbers(installed)
     if not TRIED[0] <= numbers < BELOW:
@@ -31,7 +31,7 @@ def megatron_version() -> tuple[int, ...]:
         )
     if numbers[:2] not in TRIED:
         _logger.warning(
-            "megatron-core %s was not tried with this version of miles; %s were. Keep --loss-canary on",
+            "megatron-core %s has not been tested with this version of miles; %s have. Keep --loss-canary on",
             installed,
             ", ".join(".".join(map(str, release)) for release in TRIED),
         )
@@ -39,7 +39,7 @@ def megatron_version() -> tuple[int, ...]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """``(0, 18)`` of ``0.18rc1`` and of ``0.18.dev3+local``."""
+    """Return ``(0, 18)`` for ``0.18rc1`` and for ``0.18.dev3+local``."""
     release = []
     for part in text.split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
@@ -51,11 +51,11 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(release)
 
 
-# How much Megatron averages. The same lines in every release that was tried; their place is that in 0.16.1.
+# What Megatron averages over. Every tried release has the same lines; the places named are those in 0.16.1.
 
 
 def average_of_schedule(num_micro_batches: int) -> float:
-    """What the schedule multiplies a two-tuple's loss by, at Megatron's own context-parallel size of 1.
+    """Return the factor that the schedule applies to a two-tuple's loss, at Megatron's own context-parallel size of 1.
 
     ``output_tensor *= cp_group_size; output_tensor /= num_microbatches`` (pipeline_parallel/schedules.py,
     ``forward_step_calc_loss``, the branch of the legacy two-tuple).
@@ -64,7 +64,7 @@ def average_of_schedule(num_micro_batches: int) -> float:
 
 
 def average_of_ddp(dp_size: int) -> float:
-    """What the data-parallel reduction multiplies gradients by where ``calculate_per_token_loss`` is off.
+    """Return the factor that data-parallel reduction applies to gradients, with ``calculate_per_token_loss`` off.
 
     ``gradient_scaling_factor = 1.0 / data_parallel_world_size``, for dense and expert parameters alike
     (distributed/distributed_data_parallel.py).
@@ -76,27 +76,27 @@ def average_of_ddp(dp_size: int) -> float:
 
 
 def parts_of_experts(spec: Any) -> Any:
-    """The ``MoESubmodules`` in what ``get_moe_module_spec_for_backend`` returns, to be changed in place.
+    """Return the ``MoESubmodules`` in the result of ``get_moe_module_spec_for_backend``, to be changed in place.
 
-    A ``ModuleSpec`` up to 0.17, and from 0.18 on a ``functools.partial`` of the layer's class.
+    The result is a ``ModuleSpec`` up to 0.17, and from 0.18 on a ``functools.partial`` of the layer's class.
     """
     return spec.submodules if megatron_version() < (0, 18) else spec.keywords["submodules"]
 
 
 def mtp_layer_name() -> str:
-    """What the decoder layer in a head of multi-token prediction is called, in its spec and in parameter names."""
+    """Return the name of the decoder layer in a head of multi-token prediction, in specs and parameter names."""
     return "transformer_layer" if megatron_version() < (0, 17) else "mtp_model_layer"
 
 
 def inputs_of_head(input_ids: Any, position_ids: Any, padding_mask: Any, embedded: Any, hidden: Any) -> tuple[Any, ...]:
-    """What a head's ``_get_embeddings`` returns: from 0.18 on with the padding mask between."""
+    """Return the result of a head's ``_get_embeddings``, which from 0.18 on includes the padding mask."""
     if megatron_version() < (0, 18):
         return input_ids, position_ids, embedded, hidden
     return input_ids, position_ids, padding_mask, embedded, hidden
 
 
 def recomputed_function(function: Any) -> tuple[Any, ...]:
-    """What a head's ``_checkpointed_forward`` is given before the named arguments: from 0.18 on nothing."""
+    """Return the positional arguments of a head's ``_checkpointed_forward``: from 0.18 on none."""
     return (function,) if megatron_version() < (0, 18) else ()
 
 
@@ -104,8 +104,8 @@ def recomputed_function(function: Any) -> tuple[Any, ...]:
 
 
 def objects_to_write() -> tuple[str, ...]:
-    """The names under which ``dist_checkpointing.save`` gives a strategy objects to write, besides tensors.
+    """Return the names under which ``dist_checkpointing.save`` passes a strategy objects to write, besides tensors.
 
-    From 0.19 on what is common to all ranks, which it wrote by itself before, into a file ``common.pt``.
+    From 0.19 on, the state common to all ranks. Earlier releases wrote it themselves, to a file ``common.pt``.
     """
     return () if megatron_version() < (0, 19) else ("common_state",)

@@ -95,8 +95,8 @@ def test_refused(bridge, installed, config, flags, told):
     ("releases", "told"),
     [
         ({}, "needs megatron-bridge, which is not installed"),
-        (COMPLETE | {"megatron-bridge": "0.3.1"}, "megatron-bridge 0.3.1 is installed, and only 0.6.* was tried"),
-        (COMPLETE | {"megatron-core": "0.17.1"}, "megatron-core 0.17.1 is installed, and only 0.19.* was tried"),
+        (COMPLETE | {"megatron-bridge": "0.3.1"}, "megatron-bridge 0.3.1 is installed, and only 0.6.* was tested"),
+        (COMPLETE | {"megatron-core": "0.17.1"}, "megatron-core 0.17.1 is installed, and only 0.19.* was tested"),
         ({p: r for p, r in COMPLETE.items() if p[0] == "m"}, "transformer-engine-torch, which is not installed"),
     ],
 )

@@ -1,8 +1,8 @@
-"""Adam's state by model parameter, whichever of Megatron's optimizers has it.
+"""Adam's state by model parameter, for all of Megatron's optimizers.
 
-Megatron's optimizers keep it in three forms: for fp32 models beside the parameter, for bf16 models beside an fp32 copy,
-and with ``--use-distributed-optimizer`` as flat pieces over the data-parallel ranks. Here all three look the same, so
-that a checkpoint written under one is read under another.
+Megatron keeps it in three forms: for fp32 models beside the parameter, for bf16 models beside an fp32 copy, and with
+``--use-distributed-optimizer`` in flat pieces on the data-parallel ranks. Here all three look the same, so that a
+checkpoint written under one can be read under another.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank has of a parameter: its elements ``start`` to ``stop``, counted row by row."""
+    """The part of a parameter's state on one rank: elements ``start`` to ``stop``, counted row by row."""
 
     start: int
     stop: int
-    is_cut: bool  # over data-parallel ranks, each of which has other elements; otherwise all have the same
-    tensors: dict[str, torch.Tensor]  # flat, by kind; without the moments until a step was taken
+    is_cut: bool  # whether the data-parallel ranks hold different elements, or all the same
+    tensors: dict[str, torch.Tensor]  # flat, by kind; without the moments before the first step
 
 
 class AdamState:
-    """Of the optimizers behind ``adam``. ``parameter`` is always the model's own."""
+    """The state of the optimizers behind ``adam``. ``parameter`` is always a parameter of the model."""
 
     def __init__(self, adam: Any) -> None:
         parts = adam.chained_optimizers if isinstance(adam, ChainedOptimizer) else [adam]
@@ -38,7 +38,7 @@ class AdamState:
         self._owner = {main: part for part in parts for group in _groups(part) for main in group["params"]}
 
     def piece(self, parameter: torch.nn.Parameter) -> Piece:
-        """What this rank's optimizer has of it. Nothing is copied, and nothing sent."""
+        """Return this rank's part of the state of ``parameter``. Nothing is copied or sent."""
         main, place, part = self._find(parameter)
         is_cut = parameter in self._sharded
         if main is None:
@@ -50,8 +50,13 @@ class AdamState:
 
     @torch.no_grad()
     def restore(self, parameter: torch.nn.Parameter, whole: dict[str, torch.Tensor], steps: int) -> None:
-        """Take ``whole``: tensors of the parameter's shape by kind, after ``steps`` steps. Without the moments they
-        start anew. Not collective."""
+        """Restore the state of ``parameter``. Not collective.
+
+        Args:
+            parameter: The model's parameter, which is set too.
+            whole: Tensors of the parameter's shape by kind. Without the moments, Adam starts again.
+            steps: Steps taken when they were saved.
+        """
         parameter.copy_(whole[MASTER])
         main, place, part = self._find(parameter)
         if main is None:
@@ -65,10 +70,10 @@ class AdamState:
             name: whole[name].view(-1)[place].view(main.shape).to(main.device, main.dtype, copy=True)
             for name in MOMENTS
         }
-        state[main]["step"] = torch.tensor(float(steps), device=main.device)  # where the fused kernel wants it
+        state[main]["step"] = torch.tensor(float(steps), device=main.device)  # where the fused kernel expects it
 
     def _find(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, slice, Any]:
-        """The tensor that Adam updates for it on this rank, None where there is none, and where in it that stands."""
+        """Return the tensor that Adam updates for it on this rank (or None), its place in it, and the optimizer."""
         part = self._sharded.get(parameter)
         if part is None:
             main = getattr(parameter, "main_param", parameter)

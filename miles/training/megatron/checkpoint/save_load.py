@@ -1,8 +1,8 @@
-"""Checkpoints in Megatron's own format, ``torch_dist``: whole tensors by name, read back under any layout.
+"""Checkpoints in Megatron's own format, ``torch_dist``: whole tensors by name, which can be read under any layout.
 
-Tensors have the names that Megatron gives them (``optimizer.state.exp_avg.…`` for Adam's), without the numbers of
-ranks: each rank says which part of which tensor it has. Weights are the fp32 ones that the optimizer updates. Saving
-copies one tensor at a time to the CPU, and loading ``BUCKET_BYTES`` of them.
+Tensors have Megatron's names (``optimizer.state.exp_avg.…`` for Adam's), without rank numbers: each rank describes
+the parts that it holds. Weights are the fp32 ones that the optimizer updates. Saving copies one tensor at a
+time to the CPU, loading reads ``BUCKET_BYTES`` at a time.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from miles.training.run_state import (
 
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 KINDS = (MASTER, *MOMENTS)
-BUCKET_BYTES = 512 * 1024**2  # of whole tensors on a rank; a single larger one is read by itself
+BUCKET_BYTES = 512 * 1024**2  # of whole tensors on a rank; a larger tensor is read by itself
 
 
 def check_can_save(policy: PolicyModel, ranks: Ranks) -> None:
-    """Every part of every tensor is on exactly one rank, as far as Megatron knows. Collective; before training.
+    """Check, before training, that Megatron can describe every part of every tensor on exactly one rank. Collective.
 
     Raises ``ValueError`` for a model that ``save`` could not write under this layout.
     """
@@ -48,25 +48,25 @@ def check_can_save(policy: PolicyModel, ranks: Ranks) -> None:
     given = {StorageWeakRef(described.data.untyped_storage()) for described in nested_values(empty)}
     try:
         parts, _ = save_preprocess(empty)
-    except (CheckpointingException, AssertionError, KeyError) as error:  # Megatron's description may fail as well
+    except (CheckpointingException, AssertionError, KeyError) as error:  # describing the model may fail too
         raise _refusal(f"{type(error).__name__}: {error}") from None
     for part in nested_values(parts):
-        # Where its elements are is read off a part's place in the parameter's tensor.
+        # The writer locates the elements of a part by its place in the parameter's tensor.
         if not part.data.is_contiguous() or StorageWeakRef(part.data.untyped_storage()) not in given:
             raise _refusal(f"{part.key} is made of parts of rows, or of a copy")
 
 
 def save(folder: Path, policy: PolicyModel, optimizer: MegatronOptimizer, ranks: Ranks, state: dict[str, Any]) -> None:
-    """Write everything a resumed run needs into ``folder``, which is empty; whoever calls makes it appear at once.
+    """Write everything that a resumed run needs into ``folder``, which is empty. Collective.
 
-    Raises ``OSError`` on all ranks when one could not write.
+    The caller makes the folder visible when it is complete. Raises ``OSError`` on all ranks if one cannot write.
     """
     adam = AdamState(optimizer.adam)
     sharded = _sharded(policy, ranks)
     pieces = {name: adam.piece(described.data) for name, described in sharded.items()}
     try:
         dist_checkpointing.save(_empty(sharded, KINDS, "meta"), str(folder), sharded_strategy=DirectWriter(pieces))
-    except CheckpointException as error:  # whose first line says ranks, and no reason
+    except CheckpointException as error:  # its first line has the ranks but not the reason
         rank, (failure, _) = next(iter(error.failures.items()))
         raise OSError(f"--save: rank {rank} could not write {folder}: {type(failure).__name__}: {failure}") from error
     write_random_state(folder, tensor_parallel.get_cuda_rng_tracker().get_states())
@@ -78,7 +78,7 @@ def save(folder: Path, policy: PolicyModel, optimizer: MegatronOptimizer, ranks:
 def load(
     folder: Path, policy: PolicyModel, optimizer: MegatronOptimizer, ranks: Ranks, with_optimizer: bool, rng: bool
 ) -> dict[str, Any]:
-    """Read what ``save`` wrote, under any layout; returns the launcher's state."""
+    """Read what ``save`` wrote, under any layout, and return the launcher's state. Collective."""
     state = read_run_state(folder, "megatron", "--load")
     steps = state["schedule"]["steps_done"] if with_optimizer else 0
     adam = AdamState(optimizer.adam)
@@ -95,7 +95,10 @@ def load(
 
 @torch.no_grad()
 def load_weights(folder: Path, policy: PolicyModel, ranks: Ranks, flag: str) -> None:
-    """The weights alone, into a model without an optimizer. Raises ``ValueError`` naming ``flag``, as ``load`` does."""
+    """Read the weights alone, into a model without an optimizer. Collective.
+
+    Raises ``ValueError`` naming ``flag``, as ``load`` does.
+    """
     read_run_state(folder, "megatron", flag)
     for parameter, whole in _read(folder, policy, ranks, (MASTER,)):
         parameter.copy_(whole[MASTER])
@@ -104,18 +107,18 @@ def load_weights(folder: Path, policy: PolicyModel, ranks: Ranks, flag: str) -> 
 def _read(
     folder: Path, policy: PolicyModel, ranks: Ranks, kinds: tuple[str, ...]
 ) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
-    """Each parameter with its whole fp32 tensors, on CPU. Collective over all ranks, as often as any of them needs."""
+    """Yield each parameter with its whole fp32 tensors, on CPU. Collective: all ranks read equally often."""
     sharded = _sharded(policy, ranks)
     buckets = list(_buckets(sharded.items(), 4 * len(kinds)))
     turns: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(turns, len(buckets))
     try:
-        save_preprocess(_empty(sharded, kinds, "meta"))  # all parts of every tensor, which a bucket may not have
+        save_preprocess(_empty(sharded, kinds, "meta"))  # checks all parts of every tensor, which a bucket may lack
         for turn in range(max(turns)):
             mine = buckets[turn] if turn < len(buckets) else {}
             found = dist_checkpointing.load(_empty(mine, kinds, "cpu"), str(folder), validate_access_integrity=False)
             for name, described in mine.items():
-                yield described.data, found.pop(name)  # nothing of a bucket is left when the next is read
+                yield described.data, found.pop(name)  # frees the bucket before the next one is read
     except (CheckpointingException, CheckpointException) as error:
         raise ValueError(
             f"the checkpoint {folder} does not hold this model ({type(error).__name__}: {str(error)[:300]}); give one "
@@ -138,7 +141,7 @@ def _buckets(sharded: Iterable[tuple[str, Sharded]], element_bytes: int) -> Iter
 
 
 def _empty(sharded: dict[str, Sharded], kinds: tuple[str, ...], device: str) -> dict[str, Any]:
-    """The description of each kind, with fp32 tensors that nothing was written to (zeros on a real device)."""
+    """Return the description of each kind, with fp32 tensors to be filled (zeros on a real device)."""
     return {
         name: {
             kind: _holding(described, kind, torch.zeros(described.data.shape, dtype=torch.float32, device=device))
@@ -149,10 +152,10 @@ def _empty(sharded: dict[str, Sharded], kinds: tuple[str, ...], device: str) -> 
 
 
 def _sharded(policy: PolicyModel, ranks: Ranks) -> dict[str, Sharded]:
-    """Megatron's description of each parameter on this rank; ``data`` is the parameter itself.
+    """Return Megatron's description of each parameter on this rank; its ``data`` is the parameter itself.
 
-    Singleton shards: layers and experts are tensors of their own, whatever the stages and the expert-parallel ranks.
-    The canary (objective/canary.py) is worth 0 always and is not saved.
+    Shards are singletons: every layer and every expert has its own tensor, whatever the pipeline and expert sizes. The
+    canary (objective/canary.py) is always 0 and is not saved.
     """
     described = policy.sharded_state_dict(metadata={"dp_cp_group": ranks.dp, "singleton_local_shards": True})
     parameters = {id(p) for p in policy.parameters() if p is not policy.canary}
@@ -171,7 +174,7 @@ def _refusal(reason: str) -> ValueError:
 
 
 def _holding(sharded: Sharded, kind: str, tensor: torch.Tensor) -> Sharded:
-    """The same part of the tensor of that kind."""
+    """Return the description of the same part of the tensor of ``kind``, holding ``tensor``."""
     key = sharded.key if kind == MASTER else f"optimizer.state.{kind}.{sharded.key}"
     if isinstance(sharded, ShardedTensorFactory):
         return replace(sharded, key=key, data=tensor)

@@ -1,10 +1,10 @@
-"""Megatron's ``torch_dist`` format, written by the training processes themselves, one tensor at a time.
+"""Writes Megatron's ``torch_dist`` format from the training processes themselves, one tensor at a time.
 
 Megatron's own strategy is made for saving in the background: it starts a server process on every rank, which a killed
-run leaves behind, and forks writers from a process that has threads. What its ``sharded_state_dict`` gives a strategy
-to write is gathered first: with a distributed optimizer every data-parallel rank (or the first) then has whole fp32
-weights and moments beside its own state. Here each rank writes what it has, straight from the optimizer. A reader sees
-no difference: the format names the boxes that a tensor was written in, and does not mind how many there are.
+run leaves behind, and forks writers from a process that has threads. It also gathers what its ``sharded_state_dict``
+describes: with a distributed optimizer every data-parallel rank (or the first) then holds whole fp32 weights and
+moments beside its own state. Here each rank writes what it has, directly from the optimizer. A reader sees no
+difference: the format lists the slices in which a tensor was written, and any number of slices is valid.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from torch.futures import Future
 from miles.training.megatron.checkpoint.optimizer_state import Piece
 from miles.training.megatron.versions import objects_to_write
 
-ShardSlice: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+ShardSlice: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, number of the first element
 
 
 class DirectWriter(TorchDistSaveShardedStrategy):
-    """For ``dist_checkpointing.save`` of a description by parameter's name and kind, with tensors on ``meta``.
+    """The strategy for ``dist_checkpointing.save`` of descriptions by parameter name and kind, with ``meta`` tensors.
 
-    ``pieces`` gives what this rank has of each parameter. Each element is written by one rank: by the one that has it,
-    or by the main replica where several have it.
+    ``pieces`` is this rank's part of each parameter. One rank writes each element: the one that holds it, or the main
+    replica if several do.
     """
 
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
@@ -44,8 +44,10 @@ class DirectWriter(TorchDistSaveShardedStrategy):
         self._pieces = pieces
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Collective; returns when every file is flushed to the disk. Raises ``CheckpointException`` if the boxes of
-        all ranks do not fill every tensor exactly once, before anything is written."""
+        """Write the checkpoint; return when every file is flushed to disk. Collective.
+
+        Raises ``CheckpointException`` before writing if the slices of all ranks do not fill every tensor exactly once.
+        """
         planner = _Planner()
         for name in objects_to_write():
             planner.add_object(sharded_state_dict.pop(name))
@@ -57,7 +59,7 @@ class DirectWriter(TorchDistSaveShardedStrategy):
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """What this rank writes, and where its elements are now."""
+    """The items that this rank writes, and their elements."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
@@ -66,8 +68,8 @@ class _Planner(dcp.DefaultSavePlanner):
         self._objects: dict[MetadataIndex, Any] = {}
 
     def add(self, part: ShardedTensor, kind: str, piece: Piece) -> None:
-        """The boxes of ``part``, a view of the parameter's tensor, that ``piece`` fills."""
-        replica = (*part.replica_id[:2], 0) if piece.is_cut else part.replica_id  # its last place is data-parallel
+        """Plan the slices of ``part``, a view of the parameter's tensor, that ``piece`` fills."""
+        replica = (*part.replica_id[:2], 0) if piece.is_cut else part.replica_id  # the last number is data-parallel
         if not is_main_replica(replica):
             return
         first = part.data.storage_offset()
@@ -84,32 +86,36 @@ class _Planner(dcp.DefaultSavePlanner):
             self._elements[index] = None if source is None else source[start : start + prod(sizes)]
 
     def add_object(self, described: ShardedObject) -> None:
-        """Written by its main replica, as Megatron's own strategy writes it: in a list of one."""
+        """Plan an object, written by its main replica in a list of one, as Megatron's own strategy does."""
         if is_main_replica(described.replica_id):
             index = MetadataIndex(described.unique_key)
             self._items.append(WriteItem(index, WriteItemType.BYTE_IO))
             self._objects[index] = [described.data]
 
     def create_local_plan(self) -> SavePlan:
+        """Return the plan of this rank."""
         self.plan = SavePlan(self._items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """An object, or a tensor: fp32 on CPU, with a storage of its own, as a view would be saved with all that it is
-        a view of."""
+        """Return the object or tensor of an item.
+
+        Tensors are fp32 on CPU and own their storage: a view would be saved with all of its storage.
+        """
         if write_item.type == WriteItemType.BYTE_IO:
             return self._objects[write_item.index]
         assert write_item.tensor_data is not None
         elements, sizes = self._elements[write_item.index], write_item.tensor_data.chunk.sizes
-        if elements is None:  # a moment before the first step
+        if elements is None:  # a moment, before the first step
             return torch.zeros(sizes)
         return elements.to("cpu", torch.float32, copy=True).view(sizes)
 
 
 class _OneByOne(dcp.FileSystemWriter):
-    """One file a rank. torch's own keeps every tensor in memory until its file is complete."""
+    """Writes one file per rank. torch's own keeps every tensor in memory until its file is complete."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the items of ``plan`` one by one."""
         name = f"{plan.storage_data.prefix}0.distcp"
         written = []
         with (Path(self.path) / name).open("wb") as file:
@@ -126,8 +132,10 @@ class _OneByOne(dcp.FileSystemWriter):
 
 
 def shard_slices(shape: Sequence[int], begin: int, end: int) -> Iterator[ShardSlice]:
-    """The boxes that elements ``begin`` to ``end`` of a tensor fill, counted row by row: offsets, sizes, and the number
-    of the first element. A matrix has at most three: the end of a row, whole rows, the beginning of a row."""
+    """Yield the slices that elements ``begin`` to ``end`` of a tensor of ``shape`` fill, counted row by row.
+
+    A matrix has at most three: the end of a row, whole rows, the beginning of a row.
+    """
     if begin >= end:
         return
     if len(shape) == 1:

@@ -1,7 +1,7 @@
-"""Which modules a decoder layer is made of.
+"""The modules of a decoder layer.
 
-Linear layers and mixture of experts are Megatron's. Attention goes through ``PackedCoreAttention``. Norms are
-torch's: Megatron's wrapper of them refuses sequence parallel, for which nothing is missing but a mark on the weight.
+Linear layers and experts are Megatron's. Attention goes through ``PackedCoreAttention``. Norms are torch's: Megatron's
+wrapper of them refuses sequence parallel, which needs nothing but a mark on the weight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from miles.training.megatron.versions import parts_of_experts
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """With Megatron's signature. ``sequence_parallel`` on the weight has its gradient summed over tensor parallel."""
+    """torch's RMS norm with Megatron's signature.
+
+    The mark ``sequence_parallel`` on the weight makes Megatron sum its gradient over the tensor-parallel ranks.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -38,7 +41,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """The same for layer norms. With ``layernorm_zero_centered_gamma`` the weight is the difference from 1."""
+    """torch's layer norm with Megatron's signature and the same mark.
+
+    With ``layernorm_zero_centered_gamma`` the weight is the difference from 1.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -47,6 +53,7 @@ class LayerNorm(torch.nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the normalized ``input`` [..., hidden]."""
         return F.layer_norm(input, self.normalized_shape, self.weight + self._centre, self.bias, self.eps)
 
 
@@ -55,7 +62,7 @@ def _norm(config: TransformerConfig) -> type:
 
 
 def decoder_spec(config: TransformerConfig, pp_rank: int) -> TransformerBlockSubmodules:
-    """The layers of pipeline stage ``pp_rank``, dense or with experts as ``moe_layer_freq`` says."""
+    """Return the layers of pipeline stage ``pp_rank``, dense or with experts as ``moe_layer_freq`` says."""
     pattern = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     assert isinstance(pattern, list) and len(pattern) == config.num_layers
     layers = [_layer_spec(config, bool(has_experts)) for has_experts in pattern]
@@ -65,7 +72,7 @@ def decoder_spec(config: TransformerConfig, pp_rank: int) -> TransformerBlockSub
 
 
 def heads_spec(config: TransformerConfig) -> Any:
-    """The heads of multi-token prediction, each with a layer like the decoder's last; None without heads."""
+    """Return the heads of multi-token prediction, each with a layer like the decoder's last; None without heads."""
     if not config.mtp_num_layers:
         return None
     last = config.moe_layer_freq[-1] if config.num_moe_experts else 0  # type: ignore[index]
@@ -93,7 +100,7 @@ def _layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
             pre_mlp_layernorm=norm,
             mlp=_expert_spec(config) if has_experts else _dense_spec(),
             mlp_bda=get_bias_dropout_add,
-            # Checkpoints have the names of the fused layers of Transformer Engine, as Megatron's own specs do.
+            # Checkpoints use the names of Transformer Engine's fused layers, as Megatron's own specs do.
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
                 **({} if has_experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}),

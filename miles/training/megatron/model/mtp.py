@@ -1,14 +1,14 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437 §2.2): heads that predict tokens further ahead.
 
-Head k (from 0) gets at position t the hidden state of head k - 1 (the decoder's, for the first) and the embedding of
-token t + k + 1, and predicts token t + k + 2. Megatron's module has the weights; which token is how far ahead is known
-where a micro-batch is packed, so no rank asks another for it, as Megatron's rolling of tensors would.
+At position t, head k (from 0) reads the hidden state of head k - 1 (of the decoder, for the first) and the embedding of
+token t + k + 1, and predicts token t + k + 2. The weights are Megatron's module. The tokens ahead are looked up when a
+micro-batch is packed, so ranks do not exchange them, as they do when Megatron rolls its tensors.
 
 The loss is ``--mtp-loss-scaling-factor`` times the mean over the heads of::
 
     1 / (targets of head k in the step) * sum over the step's loss tokens with k + 2 tokens before them of -log p
 
-with p at temperature 1. Its gradient reaches the decoder, embedding and output head, too.
+with p at temperature 1. Its gradient also reaches the decoder, the embedding and the output head.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from miles.training.megatron.versions import inputs_of_head, mtp_layer_name, rec
 
 @dataclass(frozen=True)
 class NextTokens:
-    """For each head and each token of this rank, in the order of a micro-batch without shared prompts."""
+    """The tokens ahead of each token of this rank, for each head, in a micro-batch without shared prompts."""
 
     inputs: torch.Tensor  # int64 [heads, B, S] as in PackedTokens; 0 beyond a sample's end
     targets: torch.Tensor  # int64 [heads, B * S]
@@ -47,7 +47,15 @@ class NextTokens:
     def of(
         cls, batch: TrainBatch, samples: Sequence[int], micro: MicroBatch, heads: int, shape: tuple[int, int]
     ) -> NextTokens:
-        """``micro`` has these samples of ``batch``; ``shape`` [B, S] is that of its tokens with padding."""
+        """Look up the tokens ahead.
+
+        Args:
+            batch: The shard's batch.
+            samples: The samples of the micro-batch, as indices into ``batch``.
+            micro: The micro-batch.
+            heads: The number of heads.
+            shape: [B, S] of its tokens with padding.
+        """
         both = np.zeros((2, heads + 1, math.prod(shape)), np.int64)
         if samples:
             columns = np.concatenate([_ahead(batch, i, micro.context, heads) for i in samples], axis=2)
@@ -58,7 +66,7 @@ class NextTokens:
 
 
 def _ahead(batch: TrainBatch, sample: int, context: ContextGroup, heads: int) -> np.ndarray:
-    """Token and loss mask 1, 2, …, heads + 1 after each position; int64 [2, heads + 1, positions]."""
+    """Return the token and the loss mask 1, 2, …, heads + 1 after each position; int64 [2, heads + 1, positions]."""
     tokens = batch.tokens[sample]
     prompt = len(tokens) - batch.response_lengths[sample]
     mask = np.concatenate([np.zeros(prompt, np.int64), batch.loss_masks[sample].astype(np.int64)])
@@ -69,7 +77,7 @@ def _ahead(batch: TrainBatch, sample: int, context: ContextGroup, heads: int) ->
 
 
 class PackedMtpLayer(MultiTokenPredictionLayer):
-    """Megatron's head, which is told the tokens ahead instead of rolling those at hand."""
+    """Megatron's head, which reads the tokens ahead from the micro-batch instead of rolling its own."""
 
     def _get_embeddings(
         self,
@@ -84,9 +92,9 @@ class PackedMtpLayer(MultiTokenPredictionLayer):
         return inputs_of_head(input_ids, position_ids, given.get("padding_mask"), embedded, hidden_states)
 
     def _checkpointed_forward(self, *function: Any, **given: Any) -> torch.Tensor:
-        """Recomputation: Megatron's saves every argument for backward as a tensor, which the layout is not.
+        """Recompute the layer in backward. Megatron's own would save every argument as a tensor; the layout is none.
 
-        Releases that name the ``function`` to run again (versions.py) name ``_proj_and_transformer_layer``, always.
+        Releases that pass the ``function`` to run again (versions.py) always pass ``_proj_and_transformer_layer``.
         """
         assert function == recomputed_function(self._proj_and_transformer_layer)
         activations = given.pop("hidden_states"), given.pop("decoder_input")
@@ -98,7 +106,7 @@ class PackedMtpLayer(MultiTokenPredictionLayer):
 
 
 def mtp_spec(layer: ModuleSpec, norm: type, heads: int) -> MultiTokenPredictionBlockSubmodules:
-    """``heads`` of them, each around a decoder layer of its own."""
+    """Return the spec of ``heads`` heads, each with its own decoder layer."""
     parts: dict[str, Any] = {"enorm": norm, "hnorm": norm, "layer_norm": norm, mtp_layer_name(): layer}
     submodules = MultiTokenPredictionLayerSubmodules(eh_proj=ColumnParallelLinear, **parts)
     head = ModuleSpec(module=PackedMtpLayer, submodules=submodules)

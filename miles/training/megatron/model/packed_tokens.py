@@ -1,9 +1,9 @@
-"""How a micro-batch, packed or padded, reaches attention and rotary embedding through Megatron's model.
+"""Takes the layout of a micro-batch, packed or padded, through Megatron's model to attention and rotary embedding.
 
-Megatron hands ``packed_seq_params`` on to both, so this is where the layout travels. Its own packed format (``thd``)
-describes sequences that stand one after the other, by cumulative lengths; a micro-batch whose samples share prompts is
-not of that form. So Megatron sees one sequence of T tokens (``sbhd``), and what tells the samples apart is in here.
-Padded samples are B sequences of S tokens for it. Its activations have the sequence first: [S, B, hidden].
+Megatron passes ``packed_seq_params`` to both, so the layout travels in it. Megatron's own packed format (``thd``)
+describes consecutive sequences by cumulative lengths, which cannot express samples that share a prompt. So Megatron
+sees one sequence of T tokens (``sbhd``), and ``PackedTokens`` knows which tokens belong to which sample. Padded samples
+are B sequences of S tokens to Megatron. Its activations have the sequence first: [S, B, hidden].
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ if TYPE_CHECKING:
 
 @dataclass
 class PackedTokens(PackedSeqParams):
-    """A micro-batch's layout. The fields of the parent stay empty but for ``qkv_format``.
+    """The layout of a micro-batch. Of the parent's fields only ``qkv_format`` is set.
 
-    ``padding`` tokens stand at the end: they belong to no sample, and attention leaves them out. Packed, B is 1 and S
-    is T with them.
+    The last ``padding`` tokens belong to no sample, and attention leaves them out. If packed, B is 1 and S is T plus
+    ``padding``.
     """
 
     layout: PackedLayout | None = None
     input_ids: torch.Tensor | None = None  # int64 [B, S], of the tokens on this rank
     position_ids: torch.Tensor | None = None  # int64 [B, S]
     padding: int = 0
-    auxiliary: AuxiliaryStep | None = None  # where auxiliary losses are trained on
+    auxiliary: AuxiliaryStep | None = None  # in passes that train on auxiliary losses
     routed: RoutedTokens | None = None  # for the routers
     ahead: NextTokens | None = None  # for the heads of multi-token prediction
 
     @property
     def shape(self) -> tuple[int, int]:
-        """B and S."""
+        """B and S, rows and tokens per row."""
         assert self.input_ids is not None
         rows, length = self.input_ids.shape
         return rows, length
 
     @classmethod
     def of(cls, micro: MicroBatch, multiple: int) -> PackedTokens:
-        """Built once a micro-batch, used by every layer; S is padded to a multiple of ``multiple`` (rows have it)."""
+        """Build the layout that every layer uses. S is padded to a multiple of ``multiple``, which rows already are."""
         padding = -len(micro.input_ids) % multiple
         assert not (micro.padded and padding)
         return cls(
@@ -66,13 +66,18 @@ class PackedTokens(PackedSeqParams):
 
 
 def tokens_at(activations: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The tokens ``index`` [R], counted row after row as in ``MicroBatch``, of ``activations`` [S, B, H]; [R, H]."""
+    """Return the activations [R, H] of tokens ``index`` [R], counted row by row as in ``MicroBatch``.
+
+    Args:
+        activations: [S, B, H].
+        index: int64 [R].
+    """
     length = len(activations)
     return activations[index % length, index // length]
 
 
 class PackedCoreAttention(MegatronModule):
-    """Megatron's ``core_attention`` by ``packed_attention``, on this rank's heads."""
+    """Computes Megatron's ``core_attention`` by ``packed_attention``, on this rank's heads."""
 
     def __init__(
         self,
@@ -100,7 +105,15 @@ class PackedCoreAttention(MegatronModule):
         packed_seq_params: PackedTokens,
         **_: Any,
     ) -> torch.Tensor:
-        """query [S, B, heads, D], key and value [S, B, kv_heads, D]; returns [S, B, heads * D]."""
+        """Return the attention output [S, B, heads * D].
+
+        Args:
+            query: [S, B, heads, D].
+            key: [S, B, kv_heads, D].
+            value: [S, B, kv_heads, D].
+            attention_mask: Not read; the layout says what each token sees.
+            packed_seq_params: The layout.
+        """
         assert packed_seq_params.layout is not None
         tokens = len(query) - packed_seq_params.padding
         q, k, v = (x[:tokens].permute(1, 2, 0, 3) for x in (query, key, value))

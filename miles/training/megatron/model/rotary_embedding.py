@@ -57,7 +57,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
         return packed.position_ids[0]
 
     def forward(self, position_ids: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Return angles [S, 1, 1, D], fp32, of which Megatron takes cosine and sine."""
+        """Return the angles [S, 1, 1, D], fp32; Megatron computes their cosine and sine."""
         if self._inverse_frequencies.device != position_ids.device:
             self._inverse_frequencies = self._inverse_frequencies.to(position_ids.device)
         angles = position_ids.float()[:, None] * self._inverse_frequencies[None, :]

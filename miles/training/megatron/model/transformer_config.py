@@ -1,4 +1,4 @@
-"""Megatron's configuration objects from the run's settings and the model's config."""
+"""Builds Megatron's configuration objects from the run's settings and the model's shape."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ from miles.arguments.settings import Settings
 def transformer_config(
     settings: Settings, shape: dict[str, Any], dtype: torch.dtype, per_token_contract: bool
 ) -> TransformerConfig:
-    """Of a model of ``shape``, the fields that its Hugging Face config determines. ``per_token_contract`` is Megatron's
-    ``calculate_per_token_loss`` (loss_contract.py)."""
+    """Return the configuration of a model.
+
+    Args:
+        settings: The run's settings.
+        shape: The fields that the model's Hugging Face config determines (``WeightConverter.shape``).
+        dtype: The dtype of parameters and activations.
+        per_token_contract: Megatron's ``calculate_per_token_loss`` (loss_scaling.py).
+    """
     sizes = settings.megatron
     experts: dict[str, Any] = {}
     if "num_moe_experts" in shape:
         experts = {
-            "moe_router_load_balancing_type": "none",  # router.py has the losses
+            "moe_router_load_balancing_type": "none",  # moe/router.py computes the losses
             "expert_model_parallel_size": sizes.expert_model_parallel_size,
             "expert_tensor_parallel_size": sizes.expert_tensor_parallel_size,
         }
@@ -38,12 +44,12 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        # Micro-batches differ in length: stages tell each other the shape before they send.
+        # Micro-batches differ in length: stages send each other the shape first.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the other does not take them; checked for dense models as well
+        moe_token_dispatcher_type="alltoall",  # the other one does not accept them; checked for dense models too
         calculate_per_token_loss=per_token_contract,
-        # Every weight is read from the checkpoint. Without ``perform_initialization`` the marks of tensor parallel,
-        # which the gradient norm goes by, would be missing too; so nothing is what it does.
+        # Every weight is read from the checkpoint, so initialization does nothing. It is not switched off
+        # (``perform_initialization``): it also sets the marks of tensor parallel that the gradient norm reads.
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
@@ -56,20 +62,20 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _given(settings: Settings, config: type) -> dict[str, Any]:
-    """The fields of ``config`` that flags set, and that are neither the model's nor this file's."""
+    """Return the fields of ``config`` that flags set, other than those of the model and of this file."""
     names = {field.name for field in fields(config)} & set(TRIED)
     return {name: value for name, value in settings.megatron_overrides if name in names}
 
 
 def _recomputation(settings: Settings) -> dict[str, Any]:
-    """All layers, each by itself, for one switch or the other: Megatron wants all three said."""
+    """Return the fields that recompute every layer by itself, if either flag asks for it. Megatron needs all three."""
     if not (settings.training.gradient_checkpointing or "recompute_granularity" in dict(settings.megatron_overrides)):
         return {}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
-    """Gradients accumulate and are reduced in fp32 whatever the model's dtype."""
+    """Return the configuration of gradient buffers: accumulated and reduced in fp32, whatever the model's dtype."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=settings.megatron.use_distributed_optimizer,
@@ -78,7 +84,7 @@ def ddp_config(settings: Settings) -> DistributedDataParallelConfig:
 
 
 def optimizer_config(settings: Settings, dtype: torch.dtype) -> OptimizerConfig:
-    """AdamW with fp32 master weights. The learning rate is set before every step (optimizer.py)."""
+    """Return the configuration of AdamW with fp32 master weights. optimizer.py sets the rate before every step."""
     given: OptimizerArguments = settings.optimizer
     return OptimizerConfig(
         optimizer="adam",

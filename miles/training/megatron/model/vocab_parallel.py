@@ -1,7 +1,7 @@
-"""Log-probs and entropy where each tensor-parallel rank holds the logits of a part of the vocabulary.
+"""Log-probs and entropy when each tensor-parallel rank holds the logits of a part of the vocabulary.
 
-As objective/token_log_probs.py, a chunk of positions at a time and with the gradient written down by hand; the ranks
-exchange three numbers a position (maximum; sum; weighted sum), never logits.
+As in objective/token_log_probs.py, positions are processed in chunks and the gradient is written by hand. The ranks
+exchange four numbers per position (maximum, sum of exponentials, the target's logit, weighted sum), never logits.
 """
 
 from __future__ import annotations
@@ -26,11 +26,20 @@ def vocab_parallel_log_probs(
     group: dist.ProcessGroup,
     with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs of ``targets`` [R] and, if asked, the entropy in nats; fp32 [R], the same on every rank of ``group``.
+    """Return the log-probs of ``targets`` and, if asked, the entropy in nats; fp32 [R], the same on every rank.
 
-    ``hidden`` [R, H] is the same on every rank; ``weight`` [v, H] has this rank's rows of the head, for the tokens
-    from ``first_token`` on. The gradient of ``hidden`` is this rank's part: whoever calls sums it over ``group``.
-    Otherwise as ``miles.objective.token_log_probs.chunked_log_probs``, which a group of one uses.
+    Collective over ``group``. The gradient of ``hidden`` is this rank's part: the caller sums it over ``group``. A
+    group of one uses ``miles.objective.token_log_probs.chunked_log_probs``.
+
+    Args:
+        hidden: [R, H], the same on every rank.
+        weight: [v, H], this rank's rows of the head.
+        targets: int64 [R], token ids.
+        first_token: The token of the first row of ``weight``.
+        temperature: Logits are divided by it, unless it is 0.
+        chunk_size: Positions computed at a time; all if 0.
+        group: The tensor-parallel ranks.
+        with_entropy: Whether to return the entropy.
     """
     if group.size() == 1:
         return chunked_log_probs(hidden, weight, targets, temperature, chunk_size, with_entropy=with_entropy)
@@ -38,14 +47,17 @@ def vocab_parallel_log_probs(
     rows = chunk_size if chunk_size > 0 else max(len(hidden), 1)
     scale = 1.0 / temperature if temperature > 0 else 1.0
     local = targets - first_token
-    local = torch.where((local >= 0) & (local < len(weight)), local, -1)  # -1: another rank has it
+    local = torch.where((local >= 0) & (local < len(weight)), local, -1)  # -1: on another rank
     return _VocabParallelLogProbs.apply(hidden, weight, local, scale, rows, with_entropy, group)
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
-    """With logits z (after scaling) and m their maximum: s = sum exp(z - m), e = sum exp(z - m) (z - m)::
+    """Computes log-probs and entropy from sums over the vocabulary.
 
-    lse = m + log s        log p[target] = z[target] - lse        entropy = log s - e / s
+    With scaled logits z and their maximum m::
+
+        s = sum exp(z - m)     e = sum exp(z - m) (z - m)
+        lse = m + log s        log p[target] = z[target] - lse        entropy = log s - e / s
     """
 
     @staticmethod

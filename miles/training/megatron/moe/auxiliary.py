@@ -1,15 +1,15 @@
-"""Losses that arise inside the model, beside the policy loss: the routers' (router.py) and MTP's (mtp.py).
+"""Losses that are computed inside the model, beside the policy loss: the routers' (router.py) and MTP's (mtp.py).
 
-They are not added to the loss that the schedule sees, which may stand on another pipeline stage: their gradient is
-attached to an activation (``attach``). So what they are multiplied by is not what the schedule multiplies the loss by;
-``MegatronLossScaling.attached`` has it, for either contract with Megatron. With that, each loss obeys the rule of
-docs/loss-aggregation.md: a token's share is divided by a count of the whole step, and gradients are plain sums.
+They are not added to the loss that the schedule sees, because it may be on another pipeline stage. Instead their
+gradient is attached to an activation (``attach``), so the schedule's factor does not apply to them;
+``MegatronLossScaling.attached`` has the factor that does, for either contract with Megatron. With it, each loss obeys
+the rule of docs/loss-aggregation.md: a token's share is divided by a count of the whole step, and gradients are sums.
 
-Megatron 0.16.1 divides by counts of a rank and a micro-batch instead, which is right for equal micro-batches with the
-averaging contract only: with ``calculate_per_token_loss`` it scales router losses by the tokens that a rank routed and
-divides by the tokens that carry loss (transformer/moe/router.py, ``attach_and_log_load_balancing_loss`` and
-``apply_z_loss``), so that they come out (routed / loss tokens) times too strong, and TP * CP times too weak where ranks
-share a sequence. Its own router losses are therefore left off, and the model has these.
+Megatron 0.16.1 divides by counts of a rank and a micro-batch instead, which is right only for equal micro-batches under
+the averaging contract. With ``calculate_per_token_loss`` it scales router losses by the tokens that a rank routed and
+divides by the loss tokens (transformer/moe/router.py, ``attach_and_log_load_balancing_loss`` and ``apply_z_loss``), so
+they are (routed / loss tokens) times too strong, and TP * CP times too weak if ranks share a sequence. Megatron's
+router losses are therefore off, and the model has these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from miles.training.megatron.process_groups import Ranks
 
 
 def attach(activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-    """``activation``, in whose backward pass ``loss``, a scalar, gets a gradient of 1."""
+    """Return ``activation``. Its backward pass gives ``loss``, a scalar, a gradient of 1."""
     return _Attached.apply(activation, loss)
 
 
@@ -46,22 +46,22 @@ class _Attached(torch.autograd.Function):
 
 @dataclass
 class AuxiliaryStep:
-    """The counts that the losses of one step are divided by, and what has been seen of them on this rank.
+    """The divisors of one step's losses, and their sums so far on this rank.
 
-    ``routed_tokens`` counts every token of every sample that is trained on, prompts included and padding left out; a
-    prompt that stands once for several samples counts once for each. ``mtp_targets[k]`` counts the loss tokens that
-    head k can predict: those with k + 2 tokens before them. Both are of the whole step.
+    ``routed_tokens`` counts every token of every sample that is trained on, including prompts, without padding; a
+    prompt that several samples share counts once for each. ``mtp_targets[k]`` counts the loss tokens that head k can
+    predict: those with k + 2 tokens before them. Both cover the whole step.
     """
 
     sizes: MegatronArguments
     routed_tokens: float
     mtp_targets: tuple[float, ...]
-    attached: float  # what an attached loss is multiplied by (loss_contract.py)
-    sums: torch.Tensor  # float64 [3]: this rank's part of the routers' two losses and of the MTP loss, without weights
+    attached: float  # factor of an attached loss (loss_scaling.py)
+    sums: torch.Tensor  # float64 [3]: this rank's part of balance loss, z-loss and MTP loss, without coefficients
 
     @classmethod
     def of(cls, shard: TrainShard, sizes: MegatronArguments, ranks: Ranks, device: torch.device) -> AuxiliaryStep:
-        """Collective over the ranks of a pipeline stage that hold different tokens. ``attached`` is yet to be set."""
+        """Count the step. Collective over the token group; the caller sets ``attached``."""
         mine = [0.0] * (1 + sizes.mtp_heads)
         for plan in shard.micro_batches:
             for i in plan.samples:
@@ -82,7 +82,7 @@ class AuxiliaryStep:
         self.sums[2] += loss.detach()
 
     def metrics(self, layers_with_experts: int) -> dict[str, Metric]:
-        """Of the step, the same on every rank. Collective over **all** ranks, whichever has something to say.
+        """Return the step's metrics, the same on every rank. Collective over **all** ranks.
 
         A router's loss is the mean over the layers with experts, as Megatron reports it.
         """
@@ -100,7 +100,7 @@ class AuxiliaryStep:
 
 
 def _counts(shard: TrainShard, sample: int, heads: int) -> list[float]:
-    """Tokens of a sample, and how many of them each head has to predict."""
+    """Return the number of tokens of a sample, and of those that each head predicts."""
     batch = shard.batch
     total, mask = batch.total_lengths[sample], batch.loss_masks[sample]
     prompt = total - batch.response_lengths[sample]

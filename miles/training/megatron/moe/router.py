@@ -1,13 +1,13 @@
-"""The routers' auxiliary losses: the same at every layout for the same groups.
+"""The routers' auxiliary losses: in every layout the same for the same groups.
 
-With N the tokens of the step, w the groups over which load is balanced, n_w the tokens of one, E experts of which each
-token takes k, c_wi the tokens of w that expert i got and P_wi the sum of their router probabilities for i::
+Let the step have N tokens; balance load over groups w of n_w tokens; route each token to k of E experts; let c_wi be
+the number of tokens of w that expert i receives, and P_wi the sum of the router's probabilities for i over w::
 
     aux loss = sum_w n_w / N * E / (k n_w^2) * sum_i c_wi P_wi        z-loss = 1/N sum_t logsumexp(logits_t)^2
 
-A group is a micro-batch with ``aux_loss`` (over all the ranks that share it) and a sample with ``seq_aux_loss``. For
-one group the first is the loss of Switch Transformers (arXiv 2101.03961 eq. 4) as Megatron has it, the second ST-MoE's
-(arXiv 2202.08906 eq. 5). Groups are weighed by their tokens. Every layer adds its own.
+A group is a micro-batch with ``aux_loss`` (on all ranks that share it) and a sample with ``seq_aux_loss``. For one
+group, the first is the loss of Switch Transformers (arXiv 2101.03961 eq. 4) as Megatron computes it, the second that of
+ST-MoE (arXiv 2202.08906 eq. 5). Groups are weighted by their tokens. Every layer adds its own losses.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from miles.training.megatron.moe.auxiliary import AuxiliaryStep, attach
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """The tokens of a micro-batch that this rank's routers see and the losses count: M of them, in G groups."""
+    """The M tokens of a micro-batch that this rank's routers see and the losses count, in G groups."""
 
     step: AuxiliaryStep
     micro: MicroBatch
-    position: torch.Tensor  # int64 [M], into the tokens that the router is given
+    position: torch.Tensor  # int64 [M], into the tokens that the router receives
     group: torch.Tensor  # int64 [M]
     group_tokens: torch.Tensor  # fp32 [G], on all ranks together
     sequence_parallel: dist.ProcessGroup | None
@@ -43,8 +43,13 @@ class RoutedTokens:
         shape: tuple[int, int],
         sequence_parallel: dist.ProcessGroup | None,
     ) -> RoutedTokens:
-        """``shape`` [B, S] is that of the tokens with padding. A router is given [S, B] of them, the rows' first tokens
-        first; of S the ranks of ``sequence_parallel`` have equal parts.
+        """Locate the tokens of ``micro`` among those that this rank's routers receive.
+
+        Args:
+            micro: The micro-batch.
+            step: The counts of its step.
+            shape: [B, S] of its tokens with padding. A router receives them as [S, B].
+            sequence_parallel: The ranks that hold equal parts of S, if any.
         """
         rows, length = shape
         totals = torch.tensor(micro.total_lengths if micro.response_lengths else [], device=micro.input_ids.device)
@@ -59,12 +64,12 @@ class RoutedTokens:
             group, group_tokens = sample, totals.float()
         else:
             group, group_tokens = torch.zeros_like(sample), totals.sum()[None].float()
-        # A micro-batch without samples has a group, too, so that every rank exchanges something.
+        # A micro-batch without samples also has a group: every rank takes part in the exchange.
         group_tokens = group_tokens.clamp_min(1) if len(group_tokens) else torch.ones(1, device=totals.device)
         return cls(step, micro, position, group, group_tokens, sequence_parallel)
 
     def sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
-        """Over all ranks that have a part of the micro-batch."""
+        """Sum ``counts`` over all ranks that hold a part of the micro-batch. Collective."""
         counts = self.micro.context.sum(counts)
         if self.sequence_parallel is not None:
             dist.all_reduce(counts, group=self.sequence_parallel)
@@ -72,14 +77,14 @@ class RoutedTokens:
 
 
 def _members(micro: MicroBatch, totals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each token of each sample stands on this rank, and its sample; int64 [M] both, padding left out.
+    """Return the position of each token of each sample on this rank, and its sample; both int64 [M], without padding.
 
-    A prompt that stands once for several samples is named by each of them.
+    The tokens of a shared prompt occur once for each of its samples.
     """
     samples = torch.arange(len(totals), device=totals.device)
     if micro.context.size == 1:
         return micro.token_index[: int(totals.sum())], samples.repeat_interleave(totals)
-    chunk = 2 * micro.context.size  # parallel/context_parallel.py: padded to a multiple, of which a rank has two parts
+    chunk = 2 * micro.context.size  # parallel/context_parallel.py: padded to a multiple; two chunks are on this rank
     local = (totals + chunk - 1) // chunk * 2
     sample = samples.repeat_interleave(local)
     inside = micro.position_ids[: len(sample)] < totals[sample]
@@ -87,20 +92,20 @@ def _members(micro: MicroBatch, totals: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's router, with its own auxiliary losses left off and these attached to the probabilities."""
+    """Megatron's router, with these losses attached to its probabilities in place of Megatron's own."""
 
     tokens: RoutedTokens | None = None  # set by the layer before every pass
 
     def routing(self, logits: torch.Tensor, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """``logits`` [S, B, E]; returns probabilities and map, each [S * B, E]."""
+        """Return probabilities and routing map, each [S * B, E], of ``logits`` [S, B, E]."""
         probabilities, routing_map = super().routing(logits, *arguments, **named)
-        if self.tokens is not None and torch.is_grad_enabled():  # with recomputation, the second time
+        if self.tokens is not None and torch.is_grad_enabled():  # under recomputation, only the second time
             loss = self._loss(logits.view(-1, logits.shape[-1]).float(), routing_map, self.tokens)
             probabilities = attach(probabilities, loss)
         return probabilities, routing_map
 
     def _loss(self, logits: torch.Tensor, routing_map: torch.Tensor, tokens: RoutedTokens) -> torch.Tensor:
-        """This rank's share of the layer's losses, as it is to be attached. ``logits`` [S * B, E], fp32."""
+        """Return this rank's share of the layer's losses, scaled to be attached. ``logits`` [S * B, E], fp32."""
         step, groups, experts = tokens.step, len(tokens.group_tokens), logits.shape[-1]
         assert step.routed_tokens or not len(tokens.position)
         count = max(step.routed_tokens, 1.0)
@@ -118,9 +123,10 @@ class BalancedRouter(TopKRouter):
 
 
 class RoutedLayer(TransformerLayer):
-    """A layer that tells its router which tokens it is given; also when it is run again for recomputation."""
+    """A layer that passes its router the micro-batch's tokens, also when recomputation runs it again."""
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Run the layer. ``packed_seq_params`` is passed by name."""
         if isinstance(router := getattr(self.mlp, "router", None), BalancedRouter):
             router.tokens = named["packed_seq_params"].routed
         return super().forward(*arguments, **named)

@@ -1,8 +1,9 @@
-"""``--megatron-to-hf-mode bridge``: names, shape and weights by Megatron-Bridge; layers and losses stay miles' own.
+"""``--megatron-to-hf-mode bridge``: names, shape and weights by Megatron-Bridge; layers and losses are miles' own.
 
 Megatron-Bridge has a mapping for each parameter: the Hugging Face tensors that it holds, and how they are cut over
-ranks and gathered again. Both ways go one parameter at a time here too. It skips, with a line in the log, a parameter
-without a mapping and a mapping without a tensor; here each of them is an error, and so is a tensor that nobody reads.
+ranks and gathered again. Here too, both directions process one parameter at a time. Megatron-Bridge logs and skips a
+parameter without a mapping and a mapping without a tensor. Here each of these is an error, and so is a tensor of the
+checkpoint that no parameter reads.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from miles.training.megatron.process_groups import Ranks
 from miles.training.megatron.weights.bridge_shape import bridge_shape
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights
 
-# Every rank has the whole of it. Megatron-Bridge goes by a module's class, and does not know this one.
+# Every rank has all of the router. Megatron-Bridge decides by a module's class, and does not know this one.
 AutoMapping.register_module_type(BalancedRouter.__name__, "replicated")
 HEAD = "output_layer.weight"
 NOT_LEARNED = "rotary_emb.inv_freq"  # buffers that older checkpoints have
@@ -38,14 +39,19 @@ class BridgeConverter:
         self.ranks = ranks
         self._config = config
         self._weights = weights
-        # By which Megatron-Bridge finds its mappings; weights are read here.
+        # Megatron-Bridge finds its mappings by it; weights are read here.
         self._auto = AutoBridge.from_hf_config(config)
 
     def shape_of(self, config: PretrainedConfig) -> dict[str, Any]:
+        """Return the shape of another model. Raises ``ValueError`` for one that would not be computed correctly."""
         return bridge_shape(config)
 
     @torch.no_grad()
     def load(self, model: PolicyModel, weights: HuggingFaceWeights) -> None:
+        """Fill the parameters of ``model``, in their dtype. Collective.
+
+        Raises ``ValueError`` for a parameter that would not be filled, and for a tensor that would not be read.
+        """
         bridge, tasks = self._tasks(model, weights)
         self._check_complete(bridge, model, tasks, weights)
         tensors = _Tensors(weights)
@@ -58,6 +64,7 @@ class BridgeConverter:
     def export(
         self, model: PolicyModel, value: Callable[[torch.nn.Parameter], torch.Tensor], dtype: torch.dtype
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole tensors by Hugging Face name, in the same order on every rank; a tied head once. Collective."""
         bridge, tasks = self._tasks(model, self._weights)
         streamed = bridge.stream_weights_megatron_to_hf(
             [model],
@@ -71,14 +78,14 @@ class BridgeConverter:
         rows = model.tokens_in_vocabulary
         for name, tensor in streamed:
             if name == head and self._config.tie_word_embeddings:
-                continue  # some checkpoints have it twice
-            fills_up = tensor.dim() == 2 and len(tensor) > rows and self._weights.shape(name)[0] == rows
-            yield name, tensor[:rows] if fills_up else tensor  # of a vocabulary that ranks share
+                continue  # some checkpoints contain it twice
+            is_padded = tensor.dim() == 2 and len(tensor) > rows and self._weights.shape(name)[0] == rows
+            yield name, tensor[:rows] if is_padded else tensor  # the vocabulary, to a multiple of the ranks
 
     def _tasks(self, model: PolicyModel, weights: HuggingFaceWeights) -> tuple[Any, list[Any]]:
-        """A bridge, and what it would do with each parameter of the whole model, in one order on all ranks.
+        """Return a bridge and its task for each parameter of the whole model, in the same order on all ranks.
 
-        The bridge is a new one, as it keeps the names of the first model that it is shown.
+        The bridge is a new one each time, because it keeps the names of the first model that it sees.
         """
         bridge = self._auto._model_bridge
         model.config.share_embeddings_and_output_weights = model.share_embeddings_and_output_weights  # type: ignore[attr-defined]
@@ -87,13 +94,13 @@ class BridgeConverter:
         return bridge, [task for task in tasks if task is not None]
 
     def _check_complete(self, bridge: Any, model: PolicyModel, tasks: list[Any], weights: HuggingFaceWeights) -> None:
-        """Raises ``ValueError`` for a parameter that would not be filled, and for a tensor that would not be read."""
+        """Raise ``ValueError`` for a parameter that would not be filled, and for a tensor that would not be read."""
         filled = {id(task.param_weight) for task in tasks if task.megatron_module is not None}
         for name, parameter in model.named_parameters():
             is_tied = name == HEAD and model.share_embeddings_and_output_weights
             if name not in model.NOT_IN_CHECKPOINT and not is_tied and id(parameter) not in filled:
                 raise ValueError(
-                    f"--megatron-to-hf-mode bridge: Megatron-Bridge fills {name} with no tensor of "
+                    f"--megatron-to-hf-mode bridge: Megatron-Bridge fills {name} from no tensor of "
                     f"{weights.path}; check that the checkpoint is complete, or choose another model"
                 )
         read = {name for task in tasks for name in _names(task.mapping.hf_param)}
@@ -103,8 +110,8 @@ class BridgeConverter:
         for name in weights.names:
             if name not in read and not name.endswith(NOT_LEARNED):
                 raise ValueError(
-                    f"--megatron-to-hf-mode bridge: {weights.path} has {name}, which no parameter is filled "
-                    "with, so the model would not compute what the checkpoint does; choose another model"
+                    f"--megatron-to-hf-mode bridge: {weights.path} has {name}, which fills no parameter, "
+                    "so the model would differ from the checkpoint's; choose another model"
                 )
 
 
@@ -120,7 +127,7 @@ def _with_value(task: Any, value: Callable[[torch.nn.Parameter], torch.Tensor], 
 
 @contextmanager
 def _hidden(model: PolicyModel, names: tuple[str, ...]) -> Iterator[None]:
-    """The parameters ``names`` are not the model's for so long."""
+    """Remove the parameters ``names`` from the model within the context."""
     kept = dict(model._parameters)
     for name in names:
         model._parameters.pop(name, None)
@@ -131,11 +138,11 @@ def _hidden(model: PolicyModel, names: tuple[str, ...]) -> Iterator[None]:
 
 
 class _Tensors(Mapping[str, torch.Tensor]):
-    """A checkpoint's tensors as Megatron-Bridge asks for them: each is read when it is asked for."""
+    """A checkpoint's tensors in the interface that Megatron-Bridge expects; each is read when it is accessed."""
 
     def __init__(self, weights: HuggingFaceWeights) -> None:
         self._weights = weights
-        self.source = self  # Megatron-Bridge looks there for all names
+        self.source = self  # where Megatron-Bridge looks for all names
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._weights.tensor(name)
@@ -150,12 +157,13 @@ class _Tensors(Mapping[str, torch.Tensor]):
         return len(self._weights.names)
 
     def get_all_keys(self) -> list[str]:
+        """Return the names of all tensors."""
         return list(self)
 
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """What stands for a pretrained model to Megatron-Bridge."""
+    """A pretrained model, as far as Megatron-Bridge reads it."""
 
     config: PretrainedConfig
     state: _Tensors

@@ -1,8 +1,8 @@
-"""The shape of a model as Megatron-Bridge gives it, refused by name where it has what our layers do not compute.
+"""The shape of a model as Megatron-Bridge gives it. What our layers do not compute is refused by its name.
 
-A provider of Megatron-Bridge is a ``TransformerConfig`` with the fields of a model beside it. Each field that is not at
-its default is either handed on (``HANDED_ON``), or of the model and read from the Hugging Face config
-(``OF_THE_MODEL``), or changes nothing of what the model computes (``WITHOUT_EFFECT``). Any other is an error.
+A provider of Megatron-Bridge is a ``TransformerConfig`` with some fields of the model. A field that is not at its
+default is either passed on (``PASSED_ON``), read from the Hugging Face config instead (``FROM_CONFIG``), or does not
+change what the model computes (``WITHOUT_EFFECT``). Any other field is an error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from miles.model_families.base import EXPERT_FIELDS, LAYER_FIELDS
 from miles.model_families.registry import BRIDGED, check_bridged, megatron_shape, vocabulary_shape
 from miles.training.megatron.model.rotary_embedding import inverse_frequencies
 
-HANDED_ON = (*LAYER_FIELDS, "activation_func")
-OF_THE_MODEL = (
+PASSED_ON = (*LAYER_FIELDS, "activation_func")
+FROM_CONFIG = (
     "vocab_size",
     "share_embeddings_and_output_weights",
     "position_embedding_type",
@@ -34,11 +34,11 @@ OF_THE_MODEL = (
     "seq_len_interpolation_factor",
 )
 WITHOUT_EFFECT = (
-    # of training, which flags of this project set
+    # of training, set by flags of miles
     "moe_aux_loss_coeff",
     "moe_router_load_balancing_type",
     "seq_length",
-    # how numbers are kept, drawn and reduced
+    # how numbers are stored, drawn and reduced
     "autocast_dtype",
     "bf16",
     "fp16",
@@ -59,7 +59,7 @@ WITHOUT_EFFECT = (
     "moe_permute_fusion",
     "moe_token_dispatcher_type",
     "persist_layer_norm",
-    # of Megatron-Bridge's own way to build a model
+    # of the way Megatron-Bridge builds a model
     "hf_model_id",
     "make_vocab_size_divisible_by",
 )
@@ -68,15 +68,16 @@ MLPS = ((F.silu, True), (squared_relu, False))
 
 
 def bridge_shape(config: PretrainedConfig) -> dict[str, Any]:
-    """Fields of ``TransformerConfig``, as ``megatron_shape`` gives them for the models that it knows.
+    """Return the fields of ``TransformerConfig``, as ``megatron_shape`` does for the models that miles converts.
 
-    Raises ``ValueError`` naming what Megatron-Bridge says and our layers do not compute, and where the two differ.
+    Raises ``ValueError`` naming what Megatron-Bridge says and our layers do not compute, and for a model that miles
+    converts, what the two read differently.
     """
     check_bridged(config.to_dict())
-    inverse_frequencies(config)  # refuses kinds of rotary embedding
+    inverse_frequencies(config)  # refuses kinds of rotary embedding that are not computed
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     check_provider(provider, config)
-    shape = {name: getattr(provider, name) for name in HANDED_ON}
+    shape = {name: getattr(provider, name) for name in PASSED_ON}
     shape["num_query_groups"] = shape["num_query_groups"] or shape["num_attention_heads"]
     shape["kv_channels"] = shape["kv_channels"] or shape["hidden_size"] // shape["num_attention_heads"]
     if provider.num_moe_experts:
@@ -84,24 +85,24 @@ def bridge_shape(config: PretrainedConfig) -> dict[str, Any]:
         every = shape["moe_layer_freq"]
         if isinstance(every, int):
             shape["moe_layer_freq"] = [int(layer % every == 0) for layer in range(shape["num_layers"])]
-    if config.model_type not in BRIDGED:  # one of those that this project reads itself
+    if config.model_type not in BRIDGED:  # one that miles reads itself
         for name, value in megatron_shape(config.to_dict()).items():
             if shape.get(name) != value:
-                raise _refusal(name, shape.get(name), f"this project reads {value} in the model's config")
+                raise _refusal(name, shape.get(name), f"miles reads {value} in the model's config")
     return shape
 
 
 def check_provider(provider: Any, config: PretrainedConfig) -> None:
-    """Raises ``ValueError`` naming what it says of the model and our layers do not compute."""
+    """Raise ``ValueError`` naming what ``provider`` says of the model and our layers do not compute."""
     _check_kind(provider)
     _check_model(provider, config)
 
 
 def _check_kind(provider: Any) -> None:
-    """It is a plain GPT of Megatron's, and says nothing that is not in the lists above."""
+    """Check that it builds Megatron's plain GPT, and sets no field outside the lists above."""
     if getattr(type(provider), "provide", None) is not GPTModelProvider.provide:
-        raise _refusal("provider", type(provider).__name__, "it builds the model in a way of its own")
-    known = (*HANDED_ON, *EXPERT_FIELDS, *OF_THE_MODEL, *WITHOUT_EFFECT)
+        raise _refusal("provider", type(provider).__name__, "it builds the model in its own way")
+    known = (*PASSED_ON, *EXPERT_FIELDS, *FROM_CONFIG, *WITHOUT_EFFECT)
     for field in fields(GPTModelProvider):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         value = getattr(provider, field.name)
@@ -111,17 +112,17 @@ def _check_kind(provider: Any) -> None:
 
 
 def _check_model(provider: Any, config: PretrainedConfig) -> None:
-    """The values of known fields are those that were compared with transformers."""
+    """Check that the values of known fields are those that were compared with transformers."""
     vocabulary = vocabulary_shape(config.to_dict())
     tied, share = not vocabulary["untie_embeddings_and_output_weights"], vocabulary["rotary_percent"]
     rules: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         ("position_embedding_type", lambda v: v == "rope", "positions are rotary"),
         ("rotary_percent", lambda v: v == share, f"its rope_parameters say that {share} of a head is rotated"),
-        ("vocab_size", lambda v: v == vocabulary["vocab_size"], "the model's config has another"),
+        ("vocab_size", lambda v: v == vocabulary["vocab_size"], "the model's config has another one"),
         ("share_embeddings_and_output_weights", lambda v: v == tied, "the model's config says otherwise"),
-        ("add_bias_linear", lambda v: not v, "matrices without bias are computed"),
-        ("hidden_dropout", lambda v: not v, "nothing is dropped out"),
-        ("attention_dropout", lambda v: not v, "nothing is dropped out"),
+        ("add_bias_linear", lambda v: not v, "only matrices without bias are computed"),
+        ("hidden_dropout", lambda v: not v, "dropout is not computed"),
+        ("attention_dropout", lambda v: not v, "dropout is not computed"),
         (
             "normalization",
             lambda v: (v, provider.layernorm_zero_centered_gamma) in NORMS,

@@ -65,7 +65,7 @@ def build_converter(mode: str, config: PretrainedConfig, weights: HuggingFaceWei
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter is: its shard's shape, the pipeline stage, and the expert-parallel rank of an expert."""
+    """A parameter's location: its shard's shape, the pipeline stage, and the expert-parallel rank of an expert."""
 
     shape: tuple[int, ...]
     pp_rank: int

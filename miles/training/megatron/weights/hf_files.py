@@ -93,7 +93,7 @@ def export_hf(
         generation_config: The text of generation_config.json, if any.
         weights: Whole tensors by name.
         dtype: The dtype of ``weights``, which the written config names.
-        config_entries: Entries to set in the config; one that is 0 only where the config has the entry.
+        config_entries: Entries to set in the config; a 0 is set only if the config has the entry.
     """
     writes = dist.get_rank() == 0
     if writes:

@@ -34,7 +34,7 @@ def test_tried_releases_are_taken_in_silence(installed, caplog, release, numbers
 def test_a_later_release_is_taken_with_a_warning(installed, caplog):
     with caplog.at_level(logging.WARNING):
         assert _is("0.20.0", installed) == (0, 20, 0)
-    assert "0.20.0 was not tried" in caplog.text and "--loss-canary" in caplog.text
+    assert "0.20.0 has not been tested" in caplog.text and "--loss-canary" in caplog.text
 
 
 @pytest.mark.parametrize("release", ["0.15.3", "0.21.0", "1.0"])
