@@ -10,7 +10,8 @@ class Mistral(Family):
 
     def sliding_window(self, config: Config) -> int | None:
         """Return how many tokens back attention sees, or None if it sees all."""
-        return config.get("sliding_window", 4096)  # transformers' default
+        window: int | None = config.get("sliding_window", 4096)  # transformers' default
+        return window
 
 
 BRIDGED = (Mistral("mistral"),)

@@ -120,8 +120,9 @@ class QueryKeyValue:
         """Return query, key and value."""
         whole = _join(shards)
         by_group = whole.reshape(self.groups, -1, *whole.shape[1:])
-        rows = (self.heads // self.groups * self.width, self.width, self.width)
-        return [part.flatten(0, 1) for part in by_group.split(rows, 1)]
+        rows = [self.heads // self.groups * self.width, self.width, self.width]
+        parts: Sequence[Tensor] = by_group.split(rows, 1)  # type: ignore[no-untyped-call]
+        return [part.flatten(0, 1) for part in parts]
 
 
 def _join(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:

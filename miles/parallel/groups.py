@@ -33,7 +33,10 @@ class ContextGroup:
 
         Backward, the gradient is summed over the ranks in fp32.
         """
-        return values if self.size == 1 else _Gather.apply(values, self)
+        if self.size == 1:
+            return values
+        gathered: torch.Tensor = _Gather.apply(values, self)  # type: ignore[no-untyped-call]
+        return gathered
 
 
 ALONE = ContextGroup()

@@ -16,10 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 def support_cpu() -> None:
     """Patch torch and Megatron for CPU. Call it on the training thread, before importing Megatron. Idempotent."""
-    if torch.cuda.current_device is _current_device:
+    current_device: Any = torch.cuda.current_device
+    if current_device is _current_device:
         return
     _replace_device()
-    _CudaMeansCpu().__enter__()  # until the process ends
+    _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]  # until the process ends
     _keep_random_state()
     _avoid_transformer_engine()
     _pad_unequal_parts()
@@ -81,7 +82,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 def _keep_random_state() -> None:
     """Use the CPU's random state, where tensor-parallel ranks fork CUDA's for dropout and recomputation."""
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
-    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment,return-value]
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment]
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()

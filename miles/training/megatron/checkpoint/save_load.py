@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from miles.training.megatron.checkpoint.optimizer_state import MASTER, MOMENTS, AdamState
@@ -45,15 +45,19 @@ def check_can_save(policy: PolicyModel, ranks: Ranks) -> None:
     Raises ``ValueError`` for a model that ``save`` could not write under this layout.
     """
     empty = _empty(_sharded(policy, ranks), KINDS, "meta")
-    given = {StorageWeakRef(described.data.untyped_storage()) for described in nested_values(empty)}
+    given = {_storage(described.data) for described in nested_values(empty)}
     try:
         parts, _ = save_preprocess(empty)
     except (CheckpointingException, AssertionError, KeyError) as error:  # describing the model may fail too
         raise _refusal(f"{type(error).__name__}: {error}") from None
     for part in nested_values(parts):
         # The writer locates the elements of a part by its place in the parameter's tensor.
-        if not part.data.is_contiguous() or StorageWeakRef(part.data.untyped_storage()) not in given:
+        if not part.data.is_contiguous() or _storage(part.data) not in given:
             raise _refusal(f"{part.key} is made of parts of rows, or of a copy")
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def save(folder: Path, policy: PolicyModel, optimizer: MegatronOptimizer, ranks: Ranks, state: dict[str, Any]) -> None:
@@ -90,7 +94,8 @@ def load(
         states = restore_random_state(folder)
         if states:
             tensor_parallel.get_cuda_rng_tracker().set_states(states)
-    return state["launcher"]
+    launcher: dict[str, Any] = state["launcher"]
+    return launcher
 
 
 @torch.no_grad()

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -55,10 +56,10 @@ class DirectWriter(TorchDistSaveShardedStrategy):
             for kind, described in kinds.items():
                 for part in nested_values([described]):
                     planner.add(part, kind, self._pieces[name])
-        dcp.save({}, storage_writer=_OneByOne(checkpoint_dir), planner=planner)
+        save_planned({}, storage_writer=_OneByOne(checkpoint_dir), planner=planner)
 
 
-class _Planner(dcp.DefaultSavePlanner):
+class _Planner(DefaultSavePlanner):
     """The items that this rank writes, and their elements."""
 
     def __init__(self) -> None:
@@ -111,7 +112,7 @@ class _Planner(dcp.DefaultSavePlanner):
         return elements.to("cpu", torch.float32, copy=True).view(sizes)
 
 
-class _OneByOne(dcp.FileSystemWriter):
+class _OneByOne(FileSystemWriter):
     """Writes one file per rank. torch's own keeps every tensor in memory until its file is complete."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

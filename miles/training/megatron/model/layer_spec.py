@@ -75,7 +75,7 @@ def heads_spec(config: TransformerConfig) -> Any:
     """Return the heads of multi-token prediction, each with a layer like the decoder's last; None without heads."""
     if not config.mtp_num_layers:
         return None
-    last = config.moe_layer_freq[-1] if config.num_moe_experts else 0  # type: ignore[index]
+    last = config.moe_layer_freq[-1] if config.num_moe_experts else 0
     return mtp_spec(_layer_spec(config, bool(last)), _norm(config), config.mtp_num_layers)
 
 

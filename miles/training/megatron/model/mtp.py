@@ -100,9 +100,15 @@ class PackedMtpLayer(MultiTokenPredictionLayer):
         activations = given.pop("hidden_states"), given.pop("decoder_input")
 
         def run(hidden_states: torch.Tensor, decoder_input: torch.Tensor) -> torch.Tensor:
-            return self._proj_and_transformer_layer(hidden_states=hidden_states, decoder_input=decoder_input, **given)
+            out: torch.Tensor = self._proj_and_transformer_layer(
+                hidden_states=hidden_states, decoder_input=decoder_input, **given
+            )
+            return out
 
-        return tensor_parallel.checkpoint(run, self.config.distribute_saved_activations, *activations)
+        recomputed: torch.Tensor = tensor_parallel.checkpoint(
+            run, self.config.distribute_saved_activations, *activations
+        )
+        return recomputed
 
 
 def mtp_spec(layer: ModuleSpec, norm: type, heads: int) -> MultiTokenPredictionBlockSubmodules:

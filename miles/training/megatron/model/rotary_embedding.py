@@ -26,7 +26,8 @@ def inverse_frequencies(config: PretrainedConfig) -> torch.Tensor:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         width = int(width * family_of(config.to_dict()).rotated_share(config.to_dict()))
         exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
-        return 1.0 / (rope["rope_theta"] ** exponents)
+        inverse: torch.Tensor = 1.0 / (rope["rope_theta"] ** exponents)
+        return inverse
     if kind not in FIXED_KINDS:
         raise ValueError(
             f"--hf-checkpoint: its config has rope_type {kind}, and --train-backend megatron computes default, "

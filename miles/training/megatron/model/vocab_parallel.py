@@ -48,7 +48,9 @@ def vocab_parallel_log_probs(
     scale = 1.0 / temperature if temperature > 0 else 1.0
     local = targets - first_token
     local = torch.where((local >= 0) & (local < len(weight)), local, -1)  # -1: on another rank
-    return _VocabParallelLogProbs.apply(hidden, weight, local, scale, rows, with_entropy, group)
+    given = hidden, weight, local, scale, rows, with_entropy, group
+    found: tuple[torch.Tensor, torch.Tensor | None] = _VocabParallelLogProbs.apply(*given)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
@@ -95,7 +97,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple:
+    def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         hidden, weight, local, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype)

@@ -29,7 +29,8 @@ from miles.training.megatron.process_groups import Ranks
 
 def attach(activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     """Return ``activation``. Its backward pass gives ``loss``, a scalar, a gradient of 1."""
-    return _Attached.apply(activation, loss)
+    attached: torch.Tensor = _Attached.apply(activation, loss)  # type: ignore[no-untyped-call]
+    return attached
 
 
 class _Attached(torch.autograd.Function):

@@ -119,7 +119,8 @@ class BalancedRouter(TopKRouter):
         z_loss = logits.logsumexp(-1).square()[tokens.position].sum() / count
         step.saw_router(balance, z_loss)
         sizes = step.sizes
-        return step.attached * (sizes.moe_aux_loss_coeff * balance + sizes.moe_z_loss_coeff * z_loss)
+        loss: torch.Tensor = sizes.moe_aux_loss_coeff * balance + sizes.moe_z_loss_coeff * z_loss
+        return step.attached * loss
 
 
 class RoutedLayer(TransformerLayer):

@@ -88,7 +88,7 @@ class BridgeConverter:
         The bridge is a new one each time, because it keeps the names of the first model that it sees.
         """
         bridge = self._auto._model_bridge
-        model.config.share_embeddings_and_output_weights = model.share_embeddings_and_output_weights  # type: ignore[attr-defined]
+        model.config.share_embeddings_and_output_weights = model.share_embeddings_and_output_weights
         with _hidden(model, model.NOT_IN_CHECKPOINT):
             tasks = bridge.build_conversion_tasks(_Checkpoint(self._config, _Tensors(weights)), [model])
         return bridge, [task for task in tasks if task is not None]
