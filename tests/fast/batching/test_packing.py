@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.batching.packing import PackedSample, balanced_partition, pack_by_budget, rows_by_budget, split_to_count
+from miles.batching.schedule import PackedSample, balanced_partition, pack_by_budget, rows_by_budget, split_to_count
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=30)
 PROMPT_LENGTHS = {b"a": 5, b"b": 9, b"c": 20}
