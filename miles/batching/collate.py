@@ -28,7 +28,7 @@ def collate(
     Args:
         batch: The shard that holds the samples.
         samples: Indices into ``batch``. If there are none, the micro-batch has no response: it adds zero.
-        device: Where the tensors are allocated.
+        device: The device of the tensors.
         context: The ranks that share the samples. If there are several, each sample is padded and cut among them.
         share_prompts: Whether a rank on its own keeps one copy of equal prompts. A causal model computes the same for
             a prompt, whichever response follows; the gradients of all samples add up in it.
@@ -144,7 +144,8 @@ def _in_rows(part: TrainBatch, context: ContextGroup, multiple: int) -> _Layout:
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    return np.cumsum(lengths) - lengths
+    starts: np.ndarray = np.cumsum(lengths) - lengths
+    return starts
 
 
 def _share_prompts(tokens: np.ndarray, totals: list[int], responses: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -163,5 +164,5 @@ def _share_prompts(tokens: np.ndarray, totals: list[int], responses: list[int]) 
 
 def split_by_sample(values: torch.Tensor, micro: MicroBatch) -> list[np.ndarray]:
     """Return a flat response vector [R] as one float32 array per sample, of the whole response, equal on every rank."""
-    parts = whole_responses(values.detach().float(), micro).cpu().split(list(micro.response_lengths))
+    parts = torch.split(whole_responses(values.detach().float(), micro).cpu(), list(micro.response_lengths))
     return [part.numpy() for part in parts]

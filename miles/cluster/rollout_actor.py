@@ -58,7 +58,7 @@ class GeneratedIteration:
     """A generated iteration as the main loop sees it."""
 
     summary: IterationSummary
-    shards_by_rank: list[ray.ObjectRef]  # per token rank, a list of TrainShard: one per optimizer step
+    shards_by_rank: list[ray.ObjectRef[Any]]  # per token rank, a list of TrainShard: one per optimizer step
 
     @property
     def metrics(self) -> dict[str, Metric]:
@@ -85,11 +85,11 @@ class RolloutDriver:
         self._placement = placement
         self._workers = workers
         self._replaces = settings.sglang.use_fault_tolerance
-        self._started: dict[int, list[ray.ObjectRef]] = {}  # iterations that the main loop has not received
-        self._update: ray.ObjectRef | None = None  # the weight update in progress
+        self._started: dict[int, list[ray.ObjectRef[Any]]] = {}  # iterations that the main loop has not received
+        self._update: ray.ObjectRef[Any] | None = None  # the weight update in progress
         self._dead = False
         self._position: dict[str, Any] | None = None  # in the prompts, after the last iteration that was received
-        self._weights: tuple[list[ray.ObjectRef], int] | None = None  # the newest, if workers are replaced
+        self._weights: tuple[list[ray.ObjectRef[Any]], int] | None = None  # the newest, if workers are replaced
         self._actor: Any = with_pulse(RolloutActor).options(**placement.rollout_options())
         self.num_iterations = self._start()
 
@@ -148,7 +148,7 @@ class RolloutDriver:
             self._result(self.worker.update_weights.remote(packed, version, self._planner.load_weights(version)))
         self._dead = False
 
-    def _result(self, call: ray.ObjectRef) -> Any:
+    def _result(self, call: ray.ObjectRef[Any]) -> Any:
         """Return the result of ``call``. A failed weight update is raised, as ``call`` may wait for it forever."""
         beside = [] if self._update is None else [self._update]
         return self._workers.results([call], beside, whose=self.worker)[0]
@@ -163,7 +163,7 @@ class RolloutDriver:
 
         return self._surviving(ask)
 
-    def update_weights(self, packed: list[ray.ObjectRef], version: int) -> None:
+    def update_weights(self, packed: list[ray.ObjectRef[Any]], version: int) -> None:
         """Give the engine new weights, as references to their packed chunks."""
         if self._replaces:
             self._weights = (packed, version)
@@ -239,7 +239,8 @@ class RolloutActor:
         Raises:
             ValueError: See ``build_pipeline``.
         """
-        disable_progress_bar()  # of loading weights: the screen belongs to the launcher's own
+        # The progress bar of loading weights: the screen belongs to the launcher.
+        disable_progress_bar()  # type: ignore[no-untyped-call]
         cluster = self._settings.cluster
         use_threads(self._placement.device, sharers=1 if cluster.colocate else 1 + cluster.actor_num_gpus_per_node)
         self._built = await build_pipeline(self._settings, lambda: _build_engine(self._settings, self._placement))
@@ -261,7 +262,7 @@ class RolloutActor:
         """Return the metrics of every evaluation set under the engine's weights."""
         return await self._pipeline.evaluate()
 
-    async def update_weights(self, packed: list[ray.ObjectRef], version: int, after: int | None) -> None:
+    async def update_weights(self, packed: list[ray.ObjectRef[Any]], version: int, after: int | None) -> None:
         """Give the engine weights of ``version`` when iteration ``after`` is collected (None: at once).
 
         ``packed`` is a list, so that Ray passes references to the chunks and not the weights.
@@ -335,7 +336,7 @@ class StoredWeights:
     A pass blocks: it belongs into a thread of the engine's, not into the event loop.
     """
 
-    def __init__(self, packed: list[ray.ObjectRef]) -> None:
+    def __init__(self, packed: list[ray.ObjectRef[Any]]) -> None:
         self._packed = packed
 
     def __iter__(self) -> Iterator[WeightChunk]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -190,7 +190,7 @@ def _check_entry(entry: Any, where: str) -> None:
 
 
 def _check_ranges(entry: dict[str, Any], where: str) -> None:
-    rules = {
+    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
         "n_samples_per_eval_prompt": (lambda v: v >= 1, "at least 1"),
         "max_response_len": (lambda v: v >= 1, "at least 1"),
         "temperature": (lambda v: 0 <= v < float("inf"), "finite, and 0 (greedy) or more"),

@@ -27,7 +27,9 @@ class FilterDecision:
 class GroupFilter(Protocol):
     """Judges one generated and scored group, which it must not change. A plain bool (keep?) is accepted too."""
 
-    def __call__(self, group: PromptGroup) -> FilterDecision | bool: ...
+    def __call__(self, group: PromptGroup) -> FilterDecision | bool:
+        """Return whether to keep ``group``."""
+        ...
 
 
 def check_reward_nonzero_std(group: PromptGroup) -> FilterDecision:

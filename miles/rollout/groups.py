@@ -49,7 +49,9 @@ class GroupGenerator(Protocol):
         n_samples: int,
         seed_of: SeedOf,
         max_context_len: int | None = None,
-    ) -> PromptGroup: ...
+    ) -> PromptGroup:
+        """Return the new group. ``max_context_len`` limits prompt and response together, in tokens."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,9 @@ class RolloutFunction(Protocol):
     To report metrics of its own, it returns a ``miles.rollout.collect.Rollout(groups, metrics)``.
     """
 
-    async def __call__(self, iteration: int, tools: RolloutTools) -> list[PromptGroup] | ScoredGroups: ...
+    async def __call__(self, iteration: int, tools: RolloutTools) -> list[PromptGroup] | ScoredGroups:
+        """Return the groups of ``iteration``, counted from 0."""
+        ...
 
 
 def load_rollout_function(path: str) -> RolloutFunction:

@@ -138,7 +138,9 @@ class GenerateFunction(Protocol):
     its trajectory_id.
     """
 
-    async def __call__(self, trajectory: Trajectory) -> list[Sample] | None: ...
+    async def __call__(self, trajectory: Trajectory) -> list[Sample] | None:
+        """Extend ``trajectory`` to its end."""
+        ...
 
 
 def get_group_generator(rollout: RolloutArguments) -> GroupGenerator:
