@@ -49,7 +49,7 @@ def build_shards(
         steps.append(
             schedule_step(
                 batch,
-                settings.token_ranks,
+                settings.dims.token_ranks,
                 settings.training,
                 settings.parallel,
                 has_gradient,

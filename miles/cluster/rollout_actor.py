@@ -110,7 +110,7 @@ class RolloutDriver:
 
         def ask() -> IterationSummary:
             for start in self._planner.start_until(iteration):
-                generate = self.worker.generate.options(num_returns=1 + self.settings.token_ranks)
+                generate = self.worker.generate.options(num_returns=1 + self.settings.dims.token_ranks)
                 self._started[start.iteration] = generate.remote(start)
             summary: IterationSummary = self._result(self._started[iteration][0])
             return summary
