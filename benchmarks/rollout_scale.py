@@ -33,8 +33,8 @@ from miles.engine.base import Generation, GenerationRequest
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.sglang_client import read_generation
 from miles.engine.sglang.sglang_engine import SglangEngine
-from miles.rollout.generate import generate_group
-from miles.rollout.source import build_source
+from miles.rollout.groups import GroupTools, generate_group
+from miles.rollout.pipeline import build_collector
 from miles.sample import Prompt, Sample
 from miles.weight_sync.sender import WeightSender
 
@@ -145,15 +145,14 @@ async def measure(options: argparse.Namespace, urls: list[str], router: Router |
     stream = PromptStream([Prompt("", (5,) * options.prompt_len)], shuffle=False, seed=0)
     engines = await engine_of(options, urls, router, folder)
     engine: Any = Counting(engines)
-    source = build_source(
-        stream, engine, NoText(), alternating, settings, RewardArguments(), 0, generate_group, options.rollouts + 1
-    )
-    await source.collect(0)
+    tools = GroupTools(engine, NoText(), generate_group, alternating)
+    collector = build_collector(stream, tools, settings, RewardArguments(), seed=0, num_iterations=options.rollouts + 1)
+    await collector.collect(0)
     answered, router_seconds = engine.answered, router_cpu()
     cpu, wall = time.process_time(), time.perf_counter()
     for iteration in range(1, options.rollouts + 1):
-        source.weights_arrived(iteration)
-        await source.collect(iteration)
+        collector.weights_changed(iteration)
+        await collector.collect(iteration)
     answered = engine.answered - answered
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     router_seconds = router_cpu() - router_seconds

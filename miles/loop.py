@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # the loop itself needs no Ray
     from miles.arguments.checkpoint import CheckpointArguments
     from miles.arguments.evaluation import EvaluationArguments
     from miles.arguments.offload_rules import Offload
-    from miles.cluster.rollout_driver import RolloutDriver
+    from miles.cluster.rollout_actor import RolloutDriver
     from miles.cluster.train_driver import TrainDriver
 
 Metrics = dict[str, Metric]

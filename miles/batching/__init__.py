@@ -1,1 +1,1 @@
-"""Which rank and micro-batch every sample of a step goes to, and how a micro-batch is laid out."""
+"""From scored groups to train batches, to the shards and micro-batches of every rank, to tensors."""

@@ -1,4 +1,4 @@
-"""From the samples of a micro-batch to the tensors that the model and the loss read."""
+"""The layout of a micro-batch: from its samples to the tensors that the model and the loss read."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ def collate(
     share_prompts: bool = True,
     row_multiple: int | None = None,
 ) -> MicroBatch:
-    """Lay out ``samples`` of ``batch``: this rank's part of each, where ``context`` shares them.
+    """Return the micro-batch of ``samples``, or this rank's part of it if ``context`` shares them.
 
-    A rank by itself pads nothing, and equal prompts stand once: a causal model computes the same for a prompt whichever
-    response follows, so the samples of a group share it; the gradients of all of them add up in it. Not so without
-    ``share_prompts``. With ``row_multiple``, which is for a rank by itself, samples are not packed but padded: each is
-    a row of its own, of the longest's length and up to a multiple of this.
-
-    No samples give a micro-batch without response: the rank takes part in every collective and adds zero.
+    Args:
+        batch: The shard that holds the samples.
+        samples: Indices into ``batch``. If there are none, the micro-batch has no response: it adds zero.
+        device: The device of the tensors.
+        context: The ranks that share the samples. If there are several, each sample is padded and cut among them.
+        share_prompts: Whether a rank on its own keeps one copy of equal prompts. A causal model computes the same for
+            a prompt, whichever response follows; the gradients of all samples add up in it.
+        row_multiple: If given, each sample is a row, padded to the longest, rounded up to a multiple of this.
     """
     part = batch.select(samples)
     layout = _packed(part, context, share_prompts) if row_multiple is None else _in_rows(part, context, row_multiple)
@@ -42,11 +44,11 @@ def collate(
         whole = np.concatenate(columns) if columns else np.zeros(0, np.float32)
         return tensor(whole[layout.response_index], torch.float32)
 
-    def where_given(columns: list[np.ndarray] | None) -> torch.Tensor | None:
+    def if_given(columns: list[np.ndarray] | None) -> torch.Tensor | None:
         return None if columns is None else response_axis(columns)
 
     sample_index = tensor(layout.sample_index, torch.int64)
-    advantages = where_given(part.advantages)
+    advantages = if_given(part.advantages)
     if advantages is None:
         advantages = grpo_advantages(tensor(part.rewards, torch.float32), sample_index)
     return MicroBatch(
@@ -60,8 +62,8 @@ def collate(
         loss_mask=response_axis(part.loss_masks),
         advantages=advantages,
         rollout_log_probs=response_axis(part.rollout_log_probs),
-        old_log_probs=where_given(part.old_log_probs),
-        ref_log_probs=where_given(part.ref_log_probs),
+        old_log_probs=if_given(part.old_log_probs),
+        ref_log_probs=if_given(part.ref_log_probs),
         sample_denoms=tensor(part.sample_denoms, torch.float32),
         trajectory_token_counts=tensor(part.trajectory_token_counts, torch.float32),
         response_lengths=tuple(part.response_lengths),
@@ -69,15 +71,15 @@ def collate(
         num_trajectories=part.num_trajectories,
         num_loss_tokens=part.num_loss_tokens,
         context=context,
-        values=where_given(part.values),
-        returns=where_given(part.returns),
+        values=if_given(part.values),
+        returns=if_given(part.returns),
         padded=row_multiple is not None,
     )
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """The columns of ``MicroBatch`` of the same names, int64."""
+    """The columns of ``MicroBatch`` with the same names, int64."""
 
     input_ids: np.ndarray
     position_ids: np.ndarray
@@ -92,7 +94,7 @@ def _packed(part: TrainBatch, context: ContextGroup, share_prompts: bool) -> _La
     assert all(total > response for total, response in zip(part.total_lengths, part.response_lengths, strict=True)), (
         "a sample needs a prompt token, whose logits predict its first response token"
     )
-    # Without samples one token of padding stands in for them, so that the model has something to compute.
+    # Without samples there is one token of padding, so that the model has something to compute.
     tokens = np.concatenate(part.tokens) if len(part) else np.zeros(1, np.int64)
     totals = np.asarray(part.total_lengths or [1], np.int64)
     responses = np.asarray(part.response_lengths or [0], np.int64)
@@ -104,7 +106,7 @@ def _packed(part: TrainBatch, context: ContextGroup, share_prompts: bool) -> _La
     sample = np.repeat(np.arange(len(totals)), [len(positions) for positions in held])
     inside = position < totals[sample]
     ids = np.where(inside, tokens[starts[sample] + np.minimum(position, totals[sample] - 1)], 0)
-    # The logits at a position predict the token after it: the rank of the position has the loss of that token.
+    # The logits at a position predict the next token: the rank that holds the position has the loss of that token.
     predicting = np.flatnonzero((position >= prompts[sample] - 1) & (position < totals[sample] - 1))
     owner, target = sample[predicting], position[predicting] + 1
     token_index, kept = gathered_index(totals.tolist(), context.size), np.arange(len(ids))
@@ -124,8 +126,8 @@ def _packed(part: TrainBatch, context: ContextGroup, share_prompts: bool) -> _La
 
 
 def _in_rows(part: TrainBatch, context: ContextGroup, multiple: int) -> _Layout:
-    """Samples as rows. What fills a row up counts on from its last position, as rotary embedding does."""
-    assert context.size == 1, "validate() refuses padded rows where ranks share a sequence"
+    """Lay samples out as rows. The positions of a row continue into its padding, as rotary embedding has them."""
+    assert context.size == 1, "validate() refuses padded rows if ranks share a sequence"
     packed = _packed(part, context, share_prompts=False)
     totals = np.asarray(part.total_lengths or [1], np.int64)
     width = -(-int(totals.max()) // multiple) * multiple
@@ -142,24 +144,25 @@ def _in_rows(part: TrainBatch, context: ContextGroup, multiple: int) -> _Layout:
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    return np.cumsum(lengths) - lengths
+    starts: np.ndarray = np.cumsum(lengths) - lengths
+    return starts
 
 
 def _share_prompts(tokens: np.ndarray, totals: list[int], responses: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Where each token stands once equal prompts stand once, and which tokens are kept: int64 [all], int64 [packed]."""
-    stands_for = np.arange(len(tokens))
+    """Return where each token is if equal prompts are kept once, and which tokens are kept: int64 [all], [packed]."""
+    copy_of = np.arange(len(tokens))
     first_with: dict[bytes, int] = {}
     start = 0
     for total, response in zip(totals, responses, strict=True):
         prompt = slice(start, start + total - response)
         first = first_with.setdefault(tokens[prompt].tobytes(), start)
-        stands_for[prompt] += first - start
+        copy_of[prompt] += first - start
         start += total
-    kept = np.flatnonzero(stands_for == np.arange(len(tokens)))
-    return np.searchsorted(kept, stands_for), kept
+    kept = np.flatnonzero(copy_of == np.arange(len(tokens)))
+    return np.searchsorted(kept, copy_of), kept
 
 
 def split_by_sample(values: torch.Tensor, micro: MicroBatch) -> list[np.ndarray]:
-    """A flat response vector [R] as one float32 array of the whole response a sample, the same on every rank."""
-    parts = whole_responses(values.detach().float(), micro).cpu().split(list(micro.response_lengths))
+    """Return a flat response vector [R] as one float32 array per sample, of the whole response, equal on every rank."""
+    parts = torch.split(whole_responses(values.detach().float(), micro).cpu(), list(micro.response_lengths))
     return [part.numpy() for part in parts]

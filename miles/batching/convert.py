@@ -1,4 +1,7 @@
-"""Samples to train batches: everything that needs to see a whole step or group is decided here, before any split."""
+"""From scored groups to train batches. Whatever needs to see a whole step or group is computed here, before any split.
+
+Rewards are normalized over whole groups before steps are cut; denominators are computed over whole steps.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from miles.train_batch import TrainBatch
 
 @dataclass(frozen=True)
 class _Row:
-    """One sample, and what stands beside it in the batch."""
+    """One sample, with what the batch holds next to it."""
 
     sample: Sample
     trajectory_id: int
@@ -24,12 +27,19 @@ class _Row:
 
 
 def convert(groups: Sequence[PromptGroup], *, loss: LossArguments, global_batch_size: int) -> list[TrainBatch]:
-    """One ``TrainBatch`` an optimizer step, made in group order of ``global_batch_size`` trajectories each.
+    """Return one ``TrainBatch`` per optimizer step.
 
-    A trajectory is all samples of one ``trajectory_id`` and is never cut; the last step takes what remains. Rewards are
-    normalized over whole groups before the steps are cut, denominators computed over whole steps. Raises
-    ``ValueError`` if ``prompt_mean`` would have a prompt group cut in two, and for a sample whose columns disagree in
-    length.
+    Steps are cut in group order. A trajectory (all samples of one ``trajectory_id``) is never cut; the last step takes
+    what remains.
+
+    Args:
+        groups: The scored groups of an iteration.
+        loss: The flags of the objective.
+        global_batch_size: N, the number of trajectories of a step.
+
+    Raises:
+        ValueError: ``prompt_mean`` would have a group cut in two, a reward is not finite, or the columns of a sample
+            differ in length.
     """
     assert global_batch_size >= 1
     trajectories = _trajectories(groups, loss)
@@ -40,7 +50,7 @@ def convert(groups: Sequence[PromptGroup], *, loss: LossArguments, global_batch_
 
 
 def _trajectories(groups: Sequence[PromptGroup], loss: LossArguments) -> list[list[_Row]]:
-    """The samples of each rollout together, rollouts in the order of groups and of their first sample."""
+    """Return the rows of each trajectory, in the order of groups and of the trajectory's first sample."""
     samples = [sample for group in groups for sample in group.samples]
     trajectory_ids = [_checked_trajectory_id(sample) for sample in samples]
     rewards = _rewards(_raw_rewards(groups, loss), [s.group_index for s in samples], trajectory_ids, loss)
@@ -49,7 +59,7 @@ def _trajectories(groups: Sequence[PromptGroup], loss: LossArguments) -> list[li
         trajectories.setdefault(row.trajectory_id, []).append(row)
     for trajectory_id, rows in trajectories.items():
         owners = {row.sample.group_index for row in rows}
-        assert len(owners) == 1, f"rollout {trajectory_id} stands in the prompt groups {sorted(owners)}"
+        assert len(owners) == 1, f"trajectory {trajectory_id} is in the prompt groups {sorted(owners)}"
     return list(trajectories.values())
 
 
@@ -85,7 +95,7 @@ def _check_groups_whole(
             size = next(_num_trajectories(g) for g in groups if g.group_index == group_index)
             raise ValueError(
                 f"--loss-aggregation prompt_mean with --global-batch-size {global_batch_size}: a step would cut prompt "
-                f"group {group_index} of {size} rollouts in two, and its mean would be lost; give a "
+                f"group {group_index} of {size} trajectories in two, and its mean would be lost; give a "
                 f"--global-batch-size at which steps end where groups end ({_group_sizes(groups)}), or use another "
                 "--loss-aggregation"
             )
@@ -99,7 +109,7 @@ def _group_sizes(groups: Sequence[PromptGroup]) -> str:
     sizes = {_num_trajectories(group) for group in groups}
     if len(sizes) == 1:
         return f"a multiple of {sizes.pop()}"
-    return f"here they have {min(sizes)} to {max(sizes)} rollouts; all of them in one step always is"
+    return f"here they have {min(sizes)} to {max(sizes)} trajectories; one step for all of them is always possible"
 
 
 def _train_batch(rows: Sequence[_Row], loss: LossArguments) -> TrainBatch:

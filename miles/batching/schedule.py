@@ -1,18 +1,63 @@
-"""The schedule of a step: which ranks train a sample, and in which micro-batch. Decided before the split."""
+"""The schedule of a step, made before the batch is split: which ranks train a sample, and in which micro-batch.
+
+``build_shards`` schedules an iteration, ``schedule_step`` one of its steps. The other public functions pack samples of
+known length: into few bins of a budget, or into k parts of equal weight.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from miles.arguments.parallel import ParallelArguments
+from miles.arguments.settings import Settings
 from miles.arguments.training import TrainingArguments
-from miles.batching.packing import PackedSample, balanced_partition, pack_by_budget, rows_by_budget, split_to_count
+from miles.batching.convert import convert
+from miles.objective.canary import CanarySchedule
+from miles.objective.policy_objective import samples_with_gradient
 from miles.parallel.context_parallel import padded_length
 from miles.parallel.dynamic_context_parallel import plan_dynamic_context_parallel
+from miles.sample import PromptGroup
 from miles.train_batch import MicroBatchPlan, TrainBatch, TrainShard
 
-Plans = list[list[MicroBatchPlan]]  # one list a rank
+Plans = list[list[MicroBatchPlan]]  # one list per rank
+
+
+def build_shards(
+    iteration: int, groups: Sequence[PromptGroup], settings: Settings, canary: CanarySchedule
+) -> list[list[TrainShard]]:
+    """Convert the scored groups of an iteration and schedule its steps.
+
+    Args:
+        iteration: The iteration, counted from 0.
+        groups: Its scored groups.
+        settings: The run's settings.
+        canary: Decides which steps the loss-mass canary watches. It sees every step once, in order.
+
+    Returns:
+        For each token rank its shards, one per optimizer step.
+    """
+    batches = convert(groups, loss=settings.loss, global_batch_size=settings.global_batch_size)
+    steps = []
+    for batch in batches:
+        # An auxiliary loss (MoE balancing, MTP) gives every sample a gradient.
+        has_gradient = (
+            None if settings.megatron.has_auxiliary_loss else samples_with_gradient(settings.loss, batch.rewards)
+        )
+        steps.append(
+            schedule_step(
+                batch,
+                settings.dims.token_ranks,
+                settings.training,
+                settings.parallel,
+                has_gradient,
+                watch_mass=settings.trains_policy(iteration) and canary.is_due(batch),
+                share_prompts=not settings.megatron.mtp_heads,
+            )
+        )
+    return [list(of_rank) for of_rank in zip(*steps, strict=True)]
 
 
 def schedule_step(
@@ -24,20 +69,28 @@ def schedule_step(
     watch_mass: bool = False,
     share_prompts: bool = True,
 ) -> list[TrainShard]:
-    """One shard a rank. Every rank gets the same number of micro-batches, because each is a collective operation.
+    """Return one shard per rank.
 
-    ``ranks`` counts the ranks that hold different tokens (data parallel times context parallel). Which of them and
-    which micro-batch a sample lands in cannot change the gradient: its weight travels with it. Samples for which
-    ``has_gradient`` is false get micro-batches of their own, to be scored only; not so with ``watch_mass``, where the
-    loss-mass canary is to see the weight of every token. Without ``share_prompts`` the token budget counts a prompt
-    once a sample, as ``collate`` without it lays it out; with ``--qkv-format bshd`` it counts the rows' padding, too.
+    Every rank gets the same number of micro-batches, because each is a collective operation. Which rank and which
+    micro-batch a sample is in cannot change the gradient: its weight travels with it.
+
+    Args:
+        batch: The whole step.
+        ranks: How many ranks hold different tokens (data parallel times context parallel).
+        training: The flags of batch sizes and budgets.
+        parallel: The flags of context parallelism and layout.
+        has_gradient: For each sample, whether its loss has a gradient; None: all have. Samples without one are in
+            micro-batches of their own, which are scored without a backward pass.
+        watch_mass: Whether the loss-mass canary watches the step. Then every sample gets a backward pass.
+        share_prompts: Whether the token budget counts equal prompts of a micro-batch once, as ``collate`` lays them
+            out. With ``--qkv-format bshd`` it counts the padding of rows instead.
     """
     if watch_mass:
         has_gradient = None
     trained = [i for i in range(len(batch)) if has_gradient is None or has_gradient[i]]
     scored = [i for i in range(len(batch)) if has_gradient is not None and not has_gradient[i]]
     if parallel.dynamic_context_parallel:
-        assert parallel.max_seqlen_per_dp_cp_rank is not None, "validate() demands it"
+        assert parallel.max_seqlen_per_dp_cp_rank is not None, "validate() requires it"
         plans = [_dynamic(batch, part, ranks, parallel.max_seqlen_per_dp_cp_rank) for part in (trained, scored)]
     else:
         plans = _static(batch, [trained, scored], ranks, training, parallel, share_prompts)
@@ -51,12 +104,12 @@ def schedule_step(
 def _shard(
     batch: TrainBatch, mass: float | None, to_train: list[MicroBatchPlan], to_score: list[MicroBatchPlan]
 ) -> TrainShard:
-    """The samples that the plans name, and the plans in terms of their places in the shard."""
+    """Return the samples that the plans name, with the plans in terms of positions in the shard."""
     samples = sorted({i for plan in (*to_train, *to_score) for i in plan.samples})
-    place = {sample: i for i, sample in enumerate(samples)}
+    position = {sample: i for i, sample in enumerate(samples)}
 
     def local(plans: list[MicroBatchPlan]) -> list[MicroBatchPlan]:
-        return [replace(plan, samples=tuple(place[i] for i in plan.samples)) for plan in plans]
+        return [replace(plan, samples=tuple(position[i] for i in plan.samples)) for plan in plans]
 
     return TrainShard(batch.select(samples), local(to_train), local(to_score), mass)
 
@@ -69,7 +122,7 @@ def _static(
     parallel: ParallelArguments,
     share_prompts: bool,
 ) -> list[Plans]:
-    """The same size throughout: consecutive ranks are one replica, which has one share of the samples."""
+    """Plan one context-parallel size: consecutive ranks are a replica, which has one share of the samples."""
     size, padded = parallel.context_parallel_size, parallel.qkv_format == "bshd"
     replicas = ranks // size
     lengths = batch.total_lengths
@@ -88,7 +141,7 @@ def _static(
 
 
 def _dynamic(batch: TrainBatch, chosen: Sequence[int], ranks: int, max_seqlen_per_rank: int) -> Plans:
-    """Every micro-batch over all ranks, each of its groups with samples of its own."""
+    """Plan dynamic context parallelism: each micro-batch uses all ranks, in groups with samples of their own."""
     lengths = batch.total_lengths
     micro_batches = plan_dynamic_context_parallel([lengths[i] for i in chosen], ranks, max_seqlen_per_rank)
     return [
@@ -101,7 +154,7 @@ def _dynamic(batch: TrainBatch, chosen: Sequence[int], ranks: int, max_seqlen_pe
 
 
 def _in_order(n: int, parts: int) -> list[list[int]]:
-    """``n`` indices in ``parts`` runs whose sizes differ by at most one."""
+    """Return ``n`` indices in ``parts`` runs whose sizes differ by at most one."""
     bounds = [n * part // parts for part in range(parts + 1)]
     return [list(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
 
@@ -116,7 +169,7 @@ def _micro_batches(
     if not training.use_dynamic_batch_size:
         count = training.micro_batch_size
         return [list(chosen[i : i + count]) for i in range(0, len(chosen), count)]
-    assert training.max_tokens_per_gpu is not None, "validate() demands it"
+    assert training.max_tokens_per_gpu is not None, "validate() requires it"
     size = parallel.context_parallel_size
     budget = training.max_tokens_per_gpu * size
     if parallel.qkv_format == "bshd":
@@ -126,10 +179,116 @@ def _micro_batches(
     return [[chosen[i] for i in part] for part in bins]
 
 
+class PackedSample(NamedTuple):
+    """What packing needs of a sample: which prompt it has, and the tokens of prompt and response."""
+
+    prompt: bytes  # samples of equal prompts may share its tokens
+    prompt_length: int
+    response: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sample if it shares nothing."""
+        return self.prompt_length + self.response
+
+
 def _packed_sample(batch: TrainBatch, index: int, size: int, share_prompts: bool) -> PackedSample:
-    """As ``collate`` packs it: a rank by itself may share equal prompts, and ranks that share a sample pad it."""
+    """Describe a sample as ``collate`` packs it: a single rank may share equal prompts, several ranks pad it."""
     tokens, response = batch.tokens[index], batch.response_lengths[index]
     prompt = tokens[: len(tokens) - response]
     if share_prompts:
         return PackedSample(prompt.tobytes(), len(prompt), response)
     return PackedSample(index.to_bytes(8, "big"), len(prompt), padded_length(len(tokens), size) - len(prompt))
+
+
+def pack_by_budget(samples: Sequence[PackedSample], budget: int) -> list[list[int]]:
+    """Return indices of ``samples`` in bins of at most ``budget`` packed tokens, by first-fit decreasing.
+
+    A prompt that is in a bin already costs nothing there, so samples of one prompt are taken one after another and
+    prefer the bin of their prompt. A sample longer than the budget gets a bin of its own. (Johnson, 1973.)
+
+    >>> group = [PackedSample(b"p", 30, 10)] * 4
+    >>> pack_by_budget(group, 70), pack_by_budget(group, 60)
+    ([[0, 1, 2, 3]], [[0, 1, 2], [3]])
+    """
+    longest: dict[bytes, int] = {}
+    for sample in samples:
+        longest[sample.prompt] = max(longest.get(sample.prompt, 0), sample.length)
+    order = sorted(
+        range(len(samples)), key=lambda i: (-longest[samples[i].prompt], samples[i].prompt, -samples[i].length, i)
+    )
+    bins: list[list[int]] = []
+    room: list[int] = []
+    prompts: list[set[bytes]] = []
+    for index in order:
+        sample = samples[index]
+        costs = (sample.response if sample.prompt in held else sample.length for held in prompts)
+        fitting = [(cost, b) for b, (cost, left) in enumerate(zip(costs, room, strict=True)) if cost <= left]
+        if fitting:
+            cost, chosen = min(fitting)
+        else:
+            cost, chosen = sample.length, len(bins)
+            bins.append([])
+            room.append(budget)
+            prompts.append(set())
+        bins[chosen].append(index)
+        room[chosen] -= cost
+        prompts[chosen].add(sample.prompt)
+    return bins
+
+
+def rows_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Return indices of ``lengths`` in bins of at most ``budget`` tokens, each padded to the longest of its bin.
+
+    The longest come first, so that similar lengths share a bin. A sample longer than the budget gets a bin of its own.
+
+    >>> rows_by_budget([10, 40, 38, 12, 9], 80)
+    [[1, 2], [3, 0, 4]]
+    """
+    bins: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if not bins or (len(bins[-1]) + 1) * lengths[bins[-1][0]] > budget:
+            bins.append([])
+        bins[-1].append(index)
+    return bins
+
+
+def split_to_count(bins: Sequence[list[int]], count: int) -> list[list[int]]:
+    """Cut ``bins`` until there are ``count``: halve the one with most samples; add empty ones if nothing can be halved.
+
+    No bin grows, so a bin within a budget stays within it.
+    """
+    parts = [list(part) for part in bins]
+    while len(parts) < count:
+        largest = max(range(len(parts)), key=lambda b: len(parts[b]), default=None)
+        middle = 0 if largest is None else len(parts[largest]) // 2
+        if largest is None or middle == 0:
+            parts.append([])
+        else:
+            parts.append(parts[largest][middle:])
+            parts[largest] = parts[largest][:middle]
+    return parts
+
+
+def balanced_partition(weights: Sequence[int], parts: int) -> list[list[int]]:
+    """Return indices of ``weights`` in ``parts`` lists of nearly equal sum; some are empty if there are more parts.
+
+    This is the largest differencing method (Karmarkar and Karp, 1982): the two partitions whose largest and smallest
+    parts differ most are merged, largest part with smallest, until one partition is left.
+    """
+    if not weights:
+        return [[] for _ in range(parts)]
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    for index, weight in enumerate(weights):
+        empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(parts - 1)]
+        spread = weight if parts > 1 else 0
+        heapq.heappush(heap, (-spread, index, [(weight, [index]), *empty]))
+    ticket = len(weights)  # breaks ties, so that the result depends on the weights only
+    while len(heap) > 1:
+        _, _, first = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
+        merged = [(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
+        merged.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], ticket, merged))
+        ticket += 1
+    return [sorted(items) for _, items in heap[0][2]]

@@ -1,275 +1,346 @@
-"""The rollout side of a run in one Ray actor: prompts, engine, rewards, and the batches made of them."""
+"""The rollout side of a run behind Ray: the driver that the launcher calls, and the actor that it starts.
+
+``RolloutActor`` runs a ``RolloutPipeline`` (Ray-free, up to scored groups) and turns its groups into the shards of the
+trainer's ranks, which go to the object store. ``RolloutDriver`` decides what to start and which weights to load
+(rollout/ordering.py has the rule), and replaces an actor that is lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
 
 import ray
-import torch
+import ray.exceptions
 from transformers.utils.logging import disable_progress_bar
 
 from miles.arguments.settings import Settings
-from miles.batching.convert import convert
-from miles.batching.schedule import schedule_step
+from miles.batching.schedule import build_shards
 from miles.cluster.cpu_tuning import use_threads
-from miles.cluster.liveness import PULSE
+from miles.cluster.failures import cause_of, in_one_line
+from miles.cluster.liveness import PULSE, WorkerLost, Workers, with_pulse
 from miles.cluster.session import Placement
-from miles.data.prompts import load_prompts
-from miles.data.stream import PromptStream
-from miles.data.tokenizer import load_tokenizer
 from miles.engine.base import Engine
 from miles.metrics import Metric
 from miles.objective.canary import CanarySchedule
-from miles.objective.policy_objective import samples_with_gradient
-from miles.rewards.registry import get_reward_function
-from miles.rollout.collect import Rollout, RolloutSource
-from miles.rollout.debug_data import load_rollout, save_rollout
-from miles.rollout.eval_sets import load_eval_sets
-from miles.rollout.evaluate import evaluate
-from miles.rollout.multi_turn import get_group_generator
-from miles.rollout.off_policy import staleness_metrics
-from miles.rollout.ordering import RolloutOrder
-from miles.rollout.rollout_metrics import rollout_metrics
-from miles.rollout.source import build_source
+from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
+from miles.rollout.pipeline import RolloutPipeline, build_pipeline
 from miles.sample import Sample
-from miles.train_batch import TrainBatch, TrainShard
+from miles.tracking.run_files import SampleRecord
+from miles.train_batch import TrainShard
 from miles.weights import PackedChunk, WeightChunk, unpack
+
+T = TypeVar("T")
+
+WORKER_TRIES = 4  # in a row: a worker that always fails is not replaced forever
+REPLACED = "train.py: {}; the rollout worker is replaced, and what was being generated is generated again"
+CLOSE_SECONDS = 20.0  # for stopping the servers, which takes a few seconds each, all at once
 
 
 @dataclass(frozen=True)
-class GeneratedRollout:
-    """What the launcher learns of a rollout. The batches themselves stay in the object store."""
+class IterationSummary:
+    """What the launcher gets to see of a generated iteration. The shards stay in the object store."""
 
     metrics: dict[str, Metric]
-    samples: list[Sample]  # a few, for the report
-    prompts_after: dict[str, Any]  # position in the prompts with this rollout drawn, for whoever takes over
+    records: list[SampleRecord]  # a few samples, for the report
+    prompts_after: dict[str, Any]  # position in the prompts for an actor that replaces this one
 
 
-class StoredWeights:
-    """The chunks of one update, in the object store; each pass over them has one in memory at a time.
+@dataclass(frozen=True)
+class GeneratedIteration:
+    """A generated iteration as the main loop sees it."""
 
-    Passing over them blocks: it is for a thread of the engine's, not for the event loop.
+    summary: IterationSummary
+    shards_by_rank: list[ray.ObjectRef[Any]]  # per token rank, a list of TrainShard: one per optimizer step
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """The metrics ``rollout/…`` and ``time/…`` of the iteration."""
+        return self.summary.metrics
+
+    def records(self) -> list[SampleRecord]:
+        """Return a few samples for the report."""
+        return self.summary.records
+
+
+class RolloutDriver:
+    """Starts the rollout worker and calls it.
+
+    Weight updates are sent one at a time, as each holds a whole model in memory.
+
+    With ``--use-fault-tolerance`` a worker that dies or hangs is replaced. The new one starts engines, gets the newest
+    weights and the position in the prompts after the last iteration that the main loop received, and generates again
+    what was in progress. Iterations that were received are not lost with the worker. So each prompt is trained on once.
     """
 
-    def __init__(self, packed: list[ray.ObjectRef]) -> None:
-        self._packed = packed
+    def __init__(self, settings: Settings, placement: Placement, workers: Workers) -> None:
+        self.settings = settings
+        self._placement = placement
+        self._workers = workers
+        self._replaces = settings.sglang.use_fault_tolerance
+        self._started: dict[int, list[ray.ObjectRef[Any]]] = {}  # iterations that the main loop has not received
+        self._update: ray.ObjectRef[Any] | None = None  # the weight update in progress
+        self._dead = False
+        self._position: dict[str, Any] | None = None  # in the prompts, after the last iteration that was received
+        self._weights: tuple[list[ray.ObjectRef[Any]], int] | None = None  # the newest, if workers are replaced
+        self._actor: Any = with_pulse(RolloutActor).options(**placement.rollout_options())
+        self.num_iterations = self._start()
 
-    def __iter__(self) -> Iterator[WeightChunk]:
-        for reference in self._packed:
-            # Not ``ray.get``, which warns in an asyncio actor whichever thread calls it.
-            chunk: PackedChunk = reference.future().result()
-            yield unpack(chunk)
+    def _start(self) -> int:
+        """Start a worker; return how many iterations the run has."""
+        self.worker: Any = self._actor.remote(self.settings, self._placement)
+        self._workers.add("the rollout worker", self.worker, replaceable=self._replaces)
+        try:
+            num_iterations: int = self._result(self.worker.prepare.remote())
+        except BaseException:
+            self.stop()
+            raise
+        self._planner = IterationPlanner(OrderingRule.from_flags(self.settings.rollout), num_iterations)
+        return num_iterations
+
+    def generate(self, iteration: int) -> GeneratedIteration:
+        """Wait for an iteration, while later ones are generated as the rule allows."""
+
+        def ask() -> IterationSummary:
+            for start in self._planner.start_until(iteration):
+                generate = self.worker.generate.options(num_returns=1 + self.settings.dims.token_ranks)
+                self._started[start.iteration] = generate.remote(start)
+            summary: IterationSummary = self._result(self._started[iteration][0])
+            return summary
+
+        summary = self._surviving(ask)
+        self._position = summary.prompts_after
+        return GeneratedIteration(summary, self._started.pop(iteration)[1:])
+
+    def _surviving(self, call: Callable[[], T]) -> T:
+        """Return the result of ``call``. If the worker is lost and may be replaced, replace it and call again."""
+        for tries_left in reversed(range(WORKER_TRIES if self._replaces else 1)):
+            try:
+                if self._dead:
+                    self._replace()
+                return call()
+            except ray.exceptions.RayError as error:
+                lost = isinstance(error, WorkerLost) and error.worker is self.worker
+                # A new worker whose engines do not start, because one was killed as well, is replaced too.
+                failed_again = self._dead and not isinstance(cause_of(error), WorkerLost | ValueError)
+                if tries_left == 0 or not (lost or failed_again):
+                    raise
+                self._dead = True
+                print(REPLACED.format(in_one_line(error)), file=sys.stderr, flush=True)
+        raise AssertionError("unreachable")
+
+    def _replace(self) -> None:
+        self._workers.end(self.worker)
+        self._started.clear()
+        self._update = None
+        self._start()
+        if self._position is not None:
+            self._result(self.worker.restore.remote(self._position))
+        if self._weights is not None:
+            packed, version = self._weights
+            self._result(self.worker.update_weights.remote(packed, version, self._planner.load_weights(version)))
+        self._dead = False
+
+    def _result(self, call: ray.ObjectRef[Any]) -> Any:
+        """Return the result of ``call``. A failed weight update is raised, as ``call`` may wait for it forever."""
+        beside = [] if self._update is None else [self._update]
+        return self._workers.results([call], beside, whose=self.worker)[0]
+
+    def evaluate(self) -> dict[str, Metric]:
+        """Return the metrics of all evaluation sets under the newest weights."""
+
+        def ask() -> dict[str, Metric]:
+            self._settle_update()
+            metrics: dict[str, Metric] = self._result(self.worker.evaluate.remote())
+            return metrics
+
+        return self._surviving(ask)
+
+    def update_weights(self, packed: list[ray.ObjectRef[Any]], version: int) -> None:
+        """Give the engine new weights, as references to their packed chunks."""
+        if self._replaces:
+            self._weights = (packed, version)
+
+        def send() -> None:
+            self._settle_update()
+            after = self._planner.load_weights(version)
+            self._update = self.worker.update_weights.remote(packed, version, after)
+            if self._planner.awaits_loading:
+                self._settle_update()
+
+        self._surviving(send)
+
+    def _settle_update(self) -> None:
+        if self._update is not None:
+            self._workers.results([self._update], whose=self.worker)
+            self._update = None
+
+    def release_memory(self) -> None:
+        """Have the engines release their GPU memory until ``update_weights``."""
+        self._surviving(lambda: self._result(self.worker.release_memory.remote()))
+
+    def state(self, iterations_done: int) -> dict[str, Any]:
+        """Return what a checkpoint needs: a run that resumes from it draws every prompt that was not trained on."""
+        return self._surviving(lambda: self._result(self.worker.state.remote(iterations_done)))
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's state."""
+        self._position = state
+        self._surviving(lambda: self._result(self.worker.restore.remote(state)))
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Add the tokenizer to a Hugging Face export."""
+        self._surviving(lambda: self._result(self.worker.save_tokenizer.remote(str(folder.absolute()))))
+
+    def stop(self) -> None:
+        """End the worker, whatever it is doing, and the servers that it has started."""
+        if self.settings.num_engines:
+            # A worker that is dead or does not answer takes its servers with it, if less gently.
+            with suppress(ray.exceptions.RayError):
+                ray.get(self.worker.close.remote(), timeout=CLOSE_SECONDS)
+        self._workers.end(self.worker)
+
+    def __enter__(self) -> RolloutDriver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
 
 
 class RolloutActor:
-    """Generates, scores, converts and evaluates.
+    """Runs the rollout pipeline in a process of its own, as an asyncio actor: its calls overlap.
 
-    An asyncio actor: with ``--async-steps`` rollouts are under way while weights arrive and checkpoints are written.
-    ``RolloutOrder`` says what waits for what.
+    The constructor does nothing that can fail, since Ray turns its exceptions into the death of the actor.
     """
 
     def __init__(self, settings: Settings, placement: Placement) -> None:
-        """Does nothing that can fail: Ray turns what a constructor raises into the death of the actor."""
-        self.settings = settings
-        self.placement = placement
-        self.device = placement.device
-        self.canary = CanarySchedule(settings.loss)
-        self.engine: Engine | None = None
-        self.order = RolloutOrder()
-        self.states: dict[int, dict[str, Any]] = {}  # position in the prompts before each rollout that is under way
-
-    async def prepare(self) -> int:
-        """Load prompts, evaluation sets and the engine; returns how many rollouts the run has.
-
-        Raises ``ValueError`` for a malformed row, an unknown reward and the like.
-        """
-        settings = self.settings
-        assert settings.model.hf_checkpoint is not None
-        disable_progress_bar()  # of loading weights: the launcher's own is the one on the screen
-        use_threads(
-            self.device, sharers=1 if settings.cluster.colocate else 1 + settings.cluster.actor_num_gpus_per_node
-        )
-        self.tokenizer = load_tokenizer(settings.model.hf_checkpoint)
-        self.reward_function = get_reward_function(settings.reward) if self._scores else None
-        self.eval_sets = load_eval_sets(settings.evaluation, settings.data, settings.rollout, self.tokenizer)
-        self.stream: PromptStream | None = None
-        num_prompts = 0
-        if settings.data.prompt_data is not None:
-            prompts = load_prompts(settings.data.prompt_data, settings.data, self.tokenizer).prompts
-            self.stream = PromptStream(prompts, settings.data.rollout_shuffle, settings.data.rollout_seed)
-            num_prompts = len(prompts)
-        self.engine = await self._build_engine() if settings.generates else None
-        self.generate_group = get_group_generator(settings.rollout)
-        num_iterations = self._num_iterations(num_prompts)
-        self.source = self._build_source(num_iterations)
-        return num_iterations
+        self._settings = settings
+        self._placement = placement
+        self._canary = CanarySchedule(settings.loss)
+        self._built: RolloutPipeline | None = None
 
     @property
-    def _scores(self) -> bool:
-        return self.settings.reward.rm_type is not None or self.settings.reward.custom_rm_path is not None
+    def _pipeline(self) -> RolloutPipeline:
+        assert self._built is not None, "prepare() comes first"
+        return self._built
 
-    async def _build_engine(self) -> Engine:
-        if self.settings.rollout.rollout_engine == "sglang":
-            from miles.cluster.engine_servers import build_sglang_engine
+    async def prepare(self) -> int:
+        """Build the pipeline and start the engine; return how many iterations the run has.
 
-            servers = build_sglang_engine(self.settings, self.placement)
-            try:
-                await servers.start()
-            except BaseException:
-                await servers.close()
-                raise
-            return servers
-        from miles.engine.embedded.torch_engine import TorchEngine
-
-        assert self.settings.model.hf_checkpoint is not None
-        dtype = torch.bfloat16 if self.settings.training.bf16 else torch.float32
-        return TorchEngine(
-            self.settings.model.hf_checkpoint, dtype, self.device, self.settings.rollout.torch_engine_max_batch_size
-        )
-
-    def _num_iterations(self, num_prompts: int) -> int:
-        """``--num-rollout``, or what ``--num-epoch`` passes over the prompts make."""
-        rollout = self.settings.rollout
-        if rollout.num_rollout is not None:
-            return rollout.num_rollout
-        assert rollout.num_epoch is not None and rollout.rollout_batch_size is not None, "validate() demands it"
-        return math.ceil(rollout.num_epoch * num_prompts / rollout.rollout_batch_size)
-
-    def _build_source(self, num_iterations: int) -> RolloutSource | None:
-        if self.settings.rollout.load_debug_rollout_data is not None:
-            return None
-        assert self.stream is not None and self.engine is not None and self.reward_function is not None
-        return build_source(
-            self.stream,
-            self.engine,
-            self.tokenizer,
-            self.reward_function,
-            self.settings.rollout,
-            self.settings.reward,
-            self.settings.data.rollout_seed,
-            self.generate_group,
-            num_iterations,
-        )
-
-    async def generate(
-        self, iteration: int, after: int | None, version: int
-    ) -> tuple[GeneratedRollout | list[TrainShard], ...]:
-        """Collect rollout ``iteration``; returns what there is to say about it, and for each token rank its shards.
-
-        Begins when rollout ``after`` is whole (None: at once) and the engine has the weights of ``version``. To be
-        called with as many ``num_returns``: then the shards are the launcher's, and outlive this worker.
+        Raises:
+            ValueError: See ``build_pipeline``.
         """
-        async with self.order.rollout(iteration, after, version):
-            oldest = iteration - self.settings.rollout.async_steps  # that the launcher may still ask for
-            self.states = {i: state for i, state in self.states.items() if i >= oldest}
-            self.states[iteration] = self._position()
-            began = time.perf_counter()
-            rollout = await self._collect(iteration)
-            prompts_after = self._position()
-            if self.settings.rollout.async_steps:  # else it is the launcher's time/generate
-                rollout.metrics["time/rollout"] = Metric(time.perf_counter() - began)
-            steps = await asyncio.to_thread(self._schedule, iteration, rollout)  # the engine goes on meanwhile
-        shards = [list(of_rank) for of_rank in zip(*steps, strict=True)]
-        shown = [group.samples[0] for group in rollout.groups[: self.settings.tracking.report_samples]]
-        return GeneratedRollout(rollout.metrics, shown, prompts_after), *shards
+        # The progress bar of loading weights: the screen belongs to the launcher.
+        disable_progress_bar()  # type: ignore[no-untyped-call]
+        cluster = self._settings.cluster
+        use_threads(self._placement.device, sharers=1 if cluster.colocate else 1 + cluster.actor_num_gpus_per_node)
+        self._built = await build_pipeline(self._settings, lambda: _build_engine(self._settings, self._placement))
+        return self._built.num_iterations
 
-    def _schedule(self, iteration: int, rollout: Rollout) -> list[list[TrainShard]]:
-        """The shards of each optimizer step, one a token rank."""
-        if self.settings.rollout.save_debug_rollout_data is not None:
-            save_rollout(self.settings.rollout.save_debug_rollout_data, iteration, rollout.groups)
-        batches = convert(rollout.groups, loss=self.settings.loss, global_batch_size=self.settings.global_batch_size)
-        return [
-            schedule_step(
-                batch,
-                self.settings.token_ranks,
-                self.settings.training,
-                self.settings.parallel,
-                self._samples_with_gradient(batch),
-                watch_mass=self.settings.trains_policy(iteration) and self.canary.is_due(batch),
-                share_prompts=not self.settings.megatron.mtp_heads,
-            )
-            for batch in batches
-        ]
+    async def generate(self, start: Start) -> tuple[IterationSummary | list[TrainShard], ...]:
+        """Collect an iteration when its turn comes; return its summary, and for each token rank its shards.
 
-    def _samples_with_gradient(self, batch: TrainBatch) -> list[bool] | None:
-        """None: all, because a loss beside the policy loss gives them one."""
-        if self.settings.megatron.has_auxiliary_loss:
-            return None
-        return samples_with_gradient(self.settings.loss, batch.rewards)
-
-    async def _collect(self, iteration: int) -> Rollout:
-        saved = self.settings.rollout.load_debug_rollout_data
-        if saved is not None:
-            groups = load_rollout(saved, iteration)
-            return Rollout(groups, rollout_metrics(groups, groups, 0, self.settings.reward.log_passrate))
-        assert self.source is not None
-        rollout = await self.source.collect(iteration)
-        if not (self.settings.rollout.async_steps or self.settings.rollout.partial_rollout):
-            return rollout  # by the weights that it trains
-        return replace(rollout, metrics=rollout.metrics | staleness_metrics(rollout.groups, iteration))
+        The caller asks for as many ``num_returns``. Then it owns the shards, and they outlive this actor.
+        """
+        async with self._pipeline.collecting(start) as collected:
+            groups = collected.scored.groups
+            # In a thread, so that the engine continues meanwhile.
+            shards = await asyncio.to_thread(build_shards, start.iteration, groups, self._settings, self._canary)
+        records = [_record(group.samples[0]) for group in groups[: self._settings.tracking.report_samples]]
+        return IterationSummary(collected.scored.metrics, records, collected.prompts_after), *shards
 
     async def evaluate(self) -> dict[str, Metric]:
-        """Metrics of every evaluation set under the engine's weights."""
-        assert self.engine is not None and self.reward_function is not None
-        async with self.order.alone():
-            metrics, _ = await evaluate(
-                self.eval_sets,
-                self.engine,
-                self.tokenizer,
-                self.reward_function,
-                self.settings.reward,
-                self.settings.data.rollout_seed,
-                self.generate_group,
-            )
-        return metrics
+        """Return the metrics of every evaluation set under the engine's weights."""
+        return await self._pipeline.evaluate()
 
-    async def update_weights(self, packed: list[ray.ObjectRef], version: int, after: int | None) -> None:
-        """Give the engine the weights whose chunks ``packed`` refers to, when rollout ``after`` is whole."""
-        await self.order.generated(after)
-        if self.engine is not None:
-            await self.engine.update_weights(StoredWeights(packed), version)
-        if self.source is not None:
-            self.source.weights_arrived(version)
-        await self.order.arrived(version)
+    async def update_weights(self, packed: list[ray.ObjectRef[Any]], version: int, after: int | None) -> None:
+        """Give the engine weights of ``version`` when iteration ``after`` is collected (None: at once).
+
+        ``packed`` is a list, so that Ray passes references to the chunks and not the weights.
+        """
+        await self._pipeline.update_weights(StoredWeights(packed), version, after)
 
     async def release_memory(self) -> None:
-        """Have the engines give their GPU memory up until new weights come."""
+        """Have the engines release their GPU memory until new weights arrive."""
         from miles.engine.sglang.sglang_engine import SglangEngine
 
-        assert isinstance(self.engine, SglangEngine), "arguments/offload_rules.py"
-        await self.engine.release_memory()
+        engine = self._pipeline.engine
+        assert isinstance(engine, SglangEngine), "arguments/offload_rules.py"
+        await engine.release_memory()
 
-    async def state(self, rollouts_done: int) -> dict[str, Any]:
-        """The position in the prompts before rollout ``rollouts_done``, for a checkpoint; it may be under way."""
-        return self.states.get(rollouts_done) or self._position()
-
-    def _position(self) -> dict[str, Any]:
-        if self.source is not None:
-            return self.source.state()
-        return {} if self.stream is None else self.stream.state()
+    async def state(self, iterations_done: int) -> dict[str, Any]:
+        """Return the position in the prompts before iteration ``iterations_done``, for a checkpoint."""
+        return self._pipeline.state(iterations_done)
 
     async def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's position."""
-        if self.stream is not None and state:
-            self.stream.restore(state)
+        """Continue from a checkpoint's position in the prompts."""
+        self._pipeline.restore(state)
 
     async def save_tokenizer(self, folder: str) -> None:
         """Add the tokenizer to a Hugging Face export."""
-        self.tokenizer.save_pretrained(folder)
+        self._pipeline.save_tokenizer(folder)
 
     @ray.method(concurrency_group=PULSE)
     async def pulse(self, seconds: float) -> int:
-        """A heartbeat (``liveness.Workers``), on an event loop of its own."""
+        """Answer a heartbeat (``liveness.Workers``), on an event loop of its own."""
         await asyncio.sleep(seconds)
         return os.getpid()
 
     async def close(self) -> None:
-        """Stop the servers that the engine has started. Nothing else is called after this."""
-        if self.engine is not None:
-            await self.engine.close()
+        """Stop the servers that the engine has started. No call may follow."""
+        if self._built is not None:
+            await self._built.close()
+
+
+def _record(sample: Sample) -> SampleRecord:
+    return SampleRecord(sample.prompt.text, sample.response, sample.reward, sample.prompt.label, sample.status.value)
+
+
+async def _build_engine(settings: Settings, placement: Placement) -> Engine:
+    """Build and start the engine of ``--rollout-engine``."""
+    name = settings.rollout.rollout_engine
+    assert settings.model.hf_checkpoint is not None
+    if name == "sglang":
+        from miles.cluster.engine_servers import build_sglang_engine
+
+        servers = build_sglang_engine(settings, placement)
+        try:
+            await servers.start()
+        except BaseException:
+            await servers.close()
+            raise
+        return servers
+    if name == "torch":
+        import torch
+
+        from miles.engine.embedded.torch_engine import TorchEngine
+
+        dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
+        max_batch_size = settings.rollout.torch_engine_max_batch_size
+        return TorchEngine(settings.model.hf_checkpoint, dtype, placement.device, max_batch_size)
+    raise ValueError(f"--rollout-engine {name}: no such engine; give torch or sglang")
+
+
+class StoredWeights:
+    """The chunks of a weight update in the object store. Each pass over them has one in memory at a time.
+
+    A pass blocks: it belongs into a thread of the engine's, not into the event loop.
+    """
+
+    def __init__(self, packed: list[ray.ObjectRef[Any]]) -> None:
+        self._packed = packed
+
+    def __iter__(self) -> Iterator[WeightChunk]:
+        for reference in self._packed:
+            # Not ``ray.get``, which warns in an asyncio actor, in whichever thread it is called.
+            chunk: PackedChunk = reference.future().result()
+            yield unpack(chunk)

@@ -1,0 +1,1 @@
+"""From prompts to scored groups: generation, rewards, filters, ordering and evaluation."""

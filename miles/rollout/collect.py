@@ -1,109 +1,149 @@
-"""Groups until a rollout is full: generate, score, filter, refill."""
+"""The groups of an iteration, collected in bursts: generate, score, filter, and draw again until there are enough."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.concurrency import gather_or_cancel
 from miles.metrics import Metric
-from miles.rollout.filter_stall import FilterStallGuard
-from miles.rollout.produce_group import GroupMaker, Tally
+from miles.rollout.filters import FilterStallGuard
+from miles.rollout.groups import ProducedGroup
+from miles.rollout.metrics import rollout_metrics
+from miles.rollout.ordering import OrderingRule
 from miles.sample import PromptGroup
+
+ProduceGroup = Callable[[PromptGroup], Coroutine[Any, Any, ProducedGroup]]  # ``produce_group`` with its tools
 
 
 class PromptSource(Protocol):
-    """Prompts, drawn by rising ``group_index``. ``epoch``: the pass that the last drawn one belongs to.
-
-    ``state(unfinished)`` is a position to resume from, at which the groups of these indices are drawn again.
-    """
+    """Draws prompts by increasing ``group_index``."""
 
     @property
-    def epoch(self) -> int: ...
+    def epoch(self) -> int:
+        """The pass over the prompts that the last drawn one belongs to."""
+        ...
 
-    def draw(self, n: int) -> list[PromptGroup]: ...
+    def draw(self, n: int) -> list[PromptGroup]:
+        """Return the next ``n`` prompts, as groups without samples."""
+        ...
 
-    def state(self, unfinished: Any = ()) -> dict[str, Any]: ...
+    def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
+        """Return a position to resume from, at which the groups with the indices ``unfinished`` are drawn again."""
+        ...
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """The groups to train on, by ``group_index``, and what there is to say about them."""
+class ScoredGroups:
+    """The groups that an iteration is trained on, by ``group_index``, and its metrics."""
 
     groups: list[PromptGroup]
     metrics: dict[str, Metric]
 
 
-class RolloutSource(Protocol):
-    """Where rollouts come from: a collector, or the user's ``--rollout-function-path``."""
+Rollout = ScoredGroups  # the name that functions of --rollout-function-path use
 
-    async def collect(self, iteration: int) -> Rollout:
-        """The groups and metrics of rollout ``iteration``, counted from 0. Called for one rollout after the other."""
+
+class GroupCollector(Protocol):
+    """Collects the scored groups of one iteration after another."""
+
+    async def collect(self, iteration: int) -> ScoredGroups:
+        """Return the groups and metrics of ``iteration``, counted from 0. Calls do not overlap."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """The position in the prompts: a run that resumes from it trains on every prompt that no rollout has given."""
+        """Return the position in the prompts: a run that resumes there draws every prompt that is in no iteration."""
         ...
 
-    def weights_arrived(self, version: int) -> None:
-        """The engine generates with the weights of ``version`` from now on."""
+    def weights_changed(self, version: int) -> None:
+        """Note that the engine generates with weights of ``version`` from now on."""
         ...
 
 
-class Collector:
-    """Collects rollouts of ``--rollout-batch-size`` scored groups.
+@dataclass
+class Tally:
+    """The groups that were produced for one iteration, and what happened to them."""
 
-    Prompts are submitted in bursts, all groups of a burst at once; each group is scored as soon as it is generated.
-    Without a filter one burst is the rollout. With one, bursts of ``--over-sampling-batch-size`` prompts follow one
-    another until enough groups are kept.
+    generated: list[PromptGroup] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason
+    reward_errors: int = 0
 
-    Which groups are kept depends on the seeds and weights only, never on which response came first: a burst is always
-    awaited to its end, and the first groups by ``group_index`` make the rollout. Surplus groups are discarded and
-    counted (``rollout/surplus_groups``) rather than kept for the next rollout, where they would be off-policy.
-    (``StreamCollector`` is for those who would rather not wait.)
+    def add(self, produced: ProducedGroup) -> None:
+        """Count one group."""
+        self.generated.append(produced.group)
+        self.reward_errors += produced.reward_errors
+        if produced.drop_reason is not None:
+            self.dropped[produced.drop_reason] += 1
+
+    def metrics(self, kept: Iterable[PromptGroup], log_passrate: bool) -> dict[str, Metric]:
+        """Return ``rollout/…`` of an iteration that trains on ``kept``, with ``rollout/dropped/<reason>``."""
+        metrics = rollout_metrics(list(kept), self.generated, self.reward_errors, log_passrate)
+        return metrics | {
+            f"rollout/dropped/{reason}": Metric(count, 1.0) for reason, count in sorted(self.dropped.items())
+        }
+
+
+class BurstCollector:
+    """Collects ``--rollout-batch-size`` groups by awaiting every group it starts (``LeftoverGroups.AWAIT``).
+
+    Prompts are submitted in bursts, all groups of a burst at once; a group is scored as soon as it is generated.
+    Without a filter one burst is the iteration. With a filter, bursts of ``--over-sampling-batch-size`` prompts follow
+    one another until enough groups are kept.
+
+    Seeds and weights alone decide which groups are kept: a burst is always awaited to its end, and the first groups by
+    ``group_index`` form the iteration. Surplus groups are discarded and counted (``rollout/surplus_groups``); in the
+    next iteration they would be off-policy. ``StreamCollector`` does not wait.
     """
 
     def __init__(
-        self, stream: PromptSource, make_group: GroupMaker, rollout: RolloutArguments, reward: RewardArguments
+        self,
+        stream: PromptSource,
+        produce: ProduceGroup,
+        rollout: RolloutArguments,
+        reward: RewardArguments,
+        rule: OrderingRule,
     ) -> None:
         assert rollout.rollout_batch_size is not None, "validate() requires --rollout-batch-size"
         path = rollout.dynamic_sampling_filter_path
         self._stream = stream
-        self._make_group = make_group
+        self._produce = produce
         self._log_passrate = reward.log_passrate
         self._batch_size = rollout.rollout_batch_size
-        self._burst_size = (rollout.over_sampling_batch_size or self._batch_size) if path else self._batch_size
-        self._watch = FilterStallGuard(stream, path, self._burst_size, self._batch_size) if path else None
+        self._burst_size = rule.groups_in_play
+        self._guard = FilterStallGuard(stream, path, self._burst_size, self._batch_size) if path else None
 
-    async def collect(self, iteration: int) -> Rollout:
-        """The groups and metrics of rollout ``iteration``, counted from 0.
+    async def collect(self, iteration: int) -> ScoredGroups:
+        """Return the groups and metrics of ``iteration``, counted from 0.
 
-        Raises ``ValueError`` when the filter keeps next to nothing (``FilterStallGuard``), and whatever generation,
-        scoring and filtering raise.
+        Raises:
+            ValueError: The filter keeps almost nothing (``FilterStallGuard``).
+            Exception: Whatever generation, the reward function and the filter raise.
         """
         kept: list[PromptGroup] = []
         tally = Tally()
         while len(kept) < self._batch_size:
-            drawn = self._stream.draw(self._burst_size)  # in the order of group_index, as everything from here on
-            for made in await gather_or_cancel(self._make_group(group) for group in drawn):
-                tally.add(made)
-                if made.drop_reason is None:
-                    kept.append(made.group)
-                if self._watch is not None:
-                    self._watch.judged(kept=made.drop_reason is None)
-            if self._watch is not None:
-                self._watch.check(iteration, len(kept), tally.dropped)
+            drawn = self._stream.draw(self._burst_size)  # by group_index, like everything that follows
+            for produced in await gather_or_cancel(self._produce(group) for group in drawn):
+                tally.add(produced)
+                if produced.drop_reason is None:
+                    kept.append(produced.group)
+                if self._guard is not None:
+                    self._guard.judged(kept=produced.drop_reason is None)
+            if self._guard is not None:
+                self._guard.check(iteration, len(kept), tally.dropped)
         groups = kept[: self._batch_size]
         metrics = tally.metrics(groups, self._log_passrate)
-        if self._watch is not None:
+        if self._guard is not None:
             metrics["rollout/surplus_groups"] = Metric(len(kept) - len(groups), 1.0)
-        return Rollout(groups, metrics)
+        return ScoredGroups(groups, metrics)
 
     def state(self) -> dict[str, Any]:
-        """Between two rollouts nothing is under way, so the stream's position says it all."""
+        """Return the stream's position: between two iterations no group is in flight."""
         return self._stream.state()
 
-    def weights_arrived(self, version: int) -> None:
-        """Each rollout is generated with the weights that are there."""
+    def weights_changed(self, version: int) -> None:
+        """Do nothing: each iteration is generated with the weights that the engine has."""

@@ -1,10 +1,10 @@
-"""Rollouts on disk: train again from saved samples, without an engine.
+"""Scored groups on disk (``--save-debug-rollout-data``): train again from saved samples, without an engine.
 
-JSON lines, one prompt group a line::
+There is one file per iteration, in JSON lines with one prompt group per line::
 
     {"group_index": 0, "prompt": {"text": …, "token_ids": […], …}, "samples": [{"trajectory_id": 0, …}, …]}
 
-A sample whose prompt is not its group's (a compacted trajectory) carries its own ``prompt``.
+A sample whose prompt differs from its group's (a compacted trajectory) has its own ``prompt``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from miles.rollout.collect import ScoredGroups
+from miles.rollout.metrics import rollout_metrics
 from miles.sample import Prompt, PromptGroup, Sample, SampleStatus
 
 _SAMPLE_FIELDS = (
@@ -30,15 +32,17 @@ _PROMPT_FIELDS = ("text", "label", "metadata", "source")
 
 
 def rollout_path(template: str, iteration: int) -> Path:
-    """Return the file of one iteration: ``{iteration}`` or ``{rollout_id}`` in the template replaced."""
+    """Return the file of one iteration: ``{iteration}`` or ``{rollout_id}`` in the template is replaced."""
     return Path(template.replace("{rollout_id}", str(iteration)).replace("{iteration}", str(iteration)))
 
 
 def save_rollout(path_template: str, iteration: int, groups: Sequence[PromptGroup]) -> None:
-    """Write the groups; the file appears whole or not at all, and folders are made.
+    """Write the groups of one iteration. The file appears complete or not at all; missing folders are created.
 
-    Numbers and text come back exactly. Labels and metadata come back as JSON has them (tuples as lists); a value that
-    JSON cannot hold raises ``ValueError`` naming the prompt.
+    Numbers and text are restored exactly. Labels and metadata are restored as JSON has them (tuples as lists).
+
+    Raises:
+        ValueError: JSON cannot hold a label or metadata; the message names the prompt.
     """
     path = rollout_path(path_template, iteration)
     lines = [_encode(group) for group in groups]
@@ -52,9 +56,11 @@ def save_rollout(path_template: str, iteration: int, groups: Sequence[PromptGrou
 
 
 def load_rollout(path_template: str, iteration: int) -> list[PromptGroup]:
-    """The groups that ``save_rollout`` wrote.
+    """Return the groups that ``save_rollout`` wrote.
 
-    Raises ``ValueError`` for a missing or empty file (naming the flag) and for a malformed line (naming file and line).
+    Raises:
+        ValueError: The file is missing or empty (the message names the flag), or a line is malformed (the message
+            names file and line).
     """
     path = rollout_path(path_template, iteration)
     flag = f"--load-debug-rollout-data {path_template}"
@@ -63,12 +69,41 @@ def load_rollout(path_template: str, iteration: int) -> list[PromptGroup]:
     except OSError as error:
         raise ValueError(
             f"{flag}: cannot read {path} for iteration {iteration} ({error.strerror}); save it first with "
-            "--save-debug-rollout-data, or lower --num-rollout to the rollouts that were saved"
+            "--save-debug-rollout-data, or lower --num-rollout to the number of iterations that were saved"
         ) from error
     groups = [_decode(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
     if not groups:
         raise ValueError(f"{flag}: {path} holds no groups; save it again with --save-debug-rollout-data")
     return groups
+
+
+class Positioned(Protocol):
+    """A source of prompts that knows its position."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the position in the prompts."""
+        ...
+
+
+class SavedGroups:
+    """A ``GroupCollector`` that reads the groups of each iteration from ``--load-debug-rollout-data``."""
+
+    def __init__(self, path_template: str, log_passrate: bool, stream: Positioned | None) -> None:
+        self._path_template = path_template
+        self._log_passrate = log_passrate
+        self._stream = stream
+
+    async def collect(self, iteration: int) -> ScoredGroups:
+        """Return the saved groups of ``iteration`` and their metrics; raises what ``load_rollout`` raises."""
+        groups = load_rollout(self._path_template, iteration)
+        return ScoredGroups(groups, rollout_metrics(groups, groups, 0, self._log_passrate))
+
+    def state(self) -> dict[str, Any]:
+        """Return the stream's position, which does not change."""
+        return {} if self._stream is None else self._stream.state()
+
+    def weights_changed(self, version: int) -> None:
+        """Do nothing: the samples were generated before."""
 
 
 def _encode(group: PromptGroup) -> str:
@@ -91,7 +126,7 @@ def _encode_prompt(prompt: Prompt) -> dict[str, Any]:
 
 
 def _encode_sample(sample: Sample, group: PromptGroup) -> dict[str, Any]:
-    assert sample.group_index == group.group_index, "a sample stands in a group that is not its own"
+    assert sample.group_index == group.group_index, "a sample is in a group that is not its own"
     record = {"status": sample.status.value} | {name: getattr(sample, name) for name in _SAMPLE_FIELDS}
     return record if sample.prompt == group.prompt else record | {"prompt": _encode_prompt(sample.prompt)}
 
@@ -108,7 +143,7 @@ def _decode(line: bytes, where: str) -> PromptGroup:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         fault = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(
-            f"{where}: not a group as --save-debug-rollout-data writes it ({fault}); save the rollout again"
+            f"{where}: not a group as --save-debug-rollout-data writes it ({fault}); save the data again"
         ) from error
 
 

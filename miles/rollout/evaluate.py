@@ -1,40 +1,66 @@
-"""Evaluation on held-out sets: the same seeds every time, so that two evaluations differ by the weights only."""
+"""Evaluation on held-out sets. Its seeds repeat, so two evaluations differ by the weights only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from miles.arguments.reward import RewardArguments
+import yaml
+
+from miles.arguments.data import DataArguments
+from miles.arguments.evaluation import EvaluationArguments
+from miles.arguments.rollout import RolloutArguments
 from miles.concurrency import gather_or_cancel
-from miles.engine.base import Engine
+from miles.data.prompts import load_prompts
+from miles.engine.base import SamplingParams
 from miles.metrics import Metric
-from miles.rewards.base import RewardFunction
-from miles.rewards.scoring import score
-from miles.rollout.eval_sets import EvalSet
-from miles.rollout.generate import Detokenizer, GroupGenerator, generate_group, response_seed
-from miles.rollout.pass_at_k import pass_at_k_metrics
-from miles.rollout.rollout_metrics import response_metrics
-from miles.sample import PromptGroup, Sample
+from miles.rollout.groups import GroupSpec, GroupTools, produce_group, response_seed
+from miles.rollout.metrics import pass_at_k_metrics, response_metrics
+from miles.sample import Prompt, PromptGroup, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TEXT, _COUNT, _NUMBER = (str,), (int,), (int, float)
+_KEYS: dict[str, tuple[type, ...]] = {  # what an entry of --eval-config may hold
+    "name": _TEXT,
+    "source": _TEXT,
+    "n_samples_per_eval_prompt": _COUNT,
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "top_k": _COUNT,
+    "max_response_len": _COUNT,
+    "input_key": _TEXT,
+    "label_key": _TEXT,
+}
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """One held-out set. Its metrics are named ``eval/<name>/…``."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    samples_per_prompt: int
+    sampling: SamplingParams
+    max_context_len: int | None = None  # of prompt and response together
 
 
 async def evaluate(
-    eval_sets: Sequence[EvalSet],
-    engine: Engine,
-    tokenizer: Detokenizer,
-    reward_function: RewardFunction,
-    reward: RewardArguments,
-    seed: int,
-    generate: GroupGenerator = generate_group,
+    eval_sets: Sequence[EvalSet], tools: GroupTools, seed: int
 ) -> tuple[dict[str, Metric], list[Sample]]:
-    """Metrics of every set, and all scored samples in the order of sets, prompts and seeds.
+    """Return the metrics of every set, and all scored samples in the order of sets, prompts and seeds.
 
-    ``eval/<name>/…``: accuracy (the mean reward), response_length, truncated_fraction, aborted_fraction, reward_errors
-    and, with more than one sample a prompt, pass@k for powers of two. The prompts of all sets are in flight together.
+    The metrics are ``eval/<name>/…``: accuracy (the mean reward), response_length, truncated_fraction,
+    aborted_fraction, reward_errors and, with more than one sample per prompt, pass@k for powers of two. The prompts of
+    all sets are in flight together.
     """
-    per_set = await gather_or_cancel(
-        _evaluate_set(eval_set, engine, tokenizer, reward_function, reward, seed, generate) for eval_set in eval_sets
-    )
+    per_set = await gather_or_cancel(_evaluate_set(eval_set, tools, seed) for eval_set in eval_sets)
     metrics: dict[str, Metric] = {}
     samples: list[Sample] = []
     for set_metrics, set_samples in per_set:
@@ -43,38 +69,134 @@ async def evaluate(
     return metrics, samples
 
 
-async def _evaluate_set(
-    eval_set: EvalSet,
-    engine: Engine,
-    tokenizer: Detokenizer,
-    reward_function: RewardFunction,
-    reward: RewardArguments,
-    seed: int,
-    generate: GroupGenerator,
-) -> tuple[dict[str, Metric], list[Sample]]:
-    seed_of = partial(response_seed, seed, "eval", eval_set.name)
-
-    async def generate_and_score(drawn: PromptGroup) -> tuple[PromptGroup, int]:
-        group = await generate(
-            drawn,
-            engine,
-            eval_set.sampling,
-            tokenizer,
-            n_samples=eval_set.samples_per_prompt,
-            seed_of=seed_of,
-            max_context_len=eval_set.max_context_len,
-        )
-        return group, await score(group.samples, reward_function, reward.reward_error_value)
-
+async def _evaluate_set(eval_set: EvalSet, tools: GroupTools, seed: int) -> tuple[dict[str, Metric], list[Sample]]:
+    spec = GroupSpec(
+        eval_set.sampling,
+        eval_set.samples_per_prompt,
+        partial(response_seed, seed, "eval", eval_set.name),
+        eval_set.max_context_len,
+    )
     drawn = [PromptGroup(i, prompt) for i, prompt in enumerate(eval_set.prompts)]
-    scored = await gather_or_cancel(generate_and_score(group) for group in drawn)
-    groups = [group for group, _ in scored]
+    produced = await gather_or_cancel(produce_group(group, tools, spec) for group in drawn)
+    groups = [p.group for p in produced]
     samples = [sample for group in groups for sample in group.samples]
     metrics = {
         "accuracy": Metric.mean(value for group in groups for value in group.rewards),
         **response_metrics(samples),
-        "reward_errors": Metric(sum(errors for _, errors in scored), 1.0),
+        "reward_errors": Metric(sum(p.reward_errors for p in produced), 1.0),
     }
     if eval_set.samples_per_prompt > 1:
         metrics |= pass_at_k_metrics(group.rewards for group in groups)
     return {f"eval/{eval_set.name}/{name}": metric for name, metric in metrics.items()}, samples
+
+
+def load_eval_sets(
+    evaluation: EvaluationArguments, data: DataArguments, rollout: RolloutArguments, tokenizer: PreTrainedTokenizerBase
+) -> list[EvalSet]:
+    """Return the sets of ``--eval-config``, else of ``--eval-prompt-data``; an empty list if neither is given.
+
+    What a set does not specify is taken from the ``--eval-*`` flags, and then from the flags of training.
+
+    Raises:
+        ValueError: The words of ``--eval-prompt-data`` are not pairs, a name is given twice, or the file has a fault.
+            The message names set and key.
+    """
+    if evaluation.eval_config is not None:
+        entries = _read_config(Path(evaluation.eval_config))
+    else:
+        entries = _read_pairs(evaluation.eval_prompt_data or ())
+    names = [entry["name"] for entry in entries]
+    for name in names:
+        if names.count(name) > 1:
+            flag = "--eval-config" if evaluation.eval_config is not None else "--eval-prompt-data"
+            raise ValueError(
+                f"{flag}: the set name {name} is given {names.count(name)} times; give each set its own name"
+            )
+    return [_load(entry, evaluation, data, rollout, tokenizer) for entry in entries]
+
+
+def _load(
+    entry: dict[str, Any],
+    evaluation: EvaluationArguments,
+    data: DataArguments,
+    rollout: RolloutArguments,
+    tokenizer: PreTrainedTokenizerBase,
+) -> EvalSet:
+    prompts = load_prompts(
+        entry["source"],
+        data,
+        tokenizer,
+        input_key=_first(entry.get("input_key"), evaluation.eval_input_key, data.input_key),
+        label_key=_first(entry.get("label_key"), evaluation.eval_label_key, data.label_key),
+    ).prompts
+    sampling = SamplingParams(
+        max_new_tokens=_first(
+            entry.get("max_response_len"), evaluation.eval_max_response_len, rollout.rollout_max_response_len
+        ),
+        temperature=_first(entry.get("temperature"), evaluation.eval_temperature, rollout.rollout_temperature),
+        top_p=_first(entry.get("top_p"), evaluation.eval_top_p, rollout.rollout_top_p),
+        top_k=_first(entry.get("top_k"), evaluation.eval_top_k, rollout.rollout_top_k),
+        stop_token_ids=tuple(rollout.rollout_stop_token_ids or ()),
+    )
+    samples_per_prompt = _first(entry.get("n_samples_per_eval_prompt"), evaluation.n_samples_per_eval_prompt)
+    return EvalSet(entry["name"], tuple(prompts), samples_per_prompt, sampling, rollout.rollout_max_context_len)
+
+
+def _first(*choices: Any) -> Any:
+    """Return the first that is not None."""
+    return next((choice for choice in choices if choice is not None), None)
+
+
+def _read_pairs(words: tuple[str, ...]) -> list[dict[str, Any]]:
+    if len(words) % 2:
+        raise ValueError(
+            f"--eval-prompt-data {' '.join(words)}: {len(words)} words are not NAME SOURCE pairs; "
+            "give a name before each source, e.g. heldout data/heldout.jsonl"
+        )
+    return [{"name": name, "source": source} for name, source in zip(words[::2], words[1::2], strict=True)]
+
+
+def _read_config(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        config = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise ValueError(f"--eval-config {path}: cannot read the file ({error.strerror}); check the path") from error
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        language = "JSON" if path.suffix == ".json" else "YAML"
+        raise ValueError(f"--eval-config {path}: not valid {language} ({error}); correct it there") from error
+    if not isinstance(config, list) or not config:
+        raise ValueError(f"--eval-config {path}: holds no list of sets; write a list of objects with name and source")
+    for number, entry in enumerate(config, start=1):
+        _check_entry(entry, f"--eval-config {path}, set {number}")
+    return config
+
+
+def _check_entry(entry: Any, where: str) -> None:
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: {entry!r} is not an object; write one with name and source")
+    for key, value in entry.items():
+        if key not in _KEYS:
+            near = get_close_matches(str(key), _KEYS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(_KEYS)}"
+            raise ValueError(f"{where}: unknown key {key}; {hint}")
+        if isinstance(value, bool) or not isinstance(value, _KEYS[key]):
+            kinds = " or ".join(kind.__name__ for kind in _KEYS[key])
+            raise ValueError(f"{where}: {key} is {value!r}; give a value of type {kinds}, or remove the key")
+    for key in ("name", "source"):
+        if not entry.get(key):
+            raise ValueError(f"{where}: has no {key}; every set needs a name and a source")
+    _check_ranges(entry, where)
+
+
+def _check_ranges(entry: dict[str, Any], where: str) -> None:
+    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "n_samples_per_eval_prompt": (lambda v: v >= 1, "at least 1"),
+        "max_response_len": (lambda v: v >= 1, "at least 1"),
+        "temperature": (lambda v: 0 <= v < float("inf"), "finite, and 0 (greedy) or more"),
+        "top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+        "top_k": (lambda v: v == -1 or v >= 1, "-1 (all) or at least 1"),
+    }
+    for key, (holds, rule) in rules.items():
+        if key in entry and not holds(entry[key]):
+            raise ValueError(f"{where}: {key} is {entry[key]}; it must be {rule}")

@@ -1,7 +1,8 @@
-"""Dynamic sampling (DAPO, 2503.14476 §3.2): which scored groups are worth training on."""
+"""Dynamic sampling (DAPO, arXiv 2503.14476 §3.2): which scored groups are trained on, and when to stop trying."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,19 +12,24 @@ from miles.sample import PromptGroup
 
 _FLAG = "--dynamic-sampling-filter-path"
 
+MIN_STALLED_BURSTS = 10  # a small prompt set is passed quickly: allow a few tries
+MAX_STALLED_BURSTS = 100  # a large one is never passed: stop all the same
+
 
 @dataclass(frozen=True)
 class FilterDecision:
-    """Keep the group or drop it. ``reason`` is a short name: drops are counted as ``rollout/dropped/<reason>``."""
+    """Whether to keep the group. ``reason`` is a short name: drops are counted as ``rollout/dropped/<reason>``."""
 
     keep: bool
     reason: str = ""
 
 
 class GroupFilter(Protocol):
-    """Looks at one generated and scored group. It must not change it. A plain bool (keep?) is accepted too."""
+    """Judges one generated and scored group, which it must not change. A plain bool (keep?) is accepted too."""
 
-    def __call__(self, group: PromptGroup) -> FilterDecision | bool: ...
+    def __call__(self, group: PromptGroup) -> FilterDecision | bool:
+        """Return whether to keep ``group``."""
+        ...
 
 
 def check_reward_nonzero_std(group: PromptGroup) -> FilterDecision:
@@ -32,15 +38,17 @@ def check_reward_nonzero_std(group: PromptGroup) -> FilterDecision:
 
 
 def has_reward_spread(group: PromptGroup) -> bool:
-    """True when the group's rewards differ. Compared as they are: a computed deviation may round off zero."""
+    """Return whether the group's rewards differ. They are compared exactly: a computed deviation may round to zero."""
     return len(set(group.rewards)) > 1
 
 
 def load_group_filter(path: str) -> Callable[[PromptGroup], FilterDecision]:
-    """The filter named by ``--dynamic-sampling-filter-path``, with its answers checked.
+    """Return the filter named by ``--dynamic-sampling-filter-path``, wrapped so that its answers are checked.
 
-    A drop without a reason is counted under ``filtered``. Raises ``ValueError`` if the path cannot be imported and,
-    when called, if the filter answers with anything but a ``FilterDecision`` or a bool.
+    A drop without a reason is counted under ``filtered``.
+
+    Raises:
+        ValueError: The path cannot be imported. When called: the answer is neither a ``FilterDecision`` nor a bool.
     """
     function: GroupFilter = load_function(path, _FLAG)
 
@@ -56,3 +64,73 @@ def load_group_filter(path: str) -> Callable[[PromptGroup], FilterDecision]:
         return answer if answer.keep or answer.reason else FilterDecision(keep=False, reason="filtered")
 
     return decide
+
+
+class Epochs(Protocol):
+    """A source of prompts that counts its passes over them."""
+
+    @property
+    def epoch(self) -> int:
+        """The pass that the last drawn prompt belongs to, counted from 0."""
+        ...
+
+
+class FilterStallGuard:
+    """Stops a run whose filter keeps no group for a long time.
+
+    Groups are counted in bursts of ``burst_size``. A burst without a kept group is stalled.
+    """
+
+    def __init__(self, stream: Epochs, filter_path: str, burst_size: int, batch_size: int) -> None:
+        self._stream = stream
+        self._filter_path = filter_path
+        self._burst_size = burst_size
+        self._batch_size = batch_size
+        self._judged = 0  # groups of the current burst
+        self._kept_in_burst = 0
+        self._stalled_bursts = 0  # in a row, up to now
+        self._since_epoch = 0  # the epoch in which the first of them started
+        self._burst_epoch = 0  # the epoch in which the current burst started
+
+    def judged(self, kept: bool) -> None:
+        """Count one group that was kept or dropped."""
+        if self._judged == 0:
+            self._burst_epoch = self._stream.epoch
+        self._judged += 1
+        self._kept_in_burst += kept
+        if self._judged == self._burst_size:
+            self._end_burst()
+
+    def _end_burst(self) -> None:
+        if self._kept_in_burst:
+            self._stalled_bursts = 0
+        else:
+            if self._stalled_bursts == 0:
+                self._since_epoch = self._burst_epoch
+            self._stalled_bursts += 1
+        self._judged = self._kept_in_burst = 0
+
+    def check(self, iteration: int, kept: int, dropped: Counter[str]) -> None:
+        """Stop the run if the stall is too long.
+
+        Args:
+            iteration: The iteration that is being collected.
+            kept: The groups it has so far.
+            dropped: The number of groups dropped for it so far, by reason.
+
+        Raises:
+            ValueError: The last ``MIN_STALLED_BURSTS`` or more bursts are stalled and saw every prompt, or
+                ``MAX_STALLED_BURSTS`` are stalled.
+        """
+        # The stall started somewhere within its first epoch, so the next epoch is the first that it saw completely.
+        saw_every_prompt = self._stream.epoch >= self._since_epoch + 2
+        bursts = self._stalled_bursts
+        if bursts < MIN_STALLED_BURSTS or not (saw_every_prompt or bursts >= MAX_STALLED_BURSTS):
+            return
+        drops = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
+        raise ValueError(
+            f"{_FLAG} {self._filter_path}: iteration {iteration} has {kept} of {self._batch_size} groups, and the "
+            f"filter kept none of the last {bursts} bursts of {self._burst_size} prompts (dropped for this iteration: "
+            f"{drops}); check the reward, give prompts that the model solves sometimes, raise --n-samples-per-prompt, "
+            "or remove the filter"
+        )

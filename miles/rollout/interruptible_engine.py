@@ -1,4 +1,4 @@
-"""An engine whose responses survive an abort: they wait, and go on from where they were, under the weights of then."""
+"""An engine whose responses survive an abort: they wait, and continue later under the weights of that time."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from itertools import groupby
 
 from miles.concurrency import gather_or_cancel
 from miles.engine.base import Engine, Generation, GenerationRequest
-from miles.rollout.generate import response_seed
+from miles.rollout.groups import response_seed
 from miles.weights import WeightChunk
 
 
 class InterruptibleEngine:
-    """Implements ``miles.engine.base.Engine`` on another one, and never answers with finish_reason ``abort``.
+    """Implements ``miles.engine.base.Engine`` on another engine; no response ends with finish_reason ``abort``.
 
-    ``interrupt`` aborts what is in flight; each caller keeps waiting. After ``go_on`` every aborted response is asked
-    for again, its own tokens appended to the prompt, and the caller gets the whole of it, with the version of each
-    token. So a rollout can end while responses are unfinished (partial rollouts), whatever code awaits them.
+    ``interrupt`` aborts what is in flight, while every caller keeps waiting. After ``continue_generation`` each aborted
+    response is requested again with its own tokens appended to the prompt, and the caller gets the complete response
+    with the version of each token. So an iteration can end while responses are unfinished (partial rollouts), whatever
+    code awaits them.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -27,19 +28,19 @@ class InterruptibleEngine:
         self._open.set()
 
     async def interrupt(self) -> None:
-        """Return when nothing is in flight. Requests that come from now on wait too."""
+        """Return when nothing is in flight. Requests that arrive from now on wait, too."""
         self._open.clear()
         await self._engine.abort()
 
-    def go_on(self) -> None:
-        """Ask for the interrupted responses again."""
+    def continue_generation(self) -> None:
+        """Request the interrupted responses again."""
         self._open.set()
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """One whole ``Generation`` a seed, in order. Raises what the engine raises.
+        """Return one complete ``Generation`` per seed, in order; raises what the engine raises.
 
-        An interrupted response is still a function of weights, prompt, sampling and its seed, and of where it was
-        interrupted: the tokens after that have a seed derived from its own and their position.
+        An interrupted response is still a function of weights, prompt, sampling, seed and the positions at which it was
+        interrupted: later tokens have a seed that is derived from its own and their position.
         """
         await self._while_closed()
         answers = await self._engine.generate(request)
@@ -47,7 +48,7 @@ class InterruptibleEngine:
         return await gather_or_cancel(ends)
 
     async def _while_closed(self) -> None:
-        while not self._open.is_set():  # again: it may have closed between the signal and now
+        while not self._open.is_set():  # a loop: it may be closed again before this task runs
             await self._open.wait()
 
     async def _to_its_end(self, request: GenerationRequest, seed: int, answer: Generation) -> Generation:
@@ -64,33 +65,33 @@ class InterruptibleEngine:
         return answer
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
-        """As the engine does."""
+        """Update the engine's weights."""
         await self._engine.update_weights(chunks, version)
 
     async def pause(self) -> None:
-        """As the engine does."""
+        """Pause the engine."""
         await self._engine.pause()
 
     async def resume(self) -> None:
-        """As the engine does."""
+        """Resume the paused engine."""
         await self._engine.resume()
 
     async def abort(self) -> None:
-        """``interrupt``, then ``go_on``: an abort from elsewhere costs nothing but time."""
+        """Interrupt and continue at once: an abort from elsewhere costs nothing but time."""
         await self.interrupt()
-        self.go_on()
+        self.continue_generation()
 
     async def health(self) -> bool:
-        """As the engine does."""
+        """Return whether the engine can serve requests."""
         return await self._engine.health()
 
     async def close(self) -> None:
-        """As the engine does."""
+        """Close the engine."""
         await self._engine.close()
 
 
 def _joined(first: Generation, rest: Generation) -> Generation:
-    """One response of two parts."""
+    """Return one response made of two parts."""
     versions = [*first.token_versions, *rest.token_versions]
     runs = [(version, len(list(run))) for version, run in groupby(versions)]
     return Generation(

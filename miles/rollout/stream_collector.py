@@ -1,174 +1,145 @@
-"""Groups released as they complete: a rollout is full as soon as enough of those in flight are done."""
+"""The groups of an iteration, taken as they complete: nobody waits for the slowest response."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.metrics import Metric
-from miles.rollout.collect import PromptSource, Rollout
-from miles.rollout.filter_stall import FilterStallGuard
-from miles.rollout.off_policy import is_older, is_wholly_older, mask_older
-from miles.rollout.produce_group import GroupMaker, MadeGroup, Tally
-from miles.sample import PromptGroup
-
-
-class LeftoverGroups(Enum):
-    """What becomes of the groups in flight when a rollout is full."""
-
-    CANCEL = auto()  # --over-sampling-early-stop: they are given up, and so are finished ones that are not needed
-    INTERRUPT = auto()  # --partial-rollout: they wait, and go on in the next rollout under its weights
-    RUN_ON = auto()  # --fully-async: they go on
+from miles.rollout.collect import ProduceGroup, PromptSource, ScoredGroups, Tally
+from miles.rollout.filters import FilterStallGuard
+from miles.rollout.groups import ProducedGroup
+from miles.rollout.ordering import LeftoverGroups, OrderingRule, StaleTokens
+from miles.sample import NO_WEIGHTS, PromptGroup, Sample
 
 
 class Interruptible(Protocol):
-    """Generation that can stop and go on (``InterruptibleEngine``)."""
+    """Generation that can be stopped and continued (``InterruptibleEngine``)."""
 
-    async def interrupt(self) -> None: ...
+    async def interrupt(self) -> None:
+        """Stop; return when nothing is in flight."""
+        ...
 
-    def go_on(self) -> None: ...
+    def continue_generation(self) -> None:
+        """Continue what was interrupted."""
+        ...
 
 
 class Abortable(Protocol):
-    """An engine, as far as it is told to stop."""
+    """An engine that can end its requests."""
 
-    async def abort(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class StreamPlan:
-    """How many groups are in play at once, and what happens to those that a rollout does not take.
-
-    ``max_staleness``: weight versions by which a token may be behind those trained; ``mask_stale``: older tokens get
-    loss mask 0, and groups of nothing else are dropped; ``drop_stale``: groups that hold one are dropped.
-    """
-
-    leftover_groups: LeftoverGroups
-    in_play: int  # groups in flight or finished, at most
-    max_staleness: int
-    mask_stale: bool = False
-    drop_stale: bool = False
-
-    @classmethod
-    def of(cls, rollout: RolloutArguments) -> StreamPlan | None:
-        """As the flags say; None where rollouts are collected in bursts that are awaited (``Collector``)."""
-        assert rollout.rollout_batch_size is not None, "validate() requires --rollout-batch-size"
-        batch, over_sampled = rollout.rollout_batch_size, rollout.over_sampling_batch_size or rollout.rollout_batch_size
-        stale = rollout.async_steps
-        if rollout.fully_async:
-            mask = rollout.stale_samples == "mask"
-            return cls(LeftoverGroups.RUN_ON, (stale + 1) * batch, stale, mask_stale=mask, drop_stale=not mask)
-        if rollout.partial_rollout:
-            return cls(
-                LeftoverGroups.INTERRUPT, over_sampled, stale, mask_stale=rollout.mask_offpolicy_in_partial_rollout
-            )
-        if rollout.over_sampling_early_stop:
-            return cls(LeftoverGroups.CANCEL, over_sampled, stale)
-        return None
+    async def abort(self) -> None:
+        """End every request in flight."""
+        ...
 
 
 class StreamCollector:
-    """Collects rollouts of the first ``--rollout-batch-size`` groups to be done, oldest first among those.
+    """Collects the first ``--rollout-batch-size`` groups that are ready, lowest ``group_index`` first among those.
 
-    Nobody waits for a long response: the plan says how many groups are in play, and what becomes of those that a
-    rollout leaves over. Finished groups wait in memory; a drawn prompt is at any time in flight, waiting, released or
-    dropped and counted, so that ``state`` can name those that have not come to anything yet.
+    ``OrderingRule`` says how many groups are in play and what happens to those that an iteration leaves over. Ready
+    groups wait in memory. At any time a drawn prompt is in flight, ready, released, or dropped and counted, so
+    ``state`` can list the prompts that are in no iteration yet.
 
-    Which groups make a rollout depends on which response came first. ``Collector`` is for runs that are to repeat.
+    The groups of an iteration depend on which response is complete first. ``BurstCollector`` is for runs that repeat
+    exactly.
     """
 
     def __init__(
         self,
         stream: PromptSource,
-        make_group: GroupMaker,
+        produce: ProduceGroup,
         rollout: RolloutArguments,
         reward: RewardArguments,
-        plan: StreamPlan,
+        rule: OrderingRule,
         *,
         num_iterations: int,
         engine: Abortable,
         interruptible: Interruptible | None = None,
     ) -> None:
         assert rollout.rollout_batch_size is not None, "validate() requires --rollout-batch-size"
-        assert (interruptible is not None) == (plan.leftover_groups is LeftoverGroups.INTERRUPT)
+        assert rule.leftover is not LeftoverGroups.AWAIT, "that is what BurstCollector does"
+        assert (interruptible is not None) == (rule.leftover is LeftoverGroups.INTERRUPT)
         path = rollout.dynamic_sampling_filter_path
         self._stream = stream
-        self._make_group = make_group
+        self._produce = produce
         self._log_passrate = reward.log_passrate
         self._batch_size = rollout.rollout_batch_size
-        self._plan = plan
+        self._rule = rule
         self._num_iterations = num_iterations
         self._engine = engine
         self._interruptible = interruptible
-        self._watch = FilterStallGuard(stream, path, self._batch_size, self._batch_size) if path else None
-        self._in_flight: dict[asyncio.Task[MadeGroup], int] = {}  # and the group_index it makes
+        self._guard = FilterStallGuard(stream, path, self._batch_size, self._batch_size) if path else None
+        self._in_flight: dict[asyncio.Task[ProducedGroup], int] = {}  # with their group_index
         self._ready: list[PromptGroup] = []
         self._tally = Tally()
-        self._dropped: list[int] = []  # group indices, since the last rollout: no metric tells of them yet
+        self._dropped: list[int] = []  # group indices since the last iteration: no metric has counted them yet
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
-        self._open = False  # may new groups be started?
-        self._iteration = 0  # of the rollout that is next to be full
-        self._version = 0
+        self._starts_groups = False
+        self._iteration = 0  # the next one to be complete
+        self._version = 0  # of the engine's weights
 
-    async def collect(self, iteration: int) -> Rollout:
-        """The groups and metrics of rollout ``iteration``, to be trained by weights of that version.
+    async def collect(self, iteration: int) -> ScoredGroups:
+        """Return the groups and metrics of ``iteration``, which weights of that version train on.
 
-        Raises ``ValueError`` when the filter keeps next to nothing (``FilterStallGuard``), and whatever generation,
-        scoring and filtering raise.
+        Raises:
+            ValueError: The filter keeps almost nothing (``FilterStallGuard``).
+            Exception: Whatever generation, the reward function and the filter raise.
         """
         self._iteration = iteration
-        self._open = True
+        self._starts_groups = True
         self._drop_stale()
         if self._interruptible is not None:
-            self._interruptible.go_on()
+            self._interruptible.continue_generation()
         try:
-            await self._until_full()
+            await self._until_complete()
         except BaseException:
             await self._cancel()
             raise
         self._ready.sort(key=lambda group: group.group_index)
         groups, self._ready = self._ready[: self._batch_size], self._ready[self._batch_size :]
         metrics = self._release(groups)
-        metrics |= await self._settle()
-        return Rollout(groups, metrics)
+        metrics |= await self._settle_leftover()
+        return ScoredGroups(groups, metrics)
 
-    async def _until_full(self) -> None:
+    async def _until_complete(self) -> None:
         while True:
             if self._failure is not None:
                 raise self._failure
-            if self._watch is not None:
-                self._watch.check(self._iteration, len(self._ready), self._tally.dropped)
+            if self._guard is not None:
+                self._guard.check(self._iteration, len(self._ready), self._tally.dropped)
             if len(self._ready) >= self._batch_size:
                 return
             self._fill()
-            assert self._in_flight, "a rollout that is not full has groups in flight"
+            assert self._in_flight, "an incomplete iteration has groups in flight"
             self._changed.clear()
             await self._changed.wait()
 
     def _fill(self) -> None:
-        """Start groups up to what may be in play."""
+        """Start groups until as many are in play as may be."""
         missing = self._most_in_play() - len(self._in_flight) - len(self._ready)
-        if self._open and missing > 0:
+        if self._starts_groups and missing > 0:
             for drawn in self._stream.draw(missing):
-                task: asyncio.Task[MadeGroup] = asyncio.ensure_future(self._make_group(drawn))
+                task: asyncio.Task[ProducedGroup] = asyncio.ensure_future(self._produce(drawn))
                 self._in_flight[task] = drawn.group_index
                 task.add_done_callback(self._ended)
 
     def _most_in_play(self) -> int:
-        """Under RUN_ON no more than the weights of now may serve within the staleness bound, if rollouts take the
-        oldest groups: those of rollouts up to version + max_staleness."""
-        if self._plan.leftover_groups is not LeftoverGroups.RUN_ON:
-            return self._plan.in_play
-        rollouts = min(self._version + self._plan.max_staleness + 1, self._num_iterations) - self._iteration
-        return min(rollouts * self._batch_size, self._plan.in_play)
+        """Return how many groups may be in play.
 
-    def _ended(self, task: asyncio.Task[MadeGroup]) -> None:
-        """A group is made, or has failed."""
+        Under CONTINUE these are no more than the current weights may generate within the bound on staleness, if
+        iterations take the oldest groups: those of iterations up to version + max_staleness.
+        """
+        if self._rule.leftover is not LeftoverGroups.CONTINUE:
+            return self._rule.groups_in_play
+        iterations = min(self._version + self._rule.max_staleness + 1, self._num_iterations) - self._iteration
+        return min(iterations * self._batch_size, self._rule.groups_in_play)
+
+    def _ended(self, task: asyncio.Task[ProducedGroup]) -> None:
+        """Take in a group that is produced, or note its failure."""
         del self._in_flight[task]
         if task.cancelled():
             return
@@ -179,26 +150,26 @@ class StreamCollector:
             self._take_in(task.result())
         self._changed.set()
 
-    def _take_in(self, made: MadeGroup) -> None:
-        self._tally.add(made)
-        if self._watch is not None:
-            self._watch.judged(kept=made.drop_reason is None)
-        if made.drop_reason is None:
-            self._ready.append(made.group)
+    def _take_in(self, produced: ProducedGroup) -> None:
+        self._tally.add(produced)
+        if self._guard is not None:
+            self._guard.judged(kept=produced.drop_reason is None)
+        if produced.drop_reason is None:
+            self._ready.append(produced.group)
             self._drop_stale(since=len(self._ready) - 1)
         else:
-            self._dropped.append(made.group.group_index)
+            self._dropped.append(produced.group.group_index)
         self._fill()
 
     def _drop_stale(self, since: int = 0) -> None:
-        """Drop the ready groups, from position ``since`` on, that the next rollout must not train on.
+        """Drop the ready groups, from position ``since`` on, that the next iteration must not train on.
 
-        Where stale tokens are masked, those are the groups of which nothing would be left.
+        If stale tokens are masked, those are the groups that would have no loss token left.
         """
-        if not (self._plan.drop_stale or self._plan.mask_stale):
+        if self._rule.stale_tokens is StaleTokens.KEEP:
             return
-        is_stale = is_older if self._plan.drop_stale else is_wholly_older
-        oldest = self._iteration - self._plan.max_staleness
+        is_stale = {StaleTokens.DROP: _is_older, StaleTokens.MASK: _is_wholly_older}[self._rule.stale_tokens]
+        oldest = self._iteration - self._rule.max_staleness
         judged = self._ready[since:]
         dropped = {group.group_index for group in judged if is_stale(group, oldest)}
         if dropped:
@@ -210,48 +181,78 @@ class StreamCollector:
         metrics = self._tally.metrics(groups, self._log_passrate)
         self._tally = Tally()
         self._dropped.clear()
-        if self._plan.mask_stale:
-            oldest = self._iteration - self._plan.max_staleness
-            masked = sum(mask_older(group, oldest) for group in groups)
+        if self._rule.stale_tokens is StaleTokens.MASK:
+            oldest = self._iteration - self._rule.max_staleness
+            masked = sum(_mask_older(group, oldest) for group in groups)
             metrics["rollout/masked_stale_tokens"] = Metric(masked, 1.0)
         return metrics
 
-    async def _settle(self) -> dict[str, Metric]:
-        """Do with what is left over as the plan says, and count it."""
+    async def _settle_leftover(self) -> dict[str, Metric]:
+        """Treat the leftover groups as the rule says, and count them."""
         left = {
             "rollout/unfinished_groups": Metric(len(self._in_flight), 1.0),
             "rollout/surplus_groups": Metric(len(self._ready), 1.0),
         }
-        self._open = self._plan.leftover_groups is LeftoverGroups.RUN_ON
-        if self._plan.leftover_groups is LeftoverGroups.CANCEL:
+        self._starts_groups = self._rule.leftover is LeftoverGroups.CONTINUE
+        if self._rule.leftover is LeftoverGroups.CANCEL:
             await self._cancel()
-            await self._engine.abort()  # servers learn only so that nobody waits any more
+            await self._engine.abort()  # servers do not notice that nobody waits
             self._ready.clear()
-            # What ended while it was cancelled is among the unfinished, which are counted; no later rollout has it.
+            # Groups that ended while they were cancelled are counted as unfinished; no later iteration has them.
             self._tally = Tally()
             self._dropped.clear()
-        elif self._interruptible is not None:
+        if self._rule.leftover is LeftoverGroups.INTERRUPT:
+            assert self._interruptible is not None
             await self._interruptible.interrupt()
         self._iteration += 1
         self._fill()
         return left
 
     async def _cancel(self) -> None:
-        self._open = False
+        self._starts_groups = False
         tasks = list(self._in_flight)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def state(self) -> dict[str, Any]:
-        """The position in the prompts, with the groups that are in flight or wait.
+        """Return the position in the prompts, with the groups that are in flight or ready.
 
-        Those that were dropped since the last rollout are drawn again too: no metric has counted them yet.
+        Groups that were dropped since the last iteration are drawn again too: no metric has counted them yet.
         """
-        waiting = (group.group_index for group in self._ready)
-        return self._stream.state([*self._in_flight.values(), *waiting, *self._dropped])
+        ready = (group.group_index for group in self._ready)
+        return self._stream.state([*self._in_flight.values(), *ready, *self._dropped])
 
-    def weights_arrived(self, version: int) -> None:
-        """Newer weights may serve later rollouts: more groups come into play."""
+    def weights_changed(self, version: int) -> None:
+        """Start more groups: newer weights may serve later iterations."""
         self._version = version
         self._fill()
+
+
+def _trained_versions(sample: Sample) -> Iterator[int]:
+    """Yield the version of the weights behind each loss token, if it was recorded."""
+    for version, mask in zip(sample.weight_versions, sample.loss_mask, strict=False):  # versions may not be recorded
+        if mask and version != NO_WEIGHTS:
+            yield version
+
+
+def _is_older(group: PromptGroup, version: int) -> bool:
+    """Return whether a loss token is by weights older than ``version``."""
+    return any(found < version for sample in group.samples for found in _trained_versions(sample))
+
+
+def _is_wholly_older(group: PromptGroup, version: int) -> bool:
+    """Return whether every loss token is by weights older than ``version``."""
+    found = [found for sample in group.samples for found in _trained_versions(sample)]
+    return bool(found) and max(found) < version
+
+
+def _mask_older(group: PromptGroup, version: int) -> int:
+    """Set the loss mask of tokens by weights older than ``version`` to 0; return how many there were."""
+    masked = 0
+    for sample in group.samples:
+        for position, found in enumerate(sample.weight_versions):
+            if sample.loss_mask[position] and NO_WEIGHTS != found < version:
+                sample.loss_mask[position] = 0
+                masked += 1
+    return masked

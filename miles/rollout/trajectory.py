@@ -1,23 +1,43 @@
-"""A trajectory in the making: turns of the model, and between them tokens of a tool or an environment."""
+"""Trajectories of several turns, made by a user's function: ``--custom-generate-function-path``.
+
+A trajectory alternates turns of the model with tokens of a tool or an environment.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
+from miles.arguments.rollout import RolloutArguments
+from miles.concurrency import gather_or_cancel
 from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingParams
-from miles.rollout.generate import STATUS, Detokenizer
-from miles.sample import NO_WEIGHTS, Sample, SampleStatus
+from miles.import_path import load_function
+from miles.rollout.groups import (
+    STATUS,
+    Detokenizer,
+    GroupGenerator,
+    SeedOf,
+    fit_context,
+    generate_group,
+    response_seed,
+)
+from miles.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
+
+_FLAG = "--custom-generate-function-path"
 
 
 class Tokenizer(Detokenizer, Protocol):
     """The part of a transformers tokenizer that multi-turn generation needs."""
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of ``text``."""
+        ...
 
-    def get_vocab(self) -> dict[str, int]: ...
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of every token."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -31,14 +51,14 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """What ``--custom-generate-function-path`` works on: one response, longer by each turn.
+    """The object that a custom generate function works on: one response that grows with each turn.
 
-    The model's tokens have loss mask 1 and the engine's log-probs; those of ``append`` have mask 0 and log-prob 0: they
-    are read and never trained on. ``--rollout-max-response-len`` and ``--rollout-max-context-len`` bound the whole
-    response, the environment's tokens included.
+    The model's tokens have loss mask 1 and the engine's log-probs. The tokens of ``append`` have mask 0 and log-prob 0:
+    the model reads them and is never trained on them. ``--rollout-max-response-len`` and
+    ``--rollout-max-context-len`` limit the whole response, including the environment's tokens.
     """
 
-    sample: Sample  # ``sample.prompt`` says what is asked; its columns grow with the turns
+    sample: Sample  # ``sample.prompt`` is the task; its columns grow with the turns
     tokenizer: Any  # a transformers tokenizer (``Tokenizer``)
     engine: Engine
     sampling: SamplingParams
@@ -56,14 +76,14 @@ class Trajectory:
 
     @property
     def finished(self) -> bool:
-        """True once there is no room left, or the response was aborted from outside."""
+        """True if no room is left, or if the response was aborted from outside."""
         return self.room == 0 or self.sample.status is SampleStatus.ABORTED
 
     async def generate(self, *, stop_token_ids: Sequence[int] = (), max_new_tokens: int | None = None) -> Turn:
-        """Let the model go on until its end-of-sequence token, one of ``stop_token_ids``, or the limits.
+        """Let the model continue until its end-of-sequence token, one of ``stop_token_ids``, or the limits.
 
-        Where no room is left, nothing is generated and the turn is empty, with finish_reason ``length``. Raises what
-        the engine raises.
+        If no room is left, nothing is generated, and the turn is empty with finish_reason ``length``. Raises what the
+        engine raises.
         """
         if self.finished:
             return Turn("", [], "abort" if self.sample.status is SampleStatus.ABORTED else "length")
@@ -81,9 +101,9 @@ class Trajectory:
         return Turn(text, generation.token_ids, generation.finish_reason)
 
     def append(self, text: str) -> None:
-        """Add what a tool or an environment says, without a special token of the tokenizer's own.
+        """Add what a tool or an environment says, without special tokens of the tokenizer.
 
-        Text that does not fit is cut at the limit, and the sample is ``TRUNCATED``.
+        Text that does not fit is cut at the limit, and the sample becomes ``TRUNCATED``.
         """
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         if len(token_ids) >= self.room:
@@ -100,11 +120,96 @@ class Trajectory:
         sample.response = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
 
 
-@lru_cache(maxsize=8)  # a vocabulary is read once, not once a turn
+@lru_cache(maxsize=8)  # a vocabulary is read once, not in every turn
 def token_ids_with(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """The ids of all tokens that hold ``text``, a character say: ``stop_token_ids`` that stop at it.
+    """Return the ids of all tokens that contain ``text``, for example a character: ``stop_token_ids`` that stop at it.
 
-    Such a stop takes along what its token holds after the text: ``)`` stops at a token ``).`` too.
+    The token may also hold what follows the text: ``)`` stops at a token ``).`` too.
     """
     ids = sorted(tokenizer.get_vocab().values())
     return tuple(index for index in ids if text in tokenizer.decode([index], skip_special_tokens=True))
+
+
+class GenerateFunction(Protocol):
+    """Takes a trajectory from its prompt to its end, by ``trajectory.generate()`` and ``trajectory.append(text)``.
+
+    It returns None, and the trajectory's sample is trained on. If one trajectory becomes several samples (context
+    compaction), it returns a list of them, made with ``dataclasses.replace`` of the trajectory's sample. They share
+    its trajectory_id.
+    """
+
+    async def __call__(self, trajectory: Trajectory) -> list[Sample] | None:
+        """Extend ``trajectory`` to its end."""
+        ...
+
+
+def get_group_generator(rollout: RolloutArguments) -> GroupGenerator:
+    """Return ``generate_group``, or a generator that calls the user's function for each trajectory of a group.
+
+    Raises:
+        ValueError: The path cannot be imported.
+    """
+    path = rollout.custom_generate_function_path
+    return generate_group if path is None else partial(generate_trajectories, load_function(path, _FLAG), path)
+
+
+async def generate_trajectories(
+    function: GenerateFunction,
+    path: str,
+    group: PromptGroup,
+    engine: Engine,
+    sampling: SamplingParams,
+    tokenizer: Any,
+    *,
+    n_samples: int,
+    seed_of: SeedOf,
+    max_context_len: int | None = None,
+) -> PromptGroup:
+    """Generate ``n_samples`` trajectories by ``function``, all at once; with its first two arguments, a generator.
+
+    A function that takes one turn gives what ``generate_group`` gives: the first turn has the sample's own seed.
+
+    Raises:
+        ValueError: The function returns something wrong; the message names ``path``.
+        Exception: Whatever the function raises.
+    """
+    fit_context(sampling, group.prompt, max_context_len)  # refuses a prompt that leaves no room
+
+    async def make(k: int) -> list[Sample]:
+        seed = seed_of(group.group_index, k)
+        trajectory = Trajectory(
+            Sample(group.prompt, group.group_index, group.group_index * n_samples + k),
+            tokenizer,
+            engine,
+            sampling,
+            lambda turn: response_seed(seed, "turn", turn) if turn else seed,
+            max_context_len,
+        )
+        return _checked(await function(trajectory), trajectory, path)
+
+    made = await gather_or_cancel(make(k) for k in range(n_samples))
+    return PromptGroup(group.group_index, group.prompt, [sample for samples in made for sample in samples])
+
+
+def _checked(answer: Any, trajectory: Trajectory, path: str) -> list[Sample]:
+    own = trajectory.sample
+    samples = [own] if answer is None else answer
+    if not isinstance(samples, Sequence) or not samples or not all(isinstance(s, Sample) for s in samples):
+        raise ValueError(
+            f"{_FLAG} {path}: it returned {answer!r:.80} for {own.prompt.source}; return None for the trajectory's own "
+            f"sample, or a list of one or more samples"
+        )
+    for sample in samples:
+        if (sample.group_index, sample.trajectory_id) != (own.group_index, own.trajectory_id):
+            raise ValueError(
+                f"{_FLAG} {path}: a sample of {own.prompt.source} has group {sample.group_index} and trajectory_id "
+                f"{sample.trajectory_id}, but its trajectory has group {own.group_index} and trajectory_id "
+                f"{own.trajectory_id}; make further samples with dataclasses.replace(trajectory.sample, ...)"
+            )
+        if not sample.response_ids and sample.status is not SampleStatus.ABORTED:
+            raise ValueError(
+                f"{_FLAG} {path}: a sample of {own.prompt.source} has no response; call trajectory.generate() at least "
+                f"once"
+            )
+        sample.check()
+    return list(samples)

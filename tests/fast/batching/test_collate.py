@@ -39,7 +39,7 @@ def test_layout_is_that_of_a_loop(make_batch, choice):
     assert micro.logit_index.tolist() == index[logit_index].tolist() and micro.targets.tolist() == targets
     assert index.unique().tolist() == list(range(len(micro.input_ids)))
     prompts = {tuple(batch.tokens[i][: lengths[i][0]].tolist()): lengths[i][0] for i in indices}
-    assert len(index.unique()) == sum(prompts.values()) + len(targets), "equal prompts stand once"
+    assert len(index.unique()) == sum(prompts.values()) + len(targets), "equal prompts are kept once"
     assert micro.sample_index.tolist() == sample_index
     assert micro.total_lengths == tuple(len(batch.tokens[i]) for i in indices)
 
@@ -86,7 +86,7 @@ def test_columns_follow_their_samples(make_batch, choice):
 
 
 @given(choices())
-def test_advantages_by_token_stand_in_the_place_of_rewards(make_batch, choice):
+def test_advantages_by_token_replace_rewards(make_batch, choice):
     lengths, indices = choice
     batch = make_batch(lengths, advantages=True)
     micro = collate(batch, indices, CPU)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.batching.packing import PackedSample, balanced_partition, pack_by_budget, rows_by_budget, split_to_count
+from miles.batching.schedule import PackedSample, balanced_partition, pack_by_budget, rows_by_budget, split_to_count
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=30)
 PROMPT_LENGTHS = {b"a": 5, b"b": 9, b"c": 20}
@@ -20,7 +20,7 @@ SAMPLES = st.lists(
 
 
 def packed_tokens(samples):
-    """Tokens of a bin in which every prompt stands once."""
+    """Tokens of a bin that keeps one copy of every prompt."""
     return sum(s.response for s in samples) + sum(PROMPT_LENGTHS[p] for p in {s.prompt for s in samples})
 
 
@@ -44,7 +44,7 @@ def test_rows_with_their_padding_are_within_the_budget(lengths, budget):
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
     assert all(b and (len(b) == 1 or len(b) * max(lengths[i] for i in b) <= budget) for b in bins)
     for one, other in zip(bins, bins[1:], strict=False):
-        assert min(lengths[i] for i in one) >= max(lengths[i] for i in other), "similar lengths stand together"
+        assert min(lengths[i] for i in one) >= max(lengths[i] for i in other), "similar lengths share a bin"
         assert (len(one) + 1) * max(lengths[i] for i in one) > budget, "nothing more fits"
 
 

@@ -66,10 +66,10 @@ def test_every_sample_once_on_the_ranks_that_share_it(make_batch, step, split):
     for rank, shard in enumerate(shards):
         for plans, kind in kinds(shard):
             for plan in plans:
-                rollouts = [shard.batch.trajectory_ids[i] for i in plan.samples]
-                assert all(has_gradient[r] is kind for r in rollouts)
+                trajectories = [shard.batch.trajectory_ids[i] for i in plan.samples]
+                assert all(has_gradient[t] is kind for t in trajectories)
                 if rank % plan.context_parallel_size == 0:  # the first of those that share it
-                    found += rollouts
+                    found += trajectories
     assert sorted(found) == list(has_gradient)
 
 
@@ -114,7 +114,7 @@ def test_micro_batches_keep_their_size(make_batch, step, split):
 
 
 @given(STEPS, splits())
-def test_all_train_where_nothing_is_said(make_batch, step, split):
+def test_all_samples_are_trained_by_default(make_batch, step, split):
     said, unsaid = (shards_of(make_batch, step, split, flags) for flags in ([True] * len(step), None))
     assert [(s.micro_batches, s.score_only) for s in said] == [(s.micro_batches, s.score_only) for s in unsaid]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
 from miles.engine.base import Generation, GenerationRequest
-from miles.sample import Prompt, PromptGroup, Sample, SampleStatus
+from miles.sample import Prompt, PromptGroup
 
 EOS = 0
 
@@ -64,28 +63,6 @@ def make_prompt(number: int) -> Prompt:
     return Prompt(f"prompt {number}", (1,) * (1 + number), label=number, source=f"set.jsonl:{number + 1}")
 
 
-def make_group(
-    group_index: int, rollouts: Sequence[Sequence[tuple[int, float]]], first_trajectory_id: int
-) -> PromptGroup:
-    """A scored group; each rollout is a list of samples (loss tokens, reward)."""
-    prompt = make_prompt(group_index)
-    samples = [
-        Sample(
-            prompt,
-            group_index,
-            trajectory_id=first_trajectory_id + k,
-            response_ids=[5] * (tokens + 1),
-            loss_mask=[1] * tokens + [0],
-            rollout_log_probs=[-0.25] * (tokens + 1),
-            status=SampleStatus.COMPLETED,
-            reward=reward,
-        )
-        for k, parts in enumerate(rollouts)
-        for tokens, reward in parts
-    ]
-    return PromptGroup(group_index, prompt, samples)
-
-
 @pytest.fixture(scope="session")
 def scripted_engine() -> type[ScriptedEngine]:
     return ScriptedEngine
@@ -99,8 +76,3 @@ def counting_stream() -> type[CountingStream]:
 @pytest.fixture(scope="session")
 def tokenizer() -> DigitTokenizer:
     return DigitTokenizer()
-
-
-@pytest.fixture(scope="session")
-def group_of() -> Callable[..., Any]:
-    return make_group

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.rollout import filters
-from miles.rollout.collect import Collector
-from miles.rollout.filter_stall import MAX_STALLED_BURSTS, MIN_STALLED_BURSTS
-from miles.rollout.filters import FilterDecision
-from miles.rollout.produce_group import GroupMaker
+from miles.rollout.collect import BurstCollector
+from miles.rollout.filters import MAX_STALLED_BURSTS, MIN_STALLED_BURSTS, FilterDecision
+from miles.rollout.groups import GroupTools, generate_group
+from miles.rollout.pipeline import build_collector
 
 NONZERO_STD = "miles.rollout.filters:check_reward_nonzero_std"
 MINE = "miles.rollout.filters:mine"
@@ -26,23 +26,24 @@ def collector(engine, stream, tokenizer, reward_function=odd_length, log_passrat
 
 
 def built(engine, stream, tokenizer, reward_function, options, reward, seed=42):
-    rollout = RolloutArguments(**options)
-    make_group = GroupMaker(engine, tokenizer, reward_function, rollout, reward, seed)
-    return Collector(stream, make_group, rollout, reward)
+    tools = GroupTools(engine, tokenizer, generate_group, reward_function, reward.reward_error_value)
+    found = build_collector(stream, tools, RolloutArguments(**options), reward, seed, num_iterations=100)
+    assert isinstance(found, BurstCollector)
+    return found
 
 
 def collect(*args, **options):
     return asyncio.run(collector(*args, **options).collect(0))
 
 
-def test_without_a_filter_one_burst_is_the_rollout(scripted_engine, counting_stream, tokenizer):
+def test_without_a_filter_one_burst_is_the_iteration(scripted_engine, counting_stream, tokenizer):
     stream, engine = counting_stream(100), scripted_engine(delays=(5, 0, 2))
-    rollout = collect(engine, stream, tokenizer)
-    assert [g.group_index for g in rollout.groups] == [0, 1, 2, 3]
+    collected = collect(engine, stream, tokenizer)
+    assert [g.group_index for g in collected.groups] == [0, 1, 2, 3]
     assert stream.drawn == len(engine.requests) == 4
     assert engine.finished != [r.prompt_ids for r in engine.requests]  # they did finish out of order
-    assert all(s.reward is not None for g in rollout.groups for s in g.samples)
-    assert not any("dropped" in name or "surplus" in name for name in rollout.metrics)
+    assert all(s.reward is not None for g in collected.groups for s in g.samples)
+    assert not any("dropped" in name or "surplus" in name for name in collected.metrics)
 
 
 @pytest.mark.parametrize("path", [None, NONZERO_STD])
@@ -55,7 +56,7 @@ def test_the_order_of_completion_changes_nothing(scripted_engine, counting_strea
 
 
 @given(dropped=st.sets(st.integers(0, 30)), burst=st.integers(4, 9))
-def test_the_first_groups_that_pass_make_the_rollout(scripted_engine, counting_stream, tokenizer, dropped, burst):
+def test_the_first_groups_that_pass_are_the_iteration(scripted_engine, counting_stream, tokenizer, dropped, burst):
     def mine(group):
         return FilterDecision(group.group_index not in dropped, "odd" if group.group_index % 2 else "even")
 
@@ -63,13 +64,13 @@ def test_the_first_groups_that_pass_make_the_rollout(scripted_engine, counting_s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filters, "mine", mine, raising=False)
         options = {"dynamic_sampling_filter_path": MINE, "over_sampling_batch_size": burst}
-        rollout = collect(scripted_engine(), stream, tokenizer, **options)
+        collected = collect(scripted_engine(), stream, tokenizer, **options)
     drawn = range(stream.drawn)
     passed = [i for i in drawn if i not in dropped]
-    assert [g.group_index for g in rollout.groups] == passed[:4]
+    assert [g.group_index for g in collected.groups] == passed[:4]
     assert stream.drawn % burst == 0
     assert len([i for i in passed if i < stream.drawn - burst]) < 4  # no burst more than it took
-    values = {name: metric.value for name, metric in rollout.metrics.items()}
+    values = {name: metric.value for name, metric in collected.metrics.items()}
     assert values["rollout/surplus_groups"] == len(passed) - 4
     for reason, parity in (("even", 0), ("odd", 1)):
         expected = len([i for i in drawn if i in dropped and i % 2 == parity])
@@ -83,7 +84,8 @@ def test_a_filter_that_drops_everything_stops_the_run(scripted_engine, counting_
 
     stream = counting_stream(prompts)
     fault = (
-        rf"--dynamic-sampling-filter-path {NONZERO_STD}: .*0 of 4 groups.*last {bursts} bursts.*{4 * bursts} zero_std"
+        rf"--dynamic-sampling-filter-path {NONZERO_STD}: iteration 0 has 0 of 4 groups.*"
+        rf"last {bursts} bursts.*{4 * bursts} zero_std"
     )
     with pytest.raises(ValueError, match=fault):
         collect(scripted_engine(), stream, tokenizer, never, dynamic_sampling_filter_path=NONZERO_STD)
@@ -96,9 +98,9 @@ def test_metrics_of_kept_and_of_all_generated_groups(scripted_engine, counting_s
 
     engine = scripted_engine(finish=lambda seed: "length")
     options = {"rollout_batch_size": 2, "over_sampling_batch_size": 4, "dynamic_sampling_filter_path": NONZERO_STD}
-    rollout = collect(engine, counting_stream(100), tokenizer, by_prompt, log_passrate=True, **options)
-    values = {name.removeprefix("rollout/"): metric.value for name, metric in rollout.metrics.items()}
-    assert [g.group_index for g in rollout.groups] == [1, 3]
+    collected = collect(engine, counting_stream(100), tokenizer, by_prompt, log_passrate=True, **options)
+    values = {name.removeprefix("rollout/"): metric.value for name, metric in collected.metrics.items()}
+    assert [g.group_index for g in collected.groups] == [1, 3]
     assert values["reward"] == 0.25
     assert values["reward_std"] == pytest.approx(0.5)
     assert values["prompt_length"] == (2 + 4) / 2
@@ -114,7 +116,7 @@ def test_the_seed_alone_decides_the_responses(scripted_engine, counting_stream, 
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_a_failure_is_told_as_it_is_and_leaves_no_task_behind(counting_stream, tokenizer):
+def test_a_failure_is_raised_unchanged_and_leaves_no_task_behind(counting_stream, tokenizer):
     class Failing:
         async def generate(self, request):
             if len(request.prompt_ids) == 2:
@@ -137,8 +139,8 @@ def test_a_hard_stretch_between_kept_groups_does_not_stop_the_run(scripted_engin
         return [float(easy and i == 0) for i, _ in enumerate(samples)]
 
     stream = counting_stream(4)
-    rollout = collect(scripted_engine(), stream, tokenizer, now_and_then, dynamic_sampling_filter_path=NONZERO_STD)
-    assert [g.group_index for g in rollout.groups] == [4 * (hard + 1) * i for i in range(4)]
+    collected = collect(scripted_engine(), stream, tokenizer, now_and_then, dynamic_sampling_filter_path=NONZERO_STD)
+    assert [g.group_index for g in collected.groups] == [4 * (hard + 1) * i for i in range(4)]
 
 
 def test_the_context_limit_reaches_the_engine(scripted_engine, counting_stream, tokenizer):
@@ -147,7 +149,7 @@ def test_the_context_limit_reaches_the_engine(scripted_engine, counting_stream, 
     assert [r.sampling.max_new_tokens for r in engine.requests] == [5, 4, 3, 2]
 
 
-def test_reward_errors_are_counted_where_a_value_stands_in(scripted_engine, counting_stream, tokenizer):
+def test_reward_errors_are_counted_if_a_value_replaces_them(scripted_engine, counting_stream, tokenizer):
     async def fails_on_prompt_1(samples):
         if any(s.prompt.label == 1 for s in samples):
             raise RuntimeError("no answer found")
@@ -156,6 +158,6 @@ def test_reward_errors_are_counted_where_a_value_stands_in(scripted_engine, coun
     options = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "rollout_max_response_len": 8}
     reward = RewardArguments(reward_error_value=-1.0)
     collecting = built(scripted_engine(), counting_stream(9), tokenizer, fails_on_prompt_1, options, reward)
-    rollout = asyncio.run(collecting.collect(0))
-    assert [g.rewards for g in rollout.groups] == [[1.0, 1.0], [-1.0, -1.0], [1.0, 1.0], [1.0, 1.0]]
-    assert rollout.metrics["rollout/reward_errors"].value == 2
+    collected = asyncio.run(collecting.collect(0))
+    assert [g.rewards for g in collected.groups] == [[1.0, 1.0], [-1.0, -1.0], [1.0, 1.0], [1.0, 1.0]]
+    assert collected.metrics["rollout/reward_errors"].value == 2

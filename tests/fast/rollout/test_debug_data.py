@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scored_groups import scored_group
 
 from miles.rollout.debug_data import load_rollout, save_rollout
 from miles.sample import Prompt, PromptGroup, Sample, SampleStatus
@@ -50,7 +51,7 @@ def groups(draw):
 
 
 @given(st.lists(groups(), min_size=1, max_size=3), st.integers(0, 99))
-def test_a_rollout_comes_back_exactly(saved, iteration):
+def test_saved_groups_are_restored_exactly(saved, iteration):
     with tempfile.TemporaryDirectory() as folder:
         template = f"{folder}/new/rollout_{{rollout_id}}.jsonl"
         save_rollout(template, iteration, saved)
@@ -58,9 +59,9 @@ def test_a_rollout_comes_back_exactly(saved, iteration):
         assert [p.name for p in Path(folder, "new").iterdir()] == [f"rollout_{iteration}.jsonl"]
 
 
-def test_files_saved_before_the_renaming_still_load(tmp_path, group_of):
+def test_files_saved_before_the_renaming_still_load(tmp_path):
     template = str(tmp_path / "{iteration}.jsonl")
-    group = group_of(0, [[(2, 1.0)]], 7)
+    group = scored_group(0, [[(2, 1.0)]], 7)
     save_rollout(template, 3, [group])
     path = tmp_path / "3.jsonl"
     path.write_text(path.read_text().replace('"trajectory_id"', '"rollout_id"'))
@@ -68,9 +69,9 @@ def test_files_saved_before_the_renaming_still_load(tmp_path, group_of):
 
 
 @pytest.fixture
-def saved(tmp_path, group_of):
+def saved(tmp_path):
     template = str(tmp_path / "{rollout_id}.jsonl")
-    save_rollout(template, 0, [group_of(i, [[(2, 1.0)]], i) for i in range(2)])
+    save_rollout(template, 0, [scored_group(i, [[(2, 1.0)]], i) for i in range(2)])
     return template, tmp_path / "0.jsonl"
 
 
@@ -135,8 +136,8 @@ def test_a_line_that_is_no_object_is_named(saved, line):
         load_rollout(template, 0)
 
 
-def test_what_json_cannot_hold_is_refused_and_nothing_is_written(tmp_path, group_of):
-    group = group_of(0, [[(1, 1.0)]], 0)
+def test_what_json_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
+    group = scored_group(0, [[(1, 1.0)]], 0)
     odd = PromptGroup(0, replace(group.prompt, label={1, 2}), [])
     with pytest.raises(ValueError, match=r"--save-debug-rollout-data: .*set\.jsonl:1 cannot be written as JSON"):
         save_rollout(str(tmp_path / "x.jsonl"), 0, [group, odd])

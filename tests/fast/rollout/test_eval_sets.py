@@ -6,7 +6,7 @@ from miles.arguments.data import DataArguments
 from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.engine.base import SamplingParams
-from miles.rollout.eval_sets import load_eval_sets
+from miles.rollout.evaluate import load_eval_sets
 
 
 class CharacterTokenizer:

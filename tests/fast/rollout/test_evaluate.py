@@ -2,10 +2,9 @@ import asyncio
 
 import pytest
 
-from miles.arguments.reward import RewardArguments
 from miles.engine.base import SamplingParams
-from miles.rollout.eval_sets import EvalSet
-from miles.rollout.evaluate import evaluate
+from miles.rollout.evaluate import EvalSet, evaluate
+from miles.rollout.groups import GroupTools, generate_group
 from miles.sample import Prompt
 
 PROMPTS = tuple(Prompt(f"p{i}", (1,) * (i + 1), label=i, source=f"held.jsonl:{i + 1}") for i in range(3))
@@ -16,7 +15,7 @@ async def first_of_each(samples):
 
 
 def run(engine, tokenizer, eval_sets, seed=1):
-    return asyncio.run(evaluate(eval_sets, engine, tokenizer, first_of_each, RewardArguments(), seed))
+    return asyncio.run(evaluate(eval_sets, GroupTools(engine, tokenizer, generate_group, first_of_each), seed))
 
 
 def eval_set(name="held", samples_per_prompt=4, **options):

@@ -34,7 +34,7 @@ async def interrupted(tiny_model, sampling, at):
         assert not inner._waiting and not late.done()
         late.cancel()
         await engine.update_weights([WeightChunk(weights)], version)
-        engine.go_on()
+        engine.continue_generation()
     return [answer for task in running for answer in await task]
 
 

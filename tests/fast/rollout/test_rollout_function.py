@@ -1,4 +1,4 @@
-"""``--rollout-function-path``: the user's function in place of the collector."""
+"""``--rollout-function-path``: the user's function replaces the collector."""
 
 import asyncio
 import re
@@ -10,8 +10,8 @@ from miles.arguments.rollout import RolloutArguments
 from miles.metrics import Metric
 from miles.rollout import rollout_function
 from miles.rollout.collect import Rollout
-from miles.rollout.generate import generate_group
-from miles.rollout.source import build_source
+from miles.rollout.groups import GroupTools, generate_group
+from miles.rollout.pipeline import build_collector
 
 PATH = "miles.rollout.rollout_function:mine"
 
@@ -27,10 +27,9 @@ def collect(scripted_engine, counting_stream, tokenizer, monkeypatch):
         rollout = RolloutArguments(
             rollout_batch_size=2, n_samples_per_prompt=3, rollout_max_response_len=8, rollout_function_path=PATH
         )
-        source = build_source(
-            counting_stream(9), scripted_engine(), tokenizer, ones, rollout, RewardArguments(), 1, generate_group, 5
-        )
-        return asyncio.run(source.collect(4))
+        tools = GroupTools(scripted_engine(), tokenizer, generate_group, ones)
+        collector = build_collector(counting_stream(9), tools, rollout, RewardArguments(), seed=1, num_iterations=5)
+        return asyncio.run(collector.collect(4))
 
     return run
 
@@ -41,13 +40,13 @@ async def hardest_first(iteration, tools):
     return sorted((m.group for m in made), key=lambda group: len(group.prompt.token_ids))[1:]
 
 
-def test_its_groups_are_the_rollout(collect):
-    rollout = collect(hardest_first)
-    assert [group.group_index for group in rollout.groups] == [1, 2]
-    assert rollout.metrics["rollout/reward"].value == 1.0
+def test_its_groups_are_the_iteration(collect):
+    collected = collect(hardest_first)
+    assert [group.group_index for group in collected.groups] == [1, 2]
+    assert collected.metrics["rollout/reward"].value == 1.0
 
 
-def test_it_may_bring_metrics(collect):
+def test_it_may_return_metrics(collect):
     async def with_metrics(iteration, tools):
         return Rollout(await hardest_first(iteration, tools), {"rollout/mine": Metric(iteration)})
 
@@ -64,9 +63,9 @@ def test_it_may_bring_metrics(collect):
         (lambda groups: [setattr(g.samples[0], "reward", None) or g for g in groups], "without a reward"),
     ],
 )
-def test_wrong_groups_are_told(collect, change, fault):
+def test_wrong_groups_are_refused(collect, change, fault):
     async def wrong(iteration, tools):
         return change(await hardest_first(iteration, tools))
 
-    with pytest.raises(ValueError, match=re.escape(f"--rollout-function-path {PATH}: rollout 4") + ".*" + fault):
+    with pytest.raises(ValueError, match=re.escape(f"--rollout-function-path {PATH}: iteration 4") + ".*" + fault):
         collect(wrong)

@@ -12,9 +12,9 @@ from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.data.stream import PromptStream
 from miles.engine.base import Generation
-from miles.rollout.generate import generate_group
-from miles.rollout.off_policy import staleness_metrics
-from miles.rollout.source import build_source
+from miles.rollout.groups import GroupTools, generate_group
+from miles.rollout.metrics import staleness_metrics
+from miles.rollout.pipeline import build_collector
 from miles.rollout.stream_collector import StreamCollector
 from miles.sample import Prompt
 
@@ -73,34 +73,35 @@ def make(engine, tokenizer, stream, reward=by_group, total=100, **options):
     rollout = RolloutArguments(
         rollout_batch_size=BATCH, n_samples_per_prompt=SAMPLES, rollout_max_response_len=8, **options
     )
-    source = build_source(stream, engine, tokenizer, reward, rollout, RewardArguments(), 1, generate_group, total)
-    assert isinstance(source, StreamCollector)
-    return source
+    tools = GroupTools(engine, tokenizer, generate_group, reward)
+    collector = build_collector(stream, tools, rollout, RewardArguments(), seed=1, num_iterations=total)
+    assert isinstance(collector, StreamCollector)
+    return collector
 
 
 def stream_of(size):
     return PromptStream([Prompt(str(i), (1 + i,), source=f"set:{i}") for i in range(size)], True, 3)
 
 
-def count(rollout, name):
-    return rollout.metrics[name].value if name in rollout.metrics else 0
+def count(scored, name):
+    return scored.metrics[name].value if name in scored.metrics else 0
 
 
-async def rollouts(source, engine, length, first=0):
+async def iterations(collector, engine, length, first=0):
     for iteration in range(first, first + length):
         engine.version = iteration
-        source.weights_arrived(iteration)
-        rollout = await source.collect(iteration)
-        yield replace(rollout, metrics=rollout.metrics | staleness_metrics(rollout.groups, iteration))
+        collector.weights_changed(iteration)
+        scored = await collector.collect(iteration)
+        yield replace(scored, metrics=scored.metrics | staleness_metrics(scored.groups, iteration))
 
 
 def run(seed, mode, tokenizer, length=6, reward=by_group, size=7, **more):
     async def scenario():
         engine, stream = SlowEngine(random.Random(seed)), stream_of(size)
-        source = make(engine, tokenizer, stream, reward, **MODES[mode], **more)
-        found = [rollout async for rollout in rollouts(source, engine, length)]
-        end = source.state()
-        await source._cancel()
+        collector = make(engine, tokenizer, stream, reward, **MODES[mode], **more)
+        found = [scored async for scored in iterations(collector, engine, length)]
+        end = collector.state()
+        await collector._cancel()
         return found, engine, end
 
     return asyncio.run(scenario())
@@ -111,21 +112,21 @@ def run(seed, mode, tokenizer, length=6, reward=by_group, size=7, **more):
 @given(seed=st.integers(0, 10**6))
 def test_no_prompt_is_lost_or_taken_twice(tokenizer, mode, seed):
     found, engine, state = run(seed, mode, tokenizer)
-    taken = [group.group_index for rollout in found for group in rollout.groups]
-    assert [len(rollout.groups) for rollout in found] == [BATCH] * 6
+    taken = [group.group_index for scored in found for group in scored.groups]
+    assert [len(scored.groups) for scored in found] == [BATCH] * 6
     assert len(set(taken)) == len(taken)
     drawn, unfinished = state["next_group_index"], state["unfinished"]
-    values = [{name: m.value for name, m in rollout.metrics.items()} for rollout in found]
+    values = [{name: m.value for name, m in scored.metrics.items()} for scored in found]
     given_up = 0.0
     if mode == "early stop":
         given_up = sum(v["rollout/unfinished_groups"] + v["rollout/surplus_groups"] for v in values)
         assert unfinished == []
-    stale = sum(count(rollout, "rollout/dropped/stale") for rollout in found)
+    stale = sum(count(scored, "rollout/dropped/stale") for scored in found)
     assert not set(taken) & set(unfinished)
     assert len(taken) + len(unfinished) + given_up + stale == drawn
     if mode != "fully async":
         assert engine.most_in_flight <= 5
-    assert all(s.reward is not None for rollout in found for group in rollout.groups for s in group.samples)
+    assert all(s.reward is not None for scored in found for group in scored.groups for s in group.samples)
 
 
 @pytest.mark.parametrize("mode", ["partial", "fully async"])
@@ -134,21 +135,21 @@ def test_no_prompt_is_lost_or_taken_twice(tokenizer, mode, seed):
 def test_a_resumed_run_draws_what_was_not_trained_on(tokenizer, mode, seed, stop):
     async def scenario():
         engine, stream = SlowEngine(random.Random(seed)), stream_of(7)
-        source = make(engine, tokenizer, stream, **MODES[mode])
-        taken, dropped, state = [], 0, source.state()
-        async for rollout in rollouts(source, engine, stop):
-            taken += [group.group_index for group in rollout.groups]
-            dropped += count(rollout, "rollout/dropped/stale")
-            state = source.state()
-        await source._cancel()
+        collector = make(engine, tokenizer, stream, **MODES[mode])
+        taken, dropped, state = [], 0, collector.state()
+        async for scored in iterations(collector, engine, stop):
+            taken += [group.group_index for group in scored.groups]
+            dropped += count(scored, "rollout/dropped/stale")
+            state = collector.state()
+        await collector._cancel()
         resumed = stream_of(7)
         resumed.restore(state)
-        source = make(engine, tokenizer, resumed, **MODES[mode])
-        async for rollout in rollouts(source, engine, 4, first=stop):
-            taken += [group.group_index for group in rollout.groups]
-            dropped += count(rollout, "rollout/dropped/stale")
-        end = source.state()
-        await source._cancel()
+        collector = make(engine, tokenizer, resumed, **MODES[mode])
+        async for scored in iterations(collector, engine, 4, first=stop):
+            taken += [group.group_index for group in scored.groups]
+            dropped += count(scored, "rollout/dropped/stale")
+        end = collector.state()
+        await collector._cancel()
         return taken, dropped, end
 
     taken, dropped, state = asyncio.run(scenario())
@@ -163,21 +164,21 @@ def test_a_resumed_run_draws_what_was_not_trained_on(tokenizer, mode, seed, stop
 def test_nothing_staler_than_the_bound_is_trained_on(tokenizer, seed):
     for how in ("drop", "mask"):
         found, *_ = run(seed, "fully async", tokenizer, length=10, stale_samples=how)
-        for iteration, rollout in enumerate(found):
-            for sample in (s for group in rollout.groups for s in group.samples):
+        for iteration, scored in enumerate(found):
+            for sample in (s for group in scored.groups for s in group.samples):
                 trained = [v for v, m in zip(sample.weight_versions, sample.loss_mask, strict=True) if m]
                 assert all(iteration - 2 <= version <= iteration for version in trained)
-            assert rollout.metrics["rollout/staleness_max"].value <= 2
-            assert ("rollout/masked_stale_tokens" in rollout.metrics) == (how == "mask")
+            assert scored.metrics["rollout/staleness_max"].value <= 2
+            assert ("rollout/masked_stale_tokens" in scored.metrics) == (how == "mask")
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), mask=st.booleans())
 def test_carried_over_samples_hold_tokens_of_several_versions(tokenizer, seed, mask):
     found, *_ = run(seed, "partial", tokenizer, length=8, mask_offpolicy_in_partial_rollout=mask)
-    for iteration, rollout in enumerate(found):
+    for iteration, scored in enumerate(found):
         old = masked = 0
-        for sample in (s for group in rollout.groups for s in group.samples):
+        for sample in (s for group in scored.groups for s in group.samples):
             sample.check()
             assert len(sample.response_ids) <= 8
             assert sample.weight_versions == sorted(sample.weight_versions)
@@ -185,13 +186,13 @@ def test_carried_over_samples_hold_tokens_of_several_versions(tokenizer, seed, m
             masked += sample.loss_mask.count(0)
         assert masked == (old if mask else 0)
         if mask:
-            assert rollout.metrics["rollout/masked_stale_tokens"].value == old
-            assert rollout.metrics["rollout/staleness"].value in (0, pytest.approx(float("nan"), nan_ok=True))
+            assert scored.metrics["rollout/masked_stale_tokens"].value == old
+            assert scored.metrics["rollout/staleness"].value in (0, pytest.approx(float("nan"), nan_ok=True))
 
 
 def test_some_sample_is_carried_over_in_the_middle(tokenizer):
     found, *_ = run(3, "partial", tokenizer, length=20)
-    assert any(rollout.metrics["rollout/mixed_version_samples"].value > 0 for rollout in found)
+    assert any(scored.metrics["rollout/mixed_version_samples"].value > 0 for scored in found)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -202,8 +203,8 @@ def test_a_filter_is_refilled(tokenizer, mode):
 
     path = "miles.rollout.filters:check_reward_nonzero_std"
     found, *_ = run(1, mode, tokenizer, reward=sometimes, dynamic_sampling_filter_path=path)
-    assert all(group.group_index % 3 == 0 for rollout in found for group in rollout.groups)
-    assert sum(rollout.metrics["rollout/dropped/zero_std"].value for rollout in found) > 10
+    assert all(group.group_index % 3 == 0 for scored in found for group in scored.groups)
+    assert sum(scored.metrics["rollout/dropped/zero_std"].value for scored in found) > 10
 
 
 def test_a_filter_that_drops_everything_stops_the_run(tokenizer):
@@ -211,31 +212,31 @@ def test_a_filter_that_drops_everything_stops_the_run(tokenizer):
         return [0.0 for _ in samples]
 
     path = "miles.rollout.filters:check_reward_nonzero_std"
-    with pytest.raises(ValueError, match="brought none"):
+    with pytest.raises(ValueError, match="kept none of the last"):
         run(1, "fully async", tokenizer, reward=never, dynamic_sampling_filter_path=path)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_failure_is_told_and_leaves_no_task_behind(tokenizer, mode):
+def test_a_failure_is_raised_and_leaves_no_task_behind(tokenizer, mode):
     async def fails(samples):
         raise KeyError("gold")
 
     async def scenario():
-        source = make(SlowEngine(random.Random(1)), tokenizer, stream_of(9), fails, **MODES[mode])
+        collector = make(SlowEngine(random.Random(1)), tokenizer, stream_of(9), fails, **MODES[mode])
         with pytest.raises(Exception, match="gold"):
-            await source.collect(0)
+            await collector.collect(0)
         return len(asyncio.all_tasks())
 
     assert asyncio.run(scenario()) == 1
 
 
-def test_nothing_is_started_for_rollouts_that_will_not_come(tokenizer):
+def test_nothing_is_started_for_iterations_after_the_last(tokenizer):
     async def scenario():
         engine, stream = SlowEngine(random.Random(1)), stream_of(50)
-        source = make(engine, tokenizer, stream, total=4, **MODES["fully async"])
+        collector = make(engine, tokenizer, stream, total=4, **MODES["fully async"])
         dropped = 0
-        async for rollout in rollouts(source, engine, 4):
-            dropped += sum(m.value for name, m in rollout.metrics.items() if "dropped" in name)
+        async for scored in iterations(collector, engine, 4):
+            dropped += sum(m.value for name, m in scored.metrics.items() if "dropped" in name)
         return stream.state()["next_group_index"] - dropped
 
     assert asyncio.run(scenario()) == 4 * BATCH

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from miles.arguments.rollout import RolloutArguments
 from miles.engine.base import SamplingParams
-from miles.rollout.generate import fit_context, generate_group, response_seed, sampling_params
+from miles.rollout.groups import fit_context, generate_group, response_seed, sampling_params
 from miles.sample import Prompt, PromptGroup, SampleStatus
 
 PROMPT = Prompt("1+1=", (1, 2, 3), source="set.jsonl:4")

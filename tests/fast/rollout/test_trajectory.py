@@ -1,4 +1,4 @@
-"""What a user's generate function can do, and what it is told when it does it wrong."""
+"""What a user's generate function can do, and how its mistakes are reported."""
 
 import asyncio
 from dataclasses import replace
@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from miles.arguments.rollout import RolloutArguments
 from miles.engine.base import Generation, SamplingParams
-from miles.rollout import multi_turn
-from miles.rollout.generate import generate_group, response_seed
-from miles.rollout.multi_turn import generate_trajectories, get_group_generator
-from miles.rollout.trajectory import token_ids_with
+from miles.rollout import trajectory as trajectories
+from miles.rollout.groups import generate_group, response_seed
+from miles.rollout.trajectory import generate_trajectories, get_group_generator, token_ids_with
 from miles.sample import NO_WEIGHTS, Prompt, PromptGroup, SampleStatus
 
 PROMPT = Prompt("12*3", (1, 2, 3), source="set.jsonl:4")
@@ -100,7 +99,7 @@ def test_each_turn_has_a_seed_of_its_own(scripted_engine):
     assert len(set(seeds)) == len(seeds) == 12
 
 
-def test_stop_tokens_are_those_that_hold_the_character(scripted_engine):
+def test_stop_tokens_are_those_that_contain_the_character(scripted_engine):
     engine = scripted_engine()
 
     async def call(trajectory):
@@ -137,7 +136,10 @@ def test_a_trajectory_may_become_several_samples(scripted_engine):
     [
         (lambda sample: "text", "returned 'text' for set.jsonl:4; return None"),
         (lambda sample: [], "return None"),
-        (lambda sample: [replace(sample, trajectory_id=99)], r"group 5 and trajectory_id 99, its trajectory 5 and 1\d"),
+        (
+            lambda sample: [replace(sample, trajectory_id=99)],
+            r"trajectory_id 99, but its trajectory has group 5 and trajectory_id 1\d",
+        ),
         (lambda sample: [replace(sample, loss_mask=[])], "loss_mask has 0 entries"),
         (
             lambda sample: [replace(sample, response_ids=[], loss_mask=[], rollout_log_probs=[], weight_versions=[])],
@@ -145,7 +147,7 @@ def test_a_trajectory_may_become_several_samples(scripted_engine):
         ),
     ],
 )
-def test_wrong_answers_are_told(scripted_engine, answer, fault):
+def test_wrong_answers_are_refused(scripted_engine, answer, fault):
     async def wrong(trajectory):
         await trajectory.generate()
         return answer(trajectory.sample)
@@ -154,15 +156,15 @@ def test_wrong_answers_are_told(scripted_engine, answer, fault):
         generate(scripted_engine(), wrong)
 
 
-def test_a_prompt_without_room_is_told(scripted_engine):
+def test_a_prompt_without_room_is_refused(scripted_engine):
     with pytest.raises(ValueError, match="--rollout-max-context-len 3.*set.jsonl:4"):
         generate(scripted_engine(), None, max_context_len=3)
 
 
 def test_the_flag_chooses_the_function(monkeypatch):
     assert get_group_generator(RolloutArguments()) is generate_group
-    monkeypatch.setattr(multi_turn, "mine", lambda trajectory: None, raising=False)
-    path = "miles.rollout.multi_turn:mine"
+    monkeypatch.setattr(trajectories, "mine", lambda trajectory: None, raising=False)
+    path = "miles.rollout.trajectory:mine"
     assert get_group_generator(RolloutArguments(custom_generate_function_path=path)) is not generate_group
     with pytest.raises(ValueError, match="--custom-generate-function-path no.such"):
         get_group_generator(RolloutArguments(custom_generate_function_path="no.such:function"))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.rollout.pass_at_k import pass_at_k, pass_at_k_metrics, powers_of_two
+from miles.rollout.metrics import pass_at_k, pass_at_k_metrics, powers_of_two
 
 outcomes = st.lists(st.booleans(), min_size=1, max_size=8)
 

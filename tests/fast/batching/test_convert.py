@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scored_groups import scored_group
 
 from miles.batching.convert import convert
 from miles.objective.settings import LossArguments
@@ -13,20 +14,20 @@ MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
 
 
 @st.composite
-def rollout_shapes(draw):
-    """Groups of rollouts of samples (loss tokens, reward); the samples of one rollout share its reward."""
+def group_shapes(draw):
+    """Groups of trajectories of samples (loss tokens, reward); the samples of one trajectory share its reward."""
 
-    def rollout():
+    def trajectory():
         reward = draw(st.sampled_from([0.0, 0.5, 1.0]))
         return [(tokens, reward) for tokens in draw(st.lists(st.integers(0, 6), min_size=1, max_size=3))]
 
-    return [[rollout() for _ in range(draw(st.integers(1, 4)))] for _ in range(draw(st.integers(1, 4)))]
+    return [[trajectory() for _ in range(draw(st.integers(1, 4)))] for _ in range(draw(st.integers(1, 4)))]
 
 
-def build(group_of, shapes):
+def build(shapes):
     ids, groups = count(), []
     for index, shape in enumerate(shapes):
-        groups.append(group_of(index, shape, next(ids)))
+        groups.append(scored_group(index, shape, next(ids)))
         for _ in shape[1:]:
             next(ids)
     return groups
@@ -45,8 +46,8 @@ def loss_for(mode, **options):
         ("constant", [8, 8, 8, 8], 0.0625),
     ],
 )
-def test_the_worked_example(group_of, mode, denoms, pg_loss):
-    groups = build(group_of, [[[(2, 1.0)], [(6, 0.0)]], [[(4, 1.0)], [(8, 0.0)]]])
+def test_the_worked_example(mode, denoms, pg_loss):
+    groups = build([[[(2, 1.0)], [(6, 0.0)]], [[(4, 1.0)], [(8, 0.0)]]])
     (batch,) = convert(groups, loss=loss_for(mode), global_batch_size=4)
     assert batch.sample_denoms == pytest.approx(denoms)
     assert 2 / batch.sample_denoms[0] / batch.num_trajectories == pytest.approx(pg_loss)
@@ -54,13 +55,13 @@ def test_the_worked_example(group_of, mode, denoms, pg_loss):
     assert batch.trajectory_token_counts == [2, 6, 4, 8]
 
 
-@given(shapes=rollout_shapes(), size=st.integers(1, 6))
-def test_steps_are_whole_rollouts_in_group_order(group_of, shapes, size):
-    groups = build(group_of, shapes)
+@given(shapes=group_shapes(), size=st.integers(1, 6))
+def test_steps_are_whole_trajectories_in_group_order(shapes, size):
+    groups = build(shapes)
     steps = convert(groups, loss=LossArguments(), global_batch_size=size)
     assert [i for step in steps for i in step.trajectory_ids] == [s.trajectory_id for g in groups for s in g.samples]
     per_step = [set(step.trajectory_ids) for step in steps]
-    assert sum(map(len, per_step)) == len(set().union(*per_step)), "a rollout stands in two steps"
+    assert sum(map(len, per_step)) == len(set().union(*per_step)), "a trajectory is in two steps"
     assert all(len(ids) == size for ids in per_step[:-1]) and 1 <= len(per_step[-1]) <= size
     for step in steps:
         assert step.num_trajectories == len(set(step.trajectory_ids))
@@ -68,33 +69,33 @@ def test_steps_are_whole_rollouts_in_group_order(group_of, shapes, size):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@given(shapes=rollout_shapes())
-def test_the_mass_of_a_step_is_what_its_denominators_say(group_of, mode, shapes):
-    (batch,) = convert(build(group_of, shapes), loss=loss_for(mode), global_batch_size=1000)
+@given(shapes=group_shapes())
+def test_the_mass_of_a_step_is_what_its_denominators_say(mode, shapes):
+    (batch,) = convert(build(shapes), loss=loss_for(mode), global_batch_size=1000)
     pairs = zip(batch.loss_masks, batch.sample_denoms, strict=True)
     mass = sum(float(mask.sum()) / denom for mask, denom in pairs if mask.sum()) / batch.num_trajectories
     assert mass == pytest.approx(batch.expected_loss_mass)
 
 
-@given(shapes=rollout_shapes(), size=st.integers(1, 6), whiten=st.booleans())
-def test_cutting_into_steps_changes_no_reward(group_of, shapes, size, whiten):
+@given(shapes=group_shapes(), size=st.integers(1, 6), whiten=st.booleans())
+def test_cutting_into_steps_changes_no_reward(shapes, size, whiten):
     loss = LossArguments(disable_grpo_std_normalization=not whiten)
-    groups = build(group_of, shapes)
+    groups = build(shapes)
     (whole,) = convert(groups, loss=loss, global_batch_size=1000)
     steps = convert(groups, loss=loss, global_batch_size=size)
     assert [r for step in steps for r in step.rewards] == whole.rewards
 
 
-def test_interleaved_samples_of_a_rollout_come_together(group_of):
-    (group,) = build(group_of, [[[(1, 0.0), (2, 0.0)], [(3, 1.0)]]])
+def test_interleaved_samples_of_a_trajectory_come_together():
+    (group,) = build([[[(1, 0.0), (2, 0.0)], [(3, 1.0)]]])
     group.samples = [group.samples[i] for i in (0, 2, 1)]
     first, second = convert([group], loss=LossArguments(), global_batch_size=1)
     assert (first.trajectory_ids, second.trajectory_ids) == ([0, 0], [1])
     assert first.rewards[0] == first.rewards[1] < 0 < second.rewards[0]
 
 
-def test_columns_are_those_of_the_samples(group_of):
-    groups = build(group_of, [[[(2, 1.0)], [(0, 0.0)]]])
+def test_columns_are_those_of_the_samples():
+    groups = build([[[(2, 1.0)], [(0, 0.0)]]])
     (batch,) = convert(groups, loss=LossArguments(disable_rewards_normalization=True), global_batch_size=2)
     assert batch.rewards == [1.0, 0.0]
     for i, sample in enumerate(groups[0].samples):
@@ -107,42 +108,42 @@ def test_columns_are_those_of_the_samples(group_of):
     assert {len(c) for c in columns if isinstance(c, list)} == {2}
 
 
-def test_prompt_mean_never_cuts_a_group(group_of):
-    groups = build(group_of, [[[(1, 0.0)]] * 4] * 3)
+def test_prompt_mean_never_cuts_a_group():
+    groups = build([[[(1, 0.0)]] * 4] * 3)
     assert [len(s) for s in convert(groups, loss=loss_for("prompt_mean"), global_batch_size=8)] == [8, 4]
-    with pytest.raises(ValueError, match="--global-batch-size 6: a step would cut prompt group 1 of 4 rollouts"):
+    with pytest.raises(ValueError, match="--global-batch-size 6: a step would cut prompt group 1 of 4 trajectories"):
         convert(groups, loss=loss_for("prompt_mean"), global_batch_size=6)
-    uneven = build(group_of, [[[(1, 0.0)]] * 4, [[(1, 0.0)]] * 3])
-    with pytest.raises(ValueError, match="here they have 3 to 4 rollouts"):
+    uneven = build([[[(1, 0.0)]] * 4, [[(1, 0.0)]] * 3])
+    with pytest.raises(ValueError, match="here they have 3 to 4 trajectories"):
         convert(uneven, loss=loss_for("prompt_mean"), global_batch_size=6)
     assert [len(s) for s in convert(groups, loss=LossArguments(), global_batch_size=6)] == [6, 6]
 
 
 @pytest.mark.parametrize("normalized", [True, False])
-def test_a_reward_that_is_no_number_is_told(group_of, normalized):
-    groups = build(group_of, [[[(2, 1.0)], [(3, float("nan"))]]])
+def test_a_reward_that_is_not_finite_is_refused(normalized):
+    groups = build([[[(2, 1.0)], [(3, float("nan"))]]])
     loss = LossArguments(disable_rewards_normalization=not normalized)
     with pytest.raises(ValueError, match="nan for rollout 1 of prompt group 0; a reward must be finite"):
         convert(groups, loss=loss, global_batch_size=2)
 
 
-def test_fine_tuning_needs_no_rewards(group_of):
-    groups = build(group_of, [[[(2, 1.0)], [(3, 0.0)]]])
+def test_fine_tuning_needs_no_rewards():
+    groups = build([[[(2, 1.0)], [(3, 0.0)]]])
     for sample in groups[0].samples:
         sample.reward = None
     (batch,) = convert(groups, loss=LossArguments(loss_type="sft_loss"), global_batch_size=2)
     assert batch.rewards == [0.0, 0.0]
 
 
-def test_a_column_of_the_wrong_length_is_told(group_of):
-    groups = build(group_of, [[[(2, 1.0)]]])
+def test_a_column_of_the_wrong_length_is_refused():
+    groups = build([[[(2, 1.0)]]])
     groups[0].samples[0].loss_mask.pop()
     with pytest.raises(ValueError, match="loss_mask has 2 entries for 3 response tokens"):
         convert(groups, loss=LossArguments(), global_batch_size=1)
 
 
-def test_rewards_are_normalized_as_the_flags_say(group_of):
-    groups = build(group_of, [[[(2, 1.0)], [(2, 0.0)], [(2, 0.0)], [(2, 0.0)]]])
+def test_rewards_are_normalized_as_the_flags_say():
+    groups = build([[[(2, 1.0)], [(2, 0.0)], [(2, 0.0)], [(2, 0.0)]]])
     (centred,) = convert(groups, loss=LossArguments(disable_grpo_std_normalization=True), global_batch_size=4)
     (scaled,) = convert(groups, loss=LossArguments(), global_batch_size=4)
     assert centred.rewards == pytest.approx([0.75, -0.25, -0.25, -0.25])
@@ -157,7 +158,7 @@ def test_rewards_are_normalized_as_the_flags_say(group_of):
         ("reinforce_plus_plus_baseline", [0.75, -0.25, -0.25, -0.25]),
     ],
 )
-def test_rewards_of_estimators_by_token(group_of, estimator, expected):
-    groups = build(group_of, [[[(2, 1.0)], [(2, 0.0)], [(2, 0.0)], [(2, 0.0)]]])
+def test_rewards_of_estimators_by_token(estimator, expected):
+    groups = build([[[(2, 1.0)], [(2, 0.0)], [(2, 0.0)], [(2, 0.0)]]])
     (batch,) = convert(groups, loss=LossArguments(advantage_estimator=estimator), global_batch_size=4)
     assert batch.rewards == pytest.approx(expected) and batch.position_in_step == [0, 1, 2, 3]

@@ -1,0 +1,210 @@
+"""One prompt group, from a drawn prompt to scored samples: generate, score, filter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from typing import Any, Protocol
+
+from miles.arguments.rollout import RolloutArguments
+from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams
+from miles.rewards.base import RewardFunction
+from miles.rewards.scoring import score
+from miles.rollout.filters import FilterDecision, load_group_filter
+from miles.sample import Prompt, PromptGroup, Sample, SampleStatus
+
+SeedOf = Callable[[int, int], int]  # (group_index, position of the sample in its group) -> seed
+
+STATUS: dict[FinishReason, SampleStatus] = {
+    "stop": SampleStatus.COMPLETED,
+    "length": SampleStatus.TRUNCATED,
+    "abort": SampleStatus.ABORTED,
+}
+
+
+class Detokenizer(Protocol):
+    """The part of a tokenizer that generation needs."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
+        """Return the text of one sequence."""
+        ...
+
+
+class GroupGenerator(Protocol):
+    """Generates the unscored samples of a group. ``generate_group`` is one; another calls a user's function.
+
+    The result is a new group with ``n_samples`` trajectories of ``group``'s prompt. Trajectory k has
+    ``trajectory_id = group_index * n_samples + k``.
+    """
+
+    async def __call__(
+        self,
+        group: PromptGroup,
+        engine: Engine,
+        sampling: SamplingParams,
+        tokenizer: Any,
+        *,
+        n_samples: int,
+        seed_of: SeedOf,
+        max_context_len: int | None = None,
+    ) -> PromptGroup:
+        """Return the new group. ``max_context_len`` limits prompt and response together, in tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class GroupTools:
+    """What produces groups, in training and in evaluation.
+
+    ``reward_error_value`` is the reward of samples that the reward function fails on; None raises instead.
+    """
+
+    engine: Engine
+    tokenizer: Any  # a transformers tokenizer; see ``Detokenizer``
+    generate: GroupGenerator
+    reward_function: RewardFunction
+    reward_error_value: float | None = None
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """How the samples of a group are drawn, and which groups are kept (all, if there is no filter)."""
+
+    sampling: SamplingParams
+    n_samples: int
+    seed_of: SeedOf
+    max_context_len: int | None = None  # prompt and response together, in tokens
+    group_filter: Callable[[PromptGroup], FilterDecision] | None = None
+
+    @classmethod
+    def for_training(cls, rollout: RolloutArguments, seed: int) -> GroupSpec:
+        """Return what the flags of training ask for.
+
+        Raises:
+            ValueError: ``--dynamic-sampling-filter-path`` cannot be imported.
+        """
+        path = rollout.dynamic_sampling_filter_path
+        return cls(
+            sampling_params(rollout),
+            rollout.n_samples_per_prompt,
+            partial(response_seed, seed),
+            rollout.rollout_max_context_len,
+            None if path is None else load_group_filter(path),
+        )
+
+
+@dataclass(frozen=True)
+class ProducedGroup:
+    """A generated and scored group. ``drop_reason`` is None if the filter keeps it."""
+
+    group: PromptGroup
+    reward_errors: int = 0  # samples that the reward function failed on
+    drop_reason: str | None = None
+
+
+async def produce_group(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> ProducedGroup:
+    """Generate, score and filter one group; many calls run at once.
+
+    Truncated and aborted samples are kept, and scored like the others.
+
+    Raises:
+        Exception: Whatever generation, the reward function and the filter raise.
+    """
+    group = await tools.generate(
+        drawn,
+        tools.engine,
+        spec.sampling,
+        tools.tokenizer,
+        n_samples=spec.n_samples,
+        seed_of=spec.seed_of,
+        max_context_len=spec.max_context_len,
+    )
+    errors = await score(group.samples, tools.reward_function, tools.reward_error_value)
+    decision = None if spec.group_filter is None else spec.group_filter(group)
+    return ProducedGroup(group, errors, None if decision is None or decision.keep else decision.reason)
+
+
+def response_seed(*parts: int | str) -> int:
+    """Return a 63-bit seed that is a pure function of ``parts`` (run seed, group, sample, …) on every machine.
+
+    It is a hash rather than a counter: a resumed run repeats its seeds exactly, and neighbors share no structure.
+    """
+    digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def sampling_params(rollout: RolloutArguments) -> SamplingParams:
+    """Return the sampling of training. Engines add the model's own end-of-sequence tokens to the stop tokens."""
+    assert rollout.rollout_max_response_len is not None, "validate() requires --rollout-max-response-len"
+    return SamplingParams(
+        max_new_tokens=rollout.rollout_max_response_len,
+        temperature=rollout.rollout_temperature,
+        top_p=rollout.rollout_top_p,
+        top_k=rollout.rollout_top_k,
+        stop_token_ids=tuple(rollout.rollout_stop_token_ids or ()),
+    )
+
+
+def fit_context(sampling: SamplingParams, prompt: Prompt, max_context_len: int | None) -> SamplingParams:
+    """Return ``sampling`` with ``max_new_tokens`` cut so that prompt and response fit into ``max_context_len`` tokens.
+
+    Raises:
+        ValueError: The prompt leaves no room for a response.
+    """
+    if max_context_len is None:
+        return sampling
+    room = max_context_len - len(prompt.token_ids)
+    if room < 1:
+        raise ValueError(
+            f"--rollout-max-context-len {max_context_len}: the prompt {prompt.source or repr(prompt.text[:40])} alone "
+            f"has {len(prompt.token_ids)} tokens, which leaves no room for a response; raise the limit, or drop such "
+            f"prompts with --rollout-max-prompt-len"
+        )
+    return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+
+
+async def generate_group(
+    group: PromptGroup,
+    engine: Engine,
+    sampling: SamplingParams,
+    tokenizer: Detokenizer,
+    *,
+    n_samples: int,
+    seed_of: SeedOf,
+    max_context_len: int | None = None,
+) -> PromptGroup:
+    """Generate a group in one engine request: a ``GroupGenerator`` whose trajectories have one sample each.
+
+    The text of a sample is decoded without special tokens. Its mask is 1 on every generated token.
+
+    Raises:
+        ValueError: The prompt leaves no room for a response (``fit_context``), or the engine refuses it.
+    """
+    request = GenerationRequest(
+        prompt_ids=group.prompt.token_ids,
+        seeds=tuple(seed_of(group.group_index, k) for k in range(n_samples)),
+        sampling=fit_context(sampling, group.prompt, max_context_len),
+    )
+    generations = await engine.generate(request)
+    assert len(generations) == n_samples, f"the engine gave {len(generations)} responses for {n_samples} seeds"
+    first_id = group.group_index * n_samples
+    samples = [_sample(group, first_id + k, generation, tokenizer) for k, generation in enumerate(generations)]
+    return PromptGroup(group.group_index, group.prompt, samples)
+
+
+def _sample(group: PromptGroup, trajectory_id: int, generation: Generation, tokenizer: Detokenizer) -> Sample:
+    sample = Sample(
+        prompt=group.prompt,
+        group_index=group.group_index,
+        trajectory_id=trajectory_id,
+        response_ids=list(generation.token_ids),
+        response=tokenizer.decode(generation.token_ids, skip_special_tokens=True),
+        loss_mask=[1] * len(generation.token_ids),
+        rollout_log_probs=list(generation.log_probs),
+        status=STATUS[generation.finish_reason],
+        weight_versions=generation.token_versions,
+    )
+    sample.check()
+    return sample

@@ -1,0 +1,103 @@
+"""What an iteration reports about its samples: rewards, lengths, pass@k, and how old the weights behind them are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import comb
+from statistics import stdev
+
+from miles.metrics import Metric
+from miles.rollout.filters import has_reward_spread
+from miles.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
+
+PASS_REWARD = 1.0  # a sample passes with this reward or more
+
+
+def rollout_metrics(
+    kept: Sequence[PromptGroup], generated: Sequence[PromptGroup], reward_errors: int, log_passrate: bool
+) -> dict[str, Metric]:
+    """Return the metrics ``rollout/…`` of one iteration.
+
+    Args:
+        kept: The groups that are trained on. They give reward, reward_std (unbiased, within a group, averaged over
+            groups), the lengths of prompts and responses in tokens, and the truncated and aborted fractions.
+        generated: All groups, so that a filter does not bias zero_std_groups (a fraction), pass@k and tokens (a total).
+        reward_errors: Samples that the reward function failed on.
+        log_passrate: Whether to report pass@k.
+    """
+    samples = [sample for group in kept for sample in group.samples]
+    metrics = {
+        "reward": Metric.mean(reward for group in kept for reward in group.rewards),
+        "reward_std": Metric.mean(_reward_std(group) for group in kept),
+        "prompt_length": Metric.mean(len(s.prompt.token_ids) for s in samples),
+        **response_metrics(samples),
+        "zero_std_groups": Metric.mean(not has_reward_spread(group) for group in generated),
+        "tokens": Metric(sum(len(s.response_ids) for group in generated for s in group.samples), 1.0),
+        "reward_errors": Metric(reward_errors, 1.0),
+    }
+    if log_passrate:
+        metrics |= pass_at_k_metrics(group.rewards for group in generated)
+    return {f"rollout/{name}": metric for name, metric in metrics.items()}
+
+
+def response_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
+    """Return means over samples, without a prefix: response_length in tokens, truncated_fraction, aborted_fraction."""
+    return {
+        "response_length": Metric.mean(len(s.response_ids) for s in samples),
+        "truncated_fraction": Metric.mean(s.status is SampleStatus.TRUNCATED for s in samples),
+        "aborted_fraction": Metric.mean(s.status is SampleStatus.ABORTED for s in samples),
+    }
+
+
+def _reward_std(group: PromptGroup) -> float:
+    return stdev(group.rewards) if has_reward_spread(group) else 0.0
+
+
+def staleness_metrics(groups: Sequence[PromptGroup], trained_version: int) -> dict[str, Metric]:
+    """Return how old the weights behind the loss tokens are.
+
+    ``rollout/staleness`` and ``rollout/staleness_max`` are the mean and the maximum over tokens, in weight versions
+    behind ``trained_version`` (the version that trains on them). ``rollout/mixed_version_samples`` is the fraction of
+    samples that several versions generated.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    tokens: Counter[tuple[int, int]] = Counter()  # by (version, loss mask); counted in C, since there are millions
+    for sample in samples:
+        tokens.update(zip(sample.weight_versions, sample.loss_mask, strict=False))  # versions may not be recorded
+    behind = {trained_version - v: n for (v, mask), n in tokens.items() if mask and v != NO_WEIGHTS}
+    mixed = [len(set(sample.weight_versions) - {NO_WEIGHTS}) > 1 for sample in samples]
+    return {
+        "rollout/staleness": Metric(sum(age * n for age, n in behind.items()), sum(behind.values())),
+        "rollout/staleness_max": Metric(max(behind, default=0), 1.0),
+        "rollout/mixed_version_samples": Metric.mean(mixed),
+    }
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Return the chance that at least one of k responses to a prompt passes, given ``c`` passes in ``n`` responses.
+
+    This is the unbiased estimate 1 - C(n-c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
+
+    >>> pass_at_k(n=4, c=1, k=2)
+    0.5
+    """
+    assert 0 <= c <= n and 1 <= k <= n, f"pass@{k} of {c} passes in {n} responses is not defined"
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+def powers_of_two(n: int) -> list[int]:
+    """Return 1, 2, 4, … up to and including ``n``."""
+    return [1 << i for i in range(n.bit_length())]
+
+
+def pass_at_k_metrics(rewards_by_prompt: Iterable[Sequence[float]]) -> dict[str, Metric]:
+    """Return ``pass@1``, ``pass@2``, ``pass@4``, …: means over the prompts that have at least k responses."""
+    metrics: dict[str, Metric] = {}
+    for rewards in rewards_by_prompt:
+        passes = sum(reward >= PASS_REWARD for reward in rewards)
+        for k in powers_of_two(len(rewards)):
+            name = f"pass@{k}"
+            estimate = Metric(pass_at_k(len(rewards), passes, k), 1.0)
+            metrics[name] = metrics[name] + estimate if name in metrics else estimate
+    return metrics

@@ -1,0 +1,253 @@
+"""The rollout side of a run, without Ray: prompts, engine, rewards, filters and evaluation; it ends at scored groups.
+
+::
+
+    PromptStream ─ draw ─> PromptGroup ─ engine ─> samples ─ reward ─ filter ─> scored groups of one iteration
+                              └────────── produce_group ────────────┘          └── a GroupCollector ──┘
+
+``build_pipeline`` chooses the parts from the flags. ``RolloutGate`` decides when each call may run (ordering.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from miles.arguments.reward import RewardArguments
+from miles.arguments.rollout import RolloutArguments
+from miles.arguments.settings import Settings
+from miles.data.prompts import load_prompts
+from miles.data.stream import PromptStream
+from miles.data.tokenizer import load_tokenizer
+from miles.engine.base import Engine
+from miles.metrics import Metric
+from miles.rewards.registry import get_reward_function
+from miles.rollout.collect import BurstCollector, GroupCollector, PromptSource, ScoredGroups
+from miles.rollout.debug_data import SavedGroups, save_rollout
+from miles.rollout.evaluate import EvalSet, evaluate, load_eval_sets
+from miles.rollout.groups import GroupSpec, GroupTools, produce_group
+from miles.rollout.interruptible_engine import InterruptibleEngine
+from miles.rollout.metrics import staleness_metrics
+from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, RolloutGate, Start
+from miles.rollout.rollout_function import FunctionCollector, RolloutTools, load_rollout_function
+from miles.rollout.stream_collector import StreamCollector
+from miles.rollout.trajectory import get_group_generator
+from miles.weights import WeightChunk
+
+
+@dataclass(frozen=True)
+class CollectedIteration:
+    """The scored groups of an iteration, and the position in the prompts after they were drawn."""
+
+    scored: ScoredGroups
+    prompts_after: dict[str, Any]
+
+
+class RolloutPipeline:
+    """Collects iterations, evaluates, and loads weights into the engine, in one process and one event loop.
+
+    Calls may overlap: under ``--async-steps`` iterations are collected while weights arrive and checkpoints are saved.
+
+    Args:
+        engine: None if nothing is generated (saved samples, no evaluation).
+        tools: What evaluation generates with; None without an engine.
+        stream: None if there are no prompts to train on.
+        num_iterations: How many iterations the run has.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Any,
+        engine: Engine | None,
+        tools: GroupTools | None,
+        collector: GroupCollector,
+        stream: PromptStream | None,
+        eval_sets: list[EvalSet],
+        rollout: RolloutArguments,
+        rule: OrderingRule,
+        seed: int,
+        num_iterations: int,
+    ) -> None:
+        self.engine = engine
+        self.num_iterations = num_iterations
+        self._tokenizer = tokenizer
+        self._tools = tools
+        self._collector = collector
+        self._stream = stream
+        self._eval_sets = eval_sets
+        self._rollout = rollout
+        self._rule = rule
+        self._seed = seed
+        self._gate = RolloutGate()
+        self._positions: dict[int, dict[str, Any]] = {}  # in the prompts, before each iteration in progress
+
+    @asynccontextmanager
+    async def collecting(self, start: Start) -> AsyncIterator[CollectedIteration]:
+        """Collect ``start.iteration`` when its turn comes, and yield its scored groups.
+
+        The next iteration starts when the block is left: converting the groups belongs into the block.
+        """
+        async with self._gate.collecting(start):
+            oldest = start.iteration - self._rule.max_staleness  # that the launcher may still ask for
+            self._positions = {i: position for i, position in self._positions.items() if i >= oldest}
+            self._positions[start.iteration] = self._collector.state()
+            scored = await self._collect(start.iteration)
+            prompts_after = self._collector.state()
+            if self._rollout.save_debug_rollout_data is not None:
+                path = self._rollout.save_debug_rollout_data
+                await asyncio.to_thread(save_rollout, path, start.iteration, scored.groups)
+            yield CollectedIteration(scored, prompts_after)
+
+    async def _collect(self, iteration: int) -> ScoredGroups:
+        began = time.perf_counter()
+        scored = await self._collector.collect(iteration)
+        metrics = scored.metrics
+        if self._rule.generates_stale_tokens and self._rollout.load_debug_rollout_data is None:
+            metrics = metrics | staleness_metrics(scored.groups, iteration)
+        if self._rule.overlap is not Overlap.SYNCHRONOUS:  # otherwise it is the launcher's time/generate
+            metrics = metrics | {"time/rollout": Metric(time.perf_counter() - began)}
+        return replace(scored, metrics=metrics)
+
+    async def evaluate(self) -> dict[str, Metric]:
+        """Return the metrics of every evaluation set under the engine's weights."""
+        assert self._tools is not None, "evaluation generates, so there is an engine"
+        async with self._gate.evaluating():
+            metrics, _ = await evaluate(self._eval_sets, self._tools, self._seed)
+        return metrics
+
+    async def update_weights(self, chunks: Iterable[WeightChunk], version: int, after: int | None = None) -> None:
+        """Give the engine weights of ``version``, when iteration ``after`` is collected (None: at once)."""
+        async with self._gate.loading(version, after):
+            if self.engine is not None:
+                await self.engine.update_weights(chunks, version)
+            self._collector.weights_changed(version)
+
+    def state(self, iterations_done: int) -> dict[str, Any]:
+        """Return the position in the prompts before iteration ``iterations_done``, for a checkpoint.
+
+        That iteration may be in progress already, or complete.
+        """
+        return self._positions.get(iterations_done) or self._collector.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's position in the prompts."""
+        if self._stream is not None and state:
+            self._stream.restore(state)
+
+    def save_tokenizer(self, folder: str) -> None:
+        """Add the tokenizer to a Hugging Face export."""
+        self._tokenizer.save_pretrained(folder)
+
+    async def close(self) -> None:
+        """Close the engine. No call may follow."""
+        if self.engine is not None:
+            await self.engine.close()
+
+
+async def build_pipeline(settings: Settings, start_engine: Callable[[], Awaitable[Engine]]) -> RolloutPipeline:
+    """Load what the flags name, start the engine last, and connect the parts.
+
+    Raises:
+        ValueError: A prompt row is malformed, a reward or function is unknown, and the like.
+    """
+    rollout, reward, data = settings.rollout, settings.reward, settings.data
+    assert settings.model.hf_checkpoint is not None, "validate() requires --hf-checkpoint"
+    tokenizer = load_tokenizer(settings.model.hf_checkpoint)
+    scores = reward.rm_type is not None or reward.custom_rm_path is not None
+    reward_function = get_reward_function(reward) if scores else None
+    eval_sets = load_eval_sets(settings.evaluation, data, rollout, tokenizer)
+    stream: PromptStream | None = None
+    num_prompts = 0
+    if data.prompt_data is not None:
+        prompts = load_prompts(data.prompt_data, data, tokenizer).prompts
+        stream = PromptStream(prompts, data.rollout_shuffle, data.rollout_seed)
+        num_prompts = len(prompts)
+    generate = get_group_generator(rollout)
+    num_iterations = _num_iterations(rollout, num_prompts)
+    engine = await start_engine() if settings.generates else None
+    tools: GroupTools | None = None
+    if engine is not None:
+        assert reward_function is not None, "validate() requires a reward if samples are generated"
+        tools = GroupTools(engine, tokenizer, generate, reward_function, reward.reward_error_value)
+    try:
+        collector = build_collector(stream, tools, rollout, reward, data.rollout_seed, num_iterations)
+    except BaseException:
+        if engine is not None:
+            await engine.close()
+        raise
+    return RolloutPipeline(
+        tokenizer=tokenizer,
+        engine=engine,
+        tools=tools,
+        collector=collector,
+        stream=stream,
+        eval_sets=eval_sets,
+        rollout=rollout,
+        rule=OrderingRule.from_flags(rollout),
+        seed=data.rollout_seed,
+        num_iterations=num_iterations,
+    )
+
+
+def _num_iterations(rollout: RolloutArguments, num_prompts: int) -> int:
+    """Return ``--num-rollout``, or the iterations of ``--num-epoch`` passes over the prompts."""
+    if rollout.num_rollout is not None:
+        return rollout.num_rollout
+    assert rollout.num_epoch is not None and rollout.rollout_batch_size is not None, "validate() requires one of them"
+    return math.ceil(rollout.num_epoch * num_prompts / rollout.rollout_batch_size)
+
+
+def build_collector(
+    stream: PromptSource | None,
+    tools: GroupTools | None,
+    rollout: RolloutArguments,
+    reward: RewardArguments,
+    seed: int,
+    num_iterations: int,
+) -> GroupCollector:
+    """Return the collector that the flags choose: saved groups, the user's function, bursts, or a stream of groups.
+
+    Args:
+        stream: The prompts; may be None for saved groups.
+        tools: What groups are produced with; may be None for saved groups.
+        rollout: The flags that decide.
+        reward: The flags of rewards.
+        seed: The seed of the run's responses.
+        num_iterations: How many iterations the run has.
+
+    Raises:
+        ValueError: A function or a filter cannot be imported.
+    """
+    if rollout.load_debug_rollout_data is not None:
+        return SavedGroups(rollout.load_debug_rollout_data, reward.log_passrate, stream)
+    assert stream is not None and tools is not None, "validate() requires --prompt-data"
+    rule = OrderingRule.from_flags(rollout)
+    spec = GroupSpec.for_training(rollout, seed)
+    path = rollout.rollout_function_path
+    if path is not None:
+        make_group = partial(produce_group, tools=tools, spec=spec)
+        function_tools = RolloutTools(
+            stream, make_group, tools.engine, tools.tokenizer, tools.reward_function, rollout, reward
+        )
+        return FunctionCollector(path, load_rollout_function(path), function_tools)
+    if rule.leftover is LeftoverGroups.AWAIT:
+        return BurstCollector(stream, partial(produce_group, tools=tools, spec=spec), rollout, reward, rule)
+    engine = tools.engine
+    interruptible = InterruptibleEngine(engine) if rule.leftover is LeftoverGroups.INTERRUPT else None
+    return StreamCollector(
+        stream,
+        partial(produce_group, tools=replace(tools, engine=interruptible or engine), spec=spec),
+        rollout,
+        reward,
+        rule,
+        num_iterations=num_iterations,
+        engine=engine,
+        interruptible=interruptible,
+    )

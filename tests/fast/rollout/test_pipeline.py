@@ -1,0 +1,191 @@
+"""The whole rollout side in one process, without Ray: a tiny model, the embedded engine, real prompts and rewards."""
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from miles.arguments.cluster import ClusterArguments
+from miles.arguments.data import DataArguments
+from miles.arguments.evaluation import EvaluationArguments
+from miles.arguments.model import ModelArguments
+from miles.arguments.reward import RewardArguments
+from miles.arguments.rollout import RolloutArguments
+from miles.arguments.settings import Settings
+from miles.arguments.training import TrainingArguments
+from miles.batching.schedule import build_shards
+from miles.engine.embedded.torch_engine import TorchEngine
+from miles.objective.canary import CanarySchedule
+from miles.rollout import pipeline as pipelines
+from miles.rollout.debug_data import load_rollout
+from miles.rollout.ordering import Start
+from miles.rollout.pipeline import build_pipeline
+from miles.weights import WeightChunk
+
+PROMPTS = 5  # in the set: the third iteration of two prompts starts the second pass
+
+
+@pytest.fixture
+def settings(tiny_model, tmp_path):
+    path = tmp_path / "sums.jsonl"
+    rows = [{"prompt": f"{i} + {i} = ", "label": str(2 * i)} for i in range(PROMPTS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def of(**rollout):
+        rollout = {"num_rollout": 3, "rollout_batch_size": 2, "n_samples_per_prompt": 2} | rollout
+        return Settings(
+            model=ModelArguments(hf_checkpoint=tiny_model),
+            data=DataArguments(prompt_data=str(path), input_key="prompt", rollout_shuffle=True),
+            reward=RewardArguments(rm_type="length"),
+            rollout=RolloutArguments(rollout_max_response_len=6, **rollout),
+            evaluation=EvaluationArguments(eval_prompt_data=("held", str(path))),
+            training=TrainingArguments(global_batch_size=2),
+            cluster=ClusterArguments(actor_num_gpus_per_node=1),
+        )
+
+    return of
+
+
+@pytest.fixture
+def weights(tiny_model):
+    return [WeightChunk(dict(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).named_parameters()))]
+
+
+async def build(settings):
+    async def start_engine():
+        return TorchEngine(settings.model.hf_checkpoint, torch.float32, "cpu", max_batch_size=8)
+
+    return await build_pipeline(settings, start_engine)
+
+
+async def collect(pipeline, weights, iteration, after=None):
+    """Load the weights of the iteration, then collect it."""
+    await pipeline.update_weights(weights, iteration, after)
+    async with pipeline.collecting(Start(iteration, after, iteration)) as collected:
+        return collected
+
+
+def test_iterations_end_at_scored_groups(settings, weights):
+    async def scenario():
+        pipeline = await build(settings())
+        assert pipeline.num_iterations == 3
+        return [await collect(pipeline, weights, i, i - 1 if i else None) for i in range(3)]
+
+    found = asyncio.run(scenario())
+    groups = [group for collected in found for group in collected.scored.groups]
+    assert [group.group_index for group in groups] == [0, 1, 2, 3, 4, 5]
+    assert len({group.prompt.text for group in groups[:PROMPTS]}) == PROMPTS
+    for iteration, collected in enumerate(found):
+        assert collected.prompts_after["next_group_index"] == 2 * (iteration + 1)
+        samples = [sample for group in collected.scored.groups for sample in group.samples]
+        assert [s.trajectory_id for s in samples] == [4 * iteration + i for i in range(4)]
+        for sample in samples:
+            assert sample.reward is not None and set(sample.weight_versions) == {iteration}
+        rewards = [sample.reward for sample in samples]
+        assert collected.scored.metrics["rollout/reward"].value == pytest.approx(sum(rewards) / 4)
+
+
+def test_the_groups_become_shards_without_ray(settings, weights):
+    async def scenario():
+        pipeline = await build(settings())
+        return await collect(pipeline, weights, 0)
+
+    flags = settings()
+    groups = asyncio.run(scenario()).scored.groups
+    shards = build_shards(0, groups, flags, CanarySchedule(flags.loss))
+    assert [len(of_rank) for of_rank in shards] == [2]  # one token rank, two steps of two trajectories
+    assert [shard.batch.trajectory_ids for shard in shards[0]] == [[0, 1], [2, 3]]
+    assert [shard.expected_loss_mass is not None for shard in shards[0]] == [True, False]  # --loss-canary first
+
+
+def test_a_restored_pipeline_continues_as_if_it_had_never_stopped(settings, weights):
+    async def scenario():
+        pipeline = await build(settings())
+        await collect(pipeline, weights, 0)
+        state = pipeline.state(1)
+        straight = await collect(pipeline, weights, 1, after=0)
+        resumed = await build(settings())
+        resumed.restore(json.loads(json.dumps(state)))
+        return straight, await collect(resumed, weights, 1), pipeline.state(1), state
+
+    straight, resumed, state_during, state_before = asyncio.run(scenario())
+    assert resumed.scored == straight.scored
+    assert state_during == state_before  # iteration 1 is complete, and not trained on yet
+
+
+def test_saved_groups_are_trained_on_again_without_an_engine(settings, weights, tmp_path):
+    template = str(tmp_path / "saved_{iteration}.jsonl")
+
+    async def saving():
+        return await collect(await build(settings(save_debug_rollout_data=template)), weights, 0)
+
+    async def loading():
+        flags = settings(load_debug_rollout_data=template)
+        pipeline = await build_pipeline(
+            Settings(model=flags.model, data=flags.data, reward=flags.reward, rollout=flags.rollout), start_engine=None
+        )
+        return await collect(pipeline, weights, 0)
+
+    saved, loaded = asyncio.run(saving()), asyncio.run(loading())
+    assert load_rollout(template, 0) == saved.scored.groups == loaded.scored.groups
+    assert loaded.scored.metrics == saved.scored.metrics
+
+
+def test_evaluation_repeats_and_leaves_training_alone(settings, weights):
+    async def scenario(evaluations):
+        pipeline = await build(settings())
+        await pipeline.update_weights(weights, 0)
+        metrics = [await pipeline.evaluate() for _ in range(evaluations)]
+        async with pipeline.collecting(Start(0, None, 0)) as collected:
+            return metrics, collected.scored
+
+    (first, again), after = asyncio.run(scenario(2))
+    assert first == again and "eval/held/accuracy" in first
+    assert asyncio.run(scenario(0)) == ([], after)
+
+
+def test_an_iteration_waits_for_its_weights_and_for_the_one_before(settings, weights):
+    async def scenario():
+        pipeline, order = await build(settings(async_steps=1)), []
+
+        async def run(iteration, after, version):
+            async with pipeline.collecting(Start(iteration, after, version)) as collected:
+                order.append(f"iteration {iteration}")
+                return collected.scored.metrics
+
+        async def update(version, after):
+            await pipeline.update_weights(weights, version, after)
+            order.append(f"weights {version}")
+
+        calls = [run(2, 1, 1), update(1, 1), run(1, 0, 0), run(0, None, 0), update(0, None)]
+        return (await asyncio.gather(*calls))[0], order
+
+    metrics, order = asyncio.run(scenario())
+    assert order == ["weights 0", "iteration 0", "iteration 1", "weights 1", "iteration 2"]
+    assert metrics["rollout/staleness"].value == 1 and "time/rollout" in metrics
+
+
+def test_a_wrong_path_closes_the_engine_that_was_started(settings):
+    class Engine:
+        closed = False
+
+        async def close(self):
+            self.closed = True
+
+    engine = Engine()
+
+    async def start_engine():
+        return engine
+
+    with pytest.raises(ValueError, match="--dynamic-sampling-filter-path no.such"):
+        asyncio.run(build_pipeline(settings(dynamic_sampling_filter_path="no.such:filter"), start_engine))
+    assert engine.closed
+
+
+def test_it_imports_no_ray():
+    program = f"import sys; import {pipelines.__name__}, miles.batching.schedule; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
