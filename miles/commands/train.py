@@ -7,6 +7,7 @@ Ray are imported.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles.arguments.parser import main_parse
@@ -36,11 +37,14 @@ def main(argv: Sequence[str]) -> int:
 
 def run(settings: Settings) -> None:
     """Start Ray, train, and stop what was started; restart up to ``--max-restarts`` times if a worker process fails."""
+    from miles.cluster.folder_lock import locked_folders
     from miles.cluster.restarts import with_restarts
     from miles.cluster.session import EngineLayout, ray_session
 
     engines = EngineLayout(settings.num_engines, settings.sglang.rollout_num_gpus_per_engine)
-    with ray_session(settings.cluster, engines) as placement:
+    folders = {"--output-dir": settings.tracking.output_dir, "--save": settings.checkpoint.save}
+    written = [(flag, Path(folder)) for flag, folder in folders.items() if folder is not None]
+    with locked_folders(written), ray_session(settings.cluster, engines) as placement:
         with_restarts(settings, lambda settings: train(settings, placement))
 
 
