@@ -1,109 +1,208 @@
-"""How a section declares a flag, and the small checks that the rules are written in."""
+"""Declare flags, and check their values.
+
+The rules of a section report to an ``Errors``, which collects every broken rule, so that a user corrects a command
+line in one go. The functions at the end of this file are the same checks for a single value: they raise at once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
+
+
+class FlagError(ValueError):
+    """Report what is wrong with a command line.
+
+    Attributes:
+        messages: One message per broken rule: ``--flag value: rule; way out``.
+    """
+
+    def __init__(self, *messages: str) -> None:
+        super().__init__("\n".join(messages))
+        self.messages = messages
 
 
 def flag(default: Any, help: str, **metadata: Any) -> Any:
-    """A field with a default and a help text; ``metadata`` may hold args, choices, nargs, metavar, type.
+    """Declare a field of a section as a flag, with a default and a help text.
 
-    Section modules must not use ``from __future__ import annotations``: argparse-dataclass reads the types as objects.
+    Modules that declare flags must not use ``from __future__ import annotations``: argparse-dataclass reads the types
+    as objects.
+
+    Args:
+        default: The value when the flag is not given.
+        help: The text in ``--help`` and in docs/flags.md.
+        **metadata: ``args``, ``choices``, ``nargs``, ``metavar`` or ``type``, as argparse-dataclass takes them.
     """
     return dataclasses.field(default=default, metadata={"help": help, **metadata})
 
 
 def flag_name(field: str) -> str:
-    """``eps_clip`` as it is typed: ``--eps-clip``."""
+    """Spell a field as its flag: ``eps_clip`` is ``--eps-clip``."""
     return "--" + field.replace("_", "-")
 
 
-def refuse(field: str, value: Any, rule: str, way_out: str) -> None:
-    """Raise the error of one flag: ``--flag value: rule; way out``. A switch is shown without its value."""
-    words = " ".join(map(str, value)) if isinstance(value, tuple) else value
-    shown = "" if value is None or value is True else f" {words}"
-    raise ValueError(f"{flag_name(field)}{shown}: {rule}; {way_out}")
+def flag_choices(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """Return the values that a flag accepts, or nothing if it is not limited to some."""
+    return get_args(field.type) if get_origin(field.type) is Literal else tuple(field.metadata.get("choices") or ())
 
 
-def require(field: str, value: Any, meaning: str) -> None:
-    """Refuse a flag that is missing."""
-    if value is None:
-        raise ValueError(f"{flag_name(field)} is required: {meaning}; add {flag_name(field)} to the command")
-
-
-def finite(section: Any, *names: str) -> None:
-    """Each named field of ``section`` is None or a finite number."""
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and not math.isfinite(value):
-            refuse(name, value, "must be a finite number", "give a number")
-
-
-def at_least(section: Any, bound: float, *names: str) -> None:
-    """Each named field of ``section`` is None, or finite and at least ``bound``."""
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and not (math.isfinite(value) and value >= bound):
-            refuse(name, value, f"must be a finite number of at least {bound:g}", f"give {bound:g} or more")
-
-
-def above(section: Any, bound: float, *names: str) -> None:
-    """Each named field of ``section`` is None, or finite and above ``bound``."""
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and not (math.isfinite(value) and value > bound):
-            refuse(name, value, f"must be a finite number above {bound:g}", f"give a number above {bound:g}")
-
-
-def within(section: Any, low: float, high: float, *names: str, open_high: bool = False) -> None:
-    """Each named field is None or in [low, high]; in [low, high) with ``open_high``."""
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and not (low <= value < high or (value == high and not open_high)):
-            end = ")" if open_high else "]"
-            refuse(name, value, f"must lie in [{low:g}, {high:g}{end}", f"give a number from {low:g} to {high:g}")
+def count(number: int, noun: str) -> str:
+    """Spell a count: ``1 step``, ``2 steps``, ``2 trajectories``."""
+    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    return f"{number} {noun}" if number == 1 else f"{number} {plural}"
 
 
 def changed(section: Any, names: Iterable[str]) -> list[str]:
-    """Those of the named fields that differ from their default: what the user has set."""
+    """Return those of the named fields whose values differ from their defaults: the ones that the user has set."""
     default = {field.name: field.default for field in fields(section)}
     return [name for name in names if getattr(section, name) != default[name]]
 
 
-def refuse_ignored(section: Any, names: Iterable[str], why: str, way_out: str) -> None:
-    """Refuse flags that would have no effect: nothing that a user asks for is dropped in silence."""
-    for name in changed(section, names):
-        refuse(name, getattr(section, name), f"would be ignored {why}", f"{way_out}, or drop {flag_name(name)}")
+class Errors:
+    """Collect the broken rules of a command line."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def add(self, message: str) -> None:
+        """Add an error. The message begins with the flag: ``--flag value: rule; way out``."""
+        if message not in self.messages:
+            self.messages.append(message)
+
+    def raise_if_any(self) -> None:
+        """Raise ``FlagError`` with all messages, if there are any."""
+        if self.messages:
+            raise FlagError(*self.messages)
+
+    def none_about(self, *names: str) -> bool:
+        """Return whether none of the named fields has an error, so that rules that build on them can be checked."""
+        refused = {found[0] for message in self.messages if (found := re.match(r"--[\w-]+", message))}
+        return not refused & {flag_name(name) for name in names}
+
+    @contextmanager
+    def catching(self) -> Iterator[None]:
+        """Add the error of a block that raises ``ValueError`` at its first broken rule, and continue after it."""
+        try:
+            yield
+        except FlagError as error:
+            for message in error.messages:
+                self.add(message)
+        except ValueError as error:
+            self.add(str(error))
+
+    def refuse(self, field: str, value: Any, rule: str, way_out: str) -> None:
+        """Add ``--flag value: rule; way out``. A switch, or a value of None, is shown without its value."""
+        words = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        shown = "" if value is None or value is True else f" {words}"
+        self.add(f"{flag_name(field)}{shown}: {rule}; {way_out}")
+
+    def refuse_ignored(self, section: Any, names: Iterable[str], why: str, way_out: str) -> None:
+        """Refuse the named fields if they are set, because they would have no effect."""
+        for name in changed(section, names):
+            self.refuse(
+                name, getattr(section, name), f"would be ignored {why}", f"{way_out}, or drop {flag_name(name)}"
+            )
+
+    def require(self, field: str, value: Any, meaning: str) -> None:
+        """Refuse a missing flag."""
+        if value is None:
+            name = flag_name(field)
+            self.add(f"{name} is required: {meaning}; add {name} to the command")
+
+    def choices(self, section: Any) -> None:
+        """Check every field of ``section`` that is limited to some values."""
+        for field in fields(section):
+            value, accepted = getattr(section, field.name), flag_choices(field)
+            if accepted and value is not None and value not in accepted:
+                self.refuse(field.name, value, "no such choice", f"give one of {', '.join(accepted)}")
+
+    def _unrefused(self, section: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        """Yield name and value of the fields that are set and have no error: one value is out of range once."""
+        for name in names:
+            value = getattr(section, name)
+            if value is not None and self.none_about(name):
+                yield name, value
+
+    def finite(self, section: Any, *names: str) -> None:
+        """Check that each named field is None or a finite number."""
+        for name, value in self._unrefused(section, names):
+            if not math.isfinite(value):
+                self.refuse(name, value, "must be a finite number", "give a number")
+
+    def at_least(self, section: Any, bound: float, *names: str) -> None:
+        """Check that each named field is None, or finite and at least ``bound``."""
+        for name, value in self._unrefused(section, names):
+            if not (math.isfinite(value) and value >= bound):
+                self.refuse(name, value, f"must be a finite number of at least {bound:g}", f"give {bound:g} or more")
+
+    def above(self, section: Any, bound: float, *names: str) -> None:
+        """Check that each named field is None, or finite and above ``bound``."""
+        for name, value in self._unrefused(section, names):
+            if not (math.isfinite(value) and value > bound):
+                self.refuse(name, value, f"must be a finite number above {bound:g}", f"give a number above {bound:g}")
+
+    def within(self, section: Any, low: float, high: float, *names: str, open_high: bool = False) -> None:
+        """Check that each named field is None or in [low, high]; in [low, high) with ``open_high``."""
+        for name, value in self._unrefused(section, names):
+            if not (low <= value < high or (value == high and not open_high)):
+                end = ")" if open_high else "]"
+                self.refuse(
+                    name, value, f"must be in [{low:g}, {high:g}{end}", f"give a number from {low:g} to {high:g}"
+                )
+
+    def json_object(self, field: str, text: str | None) -> dict[str, Any]:
+        """Return the object that a JSON flag holds; an empty one if the flag is not given or holds none."""
+        if text is None:
+            return {}
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            way_out = 'write an object in single quotes, \'{"key": "value"}\''
+            self.refuse(field, text, f"not JSON ({error})", way_out)
+            return {}
+        if not isinstance(value, dict):
+            self.refuse(field, text, "must be a JSON object", 'write \'{"key": "value"}\' in single quotes')
+            return {}
+        return value
+
+    def existing_file(self, field: str, path: str) -> None:
+        """Check that ``path`` is a file."""
+        if not Path(path).is_file():
+            way_out = "check the path; it is relative to the folder in which the run starts"
+            self.refuse(field, path, "no such file", way_out)
+
+    def existing_folder(self, field: str, path: str | None) -> None:
+        """Check that ``path`` is a folder if it begins with ``/``, ``./`` or ``../``; other names may be on a hub."""
+        if path is not None and path.startswith(("/", "./", "../")) and not Path(path).is_dir():
+            self.refuse(field, path, "no such folder", "check the path, or give a Hugging Face name")
 
 
-def json_object(field: str, text: str | None) -> dict[str, Any]:
-    """The object that a JSON flag holds; an empty one where the flag is not given."""
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f'{flag_name(field)} {text}: not JSON ({error}); write an object in single quotes, \'{{"key": "value"}}\''
-        ) from None
-    if not isinstance(value, dict):
-        refuse(field, text, "must be a JSON object", 'write \'{"key": "value"}\' in single quotes')
-    return value
+@contextmanager
+def collect_errors() -> Iterator[Errors]:
+    """Give a block an ``Errors``, and raise ``FlagError`` with all that was collected when the block ends."""
+    errors = Errors()
+    yield errors
+    errors.raise_if_any()
 
 
-def existing_file(field: str, path: str) -> None:
-    """``path`` is a file."""
-    if not Path(path).is_file():
-        refuse(field, path, "no such file", "check the path; it is relative to the folder the run starts in")
+class _FirstError(Errors):
+    def add(self, message: str) -> None:
+        raise FlagError(message)
 
 
-def existing_folder(field: str, path: str | None) -> None:
-    """``path`` is a folder, where it is written as a path (``/``, ``./`` or ``../`` first); a name may be on a hub."""
-    if path is not None and path.startswith(("/", "./", "../")) and not Path(path).is_dir():
-        refuse(field, path, "no such folder", "check the path, or give a Hugging Face name")
+_first_error = _FirstError()
+refuse = _first_error.refuse
+refuse_ignored = _first_error.refuse_ignored
+require = _first_error.require
+finite = _first_error.finite
+at_least = _first_error.at_least
+above = _first_error.above
+within = _first_error.within
+json_object = _first_error.json_object

@@ -32,8 +32,8 @@ from miles.tracking.tracker import Tracker
 
 if TYPE_CHECKING:  # the loop itself needs no Ray
     from miles.arguments.checkpoint import CheckpointArguments
+    from miles.arguments.cluster import Offload
     from miles.arguments.evaluation import EvaluationArguments
-    from miles.arguments.offload_rules import Offload
     from miles.cluster.rollout_actor import RolloutDriver
     from miles.cluster.train_driver import TrainDriver
 

@@ -1,1 +1,1 @@
-"""Flags: one frozen dataclass a section, parsed, validated and explained without importing torch."""
+"""Declare, parse, validate and explain the flags, without importing torch."""

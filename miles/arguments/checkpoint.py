@@ -1,21 +1,46 @@
-"""What is saved, when, and what a run starts from."""
+"""Choose what is saved, when, and what a run starts from."""
 
 from dataclasses import dataclass
 from typing import Optional
 
-from miles.flags import flag
+from miles.arguments.cluster import ClusterArguments
+from miles.flags import Errors, flag
 
 
 @dataclass(frozen=True)
 class CheckpointArguments:
     """checkpoint: saving, resuming and exporting."""
 
-    save: Optional[str] = flag(None, "folder for checkpoints", metavar="DIR")
-    save_interval: Optional[int] = flag(None, "rollouts between checkpoints; the last rollout is always saved")
+    save: Optional[str] = flag(None, "folder of the checkpoints", metavar="DIR")
+    save_interval: Optional[int] = flag(None, "iterations between checkpoints; the last iteration is always saved")
     load: Optional[str] = flag(
-        None, "folder of checkpoints to resume the newest of; an empty one starts anew", metavar="DIR"
+        None, "folder of checkpoints, whose newest is resumed; the run starts fresh if it is empty", metavar="DIR"
     )
     no_load_optim: bool = flag(False, "do not load the optimizer's state", args=["--no-load-optim"])
     no_load_rng: bool = flag(False, "do not load the random state", args=["--no-load-rng"])
-    finetune: bool = flag(False, "load the weights only and start at rollout 0")
-    save_hf: Optional[str] = flag(None, "folder for a Hugging Face export at the end of the run", metavar="DIR")
+    finetune: bool = flag(False, "load only the weights, and start at iteration 0")
+    save_hf: Optional[str] = flag(None, "folder of a Hugging Face export at the end of the run", metavar="DIR")
+
+
+def check_checkpoint(checkpoint: CheckpointArguments, cluster: ClusterArguments, errors: Errors) -> None:
+    """Check that flags of saving have a folder to save to, and those of loading one to load from."""
+    errors.at_least(checkpoint, 1, "save_interval")
+    if checkpoint.save is None:
+        errors.refuse_ignored(checkpoint, ["save_interval"], "without --save", "add --save DIR")
+        if errors.none_about("max_restarts"):
+            why = "without --save: there would be no checkpoint to restart from"
+            errors.refuse_ignored(cluster, ["max_restarts"], why, "add --save DIR and --save-interval")
+    if checkpoint.load is None:
+        unused = ["finetune", "no_load_optim", "no_load_rng"]
+        errors.refuse_ignored(checkpoint, unused, "without --load", "add --load DIR")
+
+
+def explain_checkpoint(checkpoint: CheckpointArguments) -> list[str]:
+    """List what is saved, and when."""
+    lines = []
+    if checkpoint.save is not None:
+        when = f"every {checkpoint.save_interval} iterations and" if checkpoint.save_interval else "only"
+        lines.append(f"{checkpoint.save}: checkpoints, {when} after the last iteration")
+    if checkpoint.save_hf is not None:
+        lines.append(f"{checkpoint.save_hf}: Hugging Face export at the end")
+    return lines

@@ -1,41 +1,46 @@
-"""Where the processes of a run stand."""
+"""Set up the processes of a run: nodes, devices, Ray, and who shares a GPU with whom."""
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from miles.flags import flag
+from miles.flags import Errors, count, flag, flag_name
+
+OFFLOAD_FLAGS = ("offload_train", "offload_rollout", "no_offload_train", "no_offload_rollout")
+OFFLOADING_BACKENDS = ("fsdp",)  # the --train-backend whose state can wait in host memory
 
 
 @dataclass(frozen=True)
 class ClusterArguments:
     """cluster: processes, devices and Ray."""
 
-    ray_address: Optional[str] = flag(None, "address of a running Ray cluster; without it a local Ray is started")
+    ray_address: Optional[str] = flag(None, "address of a running Ray cluster; default: start a local Ray")
     device: Literal["auto", "cpu", "cuda"] = flag(
-        "auto", "device of trainer and engine; auto is cuda where there is one"
+        "auto", "device of the trainer and the engine; auto is cuda if there is a GPU"
     )
-    actor_num_nodes: int = flag(1, "nodes given to the trainer")
+    actor_num_nodes: int = flag(1, "nodes of the trainer")
     actor_num_gpus_per_node: int = flag(8, "trainer ranks per node: GPUs, or processes on CPU")
     rollout_num_gpus: Optional[int] = flag(
-        None, "devices given to the rollout engines (ignored with --colocate); default: those of one engine"
+        None, "devices of the rollout engines (ignored with --colocate); default: those of one engine"
     )
-    colocate: bool = flag(False, "trainer and rollout share their devices")
+    colocate: bool = flag(False, "let the trainer and the engines share their devices")
     offload_train: bool = flag(
-        False, "with --colocate on GPUs: the trainer waits in host memory while engines generate (the default there)"
+        False, "with --colocate on GPUs: keep the trainer in host memory while engines generate (the default there)"
     )
     offload_rollout: bool = flag(
-        False, "with --colocate on GPUs: engines release their memory while the trainer works (the default there)"
+        False, "with --colocate on GPUs: release the engines' memory while the trainer works (the default there)"
     )
-    no_offload_train: bool = flag(False, "with --colocate: the trainer stays on the GPU")
-    no_offload_rollout: bool = flag(False, "with --colocate: engines keep their memory")
-    distributed_timeout_minutes: int = flag(10, "minutes after which a collective operation gives up")
+    no_offload_train: bool = flag(False, "with --colocate: keep the trainer on the GPU")
+    no_offload_rollout: bool = flag(False, "with --colocate: let the engines keep their memory")
+    distributed_timeout_minutes: int = flag(10, "minutes after which a collective operation fails")
     worker_timeout: float = flag(
         300.0,
-        "seconds without a sign of life after which a worker process counts as lost, and so does an engine without "
+        "seconds without a response after which a worker process counts as lost; so does an engine without "
         "--use-fault-tolerance",
     )
     max_restarts: int = flag(
-        0, "times that a run whose worker process fails starts again from its last checkpoint in --save"
+        0, "times that a run restarts from its last checkpoint in --save after a worker process has failed"
     )
     train_env_vars: Optional[str] = flag(None, "JSON object of environment variables for the trainer processes")
 
@@ -43,3 +48,85 @@ class ClusterArguments:
     def world_size(self) -> int:
         """Number of trainer ranks."""
         return self.actor_num_nodes * self.actor_num_gpus_per_node
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Say what releases its GPU memory while the other side works, on GPUs that both share.
+
+    Attributes:
+        train: Weights and optimizer are in host memory while samples are generated.
+        rollout: The engines' memory is released while the trainer works.
+    """
+
+    train: bool
+    rollout: bool
+
+
+def check_cluster(cluster: ClusterArguments, errors: Errors) -> None:
+    """Check counts, time limits and the environment of the trainer."""
+    errors.at_least(
+        cluster, 1, "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "distributed_timeout_minutes"
+    )
+    errors.at_least(cluster, 0, "max_restarts")
+    errors.above(cluster, 0, "worker_timeout")
+    for name, value in errors.json_object("train_env_vars", cluster.train_env_vars).items():
+        if not isinstance(value, str):
+            rule = f"the value of {name} is {json.dumps(value)}, but environment variables are strings"
+            errors.refuse("train_env_vars", cluster.train_env_vars, rule, f'write "{name}": "{value}"')
+
+
+def check_offload(cluster: ClusterArguments, num_engines: int, train_backend: str, errors: Errors) -> None:
+    """Check that offload flags have an effect, and do not contradict each other.
+
+    Args:
+        cluster: The section with the flags.
+        num_engines: SGLang servers that the run starts.
+        train_backend: The value of ``--train-backend``.
+        errors: Collects what is wrong.
+    """
+    if not cluster.colocate:
+        errors.refuse_ignored(cluster, OFFLOAD_FLAGS, "without --colocate", "add that switch")
+        return
+    if num_engines == 0:
+        why = "without SGLang servers that this run starts"
+        errors.refuse_ignored(cluster, OFFLOAD_FLAGS, why, "use --rollout-engine sglang without --rollout-external")
+        return
+    for side in ("train", "rollout"):
+        if getattr(cluster, f"offload_{side}") and getattr(cluster, f"no_offload_{side}"):
+            rule = f"contradicts {flag_name(f'no_offload_{side}')}"
+            errors.refuse(f"offload_{side}", True, rule, "give one of them")
+    if cluster.offload_train and train_backend not in OFFLOADING_BACKENDS:
+        rule = f"--train-backend {train_backend} cannot offload in this version"
+        errors.refuse("offload_train", True, rule, "use --train-backend fsdp, or give --no-offload-train")
+    if cluster.device == "cpu":
+        check_offload_on_cpu(cluster, errors)
+
+
+def check_offload_on_cpu(cluster: ClusterArguments, errors: Errors) -> None:
+    """Refuse an offload that is asked for in a run on CPU."""
+    for side in ("offload_train", "offload_rollout"):
+        if getattr(cluster, side):
+            rule = "frees GPU memory, and this run is on CPU"
+            errors.refuse(side, True, rule, f"drop {flag_name(side)}")
+
+
+def notes_on_cluster(cluster: ClusterArguments) -> Iterator[str]:
+    """Yield what is allowed and has no effect."""
+    if cluster.colocate and cluster.rollout_num_gpus is not None:
+        yield f"--rollout-num-gpus {cluster.rollout_num_gpus} has no effect with --colocate"
+
+
+def explain_cluster(cluster: ClusterArguments, engines: str, train_backend: str) -> str:
+    """Describe the processes of the run in one line.
+
+    Args:
+        cluster: The section.
+        engines: The engines in words; empty if nothing is generated.
+        train_backend: The value of ``--train-backend``.
+    """
+    ray = f"joins the Ray cluster at {cluster.ray_address}" if cluster.ray_address else "starts a local Ray"
+    rollout = f"1 rollout actor with {engines}" if engines else "1 rollout actor, without an engine"
+    trainer = f"{count(cluster.world_size, 'trainer rank')} on {count(cluster.actor_num_nodes, 'node')}"
+    shared = ", on shared devices" if cluster.colocate else ""
+    return f"{ray}: {rollout}, {trainer} with {train_backend}{shared}; device: {cluster.device}"

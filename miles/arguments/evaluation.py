@@ -1,9 +1,11 @@
-"""Held-out sets and how they are sampled."""
+"""Choose the held-out sets, and how they are sampled."""
 
 from dataclasses import dataclass
 from typing import Optional
 
-from miles.flags import flag
+from miles.arguments.data import check_source
+from miles.arguments.rollout import check_truncation
+from miles.flags import Errors, count, flag
 
 
 @dataclass(frozen=True)
@@ -18,17 +20,51 @@ class EvaluationArguments:
         "YAML or JSON file of evaluation sets, each with its own sampling (instead of --eval-prompt-data)",
         metavar="FILE",
     )
-    eval_interval: Optional[int] = flag(None, "rollouts between evaluations; also before the first and after the last")
-    skip_eval_before_train: bool = flag(False, "no evaluation before the first rollout")
+    eval_interval: Optional[int] = flag(
+        None, "iterations between evaluations; also before the first and after the last"
+    )
+    skip_eval_before_train: bool = flag(False, "do not evaluate before the first iteration")
     n_samples_per_eval_prompt: int = flag(1, "responses per evaluation prompt; above 1, pass@k is logged too")
-    eval_temperature: Optional[float] = flag(None, "sampling temperature; default --rollout-temperature")
-    eval_top_p: Optional[float] = flag(None, "top-p; default --rollout-top-p")
-    eval_top_k: Optional[int] = flag(None, "top-k; default --rollout-top-k")
-    eval_max_response_len: Optional[int] = flag(None, "most tokens of a response; default --rollout-max-response-len")
-    eval_input_key: Optional[str] = flag(None, "prompt column; default --input-key")
-    eval_label_key: Optional[str] = flag(None, "answer column; default --label-key")
+    eval_temperature: Optional[float] = flag(None, "sampling temperature; default: --rollout-temperature")
+    eval_top_p: Optional[float] = flag(None, "top-p; default: --rollout-top-p")
+    eval_top_k: Optional[int] = flag(None, "top-k; default: --rollout-top-k")
+    eval_max_response_len: Optional[int] = flag(
+        None, "maximum tokens of a response; default: --rollout-max-response-len"
+    )
+    eval_input_key: Optional[str] = flag(None, "prompt column; default: --input-key")
+    eval_label_key: Optional[str] = flag(None, "answer column; default: --label-key")
 
     @property
     def has_sets(self) -> bool:
         """Whether anything is evaluated."""
         return self.eval_prompt_data is not None or self.eval_config is not None
+
+
+def check_evaluation(evaluation: EvaluationArguments, errors: Errors) -> None:
+    """Check the NAME SOURCE pairs, the interval, and that no flag is given without a set."""
+    if not evaluation.has_sets:
+        unused = [name for name in vars(evaluation) if name not in ("eval_prompt_data", "eval_config")]
+        errors.refuse_ignored(evaluation, unused, "without an evaluation set", "add --eval-prompt-data NAME SOURCE")
+        return
+    if evaluation.eval_prompt_data is not None:
+        _check_pairs(evaluation.eval_prompt_data, errors)
+    if evaluation.eval_config is not None:
+        errors.refuse_ignored(evaluation, ["eval_prompt_data"], "beside --eval-config", "list the set in that file")
+        errors.existing_file("eval_config", evaluation.eval_config)
+    errors.require("eval_interval", evaluation.eval_interval, "iterations between evaluations of the given sets")
+    errors.at_least(evaluation, 1, "eval_interval", "n_samples_per_eval_prompt", "eval_max_response_len")
+    errors.at_least(evaluation, 0, "eval_temperature")
+    check_truncation(evaluation, "eval_top_p", "eval_top_k", errors)
+
+
+def _check_pairs(words: tuple[str, ...], errors: Errors) -> None:
+    if len(words) % 2:
+        rule = f"{count(len(words), 'word')} cannot be NAME SOURCE pairs"
+        way_out = "write a name before each source: --eval-prompt-data test FILE.jsonl"
+        errors.refuse("eval_prompt_data", words, rule, way_out)
+        return
+    names = words[::2]
+    for name, source in zip(names, words[1::2], strict=True):
+        if names.count(name) > 1:
+            errors.refuse("eval_prompt_data", words, f"the name {name} is given twice", "give each set its own name")
+        check_source("eval_prompt_data", source, errors)

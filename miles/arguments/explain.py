@@ -1,22 +1,31 @@
-"""What a command would do, in one screen: --explain."""
+"""Explain what a command would do, on one screen: ``--explain``. Each section describes its own part."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+from miles.arguments.checkpoint import explain_checkpoint
+from miles.arguments.cluster import explain_cluster
+from miles.arguments.critic import explain_critic
+from miles.arguments.parallel import explain_ranks
+from miles.arguments.rollout import explain_generation, explain_length, explain_saved_samples, unused_in_rollout
 from miles.arguments.settings import Settings
+from miles.arguments.sglang.settings import explain_servers
+from miles.arguments.tracking import explain_tracking
+from miles.arguments.training import explain_step, unused_in_training
 from miles.arguments.validate import Validated
 from miles.objective.explain import clip_bounds, objective_formula, objective_in_words, token_weights
-from miles.parallel.dims import ParallelDims
 
 __all__ = ["explain", "objective_formula", "objective_in_words"]
 
+WIDTH = 110
+
 
 def explain(validated: Validated) -> str:
-    """The text that ``--explain`` prints: objective, arithmetic of a step, notes, idle flags, files and processes."""
+    """Return the text that ``--explain`` prints."""
     settings = validated.settings
-    sections = [
+    parts = [
         ("Objective", [objective_in_words(settings), "", *objective_formula(settings).splitlines()]),
         ("Weight of one token", _weights(settings)),
         ("Batch", _batch(settings)),
@@ -25,16 +34,12 @@ def explain(validated: Validated) -> str:
         ("Files", _files(settings)),
         ("Processes", _processes(settings)),
     ]
-    return "\n\n".join(_section(title, lines) for title, lines in sections if lines)
+    return "\n\n".join(_part(title, lines) for title, lines in parts if lines)
 
 
-def _section(title: str, lines: Iterable[str]) -> str:
-    wrapped = (part for line in lines for part in (textwrap.wrap(line, 110) if len(line) > 110 else [line]))
+def _part(title: str, lines: Iterable[str]) -> str:
+    wrapped = (row for line in lines for row in (textwrap.wrap(line, WIDTH) if len(line) > WIDTH else [line]))
     return "\n".join([title, *(f"  {line}".rstrip() for line in wrapped)])
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _weights(settings: Settings) -> list[str]:
@@ -53,113 +58,61 @@ def _weights(settings: Settings) -> list[str]:
 
 
 def _batch(settings: Settings) -> list[str]:
-    rollout, dims = settings.rollout, settings.dims
     steps = settings.steps_per_iteration
-    per_rank = settings.global_batch_size / dims.token_ranks
-    length = (
-        f"{_count(rollout.num_rollout, 'rollout')}, {_count(rollout.num_rollout * steps, 'optimizer step')}"
-        if rollout.num_rollout is not None
-        else f"--num-epoch {rollout.num_epoch} over the prompts, {_count(steps, 'optimizer step')} a rollout"
-    )
-    cut = _cut(settings)
     return [
-        f"generate   {rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples "
-        f"= {_count(settings.trajectories_per_iteration, 'rollout')}",
-        f"a step     N = {settings.global_batch_size} rollouts, {_count(steps, 'step')} from each generation",
-        f"a rank     {per_rank:g} rollouts a step on average, over {_ranks(dims)}{_sharing(settings)}, "
-        f"in micro-batches {cut}",
-        f"the run    {length}",
+        explain_generation(settings.rollout),
+        explain_step(settings.training, steps),
+        explain_ranks(settings.parallel, settings.training, settings.dims),
+        explain_length(settings.rollout, steps),
     ]
-
-
-def _ranks(dims: ParallelDims) -> str:
-    if dims.model_parallel_size == 1:
-        return _count(dims.token_ranks, "rank")
-    groups = _count(dims.token_ranks, "group")
-    return f"{groups} of {dims.model_parallel_size} ranks that hold the same samples"
-
-
-def _cut(settings: Settings) -> str:
-    training, parallel = settings.training, settings.parallel
-    if parallel.dynamic_context_parallel:
-        return f"of up to {parallel.max_seqlen_per_dp_cp_rank} tokens a rank"
-    if training.use_dynamic_batch_size:
-        assert training.max_tokens_per_gpu is not None
-        return f"filled up to {training.max_tokens_per_gpu * parallel.context_parallel_size} tokens"
-    return f"of {_count(training.micro_batch_size, 'sample')}"
-
-
-def _sharing(settings: Settings) -> str:
-    if settings.parallel.dynamic_context_parallel:
-        return " (as few share a sequence as it needs)"
-    size = settings.parallel.context_parallel_size
-    sharing = str(size) if settings.dims.model_parallel_size == 1 else f"{size} groups"
-    return f" ({sharing} share each sequence)" if size > 1 else ""
 
 
 def without_effect(settings: Settings) -> list[str]:
-    """Settings that are valid and change nothing here, each with the reason."""
-    loss, rollout = settings.loss, settings.rollout
-    idle = []
+    """List settings that are valid and change nothing in this run, each with the reason."""
+    return [
+        *_unused_in_loss(settings),
+        *unused_in_rollout(settings.rollout),
+        *unused_in_training(settings.training, settings.dims.replicas),
+    ]
+
+
+def _unused_in_loss(settings: Settings) -> Iterator[str]:
+    loss = settings.loss
     if loss.loss_type == "policy_loss" and settings.steps_per_iteration == 1:
         low, high = clip_bounds(loss)
-        idle.append(f"clip range [{low:g}, {high:g}]: one step a rollout, so the ratio is 1 and nothing is clipped")
+        yield f"clip range [{low:g}, {high:g}]: one step per iteration, so the ratio is 1 and nothing is clipped"
         if loss.eps_clip_c is not None:
-            idle.append("--eps-clip-c: the same")
+            yield "--eps-clip-c: the same"
         if loss.advantage_estimator == "gspo":
-            idle.append("--advantage-estimator gspo: one step a rollout, so every ratio is 1, as under grpo")
+            yield "--advantage-estimator gspo: one step per iteration, so every ratio is 1, as under grpo"
         if loss.use_opsm:
-            idle.append("--use-opsm: one step a rollout, so no sequence is away from the old policy")
+            yield "--use-opsm: one step per iteration, so no sequence differs from the old policy"
     if loss.has_critic and settings.steps_per_iteration == 1:
-        idle.append("--value-clip: one step a rollout, so the critic's values are the old ones and nothing is clipped")
+        yield "--value-clip: one step per iteration, so the critic's values are the old ones and nothing is clipped"
     if loss.custom_pg_loss_reducer_function_path is not None:
-        idle.append(
-            "--loss-canary: what your reducer's weights add up to is not known beforehand, so nothing is checked"
-        )
-    if rollout.rollout_temperature == 0:
-        idle.append("--rollout-top-p, --rollout-top-k: greedy sampling takes the most likely token")
-    if settings.training.balance_data and settings.dims.replicas == 1:
-        idle.append("--balance-data: every rank has every sample")
-    if rollout.load_debug_rollout_data is not None:
-        idle.append("prompts and sampling flags: samples are read from --load-debug-rollout-data")
-    if settings.cluster.colocate and settings.cluster.rollout_num_gpus is not None:
-        idle.append("--rollout-num-gpus: the devices are shared (--colocate)")
-    return idle
+        yield "--loss-canary: the sum of your reducer's weights is not known beforehand, so nothing is checked"
 
 
 def _files(settings: Settings) -> list[str]:
-    tracking, checkpoint = settings.tracking, settings.checkpoint
-    names = "metrics.jsonl, samples.jsonl, run.json, tensorboard/" + ("" if tracking.no_report else ", report.html")
-    lines = [f"{tracking.output_dir}: {names}"]
-    if checkpoint.save is not None:
-        when = f"every {checkpoint.save_interval} rollouts and" if checkpoint.save_interval else "only"
-        lines.append(f"{checkpoint.save}: checkpoints, {when} after the last rollout")
-    if checkpoint.save_hf is not None:
-        lines.append(f"{checkpoint.save_hf}: Hugging Face export at the end")
-    if settings.rollout.save_debug_rollout_data is not None:
-        lines.append(f"{settings.rollout.save_debug_rollout_data}: the samples of each rollout")
-    return lines
-
-
-def _engines(settings: Settings) -> str:
-    if settings.rollout.rollout_engine == "torch":
-        return "the torch engine"
-    if settings.sglang.rollout_external:
-        return _count(len(settings.sglang.rollout_external_engine_addrs or ()), "external SGLang engine")
-    devices = _count(settings.sglang.rollout_num_gpus_per_engine, "device")
-    return f"{_count(settings.num_engines, 'SGLang engine')} of {devices}"
+    return [
+        *explain_tracking(settings.tracking),
+        *explain_checkpoint(settings.checkpoint),
+        *explain_saved_samples(settings.rollout),
+    ]
 
 
 def _processes(settings: Settings) -> list[str]:
-    cluster = settings.cluster
-    ray = f"joins the Ray cluster at {cluster.ray_address}" if cluster.ray_address else "starts a local Ray"
-    engine = (
-        f"1 rollout actor with {_engines(settings)}" if settings.generates else "1 rollout actor, without an engine"
-    )
-    shared = ", on shared devices" if cluster.colocate else ""
+    engines = _engines(settings) if settings.generates else ""
     return [
-        f"{ray}: {engine}, {_count(cluster.world_size, 'trainer rank')} "
-        f"on {_count(cluster.actor_num_nodes, 'node')} "
-        f"with {settings.training.train_backend}{shared}; device: {cluster.device}",
-        *(["each trainer rank holds the policy and the critic"] if settings.loss.has_critic else []),
+        explain_cluster(settings.cluster, engines, settings.training.train_backend),
+        *explain_critic(settings.loss.has_critic),
     ]
+
+
+def _engines(settings: Settings) -> str:
+    engine = settings.rollout.rollout_engine
+    if engine == "torch":
+        return "the torch engine"
+    if engine == "sglang":
+        return explain_servers(settings.sglang, settings.num_engines)
+    raise AssertionError(f"--rollout-engine {engine} has no explanation")

@@ -1,26 +1,44 @@
-"""The optimizer and its schedule."""
+"""Configure the optimizer and its learning-rate schedule."""
 
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from miles.flags import flag
+from miles.flags import Errors, flag
 
 
 @dataclass(frozen=True)
 class OptimizerArguments:
     """optimizer: AdamW, learning-rate schedule and clipping."""
 
-    optimizer: Literal["adam"] = flag("adam", "optimizer family: adam is AdamW with decoupled weight decay")
+    optimizer: Literal["adam"] = flag("adam", "optimizer: adam is AdamW, with decoupled weight decay")
     lr: float = flag(1e-6, "peak learning rate")
-    min_lr: float = flag(0.0, "learning rate that the decay ends at")
+    min_lr: float = flag(0.0, "learning rate at the end of the decay")
     lr_decay_style: Literal["constant", "linear", "cosine"] = flag("linear", "shape of the decay after the warm-up")
-    lr_decay_iters: Optional[int] = flag(None, "optimizer steps until --min-lr; default all steps of the run")
+    lr_decay_iters: Optional[int] = flag(None, "optimizer steps until --min-lr; default: all steps of the run")
     lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up")
     lr_warmup_fraction: Optional[float] = flag(
         None, "warm-up as a share of --lr-decay-iters, instead of --lr-warmup-iters"
     )
-    adam_beta1: float = flag(0.9, "decay of Adam's first moment")
-    adam_beta2: float = flag(0.999, "decay of Adam's second moment")
+    adam_beta1: float = flag(0.9, "decay rate of Adam's first moment")
+    adam_beta2: float = flag(0.999, "decay rate of Adam's second moment")
     adam_eps: float = flag(1e-8, "Adam's epsilon")
     weight_decay: float = flag(0.01, "decoupled weight decay, of matrices only")
     clip_grad: float = flag(1.0, "global gradient norm above which gradients are scaled down; 0 is off")
+
+
+def check_optimizer(optimizer: OptimizerArguments, errors: Errors) -> None:
+    """Check ranges, and that every flag of the schedule has an effect."""
+    errors.above(optimizer, 0, "lr", "adam_eps")
+    errors.at_least(optimizer, 0, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
+    errors.at_least(optimizer, 1, "lr_decay_iters")
+    errors.within(optimizer, 0, 1, "lr_warmup_fraction")
+    errors.within(optimizer, 0, 1, "adam_beta1", "adam_beta2", open_high=True)
+    if errors.none_about("lr", "min_lr") and optimizer.min_lr > optimizer.lr:
+        rule = f"the decay would end above --lr {optimizer.lr:g}"
+        errors.refuse("min_lr", f"{optimizer.min_lr:g}", rule, "give at most --lr")
+    if optimizer.lr_warmup_fraction is not None and optimizer.lr_warmup_iters:
+        rule = f"sets the warm-up twice, beside --lr-warmup-iters {optimizer.lr_warmup_iters}"
+        errors.refuse("lr_warmup_fraction", optimizer.lr_warmup_fraction, rule, "keep one of the two")
+    if optimizer.lr_decay_style == "constant":
+        unused = ["min_lr"] if optimizer.lr_warmup_fraction is not None else ["min_lr", "lr_decay_iters"]
+        errors.refuse_ignored(optimizer, unused, "by --lr-decay-style constant", "choose linear or cosine")

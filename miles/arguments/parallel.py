@@ -1,9 +1,11 @@
-"""How the sequences and the model are spread over the trainer's ranks."""
+"""Choose how sequences are divided over the trainer's ranks."""
 
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from miles.flags import flag
+from miles.arguments.training import TrainingArguments
+from miles.flags import Errors, count, flag
+from miles.parallel.dims import ParallelDims
 
 
 @dataclass(frozen=True)
@@ -12,12 +14,106 @@ class ParallelArguments:
 
     context_parallel_size: int = flag(1, "ranks that share one sequence in the trainer")
     dynamic_context_parallel: bool = flag(
-        False, "each micro-batch is shared by as few ranks as its longest sequence needs (a power of two)"
+        False, "share each micro-batch among as few ranks as its longest sequence needs (a power of two)"
     )
     max_seqlen_per_dp_cp_rank: Optional[int] = flag(
-        None, "most tokens of a micro-batch on one rank, with --dynamic-context-parallel"
+        None, "maximum tokens of a micro-batch on one rank, with --dynamic-context-parallel"
     )
     qkv_format: Literal["thd", "bshd"] = flag(
         "thd",
         "samples of a micro-batch in the trainer: packed into one sequence (thd) or padded to equal rows (bshd)",
     )
+
+
+def check_parallel(
+    parallel: ParallelArguments,
+    training: TrainingArguments,
+    dims: ParallelDims | None,
+    max_response_len: int | None,
+    errors: Errors,
+) -> None:
+    """Check what is beyond ``ParallelDims``: the layout of tokens, and room for a response.
+
+    Args:
+        parallel: The section.
+        training: The section with the micro-batches.
+        dims: The division of the ranks; None if a size is wrong.
+        max_response_len: Maximum tokens of a response; None if it is not given.
+        errors: Collects what is wrong.
+    """
+    errors.at_least(parallel, 2, "max_seqlen_per_dp_cp_rank")
+    _check_layout(parallel, errors)
+    if parallel.dynamic_context_parallel:
+        _check_dynamic(parallel, training, errors)
+        if dims is not None and max_response_len is not None:
+            _check_room(parallel, dims, max_response_len, errors)
+    else:
+        why = "without --dynamic-context-parallel"
+        errors.refuse_ignored(parallel, ["max_seqlen_per_dp_cp_rank"], why, "add that switch")
+
+
+def _check_layout(parallel: ParallelArguments, errors: Errors) -> None:
+    if parallel.qkv_format == "thd":
+        return
+    shared = "--dynamic-context-parallel" if parallel.dynamic_context_parallel else None
+    if shared is None and parallel.context_parallel_size > 1:
+        shared = f"--context-parallel-size {parallel.context_parallel_size}"
+    if shared is not None:
+        rule = f"padded lengths are not known under {shared}"
+        errors.refuse("qkv_format", parallel.qkv_format, rule, "use --qkv-format thd")
+
+
+def _check_dynamic(parallel: ParallelArguments, training: TrainingArguments, errors: Errors) -> None:
+    if parallel.max_seqlen_per_dp_cp_rank is None:
+        way_out = "add --max-seqlen-per-dp-cp-rank, the tokens that one rank can hold"
+        errors.refuse("dynamic_context_parallel", True, "needs the token budget of a rank", way_out)
+    unused = ["use_dynamic_batch_size", "max_tokens_per_gpu", "micro_batch_size", "balance_data"]
+    why = "by --dynamic-context-parallel, which packs by --max-seqlen-per-dp-cp-rank"
+    errors.refuse_ignored(training, unused, why, "drop --dynamic-context-parallel")
+
+
+def _check_room(parallel: ParallelArguments, dims: ParallelDims, max_response_len: int, errors: Errors) -> None:
+    budget = parallel.max_seqlen_per_dp_cp_rank
+    if budget is None or not errors.none_about("max_seqlen_per_dp_cp_rank"):
+        return
+    ranks, sharing = dims.token_ranks, dims.context_sizes[-1]
+    if budget * sharing <= max_response_len:
+        rule = (
+            f"{sharing} of {ranks} ranks can share a sequence, so {budget * sharing} tokens fit, and "
+            f"--rollout-max-response-len is {max_response_len}"
+        )
+        way_out = f"give more than {max_response_len // sharing}, with room for the prompt"
+        errors.refuse("max_seqlen_per_dp_cp_rank", budget, rule, way_out)
+
+
+def explain_ranks(parallel: ParallelArguments, training: TrainingArguments, dims: ParallelDims) -> str:
+    """Say how much of a step each rank computes, and how it is cut. The sections must be valid."""
+    assert training.global_batch_size is not None
+    average = training.global_batch_size / dims.token_ranks
+    return (
+        f"a rank     {average:g} trajectories per step on average, over {_ranks(dims)}{_sharing(parallel, dims)}, "
+        f"in micro-batches {_cut(parallel, training)}"
+    )
+
+
+def _ranks(dims: ParallelDims) -> str:
+    if dims.model_parallel_size == 1:
+        return count(dims.token_ranks, "rank")
+    return f"{count(dims.token_ranks, 'group')} of {dims.model_parallel_size} ranks that hold the same samples"
+
+
+def _sharing(parallel: ParallelArguments, dims: ParallelDims) -> str:
+    if parallel.dynamic_context_parallel:
+        return " (as few share a sequence as it needs)"
+    size = parallel.context_parallel_size
+    sharing = str(size) if dims.model_parallel_size == 1 else f"{size} groups"
+    return f" ({sharing} share each sequence)" if size > 1 else ""
+
+
+def _cut(parallel: ParallelArguments, training: TrainingArguments) -> str:
+    if parallel.dynamic_context_parallel:
+        return f"of up to {parallel.max_seqlen_per_dp_cp_rank} tokens per rank"
+    if training.use_dynamic_batch_size:
+        assert training.max_tokens_per_gpu is not None
+        return f"filled up to {training.max_tokens_per_gpu * parallel.context_parallel_size} tokens"
+    return f"of {count(training.micro_batch_size, 'sample')}"

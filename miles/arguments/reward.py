@@ -1,22 +1,45 @@
-"""How responses are scored."""
+"""Choose how responses are scored."""
 
 from dataclasses import dataclass
 from typing import Optional
 
-from miles.flags import flag
+from miles.flags import Errors, flag
 
 BUILT_IN_REWARDS = ("exact_match", "last_number", "math", "reasoning_gym", "length")
 
 
 @dataclass(frozen=True)
 class RewardArguments:
-    """reward: the reward function and what happens when it fails."""
+    """reward: the reward function, and what happens when it fails."""
 
     rm_type: Optional[str] = flag(None, "built-in reward", choices=BUILT_IN_REWARDS, type=str)
     custom_rm_path: Optional[str] = flag(None, "your reward function, module:function or module.function")
-    reward_key: Optional[str] = flag(None, "key of the reward where the function returns an object")
+    reward_key: Optional[str] = flag(None, "key of the reward if your function returns an object")
     reward_error_value: Optional[float] = flag(
-        None, "reward of a sample whose reward function raised; without it such a sample stops the run"
+        None, "reward of a sample whose reward function raised; default: stop the run"
     )
     reward_timeout: float = flag(300.0, "seconds that a call of the reward function may take; 0 is no limit")
     log_passrate: bool = flag(False, "log pass@k of the training groups too (a sample passes with reward 1 or more)")
+
+
+def check_reward(reward: RewardArguments, needed: bool, errors: Errors) -> None:
+    """Check that there is one reward function if responses are scored.
+
+    Args:
+        reward: The section.
+        needed: Whether anything is generated, and so scored.
+        errors: Collects what is wrong.
+    """
+    if reward.rm_type is not None and reward.custom_rm_path is not None:
+        rule = f"names a second reward, beside --custom-rm-path {reward.custom_rm_path}"
+        errors.refuse("rm_type", reward.rm_type, rule, "keep one of the two")
+    if needed and reward.rm_type is None and reward.custom_rm_path is None:
+        errors.add(
+            "--rm-type or --custom-rm-path is required: responses must be scored; add one of the two, "
+            "such as --rm-type exact_match"
+        )
+    if reward.rm_type is not None:
+        why = f"as --rm-type {reward.rm_type} returns plain numbers"
+        errors.refuse_ignored(reward, ["reward_key"], why, "use --custom-rm-path")
+    errors.finite(reward, "reward_error_value")
+    errors.at_least(reward, 0, "reward_timeout")

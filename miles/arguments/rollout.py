@@ -1,9 +1,17 @@
-"""How samples are generated and collected."""
+"""Choose how samples are generated and collected.
 
+A run generates first and then trains (the default), generates ahead (``--async-steps``), or generates all the time
+(``--fully-async``). Within one iteration it can stop early and drop the rest (``--over-sampling-early-stop``) or
+continue it in the next one (``--partial-rollout``). The rules below say which of these go together.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
-from miles.flags import flag
+from miles.arguments.cluster import ClusterArguments
+from miles.flags import Errors, changed, count, flag, flag_name
+from miles.objective.settings import LossArguments
 
 
 @dataclass(frozen=True)
@@ -11,60 +19,273 @@ class RolloutArguments:
     """rollout: generation, sampling and the choice of groups."""
 
     rollout_engine: Literal["torch", "sglang"] = flag(
-        "torch", "generation engine: torch runs inside the rollout process, sglang in servers of its own"
+        "torch", "generation engine: torch runs inside the rollout process, sglang in its own servers"
     )
-    num_rollout: Optional[int] = flag(None, "number of rollouts; default: --num-epoch passes over the prompts")
-    num_epoch: Optional[int] = flag(None, "passes over the prompts, where --num-rollout is not given")
-    rollout_batch_size: Optional[int] = flag(None, "prompts per rollout (required)")
+    num_rollout: Optional[int] = flag(None, "iterations of the run; default: --num-epoch passes over the prompts")
+    num_epoch: Optional[int] = flag(None, "passes over the prompts, instead of --num-rollout")
+    rollout_batch_size: Optional[int] = flag(None, "prompts per iteration (required)")
     n_samples_per_prompt: int = flag(1, "responses sampled per prompt (group size G)")
-    rollout_max_response_len: Optional[int] = flag(None, "most tokens of one response (required)")
-    rollout_max_context_len: Optional[int] = flag(None, "most tokens of prompt and response together")
+    rollout_max_response_len: Optional[int] = flag(None, "maximum tokens of one response (required)")
+    rollout_max_context_len: Optional[int] = flag(None, "maximum tokens of prompt and response together")
     rollout_temperature: float = flag(1.0, "sampling temperature; 0 is greedy")
     rollout_top_p: float = flag(1.0, "sample from the most likely tokens that together have this probability")
     rollout_top_k: int = flag(-1, "sample from the k most likely tokens; -1 is all")
     rollout_stop_token_ids: Optional[tuple[int, ...]] = flag(
-        None, "token ids that end a response, beside the model's own", nargs="+", type=int
+        None, "token ids that end a response, in addition to the model's own", nargs="+", type=int
     )
-    torch_engine_max_batch_size: int = flag(256, "sequences that the embedded engine decodes at a time")
+    torch_engine_max_batch_size: int = flag(256, "sequences that the embedded engine decodes at the same time")
     over_sampling_batch_size: Optional[int] = flag(
         None,
-        "prompts submitted at a time where a filter drops groups, or a rollout may stop early; "
-        "default --rollout-batch-size",
+        "prompts submitted at a time if a filter drops groups, or if an iteration may stop early; "
+        "default: --rollout-batch-size",
     )
     over_sampling_early_stop: bool = flag(
-        False, "end a rollout when enough groups are done, and give up the rest of --over-sampling-batch-size"
+        False, "stop generating when enough groups are complete, and drop the rest of --over-sampling-batch-size"
     )
     partial_rollout: bool = flag(
-        False, "end a rollout when enough groups are done; the rest goes on in the next rollout, under its weights"
+        False,
+        "stop generating when enough groups are complete, and continue the rest in the next iteration with new weights",
     )
     mask_offpolicy_in_partial_rollout: bool = flag(
-        False, "with --partial-rollout: tokens of earlier rollouts' weights get loss mask 0"
+        False, "with --partial-rollout: set the loss mask of tokens from earlier iterations' weights to 0"
     )
     async_steps: int = flag(
-        0, "rollouts generated ahead of training: weight versions by which a sample may be behind; 0 is synchronous"
+        0, "iterations generated ahead of training: how many weight versions old a sample may be; 0 is synchronous"
     )
     fully_async: bool = flag(
-        False, "with --async-steps: generation never waits; weights change under way, groups are taken as they complete"
+        False,
+        "with --async-steps: never pause generation; weights change during it, and groups are trained on as they "
+        "complete",
     )
     stale_samples: Literal["drop", "mask"] = flag(
-        "drop", "with --fully-async: what becomes of groups, or of tokens, older than --async-steps weight versions"
+        "drop", "with --fully-async: drop groups older than --async-steps weight versions, or mask their old tokens"
     )
     custom_generate_function_path: Optional[str] = flag(
-        None, "your function that takes a trajectory to its end (multi-turn, tools), module:function"
+        None, "your function that generates a whole trajectory (multi-turn, tools), module:function"
     )
     rollout_function_path: Optional[str] = flag(
-        None, "your function that makes a whole rollout in place of the built-in collector, module:function"
+        None, "your function that generates a whole iteration, instead of the built-in collector, module:function"
     )
     dynamic_sampling_filter_path: Optional[str] = flag(
-        None, "keep-or-drop filter on a scored group, e.g. miles.rollout.filters:check_reward_nonzero_std"
+        None, "your filter that keeps or drops a scored group, e.g. miles.rollout.filters:check_reward_nonzero_std"
     )
     save_debug_rollout_data: Optional[str] = flag(
         None,
-        "save each iteration's samples to this file; {iteration} (or {rollout_id}) in the name is replaced",
+        "save the samples of each iteration to this file; {iteration} (or {rollout_id}) in the name is replaced",
         metavar="FILE",
     )
     load_debug_rollout_data: Optional[str] = flag(
         None,
-        "train from saved samples instead of generating; {iteration} (or {rollout_id}) in the name is replaced",
+        "train on saved samples instead of generating; {iteration} (or {rollout_id}) in the name is replaced",
         metavar="FILE",
     )
+
+    @property
+    def loads_samples(self) -> bool:
+        """Whether samples are read from a file instead of being generated."""
+        return self.load_debug_rollout_data is not None
+
+
+def check_rollout(rollout: RolloutArguments, max_prompt_len: int | None, errors: Errors) -> None:
+    """Check the section by itself.
+
+    Args:
+        rollout: The section.
+        max_prompt_len: The value of ``--rollout-max-prompt-len``.
+        errors: Collects what is wrong.
+    """
+    _check_sampling(rollout, errors)
+    _check_length(rollout, errors)
+    _check_context(rollout, max_prompt_len, errors)
+    _check_over_sampling(rollout, errors)
+    _check_early_stop(rollout, errors)
+    _check_own_function(rollout, errors)
+    _check_debug_files(rollout, errors)
+
+
+def _check_sampling(rollout: RolloutArguments, errors: Errors) -> None:
+    errors.require("rollout_batch_size", rollout.rollout_batch_size, "prompts per iteration")
+    errors.require("rollout_max_response_len", rollout.rollout_max_response_len, "maximum tokens of one response")
+    errors.at_least(
+        rollout,
+        1,
+        "rollout_batch_size",
+        "n_samples_per_prompt",
+        "rollout_max_response_len",
+        "rollout_max_context_len",
+        "torch_engine_max_batch_size",
+        "num_rollout",
+        "num_epoch",
+    )
+    errors.at_least(rollout, 0, "rollout_temperature", "async_steps")
+    if rollout.rollout_engine != "torch":
+        why = f"with --rollout-engine {rollout.rollout_engine}"
+        errors.refuse_ignored(rollout, ["torch_engine_max_batch_size"], why, "use --rollout-engine torch")
+    check_truncation(rollout, "rollout_top_p", "rollout_top_k", errors)
+    for token in rollout.rollout_stop_token_ids or ():
+        if token < 0:
+            way_out = "give ids of the tokenizer's vocabulary"
+            errors.refuse("rollout_stop_token_ids", token, "token ids are not negative", way_out)
+
+
+def check_truncation(section: Any, top_p: str, top_k: str, errors: Errors) -> None:
+    """Check that the field ``top_p`` of ``section`` is in (0, 1], and ``top_k`` -1 or at least 1."""
+    errors.above(section, 0, top_p)
+    errors.within(section, 0, 1, top_p)
+    k = getattr(section, top_k)
+    if k is not None and k != -1 and k < 1:
+        way_out = f"give {flag_name(top_k)} -1 for the whole vocabulary"
+        errors.refuse(top_k, k, "must be -1 (all tokens) or at least 1", way_out)
+
+
+def _check_length(rollout: RolloutArguments, errors: Errors) -> None:
+    if rollout.num_rollout is None and rollout.num_epoch is None:
+        errors.add("--num-rollout or --num-epoch is required: the length of the run; add one of the two")
+    if rollout.num_rollout is not None and rollout.num_epoch is not None:
+        rule = f"would be ignored beside --num-rollout {rollout.num_rollout}"
+        errors.refuse("num_epoch", rollout.num_epoch, rule, "keep one of the two")
+
+
+def _check_context(rollout: RolloutArguments, max_prompt_len: int | None, errors: Errors) -> None:
+    context, response = rollout.rollout_max_context_len, rollout.rollout_max_response_len
+    names = ("rollout_max_context_len", "rollout_max_response_len", "rollout_max_prompt_len")
+    if context is None or response is None or not errors.none_about(*names):
+        return
+    if context <= response:
+        rule = f"leaves no room for a prompt beside --rollout-max-response-len {response}"
+        errors.refuse("rollout_max_context_len", context, rule, f"give more than {response}, or a shorter response")
+    if max_prompt_len is not None and max_prompt_len >= context:
+        rule = f"leaves no room for a response after --rollout-max-prompt-len {max_prompt_len}"
+        way_out = f"give more than {max_prompt_len}, or a shorter prompt"
+        errors.refuse("rollout_max_context_len", context, rule, way_out)
+
+
+def _check_over_sampling(rollout: RolloutArguments, errors: Errors) -> None:
+    size, wanted = rollout.over_sampling_batch_size, rollout.rollout_batch_size
+    if size is None or wanted is None:
+        return
+    stops_early = rollout.partial_rollout or rollout.over_sampling_early_stop
+    if size < wanted:
+        rule = f"must be at least --rollout-batch-size {wanted}"
+        errors.refuse("over_sampling_batch_size", size, rule, f"give {wanted} or more")
+    elif rollout.dynamic_sampling_filter_path is None and not stops_early:
+        rule = "would be ignored without --dynamic-sampling-filter-path or an early stop (--partial-rollout)"
+        way_out = "name a filter, allow an early stop, or drop --over-sampling-batch-size"
+        errors.refuse("over_sampling_batch_size", size, rule, way_out)
+
+
+def _check_early_stop(rollout: RolloutArguments, errors: Errors) -> None:
+    batch, over_sampled = rollout.rollout_batch_size, rollout.over_sampling_batch_size
+    if rollout.partial_rollout and rollout.over_sampling_early_stop:
+        rule = "would drop what --partial-rollout continues"
+        errors.refuse("over_sampling_early_stop", True, rule, "keep one of the two")
+    if not rollout.partial_rollout:
+        unused = ["mask_offpolicy_in_partial_rollout"]
+        errors.refuse_ignored(rollout, unused, "without --partial-rollout", "add that switch")
+    if errors.none_about("rollout_batch_size", "over_sampling_batch_size") and over_sampled in (None, batch):
+        for name in changed(rollout, ["partial_rollout", "over_sampling_early_stop"]):
+            rule = f"has no prompts to spare: all of --rollout-batch-size {batch} are submitted and needed"
+            errors.refuse(name, True, rule, f"give --over-sampling-batch-size above {batch}")
+
+
+def _check_own_function(rollout: RolloutArguments, errors: Errors) -> None:
+    if rollout.rollout_function_path is not None:
+        collecting = (
+            "dynamic_sampling_filter_path",
+            "over_sampling_batch_size",
+            "over_sampling_early_stop",
+            "partial_rollout",
+            "fully_async",
+        )
+        why = "with --rollout-function-path, which collects by itself"
+        errors.refuse_ignored(rollout, collecting, why, "choose one")
+
+
+def _check_debug_files(rollout: RolloutArguments, errors: Errors) -> None:
+    save, load = rollout.save_debug_rollout_data, rollout.load_debug_rollout_data
+    if save is not None and not _names_iteration(save) and rollout.num_rollout != 1:
+        rule = "each iteration would overwrite the last"
+        errors.refuse("save_debug_rollout_data", save, rule, "put {iteration} in the name")
+    if load is None:
+        return
+    if rollout.num_rollout is None:
+        rule = "needs --num-rollout: an epoch is counted in prompts, and none are drawn"
+        errors.refuse("load_debug_rollout_data", load, rule, "replace --num-epoch by --num-rollout")
+    if not _names_iteration(load):
+        errors.existing_file("load_debug_rollout_data", load)
+    generation = (
+        "over_sampling_batch_size",
+        "dynamic_sampling_filter_path",
+        "over_sampling_early_stop",
+        "partial_rollout",
+        "async_steps",
+        "rollout_function_path",
+    )
+    why = "with --load-debug-rollout-data: nothing is generated"
+    errors.refuse_ignored(rollout, generation, why, "drop --load-debug-rollout-data")
+
+
+def _names_iteration(path: str) -> bool:
+    """Return whether a path of saved samples has a placeholder; ``{rollout_id}`` is the ecosystem's name."""
+    return "{iteration}" in path or "{rollout_id}" in path
+
+
+def check_async(rollout: RolloutArguments, cluster: ClusterArguments, errors: Errors) -> None:
+    """Check that generating ahead of training is possible on these devices, and goes with the other modes."""
+    if rollout.async_steps and errors.none_about("async_steps") and cluster.colocate:
+        rule = "generates during training, which --colocate's shared devices do not allow"
+        errors.refuse("async_steps", rollout.async_steps, rule, "drop --colocate, or give 0")
+    if not rollout.fully_async:
+        errors.refuse_ignored(rollout, ["stale_samples"], "without --fully-async", "add that switch")
+        return
+    if rollout.async_steps == 0:
+        rule = "needs a limit on the age of samples: 1 or more weight versions"
+        errors.refuse("fully_async", True, rule, "add --async-steps 1")
+    own_flow = ("over_sampling_batch_size", "over_sampling_early_stop", "partial_rollout")
+    why = "with --fully-async, which takes groups as they complete and lets the rest continue"
+    errors.refuse_ignored(rollout, own_flow, why, "choose one")
+
+
+def notes_on_rollout(rollout: RolloutArguments, loss: LossArguments) -> Iterator[str]:
+    """Yield what is allowed, and may surprise."""
+    trains_policy = loss.loss_type == "policy_loss"
+    if rollout.rollout_temperature == 0 and trains_policy and loss.normalizes_rewards:
+        yield (
+            "--rollout-temperature 0 samples greedily: the responses of a group are equal, so their advantages are 0; "
+            "log-probs are those of the raw logits"
+        )
+    if rollout.async_steps and trains_policy and not loss.use_tis:
+        yield (
+            f"--async-steps {rollout.async_steps}: samples come from weights that are up to "
+            f"{count(rollout.async_steps, 'version')} old; --use-tis corrects for that with the engine's log-probs"
+        )
+
+
+def unused_in_rollout(rollout: RolloutArguments) -> Iterator[str]:
+    """Yield the flags that change nothing in this run, each with the reason."""
+    if rollout.rollout_temperature == 0:
+        yield "--rollout-top-p, --rollout-top-k: greedy sampling takes the most likely token"
+    if rollout.loads_samples:
+        yield "prompts and sampling flags: samples are read from --load-debug-rollout-data"
+
+
+def explain_generation(rollout: RolloutArguments) -> str:
+    """Say how many trajectories an iteration generates. The section must be valid."""
+    prompts, samples = rollout.rollout_batch_size, rollout.n_samples_per_prompt
+    assert prompts is not None
+    return f"generate   {prompts} prompts x {samples} samples = {count(prompts * samples, 'trajectory')}"
+
+
+def explain_length(rollout: RolloutArguments, steps_per_iteration: int) -> str:
+    """Say how long the run is."""
+    if rollout.num_rollout is None:
+        steps = count(steps_per_iteration, "optimizer step")
+        return f"the run    --num-epoch {rollout.num_epoch} over the prompts, {steps} per iteration"
+    steps = count(rollout.num_rollout * steps_per_iteration, "optimizer step")
+    return f"the run    {count(rollout.num_rollout, 'iteration')}, {steps}"
+
+
+def explain_saved_samples(rollout: RolloutArguments) -> Iterator[str]:
+    """List the files of saved samples."""
+    if rollout.save_debug_rollout_data is not None:
+        yield f"{rollout.save_debug_rollout_data}: the samples of each iteration"

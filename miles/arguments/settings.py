@@ -1,10 +1,10 @@
-"""All sections of one run, frozen, and the step arithmetic that follows from them."""
+"""Hold all sections of one run, frozen, and what follows from several of them."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 from miles.arguments.checkpoint import CheckpointArguments
-from miles.arguments.cluster import ClusterArguments
+from miles.arguments.cluster import OFFLOADING_BACKENDS, ClusterArguments, Offload, check_offload_on_cpu
 from miles.arguments.critic import CriticArguments
 from miles.arguments.data import DataArguments
 from miles.arguments.evaluation import EvaluationArguments
@@ -14,17 +14,18 @@ from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
-from miles.arguments.sglang.settings import ServerFlags, SglangArguments
+from miles.arguments.sglang.server_flags import ServerFlags
+from miles.arguments.sglang.settings import SglangArguments
 from miles.arguments.tracking import TrackingArguments
 from miles.arguments.training import TrainingArguments
-from miles.flags import refuse
+from miles.flags import collect_errors, refuse
 from miles.objective.settings import LossArguments
 from miles.parallel.dims import ParallelDims
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Every section of a run. A component is handed the sections it needs, never the whole."""
+    """Hold every section of a run. Below ``build_*`` and cluster level, components receive only what they need."""
 
     cluster: ClusterArguments = ClusterArguments()
     model: ModelArguments = ModelArguments()
@@ -46,43 +47,45 @@ class Settings:
 
     @property
     def trajectories_per_iteration(self) -> int:
-        """Trajectories that one rollout collects: prompts times samples a prompt. Valid after validation."""
+        """Trajectories that an iteration generates: prompts times samples per prompt. Valid after validation."""
         assert self.rollout.rollout_batch_size is not None
         return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
 
     @property
     def global_batch_size(self) -> int:
-        """N: rollouts of one optimizer step. Valid after validation."""
+        """N: trajectories of one optimizer step. Valid after validation."""
         assert self.training.global_batch_size is not None, "validate() fills global_batch_size"
         return self.training.global_batch_size
 
     @property
     def steps_per_iteration(self) -> int:
-        """Optimizer steps taken from one rollout."""
+        """Optimizer steps per iteration."""
         return self.trajectories_per_iteration // self.global_batch_size
 
     def trains_policy(self, iteration: int) -> bool:
-        """Whether the policy learns from rollout ``iteration``, or the critic alone."""
+        """Return whether the policy learns in ``iteration``, or only the critic."""
         return self.loss.loss_type != "value_loss" and iteration >= self.critic.num_critic_only_steps
 
     def policy_steps(self, total_steps: int) -> int:
-        """Optimizer steps of the policy in a run of ``total_steps``: its learning rate decays over these.
+        """Return the optimizer steps of the policy in a run of ``total_steps``; its learning rate decays over these.
 
-        Raises ``ValueError`` if the critic takes all of them: what ``--num-epoch`` makes is known when the prompts are.
+        Raises:
+            ValueError: The critic takes all of them. ``--num-epoch`` is a number of steps only when the prompts are
+                counted, so validation cannot check this.
         """
         alone = self.critic.num_critic_only_steps
         if not alone:
             return total_steps
-        rollouts = total_steps // self.steps_per_iteration
-        if alone >= rollouts:
-            rule = f"leaves none of the {rollouts} rollouts to the policy"
-            way_out = "give fewer, or more of --num-epoch, or train the critic alone with --loss-type value_loss"
+        iterations = total_steps // self.steps_per_iteration
+        if alone >= iterations:
+            rule = f"leaves none of the {iterations} iterations to the policy"
+            way_out = "give fewer, or more of --num-epoch, or train only the critic with --loss-type value_loss"
             refuse("num_critic_only_steps", alone, rule, way_out)
         return total_steps - alone * self.steps_per_iteration
 
     @property
     def critic_optimizer(self) -> OptimizerArguments:
-        """The policy's optimizer with the critic's rate and warm-up."""
+        """The policy's optimizer with the critic's learning rate and warm-up."""
         rate = self.optimizer.lr if self.critic.critic_lr is None else self.critic.critic_lr
         warmup = self.critic.critic_lr_warmup_iters
         return replace(self.optimizer, lr=rate, lr_warmup_iters=warmup, lr_warmup_fraction=None)
@@ -114,12 +117,12 @@ class Settings:
 
     @property
     def generates(self) -> bool:
-        """Whether anything is generated: not where samples are loaded and nothing is evaluated."""
-        return self.rollout.load_debug_rollout_data is None or self.evaluation.has_sets
+        """Whether anything is generated; it is not if samples are loaded and nothing is evaluated."""
+        return not self.rollout.loads_samples or self.evaluation.has_sets
 
     @property
     def num_engines(self) -> int:
-        """SGLang servers that the run starts; 0 with the embedded engine, and with engines that run already."""
+        """SGLang servers that the run starts; 0 with the embedded engine, and with external engines."""
         if self.rollout.rollout_engine != "sglang" or self.sglang.rollout_external or not self.generates:
             return 0
         return self.engine_devices // self.sglang.rollout_num_gpus_per_engine
@@ -130,3 +133,20 @@ class Settings:
         if self.cluster.colocate:
             return self.cluster.world_size
         return self.cluster.rollout_num_gpus or self.sglang.rollout_num_gpus_per_engine
+
+    def offload(self, device: str) -> Offload:
+        """Return what is offloaded on ``device`` (cpu or cuda). On shared GPUs, the default is all that can be.
+
+        Raises:
+            ValueError: An offload is asked for on CPU.
+        """
+        if device == "cpu":
+            with collect_errors() as errors:
+                check_offload_on_cpu(self.cluster, errors)
+            return Offload(train=False, rollout=False)
+        shares = self.cluster.colocate and self.num_engines > 0
+        can_train = self.training.train_backend in OFFLOADING_BACKENDS
+        return Offload(
+            train=shares and can_train and not self.cluster.no_offload_train,
+            rollout=shares and not self.cluster.no_offload_rollout,
+        )

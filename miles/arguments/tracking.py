@@ -1,24 +1,43 @@
-"""Where a run's numbers go."""
+"""Choose the files and services for the metrics of a run."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Optional
 
-from miles.flags import flag
+from miles.flags import Errors, changed, flag, flag_name
 
 
 @dataclass(frozen=True)
 class TrackingArguments:
     """tracking: console, files, TensorBoard and Weights & Biases."""
 
-    output_dir: str = flag("outputs/run", "folder for metrics.jsonl, tensorboard/ and report.html", metavar="DIR")
+    output_dir: str = flag("outputs/run", "folder of metrics.jsonl, tensorboard/ and report.html", metavar="DIR")
     no_report: bool = flag(False, "do not write report.html", args=["--no-report"])
-    report_samples: int = flag(4, "sampled answers a rollout shown in the report")
+    report_samples: int = flag(4, "sampled answers per iteration in the report")
     use_wandb: bool = flag(False, "log to Weights & Biases too (extra wandb)")
     wandb_project: Optional[str] = flag(None, "W&B project")
     wandb_group: Optional[str] = flag(None, "W&B group")
     wandb_team: Optional[str] = flag(None, "W&B entity")
     disable_wandb_random_suffix: bool = flag(
-        False, "name the W&B run by the run's title alone, without random letters behind it"
+        False, "name the W&B run by the run's title alone, without random letters after it"
     )
-    wandb_key: Optional[str] = flag(None, "W&B API key; default: the environment's")
+    wandb_key: Optional[str] = flag(None, "W&B API key; default: the one in the environment")
     wandb_host: Optional[str] = flag(None, "W&B server")
+
+
+def check_tracking(tracking: TrackingArguments, errors: Errors) -> None:
+    """Check that W&B flags have W&B, and report flags a report."""
+    errors.at_least(tracking, 0, "report_samples")
+    if tracking.no_report:
+        errors.refuse_ignored(tracking, ["report_samples"], "with --no-report", "drop that switch")
+    if not tracking.use_wandb:
+        for name in changed(tracking, [name for name in vars(tracking) if "wandb_" in name]):
+            # The value is not shown: it may be a key.
+            rule, way_out = "would be ignored without --use-wandb", f"add that switch, or drop {flag_name(name)}"
+            errors.refuse(name, None, rule, way_out)
+
+
+def explain_tracking(tracking: TrackingArguments) -> Iterator[str]:
+    """List the files with the metrics of the run."""
+    report = "" if tracking.no_report else ", report.html"
+    yield f"{tracking.output_dir}: metrics.jsonl, samples.jsonl, run.json, tensorboard/{report}"

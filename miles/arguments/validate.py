@@ -1,94 +1,139 @@
-"""The rules across sections, checked once, before Ray or torch start anything."""
+"""Check all flags before Ray or torch start anything, and report every error at once.
+
+The stages build on each other: a rule that needs a value is checked only if that value has no error of its own, so one
+mistake is reported once. The rules are in the files of their sections.
+
+1. Values: each is among the choices of its flag.
+2. Sections: ranges, and flags that need each other, one section at a time.
+3. Ranks and engines: sizes divide the devices and the model.
+4. Steps and loss: flags that are alternative names are replaced; the trajectories of an iteration are divided into
+   steps.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 
-from miles.arguments import section_rules as rules
-from miles.arguments.batch_rules import reconcile_batch
+from miles.arguments.checkpoint import check_checkpoint
+from miles.arguments.cluster import check_cluster, check_offload, notes_on_cluster
+from miles.arguments.data import check_data
+from miles.arguments.evaluation import check_evaluation
 from miles.arguments.megatron.rules import check_megatron
-from miles.arguments.offload_rules import check_offload
-from miles.arguments.parallel_rules import check_parallel
+from miles.arguments.megatron.settings import MegatronArguments
+from miles.arguments.model import check_model
+from miles.arguments.optimizer import check_optimizer
+from miles.arguments.parallel import check_parallel
+from miles.arguments.reward import check_reward
+from miles.arguments.rollout import check_async, check_rollout, notes_on_rollout
 from miles.arguments.settings import Settings
-from miles.arguments.sglang.rules import check_engines
-from miles.arguments.streaming_rules import check_streaming
+from miles.arguments.sglang.rules import can_count_engines, check_engine
+from miles.arguments.tracking import check_tracking
+from miles.arguments.training import check_training, fill_global_batch_size, notes_on_training
+from miles.flags import Errors
 from miles.objective.aggregation_flags import reconcile_aggregation
 from miles.objective.loss_rules import check_loss
 from miles.objective.settings import LossArguments
+from miles.parallel.dims import ParallelDims
 
 
 @dataclass(frozen=True)
 class Validated:
-    """Settings in which every flag has an effect and no alias is left; ``notes`` say what was read as what."""
+    """Hold settings in which every flag has an effect and no alternative name is left.
+
+    Attributes:
+        settings: The settings.
+        notes: What was read as something else, and what may surprise.
+    """
 
     settings: Settings
     notes: tuple[str, ...]
 
 
 def validate(settings: Settings) -> Validated:
-    """Check and reconcile. Idempotent: validated settings are valid, and stay as they are.
+    """Check the settings, and replace alternative names. Validated settings are valid, and stay as they are.
 
-    Raises ``ValueError`` for the first broken rule, naming the flag, its value, the rule and the way out.
+    Raises:
+        FlagError: With one message per error, each naming the flag, its value, the rule and what to do.
     """
-    loads_samples = settings.rollout.load_debug_rollout_data is not None
-
-    rules.check_model(settings.model)
-    rules.check_data(settings.data, loads_samples)
-    rules.check_sampling(settings.rollout)
-    rules.check_rollout(settings.rollout, settings.data.rollout_max_prompt_len)
-    check_streaming(settings)
-    check_loss(settings)
-    rules.check_reward(settings.reward, needed=settings.generates)
-    rules.check_cluster(settings.cluster)
-    check_megatron(settings)
-    assert settings.rollout.rollout_max_response_len is not None, "check_sampling() demands it"
-    check_parallel(settings.parallel, settings.training, settings.dims, settings.rollout.rollout_max_response_len)
-    check_engines(settings)
-    check_offload(settings)
-    rules.check_optimizer(settings.optimizer)
-    rules.check_checkpoint(settings.checkpoint)
-    rules.check_evaluation(settings.evaluation)
-    rules.check_tracking(settings.tracking)
-
-    training, batch_notes = reconcile_batch(settings)
-    assert training.global_batch_size is not None
-    assert settings.rollout.rollout_max_response_len is not None
-    loss, loss_notes = reconcile_aggregation(
-        settings.loss,
-        max_response_len=settings.rollout.rollout_max_response_len,
-        trajectories_per_step=training.global_batch_size,
-        samples_per_prompt=settings.rollout.n_samples_per_prompt,
-    )
-    reconciled = replace(settings, training=training, loss=loss)
-    return Validated(reconciled, (*loss_notes, *batch_notes, *remarks(reconciled)))
+    errors = Errors()
+    _check_choices(settings, errors)
+    errors.raise_if_any()  # rules branch on choices
+    _check_sections(settings, errors)
+    _check_devices(settings, errors)
+    settings, notes = _reconcile(settings, errors)
+    errors.raise_if_any()
+    return Validated(settings, (*notes, *_notes(settings)))
 
 
-def remarks(settings: Settings) -> list[str]:
-    """What is allowed, and worth knowing."""
-    rollout, training, cluster = settings.rollout, settings.training, settings.cluster
-    said = []
-    if (
-        rollout.rollout_temperature == 0
-        and settings.loss.loss_type == "policy_loss"
-        and settings.loss.normalizes_rewards
+def _check_choices(settings: Settings, errors: Errors) -> None:
+    for section in fields(settings):
+        values = getattr(settings, section.name)
+        if is_dataclass(values):
+            errors.choices(values)
+
+
+def _check_sections(settings: Settings, errors: Errors) -> None:
+    rollout, cluster = settings.rollout, settings.cluster
+    check_model(settings.model, errors)
+    check_data(settings.data, rollout.loads_samples, errors)
+    check_rollout(rollout, settings.data.rollout_max_prompt_len, errors)
+    check_cluster(cluster, errors)
+    check_async(rollout, cluster, errors)
+    check_reward(settings.reward, settings.generates, errors)
+    check_optimizer(settings.optimizer, errors)
+    check_training(settings.training, errors)
+    check_checkpoint(settings.checkpoint, cluster, errors)
+    check_evaluation(settings.evaluation, errors)
+    check_tracking(settings.tracking, errors)
+
+
+def _check_devices(settings: Settings, errors: Errors) -> None:
+    dims = _dims(settings, errors)
+    check_megatron(settings, errors)
+    max_response_len = settings.rollout.rollout_max_response_len
+    check_parallel(settings.parallel, settings.training, dims, max_response_len, errors)
+    check_engine(settings, errors)
+    if can_count_engines(errors):
+        check_offload(settings.cluster, settings.num_engines, settings.training.train_backend, errors)
+
+
+def _dims(settings: Settings, errors: Errors) -> ParallelDims | None:
+    """Divide the ranks; None if that is not possible, or if sizes are given that the backend does not read."""
+    is_read = settings.training.train_backend == "megatron" or settings.megatron == MegatronArguments()
+    if is_read and errors.none_about("actor_num_nodes", "actor_num_gpus_per_node"):
+        with errors.catching():
+            return settings.dims
+    return None
+
+
+def _reconcile(settings: Settings, errors: Errors) -> tuple[Settings, list[str]]:
+    """Check the loss, and replace what is implied or has another name by what it means; notes say what."""
+    with errors.catching():
+        check_loss(settings)
+    if not errors.none_about(
+        "rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout"
     ):
-        said.append(
-            "--rollout-temperature 0 samples greedily: the responses of a group are equal, so their advantages are 0; "
-            "log-probs are those of the raw logits"
+        return settings, []
+    training, batch_notes = fill_global_batch_size(settings.training, settings.rollout, errors)
+    max_response_len = settings.rollout.rollout_max_response_len
+    if training.global_batch_size is None or max_response_len is None:
+        return settings, []
+    loss, loss_notes = settings.loss, list[str]()
+    with errors.catching():
+        loss, loss_notes = reconcile_aggregation(
+            settings.loss, max_response_len, training.global_batch_size, settings.rollout.n_samples_per_prompt
         )
-    if cluster.colocate and cluster.rollout_num_gpus is not None:
-        said.append(f"--rollout-num-gpus {cluster.rollout_num_gpus} has no effect with --colocate")
-    if rollout.async_steps and settings.loss.loss_type == "policy_loss" and not settings.loss.use_tis:
-        said.append(
-            f"--async-steps {rollout.async_steps}: samples are by weights of up to so many versions before; --use-tis "
-            "corrects for that, by the log-probs that the engine recorded"
-        )
-    budget, response = training.max_tokens_per_gpu, rollout.rollout_max_response_len
-    if budget is not None and response is not None and budget * settings.parallel.context_parallel_size < response:
-        said.append(
-            f"--max-tokens-per-gpu {budget} is less than --rollout-max-response-len {response}: "
-            "a longer sample gets a micro-batch of its own"
-        )
+    return replace(settings, training=training, loss=loss), [*loss_notes, *batch_notes]
+
+
+def _notes(settings: Settings) -> Iterator[str]:
+    """Yield what is allowed, and may surprise."""
+    yield from notes_on_rollout(settings.rollout, settings.loss)
+    yield from notes_on_cluster(settings.cluster)
+    assert settings.rollout.rollout_max_response_len is not None
+    yield from notes_on_training(
+        settings.training, settings.parallel.context_parallel_size, settings.rollout.rollout_max_response_len
+    )
     if settings.loss.kl_loss_type != LossArguments.kl_loss_type and not settings.loss.needs_reference:
-        said.append(f"--kl-loss-type {settings.loss.kl_loss_type} has no effect without --use-kl-loss or --kl-coef")
-    return said
+        yield f"--kl-loss-type {settings.loss.kl_loss_type} has no effect without --use-kl-loss or --kl-coef"

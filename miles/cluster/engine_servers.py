@@ -13,7 +13,6 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 from transformers import AutoConfig, GenerationConfig
 
-from miles.arguments.offload_rules import offload_on
 from miles.arguments.settings import Settings
 from miles.cluster.session import Placement
 from miles.engine.sglang.child_process import ServerFailed
@@ -103,7 +102,7 @@ def server_spec(settings: Settings, device: str, number: int) -> ServerSpec:
         num_devices=settings.sglang.rollout_num_gpus_per_engine,
         seed=settings.data.rollout_seed + number,
         flags=settings.server_flags.server,
-        releases_memory=offload_on(settings, device).rollout,
+        releases_memory=settings.offload(device).rollout,
     )
 
 

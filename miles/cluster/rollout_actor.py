@@ -274,7 +274,7 @@ class RolloutActor:
         from miles.engine.sglang.sglang_engine import SglangEngine
 
         engine = self._pipeline.engine
-        assert isinstance(engine, SglangEngine), "arguments/offload_rules.py"
+        assert isinstance(engine, SglangEngine), "check_offload()"
         await engine.release_memory()
 
     async def state(self, iterations_done: int) -> dict[str, Any]:

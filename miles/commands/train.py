@@ -50,7 +50,6 @@ def run(settings: Settings) -> None:
 
 def train(settings: Settings, placement: Placement) -> None:
     """Start the actors and run the loop, from the newest checkpoint of ``--load`` if there is one."""
-    from miles.arguments.offload_rules import offload_on
     from miles.cluster.liveness import Workers
     from miles.cluster.rollout_actor import RolloutDriver
     from miles.cluster.train_driver import TrainDriver
@@ -59,7 +58,7 @@ def train(settings: Settings, placement: Placement) -> None:
     from miles.tracking.run_header import RunHeader
     from miles.tracking.tracker import Tracker
 
-    offload = offload_on(settings, placement.device)
+    offload = settings.offload(placement.device)
     workers = Workers(settings.cluster.worker_timeout)
     with RolloutDriver(settings, placement, workers) as rollout:
         if offload.rollout:

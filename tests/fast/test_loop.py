@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from miles.arguments.checkpoint import CheckpointArguments
+from miles.arguments.cluster import Offload
 from miles.arguments.evaluation import EvaluationArguments
-from miles.arguments.offload_rules import Offload
 from miles.loop import TrainingLoop
 from miles.metrics import Metric
 

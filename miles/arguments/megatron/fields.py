@@ -1,8 +1,8 @@
-"""Megatron's own settings as flags: a field of its dataclasses is a flag, in the installed version's own words.
+"""Make flags of the fields of Megatron's own dataclasses, as the installed version defines them.
 
-The dataclasses are read from their source, because importing them takes torch and seconds. A field has its flag from
-its name (``moe_router_dtype``: ``--moe-router-dtype``), unless Megatron declares another (``argparse_meta``) or launch
-scripts know it by a public name (``PUBLIC_NAMES``).
+The dataclasses are read from their source, because importing them needs torch and takes seconds. The flag of a field
+follows from its name (``moe_router_dtype``: ``--moe-router-dtype``), unless Megatron declares another
+(``argparse_meta``) or launch scripts use a public name (``PUBLIC_NAMES``).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ PUBLIC_NAMES = {
     "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
     "attention_softmax_in_fp32": "--attention-softmax-in-fp32",
 }
-DESTINATION = "megatron:"  # of a flag's value in argparse's namespace, before the field's name
+DESTINATION = "megatron:"  # prefix of these fields in argparse's namespace
 Kind = Literal["int", "float", "str", "bool"]
 
 
 @dataclass(frozen=True)
 class MegatronField:
-    """One field: its flag, and what values it takes. ``switch_to`` is the value of a switch that is given."""
+    """Describe one field: its flag, and the values it accepts."""
 
     name: str
     flag: str
@@ -45,11 +45,11 @@ class MegatronField:
 
     @property
     def switch_to(self) -> bool:
-        """A switch turns its field's default around: ``--disable-bias-linear`` sets ``add_bias_linear`` to False."""
+        """The value that a switch sets, the opposite of the default: ``--disable-bias-linear`` sets False."""
         return True if self.flag == "--attention-softmax-in-fp32" else not self.default
 
 
-# What launch scripts say of the model beside the dataclasses: arguments of Megatron's GPTModel and of its own scripts.
+# Flags of launch scripts that are not in the dataclasses: arguments of Megatron's GPTModel and of its own scripts.
 MODEL_FLAGS = (
     MegatronField("group_query_attention", "--group-query-attention", "bool", False, "query heads share key heads"),
     MegatronField(
@@ -57,12 +57,12 @@ MODEL_FLAGS = (
         "--untie-embeddings-and-output-weights",
         "bool",
         False,
-        "the head has weights of its own",
+        "the output head has its own weights",
     ),
     MegatronField("vocab_size", "--vocab-size", "int", None, "tokens of the vocabulary"),
-    MegatronField("max_position_embeddings", "--max-position-embeddings", "int", None, "longest context"),
+    MegatronField("max_position_embeddings", "--max-position-embeddings", "int", None, "maximum context length"),
     MegatronField("rotary_base", "--rotary-base", "float", None, "base of the rotary embedding"),
-    MegatronField("rotary_percent", "--rotary-percent", "float", None, "share of a head that is rotated"),
+    MegatronField("rotary_percent", "--rotary-percent", "float", None, "share of an attention head that is rotated"),
     MegatronField("position_embedding_type", "--position-embedding-type", "str", None, "kind of position embedding"),
     MegatronField("use_rotary_position_embeddings", "--use-rotary-position-embeddings", "bool", False, "older name"),
     MegatronField("position_embedding_table", "--no-position-embedding", "bool", True, "no learned position table"),
@@ -72,7 +72,11 @@ MODEL_FLAGS = (
 
 
 def megatron_fields() -> dict[str, MegatronField]:
-    """Every field that a flag can set, by name. Raises ``ValueError`` if megatron-core is not installed."""
+    """Return every field that a flag can set, by name.
+
+    Raises:
+        ValueError: megatron-core is not installed.
+    """
     root = _package()
     found: dict[str, MegatronField] = {}
     for class_name, file in DATACLASSES.items():
@@ -82,9 +86,10 @@ def megatron_fields() -> dict[str, MegatronField]:
 
 
 def add_megatron_flags(group: argparse._ArgumentGroup, taken: set[str]) -> list[MegatronField]:
-    """Flags of all fields whose names and flags are not ``taken``; values land under ``DESTINATION`` + name.
+    """Add the flags of all fields whose names and flags are not ``taken``; return the fields.
 
-    Two fields may declare one flag (``fp4_param`` and ``fp4_param_gather``, from 0.17 on): the first has it.
+    Values are stored under ``DESTINATION`` + name. If two fields declare one flag (``fp4_param`` and
+    ``fp4_param_gather``, from 0.17 on), the first gets it.
     """
     added, taken = [], {*taken}
     for field in (*MODEL_FLAGS, *megatron_fields().values()):
@@ -124,7 +129,7 @@ def _fields_of(file: Path, class_name: str) -> Iterator[MegatronField]:
 
 
 def _text(node: ast.AST | None) -> str:
-    """The first sentence of the string that documents a field, which stands after it."""
+    """Return the first sentence of the string after a field, which documents it."""
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     if not is_text:
         return ""
@@ -144,7 +149,7 @@ def _field(name: str, annotation: ast.expr, value: ast.expr | None, text: str) -
 
 
 def _kind(annotation: ast.expr) -> tuple[Kind, tuple[str, ...], bool] | None:
-    """Type, choices, and whether it is a list; None for what no flag can hold (functions, types, other objects)."""
+    """Return type, choices, and whether it is a list; None if no flag can hold it (functions, types, other objects)."""
     if isinstance(annotation, ast.Name):
         name = annotation.id
         return (name, (), False) if name in ("int", "float", "str", "bool") else None  # type: ignore[return-value]
@@ -166,7 +171,7 @@ def _kind(annotation: ast.expr) -> tuple[Kind, tuple[str, ...], bool] | None:
 
 
 def _default(value: ast.expr | None) -> tuple[Any, list[str]]:
-    """The default, None where it is no literal, and the flag names that Megatron declares for the field."""
+    """Return the default (None if it is not a literal) and the flag names that Megatron declares for the field."""
     if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "field"):
         return _literal(value), []
     keywords = {keyword.arg: keyword.value for keyword in value.keywords}

@@ -1,19 +1,20 @@
-"""What becomes of flags that set fields of Megatron's own dataclasses.
+"""Check the flags that set fields of Megatron's own dataclasses.
 
-The shape of the model is the Hugging Face config's, and some fields are this backend's to set: a flag may say the same
-again, as launch scripts do, and is an error where it says something else. The fields in ``TRIED`` are handed on. For
-the rest the way is closed: megatron-core has them, and nothing here has shown that training with them is right.
+The Hugging Face config determines the shape of the model, and this backend sets some fields itself: a flag may repeat
+their values, as launch scripts do, and is an error if it says something else. The fields in ``TRIED`` are passed on.
+All others are refused: megatron-core has them, but training with them has not been shown to be correct here.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
+from miles.flags import Errors
 from miles.model_families.base import EXPERT_FIELDS, LAYER_FIELDS
 
-Given = tuple[tuple[str, Any], ...]
+Overrides: TypeAlias = tuple[tuple[str, Any], ...]  # name and value of each field that a flag sets
 
-# As the backend sets them (training/megatron/model/transformer_config.py, layer_spec.py), and why.
+# The values that the backend sets (training/megatron/model/transformer_config.py, layer_spec.py), and why.
 FIXED: dict[str, tuple[Any, str]] = {
     "grad_reduce_in_fp32": (True, "gradients are accumulated and reduced in fp32"),
     "attention_softmax_in_fp32": (True, "the softmax of attention is computed in fp32"),
@@ -37,27 +38,34 @@ TRIED = (
 )
 
 
-def check_overrides(given: Given, shape: dict[str, Any] | None, flags: dict[str, str]) -> None:
-    """``shape`` is that of the model's config, None where it is not known yet; ``flags`` names each field's flag.
+def check_overrides(overrides: Overrides, shape: dict[str, Any] | None, flags: dict[str, str], errors: Errors) -> None:
+    """Check the fields of Megatron's dataclasses that flags set.
 
-    Raises ``ValueError`` naming the flag, its value, and what contradicts it.
+    Args:
+        overrides: The fields, by name.
+        shape: The model's shape in Megatron's terms; None if its config is not known yet.
+        flags: The flag of each field.
+        errors: Collects what contradicts the model or the backend.
     """
-    for name, value in given:
+    for name, value in overrides:
         flag = flags[name]
         shown = flag if isinstance(value, bool) else f"{flag} {_words(value)}"
         if shape is not None and name in shape:
-            _must_be(value, shape[name], shown, f"--hf-checkpoint, whose config gives {name} {_words(shape[name])}")
+            reason = f"--hf-checkpoint, whose config gives {name} {_words(shape[name])}"
+            if not _repeats(value, shape[name]):
+                errors.add(f"{shown}: contradicts {reason}; drop it")
         elif name in FIXED:
             fixed, why = FIXED[name]
-            _must_be(value, fixed, shown, f"--train-backend megatron: {why}")
+            if not _repeats(value, fixed):
+                errors.add(f"{shown}: contradicts --train-backend megatron: {why}; drop it")
         elif name not in TRIED and (shape is not None or name not in SHAPE_FIELDS):
-            raise ValueError(
-                f"{shown}: megatron-core has this setting, but training with it has not been tested here, and what is "
-                "not known to be right is not accepted; drop it"
+            errors.add(
+                f"{shown}: megatron-core has this setting, but training with it has not been tested here, so it is not "
+                "accepted; drop it"
             )
 
 
-# The fields that a model's config determines: not known to be right or wrong before it is read.
+# The fields that a model's config determines: they can be judged only after it has been read.
 SHAPE_FIELDS = {
     *LAYER_FIELDS,
     *EXPERT_FIELDS,
@@ -71,12 +79,12 @@ SHAPE_FIELDS = {
 }
 
 
-def _must_be(value: Any, wanted: Any, shown: str, reason: str) -> None:
+def _repeats(value: Any, wanted: Any) -> bool:
+    """Return whether a flag says what is so anyway; lists of equal entries may be written as one entry."""
     found = value[0] if isinstance(value, list) and not isinstance(wanted, list) and len(value) == 1 else value
     if isinstance(wanted, list) and len(set(map(str, wanted))) == 1 and found in (wanted[0], [wanted[0]]):
-        return
-    if found != wanted:
-        raise ValueError(f"{shown}: contradicts {reason}; drop it")
+        return True
+    return bool(found == wanted)
 
 
 def _words(value: Any) -> str:

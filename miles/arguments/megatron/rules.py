@@ -1,4 +1,4 @@
-"""What a run of the Megatron backend must satisfy: sizes that fit ranks and model, and nothing that it does not do."""
+"""Check a run of the Megatron backend: sizes that fit ranks and model, and only what is computed correctly."""
 
 from __future__ import annotations
 
@@ -8,122 +8,214 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from miles.arguments.megatron.auxiliary import check_auxiliary, check_auxiliary_of_model
 from miles.arguments.megatron.bridge import check_bridge
 from miles.arguments.megatron.fields import MODEL_FLAGS, megatron_fields
-from miles.arguments.megatron.overrides import check_overrides
+from miles.arguments.megatron.overrides import Overrides, check_overrides
 from miles.arguments.megatron.settings import MegatronArguments
+from miles.arguments.model import ModelArguments
 from miles.arguments.settings import Settings
-from miles.flags import flag_name, refuse, refuse_ignored
+from miles.flags import Errors, collect_errors, flag_name
+from miles.model_families.base import HEADS_IN_CONFIG
 from miles.model_families.registry import BRIDGED, check_bridged, megatron_shape, vocabulary_shape
 
-ConfigAndShape: TypeAlias = tuple[dict[str, Any], dict[str, Any]]  # of Hugging Face, and in Megatron's words
+ConfigAndShape: TypeAlias = tuple[dict[str, Any], dict[str, Any]]  # of Hugging Face, and in Megatron's terms
+
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+BALANCED = ("aux_loss", "seq_aux_loss", "none")
+NOT_BALANCED = {
+    "global_aux_loss": "its counts accumulate over micro-batches, so the loss depends on their order",
+    "sinkhorn": "it routes differently in training than in the engine",
+}
 
 
-def check_megatron(settings: Settings) -> None:
-    """Against the ranks, the model where its config is in a local folder, and what this version computes rightly."""
-    sizes = settings.megatron
+def check_megatron(settings: Settings, errors: Errors) -> None:
+    """Check the flags of Megatron against each other, and against the model if its config is in a local folder.
+
+    How the sizes divide the trainer's ranks is checked by ``ParallelDims``.
+    """
+    sizes, overrides = settings.megatron, settings.megatron_overrides
     if settings.training.train_backend != "megatron":
         names = [field.name for field in fields(MegatronArguments)]
-        refuse_ignored(sizes, names, "without --train-backend megatron", "add that flag")
+        errors.refuse_ignored(sizes, names, "without --train-backend megatron", "add that flag")
         return
-    check_bridge(sizes)
-    _ = settings.dims  # raises where the sizes do not divide the ranks
+    with errors.catching():
+        check_bridge(sizes)
     if sizes.sequence_parallel and sizes.tensor_model_parallel_size == 1:
         way_out = "add --tensor-model-parallel-size 2 or more, or drop it"
-        refuse("sequence_parallel", True, "would be ignored without tensor parallel", way_out)
-    check_auxiliary(sizes)
-    _check_recomputation(settings)
+        errors.refuse("sequence_parallel", True, "would be ignored without tensor parallelism", way_out)
+    _check_auxiliary_losses(sizes, errors)
+    _check_recomputation(settings.training.gradient_checkpointing, dict(overrides), errors)
     if settings.loss.has_critic and sizes.has_auxiliary_loss:
         rule = "needs a critic, whose experts would be balanced by no loss"
         way_out = "drop the router losses and --enable-mtp-training, or use --advantage-estimator grpo"
-        refuse("advantage_estimator", settings.loss.advantage_estimator, rule, way_out)
-    config = _local_config(settings.model.hf_checkpoint)
-    if config is None:  # a name on a hub: the backend checks the rest when it has the config
-        check_overrides(settings.megatron_overrides, None, _flags())
-        return
-    left_to_the_backend: Collection[Any] = ()
-    if sizes.megatron_to_hf_mode == "bridge":
-        check_bridged(config)
-        left_to_the_backend = BRIDGED  # whose shapes Megatron-Bridge says
-    if config.get("model_type") in left_to_the_backend:
-        check_overrides(settings.megatron_overrides, None, _flags())
-        return
-    shape = megatron_shape(config)
-    check_with_model(settings, config, shape)
-    reference = _local_config(settings.model.ref_load)
-    if reference is not None and reference.get("model_type") not in left_to_the_backend:
-        check_reference(settings.model.ref_load, (reference, megatron_shape(reference)), (config, shape))
+        errors.refuse("advantage_estimator", settings.loss.advantage_estimator, rule, way_out)
+    with errors.catching():  # shape.py raises at the first setting that is not computed
+        _check_local_models(settings.model, sizes, overrides, errors)
 
 
-def _check_recomputation(settings: Settings) -> None:
-    given = dict(settings.megatron_overrides)
-    if settings.training.gradient_checkpointing or "recompute_granularity" in given:
+def _check_auxiliary_losses(sizes: MegatronArguments, errors: Errors) -> None:
+    """Check the losses of the routers and of multi-token prediction, as far as they do not depend on the model."""
+    errors.at_least(sizes, 0, "moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor")
+    errors.at_least(sizes, 1, "mtp_num_layers")
+    kind = sizes.moe_router_load_balancing_type
+    if kind not in BALANCED:
+        rule = NOT_BALANCED.get(kind, "there is no such loss")
+        errors.refuse("moe_router_load_balancing_type", kind, rule, f"give one of {', '.join(BALANCED)}")
+    elif kind == "none":
+        why = "with --moe-router-load-balancing-type none"
+        errors.refuse_ignored(sizes, ["moe_aux_loss_coeff"], why, "give aux_loss")
+    elif not sizes.moe_aux_loss_coeff:
+        way_out = "give --moe-aux-loss-coeff a number above 0"
+        errors.refuse_ignored(sizes, ["moe_router_load_balancing_type"], "with --moe-aux-loss-coeff 0", way_out)
+    if sizes.enable_mtp_training:
+        errors.require("mtp_num_layers", sizes.mtp_num_layers, "--enable-mtp-training trains that many heads")
+    else:
+        names = ["mtp_num_layers", "mtp_loss_scaling_factor"]
+        errors.refuse_ignored(sizes, names, "without --enable-mtp-training", "add that flag")
+
+
+def _check_recomputation(gradient_checkpointing: bool, overrides: dict[str, Any], errors: Errors) -> None:
+    if gradient_checkpointing or "recompute_granularity" in overrides:
         return
     for name in ("recompute_method", "recompute_num_layers"):
-        if name in given:
+        if name in overrides:
             way_out = f"add --recompute-granularity full or --gradient-checkpointing, or drop {flag_name(name)}"
-            refuse(name, given[name], "would be ignored without --recompute-granularity", way_out)
+            errors.refuse(name, overrides[name], "would be ignored without --recompute-granularity", way_out)
+
+
+def _check_local_models(model: ModelArguments, sizes: MegatronArguments, overrides: Overrides, errors: Errors) -> None:
+    """Check what the configs in local folders determine; of a name on a hub, the backend checks it at run time."""
+    config = _local_config(model.hf_checkpoint)
+    left_to_the_backend: Collection[Any] = ()
+    if config is not None and sizes.megatron_to_hf_mode == "bridge":
+        check_bridged(config)
+        left_to_the_backend = BRIDGED  # Megatron-Bridge determines their shapes
+    if config is None or config.get("model_type") in left_to_the_backend:
+        check_overrides(overrides, None, _flags(), errors)
+        return
+    shape = megatron_shape(config)
+    _check_with_model(sizes, overrides, config, shape, errors)
+    reference = _local_config(model.ref_load)
+    if reference is not None and reference.get("model_type") not in left_to_the_backend:
+        _check_reference(model.ref_load, (reference, megatron_shape(reference)), (config, shape), errors)
 
 
 def check_with_model(settings: Settings, config: dict[str, Any], shape: dict[str, Any]) -> None:
-    """The sizes fit the model of this Hugging Face config, whose shape in Megatron's words is ``shape``, and no flag
-    contradicts it."""
-    check_model(settings.megatron, config, shape)
-    check_overrides(settings.megatron_overrides, {**shape, **vocabulary_shape(config)}, _flags())
+    """Check at run time that the sizes fit the model, and that no flag contradicts it.
+
+    Args:
+        settings: The settings of the run.
+        config: The model's Hugging Face config.
+        shape: The same in Megatron's terms.
+
+    Raises:
+        FlagError: They do not fit.
+    """
+    with collect_errors() as errors:
+        _check_with_model(settings.megatron, settings.megatron_overrides, config, shape, errors)
+
+
+def check_reference(path: str | None, reference: ConfigAndShape, policy: ConfigAndShape) -> None:
+    """Check at run time that the reference model has the shape of the policy.
+
+    Args:
+        path: The value of ``--ref-load``.
+        reference: Config and shape of the reference model.
+        policy: Config and shape of the policy.
+
+    Raises:
+        FlagError: It has another shape.
+    """
+    with collect_errors() as errors:
+        _check_reference(path, reference, policy, errors)
+
+
+def _check_with_model(
+    sizes: MegatronArguments, overrides: Overrides, config: dict[str, Any], shape: dict[str, Any], errors: Errors
+) -> None:
+    if errors.none_about(*SIZES):
+        _check_sizes(sizes, shape, errors)
+    _check_heads(sizes, config, errors)
+    if "num_moe_experts" not in shape:
+        names = [
+            "moe_router_load_balancing_type",
+            "moe_aux_loss_coeff",
+            "moe_z_loss_coeff",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+        ]
+        unrefused = [name for name in names if errors.none_about(name)]
+        errors.refuse_ignored(sizes, unrefused, "by a model without experts", "train a model that has them")
+    check_overrides(overrides, {**shape, **vocabulary_shape(config)}, _flags(), errors)
+
+
+def _check_reference(path: str | None, reference: ConfigAndShape, policy: ConfigAndShape, errors: Errors) -> None:
+    found, wanted = ({**shape, **vocabulary_shape(config)} for config, shape in (reference, policy))
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            rule = f"its config gives {name} {found.get(name)}, that of --hf-checkpoint {value}"
+            way_out = "give a reference of the same shape, or use --train-backend fsdp"
+            errors.refuse("ref_load", path, rule, way_out)
 
 
 def _flags() -> dict[str, str]:
     return {field.name: field.flag for field in (*MODEL_FLAGS, *megatron_fields().values())}
 
 
-def check_reference(path: str | None, reference: ConfigAndShape, policy: ConfigAndShape) -> None:
-    """The model at ``path`` is laid out as the policy is: what their configs determine is the same."""
-    found, wanted = ({**shape, **vocabulary_shape(config)} for config, shape in (reference, policy))
-    for name, value in wanted.items():
-        if found.get(name) != value:
-            rule = f"its config gives {name} {found.get(name)}, that of --hf-checkpoint {value}"
-            refuse("ref_load", path, rule, "give a reference of the same shape, or use --train-backend fsdp")
-
-
 def _local_config(path: str | None) -> dict[str, Any] | None:
-    """The model's ``config.json``, where it can be read without a network."""
+    """Return the model's ``config.json`` if it can be read without a network."""
     file = Path(path) / "config.json" if path is not None else None
     return json.loads(file.read_text()) if file is not None and file.is_file() else None
 
 
-def check_model(sizes: MegatronArguments, config: dict[str, Any], shape: dict[str, Any]) -> None:
-    """The sizes cut the model of this Hugging Face config without a remainder."""
+def _check_sizes(sizes: MegatronArguments, shape: dict[str, Any], errors: Errors) -> None:
+    """Check that the sizes divide the model without a remainder."""
     tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
-    if shape["num_attention_heads"] % tp or shape["ffn_hidden_size"] % tp:
-        rule = f"must divide the model's {shape['num_attention_heads']} heads and {shape['ffn_hidden_size']} MLP rows"
-        refuse("tensor_model_parallel_size", tp, rule, "give a common divisor")
-    groups = shape["num_query_groups"]
+    heads, groups, layers = shape["num_attention_heads"], shape["num_query_groups"], shape["num_layers"]
+    if heads % tp or shape["ffn_hidden_size"] % tp:
+        rule = f"must divide the model's {heads} heads and {shape['ffn_hidden_size']} MLP rows"
+        errors.refuse("tensor_model_parallel_size", tp, rule, "give a common divisor")
     if groups % tp:
         rule = f"must divide the model's {groups} key and value heads"
-        refuse("tensor_model_parallel_size", tp, rule, f"give a divisor of {groups}")
-    if shape["num_layers"] % pp:
-        rule = f"must divide the model's {shape['num_layers']} layers"
-        refuse("pipeline_model_parallel_size", pp, rule, f"give a divisor of {shape['num_layers']}")
-    check_auxiliary_of_model(sizes, config, has_experts="num_moe_experts" in shape)
+        errors.refuse("tensor_model_parallel_size", tp, rule, f"give a divisor of {groups}")
+    if layers % pp:
+        rule = f"must divide the model's {layers} layers"
+        errors.refuse("pipeline_model_parallel_size", pp, rule, f"give a divisor of {layers}")
     if "num_moe_experts" in shape:
-        _check_experts(sizes, shape["num_moe_experts"])
-    else:
-        why = "by a model without experts"
-        refuse_ignored(sizes, ["expert_model_parallel_size", "expert_tensor_parallel_size"], why, "drop it")
+        _check_experts(sizes, shape["num_moe_experts"], errors)
 
 
-def _check_experts(sizes: MegatronArguments, experts: int) -> None:
+def _check_experts(sizes: MegatronArguments, experts: int, errors: Errors) -> None:
     if experts % sizes.expert_model_parallel_size:
-        rule = f"must divide the model's {experts} experts"
-        refuse("expert_model_parallel_size", sizes.expert_model_parallel_size, rule, f"give a divisor of {experts}")
+        rule, way_out = f"must divide the model's {experts} experts", f"give a divisor of {experts}"
+        errors.refuse("expert_model_parallel_size", sizes.expert_model_parallel_size, rule, way_out)
     if sizes.tensor_model_parallel_size == 1:
         return
     if not sizes.sequence_parallel:
         rule = "for a model with experts needs --sequence-parallel, or megatron-core refuses to train"
-        refuse("tensor_model_parallel_size", sizes.tensor_model_parallel_size, rule, "add --sequence-parallel")
-    if sizes.expert_model_parallel_size == 1 and sizes.expert_tensor_parallel_size == 1:
+        errors.refuse("tensor_model_parallel_size", sizes.tensor_model_parallel_size, rule, "add --sequence-parallel")
+    elif sizes.expert_model_parallel_size == 1 and sizes.expert_tensor_parallel_size == 1:
         rule = (
             "with --expert-model-parallel-size 1 and --sequence-parallel: megatron-core 0.16.1 computes wrong gradients"
         )
-        refuse("expert_tensor_parallel_size", 1, rule, "drop it, or share the experts with the other flag")
+        way_out = "drop it, or divide the experts with --expert-model-parallel-size"
+        errors.refuse("expert_tensor_parallel_size", 1, rule, way_out)
+
+
+def _check_heads(sizes: MegatronArguments, config: dict[str, Any], errors: Errors) -> None:
+    """Check that the model can be trained with ``--mtp-num-layers`` heads."""
+    heads = config.get(HEADS_IN_CONFIG) or 0
+    if sizes.mtp_heads and heads not in (0, sizes.mtp_heads):
+        rule = f"contradicts --hf-checkpoint, whose config gives {HEADS_IN_CONFIG} {heads}"
+        errors.refuse("mtp_num_layers", sizes.mtp_heads, rule, f"give {heads}")
+    if sizes.mtp_heads and config.get("tie_word_embeddings") and sizes.pipeline_model_parallel_size > 1:
+        rule = (
+            f"with --pipeline-model-parallel-size {sizes.pipeline_model_parallel_size}: megatron-core has three copies "
+            "of a tied embedding then, and updates only two of them"
+        )
+        errors.refuse("mtp_num_layers", sizes.mtp_heads, rule, "give --pipeline-model-parallel-size 1")

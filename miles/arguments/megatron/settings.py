@@ -1,4 +1,4 @@
-"""How the ranks of the Megatron backend are laid out."""
+"""Configure the Megatron backend: how ranks share the model, and the losses inside the model."""
 
 from dataclasses import dataclass
 from typing import Literal, Optional
@@ -8,31 +8,33 @@ from miles.flags import flag
 
 @dataclass(frozen=True)
 class MegatronArguments:
-    """megatron: layout of --train-backend megatron, which also takes fields of megatron-core's configuration."""
+    """megatron: layout of --train-backend megatron, which also accepts fields of megatron-core's configuration."""
 
     tensor_model_parallel_size: int = flag(1, "ranks that share each weight matrix")
-    pipeline_model_parallel_size: int = flag(1, "ranks that each hold some of the layers")
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages: ranks that each hold some of the layers")
     expert_model_parallel_size: int = flag(1, "ranks that each hold some of the experts")
     expert_tensor_parallel_size: Optional[int] = flag(
-        None, "ranks that share each expert's matrices; default --tensor-model-parallel-size"
+        None, "ranks that share the matrices of each expert; default: --tensor-model-parallel-size"
     )
-    sequence_parallel: bool = flag(False, "share the norms' activations over the tensor-parallel ranks as well")
-    use_distributed_optimizer: bool = flag(False, "share the optimizer's state over the data-parallel ranks")
+    sequence_parallel: bool = flag(False, "divide the activations of the norms over the tensor-parallel ranks as well")
+    use_distributed_optimizer: bool = flag(False, "divide the optimizer's state over the data-parallel ranks")
     megatron_to_hf_mode: Literal["raw", "bridge"] = flag(
         "raw",
-        "what moves weights between Megatron and Hugging Face: miles itself (raw), or Megatron-Bridge, where installed "
+        "what converts weights between Megatron and Hugging Face: miles (raw), or Megatron-Bridge, if it is installed "
         "(bridge)",
     )
     moe_router_load_balancing_type: str = flag(
         "aux_loss",
-        "where the experts' load is to be even: over each micro-batch (aux_loss), in each sample (seq_aux_loss), or "
-        "nowhere (none)",
+        "balance the load of the experts over each micro-batch (aux_loss), in each sample (seq_aux_loss), or not at "
+        "all (none)",
     )
     moe_aux_loss_coeff: float = flag(0.0, "weight of the routers' load-balancing loss")
     moe_z_loss_coeff: float = flag(0.0, "weight of the routers' z-loss, which keeps their logits small")
-    mtp_num_layers: Optional[int] = flag(None, "heads that predict tokens further ahead; with --enable-mtp-training")
-    enable_mtp_training: bool = flag(False, "train the heads of --mtp-num-layers, and the model through them")
-    mtp_loss_scaling_factor: float = flag(0.2, "weight of the heads' mean loss")
+    mtp_num_layers: Optional[int] = flag(
+        None, "heads that predict later tokens (multi-token prediction), with --enable-mtp-training"
+    )
+    enable_mtp_training: bool = flag(False, "train the heads of --mtp-num-layers, and the model through their loss")
+    mtp_loss_scaling_factor: float = flag(0.2, "weight of the mean loss of the heads")
 
     @property
     def mtp_heads(self) -> int:
@@ -46,5 +48,5 @@ class MegatronArguments:
 
     @property
     def has_auxiliary_loss(self) -> bool:
-        """Whether every sample has a gradient, also one without an advantage."""
+        """Whether every sample has a gradient, even if its advantage is 0."""
         return self.has_router_loss or self.mtp_heads > 0

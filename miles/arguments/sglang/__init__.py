@@ -1,0 +1,1 @@
+"""Flags of SGLang servers: our own, and those that are passed on."""

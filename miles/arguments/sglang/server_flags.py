@@ -1,7 +1,7 @@
-"""``--sglang-*`` and ``--router-*``: flags that belong to SGLang's server and router, and are theirs to define.
+"""Pass ``--sglang-*`` and ``--router-*`` on to SGLang's server and router, which define these flags.
 
-They are told from flags of our own by their prefix, checked by name against the installed SGLang (read from its source,
-since importing it takes seconds), and passed on. Whether a value is valid, the server says when it starts.
+They are recognized by their prefix, checked by name against the installed SGLang (read from its source, because
+importing it takes seconds), and passed on. The server checks the values when it starts.
 """
 
 from __future__ import annotations
@@ -9,28 +9,29 @@ from __future__ import annotations
 import ast
 import difflib
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from miles.arguments.sglang.settings import ServerFlags
+from miles.flags import Errors
 
 SERVER, ROUTER = "--sglang-", "--router-"
 _ROUTER_ALIAS = "--sglang-router-"
 
-# Set by the launcher; what the user would write elsewhere.
+# The launcher sets these; the values name the flag that the user gives instead.
 OWNED_BY_LAUNCHER = {
     "--model-path": "--hf-checkpoint",
     "--model": "--hf-checkpoint",
-    "--host": "nothing: engines listen where they run",
+    "--host": "nothing: engines listen on the hosts they run on",
     "--port": "nothing: a free port is taken",
     "--worker-urls": "nothing: the engines of the run are registered",
     "--skip-tokenizer-init": "nothing: engines see token ids only",
     "--weight-version": "nothing: the launcher counts the versions",
 }
 TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")
-# An engine here is one tensor-parallel group on one host: the others are of devices that nobody would count, and that
-# new weights would not reach.
+# An engine here is one tensor-parallel group on one host. Devices of other kinds of parallelism would not be counted,
+# and new weights would not reach them.
 OTHER_PARALLEL = {
     "--pp-size": "--rollout-num-gpus-per-engine",
     "--pp": "--rollout-num-gpus-per-engine",
@@ -43,12 +44,36 @@ OTHER_PARALLEL = {
 ATTENTION_DATA_PARALLEL = "--enable-dp-attention"  # SGLang's older way to say --attn-dp-size, within tensor parallel
 
 
-def split_server_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], ServerFlags]:
-    """Part the command line into words for our own parser and those of SGLang.
+@dataclass(frozen=True)
+class ServerFlags:
+    """Hold the words for SGLang's own command lines, with the prefixes removed."""
 
-    A flag takes the words up to the next one that starts with ``--`` along. ``own`` holds the flags of the launcher,
-    some of which start like SGLang's. A flag that is written as one word with its value (``'--sglang-dtype float32'``)
-    is cut in two, as launch scripts have it so.
+    server: tuple[str, ...] = ()
+    router: tuple[str, ...] = ()
+
+    @property
+    def server_as_written(self) -> list[str]:
+        """The server's flags as the user has written them, without values."""
+        return [SERVER + flag.removeprefix("--") for flag, _ in _pairs(self.server)]
+
+    @property
+    def router_as_written(self) -> list[str]:
+        """The router's flags as the user has written them, without values."""
+        return [ROUTER + flag.removeprefix("--") for flag, _ in _pairs(self.router)]
+
+
+def split_server_flags(words: Sequence[str], own: Collection[str]) -> tuple[list[str], ServerFlags]:
+    """Divide the command line into the words of our own parser and those of SGLang.
+
+    A flag takes the words up to the next one that starts with ``--``. A flag that is written as one word with its value
+    (``'--sglang-dtype float32'``) is cut in two, because launch scripts contain such words.
+
+    Args:
+        words: The command line.
+        own: The flags of the launcher; some start like SGLang's.
+
+    Returns:
+        Our words, and SGLang's.
     """
     ours: list[str] = []
     server: list[str] = []
@@ -73,27 +98,34 @@ def _taker(
     return ours, word
 
 
-def check_server_flags(flags: ServerFlags, engine_size: int) -> None:
-    """Raise ``ValueError`` for a flag that the launcher sets itself, or that the installed SGLang does not have."""
+def check_server_flags(flags: ServerFlags, engine_size: int, errors: Errors) -> None:
+    """Check that each flag is known to the installed SGLang, and is not set by the launcher itself.
+
+    Args:
+        flags: The words that are passed on.
+        engine_size: Devices of one engine.
+        errors: Collects what is wrong.
+    """
     for prefix, words, known in (
         (SERVER, flags.server, known_server_flags),
         (ROUTER, flags.router, known_router_flags),
     ):
         for flag, value in _pairs(words):
-            _check_owner(prefix, flag, value, engine_size)
-            _check_known(prefix, flag, known())
-            if prefix == SERVER:
-                _check_one_group(flag, value, has_flag(words, ATTENTION_DATA_PARALLEL))
+            message = _owner_error(prefix, flag, value, engine_size) or _unknown_error(prefix, flag, known())
+            if message is None and prefix == SERVER:
+                message = _parallel_error(flag, value, has_flag(words, ATTENTION_DATA_PARALLEL))
+            if message is not None:
+                errors.add(message)
 
 
 def value_of(words: Sequence[str], *names: str) -> str | None:
-    """The value of the last of the named flags in ``words``; None where none is given."""
+    """Return the value of the last of the named flags in ``words``, or None."""
     values = [value for flag, value in _pairs(words) if flag in names]
     return values[-1] if values else None
 
 
 def has_flag(words: Sequence[str], *names: str) -> bool:
-    """Whether one of the named flags is among ``words``."""
+    """Return whether one of the named flags is among ``words``."""
     return any(flag in names for flag, _ in _pairs(words))
 
 
@@ -105,42 +137,45 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield flag, value if equals else ("" if following.startswith("--") else following)
 
 
-def _check_owner(prefix: str, flag: str, value: str, engine_size: int) -> None:
+def _owner_error(prefix: str, flag: str, value: str, engine_size: int) -> str | None:
     written = prefix + flag.removeprefix("--")
     if flag in OWNED_BY_LAUNCHER:
-        raise ValueError(f"{written}: the launcher sets it; give {OWNED_BY_LAUNCHER[flag]}, and drop {written}")
+        return f"{written}: the launcher sets it; give {OWNED_BY_LAUNCHER[flag]}, and drop {written}"
     if prefix == SERVER and flag in TENSOR_PARALLEL and value != str(engine_size):
-        raise ValueError(
+        return (
             f"{written} {value}: contradicts --rollout-num-gpus-per-engine {engine_size}, which is the engine's "
             f"tensor-parallel size; give --rollout-num-gpus-per-engine {value}, and drop {written}"
         )
+    return None
 
 
-def _check_one_group(flag: str, value: str, attention_only: bool) -> None:
-    """Tensor parallelism is the only one whose devices are counted."""
-    counted = OTHER_PARALLEL.get(flag)
-    if counted is not None and value != "1" and not (attention_only and counted == "--rollout-num-gpus"):
-        means = "more engines" if counted == "--rollout-num-gpus" else "more devices an engine"
-        written = SERVER + flag.removeprefix("--")
-        raise ValueError(
-            f"{written} {value}: an engine here is tensor parallel, on one host; for {means} give {counted}, "
-            f"and drop {written}"
-        )
-
-
-def _check_known(prefix: str, flag: str, known: Collection[str]) -> None:
+def _unknown_error(prefix: str, flag: str, known: Collection[str]) -> str | None:
     if not known or flag in known:
-        return
+        return None
     nearest = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
     way_out = f"did you mean {prefix}{nearest[0].removeprefix('--')}?" if nearest else f"drop {prefix}{flag[2:]}"
-    raise ValueError(f"{prefix}{flag.removeprefix('--')}: the installed SGLang has no such flag; {way_out}")
+    return f"{prefix}{flag.removeprefix('--')}: the installed SGLang has no such flag; {way_out}"
+
+
+def _parallel_error(flag: str, value: str, attention_only: bool) -> str | None:
+    """Return the error of a kind of parallelism whose devices would not be counted."""
+    counted = OTHER_PARALLEL.get(flag)
+    if counted is None or value == "1" or (attention_only and counted == "--rollout-num-gpus"):
+        return None
+    means = "more engines" if counted == "--rollout-num-gpus" else "more devices per engine"
+    written = SERVER + flag.removeprefix("--")
+    return (
+        f"{written} {value}: an engine here is tensor parallel, on one host; for {means} give {counted}, "
+        f"and drop {written}"
+    )
 
 
 @cache
 def known_server_flags() -> frozenset[str]:
-    """The flags of SGLang's ``ServerArgs``; empty where SGLang is not installed here (it may be on the engines' hosts).
+    """Return the flags of SGLang's ``ServerArgs``; none if SGLang is not installed on this host.
 
-    Fields of ``srt/arg_groups/fields/*.py`` annotated ``A[type, Arg(...)]``, and literal ``add_argument`` calls.
+    These are the fields of ``srt/arg_groups/fields/*.py`` annotated ``A[type, Arg(...)]``, and literal
+    ``add_argument`` calls.
     """
     root = _folder("sglang")
     if root is None:
@@ -151,7 +186,7 @@ def known_server_flags() -> frozenset[str]:
 
 @cache
 def known_router_flags() -> frozenset[str]:
-    """The flags of sglang-router's ``RouterArgs``; empty where the router is not installed."""
+    """Return the flags of sglang-router's ``RouterArgs``; none if the router is not installed here."""
     root = _folder("sglang_router")
     return frozenset() if root is None else frozenset(_literal_flags(root / "router_args.py"))
 
@@ -184,7 +219,7 @@ def _literal_flags(path: Path) -> Iterator[str]:
 
 
 def _flag_text(argument: ast.expr) -> str:
-    """The flag of a literal, or of an f-string whose only hole is an empty prefix: ``f"--{prefix}policy"``."""
+    """Return the flag of a literal, or of an f-string with an empty prefix: ``f"--{prefix}policy"``."""
     if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
         return argument.value
     if isinstance(argument, ast.JoinedStr):

@@ -1,9 +1,9 @@
-"""SGLang servers: how many, how they are fed, how weights reach them, and what happens when one fails."""
+"""Configure the SGLang servers: how many, their requests, their weights, and what happens when one fails."""
 
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from miles.flags import flag
+from miles.flags import count, flag
 
 
 @dataclass(frozen=True)
@@ -11,10 +11,10 @@ class SglangArguments:
     """sglang: generation servers. Further `--sglang-NAME` and `--router-NAME` flags go to them as `--NAME`."""
 
     rollout_num_gpus_per_engine: int = flag(1, "devices of one engine: its tensor-parallel size")
-    sglang_server_concurrency: int = flag(512, "requests in flight at one engine; further ones wait here")
+    sglang_server_concurrency: int = flag(512, "maximum requests in flight at one engine; further ones wait here")
     rollout_external: bool = flag(False, "use engines that are running already instead of starting them")
     rollout_external_engine_addrs: Optional[tuple[str, ...]] = flag(
-        None, "their addresses, HOST:PORT each", nargs="+", type=str, metavar="ADDR"
+        None, "their addresses, as HOST:PORT", nargs="+", type=str, metavar="ADDR"
     )
     update_weight_transfer_mode: Literal["disk", "broadcast", "ipc"] = flag(
         "broadcast",
@@ -25,21 +25,21 @@ class SglangArguments:
     )
     pause_generation_mode: Literal["retract", "in_place"] = flag(
         "retract",
-        "requests in flight when weights change: retract computes their cache anew, in_place goes on with the old one",
+        "requests in flight when weights change: retract recomputes their cache, in_place continues with the old one",
     )
     check_weight_update_equal: bool = flag(
-        False, "after each update, compare every tensor's checksum with that of the same weights loaded from a file"
+        False,
+        "after each update, compare the checksum of every tensor with that of the same weights loaded from a file",
     )
     use_fault_tolerance: bool = flag(
-        False, "restart engines, and the rollout worker, when they fail, instead of ending the run"
+        False, "restart engines, and the rollout actor, when they fail, instead of stopping the run"
     )
     rollout_health_check_interval: float = flag(30.0, "seconds between health checks of an engine")
     rollout_health_check_timeout: float = flag(30.0, "seconds after which an engine that does not answer has failed")
 
 
-@dataclass(frozen=True)
-class ServerFlags:
-    """The words that go to SGLang's own command lines as they are, prefixes removed (server_flags.py)."""
-
-    server: tuple[str, ...] = ()
-    router: tuple[str, ...] = ()
+def explain_servers(sglang: SglangArguments, num_engines: int) -> str:
+    """Describe the SGLang servers in a few words."""
+    if sglang.rollout_external:
+        return count(len(sglang.rollout_external_engine_addrs or ()), "external SGLang engine")
+    return f"{count(num_engines, 'SGLang engine')} of {count(sglang.rollout_num_gpus_per_engine, 'device')}"

@@ -1,11 +1,13 @@
 """A smallest valid command line, to which a test adds the flags it is about."""
 
+import re
 from collections.abc import Callable
 
 import pytest
 
 from miles.arguments.parser import parse
 from miles.arguments.validate import Validated, validate
+from miles.flags import FlagError
 
 MINIMAL = {
     "--hf-checkpoint": "some/model",
@@ -35,3 +37,17 @@ def validated() -> Callable[..., Validated]:
         return validate(parse(minimal(flags, without)))
 
     return parse_and_validate
+
+
+@pytest.fixture
+def refused() -> Callable[..., tuple[str, ...]]:
+    """The errors of a command that is refused: one line per error, with flag, rule and way out."""
+
+    def messages(flags: str = "", without: str = "") -> tuple[str, ...]:
+        with pytest.raises(FlagError) as caught:
+            validate(parse(minimal(flags, without)))
+        for message in caught.value.messages:
+            assert re.match(r"--[a-z0-9-]+.*: .*; [^\n]*$", message), message
+        return caught.value.messages
+
+    return messages

@@ -118,6 +118,6 @@ def test_an_idle_clip_is_said_to_be(validated):
 def test_epochs_that_leave_the_policy_nothing_are_refused_when_the_prompts_are_counted(validated):
     settings = validated(f"{PPO} --num-epoch 1 --num-critic-only-steps 3", "--num-rollout").settings
     spent = 3 * settings.steps_per_iteration
-    with pytest.raises(ValueError, match="--num-critic-only-steps 3: leaves none of the 3 rollouts .*--num-epoch"):
+    with pytest.raises(ValueError, match="--num-critic-only-steps 3: leaves none of the 3 iterations .*--num-epoch"):
         settings.policy_steps(spent)
     assert settings.policy_steps(spent + settings.steps_per_iteration) == settings.steps_per_iteration

@@ -89,15 +89,18 @@ def test_flags_without_effect(validated):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("", "a rank     4 rollouts a step on average, over 8 ranks,"),
-        ("--context-parallel-size 2", "a rank     4 rollouts a step on average, over 8 ranks (2 share each sequence),"),
+        ("", "a rank     4 trajectories per step on average, over 8 ranks,"),
+        (
+            "--context-parallel-size 2",
+            "a rank     4 trajectories per step on average, over 8 ranks (2 share each sequence),",
+        ),
         (
             "--train-backend megatron --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-            "a rank     16 rollouts a step on average, over 2 groups of 4 ranks that hold the same samples,",
+            "a rank     16 trajectories per step on average, over 2 groups of 4 ranks that hold the same samples,",
         ),
         (
             "--train-backend megatron --tensor-model-parallel-size 2 --context-parallel-size 2",
-            "a rank     8 rollouts a step on average, over 4 groups of 2 ranks that hold the same samples "
+            "a rank     8 trajectories per step on average, over 4 groups of 2 ranks that hold the same samples "
             "(2 groups share each sequence),",
         ),
     ],

@@ -1,16 +1,13 @@
 """Flags of --train-backend megatron: its own dataclasses' fields, the model's shape, and what is refused."""
 
-import argparse
 import json
-import sys
 
 import pytest
 
-import miles.arguments.megatron.fields
-from miles.arguments.megatron.fields import DESTINATION, MegatronField, add_megatron_flags, megatron_fields
 from miles.arguments.parser import parse
 from miles.arguments.settings import Settings
 from miles.arguments.validate import validate
+from miles.flags import FlagError
 
 LLAMA = dict(
     model_type="llama",
@@ -39,27 +36,6 @@ def megatron(tmp_path, command):
         return validate(parse([*words, "--hf-checkpoint", str(tmp_path)])).settings
 
     return run
-
-
-def test_fields_are_read_without_importing_megatron():
-    before = set(sys.modules)
-    fields = megatron_fields()
-    assert not {name for name in set(sys.modules) - before if name.split(".")[0] in ("megatron", "torch")}
-    assert len(fields) > 200
-    assert fields["layernorm_epsilon"].flag == "--norm-epsilon" and fields["layernorm_epsilon"].kind == "float"
-    assert fields["add_bias_linear"].flag == "--disable-bias-linear" and fields["add_bias_linear"].switch_to is False
-    assert fields["moe_router_dtype"].choices == ("fp32", "fp64")
-    assert fields["moe_aux_loss_coeff"].is_list and "timers" not in fields
-
-
-def test_two_fields_may_declare_one_flag(monkeypatch):
-    """As fp4_param and fp4_param_gather do from megatron-core 0.17 on."""
-    twins = {name: MegatronField(name, "--of-both", "bool", False, "") for name in ("one", "other")}
-    monkeypatch.setattr(miles.arguments.megatron.fields, "megatron_fields", lambda: twins)
-    parser = argparse.ArgumentParser()
-    added = add_megatron_flags(parser.add_argument_group(), taken=set())
-    assert [field.name for field in added if field.flag == "--of-both"] == ["one"]
-    assert vars(parser.parse_args(["--of-both"]))[DESTINATION + "one"] is True
 
 
 def test_launch_scripts_may_say_the_models_shape(megatron):
@@ -155,9 +131,10 @@ def test_pipeline_stages_repeat_the_shards(megatron):
     ],
 )
 def test_refused(megatron, flags, config, told):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(FlagError) as error:
         megatron(flags, config)
-    assert all(word in str(error.value) for word in told), error.value
+    (message,) = error.value.messages
+    assert all(word in message for word in told), message
 
 
 def test_reference_has_the_shape_of_the_policy(megatron, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from miles.arguments.megatron.overrides import check_overrides
 from miles.arguments.parser import parse
 from miles.arguments.validate import validate
+from miles.flags import Errors
 from miles.model_families.registry import vocabulary_shape
 
 MISTRAL = dict(
@@ -111,8 +112,10 @@ def test_a_script_may_say_how_much_of_a_head_is_rotated():
     """Known when Megatron-Bridge has given the shape, so the backend checks it; the true value and no other."""
     nemotron = MISTRAL | {"model_type": "nemotron", "rope_parameters": {"partial_rotary_factor": 0.25}}
     flags = {"rotary_percent": "--rotary-percent"}
-    check_overrides((("rotary_percent", 0.25),), vocabulary_shape(nemotron), flags)
-    check_overrides((("rotary_percent", 1.0),), vocabulary_shape(MISTRAL), flags)
-    for config in (nemotron, MISTRAL):
-        with pytest.raises(ValueError, match="--rotary-percent 0.5: contradicts --hf-checkpoint"):
-            check_overrides((("rotary_percent", 0.5),), vocabulary_shape(config), flags)
+    for config, share in ((nemotron, 0.25), (MISTRAL, 1.0)):
+        errors = Errors()
+        check_overrides((("rotary_percent", share),), vocabulary_shape(config), flags, errors)
+        assert errors.messages == []
+        check_overrides((("rotary_percent", 0.5),), vocabulary_shape(config), flags, errors)
+        (message,) = errors.messages
+        assert message.startswith("--rotary-percent 0.5: contradicts --hf-checkpoint")

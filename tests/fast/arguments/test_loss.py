@@ -1,0 +1,37 @@
+"""Ranges of the loss section, and flags that the chosen loss does not read."""
+
+import re
+
+import pytest
+
+LOADS = "--load-debug-rollout-data saved_{rollout_id}.jsonl"
+
+# flags given, flags left out of the smallest command, what an error says
+REFUSED = [
+    ("--eps-clip 0", "", "above 0"),
+    ("--eps-clip 1.5", "", r"\[0, 1\]"),
+    ("--eps-clip-high=-0.1", "", "above 0"),
+    ("--eps-clip-c 1", "", "above 1"),
+    ("--kl-loss-coef 0.1", "", "--kl-loss-coef 0.1: would be ignored without --use-kl-loss"),
+    ("--ref-load some/model", "", "ignored without --use-kl-loss"),
+    ("--use-kl-loss --kl-loss-coef=-1", "", "at least 0"),
+    ("--entropy-coef inf", "", "finite"),
+    ("--tis-clip 3", "", "--tis-clip 3.0: would be ignored without --use-tis"),
+    ("--rs-level sequence", "", "ignored without --use-rs"),
+    ("--opsm-delta 1", "", "ignored without --use-opsm"),
+    ("--use-tis --tis-clip 0.5 --tis-clip-low 0.8", "", "--tis-clip-low 0.8: is above --tis-clip 0.5"),
+    ("--use-rs --rs-lower-bound 3", "", "is above --rs-upper-bound 2"),
+    ("--use-tis --tis-clip 0", "", "above 0"),
+    ("--custom-pg-loss-reducer-function-path a:b --loss-canary always", "", "--loss-canary always: would be ignored"),
+    (f"--loss-type sft_loss --use-tis {LOADS}", "--rm-type", "--use-tis: would be ignored by --loss-type sft_loss"),
+    ("--log-probs-chunk-size 0", "", "-1 .all tokens. or at least 1"),
+    ("--disable-rewards-normalization --disable-grpo-std-normalization", "", "with --disable-rewards-normalization"),
+    ("--loss-type sft_loss", "", "--load-debug-rollout-data"),
+    (f"--loss-type sft_loss {LOADS}", "", "--rm-type last_number: would be ignored by --loss-type sft_loss"),
+    (f"--loss-type sft_loss --entropy-coef 1 {LOADS}", "--rm-type", "--entropy-coef 1.0: would be ignored"),
+]
+
+
+@pytest.mark.parametrize(("flags", "without", "sentence"), REFUSED)
+def test_refused(refused, flags, without, sentence):
+    assert any(re.search(sentence, message) for message in refused(flags, without))

@@ -1,0 +1,90 @@
+"""Sampling, and modes of generation that need or exclude one another."""
+
+import re
+
+import pytest
+
+FILTER = "--dynamic-sampling-filter-path miles.rollout.filters:check_reward_nonzero_std"
+LOADS = "--load-debug-rollout-data saved_{rollout_id}.jsonl"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--partial-rollout --over-sampling-batch-size 12",
+        "--partial-rollout --over-sampling-batch-size 12 --mask-offpolicy-in-partial-rollout --async-steps 1",
+        "--over-sampling-early-stop --over-sampling-batch-size 12",
+        f"--over-sampling-batch-size 12 {FILTER}",
+        "--async-steps 2",
+        f"--async-steps 1 --fully-async --stale-samples mask {FILTER}",
+        "--rollout-function-path my:function --async-steps 1 --custom-generate-function-path my:turns",
+        "--max-restarts 2 --save some/folder",
+    ],
+)
+def test_these_go_together(validated, flags):
+    validated(flags)
+
+
+# flags given, flags left out of the smallest command, what the only error says
+SAMPLING = [
+    ("", "--rollout-batch-size", "--rollout-batch-size is required"),
+    ("", "--rollout-max-response-len", "--rollout-max-response-len is required"),
+    ("", "--num-rollout", "--num-rollout or --num-epoch is required"),
+    ("--num-epoch 2", "", "--num-epoch 2: would be ignored beside --num-rollout 10"),
+    ("--n-samples-per-prompt 1", "", "every advantage is 0"),
+    ("--n-samples-per-prompt 0", "", "at least 1"),
+    ("--rollout-temperature=-1", "", "--rollout-temperature -1.0: must be a finite number of at least 0"),
+    ("--rollout-temperature nan", "", "--rollout-temperature nan"),
+    ("--rollout-top-p 0", "", "above 0"),
+    ("--rollout-top-p nan", "", "above 0"),
+    ("--rollout-top-p 1.5", "", r"\[0, 1\]"),
+    ("--rollout-top-k 0", "", "-1 .all tokens. or at least 1"),
+    ("--rollout-stop-token-ids 3 -1", "", "token ids are not negative"),
+    ("--rollout-max-context-len 64", "", "no room for a prompt"),
+    ("--rollout-max-context-len 100 --rollout-max-prompt-len 100", "", "no room for a response"),
+]
+MODES = [
+    ("--over-sampling-batch-size 12", "", "--over-sampling-batch-size 12: would be ignored without --dynamic-sampling"),
+    ("--over-sampling-batch-size 4 --dynamic-sampling-filter-path a:b", "", "at least --rollout-batch-size 8"),
+    ("--partial-rollout", "", "--partial-rollout: has no prompts to spare"),
+    (
+        "--over-sampling-early-stop --over-sampling-batch-size 8",
+        "",
+        "--over-sampling-early-stop: has no prompts to spare",
+    ),
+    (
+        "--partial-rollout --over-sampling-early-stop --over-sampling-batch-size 12",
+        "",
+        "--over-sampling-early-stop: would drop what --partial-rollout continues",
+    ),
+    ("--mask-offpolicy-in-partial-rollout", "", "would be ignored without --partial-rollout"),
+    ("--async-steps -1", "", "--async-steps -1: must be"),
+    ("--async-steps 1 --colocate", "", "--async-steps 1: generates during training, which --colocate"),
+    ("--fully-async", "", "--fully-async: needs a limit on the age of samples"),
+    ("--stale-samples mask", "", "--stale-samples mask: would be ignored without --fully-async"),
+    (f"--rollout-function-path my:f {FILTER}", "", "with --rollout-function-path"),
+]
+FILES = [
+    ("--save-debug-rollout-data all.jsonl", "", "each iteration would overwrite the last"),
+    ("--load-debug-rollout-data nowhere.jsonl", "", "no such file"),
+    (f"{LOADS} --num-epoch 1", "--num-rollout", "needs --num-rollout"),
+    (f"{LOADS} --dynamic-sampling-filter-path a:b", "", "nothing is generated"),
+    (f"{LOADS} --async-steps 1", "", "with --load-debug-rollout-data"),
+]
+
+
+@pytest.mark.parametrize(("flags", "without", "sentence"), [*SAMPLING, *MODES, *FILES])
+def test_refused_with_one_error(refused, flags, without, sentence):
+    (message,) = refused(flags, without)
+    assert re.search(sentence, message)
+
+
+def test_fully_async_has_its_own_flow(refused):
+    flags = refused("--async-steps 1 --fully-async --partial-rollout --over-sampling-batch-size 12")
+    assert [message.split(":")[0] for message in flags] == ["--over-sampling-batch-size 12", "--partial-rollout"]
+    assert all("with --fully-async, which takes groups as they complete" in message for message in flags)
+
+
+def test_old_samples_without_a_correction_are_noted(validated):
+    assert any("--async-steps 2: samples come from weights" in note for note in validated("--async-steps 2").notes)
+    assert not any("--async-steps" in note for note in validated("--async-steps 2 --use-tis").notes)

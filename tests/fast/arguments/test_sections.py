@@ -1,0 +1,106 @@
+"""The rules of sections that need no others: ranges, files that must exist, flags that need another one."""
+
+import re
+
+import pytest
+
+from miles.arguments.validate import validate
+
+LOADS = "--load-debug-rollout-data saved_{rollout_id}.jsonl"
+EVAL = "--eval-prompt-data held_out reasoning_gym:products --eval-interval 5"
+
+# flags given, flags left out of the smallest command, what the only error says
+MODEL_AND_DATA = [
+    ("", "--hf-checkpoint", "--hf-checkpoint is required"),
+    ("--hf-checkpoint ./nowhere", "", "--hf-checkpoint ./nowhere: no such folder"),
+    ("", "--prompt-data", "--prompt-data is required"),
+    ("--prompt-data nowhere.jsonl", "", "--prompt-data nowhere.jsonl: no such file"),
+    ("--apply-chat-template --apply-chat-template-kwargs {", "", "not JSON"),
+    ("--apply-chat-template --apply-chat-template-kwargs [1]", "", "must be a JSON object"),
+    ("--apply-chat-template-kwargs {}", "", "ignored without --apply-chat-template"),
+]
+REWARD = [
+    ("", "--rm-type", "--rm-type or --custom-rm-path is required"),
+    ("--custom-rm-path mine:reward", "", "names a second reward"),
+    ("--reward-key score", "", "--reward-key score: would be ignored as --rm-type last_number returns plain numbers"),
+    ("--reward-timeout=-1", "", "--reward-timeout -1.0: must be a finite number of at least 0"),
+    (f"{EVAL} {LOADS}", "--rm-type --prompt-data", "responses must be scored"),
+]
+OPTIMIZER = [
+    ("--lr 0", "", "above 0"),
+    ("--lr inf", "", "finite"),
+    ("--min-lr 1", "", "would end above --lr"),
+    ("--min-lr 1e-7 --lr-decay-style constant", "", "ignored by --lr-decay-style constant"),
+    ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "", "sets the warm-up twice"),
+    ("--lr-warmup-fraction 2", "", r"\[0, 1\]"),
+    ("--adam-beta1 1", "", r"\[0, 1\)"),
+    ("--weight-decay=-1", "", "at least 0"),
+]
+CHECKPOINT = [
+    ("--save-interval 2", "", "without --save"),
+    ("--finetune", "", "--finetune: would be ignored without --load"),
+    ("--no-load-optim", "", "without --load"),
+    ("--no-load-rng", "", "without --load"),
+    ("--max-restarts 1", "", "--max-restarts 1: would be ignored without --save"),
+    ("--max-restarts -1", "", "--max-restarts -1: must be"),
+]
+EVALUATION = [
+    ("--eval-interval 2", "", "without an evaluation set"),
+    ("--eval-top-k 2", "", "without an evaluation set"),
+    ("--skip-eval-before-train", "", "without an evaluation set"),
+    ("--eval-prompt-data a b", "", "--eval-interval is required"),
+    ("--eval-prompt-data a b c --eval-interval 1", "", "3 words cannot be NAME SOURCE pairs"),
+    ("--eval-prompt-data a b a c --eval-interval 1", "", "the name a is given twice"),
+    ("--eval-prompt-data a b.parquet --eval-interval 1", "", "no such file"),
+    ("--eval-config nowhere.yaml --eval-interval 1", "", "no such file"),
+    (f"{EVAL} --eval-top-p 2", "", r"\[0, 1\]"),
+]
+TRACKING = [
+    ("--wandb-project p", "", "without --use-wandb"),
+    ("--disable-wandb-random-suffix", "", "without --use-wandb"),
+    ("--no-report --report-samples 9", "", "with --no-report"),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "sentence"),
+    [*MODEL_AND_DATA, *REWARD, *OPTIMIZER, *CHECKPOINT, *EVALUATION, *TRACKING],
+)
+def test_refused_with_one_error(refused, flags, without, sentence):
+    (message,) = refused(flags, without)
+    assert re.search(sentence, message)
+
+
+def test_two_kinds_of_evaluation_sets(refused, tmp_path):
+    (tmp_path / "sets.yaml").write_text("")
+    (message,) = refused(f"{EVAL} --eval-config {tmp_path}/sets.yaml")
+    assert "--eval-prompt-data held_out reasoning_gym:products: would be ignored beside --eval-config" in message
+
+
+ACCEPTED = [
+    ("", ""),
+    ("--num-epoch 2", "--num-rollout"),
+    ("--n-samples-per-prompt 1 --disable-rewards-normalization", ""),
+    (LOADS, "--prompt-data --rm-type"),
+    (f"{LOADS} --loss-type sft_loss --n-samples-per-prompt 1", "--prompt-data --rm-type"),
+    (f"{LOADS} --loss-type sft_loss {EVAL}", ""),
+    (f"{EVAL} --eval-temperature 0 --n-samples-per-eval-prompt 4", ""),
+    ("--use-kl-loss --ref-load some/model --kl-loss-type low_var_kl", ""),
+    ("--custom-rm-path mine:reward", "--rm-type"),
+    ("--over-sampling-batch-size 16 --dynamic-sampling-filter-path a:b", ""),
+    ("--lr-decay-style constant --lr-warmup-fraction 0.1 --lr-decay-iters 100", ""),
+    ("--save-debug-rollout-data one.jsonl --num-rollout 1", ""),
+    ('--train-env-vars {"A":"1"} --apply-chat-template --apply-chat-template-kwargs {"a":false}', ""),
+    ("--use-dynamic-batch-size --max-tokens-per-gpu 100 --colocate --rollout-num-gpus 2", ""),
+]
+
+
+@pytest.mark.parametrize(("flags", "without"), ACCEPTED)
+def test_accepted_and_stable(validated, flags, without):
+    once = validated(flags, without)
+    assert validate(once.settings).settings == once.settings
+
+
+def test_a_key_is_not_shown(refused):
+    (message,) = refused("--wandb-key secret")
+    assert message.startswith("--wandb-key") and "secret" not in message

@@ -1,0 +1,99 @@
+"""All errors of a command are found at once, each once; what passes is final."""
+
+import dataclasses
+
+import pytest
+
+from miles.arguments.parser import parse
+from miles.arguments.validate import validate
+from miles.flags import FlagError
+
+
+def leading_flags(messages: tuple[str, ...]) -> list[str]:
+    return [message.split()[0].rstrip(":") for message in messages]
+
+
+def test_errors_of_all_stages_are_found_at_once(refused):
+    messages = refused(
+        "--lr 0 --eps-clip 0 --finetune --rollout-top-p 2 --context-parallel-size 3 --global-batch-size 5 "
+        "--wandb-project p --rollout-num-gpus 2",
+        without="--prompt-data",
+    )
+    assert leading_flags(messages) == [
+        "--prompt-data",
+        "--rollout-top-p",
+        "--lr",
+        "--finetune",
+        "--wandb-project",
+        "--context-parallel-size",
+        "--rollout-num-gpus",
+        "--eps-clip",
+        "--global-batch-size",
+    ]
+
+
+def test_an_empty_command_asks_for_all_that_is_required():
+    with pytest.raises(FlagError) as caught:
+        validate(parse(["--disable-rewards-normalization"]))
+    assert leading_flags(caught.value.messages) == [
+        "--hf-checkpoint",
+        "--prompt-data",
+        "--rollout-batch-size",
+        "--rollout-max-response-len",
+        "--num-rollout",
+        "--rm-type",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "only"),
+    [
+        ("--lr nan --min-lr 1", "", "--lr"),  # and not that the decay ends above the rate
+        (
+            "--rollout-batch-size 0 --global-batch-size 5",
+            "",
+            "--rollout-batch-size",
+        ),  # and not that 5 does not divide 0
+        ("--n-samples-per-prompt 0 --num-steps-per-rollout 3", "", "--n-samples-per-prompt"),
+        ("--actor-num-gpus-per-node 0 --context-parallel-size 3", "", "--actor-num-gpus-per-node"),
+        ("--rollout-max-context-len 8 --rollout-max-response-len 0", "", "--rollout-max-response-len"),
+        ("--partial-rollout", "--rollout-batch-size", "--rollout-batch-size"),
+        ("--rollout-engine sglang --rollout-num-gpus-per-engine 0 --colocate", "", "--rollout-num-gpus-per-engine"),
+        (
+            "--train-backend megatron --tensor-model-parallel-size 0 --context-parallel-size 3",
+            "",
+            "--tensor-model-parallel-size",
+        ),
+        ("--tensor-model-parallel-size 3", "", "--tensor-model-parallel-size"),  # not read by FSDP: need not divide
+        ("--max-restarts -1", "", "--max-restarts"),
+    ],
+)
+def test_a_rule_waits_for_the_values_it_builds_on(refused, flags, without, only):
+    assert leading_flags(refused(flags, without)) == [only]
+
+
+def test_settings_made_by_hand_are_limited_to_the_choices(validated):
+    """The parser checks choices too; rules that branch on them must not meet anything else."""
+    settings = validated().settings
+    rollout = dataclasses.replace(settings.rollout, rollout_engine="vllm")
+    training = dataclasses.replace(settings.training, train_backend="jax")
+    with pytest.raises(FlagError) as caught:
+        validate(dataclasses.replace(settings, rollout=rollout, training=training))
+    assert caught.value.messages == (
+        "--rollout-engine vllm: no such choice; give one of torch, sglang",
+        "--train-backend jax: no such choice; give one of fsdp, megatron",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--rollout-temperature 0", "samples greedily"),
+        ("--colocate --rollout-num-gpus 4", "no effect with --colocate"),
+        ("--kl-loss-type k3", "no effect without --use-kl-loss"),
+        ("--use-dynamic-batch-size --max-tokens-per-gpu 32", "its own micro-batch"),
+        ("", "--global-batch-size is 32"),
+    ],
+)
+def test_notes(validated, flags, note):
+    assert any(note in said for said in validated(flags).notes)
