@@ -3,10 +3,19 @@
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as example_settings
+from hypothesis import strategies as st
 
-from miles.arguments.parser import parse
+from miles.arguments.explain import explain
+from miles.arguments.parser import SECTIONS, parse
 from miles.arguments.validate import validate
-from miles.flags import FlagError
+from miles.flags import FlagError, flag_choices
+
+MINIMAL = (
+    "--hf-checkpoint some/model --prompt-data reasoning_gym:products --rm-type last_number --num-rollout 10 "
+    "--rollout-batch-size 8 --n-samples-per-prompt 4 --rollout-max-response-len 64"
+)
 
 
 def leading_flags(messages: tuple[str, ...]) -> list[str]:
@@ -97,3 +106,35 @@ def test_settings_made_by_hand_are_limited_to_the_choices(validated):
 )
 def test_notes(validated, flags, note):
     assert any(note in said for said in validated(flags).notes)
+
+
+FIELDS = [
+    (name, field)
+    for name, section in SECTIONS.items()
+    for field in dataclasses.fields(section)
+    if field.type in (int, float, int | None, float | None) or flag_choices(field)
+]
+
+
+def odd_values(field: dataclasses.Field) -> st.SearchStrategy:
+    if flag_choices(field):
+        return st.sampled_from(flag_choices(field))
+    whole = st.sampled_from([-1, 0, 1, 2, 3, 8, 64])
+    return whole if field.type in (int, int | None) else whole | st.sampled_from([0.5, float("nan"), float("inf")])
+
+
+@example_settings(deadline=None)
+@given(data=st.data(), chosen=st.lists(st.sampled_from(FIELDS), max_size=6, unique=True))
+def test_any_values_are_accepted_or_refused_by_name(data, chosen):
+    """Rules run although others have failed, so none may divide by zero or meet a missing value."""
+    settings = validate(parse(MINIMAL.split())).settings
+    for name, field in chosen:
+        section = dataclasses.replace(getattr(settings, name), **{field.name: data.draw(odd_values(field))})
+        settings = dataclasses.replace(settings, **{name: section})
+    try:
+        result = validate(settings)
+    except FlagError as error:
+        assert all(message.startswith("--") for message in error.messages)
+        return
+    assert explain(result)
+    assert validate(result.settings).settings == result.settings
