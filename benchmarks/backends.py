@@ -116,14 +116,14 @@ def serve(name: str, options: argparse.Namespace, rank: int, folder: str, orders
     settings = settings_of(name, options)
     vocabulary = json.loads((Path(options.model) / "config.json").read_text())["vocab_size"]
     batch = random_batch(settings, options, vocabulary)
-    shards = schedule_step(batch, settings.token_ranks, settings.training, settings.parallel)
-    shard = shards[settings.token_rank(rank)]
+    shards = schedule_step(batch, settings.dims.token_ranks, settings.training, settings.parallel)
+    shard = shards[settings.dims.token_rank(rank)]
     backend = build(settings)
     orders.send("built")
     while orders.recv():
         dist.barrier()
         started, used = time.perf_counter(), time.process_time()
-        (metrics,) = train_rollout(backend, [shard], settings.loss.use_kl_loss, settings.token_ranks)
+        (metrics,) = train_rollout(backend, [shard], settings.loss.use_kl_loss, settings.dims.token_ranks)
         trained = time.perf_counter()
         for _ in backend.export_weights():
             continue

@@ -38,7 +38,7 @@ def test_the_size_is_the_smallest_that_fits_and_fills_the_groups(step):
     ranks, budget, lengths = step
     for micro in plan_dynamic_context_parallel(lengths, ranks, budget):
         members = [i for group in micro.groups for i in group]
-        # A group is empty only where the next size has no room for its padding, or there is no next size.
+        # A group is empty only if the next size has no room for its padding, or there is no next size.
         wider = sum(padded_length(lengths[i], 2 * micro.size) for i in members)
         largest = micro.size == possible_sizes(ranks)[-1]
         assert all(micro.groups) or largest or wider > budget * micro.size

@@ -1,7 +1,7 @@
 """The losses inside the model against their oracle, under both of Megatron's contracts, on one layout.
 
-Each case is run twice: with the policy loss, and where no sample has an advantage, so that the gradient is that of the
-auxiliary loss alone and an error in it cannot hide behind a larger one.
+Each case runs twice: with the policy loss, and without any advantage. Then the gradient is that of the auxiliary loss
+alone, and an error in it cannot hide behind a larger one.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _step(layout_name: str, contract: str, kind: dict[str, Any], with_policy: bo
 
 
 def _micro_batches(layout_name: str, batch: TrainBatch, samples: Sequence[OracleSample]) -> list[list[int]]:
-    """Of all ranks. Those that share one have the same samples in it."""
+    """The samples of every micro-batch of all ranks; ranks that share one have the same samples."""
     place = {(s.rollout, tuple(s.tokens)): i for i, s in enumerate(samples)}
     assert len(place) == len(samples)
     layout = LAYOUTS[layout_name]
@@ -115,7 +115,7 @@ def _micro_batches(layout_name: str, batch: TrainBatch, samples: Sequence[Oracle
 
 
 class Oracle:
-    """Models are read once; steps are asked for once each, in the process that ranks are forked from."""
+    """Reads each model once and computes each step once, in the process that the ranks are forked from."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -165,9 +165,9 @@ class Oracle:
 def checked_steps(
     stand: Stand, kind_name: str, contract: str, steps: Sequence[tuple[Step, Expected]], kind: dict[str, Any]
 ) -> tuple[float, list[str]]:
-    """The largest relative error of a gradient, and what differs from the oracle, in words.
+    """Return the largest relative error of a gradient, and a line for each difference from the oracle.
 
-    Where the optimizer is distributed no rank has whole gradients: their norm is compared.
+    With a distributed optimizer no rank has whole gradients, so their norm is compared.
     """
     name = KINDS[kind_name][0]
     model = with_heads(name) if "mtp_num_layers" in kind else name
@@ -189,12 +189,12 @@ def checked_steps(
 
 
 def conforms(stand: Stand, kind_name: str, contract: str, steps: Sequence[tuple[Step, Expected]]) -> str:
-    """What differs from the oracle, in words; empty where nothing does."""
+    """Return the differences from the oracle, in words; empty if there are none."""
     return "\n".join(checked_steps(stand, kind_name, contract, steps, KINDS[kind_name][1])[1])
 
 
 def heads_come_back_exactly(stand: Stand, name: str) -> None:
-    """From a checkpoint and into one, bit for bit; drawn where it has none; and none of them goes to the engine."""
+    """Read from a checkpoint and written to one, bit for bit; drawn if it has none; never sent to the engine."""
     backend = make_backend(stand, with_heads(name), loss_of("sample_mean"), auxiliary=MTP)
     folder = stand.folder / f"export of {stand.name}, {with_heads(name)}"
     backend.export_hf(folder)

@@ -1,4 +1,4 @@
-"""The routers' losses and multi-token prediction read from their formulas: whole samples, transformers, float64."""
+"""The routers' losses and multi-token prediction, from their formulas: whole samples, transformers, float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OWN = {"token_layernorm": (1,), "hidden_layernorm": (1,), "input_proj": (1, 2), 
 
 
 def deep(name: str) -> str:
-    """The folder of the model with so many layers more, which become its heads."""
+    """Return the folder of the model with additional layers, which become its heads."""
     return f"{name}, deep"
 
 
@@ -27,7 +27,7 @@ def with_heads(name: str) -> str:
 
 
 def save_with_heads(folder: Path, name: str) -> None:
-    """``name`` of ``MODELS`` with heads in its checkpoint: a deeper model's last layers, and what is a head's own."""
+    """Save ``name`` of ``MODELS`` with heads: the last layers of a deeper model, and a head's own parameters."""
     config = MODELS[name]
     torch.manual_seed(11)
     bigger = type(config)(**{**config.to_dict(), "num_hidden_layers": config.num_hidden_layers + HEADS})
@@ -54,7 +54,7 @@ def save_with_heads(folder: Path, name: str) -> None:
 
 
 class Heads(torch.nn.Module):
-    """The model of ``save_with_heads`` in float64: ``model`` without its heads, and their loss."""
+    """The model of ``save_with_heads`` in float64: ``model`` without its heads, and the loss of the heads."""
 
     def __init__(self, folder: Path, name: str) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Heads(torch.nn.Module):
         )
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """By the names of the checkpoint, experts aside."""
+        """Return the parameters by their names in the checkpoint, except experts."""
         named = {n: p for n, p in self.model.named_parameters()}
         for head, layer in enumerate(self.layers):
             named |= {f"model.mtp_layers.{head}.{n}": p for n, p in layer.named_parameters()}
@@ -76,7 +76,7 @@ class Heads(torch.nn.Module):
         return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named.items()}
 
     def loss(self, samples: Sequence[OracleSample], heads: int) -> torch.Tensor:
-        """The mean over the heads, each a mean over its targets in the step."""
+        """Return the mean over the heads, each a mean over its targets in the step."""
         numerators, counts = [torch.zeros((), dtype=torch.float64) for _ in range(heads)], [0.0] * heads
         for sample in samples:
             ids = torch.as_tensor(sample.tokens)
@@ -113,9 +113,9 @@ Groups = Sequence[Sequence[int]]  # which samples' load is balanced together
 def router_losses(
     model: Any, run: Callable[[OracleSample], object], samples: Sequence[OracleSample], groups: Groups
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Load-balancing and z-loss, each summed over the layers with experts, and how many of those there are.
+    """Return load-balancing and z-loss, each summed over the layers with experts, and the number of these layers.
 
-    ``run`` passes a sample through every router of ``model`` that is to be counted, once.
+    ``run`` passes a sample once through every router of ``model`` that counts.
     """
     gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
     seen: dict[int, list[torch.Tensor]] = {id(gate): [] for gate in gates}

@@ -1,7 +1,7 @@
 """``--megatron-to-hf-mode bridge`` on real ranks: ``python bridge_checks.py FOLDER [LAYOUT...]``.
 
-The models that this project converts itself come out bit for bit the same; those that it does not are compared with
-transformers, with the float64 oracle and with their own files. FOLDER/results.json: what failed, by layout and check.
+Models that miles converts itself must be equal bit for bit. The others are compared with transformers, with the float64
+oracle and with their own files. FOLDER/results.json has the failures by layout and check.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ NOT_COMPUTED: dict[str, Any] = {
 
 
 def as_raw(stand: Stand) -> str:
-    """Every parameter of this rank, and every exported tensor, of the models that ``raw`` converts."""
+    """Compare every parameter of this rank and every exported tensor with ``raw``, for the models that it converts."""
     wrong = []
     for model in models_of(stand):
         raw, bridge = (make_backend(stand, model, LossArguments(), auxiliary=_mode(m)) for m in ("raw", "bridge"))
@@ -69,14 +69,14 @@ def as_raw(stand: Stand) -> str:
 
 
 def _differing(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """The names that only one has, or that hold other numbers."""
+    """Return the names that only one has, or whose numbers differ."""
     both = wanted.keys() & found.keys()
     assert len(both) > 1
     return [*(wanted.keys() ^ found.keys()), *(name for name in both if not torch.equal(wanted[name], found[name]))]
 
 
 def critic(stand: Stand) -> str:
-    """Is filled as the policy is, but for its head."""
+    """The critic has the policy's weights, except for its head."""
     loss = LossArguments(advantage_estimator="ppo")
     backend = make_backend(stand, "nemotron, tied", loss, auxiliary=_mode("bridge"))
     assert backend.critic is not None
@@ -103,7 +103,7 @@ def checkpoint(stand: Stand) -> str:
 
 
 def what_is_not_computed(stand: Stand) -> str:
-    """Is refused by its name."""
+    """Each setting that the layers do not compute is refused by its name."""
     mistral: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "sliding_window": None}
     yarn = LLAMA3_ROPE | {"rope_type": "yarn"}
     refused: dict[str, PretrainedConfig] = {
@@ -133,7 +133,7 @@ def what_is_not_computed(stand: Stand) -> str:
 
 
 def incomplete_checkpoints(stand: Stand) -> str:
-    """A tensor too many and a tensor too few are errors that name it."""
+    """An extra tensor and a missing tensor are errors that name it."""
     said = []
     for wanted in ("model.layers.0.self_attn.q_proj.bias", "self_attention.linear_qkv.weight"):
         folder = Path(stand.model("mistral"))

@@ -1,4 +1,4 @@
-"""Checkpoints of the Megatron backend: written under one layout, read under another, and what is left by a kill."""
+"""Checkpoints of the Megatron backend: written under one layout, read under another, and left by a killed run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _backend(stand: Stand, model: str) -> MegatronBackend:
 
 
 def saves(stand: Stand) -> None:
-    """Two steps, a checkpoint, a third step: what a run that is never stopped does."""
+    """Take two steps, save, and take a third step, as a run that is never stopped does."""
     for change in CHANGES:
         if change.before != stand.name:
             continue
@@ -109,14 +109,14 @@ def saves(stand: Stand) -> None:
 
 
 def _ranks_write_what_they_have(stand: Stand, folder: Path) -> None:
-    """With a distributed optimizer each rank has a share of every state, and writes that one."""
+    """With a distributed optimizer each rank holds a part of every state and writes that part."""
     sizes = [file.stat().st_size for file in folder.glob("*.distcp")]
     if "distributed optimizer" in stand.name:
         assert len(sizes) == stand.layout.ranks and max(sizes) < 1.5 * sum(sizes) / len(sizes), sizes
 
 
 def _who_could_not_write_is_named(stand: Stand, backend: MegatronBackend, folder: Path) -> None:
-    """The last rank may write 1000 bytes a file; every rank learns of it."""
+    """The last rank may write 1000 bytes per file; the error reaches every rank."""
     last = stand.layout.ranks - 1
     folder.mkdir(exist_ok=True)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -130,7 +130,7 @@ def _who_could_not_write_is_named(stand: Stand, backend: MegatronBackend, folder
 
 
 def _save(stand: Stand, backend: MegatronBackend, root: Path, done: int) -> None:
-    """As the launcher does."""
+    """Save as the launcher does."""
     if stand.rank == 0:
         staging(root, done)
     dist.barrier()
@@ -149,9 +149,9 @@ def _of(stand: Stand) -> Iterator[tuple[Change, Path, dict[str, Any]]]:
 
 
 def next_step_is_the_same(stand: Stand) -> None:
-    """Weights bit for bit; metrics and weights of the step that follows as if the run had never been stopped.
+    """Weights are equal bit for bit, and the next step is that of a run that was never stopped.
 
-    Pipeline stages, and ranks with experts, have different parameters, so they need differently many buckets.
+    Pipeline stages and ranks with experts have different parameters, so they need different numbers of buckets.
     """
     if stand.name in ("pp2", "tp2 with sp, pp2", "tp2 with sp, ep2"):
         checkpoint.BUCKET_BYTES = 30_000
@@ -228,7 +228,7 @@ def checkpoint_of_another_backend_is_refused(stand: Stand) -> None:
 
 
 def what_cannot_be_written_is_told_at_the_start(stand: Stand) -> None:
-    """A parameter without a name in the checkpoint, and a part of a tensor that no rank has."""
+    """Refused: a parameter without a name in the checkpoint, and a part of a tensor that no rank has."""
     backend = _backend(stand, "untied")
     described = backend.policy.sharded_state_dict
     check_can_save(backend.policy, backend.ranks)
@@ -255,7 +255,7 @@ def _has_half_of_a_tensor(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def killed_while_saving(stand: Stand) -> None:
-    """A first checkpoint, then SIGKILL when the tensors of the second are written and its index is not."""
+    """Save once, then SIGKILL after the tensors of the second checkpoint are written and before its index is."""
     backend = _backend(stand, "tied")
     root = stand.folder / "killed"
     _save(stand, backend, root, 1)
@@ -273,7 +273,7 @@ def killed_while_saving(stand: Stand) -> None:
 
 
 def last_checkpoint_is_whole(stand: Stand) -> None:
-    """After ``killed_while_saving``: the half-written one does not count, and makes room for the next."""
+    """After ``killed_while_saving``, the half-written checkpoint is ignored, and the next save replaces it."""
     root = stand.folder / "killed"
     assert (root / ".writing_iter_0000002").is_dir()
     folder = newest(root)

@@ -42,7 +42,7 @@ MODELS = {
 
 
 def expectations(folder: Path) -> Expectations:
-    """By model, before the ranks are forked: on-policy; and with old values around the clip, a KL, and whitening."""
+    """Compute them by model, before the ranks are forked: on-policy, and with old values, a KL and whitening."""
     found: Expectations = {}
     more = dict(value_clip=0.15, kl_coef=0.3, kl_loss_type="k3", normalize_advantages=True)
     for name in sorted({name for names in MODELS.values() for name in names}):
@@ -57,7 +57,7 @@ def expectations(folder: Path) -> Expectations:
 
 
 def checks_of(name: str, expected: Expectations) -> dict[str, Callable[[Stand], str | None]]:
-    """Those of the layout ``name``."""
+    """Return the checks of the layout ``name``."""
     found: dict[str, Callable[[Stand], str | None]] = {}
     for model in MODELS.get(name, ()):
         for contract in CONTRACTS:
@@ -74,7 +74,7 @@ def checks_of(name: str, expected: Expectations) -> dict[str, Callable[[Stand], 
 
 
 def conforms(stand: Stand, model: str, contract: str, expected: list[tuple[Case, ExpectedStep]]) -> str:
-    """What differs from the oracle, in words; empty where nothing does."""
+    """Return the differences from the oracle, in words; empty if there are none."""
     backend = make_backend(stand, model, CONTRACTS[contract], lr=0.0, weight_decay=0.0)
     _set_head(backend)
     found = []
@@ -104,7 +104,7 @@ def _set_head(backend: MegatronBackend) -> None:
 
 
 class RecordedCritic(Recorded):
-    """The same of a critic."""
+    """Return the same for a critic."""
 
     def optimizer_step(self) -> Any:
         self.gradients = {name: gradient.numpy() for name, gradient in _critic_gradients(self.backend).items()}
@@ -112,7 +112,7 @@ class RecordedCritic(Recorded):
 
 
 def _critic_gradients(critic: Any) -> dict[str, torch.Tensor]:
-    """Whole gradients: the decoder's under Hugging Face names, and the head's, which the last stage has."""
+    """Return whole gradients: the decoder's by Hugging Face name, and the head's, which is on the last stage."""
     model, converter = critic.model.module, critic.converter
     found = {n: g.clone() for n, g in converter.export(model, lambda p: p.main_grad, torch.float32)}
     head = torch.zeros(VALUE_HEAD.shape) if model.value_head is None else model.value_head.main_grad.clone()
@@ -139,7 +139,7 @@ def _run(backend: MegatronBackend, case: Case) -> tuple[Result, dict[str, Any]]:
 
 
 def critic_comes_back(stand: Stand) -> None:
-    """Policy and critic with their optimizers: the steps after loading are, to the bit, those of the run that saved."""
+    """Policy, critic and optimizers are restored: the steps after loading equal those of the run that saved."""
     loss = LossArguments(advantage_estimator="ppo", lambd=0.9)
     backend = make_backend(stand, "tied", loss, lr=1e-2, weight_decay=0.1)
     _learn(backend, loss, seed=1, trains_policy=False)
@@ -173,7 +173,7 @@ def _learn(backend: MegatronBackend, loss: LossArguments, seed: int, trains_poli
 
 
 def critic_learns_alone(stand: Stand) -> None:
-    """The policy stays to the bit; the critic's loss falls on the same step."""
+    """The policy stays equal bit for bit; the critic's loss falls on the same step."""
     loss = LossArguments(advantage_estimator="ppo", lambd=0.9)
     backend = make_backend(stand, "untied", loss, lr=1e-2, weight_decay=0.1)
     before = weights(backend)
@@ -184,7 +184,7 @@ def critic_learns_alone(stand: Stand) -> None:
 
 
 def critic_stays_where_the_policy_fails(stand: Stand) -> None:
-    """A loss mass that is not the expected one ends the step before either optimizer moves."""
+    """An unexpected loss mass ends the step before either optimizer updates."""
     loss = LossArguments(advantage_estimator="ppo", lambd=0.9)
     backend = make_backend(stand, "untied", loss, lr=1e-2)
     estimator = AdvantageEstimator(loss, backend.token_group, backend.critic)

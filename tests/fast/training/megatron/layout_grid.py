@@ -1,4 +1,4 @@
-"""Every way to split one, two or four ranks on either backend, and what the validator says of each. Torch-free."""
+"""Every way to divide one, two or four ranks on either backend, and the validator's answer to each. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from miles.arguments.parser import parse
 from miles.arguments.validate import validate
 
-DYNAMIC_BUDGET = 10  # tokens a rank, under dynamic context parallelism
+DYNAMIC_BUDGET = 10  # tokens per rank, under dynamic context parallelism
 COMMAND = (
     "--prompt-data reasoning_gym:products --rm-type last_number --num-rollout 1 --rollout-batch-size 8 "
     "--n-samples-per-prompt 4 --rollout-max-response-len 8"
@@ -66,7 +66,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Split:
-    """A row of the table. ``cp`` 0 is dynamic."""
+    """A row of the table. ``cp`` 0 is dynamic context parallelism."""
 
     backend: str
     ranks: int
@@ -78,7 +78,7 @@ class Split:
 
     @property
     def name(self) -> str:
-        """``4 ranks: TP 2 with SP, DP 2, padded``; what is left of the ranks is data parallel."""
+        """The row's title, ``4 ranks: TP 2 with SP, DP 2, padded``; the remaining ranks are replicas (DP)."""
         shared = self.tp * self.pp * max(self.cp, 1)
         parts = [f"TP {self.tp}" + " with SP" * self.sp] * (self.tp > 1) + [f"PP {self.pp}"] * (self.pp > 1)
         parts += ["dynamic CP"] if not self.cp else [f"CP {self.cp}"] * (self.cp > 1)
@@ -86,7 +86,7 @@ class Split:
         return f"{self.ranks} rank{'s' * (self.ranks > 1)}" + f": {', '.join(parts)}" * bool(parts)
 
     def flags(self, kind: Kind) -> str:
-        """As they are given to train.py, beside the model."""
+        """The flags for train.py, without the model."""
         words = [f"--train-backend {self.backend} --actor-num-gpus-per-node {self.ranks}"]
         if not self.cp:
             words.append(f"--dynamic-context-parallel --max-seqlen-per-dp-cp-rank {DYNAMIC_BUDGET}")
@@ -101,7 +101,7 @@ class Split:
 
 
 def splits(backend: str) -> Iterator[Split]:
-    """All rows of a backend; data parallel takes what is left of the ranks."""
+    """Yield all rows of a backend; the remaining ranks are replicas (DP)."""
     shared = ((1, False, 1),) if backend == "fsdp" else ((t, s, p) for t, s in ((1, 0), (2, 0), (2, 1)) for p in (1, 2))
     ways = [(tp, bool(sp), pp) for tp, sp, pp in shared]
     for ranks, (tp, sp, pp), cp in itertools.product((1, 2, 4), ways, (1, 2, 4, 0)):
@@ -114,7 +114,7 @@ def splits(backend: str) -> Iterator[Split]:
 
 @lru_cache(None)
 def refusal(split: Split, kind: Kind, folder: Path) -> str | None:
-    """What the validator says to it; None where it is accepted. ``folder`` is for the model's config."""
+    """Return the validator's message; None if it accepts the layout. ``folder`` is for the model's config."""
     model = folder / kind.config
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(DENSE if kind.config == "dense" else EXPERTS))
@@ -156,7 +156,7 @@ ALSO_REFUSED = (
 
 
 def also_refused(flags: str, config: str, folder: Path) -> str:
-    """The validator's message. Raises ``AssertionError`` if there is none."""
+    """Return the validator's message. Raises ``AssertionError`` if there is none."""
     model = folder / config
     model.mkdir(exist_ok=True)
     shape = EXPERTS if config == "experts" else DENSE | {"tie_word_embeddings": config == "tied"}

@@ -37,7 +37,7 @@ def all_splits() -> list[Split]:
 
 
 def cells_of(page: str) -> dict[str, list[str]]:
-    """The cells of every row, by its name, as the page has them."""
+    """Return the cells of every row, by its name, as on the page."""
     found = {}
     for backend, title in BACKENDS.items():
         for line in page.partition(f"### {title}\n")[2].partition("\n#")[0].splitlines():
@@ -48,12 +48,12 @@ def cells_of(page: str) -> dict[str, list[str]]:
 
 
 def reason_of(message: str) -> str | None:
-    """What a refused cell is explained with; None where there are simply too few ranks for the layout."""
+    """Return the explanation of a refused cell; None if the layout only needs more ranks."""
     return None if "must divide the" in message and "trainer ranks" in message else message
 
 
 class Page:
-    """Writes the section of the page, numbering the reasons as they come."""
+    """Writes the section of the page, numbering the reasons in order."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -105,13 +105,13 @@ trained with `aux_loss` and z-loss, MTP with two heads. A dash means that the la
 
 
 def replaced(page: str, section: str) -> str:
-    """``page`` with ``section`` in the place of the one it has."""
+    """Return ``page`` with its section replaced by ``section``."""
     before, _, rest = page.partition(BEGIN)
     return before + section + rest.partition(END)[2]
 
 
 def measure(names: Iterable[str]) -> dict[str, list[str]]:
-    """Cells of accepted layouts, as text, by row; run in processes of their own."""
+    """Measure the accepted layouts in separate processes, and return their cells as text, by row."""
     wanted = [split for split in all_splits() if row_name(split) in set(names)]
     paths = os.pathsep.join(FOLDERS)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
@@ -132,7 +132,7 @@ def _shown(distance: float | None) -> str:
 
 
 def accepted_cells(split: Split, folder: Path) -> Iterator[int]:
-    """Columns of a row that are to hold a number."""
+    """Yield the columns of a row that should hold a number."""
     return (i for i, kind in enumerate(KINDS[split.backend]) if refusal(split, kind, folder) is None)
 
 

@@ -1,4 +1,4 @@
-"""The layouts that are checked, the models, and a backend on one rank of a layout."""
+"""The layouts and models that are checked, and a backend on one rank of a layout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DENSE = ("untied", "tied")
 
 @dataclass(frozen=True)
 class Layout:
-    """So many ranks, split by ``sizes`` and ``parallel``. ``models`` are those whose gradients are compared."""
+    """``ranks`` divided by ``sizes`` and ``parallel``. ``models`` are those whose gradients are compared."""
 
     ranks: int
     sizes: MegatronArguments = ONE
@@ -80,7 +80,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Stand:
-    """Where one rank stands: its layout, and a folder that the ranks share, with the models in it."""
+    """One rank of a layout, and the folder with the models, which the ranks share."""
 
     folder: Path
     name: str
@@ -140,7 +140,7 @@ def note(stand: Stand, what: str, distance: float, norm: float = 0.0) -> None:
 
 
 def models_of(stand: Stand) -> list[str]:
-    """All that the layout trains: less those with experts where it is refused for them, or for them only."""
+    """Return the models that the layout trains: without experts if these are refused, only them if it needs them."""
     sizes = stand.layout.sizes
     if sizes.expert_model_parallel_size > 1:
         return ["qwen3_moe"]
@@ -149,7 +149,7 @@ def models_of(stand: Stand) -> list[str]:
 
 
 def save_models(folder: Path, models: dict[str, PretrainedConfig] = MODELS) -> None:
-    """Norms and biases are drawn too, so that a tensor left out or swapped shows."""
+    """Save the models. Norms and biases are drawn too, so that a missing or swapped tensor shows."""
     for name, config in models.items():
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(config)
@@ -161,7 +161,7 @@ def save_models(folder: Path, models: dict[str, PretrainedConfig] = MODELS) -> N
 
 
 def plain_model(folder: Path, name: str, dtype: torch.dtype) -> Any:
-    """transformers' own, in this process; its fused experts do not compute in float64."""
+    """Load transformers' model in this process; its fused experts do not compute in float64."""
     return AutoModelForCausalLM.from_pretrained(
         folder / name, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager"
     )
@@ -175,7 +175,7 @@ def make_backend(
     auxiliary: dict[str, Any] | None = None,
     **optimizer: Any,
 ) -> MegatronBackend:
-    """``loss.calculate_per_token_loss`` chooses Megatron's contract; the loss may be another one step by step."""
+    """Build a backend. ``loss.calculate_per_token_loss`` sets Megatron's contract; steps may use another loss."""
     layout = stand.layout
     settings = Settings(
         cluster=ClusterArguments(actor_num_gpus_per_node=layout.ranks),
@@ -197,7 +197,7 @@ def shard_of(
     has_gradient: Sequence[bool] | None = None,
     watch_mass: bool = True,
 ) -> TrainShard:
-    """This rank's, as the launcher hands them out."""
+    """Return this rank's shard, as the launcher distributes them."""
     settings, rank = backend.settings, torch.distributed.get_rank()
     shards = schedule_step(
         batch, settings.dims.token_ranks, settings.training, settings.parallel, has_gradient, watch_mass=watch_mass
@@ -206,7 +206,7 @@ def shard_of(
 
 
 def gradients(backend: MegatronBackend) -> dict[str, torch.Tensor]:
-    """Whole gradients under Hugging Face names. With a distributed optimizer a rank has only its own part of them."""
+    """Return whole gradients by Hugging Face name. With a distributed optimizer a rank has only its own part."""
     exported = backend.converter.export(backend.policy, lambda p: p.main_grad, torch.float32)  # type: ignore[attr-defined]
     return {name: gradient.clone() for name, gradient in exported}
 

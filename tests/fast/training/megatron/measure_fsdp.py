@@ -1,6 +1,6 @@
 """Distances from the oracle of rows of layout_grid.py on the fsdp backend: ``python measure_fsdp.py FOLDER ROW...``.
 
-FOLDER/distances.json: one number a column.
+FOLDER/distances.json has one number per column.
 """
 
 from __future__ import annotations

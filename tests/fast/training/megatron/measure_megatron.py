@@ -1,6 +1,6 @@
 """Distances from the oracle of layout_grid.py's rows on Megatron: ``python measure_megatron.py FOLDER ROW...``.
 
-FOLDER/distances.json: one number a column, null where the layout is refused.
+FOLDER/distances.json has one number per column, null if the layout is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def layout_of(split: Split, expert_parallel: int, cut_experts: bool) -> Layout:
 
 
 def distance(stand: Stand, kind: str, steps: dict[str, Any]) -> str:
-    """The largest over both contracts and both optimizers, as text."""
+    """Return the largest distance over both contracts and both optimizers, as text."""
     worst = 0.0
     for contract in CONTRACTS:
         for sharded in (False, True):
@@ -55,12 +55,12 @@ def distance(stand: Stand, kind: str, steps: dict[str, Any]) -> str:
 
 
 def _largest(said: list[str]) -> str:
-    """Of the ranks' numbers; a rank that failed has said something else."""
+    """Combine the ranks' numbers; a rank that failed has written something else."""
     return str(max(map(float, said)))
 
 
 def measure(folder: Path, split: Split, oracle: Oracle) -> list[float | None]:
-    """One number a column."""
+    """Return one number per column."""
     accepted = [kind for kind in KINDS["megatron"] if refusal(split, kind, folder) is None]
     found: dict[Kind, float] = {}
     for experts in sorted({(kind.expert_parallel, kind.cut_experts) for kind in accepted}):  # each with its own groups

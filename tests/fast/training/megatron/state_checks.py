@@ -1,4 +1,4 @@
-"""Log-probs, conversion, optimizer and what happens around a step, on one layout."""
+"""Log-probs, conversion, optimizer, and the special cases of a step, on one layout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _train(backend: Any, batch: TrainBatch, use_reference: bool = False) -> dict
 
 
 def log_probs_equal_transformers(stand: Stand, models: Sequence[str] | None = None, mode: str = "raw") -> None:
-    """fp32, of every kind of model, in the order of the shard, on every rank."""
+    """Log-probs of every kind of model: fp32, in the order of the shard, on every rank."""
     batch = _batch()
     for model in models or models_of(stand):
         backend = make_backend(stand, model, PLAIN, auxiliary={"megatron_to_hf_mode": mode})
@@ -58,7 +58,7 @@ def _are_those_of_transformers(log_probs: list[np.ndarray], shard: TrainShard, s
 
 
 def weights_come_back_exactly(stand: Stand, models: Sequence[str] | None = None, mode: str = "raw") -> None:
-    """Every tensor of the checkpoint, bit for bit; the exported folder is read by transformers."""
+    """Every tensor is exported bit for bit, into a folder that transformers reads."""
     ids = torch.arange(10)[None]
     for model in models or models_of(stand):
         plain = plain_model(stand.folder, model, torch.float32)
@@ -105,7 +105,7 @@ def optimizer_is_adamw_with_clipping(stand: Stand) -> None:
 
 
 def step_without_loss_tokens_is_skipped(stand: Stand) -> None:
-    """T = 0 under both contracts: weights and schedule stay; the step that follows is the first."""
+    """With T = 0, under both contracts, weights and schedule stay, and the next step is the first."""
     spec = tuple(tuple(tuple((0,) * len(mask) for mask in rollout) for rollout in group) for group in CASE.spec)
     for loss in (PLAIN, loss_of("token_mean")):
         backend = make_backend(stand, "untied", loss, **ADAM)
@@ -147,7 +147,7 @@ def reference_stays_where_it_began(stand: Stand) -> None:
 
 
 def reference_is_rotated_by_its_own_config(stand: Stand) -> None:
-    """Its tensors have the policy's shapes, and its context was extended."""
+    """A reference with the policy's shapes and an extended context."""
     policy = make_backend(stand, "untied", PLAIN)
     shard = shard_of(policy, _batch())
     model = replace(policy.settings.model, ref_load=stand.model("llama3_rope"))

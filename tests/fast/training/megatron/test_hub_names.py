@@ -1,4 +1,4 @@
-"""A checkpoint under its name on the hub, found in the hub's cache: what is read of it beside the weights."""
+"""A checkpoint named as on the hub, from the hub's cache: its weights and its generation config are read."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""docs/parallelism.md lists every layout: with what was measured where it is accepted, with the reason where not."""
+"""docs/parallelism.md lists every layout, with a measured distance if it is accepted and the reason if it is not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layout_table import BEGIN, END, NO_SUCH, PAGE, Page, all_splits, cells_of, 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For the models' configs; one for all tests, as what the validator says of a layout in a folder is kept."""
+    """The folder for the models' configs. All tests share it, because the validator's answers are cached by folder."""
     return tmp_path_factory.mktemp("configs")
 
 
@@ -26,7 +26,7 @@ def page() -> str:
 
 
 def test_every_layout_is_measured_or_refused(page, folder):
-    """A layout that is accepted and has no number is a defect; so is a row that is no layout."""
+    """Every accepted layout has a number, and every row is a layout."""
     cells = cells_of(page)
     assert cells.keys() == {row_name(split) for split in all_splits()}
     shown = Page(folder)
@@ -41,13 +41,13 @@ def test_every_layout_is_measured_or_refused(page, folder):
 
 
 def test_the_page_is_what_the_command_writes(page, folder):
-    """Numbers aside: rows, reasons and what is refused besides, in the validator's own words."""
+    """Except for the numbers: rows, reasons and other refusals, in the validator's own words."""
     assert page.count(BEGIN) == page.count(END) == 1
     assert replaced(page, Page(folder).section(cells_of(page))) == page
 
 
 def test_the_grid_has_every_feature():
-    """So that a feature that is dropped from the grid does not vanish from the page unnoticed."""
+    """A feature that is dropped from the grid would otherwise vanish from the page unnoticed."""
     names = " ".join(split.name for split in splits("megatron"))
     for feature in ("TP 2,", "TP 2 with SP", "PP 2", "CP 2", "CP 4", "dynamic CP", "DP 4"):
         assert feature in names

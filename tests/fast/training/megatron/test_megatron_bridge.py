@@ -1,4 +1,4 @@
-"""``--megatron-to-hf-mode bridge`` on real ranks (bridge_checks.py), where its packages are installed."""
+"""``--megatron-to-hf-mode bridge`` on real ranks (bridge_checks.py), if its packages are installed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _missing() -> str:
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(_missing()), reason=f"{_missing()} is not installed: Megatron-Bridge was not tested")
 def test_bridge(tmp_path: Path) -> None:
-    """The models of raw come out the same, and Mistral and Nemotron as transformers and the oracle have them."""
+    """Models that raw converts are equal; Mistral and Nemotron agree with transformers and the oracle."""
     folders = [ROOT, ROOT / "tests/fast", ROOT / "tests/fast/conformance"]
     path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}

@@ -18,7 +18,7 @@ ROOT = HERE.parents[3]
 
 
 def _layouts() -> list[str]:
-    """The keys of ``LAYOUTS``, without importing Megatron."""
+    """Return the keys of ``LAYOUTS``, without importing Megatron."""
     for node in ast.parse((HERE / "layouts.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYOUTS":
             assert isinstance(node.value, ast.Dict)
@@ -28,7 +28,7 @@ def _layouts() -> list[str]:
 
 @dataclass(frozen=True)
 class Results:
-    """What each check said, empty where it holds; and what was measured. Both by layout."""
+    """The failures of each check, empty if it holds, and the measurements. Both by layout."""
 
     said: dict[str, dict[str, str]]
     measured: dict[str, dict[str, dict[str, float]]]
@@ -49,9 +49,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["seq_aux_loss", "mtp", "mtp and seq_aux_loss"])
 def test_losses_inside_the_model_have_one_gradient(results: Results, kind: str) -> None:
-    """Its norm, where nothing else has a gradient: one number with the per-token flag on and off, at every layout.
+    """Without other losses, the gradient's norm is the same with the per-token flag on and off, in every layout.
 
-    Megatron 0.16.1 by itself had 0.0815, 0.1556, 0.0778 and 10.43 in such a table.
+    Megatron 0.16.1 by itself has 0.0815, 0.1556, 0.0778 and 10.43 in such a table.
     """
     norms = {
         (layout, what): found["norm"]
@@ -66,7 +66,7 @@ def test_losses_inside_the_model_have_one_gradient(results: Results, kind: str) 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", _layouts())
 def test_layout(results: Results, layout: str) -> None:
-    """Both contracts with Megatron against the oracle, and where listed conversion, optimizer and reference."""
+    """Both contracts with Megatron agree with the oracle; so do conversion, optimizer and reference, where listed."""
     assert len(results.said[layout]) >= 2
     failures = {check: failure for check, failure in results.said[layout].items() if failure}
     assert not failures, "\n\n".join(f"{check}\n{failure}" for check, failure in failures.items())

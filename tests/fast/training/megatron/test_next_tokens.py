@@ -1,4 +1,4 @@
-"""What heads of multi-token prediction are told stands beside the tokens of the micro-batch, also of an empty one."""
+"""The tokens ahead for multi-token prediction are aligned with those of the micro-batch, also of an empty one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""miles' arithmetic of ranks against the process groups that Megatron makes, at every split of up to eight ranks."""
+"""ParallelDims against the process groups that Megatron creates, at every way to divide up to eight ranks."""
 
 from __future__ import annotations
 

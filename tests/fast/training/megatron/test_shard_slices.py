@@ -1,4 +1,4 @@
-"""A range of a flattened tensor as boxes: each element once, in order, and few boxes."""
+"""The slices of a range of a flattened tensor: each element once, in order, in few slices."""
 
 from itertools import combinations
 

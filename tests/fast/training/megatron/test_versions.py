@@ -1,4 +1,4 @@
-"""Which releases of megatron-core are taken. That training on them is right is for the other files here."""
+"""Which releases of megatron-core are accepted. The other files here test training on them."""
 
 from __future__ import annotations
 
