@@ -11,19 +11,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-import torch
 from transformers.utils.logging import disable_progress_bar
 
 from miles.arguments.settings import Settings
 from miles.batching.convert import convert
 from miles.batching.schedule import schedule_step
 from miles.cluster.cpu_tuning import use_threads
+from miles.cluster.engine_servers import RayHost
 from miles.cluster.liveness import PULSE
 from miles.cluster.session import Placement
 from miles.data.prompts import load_prompts
 from miles.data.stream import PromptStream
 from miles.data.tokenizer import load_tokenizer
-from miles.engine.base import Engine
+from miles.engine.base import Engine, ReleasesMemory
+from miles.engine.table import start_engine
 from miles.metrics import Metric
 from miles.objective.canary import CanarySchedule
 from miles.objective.policy_objective import samples_with_gradient
@@ -104,7 +105,7 @@ class RolloutActor:
             prompts = load_prompts(settings.data.prompt_data, settings.data, self.tokenizer).prompts
             self.stream = PromptStream(prompts, settings.data.rollout_shuffle, settings.data.rollout_seed)
             num_prompts = len(prompts)
-        self.engine = await self._build_engine() if settings.generates else None
+        self.engine = await start_engine(settings, RayHost(self.placement)) if settings.generates else None
         self.generate_group = get_group_generator(settings.rollout)
         num_iterations = self._num_iterations(num_prompts)
         self.source = self._build_source(num_iterations)
@@ -113,25 +114,6 @@ class RolloutActor:
     @property
     def _scores(self) -> bool:
         return self.settings.reward.rm_type is not None or self.settings.reward.custom_rm_path is not None
-
-    async def _build_engine(self) -> Engine:
-        if self.settings.rollout.rollout_engine == "sglang":
-            from miles.cluster.engine_servers import build_sglang_engine
-
-            servers = build_sglang_engine(self.settings, self.placement)
-            try:
-                await servers.start()
-            except BaseException:
-                await servers.close()
-                raise
-            return servers
-        from miles.engine.embedded.torch_engine import TorchEngine
-
-        assert self.settings.model.hf_checkpoint is not None
-        dtype = torch.bfloat16 if self.settings.training.bf16 else torch.float32
-        return TorchEngine(
-            self.settings.model.hf_checkpoint, dtype, self.device, self.settings.rollout.torch_engine_max_batch_size
-        )
 
     def _num_iterations(self, num_prompts: int) -> int:
         """``--num-rollout``, or what ``--num-epoch`` passes over the prompts make."""
@@ -240,9 +222,7 @@ class RolloutActor:
 
     async def release_memory(self) -> None:
         """Have the engines give their GPU memory up until new weights come."""
-        from miles.engine.sglang.sglang_engine import SglangEngine
-
-        assert isinstance(self.engine, SglangEngine), "arguments/offload_rules.py"
+        assert isinstance(self.engine, ReleasesMemory), "arguments/offload_rules.py allows it for such engines only"
         await self.engine.release_memory()
 
     async def state(self, rollouts_done: int) -> dict[str, Any]:
