@@ -30,9 +30,9 @@ from miles.arguments.rollout import RolloutArguments
 from miles.arguments.sglang.settings import SglangArguments
 from miles.data.stream import PromptStream
 from miles.engine.base import Generation, GenerationRequest
+from miles.engine.sglang.client import read_generation
+from miles.engine.sglang.engine import SglangEngine
 from miles.engine.sglang.router import Router
-from miles.engine.sglang.sglang_client import read_generation
-from miles.engine.sglang.sglang_engine import SglangEngine
 from miles.rollout.groups import GroupTools, generate_group
 from miles.rollout.pipeline import build_collector
 from miles.sample import Prompt, Sample
@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
 
 
 class Running:
-    """A server that runs already; ``miles.engine.sglang.engine_pool.Server``."""
+    """A server that runs already; ``miles.engine.host.Server``."""
 
     def __init__(self, url: str) -> None:
         self.name = f"stand-in {url}"

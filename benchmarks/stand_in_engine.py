@@ -14,7 +14,7 @@ import random
 import re
 from multiprocessing.connection import Connection
 
-from miles.engine.sglang.open_files import allow_open_files
+from miles.engine.sglang.processes import allow_open_files
 
 SIGMA = 0.5  # of the log of a latency: the slowest of 10,000 takes some six times the median
 SEED = re.compile(rb'"sampling_seed": ?(\d+)')

@@ -1,4 +1,4 @@
-"""Weights in buckets, and a bucket in a form that crosses processes without a copy a tensor."""
+"""Group weights into chunks, and pack a chunk so that it crosses processes without a copy per tensor."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ BUCKET_BYTES = 256 * 1024**2
 
 @dataclass(frozen=True)
 class WeightChunk:
-    """Some full, unsharded tensors under their Hugging Face names: one bucket of a weight update."""
+    """Hold full, unsharded tensors by their Hugging Face names: one part of a weight update."""
 
     tensors: dict[str, torch.Tensor]
 
 
 def in_chunks(weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES) -> Iterator[WeightChunk]:
-    """Group ``weights`` in order into chunks of at most ``bucket_bytes``; a larger tensor stands alone."""
+    """Group ``weights`` in order into chunks of at most ``bucket_bytes``; a larger tensor is a chunk of its own."""
     bucket: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in weights:
@@ -35,13 +35,13 @@ def in_chunks(weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = B
 
 @dataclass(frozen=True)
 class PackedChunk:
-    """A chunk as NumPy bytes, which an object store shares between processes of a node instead of copying."""
+    """Hold a chunk as NumPy bytes, which an object store shares between the processes of a node without copying."""
 
     entries: dict[str, tuple[str, tuple[int, ...], np.ndarray]]  # name: (dtype name, shape, bytes)
 
 
 def pack(chunk: WeightChunk) -> PackedChunk:
-    """NumPy has no bfloat16, hence bytes and a dtype name."""
+    """Pack a chunk. NumPy has no bfloat16, hence bytes and a dtype name."""
     entries = {}
     for name, tensor in chunk.tensors.items():
         flat = tensor.contiguous().reshape(-1)
@@ -50,7 +50,7 @@ def pack(chunk: WeightChunk) -> PackedChunk:
 
 
 def unpack(packed: PackedChunk) -> WeightChunk:
-    """The tensors, on the store's read-only memory: copy from them, never write to them."""
+    """Return the tensors, on the store's read-only memory: copy from them, never write to them."""
     tensors = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

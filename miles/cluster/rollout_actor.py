@@ -24,10 +24,12 @@ from transformers.utils.logging import disable_progress_bar
 from miles.arguments.settings import Settings
 from miles.batching.schedule import build_shards
 from miles.cluster.cpu_tuning import use_threads
+from miles.cluster.engine_servers import RayHost
 from miles.cluster.failures import cause_of, in_one_line
 from miles.cluster.liveness import PULSE, WorkerLost, Workers, with_pulse
 from miles.cluster.session import Placement
-from miles.engine.base import Engine
+from miles.engine.base import ReleasesMemory
+from miles.engine.table import start_engine
 from miles.metrics import Metric
 from miles.objective.canary import CanarySchedule
 from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
@@ -243,7 +245,9 @@ class RolloutActor:
         disable_progress_bar()  # type: ignore[no-untyped-call]
         cluster = self._settings.cluster
         use_threads(self._placement.device, sharers=1 if cluster.colocate else 1 + cluster.actor_num_gpus_per_node)
-        self._built = await build_pipeline(self._settings, lambda: _build_engine(self._settings, self._placement))
+        self._built = await build_pipeline(
+            self._settings, lambda: start_engine(self._settings, RayHost(self._placement))
+        )
         return self._built.num_iterations
 
     async def generate(self, start: Start) -> tuple[IterationSummary | list[TrainShard], ...]:
@@ -271,10 +275,8 @@ class RolloutActor:
 
     async def release_memory(self) -> None:
         """Have the engines release their GPU memory until new weights arrive."""
-        from miles.engine.sglang.sglang_engine import SglangEngine
-
         engine = self._pipeline.engine
-        assert isinstance(engine, SglangEngine), "check_offload()"
+        assert isinstance(engine, ReleasesMemory), "check_offload() allows it for such engines only"
         await engine.release_memory()
 
     async def state(self, iterations_done: int) -> dict[str, Any]:
@@ -303,31 +305,6 @@ class RolloutActor:
 
 def _record(sample: Sample) -> SampleRecord:
     return SampleRecord(sample.prompt.text, sample.response, sample.reward, sample.prompt.label, sample.status.value)
-
-
-async def _build_engine(settings: Settings, placement: Placement) -> Engine:
-    """Build and start the engine of ``--rollout-engine``."""
-    name = settings.rollout.rollout_engine
-    assert settings.model.hf_checkpoint is not None
-    if name == "sglang":
-        from miles.cluster.engine_servers import build_sglang_engine
-
-        servers = build_sglang_engine(settings, placement)
-        try:
-            await servers.start()
-        except BaseException:
-            await servers.close()
-            raise
-        return servers
-    if name == "torch":
-        import torch
-
-        from miles.engine.embedded.torch_engine import TorchEngine
-
-        dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
-        max_batch_size = settings.rollout.torch_engine_max_batch_size
-        return TorchEngine(settings.model.hf_checkpoint, dtype, placement.device, max_batch_size)
-    raise ValueError(f"--rollout-engine {name}: no such engine; give torch or sglang")
 
 
 class StoredWeights:

@@ -1,0 +1,1 @@
+"""Generation engines: the protocol, the table of engines, and the engines themselves."""

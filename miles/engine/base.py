@@ -1,10 +1,10 @@
-"""What every generation engine can do. The rollout knows engines by this protocol only."""
+"""The protocol of a generation engine. The rollout knows engines by this protocol only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from miles.weights import WeightChunk
 
@@ -13,9 +13,10 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` -1 and ``top_p`` 1.0 keep the whole vocabulary.
+    """Say how tokens are drawn.
 
-    ``stop_token_ids`` end a response and stay in it, as the model's end-of-sequence token does.
+    ``temperature`` 0 is greedy. ``top_k`` -1 and ``top_p`` 1.0 keep the whole vocabulary. ``stop_token_ids`` end a
+    response and stay in it, as the model's end-of-sequence token does.
     """
 
     max_new_tokens: int
@@ -25,7 +26,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def check(self) -> None:
-        """Raise ``ValueError`` for values outside their range."""
+        """Raise ``ValueError`` for a value outside its range."""
         rules = (
             ("--rollout-max-response-len", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
             ("--rollout-temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
@@ -39,9 +40,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt and the seeds of the responses wanted from it: ``len(seeds)`` responses, prompt prefilled once.
+    """Ask for one response per seed to one prompt. The prompt is prefilled once.
 
-    A response is a function of (weights, prompt, sampling, its seed): the same seed repeats it exactly.
+    A response is a function of weights, prompt, sampling and its seed: the same seed repeats it exactly, if the engine
+    honours seeds.
     """
 
     prompt_ids: tuple[int, ...]
@@ -51,11 +53,16 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """One response, and the version of the weights that generated it (its last token).
+    """Hold one response.
 
-    ``log_probs``: fp32, of the sampled tokens, under softmax(logits / temperature) of the full vocabulary (before top-k
-    and top-p; of the raw logits when greedy). Where the weights changed under way, ``earlier_versions`` holds a
-    (version, tokens) pair for each run of tokens before those of ``weight_version``, oldest first.
+    Attributes:
+        token_ids: The sampled tokens.
+        log_probs: Their fp32 log-probs under softmax(logits / temperature) of the full vocabulary, before top-k and
+            top-p; under the raw logits if greedy.
+        finish_reason: ``stop`` (a stop token), ``length`` (``max_new_tokens``) or ``abort``.
+        weight_version: The version of the weights that generated the last token.
+        earlier_versions: If the weights changed during the response: a (version, tokens) pair for each run of tokens
+            before those of ``weight_version``, oldest first.
 
     >>> Generation([5, 6, 7], [-1.0, -1.0, -1.0], "stop", weight_version=4, earlier_versions=((3, 2),)).token_versions
     [3, 3, 4]
@@ -69,41 +76,60 @@ class Generation:
 
     @property
     def token_versions(self) -> list[int]:
-        """The version of the weights that generated each token."""
+        """The version of the weights that generated each token, one per token."""
         versions = [version for version, tokens in self.earlier_versions for _ in range(tokens)]
         return versions + [self.weight_version] * (len(self.token_ids) - len(versions))
 
 
 class Engine(Protocol):
-    """A text-generation engine. Methods are coroutines of one event loop; ``generate`` may be called concurrently."""
+    """Generate text. All methods are coroutines of one event loop; ``generate`` may be called concurrently."""
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """One ``Generation`` a seed, in order. Raises ``ValueError`` for a token id outside the vocabulary."""
+        """Return one ``Generation`` per seed, in order. Raises ``ValueError`` for a token id outside the vocabulary."""
         ...
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
-        """Replace the weights; every parameter must arrive. Raises ``ValueError`` naming missing or unknown names.
+        """Replace the weights. Raises ``ValueError`` naming the parameters that are missing or unknown.
 
-        An engine of several servers may iterate ``chunks`` again until the next update, for a server that restarts.
+        An engine of several servers may iterate ``chunks`` again, until the next update, for a server that restarts.
         """
         ...
 
     async def pause(self) -> None:
-        """Stop at the next token; requests in flight keep their state."""
+        """Stop at the next token. Requests in flight keep their tokens."""
         ...
 
     async def resume(self) -> None:
-        """Go on with the paused requests."""
+        """Continue the paused requests."""
         ...
 
     async def abort(self) -> None:
-        """End every request in flight now; each returns what it has, with finish_reason ``abort``."""
+        """End every request in flight now. Each returns what it has, with finish_reason ``abort``."""
         ...
 
     async def health(self) -> bool:
-        """True while the engine can serve requests."""
+        """Return whether the engine can serve requests."""
         ...
 
     async def close(self) -> None:
-        """Release everything the engine holds. No call may follow."""
+        """Release everything that the engine holds. No call may follow."""
         ...
+
+
+@runtime_checkable
+class ReleasesMemory(Protocol):
+    """An optional capability of an engine: give its GPU memory to the trainer between two weight updates."""
+
+    async def release_memory(self) -> None:
+        """Release the memory of weights and cache until the next ``update_weights``.
+
+        Raises ``RuntimeError`` if requests are in flight.
+        """
+        ...
+
+
+def eos_token_ids(configured: int | Iterable[int] | None) -> frozenset[int]:
+    """Return the ids in a configuration's ``eos_token_id``, which holds one id, several, or none."""
+    if configured is None:
+        return frozenset()
+    return frozenset([configured] if isinstance(configured, int) else configured)

@@ -1,1 +1,1 @@
-"""How new weights travel from trainer to engines: named chunks in, named chunks out; it knows no model."""
+"""Send new weights from the trainer to engines: named chunks go in, and no model or engine is known here."""

@@ -1,10 +1,10 @@
-"""Weights through a file system that sender and engines share."""
+"""Send weights through a file system that the sender and the engines share (``disk``)."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -14,16 +14,17 @@ from miles.weights import WeightChunk
 
 
 class DiskTransport:
-    """One safetensors file a chunk, in a folder that appears whole or not at all; the last one sent is kept.
+    """Write one safetensors file per chunk, into a folder that appears whole or not at all.
 
-    The folder of an update is ``version_0000012`` in ``root``, and the one before it goes when it is there: engines may
-    still have files of the old one mapped, which the kernel keeps for them.
+    The folder of an update is ``version_0000012`` in ``root``. Only the last one is kept: the one before it is removed
+    when the new one is complete. Engines may still have files of the old one mapped, which the kernel keeps for them.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
 
     async def send(self, delivery: Delivery, chunks: Iterable[WeightChunk], version: int) -> None:
+        """Write the weights, then have every receiver load the folder."""
         folder = await self.write(chunks, version)
 
         async def load(receiver: WeightReceiver) -> None:
@@ -31,8 +32,11 @@ class DiskTransport:
 
         await delivery.each(load)
 
+    def forget_all_but(self, urls: Collection[str]) -> None:
+        """Keep nothing: a folder belongs to no engine."""
+
     async def write(self, chunks: Iterable[WeightChunk], version: int) -> Path:
-        """Write the weights; returns their folder. Raises ``OSError`` as the file system does."""
+        """Write the weights and return their folder. Raises ``OSError`` as the file system does."""
         staging = self._root / f".writing_version_{version:07d}"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""An update of all engines' weights, by whichever transport, with or without the check that they arrived."""
+"""Update the weights of all engines over the chosen transport, and check what arrived if asked to."""
 
 from __future__ import annotations
 
@@ -8,59 +8,69 @@ from pathlib import Path
 import torch
 
 from miles.arguments.sglang.settings import SglangArguments
-from miles.weight_sync.broadcast import BroadcastTransport
 from miles.weight_sync.disk import DiskTransport
-from miles.weight_sync.shared_memory import SharedMemoryTransport
-from miles.weight_sync.transport import Delivery, Transport, WeightReceiver
+from miles.weight_sync.table import SendingSide, build_transport
+from miles.weight_sync.transport import Delivery, WeightReceiver
 from miles.weights import WeightChunk
 
 
 class WeightSender:
-    """Sends weights to any number of engines, and says which of them failed."""
+    """Send weights to any number of engines, and report which of them failed."""
 
     def __init__(self, sglang: SglangArguments, output_dir: Path, broadcast_from: torch.device | None = None) -> None:
-        """``broadcast_from``: the GPU of ``BroadcastTransport``; None for the host."""
-        self._broadcast_from = broadcast_from or torch.device("cpu")
-        self._disk = DiskTransport(Path(sglang.update_weight_disk_dir or output_dir / "weights"))
-        self._transport = self._build(sglang.update_weight_transfer_mode)
-        self._check = sglang.check_weight_update_equal
+        """Build the transport.
 
-    def _build(self, mode: str) -> Transport:
-        if mode == "disk":
-            return self._disk
-        return BroadcastTransport(self._broadcast_from) if mode == "broadcast" else SharedMemoryTransport()
+        Args:
+            sglang: The flags of the engines.
+            output_dir: The run's folder; weights on disk go below it unless ``--update-weight-disk-dir`` is set.
+            broadcast_from: The GPU that broadcasts start from; None for the host.
+        """
+        side = SendingSide(
+            folder=Path(sglang.update_weight_disk_dir or output_dir / "weights"),
+            broadcast_from=broadcast_from or torch.device("cpu"),
+        )
+        self._transport = build_transport(sglang.update_weight_transfer_mode, side)
+        self._check_files = DiskTransport(side.folder) if sglang.check_weight_update_equal else None
 
     async def send(
         self, receivers: Sequence[WeightReceiver], chunks: Iterable[WeightChunk], version: int
     ) -> dict[str, Exception]:
-        """Replace the weights of ``receivers``; returns the failures by URL. The failed ones hold unknown weights.
+        """Replace the weights of ``receivers``.
 
         ``chunks`` is iterated once, or twice under ``--check-weight-update-equal``.
+
+        Returns:
+            The failures by URL. A receiver that failed holds unknown weights.
+
+        Raises:
+            ValueError: If ``--check-weight-update-equal`` finds a difference.
         """
         delivery = Delivery(receivers)
-        if self._check:
-            await self._send_checked(delivery, chunks, version)
-        else:
+        if self._check_files is None:
             await self._transport.send(delivery, chunks, version)
+        else:
+            await self._send_checked(self._check_files, delivery, chunks, version)
         return delivery.failures
 
     def forget_all_but(self, urls: Collection[str]) -> None:
-        """Keep no group with engines at other addresses than ``urls``: they are gone, or start anew."""
-        if isinstance(self._transport, BroadcastTransport):
-            self._transport.forget_all_but(urls)
+        """Drop what is kept for engines at other addresses than ``urls``: these engines are gone, or have restarted."""
+        self._transport.forget_all_but(urls)
 
-    async def _send_checked(self, delivery: Delivery, chunks: Iterable[WeightChunk], version: int) -> None:
-        """Send, and compare what arrived with the same weights loaded from a file, tensor by tensor.
+    async def _send_checked(
+        self, files: DiskTransport, delivery: Delivery, chunks: Iterable[WeightChunk], version: int
+    ) -> None:
+        """Send, then compare what arrived with the same weights loaded from a file, tensor by tensor.
 
-        Engines fuse, shard and rename what they load, so the trainer's tensors have no checksum to compare with; the
-        engine's own loader, fed from a file, makes it. Weights are scrambled before either way, so that a tensor which
-        no chunk brings differs too. A difference is a ``ValueError``, not a failure of one engine.
+        Engines fuse, shard and rename what they load, so the trainer's tensors have no checksum to compare with. The
+        engine's own loader, fed from a file, makes the checksums instead. The weights are scrambled before both loads,
+        so that a tensor that no chunk brings differs too. A difference is a ``ValueError``, not the failure of one
+        engine.
         """
         await delivery.each(lambda receiver: receiver.scramble())
         await self._transport.send(delivery, chunks, version)
         arrived: dict[str, dict[str, str]] = {}
         expected: dict[str, dict[str, str]] = {}
-        folder = await self._disk.write(chunks, version)
+        folder = await files.write(chunks, version)
 
         async def compare(receiver: WeightReceiver) -> None:
             arrived[receiver.url] = await receiver.checksums()

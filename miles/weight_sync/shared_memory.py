@@ -1,10 +1,10 @@
-"""Weights through the shared memory of one host: ``--update-weight-transfer-mode ipc``."""
+"""Send weights through the shared memory of one host (``ipc``)."""
 
 from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from multiprocessing.reduction import ForkingPickler
 
 import torch
@@ -15,14 +15,15 @@ from miles.weights import WeightChunk
 
 
 class SharedMemoryTransport:
-    """A chunk is copied into shared memory once; engines get handles to it and copy from there, to whatever device."""
+    """Copy each chunk into shared memory once. Engines get handles and copy from there, to whatever device they use."""
 
     def __init__(self) -> None:
-        # Named files: the other strategy passes file descriptors through a socket of the sender's, which a process that
-        # the sender has not started may not open; a server that tries dies.
-        mp.set_sharing_strategy("file_system")
+        # Use named files. The other strategy passes file descriptors through a socket of the sender, which a process
+        # that the sender did not start may not open; a server that tries dies.
+        mp.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
 
     async def send(self, delivery: Delivery, chunks: Iterable[WeightChunk], version: int) -> None:
+        """Share the chunks one after the other; each is freed when all receivers have copied it."""
         await delivery.each(lambda receiver: receiver.begin_update())
         async for chunk, last in stream(chunks):
             shared = await asyncio.to_thread(_share, chunk)
@@ -30,16 +31,22 @@ class SharedMemoryTransport:
             async def receive(
                 receiver: WeightReceiver, shared: list[tuple[str, torch.Tensor]] = shared, last: bool = last
             ) -> None:
-                # Unpickling takes a handle over for good, so each process gets one of its own.
+                # A process that unpickles a handle keeps it, so each process gets its own.
                 payloads = [_pickled(shared) for _ in range(receiver.num_ranks)]
                 await receiver.receive_shared(payloads, version, last)
 
             await delivery.each(receive)
         await delivery.each(lambda receiver: receiver.end_update())
 
+    def forget_all_but(self, urls: Collection[str]) -> None:
+        """Keep nothing: handles are made again for each update."""
+
 
 def _share(chunk: WeightChunk) -> list[tuple[str, torch.Tensor]]:
-    return [(name, tensor.detach().clone().share_memory_()) for name, tensor in chunk.tensors.items()]
+    shared: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in chunk.tensors.items():
+        shared.append((name, tensor.detach().clone().share_memory_()))  # type: ignore[no-untyped-call]
+    return shared
 
 
 def _pickled(shared: list[tuple[str, torch.Tensor]]) -> bytes:

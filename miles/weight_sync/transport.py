@@ -1,50 +1,53 @@
-"""What a transport of weights is, seen from the sender, and what it needs of an engine that receives."""
+"""The protocols of a weight update: a transport sends, a receiver takes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from miles.weights import WeightChunk
 
 
 class WeightReceiver(Protocol):
-    """One engine of ``num_ranks`` processes. Every method raises when the engine refuses or does not answer."""
+    """Receive weights as one engine of ``num_ranks`` processes.
+
+    Every method raises if the engine refuses or does not answer.
+    """
 
     url: str
     num_ranks: int
 
     async def begin_update(self) -> None:
-        """Open an update; the chunks of ``receive_broadcast`` and ``receive_shared`` stand inside one."""
+        """Open an update. Every ``receive_broadcast`` and ``receive_shared`` happens inside one."""
 
     async def end_update(self) -> None:
-        """Close it: the new weights are whole."""
+        """Close the update: the new weights are complete."""
 
     async def load_folder(self, folder: str, version: int) -> None:
         """Read all weights from the safetensors files in ``folder``, which the engine's host must see."""
 
     async def join_group(self, host: str, port: int, group: str, backend: str) -> None:
-        """Join the ``backend`` (gloo or nccl) group at ``host:port`` as its ranks 1 to ``num_ranks``.
+        """Join the process group ``group`` at ``host:port`` as its ranks 1 to ``num_ranks``.
 
-        Returns when the group stands.
+        Returns when the group is complete. ``backend`` is gloo or nccl.
         """
 
     async def receive_broadcast(self, chunk: WeightChunk, group: str, version: int, last: bool) -> None:
-        """Take part in one broadcast from rank 0 a tensor, in the order of ``chunk``; returns when they are loaded."""
+        """Take part in one broadcast from rank 0 per tensor, in the order of ``chunk``; return when all are loaded."""
 
     async def receive_shared(self, payloads: Sequence[bytes], version: int, last: bool) -> None:
-        """Load tensors from shared memory: one pickled list of (name, tensor) a rank."""
+        """Load tensors from shared memory: ``payloads`` holds one pickled list of (name, tensor) per rank."""
 
     async def scramble(self) -> None:
-        """Overwrite every weight with random numbers, so that whatever is not sent shows."""
+        """Overwrite every weight with random numbers, so that a weight that is never sent shows."""
 
     async def checksums(self) -> dict[str, str]:
-        """A checksum of every weight as the engine holds it, by rank and the engine's own name."""
+        """Return a checksum of every weight as the engine holds it, by rank and by the engine's own name."""
 
 
 class Delivery:
-    """The receivers of one update; whoever fails is left out from then on, and the others go on."""
+    """The receivers of one update. One that fails is left out from then on; the others continue."""
 
     def __init__(self, receivers: Sequence[WeightReceiver]) -> None:
         self.receivers = list(receivers)
@@ -52,11 +55,11 @@ class Delivery:
 
     @property
     def alive(self) -> list[WeightReceiver]:
-        """Those that have not failed."""
+        """The receivers that have not failed."""
         return [receiver for receiver in self.receivers if receiver.url not in self.failures]
 
     async def each(self, call: Callable[[WeightReceiver], Awaitable[None]]) -> None:
-        """Do the same with every live receiver, concurrently; returns when all have answered or failed."""
+        """Make the same call for every live receiver, concurrently; return when all have answered or failed."""
         alive = self.alive
         results = await asyncio.gather(*(call(receiver) for receiver in alive), return_exceptions=True)
         for receiver, result in zip(alive, results, strict=True):
@@ -67,14 +70,17 @@ class Delivery:
 
 
 class Transport(Protocol):
-    """A way for weights to reach engines."""
+    """Carry weights to engines."""
 
     async def send(self, delivery: Delivery, chunks: Iterable[WeightChunk], version: int) -> None:
-        """Replace the weights of all receivers. Failures are left in ``delivery``."""
+        """Replace the weights of all receivers. ``delivery`` collects the failures."""
+
+    def forget_all_but(self, urls: Collection[str]) -> None:
+        """Drop what is kept for engines at other addresses than ``urls``: these engines are gone, or have restarted."""
 
 
 async def stream(chunks: Iterable[WeightChunk]) -> AsyncIterator[tuple[WeightChunk, bool]]:
-    """Each chunk, and whether it is the last. Chunks are fetched on a thread, two in memory at a time."""
+    """Yield each chunk, and whether it is the last. A thread fetches them; two are in memory at a time."""
     iterator = iter(chunks)
     chunk = await asyncio.to_thread(next, iterator, None)
     while chunk is not None:

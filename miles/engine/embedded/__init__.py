@@ -1,1 +1,1 @@
-"""The engine inside the rollout process, on plain PyTorch."""
+"""Generate inside the rollout process, with plain PyTorch."""

@@ -1,4 +1,4 @@
-"""The model behind the embedded engine: loading, prefill and decode passes over the KV cache, weights in place."""
+"""Run the model of the embedded engine: load it, run prefill and decode passes, and replace its weights in place."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from miles.engine.embedded import slot_attention
-from miles.engine.embedded.kv_cache import KVCache
-from miles.engine.embedded.slot_attention import DecodeStep, PrefillStep
-from miles.engine.stop_tokens import eos_token_ids
+from miles.engine.base import eos_token_ids
+from miles.engine.embedded import attention
+from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep
 from miles.weights import WeightChunk
 
 
 class ModelRunner:
-    """A decoder-only transformers model with plain full attention, and the KV cache of the rows it decodes.
-
-    Raises ``ValueError`` for a model whose layers it would compute wrongly (sliding windows, recurrent layers, sinks).
-    """
+    """Run a decoder-only transformers model with plain full attention, and keep the KV cache of its rows."""
 
     def __init__(self, model_path: str, dtype: torch.dtype, device: str) -> None:
+        """Load the model.
+
+        Raises:
+            ValueError: If some layers would be computed wrongly (sliding windows, recurrent layers, sinks).
+        """
         config = AutoConfig.from_pretrained(model_path)
         _check_full_attention(config, model_path)
         self.device = torch.device(device)
-        # Any: the wrappers around transformers' methods hide their types
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=dtype, attn_implementation=slot_attention.NAME
-        )
+        # Any, because the wrappers around transformers' methods hide their types.
+        model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation=attention.NAME)
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
         self.cache = KVCache()
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
@@ -41,9 +40,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], prompt_of_row: Sequence[int], first_row: int) -> torch.Tensor:
-        """Run P whole prompts and store prompt ``prompt_of_row[i]`` in row ``first_row + i``.
+        """Run P whole prompts, and store prompt ``prompt_of_row[i]`` in row ``first_row + i``.
 
-        Returns the logits that follow each prompt, [P, vocab].
+        Returns:
+            The logits that follow each prompt, [P, vocab].
         """
         lengths = torch.tensor([len(p) for p in prompts])
         width = int(lengths.max())
@@ -57,9 +57,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], positions: Sequence[int], width: int) -> torch.Tensor:
-        """Run one token of rows 0 .. B - 1, at ``positions``; attention reads ``width`` tokens of each row.
+        """Run one token of each of rows 0 .. B - 1, at ``positions``; attention reads ``width`` tokens of each row.
 
-        Returns logits [B, vocab].
+        Returns:
+            Logits [B, vocab].
         """
         at = torch.tensor(positions, device=self.device)
         self.cache.reserve(len(tokens), width)
@@ -72,17 +73,20 @@ class ModelRunner:
     def load_weights(self, chunks: Iterable[WeightChunk]) -> None:
         """Copy every parameter in place, cast to the model's dtype.
 
-        Experts may come one by one, as checkpoints have them, or as transformers keeps them, one tensor a layer.
-        Raises ``ValueError`` naming unknown, misshapen or missing tensors. Of tied tensors one name is enough.
+        Experts may arrive one by one, as checkpoints store them, or one tensor per layer, as transformers keeps them.
+        One name of tied tensors is enough.
+
+        Raises:
+            ValueError: Naming tensors that are unknown, misshapen or missing.
         """
         targets: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True)
-        arrived: dict[int, dict[int, int]] = {}  # by target: numbers that have come, by where they stand
+        arrived: dict[int, dict[int, int]] = {}  # per parameter: sizes that arrived, by address
         for chunk in chunks:
-            places = {name: _place(name, targets) for name in chunk.tensors}
-            _check_names_and_shapes(chunk.tensors, {n: part for n, (_, part) in places.items() if part is not None})
+            found = {name: _target(name, targets) for name in chunk.tensors}
+            _check_names_and_shapes(chunk.tensors, {n: part for n, (_, part) in found.items() if part is not None})
             with torch.no_grad():
                 for name, tensor in chunk.tensors.items():
-                    target, part = places[name]
+                    target, part = found[name]
                     assert part is not None
                     part.copy_(tensor)
                     arrived.setdefault(target, {})[part.data_ptr()] = part.numel()
@@ -96,10 +100,11 @@ class ModelRunner:
         output = self.model(
             input_ids=ids, position_ids=positions.expand(ids.shape), use_cache=False, kv_step=step, logits_to_keep=0
         )
-        return output.logits[:, -1]
+        logits: torch.Tensor = output.logits
+        return logits[:, -1]
 
     def _keep_last_positions(self, _: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
-        """Before the output projection of a prefill: hidden states [P, T, H] to those of each prompt's last token."""
+        """Cut hidden states [P, T, H] to each prompt's last token, before the output projection of a prefill."""
         if self._last_positions is None:
             return None
         hidden = args[0]
@@ -130,8 +135,8 @@ def _check_full_attention(config: PreTrainedConfig, model_path: str) -> None:
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-def _place(name: str, targets: dict[str, torch.Tensor]) -> tuple[int, torch.Tensor | None]:
-    """The id of the parameter that tensor ``name`` goes into, and its part of it; None for a name that it has not."""
+def _target(name: str, targets: dict[str, torch.Tensor]) -> tuple[int, torch.Tensor | None]:
+    """Return the id of the parameter that tensor ``name`` belongs to, and its part of it; None for an unknown name."""
     expert = _EXPERT.fullmatch(name)
     if name in targets or expert is None:
         return id(targets.get(name)), targets.get(name)
@@ -148,7 +153,7 @@ def _place(name: str, targets: dict[str, torch.Tensor]) -> tuple[int, torch.Tens
 def _check_names_and_shapes(tensors: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) -> None:
     unknown = [name for name in tensors if name not in targets]
     if unknown:
-        raise ValueError(f"weight update has {_listed(unknown)}, which the model has not: use Hugging Face names")
+        raise ValueError(f"weight update has {_listed(unknown)}, which the model does not have: use Hugging Face names")
     for name, tensor in tensors.items():
         if tensor.shape != targets[name].shape:
             raise ValueError(
@@ -158,6 +163,6 @@ def _check_names_and_shapes(tensors: dict[str, torch.Tensor], targets: dict[str,
 
 
 def _listed(names: list[str]) -> str:
-    """Up to eight names, and how many more."""
+    """Return up to eight names, and how many more there are."""
     shown = ", ".join(names[:8])
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

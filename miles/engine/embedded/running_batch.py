@@ -1,4 +1,4 @@
-"""The sequences that are being decoded together: admit, take one step, retire. Plain synchronous code on one thread."""
+"""Decode a batch of sequences together: admit new ones, take a step, retire finished ones. Synchronous, one thread."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from miles.engine.base import FinishReason, Generation, SamplingParams
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.sampling import RowSampling, sample, seeded_uniforms
 
-PREFILL_TOKENS = 16384  # tokens, with padding, of one prefill pass
-MASK_STEP = 16  # attended widths are multiples of this, which the fused kernels like
+PREFILL_TOKENS = 16384  # per prefill pass, with padding
+MASK_STEP = 16  # attended widths are multiples of this, which suits the fused kernels
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One response in the making. ``weight_version`` is that of its last token, or of the engine before the first."""
+    """A response in progress. ``weight_version`` is that of its last token; before the first token, the engine's."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     stop_ids: frozenset[int]
-    uniforms: np.ndarray  # one a token to come
+    uniforms: np.ndarray  # one per token to come
     weight_version: int
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -34,16 +34,16 @@ class Sequence:
     def start(
         cls, prompt_ids: tuple[int, ...], sampling: SamplingParams, stop_ids: frozenset[int], seed: int, version: int
     ) -> Sequence:
-        """A sequence of no tokens yet, with its randomness drawn."""
+        """Return a sequence without tokens, with its random numbers drawn."""
         return cls(prompt_ids, sampling, stop_ids, seeded_uniforms(seed, sampling.max_new_tokens), version)
 
     @property
     def position(self) -> int:
-        """Where the last token stands: tokens of the prompt and the response, less one."""
+        """The position of the last token: the tokens of prompt and response, minus one."""
         return len(self.prompt_ids) + len(self.token_ids) - 1
 
     def append(self, token: int, log_prob: float, version: int) -> None:
-        """Take the next token, and finish where it ends the response."""
+        """Append the next token, and finish if it ends the response."""
         if version != self.weight_version:
             self._end_run(version)
         self.token_ids.append(token)
@@ -54,14 +54,14 @@ class Sequence:
             self.finish_reason = "length"
 
     def _end_run(self, version: int) -> None:
-        """The weights have changed: note the tokens that the old ones generated, if any."""
+        """Note how many tokens the old weights generated, if any: the weights have changed."""
         tokens = len(self.token_ids) - sum(count for _, count in self.earlier_versions)
         if tokens:
             self.earlier_versions.append((self.weight_version, tokens))
         self.weight_version = version
 
     def result(self) -> Generation:
-        """The finished response."""
+        """Return the finished response."""
         assert self.finish_reason is not None, "a running sequence has no result"
         return Generation(
             self.token_ids, self.log_probs, self.finish_reason, self.weight_version, tuple(self.earlier_versions)
@@ -69,11 +69,11 @@ class Sequence:
 
 
 class RunningBatch:
-    """Rows of the KV cache and the sequences that own them: ``sequences[i]`` stands in row i."""
+    """Assign rows of the KV cache to sequences: ``sequences[i]`` owns row i."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._row_sampling: RowSampling | None = None  # of the sequences as they are now
+        self._row_sampling: RowSampling | None = None  # of the current sequences
         self.sequences: list[Sequence] = []
 
     def admit(self, sequences: Many[Sequence], version: int) -> None:
@@ -81,7 +81,7 @@ class RunningBatch:
         by_prompt: dict[tuple[int, ...], list[Sequence]] = {}
         for sequence in sequences:
             by_prompt.setdefault(sequence.prompt_ids, []).append(sequence)
-        prompts = sorted(by_prompt, key=len, reverse=True)  # alike lengths together: little padding
+        prompts = sorted(by_prompt, key=len, reverse=True)  # similar lengths together: little padding
         while prompts:
             count = max(1, PREFILL_TOKENS // len(prompts[0]))
             self._prefill(prompts[:count], by_prompt, version)
@@ -99,7 +99,7 @@ class RunningBatch:
 
     @torch.inference_mode()
     def retire(self) -> list[Sequence]:
-        """Take the finished sequences out; the last rows move into the gaps."""
+        """Remove and return the finished sequences; the last rows move into the gaps."""
         retired = [s for s in self.sequences if s.finish_reason is not None]
         if retired:
             self._row_sampling = None

@@ -1,7 +1,7 @@
-"""Drawing the next token of every row, from uniforms that belong to the row's own seed.
+"""Draw the next token of every row, from random numbers of the row's own seed.
 
 One pass over the logits exponentiates them; the inverse of the cumulative distribution is then searched in two levels
-(blocks, then one block), so the vocabulary is read a few times and nothing of its size is drawn or sorted.
+(blocks, then one block). So the vocabulary is read a few times, and nothing of its size is drawn or sorted.
 """
 
 from __future__ import annotations
@@ -15,21 +15,26 @@ import torch.nn.functional as F
 
 from miles.engine.base import SamplingParams
 
-BLOCK = 256  # tokens of a first-level block; about the square root of a vocabulary
-NUCLEUS_GUESS = 1024  # a top-p set is looked for among so many tokens before the whole vocabulary is sorted
+BLOCK = 256  # tokens per first-level block; about the square root of a vocabulary
+NUCLEUS_GUESS = 1024  # look for a top-p set among so many tokens before sorting the whole vocabulary
 
 
 def seeded_uniforms(seed: int, count: int) -> np.ndarray:
-    """``count`` float64 numbers in [0, 1) of ``seed`` (0 .. 2**128 - 1), by numpy's Philox. Number t draws token t."""
+    """Return ``count`` float64 numbers in [0, 1) from ``seed`` (0 .. 2**128 - 1), by NumPy's Philox: one per token."""
     return np.random.Generator(np.random.Philox(key=seed)).random(count)
 
 
 @dataclass(frozen=True)
 class RowSampling:
-    """The sampling of B rows as tensors, built once for as long as the rows stay the same.
+    """Hold the sampling parameters of B rows as tensors, built once for as long as the rows stay the same.
 
-    ``temperature`` [B, 1] fp32, 1 where greedy; ``restricted``: rows with a top-k or top-p, whose limits are ``top_k``
-    and ``top_p``, one a restricted row.
+    Attributes:
+        temperature: [B, 1] fp32; 1 for greedy rows.
+        scaled: Whether any temperature differs from 1.
+        greedy: The greedy rows.
+        restricted: The rows with a top-k or top-p.
+        top_k: The limits of the restricted rows.
+        top_p: The limits of the restricted rows.
     """
 
     temperature: torch.Tensor
@@ -41,7 +46,7 @@ class RowSampling:
 
     @classmethod
     def of(cls, rows: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> RowSampling:
-        """``vocab_size`` bounds top-k."""
+        """Build the tensors. ``vocab_size`` bounds top-k."""
         limited = [i for i, p in enumerate(rows) if p.temperature > 0 and (p.top_p < 1 or 0 < p.top_k < vocab_size)]
         top_k = [min(rows[i].top_k, vocab_size) if rows[i].top_k > 0 else vocab_size for i in limited]
         return cls(
@@ -55,10 +60,16 @@ class RowSampling:
 
 
 def sample(logits: torch.Tensor, rows: RowSampling, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [B] drawn from ``logits`` [B, V] with ``uniforms`` [B] float64 in [0, 1), and their log-probs [B] fp32.
+    """Draw one token per row. A row's token depends on that row alone.
 
-    A row's token depends on that row alone. The log-probs are those of softmax(logits / temperature) over the full
-    vocabulary, before top-k and top-p; of the raw logits where greedy.
+    Args:
+        logits: [B, V].
+        rows: The sampling parameters.
+        uniforms: [B] float64 in [0, 1).
+
+    Returns:
+        Tokens [B], and their log-probs [B] fp32 under softmax(logits / temperature) over the full vocabulary, before
+        top-k and top-p; for greedy rows under the raw logits.
     """
     scores = logits.float()
     if rows.scaled:
@@ -80,7 +91,7 @@ def sample(logits: torch.Tensor, rows: RowSampling, uniforms: torch.Tensor) -> t
 
 
 def _padded_exp(scores: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
-    """exp(scores - peak), with zeros behind, up to a whole number of blocks."""
+    """Return exp(scores - peak), padded with zeros to a whole number of blocks."""
     shifted = scores - peak
     padding = -shifted.shape[-1] % BLOCK
     if padding:
@@ -89,9 +100,12 @@ def _padded_exp(scores: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The index [B] in ``weights`` [B, N] (unnormalized) that each uniform falls on, and where in it, 0 to 1.
+    """Invert the cumulative distribution of unnormalized ``weights`` [B, N] at ``uniforms`` [B].
 
     Sums are float64. An index of weight 0 is never drawn, whatever the rounding.
+
+    Returns:
+        The index [B] that each uniform falls on, and its position within that index's weight, from 0 to 1.
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
@@ -104,7 +118,7 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _sample_restricted(weights: torch.Tensor, rows: RowSampling, uniforms: torch.Tensor) -> torch.Tensor:
-    """Tokens drawn from each row's ``top_k`` heaviest, and of these from the fewest that hold ``top_p`` of them."""
+    """Draw from each row's ``top_k`` heaviest tokens, and of these from the fewest that hold ``top_p`` of the mass."""
     vocab = weights.shape[-1]
     guess = int(rows.top_k.max()) if int(rows.top_k.max()) < vocab else NUCLEUS_GUESS
     total = weights.sum(-1, dtype=torch.float64)
@@ -113,7 +127,7 @@ def _sample_restricted(weights: torch.Tensor, rows: RowSampling, uniforms: torch
         rank = torch.arange(candidates, device=weights.device)
         heaviest = heaviest.masked_fill(rank >= rows.top_k[:, None], 0.0)
         cumulative = heaviest.cumsum(-1, dtype=torch.float64)
-        # The mass that top_p is a share of: what top-k left, or everything.
+        # top_p is a share of this mass: what top-k left, or everything.
         mass = torch.where(rows.top_k <= candidates, cumulative[:, -1], total)
         if bool((cumulative[:, -1] >= rows.top_p * mass).all()):
             break

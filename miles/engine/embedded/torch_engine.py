@@ -1,4 +1,4 @@
-"""The embedded engine: continuous batching of a transformers model inside the rollout process."""
+"""The embedded engine: generate with a transformers model inside the rollout process, with continuous batching."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
+from miles.arguments.settings import Settings
 from miles.engine.base import Generation, GenerationRequest
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.running_batch import RunningBatch, Sequence
+from miles.engine.host import EngineHost
 from miles.weights import WeightChunk
 
 
 @dataclass(eq=False)
 class _Request:
-    """The sequences of one ``generate`` call, and the future it awaits."""
+    """The sequences of one ``generate`` call, and the future that it awaits."""
 
     sequences: list[Sequence]
     finished: asyncio.Future[list[Generation]]
@@ -30,24 +32,23 @@ class _Request:
 
 
 class TorchEngine:
-    """Implements ``miles.engine.base.Engine`` on any decoder-only transformers model with plain full attention.
+    """Generate with a decoder-only transformers model of plain full attention; ``miles.engine.base.Engine``.
 
-    One asyncio task serves all requests: between two steps it takes finished sequences out of the batch and waiting
-    ones in, up to ``max_batch_size``; the steps run on one thread of the engine's own. A response depends on the
-    weights, the prompt, the sampling and its seed, not on what else is in the batch, up to the
-    rounding of matrix products.
+    One asyncio task serves all requests: between two steps it removes finished sequences from the batch and admits
+    waiting ones, up to ``max_batch_size``. The steps run on a thread of their own. A response depends on the weights,
+    the prompt, the sampling and its seed, not on the rest of the batch, up to the rounding of matrix products.
 
-    A response in flight during ``update_weights`` goes on with the new weights and keeps the cache of the old ones; the
-    version of each of its tokens is recorded.
+    A response in flight during ``update_weights`` continues with the new weights and keeps the cache of the old ones.
+    The version of each of its tokens is recorded.
     """
 
     def __init__(self, model_path: str, dtype: torch.dtype, device: str, max_batch_size: int) -> None:
-        """Load the model onto ``device``. Raises ``ValueError`` for a model that it would not compute correctly."""
+        """Load the model onto ``device``. Raises ``ValueError`` for a model that would be computed wrongly."""
         if max_batch_size < 1:
             raise ValueError(f"--torch-engine-max-batch-size {max_batch_size}: must be at least 1")
         self._max_batch_size = max_batch_size
-        # Everything that touches tensors runs on this one thread, loading included: each thread that calls torch has an
-        # OpenMP pool of its own, and with more pools than cores their workers sleep between operations, at half the
+        # Everything that touches tensors runs on this one thread, loading included. Each thread that calls torch has an
+        # OpenMP pool of its own; with more pools than cores, their workers sleep between operations, which halves the
         # speed.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
         self._runner = self._thread.submit(ModelRunner, model_path, dtype, device).result()
@@ -63,15 +64,17 @@ class TorchEngine:
         self._serving: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
-        """One ``Generation`` a seed, in order. Requests of one tick of the loop are admitted together, in order.
+        """Return one ``Generation`` per seed, in order. Requests of one tick of the loop are admitted together.
 
-        Raises ``ValueError`` for an empty prompt, a token id outside the vocabulary, sampling values outside their
-        range, and a prompt that leaves no room for ``max_new_tokens`` in the model's context.
+        Raises:
+            ValueError: For an empty prompt, a token id outside the vocabulary, sampling values outside their range, and
+                a prompt that leaves no room for ``max_new_tokens`` in the model's context.
+            RuntimeError: If the last weight update failed.
         """
         assert not self._closed, "generate() after close()"
         self._check(request)
         if not self._weights_whole:
-            raise RuntimeError("the last weight update failed half-way: send a complete one before generating")
+            raise RuntimeError("the last weight update failed halfway: send a complete one before generating")
         if not request.seeds:
             return []
         stop_ids = self._runner.eos_ids | frozenset(request.sampling.stop_token_ids)
@@ -83,15 +86,16 @@ class TorchEngine:
         self._requests.append(entry)
         self._waiting.extend(sequences)
         if self._serving is None or self._serving.done():
-            # A task starts after those that are ready now, so what they submit is in its first batch.
+            # The new task starts after those that are ready now, so its first batch has what they submit.
             self._serving = asyncio.create_task(self._serve())
         return await entry.finished
 
     async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
         """Replace all weights between two steps. Later tokens carry ``version``.
 
-        Raises ``ValueError`` naming missing, unknown or misshapen tensors. After that the engine is unhealthy and
-        refuses to generate until an update succeeds.
+        Raises:
+            ValueError: Naming tensors that are missing, unknown or misshapen. The engine is then unhealthy, and refuses
+                to generate until an update succeeds.
         """
         async with self._between_steps:
             self._weights_whole = False
@@ -100,13 +104,13 @@ class TorchEngine:
             self._version = version
 
     async def pause(self) -> None:
-        """Return when the step under way has ended. Requests in flight keep their state."""
+        """Return when the step in progress has ended. Requests in flight keep their tokens."""
         self._running.clear()
         async with self._between_steps:
             pass
 
     async def resume(self) -> None:
-        """Go on with the paused requests."""
+        """Continue the paused requests."""
         self._running.set()
 
     async def abort(self) -> None:
@@ -117,7 +121,7 @@ class TorchEngine:
             self._retire()
 
     async def health(self) -> bool:
-        """True unless the engine is closed or its last weight update failed."""
+        """Return False if the engine is closed or its last weight update failed."""
         return self._weights_whole and not self._closed
 
     async def close(self) -> None:
@@ -131,7 +135,7 @@ class TorchEngine:
         del self._batch, self._runner
 
     async def _serve(self) -> None:
-        """Step until nobody waits. A failure is handed to every caller, and leaves the engine empty."""
+        """Step until no sequence is left. A failure is raised in every caller, and leaves the engine empty."""
         try:
             while self._batch.sequences or self._waiting:
                 await self._running.wait()
@@ -148,7 +152,7 @@ class TorchEngine:
             self._requests.clear()
 
     async def _step(self) -> None:
-        """Decode one token of the running sequences, then admit waiting ones into the free rows."""
+        """Decode one token of every running sequence, then admit waiting ones into the free rows."""
         if self._batch.sequences:
             await self._on_thread(lambda: self._batch.step(self._version))
         self._retire()
@@ -159,7 +163,7 @@ class TorchEngine:
             self._retire()
 
     def _retire(self) -> None:
-        """Answer the finished requests, drop those whose callers have gone, and free their rows."""
+        """Answer the finished requests, drop those whose callers were cancelled, and free their rows."""
         for request in self._requests:
             if request.finished.cancelled():
                 for sequence in request.sequences:
@@ -190,3 +194,10 @@ class TorchEngine:
                 f"model's max_position_embeddings {self._runner.max_length}: shorten either, or set "
                 "--rollout-max-context-len"
             )
+
+
+def build_torch_engine(settings: Settings, host: EngineHost) -> TorchEngine:
+    """Build the engine of a run, on the device of the rollout process."""
+    assert settings.model.hf_checkpoint is not None
+    dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
+    return TorchEngine(settings.model.hf_checkpoint, dtype, host.device, settings.rollout.torch_engine_max_batch_size)

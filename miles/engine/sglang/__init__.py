@@ -1,1 +1,1 @@
-"""SGLang servers: started, asked, given weights, watched and replaced."""
+"""Generate with SGLang servers: start them, send them requests and weights, check their health, replace them."""

@@ -1,4 +1,4 @@
-"""sglang-router in front of several engines: it sends each request to the next of them, or by ``--router-policy``."""
+"""Run sglang-router in front of several servers. It sends each request to one of them, by ``--router-policy``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import httpx
 
 from miles.arguments.sglang.server_flags import has_flag
-from miles.engine.sglang.child_process import ChildProcess
-from miles.engine.sglang.open_files import allow_open_files
-from miles.engine.sglang.sglang_client import EngineUnavailable
-from miles.engine.sglang.sglang_server import free_port
+from miles.engine.sglang.client import EngineUnavailable
+from miles.engine.sglang.processes import ChildProcess, allow_open_files, free_port
 
 MODULE = "sglang_router.launch_router"
 START_SECONDS = 300
@@ -26,15 +25,23 @@ log = logging.getLogger(__name__)
 
 
 class Router:
-    """One router process. Engines are registered when they may serve, and taken out when they may not."""
+    """Run one router process. Servers are registered while they are in use."""
 
     name = "the router"
 
     def __init__(self, flags: tuple[str, ...], host: str, log_file: Path, requests: int) -> None:
-        """Start the router with the user's ``--router-*`` words; engines are added later.
+        """Start the router. Servers are added later.
 
-        ``requests``: most in flight at a time. Each takes two sockets of the router, whose limit of open files is this
-        process's own, raised here; raises ``ValueError`` where the system does not allow so many.
+        Args:
+            flags: The user's ``--router-*`` words, without the prefix.
+            host: The address that it listens on.
+            log_file: Where its output goes.
+            requests: The most requests in flight at a time. Each takes two sockets of the router.
+
+        Raises:
+            ValueError: If the system does not allow so many open files. The router inherits this process's limit, which
+                is raised here.
+            ServerFailed: If it does not start.
         """
         allow_open_files(2 * requests, f"the router, with --sglang-server-concurrency for {requests} requests in all,")
         self.url = f"http://{host}:{free_port(host)}"
@@ -43,20 +50,25 @@ class Router:
         if not has_flag(flags, "--prometheus-port"):
             words += ["--prometheus-port", str(free_port(host))]  # its default is one port for all routers of a host
         if not has_flag(flags, "--policy"):
-            # The router's own default, cache_aware, looks for shared prefixes in a request's text. Ours have token ids
-            # and no text: all look alike, and all go to one engine until it is 64 requests ahead of the others.
+            # The router's own default, cache_aware, looks for shared prefixes in the text of a request. Ours have token
+            # ids and no text: all look alike, and all go to one server until it is 64 requests ahead of the others.
             words += ["--policy", "round_robin"]
-        # Whether an engine may serve is decided by our health checks, and failed requests are sent again by the engine
-        # client, which knows how often: a second set of both in the router would hide failures from it.
+        # Our health checks decide which servers are used, and our requests are sent again by code that counts the
+        # tries. A second set of both in the router would hide failures from them.
         words += [flag for flag in ("--disable-retries", "--disable-circuit-breaker") if not has_flag(flags, flag)]
         self._words = [*words, *flags]
         self._log = log_file
-        self._mending = asyncio.Lock()
+        self._changing = asyncio.Lock()  # held while the process or its registered servers change
         self._process = self._run()
         self._process.wait_until(self._is_up, START_SECONDS)
 
     def _run(self) -> ChildProcess:
         return ChildProcess(MODULE, self._words, os.environ, self._log)
+
+    @property
+    def pid(self) -> int:
+        """The process id of the router that runs now."""
+        return self._process.pid
 
     def _is_up(self) -> bool:
         try:
@@ -65,28 +77,36 @@ class Router:
             return False
 
     async def check(self, seconds: float) -> None:
-        """Raise ``EngineUnavailable`` where it does not answer within ``seconds``."""
+        """Raise ``EngineUnavailable`` if it does not answer within ``seconds``."""
         try:
             async with self._http(seconds) as http:
                 (await http.get("/liveness")).raise_for_status()
         except httpx.HTTPError as failure:
             raise EngineUnavailable(f"{self.url}/liveness: {type(failure).__name__} {failure}".rstrip()) from failure
 
-    async def mend(self, engines: Callable[[], Iterable[str]], seconds: float) -> dict[str, Exception]:
-        """Where it does not answer within ``seconds``, start it anew at the same address; register whom it lacks.
+    async def repair(self, servers: Callable[[], Iterable[str]], seconds: float) -> dict[str, Exception]:
+        """Start it again at the same address if it does not answer, and register the servers that it lacks.
 
-        ``engines``: those that are to be registered, asked for when the router is up. The requests that a router has
-        end with it. Returns why which engines were not registered, as they have failed too. Raises ``ServerFailed``
-        when it does not come up.
+        The requests that a router has end with it.
+
+        Args:
+            servers: Returns the URLs that should be registered. It is called when the router is up.
+            seconds: How long the router may take to answer.
+
+        Returns:
+            The servers that could not be registered, and why: these have failed too.
+
+        Raises:
+            ServerFailed: If it does not start.
         """
         failures: dict[str, Exception] = {}
-        async with self._mending:
+        async with self._changing:
             known = await self._registered(seconds)
             if known is None:
                 await asyncio.to_thread(self._process.stop, 0.0)
                 self._process = self._run()
                 await asyncio.to_thread(self._process.wait_until, self._is_up, START_SECONDS)
-            for url in set(engines()) - (known or set()):
+            for url in set(servers()) - (known or set()):
                 try:
                     await self._register(url)
                 except (httpx.HTTPError, TimeoutError) as failure:
@@ -96,7 +116,7 @@ class Router:
         return failures
 
     async def _registered(self, seconds: float) -> set[str] | None:
-        """The engines that it knows; None, and a warning, where it does not answer within ``seconds``."""
+        """Return the registered servers; None, with a warning, if the router does not answer within ``seconds``."""
         try:
             async with self._http(seconds) as http:
                 return set(await self._workers(http))
@@ -105,8 +125,8 @@ class Router:
             return None
 
     async def add(self, url: str) -> None:
-        """Register an engine; returns when requests can go to it."""
-        async with self._mending:
+        """Register a server; return when requests can go to it."""
+        async with self._changing:
             await self._register(url)
 
     async def _register(self, url: str) -> None:
@@ -115,7 +135,7 @@ class Router:
             await self._until(http, url, present=True)
 
     async def remove(self, url: str) -> None:
-        """Send no more requests to an engine. Nothing happens where it is not registered."""
+        """Send no more requests to a server. Does nothing if it is not registered."""
         async with self._http() as http:
             workers = await self._workers(http)
             if url in workers:
@@ -123,16 +143,16 @@ class Router:
                 await self._until(http, url, present=False)
 
     async def _until(self, http: httpx.AsyncClient, url: str, present: bool) -> None:
-        # The router answers before it has done it (202), and says nothing when it is done.
+        # The router answers before it has done it (202), and does not report when it is done.
         async with asyncio.timeout(REGISTER_SECONDS):
             while (await self._workers(http)).get(url, {}).get("is_healthy", False) is not present:
                 await asyncio.sleep(POLL_SECONDS)
 
-    async def _workers(self, http: httpx.AsyncClient) -> dict[str, dict]:  # type: ignore[type-arg]
+    async def _workers(self, http: httpx.AsyncClient) -> dict[str, dict[str, Any]]:
         return {worker["url"]: worker for worker in (await http.get("/workers")).raise_for_status().json()["workers"]}
 
     def _http(self, seconds: float = REGISTER_SECONDS) -> httpx.AsyncClient:
-        # Plain HTTP; without verify=False each client reads the certificates of the system, 25 ms of CPU.
+        # Plain HTTP; without verify=False each client reads the system's certificates, 25 ms of CPU.
         return httpx.AsyncClient(base_url=self.url, timeout=seconds, trust_env=False, verify=False)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ def chunks_of(model):
 
 
 class Started:
-    """``miles.engine.sglang.engine_pool.Server`` of one that runs already."""
+    """A server that runs already; ``miles.engine.host.Server``."""
 
     def __init__(self, address):
         self.name = f"the engine at {address}"

@@ -8,9 +8,8 @@ import psutil
 import torch
 
 from miles.arguments.sglang.settings import SglangArguments
-from miles.engine.sglang.sglang_command import ServerSpec
-from miles.engine.sglang.sglang_engine import SglangEngine
-from miles.engine.sglang.sglang_server import SglangServer
+from miles.engine.sglang.engine import SglangEngine
+from miles.engine.sglang.launch import ServerSpec, SglangServer
 from miles.weight_sync.sender import WeightSender
 
 HOST = "127.0.0.1"
@@ -19,11 +18,11 @@ SMALL = ("--max-total-tokens", "4096", "--max-running-requests", "32")
 
 
 def server_of(model, log, seed=0):
-    return SglangServer(ServerSpec(model, "float32", "cpu", 1, seed=seed, flags=SMALL), HOST, log)
+    return SglangServer(ServerSpec(model, "float32", "cpu", 1, seed=seed, flags=SMALL), log, HOST)
 
 
 class LocalServer:
-    """A server of this process; ``miles.engine.sglang.engine_pool.Server``. Signals can be sent to its processes."""
+    """A server of this process; ``miles.engine.host.Server``. Signals can be sent to its processes."""
 
     def __init__(self, number, model, log_folder):
         self.name = f"engine {number}"

@@ -18,6 +18,7 @@ class StandIn:
         self.fault = None
         self.served = 0
         self.checked = 0
+        self.controls = []
 
     def routes(self):
         get, post = web.get, web.post
@@ -26,17 +27,23 @@ class StandIn:
             get("/health", self.ok),  # the router's
             get("/health_generate", self.health),
             get("/model_info", self.model_info),
-            get("/served", self.count),
+            get("/seen", self.seen),
             post("/generate", self.generate),
             post("/misbehave", self.misbehave),
-            post("/pause_generation", self.ok),
-            post("/continue_generation", self.ok),
-            post("/abort_request", self.ok),
+            post("/pause_generation", self.control),
+            post("/continue_generation", self.control),
+            post("/abort_request", self.control),
+            post("/release_memory_occupation", self.control),
+            post("/resume_memory_occupation", self.control),
             post("/update_weights_from_disk", self.load),
         ]
 
     async def ok(self, request):
         return web.json_response({"success": True})
+
+    async def control(self, request):
+        self.controls.append(request.path)
+        return await self.ok(request)
 
     async def health(self, request):
         self.checked += 1
@@ -47,10 +54,11 @@ class StandIn:
     async def model_info(self, request):
         return web.json_response({"weight_version": self.version})
 
-    async def count(self, request):
-        return web.json_response({"served": self.served, "checked": self.checked})
+    async def seen(self, request):
+        return web.json_response({"served": self.served, "checked": self.checked, "controls": self.controls})
 
     async def load(self, request):
+        self.controls.append(request.path)
         self.version = (await request.json())["weight_version"]
         return web.json_response({"success": True})
 

@@ -9,96 +9,12 @@ import itertools
 import os
 import random
 import signal
-from pathlib import Path
 
-import httpx
 import pytest
-import torch
 
-from miles.arguments.sglang.settings import SglangArguments
-from miles.engine.base import GenerationRequest, SamplingParams
-from miles.engine.sglang.child_process import ChildProcess
-from miles.engine.sglang.router import Router
-from miles.engine.sglang.sglang_engine import SglangEngine
-from miles.engine.sglang.sglang_server import answers, free_port
-from miles.weight_sync.sender import WeightSender
-from miles.weights import WeightChunk
+from tests.fast.engine.stand_ins import QUICK, WEIGHTS, StandInServer, ask, engine_of, run, until
 
 pytestmark = pytest.mark.timeout(300)
-
-HERE = str(Path(__file__).parent)
-VOCAB = 1000
-QUICK = {"rollout_health_check_interval": 0.3, "rollout_health_check_timeout": 2.0}
-WEIGHTS = [WeightChunk({"w": torch.zeros(3)})]
-
-
-class StandInServer:
-    """One stand-in process; ``miles.engine.sglang.engine_pool.Server``."""
-
-    def __init__(self, number, folder):
-        self.name = f"engine {number}"
-        self.log = folder / f"engine_{number}.log"
-        self.process = None
-        self.starts = 0
-
-    async def start(self):
-        self.starts += 1
-        port = free_port("127.0.0.1")
-        self.url = f"http://127.0.0.1:{port}"
-        path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
-        self.process = ChildProcess("stand_in_server", [str(port)], {**os.environ, "PYTHONPATH": path}, self.log)
-        await asyncio.to_thread(self.process.wait_until, lambda: answers(self.url), 60)
-        return self.url
-
-    async def stop(self):
-        if self.process is not None:
-            await asyncio.to_thread(self.process.stop, 0.0)
-
-    def signal(self, number):
-        os.kill(self.process.pid, number)
-
-    async def misbehave(self, fault):
-        async with httpx.AsyncClient() as http:
-            await http.post(f"{self.url}/misbehave", json={"fault": fault})
-
-    async def health_checks(self):
-        async with httpx.AsyncClient() as http:
-            return (await http.get(f"{self.url}/served")).json()["checked"]
-
-
-def engine_of(servers, folder, router, silence_seconds=300.0, **flags):
-    sglang = SglangArguments(update_weight_transfer_mode="disk", **flags)
-    sender = WeightSender(sglang, folder)
-    return SglangEngine(servers, sglang, VOCAB, sender, router, silence_seconds=silence_seconds)
-
-
-async def ask(engine, prompt):
-    request = GenerationRequest(tuple(prompt), (0,), SamplingParams(max_new_tokens=8))
-    return (await engine.generate(request))[0]
-
-
-def run(folder, num_servers, scenario, **flags):
-    """``scenario(engine, servers)`` on a started engine with weights of version 3, as a run makes it: with
-    sglang-router in front of two servers or more."""
-
-    async def whole():
-        servers = [StandInServer(number, folder) for number in range(num_servers)]
-        router = Router((), "127.0.0.1", folder / "router.log", requests=1024) if num_servers > 1 else None
-        engine = engine_of(servers, folder, router, **flags)
-        try:
-            await engine.start()
-            await engine.update_weights(WEIGHTS, 3)
-            return await asyncio.wait_for(scenario(engine, servers), 200)
-        finally:
-            await engine.close()
-
-    return asyncio.run(whole())
-
-
-async def until(holds):
-    """Poll until ``holds()``; the scenario has a time limit of its own."""
-    while not holds():
-        await asyncio.sleep(0.02)
 
 
 def kill(server):
@@ -133,7 +49,7 @@ def test_failed_server_is_replaced_and_nothing_is_lost(tmp_path, fault, num_serv
         await break_server(servers[0], fault)
         asked += [asyncio.ensure_future(ask(engine, prompt)) for prompt in prompts[40:]]
         given = await asyncio.gather(*asked)
-        await until(lambda: servers[0].starts == 2 and len(engine._pool.serving) == num_servers)
+        await until(lambda: servers[0].starts == 2 and len(engine.servers.in_use) == num_servers)
         return prompts, [*given, await ask(engine, (1, 2))]
 
     prompts, given = run(tmp_path, num_servers, scenario, use_fault_tolerance=True, **QUICK)
@@ -152,9 +68,9 @@ def test_kills_at_random_moments(tmp_path, num_servers):
 
         async def ask_and_kill(prompt):
             answer = await ask(engine, prompt)
-            serving = [s for s, m in zip(servers, engine._pool.members, strict=True) if m.serving]
-            if next(answered) in killed_after and serving:
-                kill(rng.choice(serving))
+            in_use = [server.process for server in engine.servers.in_use]
+            if next(answered) in killed_after and in_use:
+                kill(rng.choice(in_use))
             return answer
 
         rollouts = []
@@ -172,7 +88,7 @@ def test_kills_at_random_moments(tmp_path, num_servers):
 
 
 def test_without_fault_tolerance_the_run_stops_with_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr("miles.engine.sglang.sglang_engine.BACK_OFF_SECONDS", 0.01)
+    monkeypatch.setattr("miles.engine.sglang.requests.BACK_OFF_SECONDS", 0.01)
 
     async def scenario(engine, servers):
         kill(servers[0])
@@ -234,8 +150,8 @@ def test_before_the_first_update_any_weights_are_sound(tmp_path):
         try:
             await engine.start()
             await server.misbehave("foreign weights")
-            checks = await server.health_checks()
-            while await server.health_checks() < checks + 3:
+            checks = (await server.seen())["checked"]
+            while (await server.seen())["checked"] < checks + 3:
                 await asyncio.sleep(0.02)
             early = await ask(engine, (1, 2))
             await engine.update_weights(WEIGHTS, 3)
@@ -248,21 +164,17 @@ def test_before_the_first_update_any_weights_are_sound(tmp_path):
     assert early.token_ids == late.token_ids == [2, 1] and late.weight_version == 3
 
 
-def signal_router(engine, number):
-    os.kill(engine._router._process.pid, number)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_router_that_fails_is_replaced_and_nothing_is_lost(tmp_path, number):
     async def scenario(engine, servers):
-        first = engine._router._process.pid
+        first = engine.router.pid
         asked = [asyncio.ensure_future(ask(engine, (n, 1))) for n in range(40)]
         await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        signal_router(engine, number)
+        os.kill(engine.router.pid, number)
         asked += [asyncio.ensure_future(ask(engine, (n, 1))) for n in range(40, 60)]
         await asyncio.gather(*asked)
-        return engine._router._process.pid != first, [server.starts for server in servers], await asyncio.gather(*asked)
+        return engine.router.pid != first, [server.starts for server in servers], await asyncio.gather(*asked)
 
     flags = {"use_fault_tolerance": True, "sglang_server_concurrency": 2, **QUICK}
     replaced, starts, given = run(tmp_path, 2, scenario, **flags)
@@ -273,7 +185,7 @@ def test_a_router_that_fails_is_replaced_and_nothing_is_lost(tmp_path, number):
 @pytest.mark.slow
 def test_without_fault_tolerance_a_router_that_hangs_ends_the_wait(tmp_path):
     async def scenario(engine, servers):
-        signal_router(engine, signal.SIGSTOP)
+        os.kill(engine.router.pid, signal.SIGSTOP)
         with pytest.raises(RuntimeError, match="the router has passed no health check"):
             await ask(engine, (1,))
 
@@ -297,7 +209,7 @@ def test_update_while_a_server_is_away_reaches_it_on_return(tmp_path):
     async def scenario(engine, servers):
         kill(servers[0])
         await engine.update_weights(WEIGHTS, 5)  # finds the dead one, and restarts it
-        await until(lambda: len(engine._pool.serving) == 2)
+        await until(lambda: len(engine.servers.in_use) == 2)
         return [server.starts for server in servers], await asyncio.gather(*(ask(engine, (n,)) for n in range(10)))
 
     starts, given = run(tmp_path, 2, scenario, use_fault_tolerance=True, **QUICK)
@@ -308,8 +220,7 @@ def test_update_while_a_server_is_away_reaches_it_on_return(tmp_path):
 def test_requests_are_spread_over_the_servers(tmp_path):
     async def scenario(engine, servers):
         await asyncio.gather(*(ask(engine, (n,)) for n in range(60)))
-        async with httpx.AsyncClient() as http:
-            return [(await http.get(f"{server.url}/served")).json()["served"] for server in servers]
+        return [(await server.seen())["served"] for server in servers]
 
     served = run(tmp_path, 3, scenario, sglang_server_concurrency=2)
     assert sum(served) == 60 and min(served) >= 10

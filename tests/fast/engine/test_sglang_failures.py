@@ -96,7 +96,7 @@ def test_failed_server_is_replaced_and_every_request_answered_once(pair, fault):
         await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)  # some are answered, the others in flight
         await failing.fail(fault)
         answers = await asyncio.gather(*asked, *pair.ask())
-        while failing.starts == starts or len(pair.engine._pool.serving) < 2:
+        while failing.starts == starts or len(pair.engine.servers.in_use) < 2:
             pair.check(await asyncio.gather(*pair.ask()))  # a fault of answers is found by asking
         return answers, await asyncio.gather(*pair.ask())
 

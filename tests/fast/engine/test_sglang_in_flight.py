@@ -71,7 +71,7 @@ def test_weights_change_under_requests_in_flight(running, mode):
 
     expected = recomputed if mode == "retract" else kept
     with running.engine(pause_generation_mode=mode) as engine:
-        before, version = engine._version, next(running.versions)
+        before, version = engine.servers.version, next(running.versions)
         answers = running.run(scenario(engine, version))
         assert any(answer.earlier_versions for answer in answers), "no request was in flight"
         for prompt, answer in zip(PROMPTS, answers, strict=True):
@@ -126,7 +126,7 @@ def test_aborted_requests_return_what_they_have(running, mode, paused):
         assert "abort" in {answer.finish_reason for answer in answers}
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             assert len(answer.token_ids) < TOKENS
-            assert answer.token_versions == [engine._version] * len(answer.token_ids)
+            assert answer.token_versions == [engine.servers.version] * len(answer.token_ids)
             wanted = log_probs_of(running.model, prompt, answer.token_ids)
             assert torch.tensor(answer.log_probs).double() == pytest.approx(wanted, abs=SERVER_LOG_PROB_ERROR)
         if (mode, paused) != ("retract", True):

@@ -1,6 +1,7 @@
-"""Attention of a decode step for all sequences at once, in place of a loop over them (SGLang's torch_native backend).
+"""Compute the attention of a decode step for all sequences at once, instead of SGLang's loop over them.
 
-With 64 sequences and 30 layers the loop makes 1920 small calls a step, which is nearly all of the step's time on CPU.
+With 64 sequences and 30 layers the loop of the torch_native backend makes 1920 small calls per step, which take nearly
+all of the step's time on CPU.
 """
 
 from collections.abc import Callable
@@ -9,13 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-MOST_PADDING = 4.0  # times the tokens there are: beyond, one long sequence would cost more than the loop
+MOST_PADDING = 4.0  # padded tokens per real token; with more, one long sequence would cost more than the loop
 
 
 def batched_decode(loop: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``_run_sdpa_forward_decode`` of SGLang's ``TorchNativeAttnBackend``, which is given as ``loop``.
+    """Replace ``_run_sdpa_forward_decode`` of SGLang's ``TorchNativeAttnBackend``, given as ``loop``.
 
-    What needs more than lengths (encoders, sliding windows), and batches of very different lengths, go to ``loop``.
+    Batches that need more than lengths (encoders, sliding windows), or have very different lengths, go to ``loop``.
     """
 
     def decode(
@@ -26,7 +27,7 @@ def batched_decode(loop: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         v_cache: torch.Tensor,  # [slots, key heads, value dim]
         req_to_token: torch.Tensor,  # [requests, context]: the slot of each token
         req_pool_indices: torch.Tensor,  # [B]
-        seq_lens: torch.Tensor,  # [B], with the token that is decoded
+        seq_lens: torch.Tensor,  # [B], counting the token that is decoded
         encoder_lens: torch.Tensor | None = None,
         scaling: float | None = None,
         enable_gqa: bool = False,

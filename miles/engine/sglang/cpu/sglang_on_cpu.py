@@ -1,9 +1,9 @@
-"""``sglang.launch_server``, quicker on CPU: ``python -m sglang_on_cpu ARGUMENTS…``.
+"""Run ``sglang.launch_server`` faster on CPU: ``python -m sglang_on_cpu ARGUMENTS…``.
 
-SGLang starts scheduler and detokenizer anew, because CUDA does not survive a fork. Each then imports what the server
-has imported already: of the 25 s of CPU that starting takes, 16. Here they are forked: the server has started no thread
-when it makes them, and each publishes a configuration of its own. And the sequences of a batch are decoded at once
-(``batched_decode``).
+SGLang spawns its scheduler and detokenizer, because CUDA does not survive a fork. Each then imports again what the
+server has imported, which takes 16 of the 25 s of CPU time that a start takes. Here they are forked instead. That is
+safe because the server has started no thread by then, and each of them publishes a configuration of its own. In
+addition, the sequences of a batch are decoded at once (``batched_decode``).
 """
 
 import multiprocessing
@@ -16,7 +16,7 @@ _set_start_method = multiprocessing.set_start_method
 
 
 def _fork(method: str | None, force: bool = False) -> None:
-    """What SGLang calls to ask for ``spawn``, last before it makes processes (srt/entrypoints/engine.py)."""
+    """Choose fork. SGLang calls this to choose spawn, last before it starts processes (srt/entrypoints/engine.py)."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     _set_start_method("fork", force=True)

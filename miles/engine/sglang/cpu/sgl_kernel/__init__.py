@@ -1,4 +1,4 @@
-"""Answers every import; whoever calls what was imported is told that there is no such kernel on CPU."""
+"""Answer every import with a function that raises: these kernels do not exist on CPU."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn

@@ -1,4 +1,4 @@
-"""The names of torchvision that SGLang and transformers import; they hold nothing, since a text model has no images."""
+"""Provide the names of torchvision that SGLang and transformers import. They are empty: a text model has no images."""
 
 import enum
 import sys
@@ -10,7 +10,7 @@ __version__ = "0.0.0"
 
 
 class InterpolationMode(enum.Enum):
-    """torchvision's, which transformers reads member by member."""
+    """Have the members of torchvision's, which transformers reads one by one."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"

@@ -1,21 +1,25 @@
-"""Server processes, real ones: how they end, and that none outlives its parent."""
+"""Real server processes: how they end, that none outlives its parent, and how many files they may open."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import psutil
 import pytest
 
-from miles.engine.sglang.child_process import ChildProcess, ServerFailed
+from miles.engine.host import ServerFailed
+from miles.engine.sglang.processes import SPARE_FILES, ChildProcess, allow_open_files
+from miles.engine.sglang.router import Router
 
 SERVES = "import sys, time; print('serving', flush=True); time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SERVES
 WITH_CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SERVES!r}]); " + SERVES
 PARENT = """
 import os, pathlib, sys
-from miles.engine.sglang.child_process import ChildProcess
+from miles.engine.sglang.processes import ChildProcess
 child = ChildProcess("stand_in", [], os.environ, pathlib.Path(sys.argv[1]))
 child.wait_until(lambda: "serving" in child.log.read_text(), 60)
 print(child.pid, flush=True)
@@ -94,3 +98,36 @@ def test_server_dies_with_its_parent(tmp_path):
         os.kill(parent.pid, signal.SIGKILL)
         _, alive = psutil.wait_procs([server], timeout=10)
     assert not alive
+
+
+@contextmanager
+def lowest_soft_limit(room):
+    """Allow the fewest open files while the body runs; yields the hard limit, which must leave ``room``."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = before
+    if hard == resource.RLIM_INFINITY or hard < SPARE_FILES + room:
+        pytest.skip(f"the hard limit of this system is {hard}")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (SPARE_FILES, hard))
+        yield hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_soft_limit_is_raised_and_the_hard_one_reported():
+    with lowest_soft_limit(room=600) as hard:
+        allow_open_files(500, "--flag 500")
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (SPARE_FILES + 500, hard)
+        with pytest.raises(ValueError, match=f"--flag 9 needs {hard + SPARE_FILES} open files .* allows {hard}"):
+            allow_open_files(hard, "--flag 9")
+
+
+def test_the_router_may_open_two_sockets_per_request(tmp_path):
+    """A process inherits the limit of its parent, and that of a shell is usually 1024."""
+    with lowest_soft_limit(room=1200) as hard:
+        with pytest.raises(ValueError, match=f"--sglang-server-concurrency for {hard} requests .* allows {hard}"):
+            Router((), "127.0.0.1", tmp_path / "router.log", requests=hard)
+        router = Router((), "127.0.0.1", tmp_path / "router.log", requests=600)
+        limit = psutil.Process(router.pid).rlimit(psutil.RLIMIT_NOFILE)
+        router.close()
+        assert limit == (SPARE_FILES + 1200, hard)

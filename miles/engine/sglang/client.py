@@ -1,4 +1,4 @@
-"""The verbs of one SGLang server over HTTP: what is sent, and what a valid answer is."""
+"""Talk to one SGLang server over HTTP: its calls, and what counts as a valid answer."""
 
 from __future__ import annotations
 
@@ -17,32 +17,38 @@ CONTROL_SECONDS = 600.0  # loading the weights of a large model from a shared di
 
 
 class EngineUnavailable(Exception):
-    """The server did not answer, or not with what it was asked for: another server, or this one later, may."""
+    """The server gave no answer, or not a valid one. Another server may answer, or this one later."""
 
 
 class RequestRefused(ValueError):
-    """The server will not do what it is asked, now or later. The message is the server's own."""
+    """The server refuses the request, now and later. The message is the server's own."""
 
 
 class SglangClient:
-    """One server. All methods raise ``EngineUnavailable`` and ``RequestRefused``; nothing else of HTTP gets out.
+    """Call one server, or a router in front of several.
 
-    Connections are kept and used again. The HTTP client is aiohttp's: the cost of a request does not grow with those in
-    flight, as it does in httpx, whose pool looks at every connection for every request.
+    Every method raises ``EngineUnavailable`` or ``RequestRefused``; no other error of HTTP leaves this class.
+
+    Connections are kept and used again. The HTTP client is aiohttp's: its cost per request does not grow with the
+    requests in flight. In httpx it does, because its pool looks at every connection for every request.
     """
 
-    def __init__(self, url: str, connections: int) -> None:
-        """``connections``: most requests at a time; control calls come in addition."""
+    def __init__(self, url: str, connections: int, seconds: float) -> None:
+        """Allow ``connections`` requests at a time, and some control calls in addition.
+
+        ``seconds`` is the time limit of everything but responses and weight transfers (``control``).
+        """
         self.url = url
+        self._seconds = seconds
         self._connections = connections + 8
-        self._http: aiohttp.ClientSession | None = None  # made by the first request, as it belongs to an event loop
+        self._http: aiohttp.ClientSession | None = None  # created by the first request: it belongs to an event loop
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int, vocab: int, cache_key: str | None = None
     ) -> Generation:
-        """One response. The seed is the server's to honour: SGLang does under deterministic inference on GPUs only.
+        """Generate one response. Only requests of the same ``cache_key`` share prefixes.
 
-        Prefixes are shared between requests of one ``cache_key`` only.
+        SGLang honours the seed only under deterministic inference on GPUs.
         """
         body = {
             "input_ids": list(prompt_ids),
@@ -50,40 +56,62 @@ class SglangClient:
             "return_logprob": True,
             **({} if cache_key is None else {"extra_key": cache_key}),
         }
-        return read_generation(await self.post("/generate", body, seconds=None), vocab)
+        return read_generation(await self._post("/generate", body, seconds=None), vocab)
 
-    async def probe(self, version: int | None, vocab: int, seconds: float) -> None:
-        """Generate one token, and check that it comes from the weights ``version`` (None: any)."""
+    async def probe(self, version: int | None, vocab: int) -> None:
+        """Generate one token, and check that the weights ``version`` generated it (None: any weights)."""
         body = {
             "input_ids": [0],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True,
         }
-        answer = read_generation(await self.post("/generate", body, seconds), vocab)
+        answer = read_generation(await self._post("/generate", body, self._seconds), vocab)
         if version is not None and answer.weight_version != version:
             raise EngineUnavailable(f"{self.url} has weights {answer.weight_version} instead of {version}")
 
-    async def check_health(self, version: int | None, seconds: float) -> None:
-        """The server's own test, which passes while it is busy as long as it gets on, and its weights' version (None:
-        any)."""
-        await self._send("GET", "/health_generate", None, seconds)
-        found = read_version((await self._send("GET", "/model_info", None, seconds)).get("weight_version"))
+    async def check_health(self, version: int | None) -> None:
+        """Ask for the server's own test, then check the version of its weights (None: any version).
+
+        A busy server passes its own test as long as it makes progress.
+        """
+        await self._send("GET", "/health_generate", None, self._seconds)
+        found = read_version((await self._send("GET", "/model_info", None, self._seconds)).get("weight_version"))
         if version is not None and found != version:
             raise EngineUnavailable(f"{self.url} has weights {found} instead of {version}")
 
     async def control(self, path: str, body: dict[str, Any], seconds: float = CONTROL_SECONDS) -> dict[str, Any]:
-        """A control call, such as ``/pause_generation``; ``RequestRefused`` where the answer says that it failed."""
-        answer = await self.post(path, body, seconds)
+        """Make a control call such as ``/pause_generation``. Raises ``RequestRefused`` if it failed."""
+        answer = await self._post(path, body, seconds)
         if answer.get("success", True) is not True:
             raise RequestRefused(f"{self.url}{path}: {answer.get('message')}")
         return answer
 
-    async def post(self, path: str, body: dict[str, Any], seconds: float | None) -> dict[str, Any]:
-        """The JSON object that answers ``body``; an empty one for an empty answer."""
+    async def pause(self, mode: str) -> None:
+        """Stop at the next token. ``mode`` is that of ``--pause-generation-mode``."""
+        await self.control("/pause_generation", {"mode": mode}, self._seconds)
+
+    async def resume(self) -> None:
+        """Continue after ``pause``."""
+        await self.control("/continue_generation", {}, self._seconds)
+
+    async def abort_all(self) -> None:
+        """End every request that the server has."""
+        await self.control("/abort_request", {"abort_all": True}, self._seconds)
+
+    async def release_memory(self) -> None:
+        """Release the GPU memory of weights and cache."""
+        await self.control("/release_memory_occupation", {}, self._seconds)
+
+    async def take_memory(self, tags: Sequence[str]) -> None:
+        """Take the tagged parts of released memory back: ``weights``, ``kv_cache``, ``cuda_graph``."""
+        await self.control("/resume_memory_occupation", {"tags": list(tags)}, self._seconds)
+
+    async def _post(self, path: str, body: dict[str, Any], seconds: float | None) -> dict[str, Any]:
         return await self._send("POST", path, body, seconds)
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None, seconds: float | None) -> dict[str, Any]:
-        # How long a response takes to generate is not known beforehand: then reading has no limit.
+        """Return the JSON object that answers ``body``; an empty one for an empty answer."""
+        # Nobody knows beforehand how long a response takes to generate, so ``seconds`` None sets no limit on reading.
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
             async with self._session().request(method, self.url + path, json=body, timeout=timeout) as response:
@@ -94,7 +122,7 @@ class SglangClient:
             raise EngineUnavailable(f"{self.url}{path}: HTTP {status} {_text(content, 300)}")
         if status >= 400:
             raise RequestRefused(f"{self.url}{path}: HTTP {status} {_text(content, 1000)}")
-        if content in (b"", b"null"):  # some control calls have nothing to say
+        if content in (b"", b"null"):  # some control calls answer nothing
             return {}
         try:
             answer = json.loads(content)
@@ -111,7 +139,7 @@ class SglangClient:
         return self._http
 
     async def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         if self._http is not None:
             await self._http.close()
 
@@ -121,7 +149,7 @@ def _text(content: bytes, length: int) -> str:
 
 
 def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """``SamplingParams`` in SGLang's names. A stop token ends a response and stays in it."""
+    """Return ``sampling`` under SGLang's names. A stop token ends a response and stays in it."""
     return {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -133,7 +161,7 @@ def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
 
 
 def read_generation(answer: dict[str, Any], vocab: int) -> Generation:
-    """The response in SGLang's answer. Raises ``EngineUnavailable`` for whatever a sound server would not say."""
+    """Read the response in SGLang's answer. Raises ``EngineUnavailable`` for what no sound server says."""
     try:
         meta = answer["meta_info"]
         entries = meta.get("output_token_logprobs") or []
@@ -157,9 +185,9 @@ def read_generation(answer: dict[str, Any], vocab: int) -> Generation:
 
 
 def read_versions(meta: dict[str, Any]) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """The version of the last token, and (version, tokens) of each run of tokens before its own.
+    """Return the version of the last token, and (version, tokens) of each run of tokens of an earlier version.
 
-    SGLang lists the runs, where the weights changed under way, as spans of token positions in order.
+    If the weights changed during the response, SGLang lists the runs as spans of token positions, in order.
     """
     last = read_version(meta["weight_version"])
     runs = [(read_version(s["version"]), int(s["end"]) - int(s["start"])) for s in meta.get("weight_versions") or ()]
@@ -167,6 +195,6 @@ def read_versions(meta: dict[str, Any]) -> tuple[int, tuple[tuple[int, int], ...
 
 
 def read_version(value: Any) -> int:
-    """The number of the weights; -1 for weights that no update of ours has sent."""
+    """Return the version of the weights; -1 for weights that no update of ours has sent."""
     text = str(value)
     return int(text) if text.isdecimal() else -1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles.engine.sglang.sglang_command import ServerSpec, cpu_support
+from miles.engine.sglang.launch import ServerSpec, cpu_support
 
 CPU = ServerSpec("some/model", "float32", "cpu", 2, seed=7)
 

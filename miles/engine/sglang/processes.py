@@ -1,42 +1,43 @@
-"""Server processes: started in a group of their own, with a log file each, and never outliving whoever started them.
+"""Server processes and what they need of the system: process groups, ports, open files.
 
-``python -m miles.engine.sglang.child_process PARENT_PID MODULE ARGUMENTS…`` is what is run: it asks the kernel to
-be killed with its parent, then becomes the module. A launcher that is killed with SIGKILL therefore leaves no server
-behind.
+A server runs as ``python -m miles.engine.sglang.processes PARENT_PID MODULE ARGUMENTS…``. That asks the kernel to kill
+the process with its parent, then becomes the module, so a launcher that is killed with SIGKILL leaves no server behind.
+This file therefore imports nothing that is slow to import.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from miles.engine.host import ServerFailed
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOG_TAIL_LINES = 30
 POLL_SECONDS = 0.5
-
-
-class ServerFailed(RuntimeError):
-    """A server process ended before it served; the message ends with the last lines of its log."""
+SPARE_FILES = 1024  # open files for everything but the counted sockets, and for sockets that are closing
 
 
 class ChildProcess:
-    """One server process and whatever it starts."""
+    """Run one server process, in a process group of its own, with a log file."""
 
     def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """Start ``python -m module arguments``; its output is appended to ``log``.
+        """Start ``python -m module arguments`` and append its output to ``log``.
 
-        Call it from a thread that lives as long as the server shall: the kernel counts that thread as the parent.
+        Call this from a thread that lives as long as the server should: the kernel counts that thread as the parent.
         """
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "miles.engine.sglang.child_process", str(os.getpid()), module, *arguments]
+        command = [sys.executable, "-m", "miles.engine.sglang.processes", str(os.getpid()), module, *arguments]
         with log.open("ab") as output:
             self._start_of_log = output.tell()
             self._process = subprocess.Popen(
@@ -50,11 +51,15 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, and the id of its process group."""
+        """The process id, which is also the id of its process group."""
         return self._process.pid
 
     def wait_until(self, serves: Callable[[], bool], seconds: float) -> None:
-        """Poll until ``serves()``. Raises ``ServerFailed`` when the process ends before, or after ``seconds``."""
+        """Poll until ``serves()`` is true.
+
+        Raises:
+            ServerFailed: If the process ends first, or after ``seconds``. The message ends with the end of the log.
+        """
         for _ in range(int(seconds / POLL_SECONDS)):
             if serves():
                 return
@@ -67,7 +72,7 @@ class ChildProcess:
         raise ServerFailed(f"the server did not serve within {seconds:g} s; {self._log_end()}")
 
     def stop(self, grace_seconds: float) -> None:
-        """SIGTERM, then, when ``grace_seconds`` have passed, SIGKILL to the whole group. Returns when it has ended."""
+        """Send SIGTERM, and after ``grace_seconds`` SIGKILL to the whole group. Return when the process has ended."""
         if grace_seconds > 0 and self._process.poll() is None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):  # the group is killed below in any case
@@ -86,8 +91,38 @@ class ChildProcess:
 def die_with_parent(parent: int) -> None:
     """Have the kernel send SIGKILL to this process when the thread that started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended in between
+    if os.getppid() != parent:  # it ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def free_port(host: str) -> int:
+    """Return a TCP port of ``host`` that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def allow_open_files(sockets: int, why: str) -> None:
+    """Raise the soft limit of open files to what ``sockets`` connections need.
+
+    Args:
+        sockets: How many connections are open at a time, one file each.
+        why: Begins the error message: the flag that asks for so many, and its value.
+
+    Raises:
+        ValueError: If the hard limit is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = sockets + SPARE_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ValueError(
+            f"{why} needs {wanted} open files at a time, and the system allows {hard}; give less, or raise the hard "
+            f"limit (ulimit -Hn {wanted})"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,194 @@
+"""The KV cache of the running sequences, and the attention over it, registered with transformers as ``miles_slots``.
+
+The step that a forward pass takes (prefill or decode) travels through the model as the keyword argument ``kv_step``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+NAME = "miles_slots"  # of the attention implementation, in transformers
+WIDTH_STEP = 64  # row lengths grow in steps of this, so that buffers are seldom reallocated
+
+
+class KVCache:
+    """Hold keys and values in one buffer per layer, ``[2 (key, value), rows, kv_heads, width, head_dim]``.
+
+    Rows ``0 .. n - 1`` belong to the n running sequences, in their order; the tokens of a row start at position 0.
+    Values beyond a row's length are finite but meaningless: attention masks them out. Buffers are written in place, in
+    the model's dtype, and their width grows by doubling.
+    """
+
+    def __init__(self) -> None:
+        self._layers: dict[int, torch.Tensor] = {}
+        self._rows = 0
+        self._width = 0
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers that have been written to."""
+        return len(self._layers)
+
+    def reserve(self, rows: int, width: int) -> None:
+        """Make room for ``rows`` sequences of ``width`` tokens, and keep what is stored."""
+        if rows <= self._rows and width <= self._width:
+            return
+        if rows > self._rows:
+            self._rows = rows
+        if width > self._width:
+            self._width = -(-max(width, 2 * self._width) // WIDTH_STEP) * WIDTH_STEP
+        for layer, old in self._layers.items():
+            self._layers[layer] = new = old.new_zeros(2, self._rows, old.shape[2], self._width, old.shape[4])
+            new[:, : old.shape[1], :, : old.shape[3]] = old
+
+    def write_prompts(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, prompt_of_row: torch.Tensor, first_row: int
+    ) -> None:
+        """Store prompts [P, kv_heads, T, D]: prompt ``prompt_of_row[i]`` goes to row ``first_row + i``."""
+        buffer = self._layer(layer, key)
+        rows = slice(first_row, first_row + len(prompt_of_row))
+        buffer[0, rows, :, : key.shape[2]] = key[prompt_of_row]
+        buffer[1, rows, :, : key.shape[2]] = value[prompt_of_row]
+
+    def append(
+        self,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        width: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store one token per row: ``key``, ``value`` [B, kv_heads, 1, D] of rows 0 .. B - 1 at ``positions`` [B].
+
+        Returns:
+            Views of the keys and values of these rows, [B, kv_heads, width, D].
+        """
+        keys, values = self._layer(layer, key)
+        keys[rows, :, positions] = key[:, :, 0]
+        values[rows, :, positions] = value[:, :, 0]
+        n = len(rows)
+        return keys[:n, :, :width], values[:n, :, :width]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` tokens of row ``source`` over row ``target``."""
+        for buffer in self._layers.values():
+            buffer[:, target, :, :length] = buffer[:, source, :, :length]
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._layers.clear()
+        self._rows = self._width = 0
+
+    def _layer(self, layer: int, like: torch.Tensor) -> torch.Tensor:
+        """Return the buffer of a layer. A new one is zeros, because a masked NaN is still a NaN."""
+        if layer not in self._layers:
+            self._layers[layer] = like.new_zeros(2, self._rows, like.shape[1], self._width, like.shape[3])
+        return self._layers[layer]
+
+
+@dataclass(frozen=True)
+class PrefillStep:
+    """Run whole prompts, padded on the right: a causal query never sees the padding, so no mask is needed.
+
+    ``prompt_of_row`` [R] says which prompt of this pass is stored in row ``first_row + i``, for each of R new rows.
+    """
+
+    cache: KVCache
+    prompt_of_row: torch.Tensor
+    first_row: int
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Store the keys and values, and attend within each prompt; [P, heads, T, D]."""
+        self.cache.write_prompts(layer, key, value, self.prompt_of_row, self.first_row)
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Run the next token of rows 0 .. B - 1.
+
+    ``positions`` [B] are the positions of these tokens. ``mask`` [B, 1, 1, width] is 0 up to them and -inf after.
+    """
+
+    cache: KVCache
+    rows: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Store the keys and values, and attend over the tokens of each row; [B, heads, 1, D]."""
+        width = self.mask.shape[-1]
+        keys, values = self.cache.append(layer, key, value, self.rows, self.positions, width)
+        # Treat the query heads that share a key head as its query positions: keys are read once and never repeated.
+        grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask, scale=scale)
+        return out.reshape(len(query), query.shape[1], 1, -1)
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    kv_step: PrefillStep | DecodeStep,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend over the cache, for one layer; transformers calls this.
+
+    Args:
+        module: The attention module of the layer.
+        query: [B, heads, T, D], of this pass's tokens.
+        key: [B, kv_heads, T, D].
+        value: [B, kv_heads, T, D].
+        attention_mask: Unused.
+        kv_step: The prefill or decode step of this pass.
+        scaling: Factor of the scores; None for 1 / sqrt(D).
+        dropout: Unused.
+        sliding_window: Must be None, like ``softcap``, ``s_aux`` and ``position_bias``.
+        softcap: Must be None.
+        s_aux: Must be None.
+        position_bias: Must be None.
+        _: Unused.
+
+    Returns:
+        [B, T, heads, D], and None for the attention weights.
+
+    Raises:
+        ValueError: For a layer that is not plain full attention: it would silently be computed wrongly.
+    """
+    features = {
+        "sliding window": sliding_window,
+        "soft-capped logits": softcap,
+        "attention sinks": s_aux,
+        "position bias": position_bias,
+    }
+    present = [name for name, value_ in features.items() if value_ is not None]
+    if present:
+        raise ValueError(
+            f"--rollout-engine torch: layer {module.layer_idx} of the model has {' and '.join(present)}; the embedded "
+            "engine runs decoder-only models with plain full attention: choose one with --hf-checkpoint"
+        )
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    return kv_step.attend(layer, query, key, value, scaling).transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, slot_attention)

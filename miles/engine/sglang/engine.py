@@ -1,0 +1,187 @@
+"""SGLang servers as one engine.
+
+``SglangEngine`` only puts three parts together, which share the states of the servers (servers.py)::
+
+    requests.py        generate, abort                        a failed request ──> checks by health.py
+    weight_updates.py  update_weights, pause, release_memory  a starting server gets its weights here
+    health.py          checks at intervals, replacement       no answer will come ──> requests.py ends them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from transformers import AutoConfig, GenerationConfig
+
+from miles.arguments.settings import Settings
+from miles.arguments.sglang.settings import SglangArguments
+from miles.engine.base import Generation, GenerationRequest, eos_token_ids
+from miles.engine.host import EngineHost, Server
+from miles.engine.sglang.client import SglangClient
+from miles.engine.sglang.health import Health
+from miles.engine.sglang.launch import START_SECONDS, ExternalServer, ServerSpec, SglangServer
+from miles.engine.sglang.processes import allow_open_files
+from miles.engine.sglang.requests import Requests
+from miles.engine.sglang.router import Router
+from miles.engine.sglang.servers import Servers
+from miles.engine.sglang.weight_updates import WeightUpdates
+from miles.weight_sync.sender import WeightSender
+from miles.weights import WeightChunk
+
+LOGS = "engines"  # in --output-dir
+
+
+class SglangEngine:
+    """Generate with SGLang servers; implements ``miles.engine.base.Engine`` and ``ReleasesMemory``."""
+
+    def __init__(
+        self,
+        processes: Sequence[Server],
+        sglang: SglangArguments,
+        vocab_size: int,
+        sender: WeightSender,
+        router: Router | None,
+        eos_ids: Collection[int] = (),
+        silence_seconds: float = 300.0,
+    ) -> None:
+        """Put the engine together. ``start()`` starts the servers.
+
+        Args:
+            processes: The servers.
+            sglang: Their flags.
+            vocab_size: The size of the model's vocabulary.
+            sender: Sends weights to them.
+            router: All requests go through it; None if there is one server.
+            eos_ids: The model's own stop tokens.
+            silence_seconds: Without ``--use-fault-tolerance``: how long a server may pass no health check.
+        """
+        self._concurrency = sglang.sglang_server_concurrency * len(processes)
+        self._concurrency_flag = f"--sglang-server-concurrency {sglang.sglang_server_concurrency}"
+        connect = partial(SglangClient, connections=self._concurrency, seconds=sglang.rollout_health_check_timeout)
+        self.router = router
+        self.servers = Servers(processes, connect, restarts=sglang.use_fault_tolerance)
+        self._weights = WeightUpdates(self.servers, sglang, sender)
+        bring_up = self._weights.bring_up
+        self._health = Health(self.servers, sglang, vocab_size, router, bring_up, silence_seconds)
+        entrance = connect(router.url) if router is not None else None
+        after_failure = self._health.check_after_failure
+        self._requests = Requests(self.servers, sglang, vocab_size, eos_ids, entrance, after_failure)
+
+    async def start(self) -> None:
+        """Start the servers. Raises what ``Server.start`` raises, and ``ValueError`` for too many sockets."""
+        allow_open_files(self._concurrency, self._concurrency_flag)
+        await self._health.start(end_requests=self._requests.end_all)
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """Return one ``Generation`` per seed, in order. Each is a request; the server prefills the prompt once.
+
+        Seeds do not repeat a response: SGLang honours them only under deterministic inference on GPUs.
+
+        Raises:
+            ValueError: For an empty prompt, a token id outside the vocabulary and sampling values outside their range,
+                before anything is sent (one such id ends a server); and for what a server refuses.
+            RuntimeError: If a request failed too often, no server is left, or a server that is not restarted has been
+                unresponsive for too long.
+        """
+        return await self._requests.generate(request)
+
+    async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
+        """Replace the weights of all servers. Requests in flight wait, and continue with the new weights.
+
+        Under ``--pause-generation-mode retract`` they are prefilled again; under ``in_place`` what the old weights have
+        computed stays. A server that fails is restarted with ``--use-fault-tolerance``.
+
+        Raises:
+            RuntimeError: If a server fails and is not restarted.
+            ValueError: Under ``--check-weight-update-equal``, if the weights did not arrive.
+        """
+        await self._weights.update(chunks, version)
+
+    async def release_memory(self) -> None:
+        """Have every server release its GPU memory, weights and cache, until ``update_weights``.
+
+        Needs servers with ``--enable-memory-saver``; others answer and keep their memory. Raises ``RuntimeError`` while
+        requests are in flight (SGLang would end), and if a server refuses.
+        """
+        self._requests.check_idle()
+        await self._weights.release_memory()
+
+    async def pause(self) -> None:
+        """Stop at the next token. Requests in flight keep their tokens."""
+        await self._weights.pause()
+
+    async def resume(self) -> None:
+        """Continue the paused requests."""
+        await self._weights.resume()
+
+    async def abort(self) -> None:
+        """End every request in flight. Each returns what it has; those that wait for a slot return nothing.
+
+        For a request that ``retract`` has paused, the server returns only the first tokens: abort before pausing.
+        """
+        await self._requests.abort()
+
+    async def health(self) -> bool:
+        """Return whether a server answers and has the weights that it should have."""
+        return await self._health.any_healthy()
+
+    async def close(self) -> None:
+        """Stop the servers that were started here."""
+        await self._health.close()
+        await self._requests.close()
+
+
+async def start_sglang_engine(settings: Settings, host: EngineHost) -> SglangEngine:
+    """Start the engine of a run: servers that ``host`` places, and those at the given addresses."""
+    model = settings.model.hf_checkpoint
+    assert model is not None
+    output_dir = Path(settings.tracking.output_dir).absolute()
+    logs = output_dir / LOGS
+    processes: list[Server] = []
+    for number in range(settings.num_engines):
+        build = partial(SglangServer, server_spec(settings, host.device, number), logs / f"engine_{number}.log")
+        processes.append(host.place_server(number, build, START_SECONDS))
+    processes += [ExternalServer(address) for address in settings.sglang.rollout_external_engine_addrs or ()]
+    router = None
+    if len(processes) > 1:
+        requests = settings.sglang.sglang_server_concurrency * len(processes)
+        router = Router(settings.server_flags.router, "127.0.0.1", logs / "router.log", requests)
+    engine = SglangEngine(
+        processes,
+        settings.sglang,
+        vocab_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
+        sender=WeightSender(settings.sglang, output_dir, host.broadcast_device()),
+        router=router,
+        eos_ids=model_eos_ids(model),
+        silence_seconds=settings.cluster.worker_timeout,
+    )
+    try:
+        await engine.start()
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+def server_spec(settings: Settings, device: str, number: int) -> ServerSpec:
+    """Return what server ``number`` serves. Servers differ only in their seeds."""
+    assert settings.model.hf_checkpoint is not None
+    return ServerSpec(
+        model_path=settings.model.hf_checkpoint,
+        dtype="bfloat16" if settings.training.bf16 else "float32",
+        device=device,
+        num_devices=settings.sglang.rollout_num_gpus_per_engine,
+        seed=settings.data.rollout_seed + number,
+        flags=settings.server_flags.server,
+        releases_memory=settings.offload(device).rollout,
+    )
+
+
+def model_eos_ids(model: str) -> frozenset[int]:
+    """Return the tokens that SGLang stops at: those of the model's generation config, or else of its config."""
+    try:
+        return eos_token_ids(GenerationConfig.from_pretrained(model).eos_token_id)
+    except OSError:  # the model has no generation config
+        return eos_token_ids(AutoConfig.from_pretrained(model).get_text_config().eos_token_id)

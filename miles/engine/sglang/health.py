@@ -1,0 +1,281 @@
+"""Check the health of SGLang servers and of their router, and replace those that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from miles.arguments.sglang.settings import SglangArguments
+from miles.concurrency import gather_or_cancel
+from miles.engine.sglang.client import EngineUnavailable, RequestRefused
+from miles.engine.sglang.router import Router
+from miles.engine.sglang.servers import ManagedServer, Servers, ServerState
+
+START_TRIES = 3  # in a row, before a server is given up
+
+log = logging.getLogger(__name__)
+
+BringUp = Callable[[ManagedServer], AbstractAsyncContextManager[None]]
+Check = Callable[[ManagedServer], Awaitable[object]]
+
+
+class Health:
+    """Start the servers, check them at intervals, and replace failed ones.
+
+    With ``--use-fault-tolerance`` a server that fails is stopped, started, given the current weights, and used again;
+    meanwhile requests go to the others, or wait if there is none. A router that fails is started again. Without it, a
+    server or router that fails every check for ``silence_seconds`` ends all requests: nothing else would end those that
+    wait for it.
+
+    Servers are checked only while they serve, since a paused server answers no check. A check that was in flight when
+    its server was paused says nothing: whatever paused the server finds out itself whether it answers.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        sglang: SglangArguments,
+        vocab_size: int,
+        router: Router | None,
+        bring_up: BringUp,
+        silence_seconds: float,
+    ) -> None:
+        """Check ``servers``.
+
+        Args:
+            servers: The servers of the engine.
+            sglang: Their flags.
+            vocab_size: The size of the model's vocabulary; answers to probes are checked against it.
+            router: The router in front of the servers; None if there is one server.
+            bring_up: Gives a started server what the others have, and takes it into use after the body.
+            silence_seconds: How long an unresponsive server is waited for without ``--use-fault-tolerance``.
+        """
+        self._servers = servers
+        self._interval = sglang.rollout_health_check_interval
+        self._timeout = sglang.rollout_health_check_timeout
+        self._vocab_size = vocab_size
+        self._router = router
+        self._bring_up = bring_up
+        self._monitor = UnresponsiveServerMonitor(silence_seconds)
+        self._checks: dict[ManagedServer, asyncio.Task[None]] = {}  # the last one of each server
+        self._router_repair: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, end_requests: Callable[[Exception], None]) -> None:
+        """Start all servers at the same time, then keep watching them.
+
+        ``end_requests`` is called with the error when no answer will come any more.
+        """
+        await gather_or_cancel(self._start(server) for server in self._servers.all)
+        self._tasks.append(asyncio.create_task(self._watch(end_requests)))
+        if self._servers.restarts:
+            self._tasks += [asyncio.create_task(self._keep(server)) for server in self._servers.all]
+
+    async def close(self) -> None:
+        """Stop watching, and stop the servers and the router."""
+        tasks = [*self._tasks, *([self._router_repair] if self._router_repair is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for server in self._servers.all:
+            server.enter(ServerState.CLOSED)
+        await asyncio.gather(*(server.process.stop() for server in self._servers.all))
+        await asyncio.gather(*(server.disconnect() for server in self._servers.all))
+        if self._router is not None:
+            self._router.close()
+
+    # Checks
+
+    async def any_healthy(self) -> bool:
+        """Return whether a server answers and has the weights that it should have."""
+        checks = (self._ask(server) for server in self._servers.in_use)
+        results = await asyncio.gather(*checks, return_exceptions=True)
+        return any(not isinstance(result, Exception) for result in results)
+
+    async def _watch(self, end_requests: Callable[[Exception], None]) -> None:
+        while True:
+            await asyncio.sleep(self._interval)
+            try:
+                if not self._servers.all_serving:
+                    self._monitor.reset()
+                elif self._servers.restarts:
+                    await self._check_all(self._check)
+                else:
+                    await self._monitor.check(self._checks_by_name())
+            except Exception as failure:  # whatever it is: nobody would watch any more
+                end_requests(failure)
+                return
+
+    async def check_after_failure(self) -> None:
+        """After a failed request, find the servers that do not work. Does nothing if servers are not restarted."""
+        if self._servers.restarts:
+            await self._check_all(self._probe)
+
+    async def _check_all(self, check: Check) -> None:
+        """Have each server in use prove that it works, and take those out that do not.
+
+        All of them, because nobody knows which one the router chose; and the router first. Callers at the same time
+        share the running check of a server and the repair of the router. Raises ``ServerFailed`` if the router does not
+        start again.
+        """
+        await self._repair_router()
+        await asyncio.gather(*(self._shared_check(server, check) for server in self._servers.in_use))
+
+    async def _shared_check(self, server: ManagedServer, check: Check) -> None:
+        if not server.in_use:
+            return
+        if server not in self._checks or self._checks[server].done():
+            self._checks[server] = asyncio.create_task(self._check_or_fail(server, check))
+        await asyncio.shield(self._checks[server])
+
+    async def _check_or_fail(self, server: ManagedServer, check: Check) -> None:
+        try:
+            await check(server)
+        except (EngineUnavailable, RequestRefused) as failure:
+            server.fail(failure)
+
+    def _checks_by_name(self) -> dict[str, Coroutine[Any, Any, object]]:
+        checks: dict[str, Coroutine[Any, Any, object]] = {s.name: self._check(s) for s in self._servers.in_use}
+        if self._router is not None:
+            checks[self._router.name] = self._router.check(self._timeout)
+        return checks
+
+    async def _check(self, server: ManagedServer) -> bool:
+        """Ask for the server's own health check, which a busy server passes.
+
+        Returns:
+            True if it passed; False if it could not be checked, because it does not serve or stopped serving meanwhile.
+
+        Raises:
+            EngineUnavailable: If it failed.
+        """
+        if server.state is not ServerState.SERVING:
+            return False
+        changes = server.changes
+        try:
+            await self._ask(server)
+            return True
+        except EngineUnavailable:
+            if server.changes == changes:
+                raise
+            return False
+
+    async def _ask(self, server: ManagedServer) -> None:
+        with self._servers.checking():
+            await server.client.check_health(self._servers.version)
+
+    async def _probe(self, server: ManagedServer) -> None:
+        """Generate one token, and check that the answer is sound. A server that is only busy passes.
+
+        This finds what the server's own health check does not: answers that are no generations.
+        """
+        if server.state is not ServerState.SERVING:
+            return
+        changes = server.changes
+        try:
+            with self._servers.checking():
+                await server.client.probe(self._servers.version, self._vocab_size)
+        except EngineUnavailable as failure:
+            if server.changes != changes:
+                return
+            if not isinstance(failure.__cause__, TimeoutError):
+                raise
+            await self._check(server)  # a busy server answers this one out of turn
+
+    # Replacement
+
+    async def _keep(self, server: ManagedServer) -> None:
+        """Replace ``server`` each time it fails."""
+        while True:
+            await self._servers.until_failed(server)
+            await self._replace(server)
+
+    async def _replace(self, server: ManagedServer) -> None:
+        for attempt in range(1, START_TRIES + 1):
+            try:
+                if self._router is not None:
+                    await self._repair_router()
+                    await self._router.remove(server.client.url)
+                await server.process.stop()
+                server.enter(ServerState.STARTING)
+                await self._start(server)
+                log.warning("%s serves again", server.name)
+                return
+            except Exception as failure:
+                server.enter(ServerState.FAILED)
+                log.warning("%s: start %d of %d failed: %s", server.name, attempt, START_TRIES, failure)
+        server.enter(ServerState.LOST)
+
+    async def _start(self, server: ManagedServer) -> None:
+        url = await server.process.start()
+        await server.connect(self._servers.connect(url))
+        async with self._bring_up(server):
+            if self._router is not None:
+                await self._router.add(url)
+
+    async def _repair_router(self) -> None:
+        """Start the router again if it does not answer, and register the servers that it lacks."""
+        if self._router is None:
+            return
+        if self._router_repair is None or self._router_repair.done():
+            self._router_repair = asyncio.create_task(self._repair(self._router))
+        await asyncio.shield(self._router_repair)  # cancelling one request must not leave a router without servers
+
+    async def _repair(self, router: Router) -> None:
+        failures = await router.repair(lambda: [s.client.url for s in self._servers.in_use], self._timeout)
+        for server in self._servers.in_use:
+            if failure := failures.get(server.client.url):
+                server.fail(failure)
+
+
+class UnresponsiveServerMonitor:
+    """Measure how long each server that is not restarted, and the router, has passed no health check."""
+
+    def __init__(self, seconds: float) -> None:
+        """Allow ``seconds`` without a passed check."""
+        self._seconds = seconds
+        self._since: dict[str, float] = {}  # by name; time.monotonic()
+
+    def reset(self) -> None:
+        """Forget all failed checks: nothing is checked for a while, and that time must not count."""
+        self._since.clear()
+
+    async def check(self, checks: Mapping[str, Awaitable[object]]) -> None:
+        """Await the check of each server. A result of ``False`` means that it could not be checked.
+
+        Warns when a server begins to fail, and when it passes again.
+
+        Raises:
+            RuntimeError: If a server has failed for too long.
+        """
+        began = time.monotonic()
+        results = await asyncio.gather(*checks.values(), return_exceptions=True)
+        for name, result in zip(checks, results, strict=True):
+            if isinstance(result, EngineUnavailable):
+                self._report(name, began, result)
+            elif isinstance(result, BaseException) and not isinstance(result, RequestRefused):  # a refusal is an answer
+                raise result
+            elif self._since.pop(name, None) is not None and result is not False:
+                log.warning("%s passes its health check again", name)
+
+    def _report(self, name: str, began: float, failure: EngineUnavailable) -> None:
+        if name not in self._since:
+            self._since[name] = began
+            log.warning(
+                "%s does not pass its health check (%s); requests to it may wait in vain. Unless it recovers, the run "
+                "stops in %g s (--worker-timeout); with --use-fault-tolerance it would be restarted",
+                name,
+                failure,
+                self._seconds,
+            )
+            return
+        silent = time.monotonic() - self._since[name]
+        if silent > self._seconds:
+            raise RuntimeError(
+                f"{name} has passed no health check for {silent:.0f} s (--worker-timeout), at last: "
+                f"{failure}; its log file may say why; with --use-fault-tolerance it would be restarted"
+            ) from failure

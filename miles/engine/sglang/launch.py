@@ -1,0 +1,205 @@
+"""Start SGLang servers: the command line and environment of one, its process, and servers started by others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+
+from miles.arguments.sglang.server_flags import has_flag
+from miles.engine.host import ServerFailed
+from miles.engine.sglang.processes import ChildProcess, free_port
+
+START_SECONDS = 1800  # large models load for minutes
+GRACE_SECONDS = 3.0  # SGLang drains for five seconds before it looks whether it is idle
+PORT_TRIES = 3
+PORT_TAKEN = "address already in use"
+EXTERNAL_SECONDS = 1800  # for a server that somebody else starts
+EXTERNAL_HEALTH_SECONDS = 60.0
+EXTERNAL_POLL_SECONDS = 1.0
+
+MODULE = "sglang.launch_server"
+MODULE_ON_CPU = "sglang_on_cpu"  # in cpu/, which is on the import path of servers on CPU
+
+# Flags that SGLang needs, or runs better with, on CPU: (flag, value, other spellings that the user may have given).
+# Without a limit of its own the cache takes a tenth of the host's memory.
+_ON_CPU = (
+    ("--device", "cpu", ()),
+    ("--attention-backend", "torch_native", ("--prefill-attention-backend", "--decode-attention-backend")),
+    ("--sampling-backend", "pytorch", ()),
+    ("--disable-overlap-schedule", None, ()),
+    ("--max-total-tokens", "32768", ()),
+    ("--mem-fraction-static", "0.1", ()),
+    ("--sleep-on-idle", None, ()),
+)
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """Describe one server, and derive its command line and environment. Starts no process.
+
+    Attributes:
+        model_path: The model that it serves.
+        dtype: ``bfloat16`` or ``float32``.
+        device: ``cpu`` or ``cuda``.
+        num_devices: Its tensor-parallel size.
+        seed: Its random seed.
+        flags: The user's ``--sglang-*`` words, without the prefix.
+        releases_memory: Whether it can release its GPU memory and take it back, by the package torch-memory-saver.
+    """
+
+    model_path: str
+    dtype: str
+    device: str
+    num_devices: int
+    seed: int
+    flags: tuple[str, ...] = ()
+    releases_memory: bool = False
+
+    @property
+    def module(self) -> str:
+        """What ``python -m`` runs."""
+        return MODULE_ON_CPU if self.device == "cpu" else MODULE
+
+    def arguments(self, host: str, port: int) -> list[str]:
+        """Return the words after ``python -m module``. The user's flags replace the defaults."""
+        words = ["--model-path", self.model_path, "--host", host, "--port", str(port)]
+        words += ["--skip-tokenizer-init", "--skip-server-warmup", "--weight-version", "0"]
+        defaults = [
+            ("--tp-size", str(self.num_devices), ("--tp", "--tensor-parallel-size")),
+            ("--dtype", self.dtype, ()),
+            ("--random-seed", str(self.seed), ()),
+            *(_ON_CPU if self.device == "cpu" else ()),
+            *([("--enable-memory-saver", None, ())] if self.releases_memory else ()),
+        ]
+        for flag, value, spellings in defaults:
+            if not has_flag(self.flags, flag, *spellings):
+                words += [flag] if value is None else [flag, value]
+        return [*words, *self.flags]
+
+    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment ``given`` with what a server needs in addition."""
+        # The router asks /health before it takes a server, and a server must answer that while it is paused or busy.
+        # Our own checks ask /health_generate whether it generates.
+        common = {**given, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+        if self.device != "cpu":
+            return common
+        path = os.pathsep.join(filter(None, [str(cpu_support()), given.get("PYTHONPATH")]))
+        # One thread per server: with more, and a busy neighbour, OpenMP's waiting threads starve the scheduler.
+        return {"OMP_NUM_THREADS": "1", **common, "PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1"}
+
+
+def cpu_support() -> Path:
+    """Return the folder of replacement packages that only server processes on CPU see."""
+    return Path(__file__).parent / "cpu"
+
+
+class SglangServer:
+    """Start and stop a server on this host; ``miles.engine.host.ServerProcess``.
+
+    It can be started again after each stop. Each start takes a free port; all starts share one log file.
+    """
+
+    def __init__(self, spec: ServerSpec, log: Path, host: str) -> None:
+        self._spec = spec
+        self._log = log
+        self._host = host
+        self._process: ChildProcess | None = None
+
+    def start(self) -> str:
+        """Start, wait until the server is ready, and return its URL.
+
+        Raises:
+            ValueError: If SGLang is not installed.
+            ServerFailed: If the server does not start; the message ends with the end of its log.
+        """
+        assert self._process is None, "stop() comes before the next start()"
+        if find_spec("sglang") is None:
+            raise ValueError(
+                "--rollout-engine sglang: SGLang is not installed here; install it (docs/engine.md has the command for "
+                "CPU), use --rollout-external with engines that run elsewhere, or use --rollout-engine torch"
+            )
+        for attempt in range(PORT_TRIES):
+            try:
+                return self._start_on(free_port(self._host))
+            except ServerFailed as failure:
+                # Another process can take a port between the moment it is found free and the moment it is used.
+                if PORT_TAKEN not in str(failure).lower() or attempt == PORT_TRIES - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _start_on(self, port: int) -> str:
+        url = f"http://{self._host}:{port}"
+        environment = self._spec.environment(os.environ)
+        self._process = ChildProcess(self._spec.module, self._spec.arguments(self._host, port), environment, self._log)
+        try:
+            self._process.wait_until(lambda: is_ready(url), START_SECONDS)
+        except BaseException:
+            self.stop()
+            raise
+        return url
+
+    def stop(self) -> None:
+        """Send SIGTERM, then SIGKILL to the process group. Does nothing if no server runs."""
+        if self._process is not None:
+            self._process.stop(GRACE_SECONDS)
+            self._process = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the server, or None if none runs."""
+        return None if self._process is None else self._process.pid
+
+
+def is_ready(url: str) -> bool:
+    """Return whether the server at ``url`` has loaded its model and reports that it is ready."""
+    try:
+        return httpx.get(f"{url}/ready", timeout=5.0, trust_env=False, verify=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+class ExternalServer:
+    """Use a server that somebody else starts and stops; ``miles.engine.host.Server``.
+
+    It is one address of ``--rollout-external-engine-addrs``. After a failure it is waited for instead of restarted: it
+    is used again when it answers again.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Take an ``address`` of the form HOST:PORT, with or without http:// before it."""
+        self._url = "http://" + address.removeprefix("http://").rstrip("/")
+        self.name = f"the engine at {self._url}"
+
+    async def start(self) -> str:
+        """Wait until the server generates, and return its URL. Raises ``ServerFailed`` after ``EXTERNAL_SECONDS``.
+
+        A run that was killed may have left the server paused, so this resumes it. It asks the server's own generation
+        test, not /ready: once that test has failed, /ready stays negative until the test is asked again.
+        """
+        try:
+            async with asyncio.timeout(EXTERNAL_SECONDS):
+                while not await self._generates():
+                    await asyncio.sleep(EXTERNAL_POLL_SECONDS)
+        except TimeoutError:
+            raise ServerFailed(
+                f"--rollout-external-engine-addrs: no SGLang server generated at {self._url} within "
+                f"{EXTERNAL_SECONDS} s; start it, or correct the address"
+            ) from None
+        return self._url
+
+    async def _generates(self) -> bool:
+        async with httpx.AsyncClient(base_url=self._url, timeout=EXTERNAL_HEALTH_SECONDS, trust_env=False) as http:
+            try:
+                await http.post("/continue_generation", json={})
+                return (await http.get("/health_generate")).status_code == 200
+            except httpx.TransportError:
+                return False
+
+    async def stop(self) -> None:
+        """Leave the server running: it is not ours to stop."""

@@ -1,0 +1,180 @@
+"""Generate with SGLang servers: send requests, send them again after a failure, check the answers, and abort."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
+
+from miles.arguments.sglang.settings import SglangArguments
+from miles.concurrency import gather_or_cancel
+from miles.engine.base import Generation, GenerationRequest, SamplingParams
+from miles.engine.sglang.client import EngineUnavailable, SglangClient
+from miles.engine.sglang.servers import Servers
+
+REQUEST_TRIES = 8
+BACK_OFF_SECONDS = 0.25  # doubled from try to try
+MAX_BACK_OFF_SECONDS = 5.0
+ABORT_AGAIN_SECONDS = 0.5
+
+
+class Requests:
+    """Answer every request exactly once: with a valid generation, or with an error.
+
+    A request is sent again, to whatever server the router chooses, if its server does not answer, answers with HTTP
+    5xx, or answers with something that is no generation or that other weights generated. A refusal (HTTP 4xx) is an
+    error at once.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        sglang: SglangArguments,
+        vocab_size: int,
+        eos_ids: Collection[int],
+        router: SglangClient | None,
+        after_failure: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Send requests through ``router``, or to the only server.
+
+        Args:
+            servers: The servers of the engine.
+            sglang: Their flags.
+            vocab_size: The size of the model's vocabulary.
+            eos_ids: The model's own stop tokens.
+            router: The client of the router; None if there is one server and no router.
+            after_failure: Called after each failed try: finds the servers that do not work, and restarts them.
+        """
+        assert router is not None or len(servers.all) == 1, f"{len(servers.all)} servers need a router"
+        self._servers = servers
+        self._vocab_size = vocab_size
+        self._eos_ids = frozenset(eos_ids)
+        self._pause_mode = sglang.pause_generation_mode
+        self._router = router
+        self._after_failure = after_failure
+        self._slots = asyncio.Semaphore(sglang.sglang_server_concurrency * len(servers.all))
+        self._sent: set[asyncio.Task[Generation]] = set()  # in flight
+        self._aborts = 0
+        self._end: Exception | None = None  # why all requests have ended
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """Return one ``Generation`` per seed, in order; ``SglangEngine.generate`` says more."""
+        request.sampling.check()
+        self._check_prompt(request.prompt_ids)
+        aborts = self._aborts
+        return await gather_or_cancel(self._generate_one(request, seed, aborts) for seed in request.seeds)
+
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        if not prompt_ids:
+            raise ValueError("an empty prompt cannot be continued: give each prompt at least one token")
+        outside = [token for token in prompt_ids if not 0 <= token < self._vocab_size]
+        if outside:
+            raise ValueError(
+                f"prompt token id {outside[0]} is outside the model's vocabulary of {self._vocab_size}: "
+                "use the tokenizer of --hf-checkpoint"
+            )
+
+    async def _generate_one(self, request: GenerationRequest, seed: int, aborts: int) -> Generation:
+        async with self._slots:
+            for attempt in range(1, REQUEST_TRIES + 1):
+                try:
+                    return await self._try(request, seed, aborts)
+                except EngineUnavailable as failure:
+                    if attempt == REQUEST_TRIES:
+                        raise RuntimeError(self._gave_up(failure)) from failure
+                    await self._after_failure()
+                    async with self._servers.updating:  # an update finds the failed servers itself
+                        pass
+                    await asyncio.sleep(min(BACK_OFF_SECONDS * 2 ** (attempt - 1), MAX_BACK_OFF_SECONDS))
+        raise AssertionError("unreachable")
+
+    async def _try(self, request: GenerationRequest, seed: int, aborts: int) -> Generation:
+        """Send the request once. ``aborts`` is the number of aborts when it was made."""
+        sent_under = self._version
+        await self._servers.until_one_in_use()
+        if self._end is not None:
+            raise self._end
+        if self._aborts != aborts:  # aborted before it was sent
+            return Generation([], [], "abort", self._version)
+        generation = await self._send(request, seed)
+        low, high = sorted((sent_under, self._version))
+        versions = {generation.weight_version, *(version for version, _ in generation.earlier_versions)}
+        if self._servers.version is not None and not low <= min(versions) <= max(versions) <= high:
+            raise EngineUnavailable(f"an answer by weights {sorted(versions)} instead of {self._version}")
+        return self._with_true_end(generation, request.sampling)
+
+    @property
+    def _version(self) -> int:
+        return self._servers.version or 0  # servers of our own start with version 0
+
+    async def _send(self, request: GenerationRequest, seed: int) -> Generation:
+        """Send to the router or the only server, and wait for the answer, an abort, or the server's failure."""
+        # Unless the cache is flushed with each update, what the old weights have computed must not be found again.
+        key = None if self._pause_mode == "retract" else str(self._version)
+        if self._router is not None:
+            client, name, tracked_by = self._router, "the router", [self._sent]
+        else:
+            [only] = self._servers.all
+            client, name, tracked_by = only.client, only.name, [self._sent, only.requests]
+        work = client.generate(request.prompt_ids, request.sampling, seed, self._vocab_size, key)
+        task = asyncio.create_task(work)
+        for tasks in tracked_by:
+            tasks.add(task)
+        try:
+            await asyncio.wait([task])
+            if task.cancelled():
+                raise self._end or EngineUnavailable(f"{name} was taken out with the request in flight")
+            return task.result()
+        finally:
+            task.cancel()  # if the caller was cancelled
+            for tasks in tracked_by:
+                tasks.discard(task)
+
+    def _with_true_end(self, generation: Generation, sampling: SamplingParams) -> Generation:
+        """Correct SGLang's finish reason: it says abort also if the last token would have ended the response anyway."""
+        if generation.finish_reason != "abort" or not generation.token_ids:
+            return generation
+        if generation.token_ids[-1] in self._eos_ids or generation.token_ids[-1] in sampling.stop_token_ids:
+            return replace(generation, finish_reason="stop")
+        if len(generation.token_ids) == sampling.max_new_tokens:
+            return replace(generation, finish_reason="length")
+        return generation
+
+    def _gave_up(self, failure: EngineUnavailable) -> str:
+        way_out = (
+            "its log file says why"
+            if self._servers.restarts
+            else "its log file says why; with --use-fault-tolerance engines that fail are restarted"
+        )
+        return f"a request failed {REQUEST_TRIES} times, at last with: {failure}; {way_out}"
+
+    def check_idle(self) -> None:
+        """Raise ``RuntimeError`` if requests are in flight."""
+        if self._sent:
+            raise RuntimeError(f"{len(self._sent)} requests are in flight: engines release their memory when idle")
+
+    async def abort(self) -> None:
+        """End every request in flight; ``SglangEngine.abort`` says more."""
+        servers = self._servers
+        self._aborts += 1
+        await servers.call_all(lambda client: client.abort_all())  # also requests that nobody waits for any more
+        ending = set(self._sent)
+        while ending:
+            await servers.call_all(lambda client: client.abort_all())
+            if servers.paused:  # a request must run to end, and ends with its next token
+                await servers.call_all(lambda client: client.resume())
+            # A request that reaches its server after the abort call needs another one.
+            _, ending = await asyncio.wait(ending, timeout=ABORT_AGAIN_SECONDS)
+        if servers.paused:
+            await servers.call_all(lambda client: client.pause(self._pause_mode))
+
+    def end_all(self, error: Exception) -> None:
+        """End every request, now and later, with ``error``."""
+        self._end = error
+        for task in self._sent:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Close the connections to the router."""
+        if self._router is not None:
+            await self._router.close()

@@ -1,0 +1,210 @@
+"""The servers of an engine: the state of each, and what all of them should hold.
+
+``ServerState`` is the only record of what a server may be asked. The three parts of the engine share it: requests
+(requests.py), weight updates (weight_updates.py), health and replacement (health.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+from miles.engine.host import Server
+from miles.engine.sglang.client import SglangClient
+
+log = logging.getLogger(__name__)
+
+
+class ServerState(Enum):
+    """The state of one server. Requests go to servers in use; only a serving one is checked.
+
+    ::
+
+        STARTING ─────────────> in use: SERVING, PAUSED, UPDATING, RELEASED
+          ^   │    joins          │
+          │   │ a start fails     │ a check, an update or a control call fails
+          │   v                   v
+          └─ FAILED <─────────────┘
+               │
+               └─────> LOST: START_TRIES starts in a row have failed          CLOSED <── from every state
+
+    While a server is in use::
+
+        SERVING ──── pause ────────────> PAUSED        <── resume ── back to SERVING
+        SERVING, PAUSED ── an update ──> UPDATING ───> SERVING; PAUSED if the engine is paused or the update failed
+        SERVING, PAUSED ── release ────> RELEASED ───> UPDATING, which takes the memory back
+
+    A starting server joins as the others are: SERVING, PAUSED if the engine is paused, RELEASED if memory is released.
+    An error that ends an update leaves servers PAUSED, or RELEASED if they have not taken their memory back.
+    """
+
+    STARTING = "starting"  # its process starts, and then gets the current weights
+    SERVING = "serving"
+    PAUSED = "paused"  # keeps its requests and generates nothing
+    UPDATING = "updating"  # paused, and takes new weights
+    RELEASED = "released"  # has released its GPU memory, and has no requests
+    FAILED = "failed"  # taken out of use; health.py starts it again
+    LOST = "lost"
+    CLOSED = "closed"
+
+
+_S = ServerState
+IN_USE = frozenset({_S.SERVING, _S.PAUSED, _S.UPDATING, _S.RELEASED})
+NEXT_STATES = {
+    _S.STARTING: {_S.SERVING, _S.PAUSED, _S.RELEASED, _S.FAILED, _S.CLOSED},
+    _S.SERVING: {_S.PAUSED, _S.UPDATING, _S.RELEASED, _S.FAILED, _S.CLOSED},
+    _S.PAUSED: {_S.SERVING, _S.UPDATING, _S.RELEASED, _S.FAILED, _S.CLOSED},
+    _S.UPDATING: {_S.SERVING, _S.PAUSED, _S.RELEASED, _S.FAILED, _S.CLOSED},
+    _S.RELEASED: {_S.UPDATING, _S.FAILED, _S.CLOSED},
+    _S.FAILED: {_S.STARTING, _S.LOST, _S.CLOSED},
+    _S.LOST: {_S.CLOSED},
+    _S.CLOSED: set[ServerState](),
+}
+
+
+class ManagedServer:
+    """One server: how to start it, the client of the process that runs now, its state, and its direct requests."""
+
+    def __init__(self, process: Server, changed: Callable[[], None]) -> None:
+        """Manage ``process``, and call ``changed`` after each change of state."""
+        self.process = process
+        self.name = process.name
+        self.state = ServerState.STARTING
+        self.changes = 0  # how often the state has changed
+        self.requests: set[asyncio.Task[Any]] = set()  # in flight, sent to it without a router
+        self._changed = changed
+        self._client: SglangClient | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it counts as one of the engine's servers now."""
+        return self.state in IN_USE
+
+    @property
+    def client(self) -> SglangClient:
+        """The client of the process that runs now. Each start has another one."""
+        assert self._client is not None, f"{self.name} has not been started"
+        return self._client
+
+    async def connect(self, client: SglangClient) -> None:
+        """Use ``client`` from now on."""
+        await self.disconnect()
+        self._client = client
+
+    async def disconnect(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.close()
+
+    def enter(self, state: ServerState) -> None:
+        """Change the state. Does nothing if it is ``state`` already."""
+        if state is not self.state:
+            assert state in NEXT_STATES[self.state], f"{self.name}: {self.state.value} cannot become {state.value}"
+            self.state = state
+            self.changes += 1
+            self._changed()
+
+    def fail(self, reason: Exception) -> None:
+        """Stop using it at once, and end the wait of its direct requests. ``Health`` starts it again."""
+        if self.in_use:
+            log.warning("%s has failed and is restarted: %s", self.name, reason)
+            self.enter(ServerState.FAILED)
+            for request in self.requests:
+                request.cancel()
+
+
+Failures = list[tuple[ManagedServer, Exception]]
+
+
+class Servers:
+    """All servers of an engine, and what every one of them should hold.
+
+    Attributes:
+        all: The servers, in whatever state.
+        restarts: Whether failed servers are started again (``--use-fault-tolerance``).
+        version: The version of the weights that every server in use should have; None before the first update, when
+            external servers may hold any weights.
+        paused: Whether the engine is paused (``pause``, ``resume``). Updates leave the servers so.
+        memory_released: Whether the servers have released their memory, until the next update.
+        updating: Held while weights or memory change, and while a starting server joins. A server that joins during an
+            update would miss it.
+    """
+
+    def __init__(self, processes: Sequence[Server], connect: Callable[[str], SglangClient], restarts: bool) -> None:
+        """Manage ``processes``; ``connect`` makes the client for a URL."""
+        self.all = [ManagedServer(process, self._wake) for process in processes]
+        self.connect = connect
+        self.restarts = restarts
+        self.version: int | None = None
+        self.paused = False
+        self.memory_released = False
+        self.updating = asyncio.Lock()
+        self._changed = asyncio.Event()  # replaced at each change, so that it wakes those who wait now
+        self._checks = 0
+        self._unchecked = asyncio.Event()
+        self._unchecked.set()
+
+    @property
+    def in_use(self) -> list[ManagedServer]:
+        """The servers that are used now."""
+        return [server for server in self.all if server.in_use]
+
+    @property
+    def all_serving(self) -> bool:
+        """Whether every server in use serves, so that health checks get an answer."""
+        return all(server.state is ServerState.SERVING for server in self.in_use)
+
+    async def until_one_in_use(self) -> None:
+        """Wait while all servers are being restarted. Raises ``RuntimeError`` if none can come back."""
+        while not self.in_use:
+            if all(server.state in (ServerState.LOST, ServerState.CLOSED) for server in self.all):
+                names = ", ".join(server.name for server in self.all)
+                raise RuntimeError(f"no engine is left ({names}); their log files say why")
+            await self._changed.wait()
+
+    async def until_failed(self, server: ManagedServer) -> None:
+        """Wait until ``server`` has failed."""
+        while server.state is not ServerState.FAILED:
+            await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def call(
+        self, servers: Sequence[ManagedServer], make: Callable[[SglangClient], Awaitable[object]]
+    ) -> Failures:
+        """Make the same control call to ``servers`` at once; return the failures."""
+        results = await asyncio.gather(*(make(server.client) for server in servers), return_exceptions=True)
+        return [(server, r) for server, r in zip(servers, results, strict=True) if isinstance(r, Exception)]
+
+    async def call_all(self, make: Callable[[SglangClient], Awaitable[object]]) -> None:
+        """Make the same control call to all servers in use, and handle the failures."""
+        self.handle(await self.call(self.in_use, make))
+
+    def handle(self, failures: Failures, what: str = "") -> None:
+        """Take failed servers out of use if they are restarted; otherwise raise the first failure."""
+        for server, failure in failures:
+            if not self.restarts:
+                raise RuntimeError(f"{server.name}{what}: {failure}") from failure
+            server.fail(failure)
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Count a health check in flight: an idle server has a request while it is checked."""
+        self._checks += 1
+        self._unchecked.clear()
+        try:
+            yield
+        finally:
+            self._checks -= 1
+            if not self._checks:
+                self._unchecked.set()
+
+    async def until_unchecked(self) -> None:
+        """Wait until no health check is in flight."""
+        await self._unchecked.wait()

@@ -1,0 +1,40 @@
+"""The weight transports, by the names that ``--update-weight-transfer-mode`` gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from miles.weight_sync.broadcast import BroadcastTransport
+from miles.weight_sync.disk import DiskTransport
+from miles.weight_sync.shared_memory import SharedMemoryTransport
+from miles.weight_sync.transport import Transport
+
+
+@dataclass(frozen=True)
+class SendingSide:
+    """Describe the sender: the folder for weights on disk, and the device that broadcasts start from."""
+
+    folder: Path
+    broadcast_from: torch.device
+
+
+TRANSPORTS: dict[str, Callable[[SendingSide], Transport]] = {
+    "disk": lambda sender: DiskTransport(sender.folder),
+    "broadcast": lambda sender: BroadcastTransport(sender.broadcast_from),
+    "ipc": lambda sender: SharedMemoryTransport(),
+}
+
+
+def build_transport(mode: str, sender: SendingSide) -> Transport:
+    """Build the transport that ``--update-weight-transfer-mode`` names.
+
+    Raises:
+        ValueError: If no transport has this name.
+    """
+    if mode not in TRANSPORTS:
+        raise ValueError(f"--update-weight-transfer-mode {mode}: unknown; choose from {', '.join(TRANSPORTS)}")
+    return TRANSPORTS[mode](sender)

@@ -1,0 +1,94 @@
+"""Engines of stand-in servers: real processes that start at once and misbehave on demand (``stand_in_server``)."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import httpx
+import torch
+
+from miles.arguments.sglang.settings import SglangArguments
+from miles.engine.base import GenerationRequest, SamplingParams
+from miles.engine.sglang.engine import SglangEngine
+from miles.engine.sglang.launch import is_ready
+from miles.engine.sglang.processes import ChildProcess, free_port
+from miles.engine.sglang.router import Router
+from miles.weight_sync.sender import WeightSender
+from miles.weights import WeightChunk
+
+HERE = str(Path(__file__).parent)
+VOCAB = 1000
+QUICK = {"rollout_health_check_interval": 0.3, "rollout_health_check_timeout": 2.0}
+WEIGHTS = [WeightChunk({"w": torch.zeros(3)})]
+
+
+class StandInServer:
+    """One stand-in process; ``miles.engine.host.Server``."""
+
+    def __init__(self, number, folder):
+        self.name = f"engine {number}"
+        self.log = folder / f"engine_{number}.log"
+        self.process = None
+        self.starts = 0
+
+    async def start(self):
+        self.starts += 1
+        port = free_port("127.0.0.1")
+        self.url = f"http://127.0.0.1:{port}"
+        path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
+        self.process = ChildProcess("stand_in_server", [str(port)], {**os.environ, "PYTHONPATH": path}, self.log)
+        await asyncio.to_thread(self.process.wait_until, lambda: is_ready(self.url), 60)
+        return self.url
+
+    async def stop(self):
+        if self.process is not None:
+            await asyncio.to_thread(self.process.stop, 0.0)
+
+    def signal(self, number):
+        os.kill(self.process.pid, number)
+
+    async def misbehave(self, fault):
+        async with httpx.AsyncClient() as http:
+            await http.post(f"{self.url}/misbehave", json={"fault": fault})
+
+    async def seen(self):
+        """Counts of what the process of now has been asked: ``served``, ``checked``; and its control calls."""
+        async with httpx.AsyncClient() as http:
+            return (await http.get(f"{self.url}/seen")).json()
+
+
+def engine_of(servers, folder, router, silence_seconds=300.0, **flags):
+    sglang = SglangArguments(update_weight_transfer_mode="disk", **flags)
+    sender = WeightSender(sglang, folder)
+    return SglangEngine(servers, sglang, VOCAB, sender, router, silence_seconds=silence_seconds)
+
+
+async def ask(engine, prompt):
+    request = GenerationRequest(tuple(prompt), (0,), SamplingParams(max_new_tokens=8))
+    return (await engine.generate(request))[0]
+
+
+def run(folder, num_servers, scenario, **flags):
+    """Run ``scenario(engine, servers)`` on a started engine with weights of version 3.
+
+    As in a run, sglang-router is in front of two servers or more.
+    """
+
+    async def whole():
+        servers = [StandInServer(number, folder) for number in range(num_servers)]
+        router = Router((), "127.0.0.1", folder / "router.log", requests=1024) if num_servers > 1 else None
+        engine = engine_of(servers, folder, router, **flags)
+        try:
+            await engine.start()
+            await engine.update_weights(WEIGHTS, 3)
+            return await asyncio.wait_for(scenario(engine, servers), 200)
+        finally:
+            await engine.close()
+
+    return asyncio.run(whole())
+
+
+async def until(holds):
+    """Poll until ``holds()``; the scenario has a time limit of its own."""
+    while not holds():
+        await asyncio.sleep(0.02)

@@ -1,0 +1,166 @@
+"""The states of SGLang servers, on stand-ins: what leads to each, and what a server is asked in it."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from miles.engine.sglang.client import EngineUnavailable
+from miles.engine.sglang.servers import IN_USE, NEXT_STATES, ManagedServer, ServerState
+from tests.fast.engine.stand_ins import QUICK, WEIGHTS, StandInServer, ask, run, until
+
+pytestmark = pytest.mark.timeout(300)
+
+PAUSE, RESUME = "/pause_generation", "/continue_generation"
+RELEASE, TAKE, LOAD = "/release_memory_occupation", "/resume_memory_occupation", "/update_weights_from_disk"
+RESTARTS = {"use_fault_tolerance": True, **QUICK}
+
+
+def managed(tmp_path, state):
+    server = ManagedServer(StandInServer(0, tmp_path), changed=lambda: None)
+    server.state = state
+    return server
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.permutations(ServerState, 2)))
+def test_a_server_takes_only_the_transitions_of_the_diagram(tmp_path, old, new):
+    server = managed(tmp_path, old)
+    if new in NEXT_STATES[old]:
+        server.enter(new)
+        assert server.state is new and server.changes == 1
+    else:
+        with pytest.raises(AssertionError, match=f"engine 0: {old.value} cannot become {new.value}"):
+            server.enter(new)
+
+
+@pytest.mark.parametrize("state", ServerState)
+def test_only_servers_in_use_can_fail(tmp_path, state):
+    """A failure that is found twice, or late, starts a server again once."""
+    server = managed(tmp_path, state)
+    server.fail(RuntimeError("no answer"))
+    assert server.state is (ServerState.FAILED if state in IN_USE else state)
+
+
+def test_updates_leave_servers_as_they_found_them(tmp_path):
+    """Serving, or paused, whatever came before; and memory comes back in two parts, around the weights."""
+
+    async def scenario(engine, servers):
+        [server] = engine.servers.all
+        states = [server.state]
+        for act in (engine.pause, update, engine.release_memory, update, engine.resume, engine.release_memory, update):
+            await act(engine) if act is update else await act()
+            states.append(server.state)
+        return states, (await servers[0].seen())["controls"]
+
+    async def update(engine):
+        await engine.update_weights(WEIGHTS, 4)
+
+    states, controls = run(tmp_path, 1, scenario)
+    serving, paused, released = ServerState.SERVING, ServerState.PAUSED, ServerState.RELEASED
+    assert states == [serving, paused, paused, released, paused, serving, released, serving]
+    assert controls == [
+        *(PAUSE, LOAD, RESUME),  # the first update
+        PAUSE,
+        *(PAUSE, LOAD),  # an update of a paused engine
+        RELEASE,
+        *(TAKE, PAUSE, LOAD, TAKE),
+        RESUME,
+        RELEASE,
+        *(TAKE, PAUSE, LOAD, TAKE, RESUME),
+    ]
+
+
+@pytest.mark.parametrize("act", ["pause", "release_memory"])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_server_that_does_not_serve_is_not_checked(tmp_path, act, restarts):
+    """It would answer no check, and would be restarted, or end the run."""
+
+    async def scenario(engine, servers):
+        await getattr(engine, act)()
+        before = (await servers[0].seen())["checked"]
+        await asyncio.sleep(0.5)  # ten intervals
+        return before, (await servers[0].seen())["checked"]
+
+    flags = {"rollout_health_check_interval": 0.05, "rollout_health_check_timeout": 2.0}
+    before, after = run(tmp_path, 1, scenario, use_fault_tolerance=restarts, **flags)
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    ("act", "state", "controls"),
+    [
+        ("pause", ServerState.PAUSED, [PAUSE, LOAD]),
+        ("release_memory", ServerState.RELEASED, [RELEASE]),
+        ("resume", ServerState.SERVING, [PAUSE, LOAD, RESUME]),
+    ],
+)
+def test_a_server_that_starts_again_joins_as_the_others_are(tmp_path, act, state, controls):
+    async def scenario(engine, servers):
+        [server] = engine.servers.all
+        await getattr(engine, act)()
+        server.fail(RuntimeError("no answer"))
+        assert server.state is ServerState.FAILED
+        await until(lambda: server.in_use)
+        return servers[0].starts, server.state, (await servers[0].seen())["controls"]
+
+    assert run(tmp_path, 1, scenario, **RESTARTS) == (2, state, controls)
+
+
+def test_memory_is_released_when_no_check_is_in_flight(tmp_path):
+    async def scenario(engine, servers):
+        with engine.servers.checking():
+            release = asyncio.create_task(engine.release_memory())
+            assert not (await asyncio.wait([release], timeout=0.3))[0]
+            assert RELEASE not in (await servers[0].seen())["controls"]
+        await release
+        return (await servers[0].seen())["controls"]
+
+    assert run(tmp_path, 1, scenario)[-1] == RELEASE
+
+
+def test_a_check_that_an_update_interrupts_says_nothing(tmp_path):
+    """The server fails the check because it was paused meanwhile."""
+
+    async def scenario(engine, servers):
+        [server] = engine.servers.all
+        interruptions = []
+
+        async def interrupted(version):
+            interruptions.append(version)
+            server.enter(ServerState.UPDATING)
+            server.enter(ServerState.SERVING)
+            raise EngineUnavailable("it was paused")
+
+        server.client.check_health = interrupted
+        await until(lambda: len(interruptions) == 3)
+        del server.client.check_health
+        return servers[0].starts, await ask(engine, (1, 2))
+
+    flags = {"rollout_health_check_interval": 0.05, "rollout_health_check_timeout": 2.0}
+    starts, answer = run(tmp_path, 1, scenario, use_fault_tolerance=True, **flags)
+    assert starts == 1 and answer.token_ids == [2, 1]
+
+
+def test_a_server_that_joins_holds_up_the_next_update(tmp_path):
+    """Otherwise it would miss that update, and serve the weights before it."""
+
+    async def scenario(engine, servers):
+        joined = asyncio.Event()
+        original = engine.router.add
+
+        async def slow_add(url):
+            await original(url)
+            adding.set()
+            await joined.wait()
+
+        adding = asyncio.Event()
+        engine.router.add = slow_add
+        engine.servers.all[0].fail(RuntimeError("no answer"))
+        await adding.wait()
+        update = asyncio.create_task(engine.update_weights(WEIGHTS, 4))
+        assert not (await asyncio.wait([update], timeout=0.3))[0]
+        joined.set()
+        await update
+        return {answer.weight_version for answer in [await ask(engine, (n,)) for n in range(8)]}
+
+    assert run(tmp_path, 2, scenario, **RESTARTS) == {4}
