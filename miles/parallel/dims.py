@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles.flags import at_least, refuse
+from miles.flags import Errors, collect_errors
 
 
 def possible_sizes(ranks: int) -> list[int]:
@@ -52,18 +52,21 @@ class ParallelDims:
 
     def __post_init__(self) -> None:
         assert self.world_size >= 1, "--actor-num-nodes and --actor-num-gpus-per-node are checked first"
-        at_least(
-            self,
-            1,
-            "context_parallel_size",
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-        )
-        self._check_weights()
-        self._check_experts()
-        self._check_context()
+        with collect_errors() as errors:
+            errors.at_least(
+                self,
+                1,
+                "context_parallel_size",
+                "tensor_model_parallel_size",
+                "pipeline_model_parallel_size",
+                "expert_model_parallel_size",
+                "expert_tensor_parallel_size",
+            )
+            if not errors.messages:
+                self._check_weights(errors)
+            if not errors.messages:  # both depend on how the weights are divided
+                self._check_experts(errors)
+                self._check_context(errors)
 
     @property
     def model_parallel_size(self) -> int:
@@ -130,7 +133,7 @@ class ParallelDims:
             self.expert_model_parallel_size * self.ranks_per_expert_matrix * self.pipeline_model_parallel_size
         )
 
-    def _check_weights(self) -> None:
+    def _check_weights(self, errors: Errors) -> None:
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         for name, size, product in (
             ("tensor_model_parallel_size", tp, ""),
@@ -141,25 +144,27 @@ class ParallelDims:
                     f"{product}must divide the {self.world_size} trainer ranks "
                     "(--actor-num-nodes x --actor-num-gpus-per-node)"
                 )
-                refuse(name, getattr(self, name), rule, f"give sizes whose product divides {self.world_size}")
+                way_out = f"give sizes whose product divides {self.world_size}"
+                errors.refuse(name, getattr(self, name), rule, way_out)
+                return
 
-    def _check_experts(self) -> None:
+    def _check_experts(self, errors: Errors) -> None:
         ep, etp, pp = self.expert_model_parallel_size, self.ranks_per_expert_matrix, self.pipeline_model_parallel_size
         if self.world_size % (ep * etp * pp):
             rule = (
                 f"times --expert-tensor-parallel-size {etp} times --pipeline-model-parallel-size {pp} "
                 f"must divide the {self.world_size} trainer ranks"
             )
-            refuse("expert_model_parallel_size", ep, rule, "give sizes that divide them")
+            errors.refuse("expert_model_parallel_size", ep, rule, "give sizes that divide them")
 
-    def _check_context(self) -> None:
+    def _check_context(self, errors: Errors) -> None:
         size = self.context_parallel_size
         if self.dynamic_context_parallel and size > 1:
             rule = "fixes what --dynamic-context-parallel chooses for each micro-batch"
-            refuse("context_parallel_size", size, rule, "keep one of the two")
-        if self.token_ranks % size:
+            errors.refuse("context_parallel_size", size, rule, "keep one of the two")
+        elif self.token_ranks % size:
             rule = (
                 f"must divide the {self.token_ranks} ranks that hold different tokens "
                 "(all trainer ranks, over tensor and pipeline)"
             )
-            refuse("context_parallel_size", size, rule, f"give a divisor of {self.token_ranks}")
+            errors.refuse("context_parallel_size", size, rule, f"give a divisor of {self.token_ranks}")

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from miles.flags import FlagError
 from miles.parallel.dims import ParallelDims
 
 WORLDS = (*range(1, 9), 12)
@@ -85,3 +86,15 @@ def test_a_split_that_is_not_possible_names_its_flag(given: dict[str, int], told
         ParallelDims(8, **given)  # type: ignore[arg-type]
     assert str(error.value).startswith(told[0])
     assert all(words in str(error.value) for words in told), error.value
+
+
+def test_all_sizes_that_do_not_fit_are_named_at_once() -> None:
+    with pytest.raises(FlagError) as error:
+        ParallelDims(8, context_parallel_size=3, expert_model_parallel_size=5)
+    assert [message.split(":")[0] for message in error.value.messages] == [
+        "--expert-model-parallel-size 5",
+        "--context-parallel-size 3",
+    ]
+    with pytest.raises(FlagError) as error:
+        ParallelDims(8, tensor_model_parallel_size=3, context_parallel_size=3)
+    assert len(error.value.messages) == 1, "what depends on the tensor-parallel size is not reported beside it"
