@@ -40,13 +40,13 @@ def expectations(folder: Path) -> dict[str, list[Expected]]:
 
 
 def expectations_of(folder: Path, models: list[str]) -> dict[str, list[Expected]]:
-    """By model. On-policy cases have samples without an advantage, which are scored and not trained on."""
+    """By model. In the on-policy cases a group has equal rewards: its samples are scored and not trained on."""
     found: dict[str, list[Expected]] = {}
     for name in models:
         oracle = plain_model(folder, name, torch.float64).train()
         for mode in MODES:
             full = off_policy(Case(BATCHES["masked"], loss_of(mode, **FULL), ANYWHERE, seed=3), oracle)
-            plain = Case(BATCHES["compacted"], loss_of(mode), ANYWHERE, shuffled=True)
+            plain = Case(BATCHES["compacted"], loss_of(mode), ANYWHERE, shuffled=True, equal_rewards=True)
             alone = off_policy(Case(BATCHES["one sample"], loss_of(mode, **FULL), ANYWHERE), oracle)
             for case in (full, plain, alone):
                 gradient, metrics = wanted(case, oracle, samples_of(case))
