@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedModel
 
 from miles.training.fsdp.optimizer import ShardedOptimizer
-from miles.training.fsdp.policy import ValueModel
 from miles.training.run_state import (
     critic_folder,
     read_run_state,
@@ -48,12 +47,12 @@ def load(
     return state["launcher"]
 
 
-def save_critic(folder: Path, model: ValueModel, optimizer: ShardedOptimizer) -> None:
+def save_critic(folder: Path, model: nn.Module, optimizer: ShardedOptimizer) -> None:
     """Add the critic to the checkpoint that is being written into ``folder``."""
     _save_tensors(critic_folder(folder), model, optimizer, {})
 
 
-def load_critic(folder: Path, model: ValueModel, optimizer: ShardedOptimizer, with_optimizer: bool) -> None:
+def load_critic(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, with_optimizer: bool) -> None:
     """Read what ``save_critic`` wrote. Raises ``ValueError`` for a checkpoint of a run without a critic."""
     _load_tensors(saved_critic(folder), model, optimizer, with_optimizer)
 

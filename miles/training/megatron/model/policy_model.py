@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PretrainedConfig
 
 from miles.model_families.registry import vocabulary_shape
 from miles.train_batch import MicroBatch
+from miles.training.backend import PolicyScores
 from miles.training.megatron.model.layer_spec import decoder_spec, heads_spec
 from miles.training.megatron.model.packed_tokens import PackedTokens, tokens_at
 from miles.training.megatron.model.rotary_embedding import PackedRotaryEmbedding, inverse_frequencies
@@ -24,7 +26,7 @@ from miles.training.megatron.process_groups import Ranks
 
 
 class PolicyModel(GPTModel):
-    """One pipeline stage. ``forward`` gives hidden states on every stage; the last one's go to ``score``.
+    """One pipeline stage. ``forward`` gives hidden states on every stage; the last one's go to ``scorer``.
 
     The head is not part of ``forward``: only response positions need it, and a chunk of them at a time.
     """
@@ -92,11 +94,18 @@ class PolicyModel(GPTModel):
             step.saw_mtp(mean)
         return step.attached * step.sizes.mtp_loss_scaling_factor * mean
 
-    def score(
-        self, hidden_states: torch.Tensor, micro: MicroBatch, with_entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs of ``micro.targets`` under softmax(logits / temperature), and the entropy if asked; fp32 [R]."""
-        return self._log_probs(hidden_states, micro.logit_index, micro.targets, self.temperature, with_entropy)
+    def scorer(self, hidden_states: torch.Tensor, micro: MicroBatch) -> Any:
+        """Return the end of the forward pass over ``micro``: here a ``PolicyScorer`` (training/backend.py)."""
+        return partial(self.score, hidden_states, micro)
+
+    def score(self, hidden_states: torch.Tensor, micro: MicroBatch, with_entropy: bool) -> PolicyScores:
+        """Compute log-probs of ``micro.targets`` under softmax(logits / temperature), and the entropy if asked.
+
+        The canary is in the graph of every step, watched or not: overlapped reductions wait for the gradient of every
+        parameter.
+        """
+        of_targets = self._log_probs(hidden_states, micro.logit_index, micro.targets, self.temperature, with_entropy)
+        return PolicyScores(*of_targets, canary=None if self.canary is None else self.canary.sum())
 
     def _log_probs(
         self,
