@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedModel
 
-from miles.training.fsdp.optimizer import ShardedOptimizer
-from miles.training.run_state import (
+from miles.training.checkpoint_folder import (
     critic_folder,
     read_run_state,
     restore_random_state,
@@ -28,10 +27,11 @@ from miles.training.run_state import (
     write_random_state,
     write_run_state,
 )
+from miles.training.fsdp.optimizer import ShardedOptimizer
 
 
 def save(folder: Path, model: PreTrainedModel, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
-    """Write everything a resumed run needs into ``folder``; whoever calls makes the folder appear at once (atomic)."""
+    """Write everything that a resumed run needs into ``folder``; the caller makes it appear at once (atomic)."""
     _save_tensors(folder, model, optimizer, state)
     write_random_state(folder)
     dist.barrier()
@@ -78,9 +78,9 @@ def _load_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, w
 
 
 def _optimizer_state(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """What Adam knows, by parameter name.
+    """Return Adam's state by parameter name.
 
-    PyTorch makes the state of an optimizer that has not stepped yet by stepping it at a rate of 0, and counts that.
+    PyTorch creates the state of an optimizer that has not stepped yet by stepping it at a rate of 0, and counts that.
     """
     state = get_optimizer_state_dict(model, optimizer.adam)
     if optimizer.steps_done == 0:
@@ -91,7 +91,7 @@ def _optimizer_state(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str,
 
 
 def load_weights(folder: Path, model: PreTrainedModel, flag: str) -> None:
-    """The weights alone, in the model's dtype. Raises ``ValueError`` naming ``flag``, as ``load`` does."""
+    """Read the weights alone, in the model's dtype. Raises ``ValueError`` naming ``flag``, as ``load`` does."""
     read_run_state(folder, "fsdp", flag)
     tensors = {"model": get_model_state_dict(model)}
     dcp.load(tensors, checkpoint_id=folder)

@@ -22,6 +22,7 @@ from miles.model_families.base import HEADS_IN_CONFIG
 from miles.model_families.parameters import is_of_head
 from miles.training import checkpoint_folder
 from miles.training.backend import PolicyScorer, ValueScorer
+from miles.training.checkpoint_folder import critic_folder, saved_critic
 from miles.training.megatron.checkpoint import save_load as checkpoint
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.model.transformer_config import ddp_config, optimizer_config, transformer_config
@@ -32,7 +33,6 @@ from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel
 from miles.training.megatron.versions import megatron_version
 from miles.training.megatron.weights.converter import build_converter
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights, export_hf
-from miles.training.run_state import critic_folder, saved_critic
 from miles.weights import WeightChunk, in_chunks
 
 
@@ -121,7 +121,7 @@ class MegatronBackend:
         return policy
 
     def _distributed(self, policy: PolicyModel) -> DistributedDataParallel:
-        """With gradient buffers, which are reduced when the schedule ends."""
+        """Wrap a model with gradient buffers, which are reduced when the schedule ends."""
         model = DistributedDataParallel(policy.config, ddp_config(self.settings), policy)
         model.train()
         policy.config.finalize_model_grads_func = finalize_model_grads
@@ -151,6 +151,7 @@ class MegatronBackend:
         return [part.numpy() for part in flat.cpu().split(list(lengths))]
 
     def export_weights(self) -> Iterator[WeightChunk]:
+        """Yield the policy's weights in chunks."""
         # The engine's model has no heads of multi-token prediction.
         return in_chunks((name, tensor) for name, tensor in self._full_weights() if not is_of_head(name))
 
@@ -159,12 +160,14 @@ class MegatronBackend:
         return ((name, tensor.cpu()) for name, tensor in exported)
 
     def offload(self) -> None:
+        """Raise ``ValueError``: validation refuses the flag."""
         raise ValueError("--offload-train: --train-backend megatron cannot in this version; use --train-backend fsdp")
 
     def onload(self) -> None:
         """Nothing was moved."""
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
+        """Write the policy, and the critic if there is one."""
         checkpoint.save(folder, self.policy.stage, self.policy.optimizer, self.ranks, state)
         if self.critic is not None:
             within = critic_folder(folder)
@@ -172,6 +175,7 @@ class MegatronBackend:
             checkpoint.save(within, self.critic.stage, self.critic.optimizer, self.ranks, {})
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
+        """Read what ``save`` wrote, under any layout."""
         state = checkpoint.load(folder, self.policy.stage, self.policy.optimizer, self.ranks, optimizer, rng)
         if self.critic is not None:
             model, own = self.critic.stage, self.critic.optimizer
