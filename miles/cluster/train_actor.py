@@ -1,6 +1,6 @@
 """The processes of the trainer: ``TrainDriver`` starts one ``TrainActor`` per rank, and has every rank do the same.
 
-What a rank does is in miles/training; an actor holds its backend and trainer, and passes calls on.
+The work of a rank is in miles/training; an actor holds its backend and trainer, and passes calls on.
 """
 
 from __future__ import annotations

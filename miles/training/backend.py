@@ -1,6 +1,6 @@
 """The seam between the trainer and a training framework: what FSDP and Megatron implement, each for one rank.
 
-What a step does is written once, in trainer.py and scoring.py. A backend runs micro-batches, reduces sums, shards,
+A step is written once, in trainer.py and scoring.py. A backend runs micro-batches, reduces sums, shards,
 exports, saves and loads. The loop over micro-batches is the backend's, because Megatron's schedule owns it::
 
     trainer, scoring ── function per micro-batch ──> TrainedModel.forward_backward, ScoredModel.forward
@@ -31,7 +31,7 @@ class PolicyScores(NamedTuple):
 
     log_probs: torch.Tensor  # fp32 [R], of the micro-batch's targets
     entropy: torch.Tensor | None  # fp32 [R]
-    canary: torch.Tensor | None  # fp32 scalar, worth 0 (objective/canary.py); None: not in this step's graph
+    canary: torch.Tensor | None  # fp32 scalar of value 0 (objective/canary.py); None: not in this step's graph
 
 
 class PolicyScorer(Protocol):

@@ -3,7 +3,7 @@
     shards ── score: log-probs, values ── advantages of tokens ──> per step, for the policy and then for the critic:
         forward and backward over the micro-batches ── sums over ranks ── loss mass ── optimizer, or skip ──> metrics
 
-The model runs behind the seam of backend.py; what is computed of a micro-batch is in miles/objective.
+The models run behind the seam of backend.py; miles/objective computes the losses of a micro-batch.
 """
 
 from __future__ import annotations

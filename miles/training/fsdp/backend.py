@@ -85,10 +85,11 @@ class FsdpBackend:
         return columns
 
     def export_weights(self) -> Iterator[WeightChunk]:
+        """Yield the policy's weights in chunks."""
         return in_chunks(self._full_weights())
 
     def _full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather one parameter at a time, in compute dtype; a tied head is the embedding and comes once."""
+        """Gather one parameter at a time, in compute dtype; a tied head is the embedding, and yielded once."""
         for name, parameter in self.policy.module.language_model.named_parameters():
             shard = parameter.detach()
             shard = shard.to(self.compute_dtype)
@@ -96,11 +97,13 @@ class FsdpBackend:
             yield name, full.cpu()
 
     def offload(self) -> None:
+        """Move models and optimizers to host memory."""
         self._move(torch.device("cpu"))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
+        """Move them back."""
         self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
@@ -113,11 +116,13 @@ class FsdpBackend:
         self.policy.optimizer.to(device)
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
+        """Write the critic, if there is one, and the policy."""
         if self.critic is not None:
             checkpoint.save_critic(folder, self.critic.module, self.critic.optimizer)
         checkpoint.save(folder, self.policy.module.language_model, self.policy.optimizer, state)
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
+        """Read what ``save`` wrote, on any number of ranks."""
         state = checkpoint.load(folder, self.policy.module.language_model, self.policy.optimizer, optimizer, rng)
         if self.critic is not None:
             checkpoint.load_critic(folder, self.critic.module, self.critic.optimizer, optimizer)

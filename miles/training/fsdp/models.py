@@ -32,6 +32,7 @@ class LossCanary(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self) -> torch.Tensor:
+        """Return the scalar."""
         return self.weight.sum()
 
     def take_mass(self) -> torch.Tensor:
@@ -140,7 +141,7 @@ class Policy(ShardedModule[PolicyScorer]):
 
 
 def hidden_states(language_model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
-    """What the decoder makes of the tokens, [T, hidden]."""
+    """Return what the decoder makes of the tokens, [T, hidden]."""
     states = language_model.base_model(
         input_ids=micro.input_ids.view(micro.rows, -1),
         position_ids=micro.position_ids.view(micro.rows, -1),
@@ -151,7 +152,7 @@ def hidden_states(language_model: PreTrainedModel, micro: MicroBatch) -> torch.T
 
 
 def load_policy(path: str, temperature: float, chunk_size: int, dtype: torch.dtype) -> Policy:
-    """The model at ``path`` in ``dtype``. Raises ``ValueError`` for a model whose logits are not the head's product."""
+    """Load the model at ``path`` in ``dtype``. Raises ``ValueError`` if its logits are not the head's plain product."""
     config = AutoConfig.from_pretrained(path)
     for name in _LOGIT_CHANGES:
         if getattr(config, name, None) not in (None, 1, 1.0):
@@ -164,7 +165,7 @@ def load_policy(path: str, temperature: float, chunk_size: int, dtype: torch.dty
 
 
 def load_value_model(path: str, dtype: torch.dtype) -> ValueModel:
-    """The critic on the decoder at ``path``, in ``dtype``; its head is new."""
+    """Build the critic on the decoder at ``path``, in ``dtype``; its head is new."""
     causal: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
     return ValueModel(cast(PreTrainedModel, causal.base_model))
 

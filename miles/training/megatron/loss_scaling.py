@@ -47,9 +47,11 @@ class AveragingScaling:
 
     @property
     def attached(self) -> float:
+        """Cancel the data-parallel average alone."""
         return 1.0 / average_of_ddp(self.dp_size)
 
     def __call__(self, output: LossOutput, micro: MicroBatch) -> ScheduleLoss:
+        """Return the loss before both averages."""
         average = average_of_schedule(self.num_micro_batches) * average_of_ddp(self.dp_size)
         return output.loss / average, output.metrics
 
@@ -69,9 +71,11 @@ class PerTokenScaling:
 
     @property
     def attached(self) -> float:
+        """T: gradients of every loss are divided by it."""
         return float(self.num_loss_tokens)
 
     def __call__(self, output: LossOutput, micro: MicroBatch) -> ScheduleLoss:
+        """Return the loss times T, with the loss tokens of this rank."""
         tokens = micro.loss_mask.sum().int() + self.scored_tokens
         self.scored_tokens = 0
         return output.loss * self.num_loss_tokens, tokens, output.metrics

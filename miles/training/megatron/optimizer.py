@@ -9,7 +9,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get
 from miles.arguments.optimizer import OptimizerArguments
 from miles.training.optimizer import ScheduledOptimizer
 
-# Megatron takes Adam from Transformer Engine or Apex where they are installed. Theirs keep the number of steps in
+# Megatron takes Adam from Transformer Engine or Apex if they are installed. Theirs keep the number of steps in
 # another place, and need a GPU: every run has torch's, whose state checkpoints are made of (optimizer_state.py).
 megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
 
@@ -32,7 +32,7 @@ class MegatronOptimizer(ScheduledOptimizer):
         self.adam = get_megatron_optimizer(config, [model], overrides, use_gloo_process_groups=False)
         for group in self.adam.param_groups:
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-            group["fused"] = True  # torch's AdamW takes the loop over tensors unless it is told
+            group["fused"] = True  # torch's AdamW loops over tensors by default
         self._model = model
 
     def _gradient_norm(self) -> float:

@@ -148,7 +148,7 @@ class MegatronTrainedModel(MegatronModel[Scorer]):
         """Return the canary's gradient on the one data-parallel rank of the last stage that has it whole, 0 elsewhere.
 
         It is cleared, so that neither norm nor optimizer sees it. Under a distributed optimizer the gradient buffer is
-        reduced in equal parts, one a rank; the others' copies of a part are left unreduced.
+        reduced in equal parts, one per rank; the other ranks' copies of a part are not reduced.
         """
         canary = self.stage.canary
         nothing = torch.zeros((), device=self.device)

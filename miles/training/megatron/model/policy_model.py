@@ -118,7 +118,7 @@ class PolicyModel(GPTModel):
         """Of ``targets`` [R] at the tokens ``index`` [R], as in ``MicroBatch``, of ``hidden_states`` [S, B, H]."""
         tp = self.pg_collection.tp
         if self.config.sequence_parallel:
-            # Its backward sums the ranks' gradients, of which each has the part of its own vocabulary.
+            # Its backward sums the ranks' gradients; each has the part of its own vocabulary.
             whole = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=tp)
             chosen = tokens_at(whole, index)
         else:

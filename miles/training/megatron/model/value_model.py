@@ -1,4 +1,4 @@
-"""The critic on Megatron: a policy's decoder with one number a token in the place of the vocabulary."""
+"""The critic on Megatron: a policy's decoder with one number per token instead of the vocabulary."""
 
 from __future__ import annotations
 
