@@ -99,10 +99,11 @@ class TrainedModel(ScoredModel[Scorer_co], Protocol[Scorer_co]):
         """
         ...
 
-    def take_loss_mass(self) -> torch.Tensor:
-        """Return this rank's part of the canary's gradient, fp32 scalar, and clear it; 0 for a model without one.
+    def take_loss_mass(self) -> torch.Tensor | None:
+        """Return this rank's part of the canary's gradient, fp32 scalar, and clear it.
 
-        The sum over ranks is the loss mass. Neither norm nor optimizer may see this gradient.
+        The sum over ranks is the loss mass. Neither norm nor optimizer may see this gradient. None, on all ranks alike,
+        if the canary was in no graph of this step.
         """
         ...
 

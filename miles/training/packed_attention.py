@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -140,12 +141,12 @@ class _ToRows(torch.autograd.Function):
     """Tokens [T, ...] to cells [cells, ...], zeros for padding. A token sums the gradients of its cells, in fp32."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
         ctx.cells, ctx.total = cells, x.shape[0]
         return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[cells]
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         out = grad.new_zeros(ctx.total + 1, *grad.shape[1:], dtype=torch.float32 if grad.dtype.itemsize < 4 else None)
         out.index_add_(0, ctx.cells, grad.to(out.dtype))
         return out[:-1].to(grad.dtype), None

@@ -132,14 +132,16 @@ class Trainer:
         """Accumulate the step's gradient; returns the metrics of the whole step, the same on every rank."""
         found = role.model.forward_backward(shard, role.loss_function)
         totals: dict[str, torch.Tensor] = {}
-        for metrics in found.metrics:
-            add_metrics(totals, metrics)
+        for of_micro_batch in found.metrics:
+            add_metrics(totals, of_micro_batch)
         sums = {name: totals[name] for name in sorted(totals)}
         mass = role.model.take_loss_mass()
-        is_watched = shard.expected_loss_mass is not None
-        reduced = self.backend.sum_over_ranks(sums | {"loss_mass": mass} if is_watched else sums)
-        of_canary = {"loss_mass": Metric(reduced.pop("loss_mass"))} if is_watched else {}
-        return reported(reduced, shard.batch, is_per_token(self.loss)) | of_canary | found.inside_model
+        reduced = self.backend.sum_over_ranks(sums if mass is None else sums | {"loss_mass": mass})
+        loss_mass = reduced.pop("loss_mass", 0.0)  # no gradient: no token's loss has reached the canary
+        metrics = reported(reduced, shard.batch, is_per_token(self.loss))
+        if shard.expected_loss_mass is not None:
+            metrics["loss_mass"] = Metric(loss_mass)
+        return metrics | found.inside_model
 
     def _update(self, role: Role[Scorer], shard: TrainShard) -> dict[str, Metric]:
         """Let the optimizer step, unless the step has no loss token."""

@@ -44,7 +44,8 @@ def load(
     state = _load_tensors(folder, model, optimizer, with_optimizer)
     if rng:
         restore_random_state(folder)
-    return state["launcher"]
+    launcher: dict[str, Any] = state["launcher"]
+    return launcher
 
 
 def save_critic(folder: Path, model: nn.Module, optimizer: ShardedOptimizer) -> None:

@@ -35,11 +35,11 @@ class LossCanary(nn.Module):
         """Return the scalar."""
         return self.weight.sum()
 
-    def take_mass(self) -> torch.Tensor:
+    def take_mass(self) -> torch.Tensor | None:
         """Return this rank's part of the reduced gradient, fp32 scalar, and clear it."""
         gradient, self.weight.grad = self.weight.grad, None
         if gradient is None:
-            return torch.zeros((), device=self.weight.device)
+            return None
         return (gradient.to_local() if isinstance(gradient, DTensor) else gradient).float().sum()
 
 
@@ -59,7 +59,7 @@ class ShardedModule(nn.Module, Generic[Scorer]):
         """Return the forward pass over ``micro``, to be called once; the canary is in the graph if ``watched``."""
         raise NotImplementedError
 
-    def take_loss_mass(self) -> torch.Tensor:
+    def take_loss_mass(self) -> torch.Tensor | None:
         """As ``TrainedModel.take_loss_mass``."""
         raise NotImplementedError
 
@@ -89,13 +89,14 @@ class ValueModel(ShardedModule[ValueScorer]):
         assert not watched, "the critic's loss has no canary"
         return partial(self, micro)
 
-    def take_loss_mass(self) -> torch.Tensor:
-        """Return 0: there is no canary."""
-        return torch.zeros((), device=self.value_head.weight.device)
+    def take_loss_mass(self) -> torch.Tensor | None:
+        """Return None: there is no canary."""
+        return None
 
     def forward(self, micro: MicroBatch) -> torch.Tensor:
         """Return the value of the state in which each token of ``micro.targets`` is chosen, fp32 [R]."""
-        return self.value_head(hidden_states(self.language_model, micro)[micro.logit_index])[:, 0]
+        values: torch.Tensor = self.value_head(hidden_states(self.language_model, micro)[micro.logit_index])
+        return values[:, 0]
 
 
 class Policy(ShardedModule[PolicyScorer]):
@@ -116,8 +117,8 @@ class Policy(ShardedModule[PolicyScorer]):
         """Return the forward pass over ``micro``."""
         return partial(self, micro, watched)
 
-    def take_loss_mass(self) -> torch.Tensor:
-        """Return this rank's part of the canary's gradient, and clear it; 0 if the step was not watched."""
+    def take_loss_mass(self) -> torch.Tensor | None:
+        """Return this rank's part of the canary's gradient, and clear it; None if the step was not watched."""
         return self.canary.take_mass()
 
     def forward(self, micro: MicroBatch, watched: bool, with_entropy: bool) -> PolicyScores:
@@ -142,7 +143,7 @@ class Policy(ShardedModule[PolicyScorer]):
 
 def hidden_states(language_model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
     """Return what the decoder makes of the tokens, [T, hidden]."""
-    states = language_model.base_model(
+    states: torch.Tensor = language_model.base_model(
         input_ids=micro.input_ids.view(micro.rows, -1),
         position_ids=micro.position_ids.view(micro.rows, -1),
         use_cache=False,

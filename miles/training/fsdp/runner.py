@@ -67,6 +67,6 @@ class FsdpTrainedModel(FsdpModel[Scorer]):
         scored = self.forward(shard, shard.score_only, lambda micro, scorer: loss_function(micro, scorer).metrics)
         return StepSums([*metrics, *scored])
 
-    def take_loss_mass(self) -> torch.Tensor:
+    def take_loss_mass(self) -> torch.Tensor | None:
         """Return this rank's part of the canary's gradient, and clear it."""
         return self.module.take_loss_mass()

@@ -137,6 +137,6 @@ class PolicyModel(GPTModel):
     def head_weight(self) -> torch.Tensor:
         """The head's rows of this rank's vocabulary, less those that only fill it up to a multiple of the ranks."""
         tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         first = self.pg_collection.tp.rank() * weight.shape[0]
         return weight[: max(0, min(weight.shape[0], self.tokens_in_vocabulary - first))]

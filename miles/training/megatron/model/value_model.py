@@ -37,7 +37,8 @@ class ValueModel(PolicyModel):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """What a checkpoint holds: decoder and head. ``GPTModel``'s own asks for the vocabulary's head."""
-        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        described: dict[str, Any] = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        return described
 
     def scorer(self, hidden_states: torch.Tensor, micro: MicroBatch) -> Any:
         """Return the end of the forward pass over ``micro``: here a ``ValueScorer``."""
