@@ -37,8 +37,8 @@ from miles.batching.schedule import schedule_step
 from miles.cluster.cpu_tuning import malloc_environment, use_threads
 from miles.sample import Prompt, PromptGroup, Sample
 from miles.train_batch import TrainBatch
-from miles.training.backend import TrainBackend
-from miles.training.trainer import train_rollout
+from miles.training.table import build_backend
+from miles.training.trainer import Trainer
 
 STEPS_A_TURN = 4
 PHASES = ("log_probs", "forward_backward", "optimizer", "export", "step", "cpu")
@@ -94,20 +94,6 @@ def random_batch(settings: Settings, options: argparse.Namespace, vocabulary: in
     return convert(groups, loss=settings.loss, global_batch_size=settings.global_batch_size)[0]
 
 
-def build(settings: Settings) -> TrainBackend:
-    """The backend on this rank; importing one of them leaves the other alone."""
-    if settings.training.train_backend == "fsdp":
-        from miles.training.fsdp.backend import FsdpBackend
-
-        return FsdpBackend(settings, torch.device("cpu"), total_steps=1000)
-    from miles.training.megatron.cpu_support import support_cpu
-
-    support_cpu()
-    from miles.training.megatron.backend import MegatronBackend
-
-    return MegatronBackend(settings, torch.device("cpu"), total_steps=1000)
-
-
 def serve(name: str, options: argparse.Namespace, rank: int, folder: str, orders: Connection) -> None:
     """One rank: takes a step at each order, and answers with the seconds of its phases; ends at None."""
     use_threads("cpu", sharers=options.ranks)
@@ -118,12 +104,13 @@ def serve(name: str, options: argparse.Namespace, rank: int, folder: str, orders
     batch = random_batch(settings, options, vocabulary)
     shards = schedule_step(batch, settings.dims.token_ranks, settings.training, settings.parallel)
     shard = shards[settings.dims.token_rank(rank)]
-    backend = build(settings)
+    backend = build_backend(settings, torch.device("cpu"), total_steps=1000)
+    trainer = Trainer(backend, settings.loss, settings.dims.token_ranks)
     orders.send("built")
     while orders.recv():
         dist.barrier()
         started, used = time.perf_counter(), time.process_time()
-        (metrics,) = train_rollout(backend, [shard], settings.loss.use_kl_loss, settings.dims.token_ranks)
+        (metrics,) = trainer.train([shard])
         trained = time.perf_counter()
         for _ in backend.export_weights():
             continue

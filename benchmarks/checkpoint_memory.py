@@ -91,9 +91,10 @@ def measure(rank: int, folder: Path, options: argparse.Namespace) -> None:
     from miles.training.megatron.backend import MegatronBackend
 
     backend = MegatronBackend(settings_of(str(folder), options), torch.device("cpu"), total_steps=2)
-    for buffer in (*backend.model.buffers, *backend.model.expert_parallel_buffers):
+    distributed = backend.policy.distributed
+    for buffer in (*distributed.buffers, *distributed.expert_parallel_buffers):
         buffer.grad_data.normal_()
-    backend.optimizer_step()
+    backend.policy.optimizer.step()
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir(exist_ok=True)
     before, saving = rise(lambda: backend.save(checkpoint, {}))

@@ -33,6 +33,7 @@ from miles.objective.settings import LossArguments
 from miles.sample import Prompt, PromptGroup, Sample
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training.fsdp.backend import FsdpBackend
+from miles.training.trainer import policy_role
 
 VOCABULARY, PROMPT = 512, 8
 
@@ -95,16 +96,17 @@ def measure(rank: int, options: argparse.Namespace, folder: Path, out: Path) -> 
             parallel=parallel,
         )
         shard = schedule_step(batch, options.ranks, training, parallel)[rank]
-        runs[name] = (FsdpBackend(settings, torch.device("cpu"), 1), shard)
+        backend = FsdpBackend(settings, torch.device("cpu"), 1)
+        runs[name] = (policy_role(backend.policy, settings.loss), shard)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(options.repeats + 1):
-        for name, (backend, shard) in runs.items():
+        for name, (policy, shard) in runs.items():
             dist.barrier()
             started = time.perf_counter()
-            backend.forward_backward(shard)
+            policy.model.forward_backward(shard, policy.loss_function)
             dist.barrier()
             seconds[name].append(time.perf_counter() - started)
-            backend.skip_step()
+            policy.optimizer.skip()
     if rank == 0:
         median = {name: statistics.median(times[1:]) for name, times in seconds.items()}  # the first warms up
         result = {

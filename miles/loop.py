@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # the loop itself needs no Ray
     from miles.arguments.cluster import Offload
     from miles.arguments.evaluation import EvaluationArguments
     from miles.cluster.rollout_actor import RolloutDriver
-    from miles.cluster.train_driver import TrainDriver
+    from miles.cluster.train_actor import TrainDriver
 
 Metrics = dict[str, Metric]
 

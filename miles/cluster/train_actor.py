@@ -1,12 +1,17 @@
-"""One trainer rank in a Ray actor."""
+"""The processes of the trainer: ``TrainDriver`` starts one ``TrainActor`` per rank, and has every rank do the same.
+
+The work of a rank is in miles/training; an actor holds its backend and trainer, and passes calls on.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import ray
@@ -16,33 +21,125 @@ from transformers.utils.logging import disable_progress_bar
 
 from miles.arguments.settings import Settings
 from miles.cluster.cpu_tuning import use_threads
-from miles.cluster.liveness import PULSE
+from miles.cluster.liveness import PULSE, Workers, with_pulse
+from miles.cluster.session import Placement
 from miles.metrics import Metric
 from miles.train_batch import TrainShard
-from miles.training.advantages import AdvantageEstimator
+from miles.training import checkpoint_folder
 from miles.training.backend import TrainBackend
-from miles.training.trainer import train_rollout
+from miles.training.table import build_backend
+from miles.training.trainer import Trainer
 from miles.weights import pack
 
 
+class TrainDriver:
+    """All trainer ranks, as the loop sees them."""
+
+    def __init__(self, settings: Settings, placement: Placement, workers: Workers, total_steps: int) -> None:
+        """Start the ranks and build their models; ``total_steps`` are the optimizer steps of the run."""
+        env = json.loads(settings.cluster.train_env_vars or "{}")
+        self.settings = settings
+        self._workers = workers
+        self.actors: list[Any] = [
+            with_pulse(TrainActor)
+            .options(runtime_env={"env_vars": env} if env else None, **placement.trainer_options(rank))
+            .remote(rank, settings, placement.device)
+            for rank in range(settings.cluster.world_size)
+        ]
+        for rank, actor in enumerate(self.actors):
+            workers.add(f"trainer rank {rank}", actor)
+        try:
+            address = workers.result(self.actors[0].serve_store.remote())
+            self._on_all("connect", address, total_steps)
+        except BaseException:
+            self.stop()
+            raise
+
+    def train(self, shards_by_token_rank: list[ray.ObjectRef], iteration: int) -> list[dict[str, Metric]]:
+        """Take one optimizer step for each shard in a rank's list; returns each step's metrics."""
+        trains_policy = self.settings.trains_policy(iteration)
+        calls = [
+            actor.train.remote(shards_by_token_rank[self.settings.dims.token_rank(rank)], trains_policy)
+            for rank, actor in enumerate(self.actors)
+        ]
+        return self._workers.results(calls)[0]
+
+    def export_weights(self) -> list[ray.ObjectRef]:
+        """Return references to the packed chunks of the full weights."""
+        return self._on_all("export_weights")[0]
+
+    def offload(self) -> None:
+        """Move weights and optimizer to host memory, and free the GPUs' memory."""
+        self._on_all("offload")
+
+    def onload(self) -> None:
+        """Move them back."""
+        self._on_all("onload")
+
+    def save(self, iterations_done: int, state: dict[str, Any]) -> Path:
+        """Write a checkpoint after ``iterations_done`` iterations; it appears in ``--save`` whole or not at all."""
+        assert self.settings.checkpoint.save is not None
+        root = Path(self.settings.checkpoint.save).absolute()
+        folder = checkpoint_folder.staging(root, iterations_done)
+        self._on_all("save", folder, state)
+        return checkpoint_folder.publish(root, iterations_done)
+
+    def resume(self) -> dict[str, Any] | None:
+        """Restore every rank from ``--load``, a checkpoint or a folder of them; returns the launcher's state.
+
+        None, and the run starts at its first iteration, if there is no checkpoint, or under ``--finetune``, which takes
+        the weights only.
+        """
+        given = self.settings.checkpoint
+        folder = checkpoint_folder.at(Path(given.load)) if given.load is not None else None
+        if folder is None:
+            if given.load is not None and given.finetune:
+                raise ValueError(f"--load {given.load}: --finetune wants the weights of a checkpoint; there is none")
+            return None
+        state = self._on_all("load", folder.absolute())[0]
+        return None if given.finetune else state
+
+    def export_hf(self, folder: Path) -> None:
+        """Write the Hugging Face export into ``folder``."""
+        self._on_all("export_hf", folder.absolute())
+
+    def stop(self) -> None:
+        """End every rank, whatever it is doing."""
+        for actor in self.actors:
+            self._workers.end(actor)
+
+    def __enter__(self) -> TrainDriver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _on_all(self, verb: str, *arguments: Any) -> list[Any]:
+        return self._workers.results([getattr(actor, verb).remote(*arguments) for actor in self.actors])
+
+
 class TrainActor:
-    """Holds a ``TrainBackend`` and does what the train group tells every rank."""
+    """One trainer rank in a Ray actor."""
+
+    backend: TrainBackend  # from ``connect`` on, as ``trainer``
+    trainer: Trainer
 
     def __init__(self, rank: int, settings: Settings, device: str) -> None:
         self.rank = rank
         self.settings = settings
         self.device = torch.device(device)
-        self.backend: TrainBackend | None = None
         disable_progress_bar()
 
     def serve_store(self) -> tuple[str, int]:
-        """Rank 0: open the rendezvous on a free port; returns its address."""
+        """Open the rendezvous on a free port; returns its address. Rank 0 only."""
         host = ray.util.get_node_ip_address()
         self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self.store.port
 
     def connect(self, address: tuple[str, int], total_steps: int) -> None:
-        """Join the process group and build the backend."""
+        """Join the process group, and build the backend and the trainer."""
         # Here, in the thread that computes: some libraries keep the number for each thread.
         generates_meanwhile = self.settings.rollout.async_steps > 0
         use_threads(self.device.type, self.settings.cluster.actor_num_gpus_per_node + generates_meanwhile)
@@ -56,20 +153,20 @@ class TrainActor:
             world_size=self.settings.cluster.world_size,
             timeout=timeout,
         )
-        self.backend = _build_backend(self.settings, self.device, total_steps)
+        if self.device.type == "cuda":
+            number = 0 if "CUDA_VISIBLE_DEVICES" in os.environ else int(ray.get_gpu_ids()[0])
+            self.device = torch.device("cuda", number)
+            torch.cuda.set_device(self.device)
+        self.backend = build_backend(self.settings, self.device, total_steps)
+        self.trainer = Trainer(self.backend, self.settings.loss, self.settings.dims.token_ranks)
 
     def train(self, shards: Sequence[TrainShard], trains_policy: bool) -> list[dict[str, Metric]]:
-        """One optimizer step a shard, of policy and critic or of the critic alone; the same metrics on every rank."""
-        backend, loss = self._backend, self.settings.loss
-        estimator = None
-        if loss.estimates_by_token:
-            estimator = AdvantageEstimator(loss, backend.token_group, backend.critic)
-        ranks = self.settings.token_ranks
-        return train_rollout(backend, shards, loss.needs_reference, ranks, estimator, trains_policy)
+        """Take one optimizer step per shard, of policy and critic or of the critic alone."""
+        return self.trainer.train(shards, trains_policy)
 
     def export_weights(self) -> list[ray.ObjectRef]:
         """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store."""
-        chunks = self._backend.export_weights()
+        chunks = self.backend.export_weights()
         if self.rank == 0:
             return [ray.put(pack(chunk)) for chunk in chunks]
         for _ in chunks:  # take part in the gathering
@@ -77,51 +174,29 @@ class TrainActor:
         return []
 
     def offload(self) -> None:
-        """As the backend does."""
-        self._backend.offload()
+        """Move weights and optimizer to host memory."""
+        self.backend.offload()
 
     def onload(self) -> None:
-        """As the backend does."""
-        self._backend.onload()
+        """Move them back."""
+        self.backend.onload()
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         """Write this rank's part of a checkpoint."""
-        self._backend.save(folder, state)
+        self.backend.save(folder, state)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Read a checkpoint as the flags say; returns the launcher's state."""
         given = self.settings.checkpoint
         with_optimizer = not (given.no_load_optim or given.finetune)
-        return self._backend.load(folder, optimizer=with_optimizer, rng=not (given.no_load_rng or given.finetune))
+        return self.backend.load(folder, optimizer=with_optimizer, rng=not (given.no_load_rng or given.finetune))
 
     def export_hf(self, folder: Path) -> None:
         """Write the Hugging Face export."""
-        self._backend.export_hf(folder)
+        self.backend.export_hf(folder)
 
     @ray.method(concurrency_group=PULSE)
     def pulse(self, seconds: float) -> int:
-        """A heartbeat (``liveness.Workers``)."""
+        """Return after ``seconds``: a heartbeat (``liveness.Workers``)."""
         time.sleep(seconds)
         return os.getpid()
-
-    @property
-    def _backend(self) -> TrainBackend:
-        assert self.backend is not None, "connect() comes first"
-        return self.backend
-
-
-def _build_backend(settings: Settings, device: torch.device, total_steps: int) -> TrainBackend:
-    if device.type == "cuda":
-        device = torch.device("cuda", 0 if "CUDA_VISIBLE_DEVICES" in os.environ else int(ray.get_gpu_ids()[0]))
-        torch.cuda.set_device(device)
-    if settings.training.train_backend == "fsdp":
-        from miles.training.fsdp.backend import FsdpBackend
-
-        return FsdpBackend(settings, device, total_steps)
-    if device.type == "cpu":
-        from miles.training.megatron.cpu_support import support_cpu
-
-        support_cpu()
-    from miles.training.megatron.backend import MegatronBackend
-
-    return MegatronBackend(settings, device, total_steps)

@@ -52,7 +52,7 @@ def train(settings: Settings, placement: Placement) -> None:
     """Start the actors and run the loop, from the newest checkpoint of ``--load`` if there is one."""
     from miles.cluster.liveness import Workers
     from miles.cluster.rollout_actor import RolloutDriver
-    from miles.cluster.train_driver import TrainDriver
+    from miles.cluster.train_actor import TrainDriver
     from miles.loop import TrainingLoop
     from miles.objective.explain import objective_formula, objective_in_words
     from miles.tracking.run_header import RunHeader

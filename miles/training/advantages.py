@@ -14,12 +14,11 @@ from miles.objective.log_ratio import masked_log_ratio
 from miles.objective.settings import LossArguments
 from miles.objective.token_advantages import SampleTokens, token_advantages
 from miles.train_batch import TrainBatch, TrainShard
-from miles.training.backend import Critic
 
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """What ``train_rollout`` needs beside the policy, where ``loss.estimates_by_token``.
+    """Makes the advantages of tokens from scored shards, where ``loss.estimates_by_token``.
 
     ``group`` are the ranks that hold the step's tokens between them, in the order in which shards are handed out; None
     is all ranks.
@@ -27,18 +26,11 @@ class AdvantageEstimator:
 
     loss: LossArguments
     group: dist.ProcessGroup | None = None
-    critic: Critic | None = None
 
     @property
     def reads_kl(self) -> bool:
         """Whether log-probs of policy and reference must stand in the batch."""
         return self.loss.kl_coef != 0
-
-    def values(self, shard: TrainShard) -> TrainShard:
-        """``shard`` with the critic's values, where there is a critic and they are not there yet."""
-        if self.critic is None or shard.batch.values is not None:
-            return shard
-        return replace(shard, batch=replace(shard.batch, values=self.critic.values(shard)))
 
     def advantages(self, shard: TrainShard) -> tuple[TrainShard, dict[str, Metric]]:
         """``shard`` with advantages (and returns), and metrics that are the step's on every rank. Collective.

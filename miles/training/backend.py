@@ -1,45 +1,129 @@
-"""The verbs behind which a training framework stands."""
+"""The seam between the trainer and a training framework: what FSDP and Megatron implement, each for one rank.
+
+A step is written once, in trainer.py and scoring.py. A backend runs micro-batches, reduces sums, shards,
+exports, saves and loads. The loop over micro-batches is the backend's, because Megatron's schedule owns it::
+
+    trainer, scoring ── function per micro-batch ──> TrainedModel.forward_backward, ScoredModel.forward
+                     <── its results, on the last pipeline stage ──
+
+Every method is collective: every rank calls it, in the same order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from miles.metrics import Metric
-from miles.train_batch import TrainShard
+from miles.objective.output import LossOutput
+from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 from miles.weights import WeightChunk
 
 
-class Critic(Protocol):
-    """One rank of the critic: the same layout of ranks as the policy's, weights and an optimizer of its own."""
+class PolicyScores(NamedTuple):
+    """What the loss reads of a language model. A tuple, because FSDP looks for tensors in what a module returns."""
 
-    def values(self, shard: TrainShard) -> list[np.ndarray]:
-        """The value of the state in which each response token is chosen, one float32 [response] a sample."""
+    log_probs: torch.Tensor  # fp32 [R], of the micro-batch's targets
+    entropy: torch.Tensor | None  # fp32 [R]
+    canary: torch.Tensor | None  # fp32 scalar of value 0 (objective/canary.py); None: not in this step's graph
+
+
+class PolicyScorer(Protocol):
+    """A language model's forward pass over one micro-batch, or the end of it. Call it once."""
+
+    def __call__(self, with_entropy: bool) -> PolicyScores:
+        """Compute log-probs, and the entropy if asked."""
         ...
 
-    def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
-        """As the policy's, of the value loss; the shard has ``values`` and ``returns``."""
+
+ValueScorer: TypeAlias = Callable[[], torch.Tensor]
+"""The same of a critic: returns the value of the state in which each response token is chosen, fp32 [R]."""
+
+Scorer = TypeVar("Scorer")  # PolicyScorer or ValueScorer
+Scorer_co = TypeVar("Scorer_co", covariant=True)
+Result = TypeVar("Result")
+LossFunction: TypeAlias = Callable[[MicroBatch, Scorer], LossOutput]
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What the passes over a step's micro-batches leave besides the gradient."""
+
+    metrics: list[dict[str, torch.Tensor]]  # ``LossOutput.metrics`` per micro-batch; on the last pipeline stage only
+    inside_model: dict[str, Metric] = field(default_factory=dict)  # of losses inside the model; the step's, everywhere
+
+
+class Optimizer(Protocol):
+    """The optimizer of one model (training/optimizer.py)."""
+
+    def step(self) -> dict[str, Metric]:
+        """Clip, update, advance the schedule, clear the gradients; returns ``grad_norm`` and ``lr``."""
         ...
 
-    def optimizer_step(self) -> dict[str, Metric]:
-        """As the policy's."""
+    def skip(self) -> dict[str, Metric]:
+        """Clear the gradients of a step without a loss token; weights and schedule stay as they are."""
         ...
 
-    def skip_step(self) -> dict[str, Metric]:
-        """As the policy's."""
+
+class ScoredModel(Protocol[Scorer_co]):
+    """A model that is read and not trained here: the reference; or the policy and critic while they are scored."""
+
+    def forward(
+        self, shard: TrainShard, plans: Sequence[MicroBatchPlan], function: Callable[[MicroBatch, Scorer_co], Result]
+    ) -> list[Result]:
+        """Run the micro-batches ``plans`` of ``shard`` forward, without a graph.
+
+        Returns what ``function`` makes of each, in order, on the last pipeline stage; an empty list on the others.
+        """
+        ...
+
+
+class TrainedModel(ScoredModel[Scorer_co], Protocol[Scorer_co]):
+    """A model that learns: the policy, or the critic."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Its optimizer."""
+        ...
+
+    def forward_backward(self, shard: TrainShard, loss_function: LossFunction[Scorer_co]) -> StepSums:
+        """Accumulate the step's gradient, the plain sum of ``LossOutput.loss`` over micro-batches and ranks.
+
+        ``shard.score_only`` is run as well, forward only, for its metrics.
+        """
+        ...
+
+    def take_loss_mass(self) -> torch.Tensor | None:
+        """Return this rank's part of the canary's gradient, fp32 scalar, and clear it.
+
+        The sum over ranks is the loss mass. Neither norm nor optimizer may see this gradient. None, on all ranks alike,
+        if the canary was in no graph of this step.
+        """
         ...
 
 
 class TrainBackend(Protocol):
-    """One rank of a trainer. All verbs are collective: every rank calls them in the same order."""
+    """One rank of a trainer. ``miles.training.table`` lists the implementations."""
 
     @property
-    def critic(self) -> Critic | None:
-        """With ``--advantage-estimator ppo``; it stands on the same ranks, and is trained on the same shards."""
+    def policy(self) -> TrainedModel[PolicyScorer]:
+        """The model that the engine generates with."""
+        ...
+
+    @property
+    def critic(self) -> TrainedModel[ValueScorer] | None:
+        """The value model, if the objective has one. It is on the same ranks as the policy, and split alike."""
+        ...
+
+    @property
+    def reference(self) -> ScoredModel[PolicyScorer] | None:
+        """The frozen model that a KL is measured to, if the objective reads one."""
         ...
 
     @property
@@ -47,28 +131,23 @@ class TrainBackend(Protocol):
         """The ranks that hold the tokens of a step between them, in the order of its shards; None is all ranks."""
         ...
 
-    def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
-        """Accumulate the step's gradient (a plain sum over micro-batches and ranks); metrics reduced over all ranks."""
+    def sum_over_ranks(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Add up scalars over the ranks that hold different tokens; the same names and numbers on every rank.
+
+        ``sums`` has the same names in the same order on all ranks of the last pipeline stage; others' are not read.
+        """
         ...
 
-    def optimizer_step(self) -> dict[str, Metric]:
-        """Clip, update, advance the schedule, clear the gradients. Returns grad_norm and lr."""
-        ...
-
-    def skip_step(self) -> dict[str, Metric]:
-        """Instead of ``optimizer_step`` where the step has no loss token: weights and schedule stay as they are."""
-        ...
-
-    def log_probs(self, shard: TrainShard, reference: bool = False) -> list[np.ndarray]:
-        """Log-probs of each sample's response tokens, float32 [response], under current or reference weights."""
+    def from_last_stage(self, columns: list[np.ndarray], lengths: Sequence[int]) -> list[np.ndarray]:
+        """Return on every pipeline stage the ``columns`` of the last; ``lengths`` are theirs, known on all stages."""
         ...
 
     def export_weights(self) -> Iterator[WeightChunk]:
-        """Full tensors under Hugging Face names, in buckets, in the compute dtype; every rank iterates to the end."""
+        """Yield full tensors under Hugging Face names, in chunks, in compute dtype; every rank iterates to the end."""
         ...
 
     def offload(self) -> None:
-        """Move weights and optimizer to host memory, and free the GPU's. No other verb may follow but ``onload``."""
+        """Move weights and optimizer to host memory, and free the GPU's. Only ``onload`` may follow."""
         ...
 
     def onload(self) -> None:
@@ -76,14 +155,11 @@ class TrainBackend(Protocol):
         ...
 
     def export_hf(self, folder: Path) -> None:
-        """Write a folder that transformers' ``from_pretrained`` loads (the tokenizer is the launcher's to add)."""
+        """Write a folder that transformers' ``from_pretrained`` loads; the tokenizer is the launcher's to add."""
         ...
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
-        """Write model, optimizer, schedule, random state and ``state`` (the launcher's own) into ``folder``.
-
-        With a critic, its model, optimizer and schedule as well.
-        """
+        """Write models, optimizers, schedules, random state and ``state`` (the launcher's own) into ``folder``."""
         ...
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:

@@ -6,13 +6,14 @@ the right: a causal query never sees a key to its right, so no mask is needed an
 Under context parallelism a rank holds the zig-zag chunks of every sequence. It gathers the keys and values of the
 others, and its two chunks of queries each attend to the part of the sequence that ends with them.
 
-Where a micro-batch is padded, its tokens stand in such rows already.
+In a padded micro-batch the tokens are such rows already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ SHORT = 128  # keys of a row up to which attention is computed with its scores i
 
 @dataclass(frozen=True)
 class _Span:
-    """Queries that stand one after the other, and the keys from the start of their sequence to the last of them."""
+    """Consecutive queries, and the keys from the start of their sequence to the last query."""
 
     queries: torch.Tensor  # int64 [Q], into this rank's packed axis
     keys: torch.Tensor  # int64 [K], into the packed axes of all ranks
@@ -45,9 +46,9 @@ class _Span:
 class Rows:
     """Spans of similar length as rows, padded on the right to the longest.
 
-    ``queries`` and ``keys`` give for each cell the token that stands there, or one past the last for padding.
-    ``tokens`` [n] are the packed tokens that occur, each once, and ``to_packed`` [n] a cell in which each stands.
-    ``visible`` says which key each query sees; None where that is causal, the last query at the last key.
+    ``queries`` and ``keys`` have the token of each cell, or one past the last token for padding. ``tokens`` [n] are the
+    packed tokens that occur, each once, and ``to_packed`` [n] is a cell that holds each. ``visible`` says which key a
+    query sees; None if that is causal, with the last query at the last key.
     """
 
     query_shape: tuple[int, int]  # rows, Q
@@ -61,7 +62,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """How the tokens of one micro-batch become rows. Built once a micro-batch, used by every layer."""
+    """How the tokens of one micro-batch become rows. Built once per micro-batch, used by every layer."""
 
     rows: tuple[Rows, ...]
     context: ContextGroup
@@ -69,7 +70,7 @@ class PackedLayout:
 
     @classmethod
     def of(cls, micro: MicroBatch) -> PackedLayout:
-        """Of a micro-batch, packed or padded."""
+        """Build the layout of a micro-batch, packed or padded."""
         if micro.padded:
             return cls((), micro.context, padded=True)
         return cls.of_packed(micro.token_index, micro.total_lengths, micro.context)
@@ -78,12 +79,16 @@ class PackedLayout:
     def of_packed(
         cls, token_index: torch.Tensor, lengths: Sequence[int], context: ContextGroup = ALONE
     ) -> PackedLayout:
-        """Buckets of spans in which none is shorter than half the longest, so that at most half is padding.
+        """Put spans into buckets in which none is shorter than half the longest, so that at most half is padding.
 
-        ``token_index`` says, sequence after sequence (padded for ``context``), which packed token stands there, as in
-        ``MicroBatch``; ``lengths`` are those without padding. A packed token of several sequences (a shared prompt) is
-        read by all of them. Long spans that do not start at the first token stand alone: fused kernels know no mask but
-        the causal one.
+        A packed token of several sequences (a shared prompt) is read by all of them. Long spans that do not start at
+        the first token get a bucket of their own: fused kernels have no mask but the causal one.
+
+        Args:
+            token_index: the packed token at each position, sequence after sequence, padded for ``context``; as in
+                ``MicroBatch``.
+            lengths: of the sequences, without padding.
+            context: the ranks that share the sequences.
         """
         buckets: list[list[_Span]] = []
         for span in sorted(_spans(token_index, lengths, context), key=lambda span: len(span.keys), reverse=True):
@@ -136,12 +141,12 @@ class _ToRows(torch.autograd.Function):
     """Tokens [T, ...] to cells [cells, ...], zeros for padding. A token sums the gradients of its cells, in fp32."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
         ctx.cells, ctx.total = cells, x.shape[0]
         return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[cells]
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         out = grad.new_zeros(ctx.total + 1, *grad.shape[1:], dtype=torch.float32 if grad.dtype.itemsize < 4 else None)
         out.index_add_(0, ctx.cells, grad.to(out.dtype))
         return out[:-1].to(grad.dtype), None
@@ -150,7 +155,7 @@ class _ToRows(torch.autograd.Function):
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, dropout: float, visible: torch.Tensor | None
 ) -> torch.Tensor:
-    """Of rows: q [rows, heads, Q, D], k and v [rows, kv_heads, K, D]; as q, with the width of v."""
+    """Attend in rows: q [rows, heads, Q, D], k and v [rows, kv_heads, K, D]; returns q's shape with the width of v."""
     if q.device.type == "cpu" and k.shape[2] <= SHORT and dropout == 0.0:
         return _short_attention(q, k, v, scaling, visible)
     return _fused_attention(q, k, v, scaling, dropout, visible)
@@ -159,7 +164,7 @@ def _attend(
 def _short_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, visible: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attention as two matrix products, for rows so short that the scores are small.
+    """Compute attention as two matrix products, for rows so short that the scores are small.
 
     PyTorch's fused CPU kernel has a slow backward: on rows of 54 tokens this is several times faster
     (benchmarks/packed_attention.py). Heads that share a key head become rows of one product; the softmax is fp32.
@@ -177,7 +182,7 @@ def _short_attention(
 def _fused_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, dropout: float, visible: torch.Tensor | None
 ) -> torch.Tensor:
-    """PyTorch's own. Without ``visible``, queries fewer than the keys are the last of them."""
+    """Call PyTorch's kernel. Without ``visible``, queries fewer than the keys are the last of them."""
     causal = q.shape[2] == k.shape[2] and visible is None
     if visible is None and not causal:
         visible = causal_lower_right(q.shape[2], k.shape[2])
@@ -200,17 +205,18 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, heads, T, D], key and value [1, kv_heads, T, D] of packed sequences; returns [1, T, heads, D].
+    """Attend in packed sequences: query [1, heads, T, D], key and value [1, kv_heads, T, D] to [1, T, heads, D].
 
-    Padded, they are [rows, heads, S, D] and so on: a causal query sees no padding, which stands to its right.
+    In padded ones they are [rows, heads, S, D] and so on: a causal query sees no padding, which is to its right.
 
-    Raises ``ValueError`` for a layer with a sliding window: it would be attended in full, silently. And for a model
-    whose layers do not hand on what it is called with, as Nemotron's of transformers.
+    Raises:
+        ValueError: for a layer with a sliding window, which would silently be attended in full; and for a model whose
+            layers do not pass keyword arguments on, such as Nemotron's in transformers.
     """
     if packed is None:
         raise ValueError(
-            "the attention of this model is not told where its samples stand; --train-backend fsdp trains models whose "
-            "layers hand keyword arguments on to it"
+            "the attention of this model does not receive the layout of its samples; --train-backend fsdp trains "
+            "models whose layers pass keyword arguments on to it"
         )
     if sliding_window is not None:
         raise ValueError(

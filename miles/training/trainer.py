@@ -1,97 +1,153 @@
-"""What a rank does with one rollout, whatever the backend: score the tokens, then take the optimizer steps."""
+"""What a rank does with one iteration, whatever the backend.
+
+    shards ── score: log-probs, values ── advantages of tokens ──> per step, for the policy and then for the critic:
+        forward and backward over the micro-batches ── sums over ranks ── loss mass ── optimizer, or skip ──> metrics
+
+The models run behind the seam of backend.py; miles/objective computes the losses of a micro-batch.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Generic
+
+import torch
 
 from miles.metrics import Metric
+from miles.objective.aggregation import is_per_token
 from miles.objective.canary import check_loss_mass
-from miles.train_batch import TrainShard
+from miles.objective.language_model_loss import language_model_loss, reads_entropy
+from miles.objective.output import LossOutput, add_metrics, reported
+from miles.objective.settings import LossArguments
+from miles.objective.value_loss import value_loss_function
+from miles.train_batch import MicroBatch, TrainShard
 from miles.training.advantages import AdvantageEstimator
-from miles.training.backend import Critic, TrainBackend
+from miles.training.backend import (
+    LossFunction,
+    Optimizer,
+    PolicyScorer,
+    Scorer,
+    TrainBackend,
+    TrainedModel,
+    ValueScorer,
+)
+from miles.training.scoring import needs_of, score
 
 
-def train_rollout(
-    backend: TrainBackend,
-    shards: Sequence[TrainShard],
-    use_reference: bool,
-    ranks: int,
-    estimator: AdvantageEstimator | None = None,
-    trains_policy: bool = True,
-) -> list[dict[str, Metric]]:
-    """Take one optimizer step a shard; returns each step's metrics, with seconds under ``time/``.
+@dataclass(frozen=True)
+class Role(Generic[Scorer]):
+    """A model that learns, and what it learns from."""
 
-    ``ranks`` hold a step, data and context parallel together. Raises ``LossMassError`` before any optimizer moves, if
-    the weights of a watched step's tokens do not add up. The policy goes first, so that neither that nor a gradient of
-    its own that is not finite finds the critic a step ahead.
-    Log-probs under the weights that the rollout began with are needed from the second step on; in the first step they
-    are the current ones. Values and advantages are those of the start in every step. The ``estimator`` brings the
-    critic; without ``trains_policy`` only that learns.
-    """
-    started = time.perf_counter()
-    reads_kl = estimator is not None and estimator.reads_kl
-    scored = [
-        _with_log_probs(
-            backend,
-            shard,
-            old=(trains_policy and step > 0) or reads_kl,
-            reference=use_reference and (trains_policy or reads_kl),
-        )
-        for step, shard in enumerate(shards)
-    ]
-    estimated = [_estimated(estimator, shard) for shard in scored]
-    scoring = time.perf_counter() - started
-    critic = None if estimator is None else estimator.critic
-    steps = []
-    for shard, metrics in estimated:
-        if trains_policy:
-            metrics |= _step(backend, shard, ranks)
-        if critic is not None:
-            metrics |= _critic_step(critic, shard)
-        steps.append(metrics)
-    if steps:
-        steps[0]["time/log_probs"] = Metric(scoring)
-    return steps
+    model: TrainedModel[Scorer]
+    optimizer: Optimizer
+    loss_function: LossFunction[Scorer]
+    prefix: str = ""  # of the optimizer's metrics
 
 
-def _with_log_probs(backend: TrainBackend, shard: TrainShard, old: bool, reference: bool) -> TrainShard:
-    """``shard`` with the log-probs that are asked for and not there yet."""
-    batch = shard.batch
-    if reference and batch.ref_log_probs is None:
-        batch = replace(batch, ref_log_probs=backend.log_probs(shard, reference=True))
-    if old and batch.old_log_probs is None:
-        batch = replace(batch, old_log_probs=backend.log_probs(shard))
-    return replace(shard, batch=batch)
+def policy_role(model: TrainedModel[PolicyScorer], loss: LossArguments) -> Role[PolicyScorer]:
+    """The policy learns from ``--loss-type`` and the loss that it names."""
+
+    def loss_function(micro: MicroBatch, scorer: PolicyScorer) -> LossOutput:
+        scores = scorer(with_entropy=reads_entropy(loss))
+        return language_model_loss(loss, micro, scores.log_probs, scores.entropy, scores.canary)
+
+    return Role(model, model.optimizer, loss_function)
 
 
-def _estimated(estimator: AdvantageEstimator | None, shard: TrainShard) -> tuple[TrainShard, dict[str, Metric]]:
-    if estimator is None:
-        return shard, {}
-    shard, metrics = estimator.advantages(estimator.values(shard))
-    return shard, {f"train/{name}": metric for name, metric in metrics.items()}
+def critic_role(model: TrainedModel[ValueScorer], loss: LossArguments) -> Role[ValueScorer]:
+    """The critic learns from the value loss, on the micro-batches of the policy."""
+
+    def loss_function(micro: MicroBatch, scorer: ValueScorer) -> LossOutput:
+        return value_loss_function(loss, micro, scorer())
+
+    return Role(model, model.optimizer, loss_function, prefix="critic_")
 
 
-def _critic_step(critic: Critic, shard: TrainShard) -> dict[str, Metric]:
-    started = time.perf_counter()
-    # The canary is the policy's: a shard that is watched is not, here.
-    metrics = {
-        f"train/{name}": m for name, m in critic.forward_backward(replace(shard, expected_loss_mass=None)).items()
-    }
-    update = critic.optimizer_step if shard.batch.num_loss_tokens else critic.skip_step
-    metrics |= {f"train/critic_{name}": metric for name, metric in update().items()}
-    return metrics | {"time/critic": Metric(time.perf_counter() - started)}
+class Trainer:
+    """One rank of the trainer. Every method is collective."""
+
+    def __init__(self, backend: TrainBackend, loss: LossArguments, token_ranks: int) -> None:
+        """``token_ranks`` hold a step between them, data and context parallel together."""
+        self.backend = backend
+        self.loss = loss
+        self.token_ranks = token_ranks
+        self.policy = policy_role(backend.policy, loss)
+        self.critic = None if backend.critic is None else critic_role(backend.critic, loss)
+        self.estimator = AdvantageEstimator(loss, backend.token_group) if loss.estimates_by_token else None
+
+    def train(self, shards: Sequence[TrainShard], trains_policy: bool = True) -> list[dict[str, Metric]]:
+        """Take one optimizer step per shard; returns each step's metrics, with seconds under ``time/``.
+
+        Everything that the steps read of the models' first weights is scored before the first step. The policy goes
+        before the critic, so that neither a wrong loss mass nor a gradient that is not finite finds the critic a step
+        ahead. Without ``trains_policy`` only the critic learns.
+
+        Raises:
+            LossMassError: before any optimizer steps, if the weights of a watched step's tokens do not add up.
+            FloatingPointError: if a gradient is not finite; the weights are left as they were.
+        """
+        started = time.perf_counter()
+        scored = [
+            score(self.backend, shard, needs_of(self.loss, step, trains_policy)) for step, shard in enumerate(shards)
+        ]
+        estimated = [self._with_advantages(shard) for shard in scored]
+        scoring = time.perf_counter() - started
+        steps = []
+        for shard, metrics in estimated:
+            if trains_policy:
+                metrics |= self._policy_step(self.policy, shard)
+            if self.critic is not None:
+                metrics |= self._critic_step(self.critic, shard)
+            steps.append(metrics)
+        if steps:
+            steps[0]["time/log_probs"] = Metric(scoring)
+        return steps
+
+    def _with_advantages(self, shard: TrainShard) -> tuple[TrainShard, dict[str, Metric]]:
+        """Return the shard with advantages of tokens (and returns), if the estimator makes these on the trainer."""
+        if self.estimator is None:
+            return shard, {}
+        shard, metrics = self.estimator.advantages(shard)
+        return shard, _under("train/", metrics)
+
+    def _policy_step(self, policy: Role[PolicyScorer], shard: TrainShard) -> dict[str, Metric]:
+        started = time.perf_counter()
+        found = self._accumulate(policy, shard)
+        check_loss_mass(shard, found, self.token_ranks)
+        computed = time.perf_counter()
+        metrics = _under("train/", found) | self._update(policy, shard)
+        metrics["time/forward_backward"] = Metric(computed - started)
+        metrics["time/optimizer"] = Metric(time.perf_counter() - computed)
+        return metrics
+
+    def _critic_step(self, critic: Role[ValueScorer], shard: TrainShard) -> dict[str, Metric]:
+        started = time.perf_counter()
+        unwatched = replace(shard, expected_loss_mass=None)  # the canary is the policy's
+        metrics = _under("train/", self._accumulate(critic, unwatched)) | self._update(critic, shard)
+        return metrics | {"time/critic": Metric(time.perf_counter() - started)}
+
+    def _accumulate(self, role: Role[Scorer], shard: TrainShard) -> dict[str, Metric]:
+        """Accumulate the step's gradient; returns the metrics of the whole step, the same on every rank."""
+        found = role.model.forward_backward(shard, role.loss_function)
+        totals: dict[str, torch.Tensor] = {}
+        for of_micro_batch in found.metrics:
+            add_metrics(totals, of_micro_batch)
+        sums = {name: totals[name] for name in sorted(totals)}
+        mass = role.model.take_loss_mass()
+        reduced = self.backend.sum_over_ranks(sums if mass is None else sums | {"loss_mass": mass})
+        loss_mass = reduced.pop("loss_mass", 0.0)  # no gradient: no token's loss has reached the canary
+        metrics = reported(reduced, shard.batch, is_per_token(self.loss))
+        if shard.expected_loss_mass is not None:
+            metrics["loss_mass"] = Metric(loss_mass)
+        return metrics | found.inside_model
+
+    def _update(self, role: Role[Scorer], shard: TrainShard) -> dict[str, Metric]:
+        """Let the optimizer step, unless the step has no loss token."""
+        found = role.optimizer.step() if shard.batch.num_loss_tokens else role.optimizer.skip()
+        return _under(f"train/{role.prefix}", found)
 
 
-def _step(backend: TrainBackend, shard: TrainShard, ranks: int) -> dict[str, Metric]:
-    started = time.perf_counter()
-    found = backend.forward_backward(shard)
-    check_loss_mass(shard, found, ranks)
-    metrics = {f"train/{name}": metric for name, metric in found.items()}
-    computed = time.perf_counter()
-    update = backend.optimizer_step if shard.batch.num_loss_tokens else backend.skip_step
-    metrics |= {f"train/{name}": metric for name, metric in update().items()}
-    metrics["time/forward_backward"] = Metric(computed - started)
-    metrics["time/optimizer"] = Metric(time.perf_counter() - computed)
-    return metrics
+def _under(prefix: str, metrics: dict[str, Metric]) -> dict[str, Metric]:
+    return {f"{prefix}{name}": metric for name, metric in metrics.items()}

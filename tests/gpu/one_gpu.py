@@ -33,7 +33,8 @@ from miles.batching.schedule import schedule_step
 from miles.metrics import values
 from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch
-from miles.training.trainer import train_rollout
+from miles.training.table import build_backend
+from miles.training.trainer import Trainer
 
 PACKED, PADDED = ParallelArguments(), ParallelArguments(qkv_format="bshd")
 TRAINED = {
@@ -80,35 +81,26 @@ def settings_of(backend: str, path: Path, loss: LossArguments, parallel: Paralle
     )
 
 
-def make_backend(backend: str, settings: Settings) -> Any:
-    device = torch.device("cuda", 0)
-    if backend == "megatron":
-        from miles.training.megatron.backend import MegatronBackend
-
-        return MegatronBackend(settings, device, total_steps=100)
-    from miles.training.fsdp.backend import FsdpBackend
-
-    return FsdpBackend(settings, device, total_steps=100)
+def make_backend(settings: Settings) -> Any:
+    return build_backend(settings, torch.device("cuda", 0), total_steps=100)
 
 
-class Recorded:
-    """A backend that takes down its gradients, by Hugging Face names, before the optimizer clears them."""
+class RecordedOptimizer:
+    """An optimizer that takes down the policy's gradients, by Hugging Face names, before it steps."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
         self.gradients: dict[str, torch.Tensor] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.backend, name)
-
-    def optimizer_step(self) -> Any:
+    def step(self) -> Any:
+        policy = self.backend.policy
         if hasattr(self.backend, "converter"):
-            found = self.backend.converter.export(self.backend.policy, lambda p: p.main_grad, torch.float32)
+            found = self.backend.converter.export(policy.stage, lambda p: p.main_grad, torch.float32)
         else:
-            named = self.backend.policy.language_model.named_parameters()
+            named = policy.module.language_model.named_parameters()
             found = ((n, p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad) for n, p in named)
         self.gradients = {name: gradient.detach().double().cpu() for name, gradient in found}
-        return self.backend.optimizer_step()
+        return policy.optimizer.step()
 
 
 def conform(backend: str, path: Path, mode: str, parallel: ParallelArguments) -> float:
@@ -116,21 +108,25 @@ def conform(backend: str, path: Path, mode: str, parallel: ParallelArguments) ->
     case = Case(BATCHES["compacted"], loss_of(mode), ONE, seed=5)
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").train()
     expected = by_expert(wanted(case, oracle, samples_of(case))[0])
-    recorded = Recorded(make_backend(backend, settings_of(backend, path, case.loss, parallel)))
+    made = make_backend(settings_of(backend, path, case.loss, parallel))
+    recorded = RecordedOptimizer(made)
     rows = rows_of(case)
     (batch,) = convert(
         groups_of(case, rows), loss=case.loss, global_batch_size=len({r.sample.trajectory_id for r in rows})
     )
-    train(recorded, batch)
+    train(made, batch, recorded)
     found = by_expert(recorded.gradients)
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     error = torch.stack([(found[n] - g.double()).norm() for n, g in expected.items()]).norm()
     return (error / torch.stack([g.double().norm() for g in expected.values()]).norm()).item()
 
 
-def train(backend: Any, batch: TrainBatch) -> dict[str, float]:
+def train(backend: Any, batch: TrainBatch, optimizer: Any = None) -> dict[str, float]:
     (shard,) = schedule_step(batch, 1, backend.settings.training, backend.settings.parallel)
-    (metrics,) = train_rollout(backend, [shard], False, 1)
+    trainer = Trainer(backend, backend.settings.loss, token_ranks=1)
+    if optimizer is not None:
+        trainer.policy = replace(trainer.policy, optimizer=optimizer)
+    (metrics,) = trainer.train([shard])
     return values(metrics)
 
 
@@ -155,7 +151,7 @@ def speed(backend: str, path: Path) -> dict[str, float]:
     case = Case(spec, loss_of("sample_mean"), ONE, seed=1)
     rows = rows_of(case)
     (batch,) = convert(groups_of(case, rows), loss=case.loss, global_batch_size=len(rows))
-    trained = make_backend(backend, settings_of(backend, path, case.loss))
+    trained = make_backend(settings_of(backend, path, case.loss))
     trained.settings = replace(
         trained.settings,
         training=replace(trained.settings.training, use_dynamic_batch_size=True, max_tokens_per_gpu=8192),

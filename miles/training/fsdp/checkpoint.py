@@ -19,9 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedModel
 
-from miles.training.fsdp.optimizer import ShardedOptimizer
-from miles.training.fsdp.policy import ValueModel
-from miles.training.run_state import (
+from miles.training.checkpoint_folder import (
     critic_folder,
     read_run_state,
     restore_random_state,
@@ -29,10 +27,11 @@ from miles.training.run_state import (
     write_random_state,
     write_run_state,
 )
+from miles.training.fsdp.optimizer import ShardedOptimizer
 
 
 def save(folder: Path, model: PreTrainedModel, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
-    """Write everything a resumed run needs into ``folder``; whoever calls makes the folder appear at once (atomic)."""
+    """Write everything that a resumed run needs into ``folder``; the caller makes it appear at once (atomic)."""
     _save_tensors(folder, model, optimizer, state)
     write_random_state(folder)
     dist.barrier()
@@ -45,15 +44,16 @@ def load(
     state = _load_tensors(folder, model, optimizer, with_optimizer)
     if rng:
         restore_random_state(folder)
-    return state["launcher"]
+    launcher: dict[str, Any] = state["launcher"]
+    return launcher
 
 
-def save_critic(folder: Path, model: ValueModel, optimizer: ShardedOptimizer) -> None:
+def save_critic(folder: Path, model: nn.Module, optimizer: ShardedOptimizer) -> None:
     """Add the critic to the checkpoint that is being written into ``folder``."""
     _save_tensors(critic_folder(folder), model, optimizer, {})
 
 
-def load_critic(folder: Path, model: ValueModel, optimizer: ShardedOptimizer, with_optimizer: bool) -> None:
+def load_critic(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, with_optimizer: bool) -> None:
     """Read what ``save_critic`` wrote. Raises ``ValueError`` for a checkpoint of a run without a critic."""
     _load_tensors(saved_critic(folder), model, optimizer, with_optimizer)
 
@@ -79,9 +79,9 @@ def _load_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, w
 
 
 def _optimizer_state(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """What Adam knows, by parameter name.
+    """Return Adam's state by parameter name.
 
-    PyTorch makes the state of an optimizer that has not stepped yet by stepping it at a rate of 0, and counts that.
+    PyTorch creates the state of an optimizer that has not stepped yet by stepping it at a rate of 0, and counts that.
     """
     state = get_optimizer_state_dict(model, optimizer.adam)
     if optimizer.steps_done == 0:
@@ -92,7 +92,7 @@ def _optimizer_state(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str,
 
 
 def load_weights(folder: Path, model: PreTrainedModel, flag: str) -> None:
-    """The weights alone, in the model's dtype. Raises ``ValueError`` naming ``flag``, as ``load`` does."""
+    """Read the weights alone, in the model's dtype. Raises ``ValueError`` naming ``flag``, as ``load`` does."""
     read_run_state(folder, "fsdp", flag)
     tensors = {"model": get_model_state_dict(model)}
     dcp.load(tensors, checkpoint_id=folder)

@@ -5,7 +5,7 @@ On CPU, ``cpu_support.support_cpu`` comes before this module is imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,28 +18,26 @@ from transformers import AutoConfig, PretrainedConfig
 
 from miles.arguments.megatron.rules import check_reference, check_with_model
 from miles.arguments.settings import Settings
-from miles.metrics import Metric
 from miles.model_families.base import HEADS_IN_CONFIG
 from miles.model_families.parameters import is_of_head
-from miles.train_batch import TrainShard
 from miles.training import checkpoint_folder
+from miles.training.backend import PolicyScorer, ValueScorer
+from miles.training.checkpoint_folder import critic_folder, saved_critic
 from miles.training.megatron.checkpoint import save_load as checkpoint
-from miles.training.megatron.critic import MegatronCritic
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.model.transformer_config import ddp_config, optimizer_config, transformer_config
 from miles.training.megatron.model.value_model import ValueModel
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import initialize_process_groups
-from miles.training.megatron.runner import forward_backward, log_probs_of
+from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel
 from miles.training.megatron.versions import megatron_version
 from miles.training.megatron.weights.converter import build_converter
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights, export_hf
-from miles.training.run_state import critic_folder, saved_critic
 from miles.weights import WeightChunk, in_chunks
 
 
 class MegatronBackend:
-    """One rank. The process group must be initialized; every verb is collective (training/backend.py)."""
+    """One rank. The process group must be initialized."""
 
     def __init__(self, settings: Settings, device: torch.device, total_steps: int) -> None:
         assert settings.model.hf_checkpoint is not None
@@ -56,25 +54,50 @@ class MegatronBackend:
             settings.megatron.megatron_to_hf_mode, self.hf_config, self.hf_weights, self.ranks
         )
         check_with_model(settings, self.hf_config.to_dict(), self.converter.shape)
-        self.policy = self._build(self.hf_config, self.hf_weights, is_trained=True)
-        self.model = self._distributed(self.policy)
-        self.optimizer = MegatronOptimizer(
-            self.model,
-            optimizer_config(settings, self.compute_dtype),
-            settings.optimizer,
-            settings.policy_steps(total_steps),
-        )
+        self.policy = self._build_policy(settings.policy_steps(total_steps))
         self.token_group: dist.ProcessGroup | None = self.ranks.dp
-        self.critic = self._build_critic(total_steps) if settings.loss.has_critic else None
+        self.critic: MegatronTrainedModel[ValueScorer] | None = None
+        if settings.loss.has_critic:
+            self.critic = self._build_critic(total_steps)
         if settings.checkpoint.save is not None:
-            checkpoint.check_can_save(self.policy, self.ranks)
+            checkpoint.check_can_save(self.policy.stage, self.ranks)
             if self.critic is not None:
-                checkpoint.check_can_save(self.critic.model.module, self.ranks)
-        self.reference: PolicyModel | None = None
+                checkpoint.check_can_save(self.critic.stage, self.ranks)
+        self.reference: MegatronModel[PolicyScorer] | None = None
         if settings.loss.needs_reference:
-            self.reference = self._reference(settings.model.ref_load)
+            self.reference = self._build_reference(settings.model.ref_load)
 
-    def _build(
+    def _build_policy(self, total_steps: int) -> MegatronTrainedModel[PolicyScorer]:
+        model = self._distributed(self._load(self.hf_config, self.hf_weights, is_trained=True))
+        config = optimizer_config(self.settings, self.compute_dtype)
+        optimizer = MegatronOptimizer(model, config, self.settings.optimizer, total_steps)
+        return MegatronTrainedModel(model, optimizer, self.settings.megatron, self.ranks, self.device)
+
+    def _build_critic(self, total_steps: int) -> MegatronTrainedModel[ValueScorer]:
+        model = self._distributed(self._load(self.hf_config, self.hf_weights, of=ValueModel))
+        given = self.settings.critic_optimizer
+        config = optimizer_config(replace(self.settings, optimizer=given), self.compute_dtype)
+        optimizer = MegatronOptimizer(model, config, given, total_steps, rate_flag="--critic-lr")
+        return MegatronTrainedModel(model, optimizer, self.settings.megatron, self.ranks, self.device)
+
+    def _build_reference(self, ref_load: str | None) -> MegatronModel[PolicyScorer]:
+        """Freeze a model with the weights of ``--ref-load``: a Hugging Face folder, or a checkpoint of this backend."""
+        folder = checkpoint_folder.at(Path(ref_load)) if ref_load is not None else None
+        hf_config, weights = self.hf_config, self.hf_weights
+        if ref_load is not None and folder is None:
+            hf_config, weights = AutoConfig.from_pretrained(ref_load), HuggingFaceWeights(ref_load)
+            check_reference(
+                ref_load,
+                (hf_config.to_dict(), self.converter.shape_of(hf_config)),
+                (self.hf_config.to_dict(), self.converter.shape),
+            )
+        reference = self._load(hf_config, weights)
+        if folder is not None:
+            checkpoint.load_weights(folder, reference, self.ranks, f"--ref-load {ref_load}")
+        reference.eval().requires_grad_(False)
+        return MegatronModel(reference, self.ranks, self.device)
+
+    def _load(
         self,
         hf_config: PretrainedConfig,
         weights: HuggingFaceWeights,
@@ -97,25 +120,8 @@ class MegatronBackend:
         self.converter.load(policy, weights)
         return policy
 
-    def _reference(self, ref_load: str | None) -> PolicyModel:
-        """A frozen model with the weights of ``--ref-load``: a Hugging Face folder, or a checkpoint of this backend."""
-        folder = checkpoint_folder.at(Path(ref_load)) if ref_load is not None else None
-        hf_config, weights = self.hf_config, self.hf_weights
-        if ref_load is not None and folder is None:
-            hf_config, weights = AutoConfig.from_pretrained(ref_load), HuggingFaceWeights(ref_load)
-            check_reference(
-                ref_load,
-                (hf_config.to_dict(), self.converter.shape_of(hf_config)),
-                (self.hf_config.to_dict(), self.converter.shape),
-            )
-        reference = self._build(hf_config, weights)
-        if folder is not None:
-            checkpoint.load_weights(folder, reference, self.ranks, f"--ref-load {ref_load}")
-        reference.eval().requires_grad_(False)
-        return reference
-
     def _distributed(self, policy: PolicyModel) -> DistributedDataParallel:
-        """With gradient buffers, which are reduced when the schedule ends."""
+        """Wrap a model with gradient buffers, which are reduced when the schedule ends."""
         model = DistributedDataParallel(policy.config, ddp_config(self.settings), policy)
         model.train()
         policy.config.finalize_model_grads_func = finalize_model_grads
@@ -123,52 +129,56 @@ class MegatronBackend:
             policy.config.no_sync_func = model.no_sync
         return model
 
-    def _build_critic(self, total_steps: int) -> MegatronCritic:
-        model = self._distributed(self._build(self.hf_config, self.hf_weights, of=ValueModel))
-        given = self.settings.critic_optimizer
-        config = optimizer_config(replace(self.settings, optimizer=given), self.compute_dtype)
-        optimizer = MegatronOptimizer(model, config, given, total_steps, rate_flag="--critic-lr")
-        return MegatronCritic(model, optimizer, self.settings.loss, self.settings.megatron, self.ranks, self.device)
+    def sum_over_ranks(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Add up over the ranks of the last stage, which send names and sums to the others."""
+        names = [list(sums)]
+        dist.broadcast_object_list(names, self.ranks.last_stage, group=self.ranks.pp)
+        packed = torch.zeros(len(names[0]), device=self.device)
+        if self.ranks.is_last_stage:
+            packed = torch.stack([value.detach().float() for value in sums.values()])
+            dist.all_reduce(packed, group=self.ranks.dp)
+        dist.broadcast(packed, self.ranks.last_stage, group=self.ranks.pp)
+        return dict(zip(names[0], packed.tolist(), strict=True))
 
-    def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
-        return forward_backward(self.model, shard, self.settings.loss, self.settings.megatron, self.ranks, self.device)
-
-    def optimizer_step(self) -> dict[str, Metric]:
-        return self.optimizer.step()
-
-    def skip_step(self) -> dict[str, Metric]:
-        return self.optimizer.skip()
-
-    def log_probs(self, shard: TrainShard, reference: bool = False) -> list[np.ndarray]:
-        policy = self.reference if reference else self.policy
-        assert policy is not None, "reference log-probs need --use-kl-loss or --kl-coef"
-        return log_probs_of(policy, shard, self.ranks, self.device)
+    def from_last_stage(self, columns: list[np.ndarray], lengths: Sequence[int]) -> list[np.ndarray]:
+        """Send the last stage's ``columns`` through the pipeline, end to end."""
+        if self.ranks.pp.size() == 1:
+            return columns
+        flat = torch.zeros(sum(lengths), device=self.device)
+        if self.ranks.is_last_stage and lengths:
+            flat.copy_(torch.from_numpy(np.concatenate(columns)))
+        dist.broadcast(flat, self.ranks.last_stage, group=self.ranks.pp)
+        return [part.numpy() for part in flat.cpu().split(list(lengths))]
 
     def export_weights(self) -> Iterator[WeightChunk]:
+        """Yield the policy's weights in chunks."""
         # The engine's model has no heads of multi-token prediction.
         return in_chunks((name, tensor) for name, tensor in self._full_weights() if not is_of_head(name))
 
     def _full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        exported = self.converter.export(self.policy, lambda parameter: parameter.data, self.compute_dtype)
+        exported = self.converter.export(self.policy.stage, lambda parameter: parameter.data, self.compute_dtype)
         return ((name, tensor.cpu()) for name, tensor in exported)
 
     def offload(self) -> None:
+        """Raise ``ValueError``: validation refuses the flag."""
         raise ValueError("--offload-train: --train-backend megatron cannot in this version; use --train-backend fsdp")
 
     def onload(self) -> None:
         """Nothing was moved."""
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
-        checkpoint.save(folder, self.policy, self.optimizer, self.ranks, state)
+        """Write the policy, and the critic if there is one."""
+        checkpoint.save(folder, self.policy.stage, self.policy.optimizer, self.ranks, state)
         if self.critic is not None:
             within = critic_folder(folder)
             within.mkdir(exist_ok=True)
-            checkpoint.save(within, self.critic.model.module, self.critic.optimizer, self.ranks, {})
+            checkpoint.save(within, self.critic.stage, self.critic.optimizer, self.ranks, {})
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
-        state = checkpoint.load(folder, self.policy, self.optimizer, self.ranks, optimizer, rng)
+        """Read what ``save`` wrote, under any layout."""
+        state = checkpoint.load(folder, self.policy.stage, self.policy.optimizer, self.ranks, optimizer, rng)
         if self.critic is not None:
-            model, own = self.critic.model.module, self.critic.optimizer
+            model, own = self.critic.stage, self.critic.optimizer
             checkpoint.load(saved_critic(folder), model, own, self.ranks, optimizer, rng=False)
         return state
 

@@ -1,8 +1,8 @@
-"""How a micro-batch's share of the loss is handed to Megatron's schedule, so that gradients come out as plain sums.
+"""How a micro-batch's share of the loss is returned to Megatron's schedule, so that gradients are plain sums.
 
 The loss functions return shares whose sum over micro-batches and ranks is the step's loss (docs/loss-aggregation.md).
-Megatron averages on the way, in one of two manners. This is the one place that undoes it; versions.py has the lines of
-the framework that are cancelled.
+Megatron averages on the way, in one of two ways, and this is the one place that cancels it. versions.py has the lines
+of the framework that are cancelled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 
 from miles.objective.output import LossOutput
-from miles.train_batch import MicroBatch
+from miles.train_batch import MicroBatch, TrainShard
+from miles.training.megatron.process_groups import Ranks
 from miles.training.megatron.versions import average_of_ddp, average_of_schedule
 
 Metrics = dict[str, torch.Tensor]
@@ -21,15 +22,15 @@ ScheduleLoss = tuple[torch.Tensor | Metrics, ...]  # what the schedule's loss fu
 
 
 class MegatronLossScaling(Protocol):
-    """Made for one pass over the micro-batches of a step; called once a micro-batch, in order."""
+    """One contract with the schedule. Made for one pass over a step; called once per micro-batch, in order."""
 
     @property
     def attached(self) -> float:
-        """What a loss is multiplied by that does not pass through the schedule (auxiliary.py)."""
+        """The factor of a loss that does not pass through the schedule (moe/auxiliary.py)."""
         ...
 
     def __call__(self, output: LossOutput, micro: MicroBatch) -> ScheduleLoss:
-        """The tuple of this contract."""
+        """Return the tuple of this contract."""
         ...
 
 
@@ -37,7 +38,8 @@ class MegatronLossScaling(Protocol):
 class AveragingScaling:
     """``calculate_per_token_loss`` off: the two-tuple ``(loss, metrics)``.
 
-    Schedule and data-parallel reduction multiply by constants, known beforehand; the loss is divided by them.
+    The schedule and the data-parallel reduction multiply by constants that are known beforehand; the loss is divided by
+    them.
     """
 
     num_micro_batches: int
@@ -45,9 +47,11 @@ class AveragingScaling:
 
     @property
     def attached(self) -> float:
+        """Cancel the data-parallel average alone."""
         return 1.0 / average_of_ddp(self.dp_size)
 
     def __call__(self, output: LossOutput, micro: MicroBatch) -> ScheduleLoss:
+        """Return the loss before both averages."""
         average = average_of_schedule(self.num_micro_batches) * average_of_ddp(self.dp_size)
         return output.loss / average, output.metrics
 
@@ -58,8 +62,8 @@ class PerTokenScaling:
 
     Megatron divides gradients by the tokens that all ranks and micro-batches report (``finalize_model_grads``). They
     add up to T, the loss tokens of the step, so the loss is multiplied by T: under ``token_mean``, whose shares hold
-    1/T, that is the plain sum of token losses. ``scored_tokens``, of this rank's samples that are not trained on, are
-    reported with the first micro-batch.
+    1/T, that is the plain sum of token losses. ``scored_tokens`` are those of samples that are not trained on; they are
+    reported once, with the first micro-batch.
     """
 
     num_loss_tokens: int
@@ -67,9 +71,25 @@ class PerTokenScaling:
 
     @property
     def attached(self) -> float:
+        """T: gradients of every loss are divided by it."""
         return float(self.num_loss_tokens)
 
     def __call__(self, output: LossOutput, micro: MicroBatch) -> ScheduleLoss:
+        """Return the loss times T, with the loss tokens of this rank."""
         tokens = micro.loss_mask.sum().int() + self.scored_tokens
         self.scored_tokens = 0
         return output.loss * self.num_loss_tokens, tokens, output.metrics
+
+
+def scaling_of(shard: TrainShard, per_token: bool, ranks: Ranks) -> MegatronLossScaling:
+    """Return the contract that ``calculate_per_token_loss`` selects, for one pass over ``shard``."""
+    if not per_token:
+        return AveragingScaling(len(shard.micro_batches), ranks.dp.size())
+    return PerTokenScaling(shard.batch.num_loss_tokens, _scored_tokens(shard, ranks))
+
+
+def _scored_tokens(shard: TrainShard, ranks: Ranks) -> int:
+    """Count the loss tokens of ``score_only``; of ranks that share a sample, the first counts them all."""
+    masks = shard.batch.loss_masks
+    firsts = (plan for plan in shard.score_only if ranks.context.of(plan.context_parallel_size).rank == 0)
+    return sum(int(masks[i].sum()) for plan in firsts for i in plan.samples)

@@ -22,9 +22,9 @@ from miles.batching import collate, convert, schedule
 from miles.objective import policy_objective as policy_loss
 from miles.parallel import groups
 from miles.train_batch import MicroBatch
-from miles.training import packed_attention
-from miles.training.fsdp import backend
-from miles.training.fsdp import runner as forward_backward
+from miles.training import packed_attention, trainer
+from miles.training.fsdp import runner
+from miles.training.fsdp.models import Policy
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -61,15 +61,15 @@ def denominators(change: Callable[[Any, dict[str, Any]], Any]) -> tuple[Any, str
 
 
 def micro_batch(change: Callable[[MicroBatch], MicroBatch]) -> tuple[Any, str, Wrap]:
-    return (forward_backward, "collate", of_result(lambda micro, *_, **__: change(micro)))
+    return (runner, "collate", of_result(lambda micro, *_, **__: change(micro)))
 
 
 def loss_times(factor: Callable[..., float]) -> tuple[Any, str, Wrap]:
     """The loss of every micro-batch times ``factor(micro)``; what is reported stays."""
     return (
-        forward_backward,
-        "_loss_of",
-        of_result(lambda output, policy, micro, *_: replace(output, loss=output.loss * factor(micro))),
+        trainer,
+        "language_model_loss",
+        of_result(lambda output, loss, micro, *_: replace(output, loss=output.loss * factor(micro))),
     )
 
 
@@ -81,14 +81,14 @@ class _Count:
 
     def noted(self) -> tuple[Any, str, Wrap]:
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            def run(policy: Any, shard: Any, *rest: Any) -> Any:
+            def run(model: Any, shard: Any, *rest: Any) -> Any:
                 self.here = len(shard.micro_batches)
                 self.everywhere = self.here * dist.get_world_size()
-                return original(policy, shard, *rest)
+                return original(model, shard, *rest)
 
             return run
 
-        return (backend, "forward_backward", wrap)
+        return (runner.FsdpTrainedModel, "forward_backward", wrap)
 
 
 COUNT = _Count()
@@ -251,7 +251,7 @@ MUTATIONS: dict[str, Mutation] = {
             "gradients of the last micro-batch only",
             case(),
             True,
-            ((forward_backward, "_loss_of", _zeroed_before),),
+            ((Policy, "scorer", _zeroed_before),),
         ),
         Mutation(
             "the last sample of the step is lost",

@@ -36,53 +36,44 @@ from miles.metrics import Metric, values
 from miles.objective.canary import LossMassError
 from miles.objective.policy_objective import samples_with_gradient
 from miles.objective.settings import LossArguments
-from miles.train_batch import TrainBatch, TrainShard
+from miles.train_batch import TrainBatch
 from miles.training import packed_attention
-from miles.training import trainer as step
-from miles.training.advantages import AdvantageEstimator
 from miles.training.fsdp.backend import FsdpBackend
+from miles.training.trainer import Role, Trainer
 
 DEADLINE = timedelta(seconds=60)
 
 
-class Recorder:
-    """A backend that takes down gradient and weights before each update. Every other verb is the backend's own."""
+class RecordedOptimizer:
+    """An optimizer before each of whose updates the gradients and weights of ``parameters`` are taken down."""
 
-    def __init__(self, backend: Any) -> None:
-        self.backend = backend
+    def __init__(self, optimizer: Any, parameters: dict[str, torch.nn.Parameter]) -> None:
+        self.optimizer = optimizer
+        self.parameters = parameters
         self.taken: list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]] = []
 
-    def forward_backward(self, shard: TrainShard) -> dict[str, Metric]:
-        return self.backend.forward_backward(shard)
-
-    def log_probs(self, shard: TrainShard, reference: bool = False) -> Any:
-        return self.backend.log_probs(shard, reference)
-
-    def optimizer_step(self) -> dict[str, Metric]:
+    def step(self) -> dict[str, Metric]:
         self._take()
-        return self.backend.optimizer_step()
+        return self.optimizer.step()
 
-    def skip_step(self) -> dict[str, Metric]:
+    def skip(self) -> dict[str, Metric]:
         self._take()
-        return self.backend.skip_step()
+        return self.optimizer.skip()
 
     def _take(self) -> None:
-        named = dict(self.backend.policy.language_model.named_parameters())
-        gradients = {name: _full(p.grad, p) for name, p in named.items()}
-        self.taken.append((gradients, {name: _full(p, p) for name, p in named.items()}))
+        named = self.parameters.items()
+        self.taken.append(({name: _full(p.grad, p) for name, p in named}, {name: _full(p, p) for name, p in named}))
 
 
-class RecordedCritic(Recorder):
-    """The same of a critic, whose parameters are named as the policy's."""
+def recorded(role: Role[Any], parameters: dict[str, torch.nn.Parameter]) -> tuple[Role[Any], RecordedOptimizer]:
+    optimizer = RecordedOptimizer(role.optimizer, parameters)
+    return replace(role, optimizer=optimizer), optimizer
 
-    def values(self, shard: TrainShard) -> Any:
-        return self.backend.values(shard)
 
-    def _take(self) -> None:
-        model = self.backend.model
-        named = {f"model.{name}": p for name, p in model.language_model.named_parameters()}
-        named["value_head"] = model.value_head.weight
-        self.taken.append(({name: _full(p.grad, p) for name, p in named.items()}, {}))
+def of_critic(model: Any) -> dict[str, torch.nn.Parameter]:
+    """The critic's parameters, named as the policy's."""
+    decoder = {f"model.{name}": p for name, p in model.language_model.named_parameters()}
+    return {**decoder, "value_head": model.value_head.weight}
 
 
 def _full(tensor: torch.Tensor | None, like: torch.Tensor) -> np.ndarray:
@@ -132,19 +123,19 @@ class Rank:
             for batch in batches
         ]
         backend = self._backend(case)
-        recorder, critic, estimator = Recorder(backend), None, None
-        if backend.critic is not None:
-            backend.critic.loss = case.loss
-            critic = RecordedCritic(backend.critic)
-        if case.loss.estimates_by_token:
-            estimator = AdvantageEstimator(case.loss, backend.token_group, critic)
-        metrics = step.train_rollout(recorder, shards, False, dist.get_world_size(), estimator)
+        trainer = Trainer(backend, case.loss, dist.get_world_size())
+        of_policy = dict(backend.policy.module.language_model.named_parameters())
+        trainer.policy, policy = recorded(trainer.policy, of_policy)
+        critic = None
+        if backend.critic is not None and trainer.critic is not None:
+            trainer.critic, critic = recorded(trainer.critic, of_critic(backend.critic.module))
+        metrics = trainer.train(shards)
         reported = [{n.removeprefix("train/"): v for n, v in values(m).items() if "time/" not in n} for m in metrics]
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, reported)
         assert all(str(other) == str(reported) for other in everywhere), "ranks report different metrics"
-        of_critic = [{} for _ in metrics] if critic is None else [g for g, _ in critic.taken]
-        return [StepResult(g, w, m, c) for (g, w), m, c in zip(recorder.taken, reported, of_critic, strict=True)]
+        critic_gradients = [{} for _ in metrics] if critic is None else [g for g, _ in critic.taken]
+        return [StepResult(g, w, m, c) for (g, w), m, c in zip(policy.taken, reported, critic_gradients, strict=True)]
 
     def _backend(self, case: Case) -> FsdpBackend:
         key = (case.layout.backend, case.layout.parallel, case.model, case.loss.has_critic)
@@ -155,10 +146,8 @@ class Rank:
             if made.critic is not None:
                 head = {"value_head.weight": torch.from_numpy(VALUE_HEAD)}
                 options = StateDictOptions(full_state_dict=True, strict=False)
-                set_model_state_dict(made.critic.model, head, options=options)
-        backend = self.backends[key]
-        backend.settings = replace(backend.settings, loss=case.loss)
-        return backend
+                set_model_state_dict(made.critic.module, head, options=options)
+        return self.backends[key]
 
     def _settings(self, case: Case, rate: float) -> Settings:
         return Settings(

@@ -22,17 +22,17 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from miles.training.megatron.checkpoint.optimizer_state import MASTER, MOMENTS, AdamState
-from miles.training.megatron.checkpoint.writer import DirectWriter
-from miles.training.megatron.model.policy_model import PolicyModel
-from miles.training.megatron.optimizer import MegatronOptimizer
-from miles.training.megatron.process_groups import Ranks
-from miles.training.run_state import (
+from miles.training.checkpoint_folder import (
     read_run_state,
     restore_random_state,
     write_random_state,
     write_run_state,
 )
+from miles.training.megatron.checkpoint.optimizer_state import MASTER, MOMENTS, AdamState
+from miles.training.megatron.checkpoint.writer import DirectWriter
+from miles.training.megatron.model.policy_model import PolicyModel
+from miles.training.megatron.optimizer import MegatronOptimizer
+from miles.training.megatron.process_groups import Ranks
 
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 KINDS = (MASTER, *MOMENTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PretrainedConfig
 
 from miles.model_families.registry import vocabulary_shape
 from miles.train_batch import MicroBatch
+from miles.training.backend import PolicyScores
 from miles.training.megatron.model.layer_spec import decoder_spec, heads_spec
 from miles.training.megatron.model.packed_tokens import PackedTokens, tokens_at
 from miles.training.megatron.model.rotary_embedding import PackedRotaryEmbedding, inverse_frequencies
@@ -24,7 +26,7 @@ from miles.training.megatron.process_groups import Ranks
 
 
 class PolicyModel(GPTModel):
-    """One pipeline stage. ``forward`` gives hidden states on every stage; the last one's go to ``score``.
+    """One pipeline stage. ``forward`` gives hidden states on every stage; the last one's go to ``scorer``.
 
     The head is not part of ``forward``: only response positions need it, and a chunk of them at a time.
     """
@@ -92,11 +94,18 @@ class PolicyModel(GPTModel):
             step.saw_mtp(mean)
         return step.attached * step.sizes.mtp_loss_scaling_factor * mean
 
-    def score(
-        self, hidden_states: torch.Tensor, micro: MicroBatch, with_entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs of ``micro.targets`` under softmax(logits / temperature), and the entropy if asked; fp32 [R]."""
-        return self._log_probs(hidden_states, micro.logit_index, micro.targets, self.temperature, with_entropy)
+    def scorer(self, hidden_states: torch.Tensor, micro: MicroBatch) -> Any:
+        """Return the end of the forward pass over ``micro``: here a ``PolicyScorer`` (training/backend.py)."""
+        return partial(self.score, hidden_states, micro)
+
+    def score(self, hidden_states: torch.Tensor, micro: MicroBatch, with_entropy: bool) -> PolicyScores:
+        """Compute log-probs of ``micro.targets`` under softmax(logits / temperature), and the entropy if asked.
+
+        The canary is in the graph of every step, watched or not: overlapped reductions wait for the gradient of every
+        parameter.
+        """
+        of_targets = self._log_probs(hidden_states, micro.logit_index, micro.targets, self.temperature, with_entropy)
+        return PolicyScores(*of_targets, canary=None if self.canary is None else self.canary.sum())
 
     def _log_probs(
         self,
@@ -109,7 +118,7 @@ class PolicyModel(GPTModel):
         """Of ``targets`` [R] at the tokens ``index`` [R], as in ``MicroBatch``, of ``hidden_states`` [S, B, H]."""
         tp = self.pg_collection.tp
         if self.config.sequence_parallel:
-            # Its backward sums the ranks' gradients, of which each has the part of its own vocabulary.
+            # Its backward sums the ranks' gradients; each has the part of its own vocabulary.
             whole = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=tp)
             chosen = tokens_at(whole, index)
         else:
@@ -128,6 +137,6 @@ class PolicyModel(GPTModel):
     def head_weight(self) -> torch.Tensor:
         """The head's rows of this rank's vocabulary, less those that only fill it up to a multiple of the ranks."""
         tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         first = self.pg_collection.tp.rank() * weight.shape[0]
         return weight[: max(0, min(weight.shape[0], self.tokens_in_vocabulary - first))]

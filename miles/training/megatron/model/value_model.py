@@ -1,7 +1,8 @@
-"""The critic on Megatron: a policy's decoder with one number a token in the place of the vocabulary."""
+"""The critic on Megatron: a policy's decoder with one number per token instead of the vocabulary."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from miles.training.megatron.model.policy_model import PolicyModel
 
 
 class ValueModel(PolicyModel):
-    """One pipeline stage. ``forward`` is the policy's; the last stage's hidden states go to ``values``.
+    """One pipeline stage. ``forward`` is the policy's; the last stage's hidden states go to ``scorer``.
 
     Every tensor-parallel rank has the whole head and computes every value, so that neither it nor the gradient of the
     hidden states needs a collective. The head is fp32, and starts at 0: a critic that knows nothing predicts no reward.
@@ -36,10 +37,15 @@ class ValueModel(PolicyModel):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """What a checkpoint holds: decoder and head. ``GPTModel``'s own asks for the vocabulary's head."""
-        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        described: dict[str, Any] = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        return described
+
+    def scorer(self, hidden_states: torch.Tensor, micro: MicroBatch) -> Any:
+        """Return the end of the forward pass over ``micro``: here a ``ValueScorer``."""
+        return partial(self.values, hidden_states, micro)
 
     def values(self, hidden_states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        """The value of the state in which each token of ``micro.targets`` is chosen, fp32 [R]."""
+        """Return the value of the state in which each token of ``micro.targets`` is chosen, fp32 [R]."""
         assert self.value_head is not None, "the head is on the last stage"
         whole = hidden_states
         if self.config.sequence_parallel:

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from stage import FIXED, PLAIN, Stage, full, make_backend, make_batch, shard_of, weights
 
 from miles.metrics import values
-from miles.training.advantages import AdvantageEstimator
 from miles.training.fsdp.backend import FsdpBackend
-from miles.training.trainer import train_rollout
+from miles.training.trainer import Trainer
 
 PPO = replace(PLAIN, advantage_estimator="ppo", lambd=0.9, normalize_advantages=True)
 RATES: dict[str, Any] = dict(lr=1e-2, weight_decay=0.1)
@@ -20,13 +19,12 @@ RATES: dict[str, Any] = dict(lr=1e-2, weight_decay=0.1)
 
 def _critic_weights(backend: FsdpBackend) -> dict[str, torch.Tensor]:
     assert backend.critic is not None
-    return {name: full(p) for name, p in backend.critic.model.named_parameters()}
+    return {name: full(p) for name, p in backend.critic.module.named_parameters()}
 
 
 def _train(stage: Stage, backend: FsdpBackend, seed: int, trains_policy: bool = True) -> dict[str, float]:
-    estimator = AdvantageEstimator(PPO, backend.token_group, backend.critic)
     shard = shard_of(stage, make_batch(PPO, seed=seed), FIXED)
-    (metrics,) = train_rollout(backend, [shard], False, dist.get_world_size(), estimator, trains_policy)
+    (metrics,) = Trainer(backend, PPO, dist.get_world_size()).train([shard], trains_policy)
     return {name: value for name, value in values(metrics).items() if not name.startswith("time/")}
 
 
@@ -37,8 +35,8 @@ def critic_learns_alone(stage: Stage) -> None:
     found = [_train(stage, backend, seed=1, trains_policy=False) for _ in range(6)]
     after = weights(backend)
     assert all(torch.equal(before[n], after[n]) for n in before)
-    assert backend.optimizer.steps_done == 0 and not backend.optimizer.adam.state
-    assert all(p.grad is None for p in backend.policy.parameters())
+    assert backend.policy.optimizer.steps_done == 0 and not backend.policy.optimizer.adam.state
+    assert all(p.grad is None for p in backend.policy.module.parameters())
     assert found[-1]["train/value_loss"] < 0.9 * found[0]["train/value_loss"]
     assert found[-1]["train/explained_variance"] > found[0]["train/explained_variance"] == 0
     assert not {"train/pg_loss", "train/lr", "train/grad_norm"} & found[0].keys()
@@ -56,7 +54,10 @@ def critic_of_a_checkpoint_is_the_one_that_was_saved(stage: Stage) -> None:
     backend.save(folder, {"rollout": 2})
     resumed = make_backend(stage, loss=PPO, **RATES)
     assert resumed.load(folder) == {"rollout": 2}
-    assert resumed.critic is not None and (resumed.critic.optimizer.steps_done, resumed.optimizer.steps_done) == (2, 1)
+    assert resumed.critic is not None and (
+        resumed.critic.optimizer.steps_done,
+        resumed.policy.optimizer.steps_done,
+    ) == (2, 1)
     for seed in (3, 4):
         assert _train(stage, resumed, seed) == _train(stage, backend, seed)
     for of in (weights, _critic_weights):
@@ -81,7 +82,7 @@ def saved_critic_survives_another_number_of_ranks(stage: Stage) -> None:
     backend = make_backend(stage, loss=PPO, **RATES)
     backend.load(stage.folder / "critic_2")
     assert backend.critic is not None and backend.critic.optimizer.steps_done == 2
-    assert backend.critic.model.value_head.weight.abs().max() > 0
+    assert backend.critic.module.value_head.weight.abs().max() > 0
 
 
 CHECKS = (

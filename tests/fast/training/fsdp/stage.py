@@ -26,8 +26,9 @@ from miles.metrics import Metric
 from miles.objective.settings import LossArguments
 from miles.sample import Prompt, PromptGroup, Sample
 from miles.train_batch import TrainBatch, TrainShard
+from miles.training import scoring
 from miles.training.fsdp.backend import FsdpBackend
-from miles.training.trainer import train_rollout
+from miles.training.trainer import Trainer
 
 TEMPERATURE = 0.8
 FIXED = TrainingArguments(micro_batch_size=2)
@@ -119,13 +120,20 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def gradients(backend: FsdpBackend) -> dict[str, torch.Tensor]:
-    return {name: full(p.grad) for name, p in backend.policy.language_model.named_parameters()}
+    return {name: full(p.grad) for name, p in backend.policy.module.language_model.named_parameters()}
 
 
 def weights(backend: FsdpBackend) -> dict[str, torch.Tensor]:
-    return {name: full(p) for name, p in backend.policy.language_model.named_parameters()}
+    return {name: full(p) for name, p in backend.policy.module.language_model.named_parameters()}
 
 
-def train(backend: Any, shards: Sequence[TrainShard], use_reference: bool = False) -> list[dict[str, Metric]]:
-    """The production step."""
-    return train_rollout(backend, shards, use_reference, dist.get_world_size())
+def train(backend: FsdpBackend, shards: Sequence[TrainShard]) -> list[dict[str, Metric]]:
+    """The production step, on the loss of the backend's settings."""
+    return Trainer(backend, backend.settings.loss, dist.get_world_size()).train(shards)
+
+
+def log_probs(backend: FsdpBackend, shard: TrainShard, reference: bool = False) -> list[np.ndarray]:
+    """By policy or reference, through the production code."""
+    model = backend.reference if reference else backend.policy
+    assert model is not None
+    return scoring.log_probs(backend, model, shard)

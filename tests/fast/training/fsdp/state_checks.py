@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from stage import (
     Stage,
     full,
     gradients,
+    log_probs,
     make_backend,
     make_batch,
     off_policy,
@@ -34,6 +36,8 @@ from miles.metrics import values
 from miles.objective.settings import LossArguments
 from miles.train_batch import TrainShard
 from miles.training.fsdp.backend import FsdpBackend
+from miles.training.fsdp.runner import FsdpTrainedModel
+from miles.training.trainer import policy_role
 
 
 def _plain(stage: Stage, dtype: torch.dtype = torch.float32) -> Any:
@@ -42,6 +46,11 @@ def _plain(stage: Stage, dtype: torch.dtype = torch.float32) -> Any:
 
 ADAM: dict[str, Any] = dict(lr=1e-2, lr_decay_style="linear", weight_decay=0.1, clip_grad=0.05)
 TOTAL_STEPS = 10
+
+
+def accumulate(backend: FsdpBackend, shard: TrainShard) -> None:
+    """The gradient of a step, left where the optimizer finds it."""
+    backend.policy.forward_backward(shard, policy_role(backend.policy, backend.settings.loss).loss_function)
 
 
 def optimizer_is_adamw_with_clipping(stage: Stage) -> None:
@@ -57,7 +66,7 @@ def optimizer_is_adamw_with_clipping(stage: Stage) -> None:
     )
     shard = shard_of(stage, off_policy(make_batch(PLAIN)), FIXED)
     for step in range(3):
-        backend.forward_backward(shard)
+        accumulate(backend, shard)
         for name, gradient in gradients(backend).items():
             plain[name].grad = gradient
         norm = torch.nn.utils.clip_grad_norm_(plain.values(), 0.05)
@@ -65,7 +74,7 @@ def optimizer_is_adamw_with_clipping(stage: Stage) -> None:
         for group in adam.param_groups:
             group["lr"] = 1e-2 * (1 - step / TOTAL_STEPS)
         adam.step()
-        metrics = values(backend.optimizer_step())
+        metrics = values(backend.policy.optimizer.step())
         assert math.isclose(metrics["grad_norm"], norm.item(), rel_tol=RELATIVE_ERROR)
         assert math.isclose(metrics["lr"], 1e-2 * (1 - step / TOTAL_STEPS))
         for name, found in weights(backend).items():
@@ -80,7 +89,7 @@ def step_without_loss_tokens_is_skipped(stage: Stage) -> None:
     assert empty.num_loss_tokens == 0
     (metrics,) = train(backend, [shard_of(stage, empty, FIXED)])
     assert metrics["train/skipped_steps"].value == 1.0 and "train/loss" not in metrics
-    assert "train/lr" not in metrics and backend.optimizer.steps_done == 0
+    assert "train/lr" not in metrics and backend.policy.optimizer.steps_done == 0
     after = weights(backend)
     assert all(torch.equal(before[n], after[n]) for n in before)
     (metrics,) = train(backend, [shard_of(stage, make_batch(PLAIN), FIXED)])
@@ -92,13 +101,13 @@ def non_finite_gradient_leaves_the_weights(stage: Stage) -> None:
     for poison in (math.nan, math.inf):
         backend = make_backend(stage)
         before = weights(backend)
-        backend.forward_backward(shard_of(stage, make_batch(PLAIN), FIXED))
+        accumulate(backend, shard_of(stage, make_batch(PLAIN), FIXED))
         if stage.rank == 0:
-            gradient = next(p.grad for p in backend.policy.parameters() if p.grad is not None)
+            gradient = next(p.grad for p in backend.policy.module.parameters() if p.grad is not None)
             gradient.to_local().view(-1)[0] = poison  # type: ignore[union-attr]
         message = ""
         try:
-            backend.optimizer_step()
+            backend.policy.optimizer.step()
         except FloatingPointError as error:
             message = str(error)
         assert "--lr" in message and "step 0" in message
@@ -106,28 +115,20 @@ def non_finite_gradient_leaves_the_weights(stage: Stage) -> None:
         assert all(torch.equal(before[n], after[n]) for n in before)
 
 
-class _Recording:
-    """A backend that notes the shards it was asked to train on."""
-
-    def __init__(self, backend: FsdpBackend) -> None:
-        self.shards: list[TrainShard] = []
-        self._backend = backend
-        self.optimizer_step, self.skip_step = backend.optimizer_step, backend.skip_step
-        self.log_probs = backend.log_probs
-
-    def forward_backward(self, shard: TrainShard):
-        self.shards.append(shard)
-        return self._backend.forward_backward(shard)
-
-
 def later_steps_use_log_probs_of_the_start(stage: Stage) -> None:
     backend = make_backend(stage, total_steps=TOTAL_STEPS, **ADAM)
     shards = [shard_of(stage, make_batch(PLAIN, seed=seed), FIXED) for seed in (1, 2, 3)]
-    at_start = [backend.log_probs(shard) for shard in shards]
-    recording = _Recording(backend)
-    metrics = train(recording, shards)
-    assert recording.shards[0].batch.old_log_probs is None
-    for shard, wanted in zip(recording.shards[1:], at_start[1:], strict=True):
+    at_start = [log_probs(backend, shard) for shard in shards]
+    trained: list[TrainShard] = []
+
+    def noted(shard: TrainShard, loss_function: Any) -> Any:
+        trained.append(shard)
+        return FsdpTrainedModel.forward_backward(backend.policy, shard, loss_function)
+
+    with patch.object(backend.policy, "forward_backward", noted):
+        metrics = train(backend, shards)
+    assert trained[0].batch.old_log_probs is None
+    for shard, wanted in zip(trained[1:], at_start[1:], strict=True):
         assert shard.batch.old_log_probs is not None
         for found, start in zip(shard.batch.old_log_probs, wanted, strict=True):
             np.testing.assert_array_equal(found, start)
@@ -140,16 +141,17 @@ def reference_stays_where_it_began(stage: Stage) -> None:
     backend = make_backend(stage, total_steps=TOTAL_STEPS, **ADAM)
     loss = LossArguments(use_kl_loss=True, kl_loss_coef=0.1)
     backend.settings = replace(backend.settings, loss=loss)
-    backend.reference = make_backend(stage).policy.eval().requires_grad_(False)
+    backend.reference = make_backend(stage).policy
+    backend.reference.module.eval().requires_grad_(False)
     shard = shard_of(stage, make_batch(loss), FIXED)
-    start = backend.log_probs(shard)
+    start = log_probs(backend, shard)
     tolerance = log_prob_error(_plain(stage), shard.batch.tokens, TEMPERATURE)
     kl = [
-        train(backend, [shard], use_reference=True)[0]["train/kl_loss"].value,
-        train(backend, [shard], use_reference=True)[0]["train/kl_loss"].value,
+        train(backend, [shard])[0]["train/kl_loss"].value,
+        train(backend, [shard])[0]["train/kl_loss"].value,
     ]
     assert abs(kl[0]) < tolerance and abs(kl[1]) > 1e-4  # k1: the mean of log-probs' differences
-    for found, wanted in zip(backend.log_probs(shard, reference=True), start, strict=True):
+    for found, wanted in zip(log_probs(backend, shard, reference=True), start, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance)
 
 
@@ -159,7 +161,7 @@ def log_probs_come_back_in_the_order_of_the_shard(stage: Stage) -> None:
     shard = shard_of(stage, batch, BUDGET, [i % 3 != 0 for i in range(len(batch))])
     model = _plain(stage, torch.float64)
     tolerance = log_prob_error(model, batch.tokens, TEMPERATURE)
-    for i, found in enumerate(make_backend(stage).log_probs(shard)):
+    for i, found in enumerate(log_probs(make_backend(stage), shard)):
         tokens, response = torch.as_tensor(shard.batch.tokens[i]), shard.batch.response_lengths[i]
         with torch.no_grad():
             log_p = (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
@@ -203,7 +205,7 @@ def going_to_host_memory_and_back_changes_nothing(stage: Stage) -> None:
 
 
 def _adam_state(backend: FsdpBackend) -> dict[str, dict[str, torch.Tensor]]:
-    state: Any = get_optimizer_state_dict(backend.policy.language_model, backend.optimizer.adam)["state"]
+    state: Any = get_optimizer_state_dict(backend.policy.module.language_model, backend.policy.optimizer.adam)["state"]
     return {name: {key: full(value) for key, value in of.items()} for name, of in state.items()}
 
 
@@ -227,7 +229,7 @@ def checkpoint_survives_another_number_of_ranks(stage: Stage) -> None:
     wanted = torch.load(stage.folder / "wanted.pt")
     backend = make_backend(stage, **ADAM)
     assert backend.load(stage.folder / "checkpoint") == {"rollout": 2}
-    assert backend.optimizer.steps_done == 2
+    assert backend.policy.optimizer.steps_done == 2
     found = weights(backend)
     assert all(torch.equal(found[n], w) for n, w in wanted["weights"].items())
     adam = _adam_state(backend)
@@ -261,7 +263,7 @@ def checkpoint_without_optimizer_starts_anew(stage: Stage) -> None:
     seed = torch.get_rng_state()
     backend.load(stage.folder / "checkpoint", optimizer=False, rng=False)
     assert torch.equal(torch.get_rng_state(), seed)
-    assert backend.optimizer.steps_done == 0 and not backend.optimizer.adam.state
+    assert backend.policy.optimizer.steps_done == 0 and not backend.policy.optimizer.adam.state
     found = weights(backend)
     assert all(torch.equal(found[n], w) for n, w in wanted.items())
 
@@ -271,14 +273,14 @@ def reference_comes_from_a_checkpoint(stage: Stage) -> None:
     trained = make_backend(stage, **ADAM)
     trained.load(stage.folder / "checkpoint")
     shard = shard_of(stage, make_batch(PLAIN), FIXED)
-    expected = trained.log_probs(shard)
+    expected = log_probs(trained, shard)
     model = replace(trained.settings.model, ref_load=str(stage.folder / "checkpoint"))
     settings = replace(trained.settings, model=model, loss=replace(PLAIN, use_kl_loss=True))
     backend = FsdpBackend(settings, CPU, TOTAL_STEPS)
-    found, policy = backend.log_probs(shard, reference=True), backend.log_probs(shard)
+    found, policy = log_probs(backend, shard, reference=True), log_probs(backend, shard)
     plain = _plain(stage)  # whose logits are about as large when trained
     tolerance = log_prob_error(plain, shard.batch.tokens, TEMPERATURE)
-    assert all(abs(found[i] - log_probs).max() < tolerance for i, log_probs in enumerate(expected))
+    assert all(abs(found[i] - column).max() < tolerance for i, column in enumerate(expected))
     assert max(abs(found[i] - policy[i]).max() for i in range(len(found))) > 1e-3
 
 

@@ -62,7 +62,7 @@ def as_raw(stand: Stand) -> str:
     wrong = []
     for model in models_of(stand):
         raw, bridge = (make_backend(stand, model, LossArguments(), auxiliary=_mode(m)) for m in ("raw", "bridge"))
-        held = [dict(backend.policy.named_parameters()) for backend in (raw, bridge)]
+        held = [dict(backend.policy.stage.named_parameters()) for backend in (raw, bridge)]
         wrong += [f"{model} on this rank: {line}" for line in _differing(*held)]
         wrong += [f"{model} exported: {line}" for line in _differing(weights(raw), weights(bridge))]
     return "\n".join(wrong)
@@ -80,7 +80,7 @@ def critic(stand: Stand) -> str:
     loss = LossArguments(advantage_estimator="ppo")
     backend = make_backend(stand, "nemotron, tied", loss, auxiliary=_mode("bridge"))
     assert backend.critic is not None
-    held = [dict(model.named_parameters()) for model in (backend.policy, backend.critic.model.module)]
+    held = [dict(model.named_parameters()) for model in (backend.policy.stage, backend.critic.stage)]
     for of in held:
         for own in ("canary", "value_head", "output_layer.weight"):
             of.pop(own, None)

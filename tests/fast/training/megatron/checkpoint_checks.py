@@ -33,7 +33,7 @@ from layouts import (
     shard_of,
     weights,
 )
-from state_checks import ADAM, PLAIN, _batch, _train
+from state_checks import ADAM, PLAIN, _batch, _train, log_probs
 from tolerance import log_prob_error
 
 from miles.metrics import values
@@ -159,7 +159,7 @@ def next_step_is_the_same(stand: Stand) -> None:
         label = f"{change.model} of {change.before}"
         backend = _backend(stand, change.model)
         assert backend.load(folder) == LAUNCHER
-        assert backend.optimizer.steps_done == 2
+        assert backend.policy.optimizer.steps_done == 2
         if change.before == stand.name and stand.rank == 0:
             assert torch.equal(torch.rand(3), wanted["random"]), label
         exact = "bf16" in stand.name or "bf16" not in change.before
@@ -182,7 +182,7 @@ def without_optimizer_it_starts_anew(stand: Stand) -> None:
         state = torch.get_rng_state()
         assert backend.load(folder, optimizer=False, rng=False) == LAUNCHER
         assert torch.equal(torch.get_rng_state(), state)
-        assert backend.optimizer.steps_done == 0
+        assert backend.policy.optimizer.steps_done == 0
         found = weights(backend)
         assert all(torch.equal(found[n].bfloat16(), w.bfloat16()) for n, w in wanted["weights"].items())
         assert _train(backend, _batch())["train/lr"].value == ADAM["lr"]
@@ -195,7 +195,7 @@ def reference_comes_from_a_checkpoint(stand: Stand) -> None:
         trained = _backend(stand, change.model)
         trained.load(folder)
         shard = shard_of(trained, _batch())
-        expected = trained.log_probs(shard)
+        expected = log_probs(trained, shard)
         settings = replace(
             trained.settings,
             model=replace(trained.settings.model, ref_load=str(folder.parent)),
@@ -203,11 +203,11 @@ def reference_comes_from_a_checkpoint(stand: Stand) -> None:
         )
         assert at(folder) == at(folder.parent) == folder
         backend = MegatronBackend(settings, CPU, 10)
-        found, policy = backend.log_probs(shard, reference=True), backend.log_probs(shard)
+        found, policy = log_probs(backend, shard, reference=True), log_probs(backend, shard)
         plain = plain_model(stand.folder, change.model, torch.float32)  # whose logits are about as large when trained
         tolerance = log_prob_error(plain, shard.batch.tokens, TEMPERATURE)
-        for i, log_probs in enumerate(expected):
-            assert abs(found[i] - log_probs).max() < tolerance
+        for i, column in enumerate(expected):
+            assert abs(found[i] - column).max() < tolerance
         assert max(abs(found[i] - policy[i]).max() for i in range(len(found))) > 1e-3
         return
 
@@ -230,13 +230,13 @@ def checkpoint_of_another_backend_is_refused(stand: Stand) -> None:
 def what_cannot_be_written_is_told_at_the_start(stand: Stand) -> None:
     """Refused: a parameter without a name in the checkpoint, and a part of a tensor that no rank has."""
     backend = _backend(stand, "untied")
-    described = backend.policy.sharded_state_dict
-    check_can_save(backend.policy, backend.ranks)
+    described = backend.policy.stage.sharded_state_dict
+    check_can_save(backend.policy.stage, backend.ranks)
     found = []
     for wrong in (_forgets_a_parameter, _has_half_of_a_tensor):
-        backend.policy.sharded_state_dict = lambda wrong=wrong, **given: wrong(described(**given))  # type: ignore
+        backend.policy.stage.sharded_state_dict = lambda wrong=wrong, **given: wrong(described(**given))  # type: ignore
         try:
-            check_can_save(backend.policy, backend.ranks)
+            check_can_save(backend.policy.stage, backend.ranks)
         except ValueError as error:
             found.append(str(error))
     assert all(message.startswith("--save: ") and "--save-hf" in message for message in found)
@@ -279,14 +279,14 @@ def last_checkpoint_is_whole(stand: Stand) -> None:
     folder = newest(root)
     assert folder is not None and folder.name == "iter_0000001"
     backend = _backend(stand, "tied")
-    assert backend.load(folder) == LAUNCHER and backend.optimizer.steps_done == 0
+    assert backend.load(folder) == LAUNCHER and backend.policy.optimizer.steps_done == 0
     _train(backend, _batch())
     dist.barrier()
     _save(stand, backend, root, 2)
     dist.barrier()
     found = newest(root)
     assert found is not None and found.name == "iter_0000002"
-    assert backend.load(found) == LAUNCHER and backend.optimizer.steps_done == 1
+    assert backend.load(found) == LAUNCHER and backend.policy.optimizer.steps_done == 1
 
 
 FURTHER = (

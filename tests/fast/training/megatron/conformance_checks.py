@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from miles.metrics import Metric, values
 from miles.objective.policy_objective import samples_with_gradient
 from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
-from miles.training.trainer import train_rollout
+from miles.training.trainer import Trainer
 
 ANYWHERE = AnyLayout("any", 1)
 CONTRACTS = {"averages": LossArguments(), "counts tokens": loss_of("token_mean")}
@@ -40,13 +41,13 @@ def expectations(folder: Path) -> dict[str, list[Expected]]:
 
 
 def expectations_of(folder: Path, models: list[str]) -> dict[str, list[Expected]]:
-    """By model. On-policy cases have samples without an advantage, which are scored and not trained on."""
+    """By model. In the on-policy cases a group has equal rewards: its samples are scored and not trained on."""
     found: dict[str, list[Expected]] = {}
     for name in models:
         oracle = plain_model(folder, name, torch.float64).train()
         for mode in MODES:
             full = off_policy(Case(BATCHES["masked"], loss_of(mode, **FULL), ANYWHERE, seed=3), oracle)
-            plain = Case(BATCHES["compacted"], loss_of(mode), ANYWHERE, shuffled=True)
+            plain = Case(BATCHES["compacted"], loss_of(mode), ANYWHERE, shuffled=True, equal_rewards=True)
             alone = off_policy(Case(BATCHES["one sample"], loss_of(mode, **FULL), ANYWHERE), oracle)
             for case in (full, plain, alone):
                 gradient, metrics = wanted(case, oracle, samples_of(case))
@@ -69,21 +70,17 @@ def by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-@dataclass
-class Recorded:
-    """A backend that takes down the gradients before its optimizer steps."""
+class RecordedOptimizer:
+    """An optimizer that takes down ``gradients()`` before it steps. It has no ``skip``: no step here is to be one."""
 
-    backend: Any
-    gradients: dict[str, Any] | None = None
+    def __init__(self, optimizer: Any, gradients: Callable[[], dict[str, torch.Tensor]]) -> None:
+        self.optimizer = optimizer
+        self.read = gradients
+        self.gradients: dict[str, Any] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.backend, name)
-
-    def optimizer_step(self) -> dict[str, Metric]:
-        self.gradients = {name: gradient.numpy() for name, gradient in gradients(self.backend).items()}
-        return self.backend.optimizer_step()
-
-    skip_step = None
+    def step(self) -> dict[str, Metric]:
+        self.gradients = {name: gradient.numpy() for name, gradient in self.read().items()}
+        return self.optimizer.step()
 
 
 @dataclass(frozen=True)
@@ -118,19 +115,25 @@ def _run(backend: Any, case: Case) -> Result:
 
 def run_step(backend: Any, case: Case, batch: TrainBatch) -> Result:
     """One step through the production path, whose optimizer is to leave the weights alone."""
-    backend.settings = replace(backend.settings, loss=case.loss)
     # The canary is to see every token; elsewhere samples without an advantage are scored and not trained on.
     only_policy = not backend.settings.megatron.has_auxiliary_loss
     has_gradient = samples_with_gradient(case.loss, batch.rewards) if only_policy else None
     shard: TrainShard = shard_of(backend, batch, has_gradient, watch_mass=case.off_policy)
-    recorded = Recorded(backend)
-    (metrics,) = train_rollout(recorded, [shard], False, backend.settings.dims.token_ranks)  # type: ignore[arg-type]
-    reported = {n.removeprefix("train/"): v for n, v in values(metrics).items() if "time/" not in n}
+    trainer = Trainer(backend, case.loss, backend.settings.dims.token_ranks)
+    policy = RecordedOptimizer(trainer.policy.optimizer, lambda: gradients(backend))
+    trainer.policy = replace(trainer.policy, optimizer=policy)  # type: ignore[arg-type]
+    metrics = reported(trainer, shard)
+    return Result(policy.gradients, metrics)
+
+
+def reported(trainer: Trainer, shard: TrainShard) -> dict[str, float]:
+    """The metrics of the step, which all ranks must agree on."""
+    (metrics,) = trainer.train([shard])
+    found = {n.removeprefix("train/"): v for n, v in values(metrics).items() if "time/" not in n}
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, reported)
-    assert all(str(other) == str(reported) for other in everywhere), "ranks report different metrics"
-    assert recorded.gradients is not None
-    return Result(recorded.gradients, reported)
+    dist.all_gather_object(everywhere, found)
+    assert all(str(other) == str(found) for other in everywhere), "ranks report different metrics"
+    return found
 
 
 def batch_of(case: Case) -> TrainBatch:

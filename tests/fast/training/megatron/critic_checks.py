@@ -12,17 +12,16 @@ import torch
 import torch.distributed as dist
 from cases import BATCHES, VALUE_HEAD, Case, loss_of
 from compare import differences, gradient_differences, norm_of
-from conformance_checks import ANYWHERE, Recorded, Result, batch_of
+from conformance_checks import ANYWHERE, RecordedOptimizer, Result, batch_of, reported
 from critic_oracle import ExpectedStep, expected_step, off_policy_with_values
-from layouts import Stand, make_backend, plain_model, shard_of, weights
+from layouts import Stand, gradients, make_backend, plain_model, shard_of, weights
 from tolerance import RELATIVE_ERROR
 
 from miles.metrics import values
 from miles.objective.canary import LossMassError
 from miles.objective.settings import LossArguments
-from miles.training.advantages import AdvantageEstimator
 from miles.training.megatron.backend import MegatronBackend
-from miles.training.trainer import train_rollout
+from miles.training.trainer import Trainer
 
 Expectations = dict[str, list[tuple[Case, ExpectedStep]]]
 PPO: dict[str, Any] = dict(advantage_estimator="ppo", gamma=0.9, lambd=0.8)
@@ -97,45 +96,31 @@ def conforms(stand: Stand, model: str, contract: str, expected: list[tuple[Case,
 
 def _set_head(backend: MegatronBackend) -> None:
     assert backend.critic is not None
-    head = backend.critic.model.module.value_head
+    head = backend.critic.stage.value_head
     if head is not None:
         head.data.copy_(torch.from_numpy(VALUE_HEAD))
     backend.critic.optimizer.adam.reload_model_params()
 
 
-class RecordedCritic(Recorded):
-    """Return the same for a critic."""
-
-    def optimizer_step(self) -> Any:
-        self.gradients = {name: gradient.numpy() for name, gradient in _critic_gradients(self.backend).items()}
-        return self.backend.optimizer_step()
-
-
-def _critic_gradients(critic: Any) -> dict[str, torch.Tensor]:
+def _critic_gradients(backend: MegatronBackend) -> dict[str, torch.Tensor]:
     """Return whole gradients: the decoder's by Hugging Face name, and the head's, which is on the last stage."""
-    model, converter = critic.model.module, critic.converter
-    found = {n: g.clone() for n, g in converter.export(model, lambda p: p.main_grad, torch.float32)}
+    assert backend.critic is not None
+    model, ranks = backend.critic.stage, backend.ranks
+    found = {n: g.clone() for n, g in backend.converter.export(model, lambda p: p.main_grad, torch.float32)}
     head = torch.zeros(VALUE_HEAD.shape) if model.value_head is None else model.value_head.main_grad.clone()
-    dist.broadcast(head, critic.ranks.last_stage, group=critic.ranks.pp)
+    dist.broadcast(head, ranks.last_stage, group=ranks.pp)
     return {**found, "value_head": head}
 
 
 def _run(backend: MegatronBackend, case: Case) -> tuple[Result, dict[str, Any]]:
-    assert backend.critic is not None
-    backend.settings = replace(backend.settings, loss=case.loss)
-    backend.critic.loss = case.loss
-    backend.critic.converter = backend.converter  # type: ignore[attr-defined]  # by which the gradients are gathered
-    recorded, critic = Recorded(backend), RecordedCritic(backend.critic)
-    estimator = AdvantageEstimator(case.loss, backend.token_group, critic)  # type: ignore[arg-type]
-    shard = shard_of(backend, batch_of(case), watch_mass=case.off_policy)
-    ranks = backend.settings.dims.token_ranks
-    (metrics,) = train_rollout(recorded, [shard], False, ranks, estimator)  # type: ignore[arg-type]
-    reported = {n.removeprefix("train/"): v for n, v in values(metrics).items() if "time/" not in n}
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, reported)
-    assert all(str(other) == str(reported) for other in everywhere), "ranks report different metrics"
-    assert recorded.gradients is not None and critic.gradients is not None
-    return Result(recorded.gradients, reported), critic.gradients
+    trainer = Trainer(backend, case.loss, backend.settings.dims.token_ranks)
+    assert trainer.critic is not None
+    policy = RecordedOptimizer(trainer.policy.optimizer, lambda: gradients(backend))
+    critic = RecordedOptimizer(trainer.critic.optimizer, lambda: _critic_gradients(backend))
+    trainer.policy = replace(trainer.policy, optimizer=policy)  # type: ignore[arg-type]
+    trainer.critic = replace(trainer.critic, optimizer=critic)  # type: ignore[arg-type]
+    metrics = reported(trainer, shard_of(backend, batch_of(case), watch_mass=case.off_policy))
+    return Result(policy.gradients, metrics), critic.gradients
 
 
 def critic_comes_back(stand: Stand) -> None:
@@ -149,7 +134,10 @@ def critic_comes_back(stand: Stand) -> None:
     backend.save(folder, {"rollouts_done": 2})
     resumed = make_backend(stand, "tied", loss, lr=1e-2, weight_decay=0.1)
     assert resumed.load(folder) == {"rollouts_done": 2}
-    assert resumed.critic is not None and (resumed.critic.optimizer.steps_done, resumed.optimizer.steps_done) == (2, 1)
+    assert resumed.critic is not None and (
+        resumed.critic.optimizer.steps_done,
+        resumed.policy.optimizer.steps_done,
+    ) == (2, 1)
     for seed in (3, 4):
         assert _learn(resumed, loss, seed) == _learn(backend, loss, seed)
     without = make_backend(stand, "tied", LossArguments(), lr=1e-2)
@@ -166,9 +154,8 @@ def critic_comes_back(stand: Stand) -> None:
 
 def _learn(backend: MegatronBackend, loss: LossArguments, seed: int, trains_policy: bool = True) -> dict[str, float]:
     case = Case(BATCHES["uneven"], loss, ANYWHERE, seed=seed)
-    estimator = AdvantageEstimator(loss, backend.token_group, backend.critic)
-    shard, ranks = shard_of(backend, batch_of(case), watch_mass=False), backend.settings.dims.token_ranks
-    (metrics,) = train_rollout(backend, [shard], False, ranks, estimator, trains_policy)
+    shard = shard_of(backend, batch_of(case), watch_mass=False)
+    (metrics,) = Trainer(backend, loss, backend.settings.dims.token_ranks).train([shard], trains_policy)
     return {name: value for name, value in values(metrics).items() if "time/" not in name}
 
 
@@ -179,7 +166,7 @@ def critic_learns_alone(stand: Stand) -> None:
     before = weights(backend)
     found = [_learn(backend, loss, seed=0, trains_policy=False) for _ in range(5)]
     after = weights(backend)
-    assert all(torch.equal(before[n], after[n]) for n in before) and backend.optimizer.steps_done == 0
+    assert all(torch.equal(before[n], after[n]) for n in before) and backend.policy.optimizer.steps_done == 0
     assert "train/pg_loss" not in found[0] and found[-1]["train/value_loss"] < 0.9 * found[0]["train/value_loss"]
 
 
@@ -187,13 +174,12 @@ def critic_stays_where_the_policy_fails(stand: Stand) -> None:
     """An unexpected loss mass ends the step before either optimizer updates."""
     loss = LossArguments(advantage_estimator="ppo", lambd=0.9)
     backend = make_backend(stand, "untied", loss, lr=1e-2)
-    estimator = AdvantageEstimator(loss, backend.token_group, backend.critic)
     shard = shard_of(backend, batch_of(Case(BATCHES["uneven"], loss, ANYWHERE)))
     assert shard.expected_loss_mass is not None and backend.critic is not None
     wrong = replace(shard, expected_loss_mass=2 * shard.expected_loss_mass)
     failed = False
     try:
-        train_rollout(backend, [wrong], False, backend.settings.dims.token_ranks, estimator)
+        Trainer(backend, loss, backend.settings.dims.token_ranks).train([wrong])
     except LossMassError:
         failed = True
-    assert failed and backend.optimizer.steps_done == backend.critic.optimizer.steps_done == 0
+    assert failed and backend.policy.optimizer.steps_done == backend.critic.optimizer.steps_done == 0

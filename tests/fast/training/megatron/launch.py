@@ -28,6 +28,7 @@ support_cpu()
 import auxiliary_checks  # noqa: E402  # Megatron is imported from here on
 import conformance_checks  # noqa: E402
 import critic_checks  # noqa: E402
+import fault_checks  # noqa: E402
 import state_checks  # noqa: E402
 from layouts import LAYOUTS, MEASURED, Stand, save_models  # noqa: E402
 
@@ -48,6 +49,7 @@ def checks_of(
             found[f"{model}, {contract}"] = partial(
                 conformance_checks.conforms, model=model, contract=contract, expected=expected[model]
             )
+    found |= fault_checks.checks_of(name, expected)
     return found | critic_checks.checks_of(name, of_critic) | auxiliary_checks.checks_of(name, auxiliary)
 
 

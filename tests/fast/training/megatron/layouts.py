@@ -207,10 +207,10 @@ def shard_of(
 
 def gradients(backend: MegatronBackend) -> dict[str, torch.Tensor]:
     """Return whole gradients by Hugging Face name. With a distributed optimizer a rank has only its own part."""
-    exported = backend.converter.export(backend.policy, lambda p: p.main_grad, torch.float32)  # type: ignore[attr-defined]
+    exported = backend.converter.export(backend.policy.stage, lambda p: p.main_grad, torch.float32)  # type: ignore[attr-defined]
     return {name: gradient.clone() for name, gradient in exported}
 
 
 def weights(backend: MegatronBackend) -> dict[str, torch.Tensor]:
-    exported = backend.converter.export(backend.policy, lambda p: p.data, torch.float32)
+    exported = backend.converter.export(backend.policy.stage, lambda p: p.data, torch.float32)
     return {name: weight.clone() for name, weight in exported}

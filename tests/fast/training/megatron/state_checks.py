@@ -22,8 +22,9 @@ from miles.batching.convert import convert
 from miles.metrics import values
 from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
+from miles.training import scoring
 from miles.training.megatron.backend import MegatronBackend
-from miles.training.trainer import train_rollout
+from miles.training.trainer import Trainer, policy_role
 
 PLAIN = LossArguments(loss_canary="always")
 CASE = Case(BATCHES["uneven"], PLAIN, AnyLayout("any", 1))
@@ -35,8 +36,16 @@ def _batch(case: Case = CASE) -> TrainBatch:
     return convert(groups_of(case, rows), loss=case.loss, global_batch_size=rollouts)[0]
 
 
-def _train(backend: Any, batch: TrainBatch, use_reference: bool = False) -> dict[str, Any]:
-    return train_rollout(backend, [shard_of(backend, batch)], use_reference, backend.settings.dims.token_ranks)[0]
+def _train(backend: MegatronBackend, batch: TrainBatch) -> dict[str, Any]:
+    trainer = Trainer(backend, backend.settings.loss, backend.settings.dims.token_ranks)
+    return trainer.train([shard_of(backend, batch)])[0]
+
+
+def log_probs(backend: MegatronBackend, shard: TrainShard, reference: bool = False) -> list[np.ndarray]:
+    """By policy or reference, through the production code."""
+    model = backend.reference if reference else backend.policy
+    assert model is not None
+    return scoring.log_probs(backend, model, shard)
 
 
 def log_probs_equal_transformers(stand: Stand, models: Sequence[str] | None = None, mode: str = "raw") -> None:
@@ -45,7 +54,7 @@ def log_probs_equal_transformers(stand: Stand, models: Sequence[str] | None = No
     for model in models or models_of(stand):
         backend = make_backend(stand, model, PLAIN, auxiliary={"megatron_to_hf_mode": mode})
         shard = shard_of(backend, batch, [i % 3 != 0 for i in range(len(batch))], watch_mass=False)
-        _are_those_of_transformers(backend.log_probs(shard), shard, stand, model)
+        _are_those_of_transformers(log_probs(backend, shard), shard, stand, model)
 
 
 def _are_those_of_transformers(log_probs: list[np.ndarray], shard: TrainShard, stand: Stand, model: str) -> None:
@@ -122,11 +131,14 @@ def non_finite_gradient_leaves_the_weights(stand: Stand) -> None:
     backend = make_backend(stand, "untied", PLAIN)
     before = weights(backend)
     if stand.rank == 0:
-        backend.model.buffers[0].grad_data[0] = math.nan  # as a micro-batch leaves it; the ranks' sum comes after
-    backend.forward_backward(shard_of(backend, _batch()))
+        backend.policy.distributed.buffers[0].grad_data[0] = (
+            math.nan
+        )  # as a micro-batch leaves it; the ranks' sum comes after
+    policy = policy_role(backend.policy, backend.settings.loss)
+    policy.model.forward_backward(shard_of(backend, _batch()), policy.loss_function)
     message = ""
     try:
-        backend.optimizer_step()
+        policy.optimizer.step()
     except FloatingPointError as error:
         message = str(error)
     assert "--lr" in message and "step 0" in message
@@ -138,11 +150,11 @@ def reference_stays_where_it_began(stand: Stand) -> None:
     loss = replace(PLAIN, use_kl_loss=True, kl_loss_coef=0.1)
     backend = make_backend(stand, "untied", loss, **ADAM)
     shard = shard_of(backend, _batch())
-    start = backend.log_probs(shard)
+    start = log_probs(backend, shard)
     tolerance = log_prob_error(plain_model(stand.folder, "untied", torch.float32), shard.batch.tokens, TEMPERATURE)
-    kl = [_train(backend, _batch(), use_reference=True)["train/kl_loss"].value for _ in range(2)]
+    kl = [_train(backend, _batch())["train/kl_loss"].value for _ in range(2)]
     assert abs(kl[0]) < tolerance and abs(kl[1]) > 1e-4  # k1: the mean of log-probs' differences
-    for found, expected in zip(backend.log_probs(shard, reference=True), start, strict=True):
+    for found, expected in zip(log_probs(backend, shard, reference=True), start, strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
 
 
@@ -152,7 +164,7 @@ def reference_is_rotated_by_its_own_config(stand: Stand) -> None:
     shard = shard_of(policy, _batch())
     model = replace(policy.settings.model, ref_load=stand.model("llama3_rope"))
     settings = replace(policy.settings, model=model, loss=replace(PLAIN, use_kl_loss=True))
-    found = MegatronBackend(settings, CPU, 10).log_probs(shard, reference=True)
+    found = log_probs(MegatronBackend(settings, CPU, 10), shard, reference=True)
     _are_those_of_transformers(found, shard, stand, "llama3_rope")
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.arguments.optimizer import OptimizerArguments
-from miles.training.learning_rate import learning_rate
+from miles.training.optimizer import learning_rate
 
 TOTAL = 20
 SCHEDULES = st.builds(

@@ -1,8 +1,12 @@
-"""A Hugging Face language model as the trainer sees it: tokens in; log-probs and entropy, or values, out."""
+"""A Hugging Face language model as the trainer sees it: tokens in; log-probs and entropy, or values, out.
+
+``Policy`` and ``ValueModel`` each have the ``scorer`` that the runner hands to the trainer (training/backend.py).
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from functools import partial
+from typing import Generic, cast
 
 import torch
 from torch import nn
@@ -13,18 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from miles.objective.token_log_probs import chunked_log_probs
 from miles.train_batch import MicroBatch
+from miles.training.backend import PolicyScorer, PolicyScores, Scorer, ValueScorer
 from miles.training.packed_attention import NAME, PackedLayout
 
 # Settings by which a model changes its logits after the head; the head here is the plain product.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-
-
-class Scores(NamedTuple):
-    """What the loss reads of the model. A tuple, because FSDP looks for tensors in what a module returns."""
-
-    log_probs: torch.Tensor  # fp32 [R]
-    entropy: torch.Tensor | None  # fp32 [R]
-    canary: torch.Tensor  # fp32 scalar, worth 0 (objective/canary.py)
 
 
 class LossCanary(nn.Module):
@@ -35,14 +32,36 @@ class LossCanary(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self) -> torch.Tensor:
+        """Return the scalar."""
         return self.weight.sum()
 
-    def take_mass(self) -> torch.Tensor:
-        """This rank's share of the reduced gradient, fp32 scalar; clears it."""
+    def take_mass(self) -> torch.Tensor | None:
+        """Return this rank's part of the reduced gradient, fp32 scalar, and clear it."""
         gradient, self.weight.grad = self.weight.grad, None
         if gradient is None:
-            return torch.zeros((), device=self.weight.device)
+            return None
         return (gradient.to_local() if isinstance(gradient, DTensor) else gradient).float().sum()
+
+
+class ShardedModule(nn.Module, Generic[Scorer]):
+    """A decoder and what is computed of its hidden states; ``shard_model`` spreads it over the ranks."""
+
+    def __init__(self, language_model: PreTrainedModel) -> None:
+        super().__init__()
+        self.language_model = language_model
+
+    @property
+    def in_fp32(self) -> nn.Module:
+        """The part that is computed in fp32 whatever the dtype of the rest."""
+        raise NotImplementedError
+
+    def scorer(self, micro: MicroBatch, watched: bool = False) -> Scorer:
+        """Return the forward pass over ``micro``, to be called once; the canary is in the graph if ``watched``."""
+        raise NotImplementedError
+
+    def take_loss_mass(self) -> torch.Tensor | None:
+        """As ``TrainedModel.take_loss_mass``."""
+        raise NotImplementedError
 
 
 class ValueHead(nn.Linear):
@@ -53,41 +72,60 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.weight)
 
 
-class ValueModel(nn.Module):
-    """The critic: the decoder of a causal language model, with one number a token in the place of the vocabulary."""
+class ValueModel(ShardedModule[ValueScorer]):
+    """The critic: the decoder of a causal language model, with one number per token instead of the vocabulary."""
 
     def __init__(self, language_model: PreTrainedModel) -> None:
-        super().__init__()
-        self.language_model = language_model
+        super().__init__(language_model)
         self.value_head = ValueHead(language_model.config.hidden_size)
 
     @property
     def in_fp32(self) -> nn.Module:
-        """The part that is computed in fp32 whatever the dtype of the rest."""
+        """The head."""
         return self.value_head
 
+    def scorer(self, micro: MicroBatch, watched: bool = False) -> ValueScorer:
+        """Return the forward pass over ``micro``."""
+        assert not watched, "the critic's loss has no canary"
+        return partial(self, micro)
+
+    def take_loss_mass(self) -> torch.Tensor | None:
+        """Return None: there is no canary."""
+        return None
+
     def forward(self, micro: MicroBatch) -> torch.Tensor:
-        """The value of the state in which each token of ``micro.targets`` is chosen, fp32 [R]."""
-        return self.value_head(hidden_states(self.language_model, micro)[micro.logit_index])[:, 0]
+        """Return the value of the state in which each token of ``micro.targets`` is chosen, fp32 [R]."""
+        values: torch.Tensor = self.value_head(hidden_states(self.language_model, micro)[micro.logit_index])
+        return values[:, 0]
 
 
-class Policy(nn.Module):
-    """The model and its head. Only response positions reach the head, in chunks (objective/token_log_probs.py)."""
+class Policy(ShardedModule[PolicyScorer]):
+    """The language model. Only response positions reach its head, in chunks (objective/token_log_probs.py)."""
 
     def __init__(self, language_model: PreTrainedModel, temperature: float, chunk_size: int) -> None:
-        super().__init__()
-        self.language_model = language_model
+        super().__init__(language_model)
         self.temperature = temperature
         self.chunk_size = chunk_size
         self.canary = LossCanary()
 
     @property
     def in_fp32(self) -> nn.Module:
-        """The part that is computed in fp32 whatever the dtype of the rest."""
+        """The canary."""
         return self.canary
 
-    def forward(self, micro: MicroBatch, with_entropy: bool) -> Scores:
-        """Log-probs of ``micro.targets`` under softmax(logits / temperature), and the entropy if asked."""
+    def scorer(self, micro: MicroBatch, watched: bool = False) -> PolicyScorer:
+        """Return the forward pass over ``micro``."""
+        return partial(self, micro, watched)
+
+    def take_loss_mass(self) -> torch.Tensor | None:
+        """Return this rank's part of the canary's gradient, and clear it; None if the step was not watched."""
+        return self.canary.take_mass()
+
+    def forward(self, micro: MicroBatch, watched: bool, with_entropy: bool) -> PolicyScores:
+        """Return log-probs of ``micro.targets`` under softmax(logits / temperature), and the entropy if asked.
+
+        The canary stays out of the graph of steps that are not watched: its gradient would enter norm and optimizer.
+        """
         hidden = hidden_states(self.language_model, micro)
         head = self.language_model.get_output_embeddings()
         log_probs, entropy = chunked_log_probs(
@@ -99,12 +137,13 @@ class Policy(nn.Module):
             bias=head.bias,
             with_entropy=with_entropy,
         )
-        return Scores(log_probs, entropy, self.canary())
+        canary = self.canary()  # always: every rank takes part in the gathering of its weight
+        return PolicyScores(log_probs, entropy, canary if watched else None)
 
 
 def hidden_states(language_model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
-    """What the decoder makes of the tokens, [T, hidden]."""
-    states = language_model.base_model(
+    """Return what the decoder makes of the tokens, [T, hidden]."""
+    states: torch.Tensor = language_model.base_model(
         input_ids=micro.input_ids.view(micro.rows, -1),
         position_ids=micro.position_ids.view(micro.rows, -1),
         use_cache=False,
@@ -114,7 +153,7 @@ def hidden_states(language_model: PreTrainedModel, micro: MicroBatch) -> torch.T
 
 
 def load_policy(path: str, temperature: float, chunk_size: int, dtype: torch.dtype) -> Policy:
-    """The model at ``path`` in ``dtype``. Raises ``ValueError`` for a model whose logits are not the head's product."""
+    """Load the model at ``path`` in ``dtype``. Raises ``ValueError`` if its logits are not the head's plain product."""
     config = AutoConfig.from_pretrained(path)
     for name in _LOGIT_CHANGES:
         if getattr(config, name, None) not in (None, 1, 1.0):
@@ -127,13 +166,13 @@ def load_policy(path: str, temperature: float, chunk_size: int, dtype: torch.dty
 
 
 def load_value_model(path: str, dtype: torch.dtype) -> ValueModel:
-    """The critic on the decoder at ``path``, in ``dtype``; its head is new."""
+    """Build the critic on the decoder at ``path``, in ``dtype``; its head is new."""
     causal: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
     return ValueModel(cast(PreTrainedModel, causal.base_model))
 
 
-def shard_policy(
-    policy: Policy | ValueModel, mesh: DeviceMesh, compute_dtype: torch.dtype, checkpointing: bool
+def shard_model(
+    model: ShardedModule[Scorer], mesh: DeviceMesh, compute_dtype: torch.dtype, checkpointing: bool
 ) -> None:
     """Shard every decoder layer and the rest over ``mesh``, in place; gradients are reduced in fp32, **as sums**.
 
@@ -142,17 +181,17 @@ def shard_policy(
     that knows about averaging (docs/loss-aggregation.md, "gradients are sums").
     """
     if checkpointing:
-        policy.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     reshard = mesh.size() > 1
-    layers = policy.language_model.base_model.layers
+    layers = model.language_model.base_model.layers
     assert isinstance(layers, nn.ModuleList)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    fully_shard(policy.in_fp32, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-    for module in policy.modules():
+    fully_shard(model.in_fp32, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,82 @@
+"""What an optimizer step does on either backend: the learning rate's schedule, and the refusal of a broken gradient."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+from miles.arguments.optimizer import OptimizerArguments
+from miles.metrics import Metric
+
+
+class ScheduledOptimizer(ABC):
+    """Adam with a learning rate that follows ``--lr-decay-style``; a subclass has the framework's Adam."""
+
+    adam: Any  # has ``param_groups``
+
+    def __init__(self, settings: OptimizerArguments, total_steps: int, rate_flag: str = "--lr") -> None:
+        """``total_steps`` are those that the rate decays over; ``rate_flag`` is the flag that an error names."""
+        self.settings = settings
+        self.total_steps = total_steps
+        self.rate_flag = rate_flag
+        self.steps_done = 0
+
+    def step(self) -> dict[str, Metric]:
+        """Clip, update and clear; returns ``grad_norm``, before clipping, and ``lr``.
+
+        Raises:
+            FloatingPointError: on every rank, with the weights untouched, if a gradient is not finite.
+        """
+        norm = self._gradient_norm()
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient norm of optimizer step {self.steps_done} is {norm}; the weights were left as they were. "
+                f"Lower {self.rate_flag} or set --clip-grad, and resume from the last checkpoint with --load"
+            )
+        rate = learning_rate(self.steps_done, self.settings, self.total_steps)
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        self._clip_and_update(norm)
+        self._clear()
+        self.steps_done += 1
+        return {"grad_norm": Metric(norm), "lr": Metric(rate)}
+
+    def skip(self) -> dict[str, Metric]:
+        """Clear the gradients and leave weights and schedule as they are (a step without a single loss token)."""
+        self._clear()
+        return {"skipped_steps": Metric(1.0)}
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the schedule."""
+        return {"steps_done": self.steps_done}
+
+    @abstractmethod
+    def _gradient_norm(self) -> float:
+        """Return the 2-norm of the gradient over all parameters and ranks. Collective."""
+
+    @abstractmethod
+    def _clip_and_update(self, norm: float) -> None:
+        """Scale a gradient whose ``norm`` is above ``--clip-grad`` down to it, and apply Adam."""
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Forget the gradients."""
+
+
+def learning_rate(step: int, optimizer: OptimizerArguments, total_steps: int) -> float:
+    """Return the rate of optimizer step ``step`` (from 0): linear warm-up to ``lr``, then the decay to ``min_lr``.
+
+    The decay ends at ``--lr-decay-iters`` (default ``total_steps``), and the rate stays at ``min_lr`` after it.
+    """
+    decay_steps = optimizer.lr_decay_iters or total_steps
+    warmup = optimizer.lr_warmup_iters
+    if optimizer.lr_warmup_fraction is not None:
+        warmup = round(optimizer.lr_warmup_fraction * decay_steps)
+    if step < warmup:
+        return optimizer.lr * (step + 1) / warmup
+    if optimizer.lr_decay_style == "constant":
+        return optimizer.lr
+    progress = min(1.0, (step - warmup) / max(1, decay_steps - warmup))
+    share = 1.0 - progress if optimizer.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * share

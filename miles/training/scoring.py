@@ -1,0 +1,78 @@
+"""What is scored before the first step of an iteration: log-probs of policy and reference, and the critic's values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from miles.batching.collate import split_by_sample
+from miles.objective.settings import LossArguments
+from miles.train_batch import MicroBatch, TrainShard
+from miles.training.backend import PolicyScorer, ScoredModel, Scorer, TrainBackend, ValueScorer
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which columns the training of a shard reads that come from a model."""
+
+    old_log_probs: bool
+    ref_log_probs: bool
+    values: bool
+
+
+def needs_of(loss: LossArguments, step: int, trains_policy: bool) -> Needs:
+    """Return what must be scored for optimizer step ``step`` (from 0) of an iteration.
+
+    Log-probs under the weights that the iteration began with are needed from the second step on; in the first they are
+    the current ones. A KL in the reward reads them, and the reference's, in every step. Values are those of the start
+    in every step.
+    """
+    kl_in_reward = loss.estimates_by_token and loss.kl_coef != 0
+    return Needs(
+        old_log_probs=(trains_policy and step > 0) or kl_in_reward,
+        ref_log_probs=loss.needs_reference and (trains_policy or kl_in_reward),
+        values=loss.has_critic,
+    )
+
+
+def score(backend: TrainBackend, shard: TrainShard, needs: Needs) -> TrainShard:
+    """Return ``shard`` with the columns that ``needs`` names. Those that are there already are kept. Collective."""
+    batch = shard.batch
+    if needs.ref_log_probs and batch.ref_log_probs is None:
+        assert backend.reference is not None, "reference log-probs need --use-kl-loss or --kl-coef"
+        batch = replace(batch, ref_log_probs=log_probs(backend, backend.reference, shard))
+    if needs.old_log_probs and batch.old_log_probs is None:
+        batch = replace(batch, old_log_probs=log_probs(backend, backend.policy, shard))
+    if needs.values and batch.values is None:
+        assert backend.critic is not None, "values need a critic"
+        batch = replace(batch, values=values(backend, backend.critic, shard))
+    return replace(shard, batch=batch)
+
+
+def log_probs(backend: TrainBackend, model: ScoredModel[PolicyScorer], shard: TrainShard) -> list[np.ndarray]:
+    """Return the log-probs of each sample's response tokens, float32 [response], on every rank."""
+    return _by_sample(backend, model, shard, lambda scorer: scorer(with_entropy=False).log_probs)
+
+
+def values(backend: TrainBackend, model: ScoredModel[ValueScorer], shard: TrainShard) -> list[np.ndarray]:
+    """Return the value of the state in which each response token is chosen, float32 [response], on every rank."""
+    return _by_sample(backend, model, shard, lambda scorer: scorer())
+
+
+def _by_sample(
+    backend: TrainBackend, model: ScoredModel[Scorer], shard: TrainShard, read: Callable[[Scorer], torch.Tensor]
+) -> list[np.ndarray]:
+    """Return one array per sample, in the order of the shard, whichever micro-batch and ranks it is on."""
+    plans = (*shard.micro_batches, *shard.score_only)
+
+    def kept(micro: MicroBatch, scorer: Scorer) -> tuple[MicroBatch, torch.Tensor]:
+        return micro, read(scorer)
+
+    scored = model.forward(shard, plans, kept)
+    of_sample: dict[int, np.ndarray] = {}
+    for plan, (micro, column) in zip(plans, scored, strict=bool(scored)):  # empty on all pipeline stages but the last
+        of_sample |= zip(plan.samples, split_by_sample(column, micro), strict=True)
+    return backend.from_last_stage([of_sample[i] for i in sorted(of_sample)], shard.batch.response_lengths)

@@ -1,0 +1,40 @@
+"""The training backends by the names of ``--train-backend``. Importing one leaves the others alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from miles.arguments.settings import Settings
+from miles.training.backend import TrainBackend
+
+
+def _fsdp(settings: Settings, device: torch.device, total_steps: int) -> TrainBackend:
+    from miles.training.fsdp.backend import FsdpBackend
+
+    return FsdpBackend(settings, device, total_steps)
+
+
+def _megatron(settings: Settings, device: torch.device, total_steps: int) -> TrainBackend:
+    if device.type == "cpu":
+        from miles.training.megatron.cpu_support import support_cpu
+
+        support_cpu()  # before Megatron is imported
+    from miles.training.megatron.backend import MegatronBackend
+
+    return MegatronBackend(settings, device, total_steps)
+
+
+BACKENDS: dict[str, Callable[[Settings, torch.device, int], TrainBackend]] = {"fsdp": _fsdp, "megatron": _megatron}
+
+
+def build_backend(settings: Settings, device: torch.device, total_steps: int) -> TrainBackend:
+    """Build this rank of the backend that ``--train-backend`` names. Collective; the process group is initialized.
+
+    Args:
+        settings: all sections of the run.
+        device: where this rank computes.
+        total_steps: optimizer steps of the run, over which the learning rates decay.
+    """
+    return BACKENDS[settings.training.train_backend](settings, device, total_steps)

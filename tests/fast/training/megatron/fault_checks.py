@@ -1,0 +1,59 @@
+"""Faults seeded into the Megatron backend, each of which the comparison with the oracle must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+from conformance_checks import Expected, conforms
+from layouts import Stand
+
+from miles.training.megatron.loss_scaling import PerTokenScaling
+
+Call = Callable[..., Any]
+CONTRACT = "counts tokens"  # under which Megatron divides gradients by the tokens that are reported to it
+LAYOUTS = ("one", "cp2")  # several micro-batches on a rank, and a sample shared by ranks
+
+
+def _never_counted(call: Call) -> Call:
+    def run(scaling: PerTokenScaling, *arguments: Any) -> Any:
+        scaling.scored_tokens = 0
+        return call(scaling, *arguments)
+
+    return run
+
+
+def _counted_with_every_micro_batch(call: Call) -> Call:
+    def run(scaling: PerTokenScaling, *arguments: Any) -> Any:
+        scored = scaling.scored_tokens
+        found = call(scaling, *arguments)
+        scaling.scored_tokens = scored
+        return found
+
+    return run
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[[Call], Call]]] = {
+    "scored tokens are not counted": (PerTokenScaling, "__call__", _never_counted),
+    "scored tokens are counted twice": (PerTokenScaling, "__call__", _counted_with_every_micro_batch),
+}
+
+
+def fault_is_found(stand: Stand, fault: str, expected: list[Expected]) -> str:
+    """The case conforms without the fault, and not with it."""
+    owner, name, wrap = FAULTS[fault]
+    assert conforms(stand, "untied", CONTRACT, expected) == "", "without the fault the case conforms"
+    with patch.object(owner, name, wrap(getattr(owner, name))):
+        found = conforms(stand, "untied", CONTRACT, expected)
+    return "" if "gradient of" in found else f"not found: {fault}"
+
+
+def checks_of(name: str, expected: dict[str, list[Expected]]) -> dict[str, Callable[[Stand], str]]:
+    """Those of the layout ``name``, on the cases that have samples to be scored only."""
+    if name not in LAYOUTS:
+        return {}
+    scored = [each for each in expected["untied"] if each.case.equal_rewards]
+    assert scored
+    return {fault: partial(fault_is_found, fault=fault, expected=scored) for fault in FAULTS}
