@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from miles.arguments.data import DataArguments
 from miles.data import reasoning_gym_task
-from miles.data.chat_template import PromptRenderer
 from miles.data.row import Row
 from miles.data.sources import read_rows
+from miles.data.tokenizer import PromptRenderer
 from miles.sample import Prompt
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from miles.arguments.tracking import TrackingArguments
 from miles.metrics import Metric
@@ -13,18 +12,7 @@ from miles.tracking.console import ConsoleSink
 from miles.tracking.report import write_report
 from miles.tracking.run_files import REPORT, TENSORBOARD, RunFiles, SampleRecord
 from miles.tracking.run_header import RunHeader
-from miles.tracking.tensorboard_sink import TensorBoardSink
-from miles.tracking.wandb_sink import WandbSink
-
-
-class Sink(Protocol):
-    """A destination of metrics."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the metrics of one step."""
-
-    def close(self) -> None:
-        """Flush and close; no call follows."""
+from miles.tracking.sinks import Sink, TensorBoardSink, WandbSink
 
 
 class Tracker:
