@@ -14,10 +14,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from cases import BATCHES, LAYOUTS, MODES, Case, loss_of
+from cases import BATCHES, LAYOUTS, MODES, Case, Layout, loss_of
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.bias import causal_upper_left
 
+from miles.arguments.training import TrainingArguments
 from miles.batching import collate, convert, schedule
 from miles.objective import policy_objective as policy_loss
 from miles.parallel import groups
@@ -31,12 +32,16 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Mutation:
-    """A fault, the case on which it shows, and whether the canary sees it there."""
+    """A fault, the case on which it shows, and whether the canary sees it there.
+
+    ``off_policy`` gives the case old and reference log-probs away from the model's.
+    """
 
     fault: str
     case: Case
     canary: bool
     patches: tuple[tuple[Any, str, Wrap], ...]
+    off_policy: bool = False
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -152,6 +157,23 @@ def _own_gradient_only(_: Callable[..., Any]) -> Callable[..., Any]:
 def _mirror_chunk_one_early(found: np.ndarray, length: int, size: int, rank: int) -> np.ndarray:
     half = len(found) // 2
     return found if size == 1 else np.concatenate([found[:half], found[half:] - 1])
+
+
+def gradients_of(**unseen: Any) -> tuple[Any, str, Wrap]:
+    """``samples_with_gradient`` as if the settings ``unseen`` had these values."""
+    return (
+        policy_loss,
+        "samples_with_gradient",
+        lambda original: lambda loss, rewards: original(replace(loss, **unseen), rewards),
+    )
+
+
+def _rejection_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    def correction(loss: Any, *rest: Any) -> Any:
+        rejected = original(replace(loss, use_tis=False), *rest)
+        return replace(original(loss, *rest), weights=rejected.weights)
+
+    return correction
 
 
 def _moved_by_one(micro: MicroBatch) -> MicroBatch:
@@ -335,7 +357,54 @@ MUTATIONS: dict[str, Mutation] = {
             "samples of negative advantage are not trained on",
             case(),
             False,
-            ((schedule, "schedule_step", lambda f: lambda b, r, t, p, *_: f(b, r, t, p, [x > 0 for x in b.rewards])),),
+            ((policy_loss, "samples_with_gradient", lambda _: lambda loss, rewards: [x > 0 for x in rewards]),),
+        ),
+        Mutation(
+            "samples of positive advantage are not trained on",
+            case(),
+            False,
+            ((policy_loss, "samples_with_gradient", lambda _: lambda loss, rewards: [x < 0 for x in rewards]),),
+        ),
+        Mutation(
+            "samples without advantage get no entropy bonus",
+            replace(case(entropy_coef=0.1), equal_rewards=True),
+            False,
+            (gradients_of(entropy_coef=0.0),),
+        ),
+        Mutation(
+            "samples without advantage are not held to the reference",
+            replace(case(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3"), equal_rewards=True),
+            False,
+            (gradients_of(kl_loss_coef=0.0),),
+            off_policy=True,
+        ),
+        Mutation(
+            "samples without advantage are kept from the custom reducer",
+            replace(
+                case(custom_pg_loss_reducer_function_path="custom_reducers:mean_of_samples_seen"),
+                layout=Layout("one micro-batch", 1, training=TrainingArguments(micro_batch_size=16)),
+                equal_rewards=True,
+            ),
+            False,
+            (gradients_of(custom_pg_loss_reducer_function_path=None),),
+        ),
+        Mutation(
+            "sequences at the bound are masked as off-policy",
+            case(use_opsm=True, opsm_delta=0.0),
+            False,
+            (
+                (
+                    policy_loss,
+                    "off_policy_sequences",
+                    lambda f: lambda loss, *rest: f(replace(loss, opsm_delta=loss.opsm_delta - 1e-9), *rest),
+                ),
+            ),
+        ),
+        Mutation(
+            "rejection takes the place of truncation",
+            case(use_tis=True, tis_clip=1.1, tis_clip_low=0.9, use_rs=True, rs_lower_bound=0.6, rs_upper_bound=1.7),
+            False,
+            ((policy_loss, "importance_correction", _rejection_alone),),
         ),
     )
 }

@@ -207,3 +207,22 @@ def test_estimates_by_token_give_every_sample_a_gradient(estimator):
     assert samples_with_gradient(LossArguments(normalize_advantages=True), [0.0, 1.0]) == [True, True]
     assert samples_with_gradient(LossArguments(loss_type="value_loss"), [0.0]) == [True]
     assert samples_with_gradient(LossArguments(), [0.0, 1.0]) == [False, True]
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        dict(entropy_coef=0.1),
+        dict(entropy_coef=-0.1),
+        dict(use_kl_loss=True, kl_loss_coef=0.1),
+        dict(custom_pg_loss_reducer_function_path="mine:reducer"),
+    ],
+    ids=lambda given: " ".join(given),
+)
+def test_a_term_beside_the_policy_gradient_gives_every_sample_a_gradient(beside):
+    assert samples_with_gradient(LossArguments(**beside), [0.0, 1.0]) == [True, True]
+
+
+def test_only_an_advantage_of_exactly_zero_has_no_gradient():
+    measured = LossArguments(use_kl_loss=True)  # with coefficient 0 the KL is only measured
+    assert samples_with_gradient(measured, [0.0, 0.5, -0.5, -1e-9]) == [False, True, True, True]
