@@ -9,16 +9,26 @@ average where a sum belongs, a token that stands on two ranks or on none: each c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from miles.metrics import Metric
-from miles.objective.settings import LossArguments
-from miles.train_batch import TrainBatch, TrainShard
+
+if TYPE_CHECKING:
+    from miles.objective.settings import LossArguments
+    from miles.train_batch import TrainBatch, TrainShard
 
 TOLERANCE = 1e-4  # relative; the sum is in fp32 throughout, over up to some million tokens
 
 
 class LossMassError(ValueError):
     """The weights of a step's tokens do not add up to what the objective says."""
+
+
+def check_canary(loss: LossArguments, errors: Any) -> None:
+    """Refuse ``--loss-canary`` under a custom reducer: what its weights add up to is not known beforehand."""
+    if loss.custom_pg_loss_reducer_function_path is not None:
+        why = "with --custom-pg-loss-reducer-function-path, whose weights are not known beforehand"
+        errors.refuse_ignored(loss, ["loss_canary"], why, "leave the default, which checks nothing then")
 
 
 class CanarySchedule:

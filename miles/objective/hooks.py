@@ -6,15 +6,17 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from miles.import_path import load_function
-from miles.objective.reducers import Reducer
 from miles.objective.sequences import whole_responses
-from miles.objective.settings import LossArguments
-from miles.train_batch import MicroBatch
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles.objective.aggregation import Reducer
+    from miles.objective.settings import LossArguments
+    from miles.train_batch import MicroBatch
 
 _FLAG = "--custom-pg-loss-reducer-function-path"
 
@@ -82,7 +84,7 @@ def get_custom_pg_loss_reducer(path: str, loss: LossArguments, micro: MicroBatch
     function = load_function(path, _FLAG)
     num_arguments = _positional_arguments(function, path)
     if not micro.response_lengths:
-        return torch.sum
+        return lambda losses: losses.sum()
     whole_mask = whole_responses(micro.loss_mask, micro)
     loss_masks = whole_mask.split(list(micro.response_lengths))
     if num_arguments == 1:
@@ -136,6 +138,8 @@ def _checked(reducer: Any, path: str, micro: MicroBatch, divisor: int) -> Reduce
         raise ValueError(
             f"{_FLAG} {path}: returned {type(reducer).__name__}; return a function of the per-token losses"
         )
+
+    import torch
 
     def reduce(values: torch.Tensor) -> torch.Tensor:
         result = reducer(whole_responses(values.float(), micro))

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from miles.metrics import Metric
-from miles.objective.log_ratio import masked_log_ratio
+from miles.objective.chosen import build_objective
+from miles.objective.kl import masked_log_ratio
 from miles.objective.settings import LossArguments
 from miles.objective.token_advantages import SampleTokens, token_advantages
 from miles.train_batch import TrainBatch, TrainShard
@@ -50,7 +51,7 @@ class AdvantageEstimator:
         dist.all_gather_object(everyone, list(self._own(shard)), group=self.group)
         step = {place: tokens for part in everyone for place, tokens in part}
         order = sorted(step)
-        found = token_advantages(self.loss, [step[place] for place in order])
+        found = token_advantages(build_objective(self.loss), [step[place] for place in order])
         index = {place: i for i, place in enumerate(order)}
         mine = [index[place] for place in shard.batch.position_in_step]
         returns = None if found.returns is None else [found.returns[i] for i in mine]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from miles.batching.collate import collate, split_by_sample
 from miles.metrics import Metric
 from miles.objective.aggregation import is_per_token
-from miles.objective.language_model_loss import language_model_loss, reads_entropy
+from miles.objective.chosen import build_objective
 from miles.objective.output import LossOutput, add_metrics, reported
 from miles.objective.settings import LossArguments
 from miles.objective.value_loss import value_loss_function
@@ -64,9 +64,10 @@ def scoring(policy: Policy | ValueModel) -> Iterator[None]:
 def _loss_of(policy: Policy | ValueModel, micro: MicroBatch, loss: LossArguments, watched: bool) -> LossOutput:
     if isinstance(policy, ValueModel):
         return value_loss_function(loss, micro, policy(micro))
-    scores = policy(micro, with_entropy=reads_entropy(loss))
+    objective = build_objective(loss)
+    scores = policy(micro, with_entropy=objective.needs.entropy)
     canary = scores.canary if watched else None
-    return language_model_loss(loss, micro, scores.log_probs, scores.entropy, canary)
+    return objective.language_model_loss(micro, scores.log_probs, scores.entropy, canary)
 
 
 def log_probs_of(policy: Policy, shard: TrainShard, groups: ContextGroups, device: torch.device) -> list[np.ndarray]:

@@ -18,7 +18,7 @@ from miles.arguments.megatron.settings import MegatronArguments
 from miles.batching.collate import collate, split_by_sample
 from miles.metrics import Metric
 from miles.objective.aggregation import is_per_token
-from miles.objective.language_model_loss import language_model_loss, reads_entropy
+from miles.objective.chosen import build_objective
 from miles.objective.output import LossOutput, add_metrics, reported
 from miles.objective.settings import LossArguments
 from miles.objective.value_loss import value_loss_function
@@ -168,10 +168,11 @@ def _metrics_of(
 def _loss_of(loss: LossArguments, policy: PolicyModel, micro: MicroBatch, hidden: torch.Tensor) -> LossOutput:
     if isinstance(policy, ValueModel):
         return value_loss_function(loss, micro, policy.values(hidden, micro))
-    log_probs, entropy = policy.score(hidden, micro, with_entropy=reads_entropy(loss))
+    objective = build_objective(loss)
+    log_probs, entropy = policy.score(hidden, micro, with_entropy=objective.needs.entropy)
     # In every step, watched or not: overlapped reductions wait for the gradient of every parameter.
     canary = None if policy.canary is None else policy.canary.sum()
-    return language_model_loss(loss, micro, log_probs, entropy, canary)
+    return objective.language_model_loss(micro, log_probs, entropy, canary)
 
 
 def log_probs_of(policy: PolicyModel, shard: TrainShard, ranks: Ranks, device: torch.device) -> list[np.ndarray]:

@@ -21,6 +21,8 @@ from torch.nn.attention.bias import causal_upper_left
 from miles.arguments.training import TrainingArguments
 from miles.batching import collate, convert, schedule
 from miles.objective import policy_objective as policy_loss
+from miles.objective.chosen import Objective, build_objective
+from miles.objective.corrections import OffPolicyMasking, Truncation
 from miles.parallel import groups
 from miles.train_batch import MicroBatch
 from miles.training import packed_attention
@@ -162,18 +164,18 @@ def _mirror_chunk_one_early(found: np.ndarray, length: int, size: int, rank: int
 def gradients_of(**unseen: Any) -> tuple[Any, str, Wrap]:
     """``samples_with_gradient`` as if the settings ``unseen`` had these values."""
     return (
-        policy_loss,
+        Objective,
         "samples_with_gradient",
-        lambda original: lambda loss, rewards: original(replace(loss, **unseen), rewards),
+        lambda original: lambda chosen, rewards: original(build_objective(replace(chosen.flags, **unseen)), rewards),
     )
 
 
 def _rejection_alone(original: Callable[..., Any]) -> Callable[..., Any]:
-    def correction(loss: Any, *rest: Any) -> Any:
-        rejected = original(replace(loss, use_tis=False), *rest)
-        return replace(original(loss, *rest), weights=rejected.weights)
+    def weights(self: Any, loss: Any, ratios: Any) -> Any:
+        found = original(self, loss, ratios)
+        return found._replace(weights=torch.ones_like(found.weights)) if loss.use_rs else found
 
-    return correction
+    return weights
 
 
 def _moved_by_one(micro: MicroBatch) -> MicroBatch:
@@ -307,7 +309,7 @@ MUTATIONS: dict[str, Mutation] = {
             case(batch="even", use_rs=True, rs_lower_bound=0.4, rs_upper_bound=2.5),
             False,
             (
-                (policy_loss, "importance_correction", of_result(_remember)),
+                (policy_loss, "weigh", of_result(_remember)),
                 (policy_loss, "get_pg_loss_reducer", _weights_in_the_denominator),
             ),
         ),
@@ -357,13 +359,13 @@ MUTATIONS: dict[str, Mutation] = {
             "samples of negative advantage are not trained on",
             case(),
             False,
-            ((policy_loss, "samples_with_gradient", lambda _: lambda loss, rewards: [x > 0 for x in rewards]),),
+            ((Objective, "samples_with_gradient", lambda _: lambda chosen, rewards: [x > 0 for x in rewards]),),
         ),
         Mutation(
             "samples of positive advantage are not trained on",
             case(),
             False,
-            ((policy_loss, "samples_with_gradient", lambda _: lambda loss, rewards: [x < 0 for x in rewards]),),
+            ((Objective, "samples_with_gradient", lambda _: lambda chosen, rewards: [x < 0 for x in rewards]),),
         ),
         Mutation(
             "samples without advantage get no entropy bonus",
@@ -394,9 +396,9 @@ MUTATIONS: dict[str, Mutation] = {
             False,
             (
                 (
-                    policy_loss,
-                    "off_policy_sequences",
-                    lambda f: lambda loss, *rest: f(replace(loss, opsm_delta=loss.opsm_delta - 1e-9), *rest),
+                    OffPolicyMasking,
+                    "weigh",
+                    lambda f: lambda me, loss, of: f(me, replace(loss, opsm_delta=loss.opsm_delta - 1e-9), of),
                 ),
             ),
         ),
@@ -404,7 +406,7 @@ MUTATIONS: dict[str, Mutation] = {
             "rejection takes the place of truncation",
             case(use_tis=True, tis_clip=1.1, tis_clip_low=0.9, use_rs=True, rs_lower_bound=0.6, rs_upper_bound=1.7),
             False,
-            ((policy_loss, "importance_correction", _rejection_alone),),
+            ((Truncation, "weigh", _rejection_alone),),
         ),
     )
 }

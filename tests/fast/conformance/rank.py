@@ -33,8 +33,8 @@ from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.batching import convert, schedule
 from miles.metrics import Metric, values
-from miles.objective import policy_objective
 from miles.objective.canary import LossMassError
+from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training import packed_attention
@@ -173,7 +173,7 @@ class Rank:
 
 
 def _has_gradient(case: Case, batch: TrainBatch) -> Sequence[bool]:
-    return policy_objective.samples_with_gradient(case.loss, batch.rewards)
+    return build_objective(case.loss).samples_with_gradient(batch.rewards)
 
 
 def _scored(batch: TrainBatch, rows: Sequence[Row], case: Case) -> TrainBatch:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles.objective.corrections import importance_correction
-from miles.objective.policy_objective import off_policy_sequences
+from miles.objective.corrections import corrections_of, ratios_of, weigh
 from miles.objective.settings import LossArguments
 
 
 def weights(make_micro, loss: LossArguments, ratios: list[float]) -> list[float]:
     """The weights of one sample's tokens whose ratios of trainer to engine are ``ratios``."""
-    old_log_probs = torch.tensor(ratios).log()
-    return importance_correction(loss, make_micro([[1] * len(ratios)]), old_log_probs).weights.tolist()
+    ratios_of_tokens = ratios_of(
+        make_micro([[1] * len(ratios)]), torch.zeros(len(ratios)), old_log_probs=torch.tensor(ratios).log()
+    )
+    return weigh(corrections_of(loss), loss, ratios_of_tokens).weights.tolist()
 
 
 def test_truncation_bounds_the_ratio(make_micro):
@@ -42,4 +43,6 @@ def test_off_policy_masking_drops_what_is_above_the_bound_not_at_it(make_micro):
     micro = make_micro([[1, 1], [1, 1], [1]], advantages=torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0]))
     log_ratio = torch.tensor([-0.25, -0.75, -0.5, -0.5 - 2 / 1024, -8.0])
     loss = LossArguments(use_opsm=True, opsm_delta=0.5)
-    assert off_policy_sequences(loss, micro, log_ratio).tolist() == [0, 0, 1, 1, 0]
+    found = weigh(corrections_of(loss), loss, ratios_of(micro, log_ratio, old_log_probs=torch.zeros(5)))
+    assert found.weights.tolist() == [1, 1, 0, 0, 1]
+    assert found.logged["opsm_clipfrac"].tolist() == [0, 0, 1, 1, 0]
