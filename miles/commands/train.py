@@ -25,10 +25,10 @@ def main(argv: Sequence[str]) -> int:
     """
     validated = main_parse(argv)
     from miles.cluster.failures import exit_with_message  # imports Ray and torch
-    from miles.objective.hooks import check_custom_reducer
+    from miles.objective.hooks import check_hooks
 
     with exit_with_message(validated.settings.checkpoint):
-        check_custom_reducer(validated.settings.loss)
+        check_hooks(validated.settings.loss)
         for note in validated.notes:
             print(f"note: {note}")
         run(validated.settings)

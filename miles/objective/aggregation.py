@@ -66,9 +66,9 @@ class Mode:
     Attributes:
         formula: pg_loss of the step; ``symbols`` says what the counts in it are, ``words`` the same in a sentence.
         denominators: ``sample_denoms`` of every sample.
-        mass: What a token loss of 1 everywhere adds up to, read off the formula, not off the denominators, which it
-            checks. A mean of ones is 1; a trajectory or prompt without a loss token keeps its place in the mean and
-            adds nothing.
+        mass: The sum that a token loss of 1 everywhere gives, derived from the formula, not from the denominators,
+            which it checks. A mean of ones is 1; a trajectory or prompt without a loss token keeps its place in the
+            mean and adds nothing.
         whole_groups: Whether a step must hold whole groups.
     """
 
@@ -83,14 +83,14 @@ class Mode:
 MODES: dict[Aggregation, Mode] = {
     "sample_mean": Mode(  # GRPO (arXiv 2402.03300)
         formula="1/N Σ_r 1/M_r Σ_(i in r, t) m_it l_it",
-        symbols="M_r = masked tokens of rollout r",
-        words="averaged over the tokens of each rollout, then over rollouts: every rollout weighs the same",
+        symbols="M_r = loss tokens of trajectory r",
+        words="averaged over the tokens of each trajectory, then over trajectories: every trajectory weighs the same",
         denominators=lambda counts: counts.per_trajectory(),
         mass=lambda counts: sum(count > 0 for count in counts.of_trajectory.values()) / counts.trajectories,
     ),
     "prompt_mean": Mode(  # DAPO's formula (2503.14476)
         formula="1/P Σ_g 1/M_g Σ_(i in g, t) m_it l_it",
-        symbols="M_g = masked tokens of prompt group g",
+        symbols="M_g = loss tokens of group g",
         words="averaged over the tokens of each prompt's group, then over prompts: every prompt weighs the same",
         denominators=lambda counts: [
             max(counts.of_group[g], 1) * counts.groups / counts.trajectories for g in counts.group_indices
@@ -100,7 +100,7 @@ MODES: dict[Aggregation, Mode] = {
     ),
     "token_mean": Mode(  # DAPO's code
         formula="1/T Σ_(i, t) m_it l_it",
-        symbols="T = masked tokens of the step",
+        symbols="T = loss tokens of the step",
         words="averaged over all tokens of the step: every token weighs the same, so long answers weigh more",
         denominators=lambda counts: [max(counts.tokens, 1) / counts.trajectories] * len(counts.trajectory_ids),
         mass=lambda counts: 1.0,
@@ -126,7 +126,7 @@ class StepDenominators:
     trajectory_token_counts: list[float]  # max(M_r, 1) of the sample's trajectory
     num_trajectories: int  # N
     num_loss_tokens: int  # T
-    expected_loss_mass: float  # sum over all tokens of m / (N * denom): what a token loss of 1 everywhere adds up to
+    expected_loss_mass: float  # sum over all tokens of m / (N * denom)
 
 
 def step_denominators(
@@ -175,13 +175,13 @@ def needs_whole_groups(loss: LossArguments) -> bool:
 
 def aggregation_formula(name: str, loss: LossArguments, shape: StepShape) -> list[Term]:
     """Return what the loss called ``name`` is, made of token losses, and what the counts in it are."""
-    n = f"N = {shape.num_trajectories} rollouts a step"
+    n = f"N = {shape.num_trajectories} trajectories per step"
     if loss.custom_pg_loss_reducer_function_path is not None:
         path = loss.custom_pg_loss_reducer_function_path
         return [Term(f"{name} = {path}(m, l)", "miles.objective.hooks"), Term(n, __name__)]
     mode, counts = MODES[loss.loss_aggregation], [n]
     if mode.whole_groups:
-        counts.append(f"P = {shape.num_trajectories // shape.samples_per_prompt} prompts a step")
+        counts.append(f"P = {shape.num_trajectories // shape.samples_per_prompt} prompts per step")
     counts.append(mode.symbols.format(divisor=loss.loss_aggregation_divisor or 0.0))
     return [Term(f"{name} = {mode.formula}", __name__), Term(", ".join(counts), __name__)]
 
@@ -207,7 +207,7 @@ def token_weights(
 
     Half of the prompts are mixed: half of their answers have ``short`` tokens, half ``long``. The other prompts have
     long answers only. The three: short in a mixed group, long in a mixed group, long among long ones. L is the run's
-    divisor, or ``long`` where it has none.
+    divisor, or ``long`` if it has none.
     """
     divisor = loss.loss_aggregation_divisor or float(long)
     found: dict[Aggregation, tuple[float, float, float]] = {}
@@ -238,6 +238,11 @@ def get_pg_loss_reducer(loss: LossArguments, micro: MicroBatch) -> Reducer:
         from miles.objective.hooks import get_custom_pg_loss_reducer
 
         return get_custom_pg_loss_reducer(loss.custom_pg_loss_reducer_function_path, loss, micro)
+    return get_default_pg_loss_reducer(loss, micro)
+
+
+def get_default_pg_loss_reducer(loss: LossArguments, micro: MicroBatch) -> Reducer:
+    """Return the reducer of ``--loss-aggregation``. Raises ``ValueError`` as ``get_pg_loss_reducer``."""
     if is_per_token(loss) or loss.loss_aggregation == "sample_mean":
         return get_sum_of_sample_mean(micro, is_per_token(loss))
     num_denoms = 0 if micro.sample_denoms is None else len(micro.sample_denoms)
@@ -254,7 +259,7 @@ def get_pg_loss_reducer(loss: LossArguments, micro: MicroBatch) -> Reducer:
 def get_sum_of_sample_mean(micro: MicroBatch, calculate_per_token_loss: bool) -> Reducer:
     """Return the default reducer: ``1/N sum_r 1/M_r sum_t m l``, or ``1/T sum_t m l`` per token.
 
-    A trajectory's mean is taken over all of its samples, wherever they are. 1/N and 1/T are those of the whole step, so
+    A trajectory's mean is taken over all of its samples, on any rank. 1/N and 1/T are those of the whole step, so
     the sum over micro-batches and ranks is the step's value.
     """
     if calculate_per_token_loss:
@@ -303,7 +308,7 @@ VERL_MODES: dict[str, Aggregation] = {
 def reconcile_aggregation(
     loss: LossArguments, max_response_len: int, trajectories_per_step: int, samples_per_prompt: int
 ) -> tuple[LossArguments, list[str]]:
-    """The loss section with one honest ``loss_aggregation`` and no alias left, and a note a change made.
+    """Reduce the three vocabularies to one ``loss_aggregation``; return the flags without aliases, and notes.
 
     Raises ``ValueError`` for every combination in which a flag would be ignored or the normalization undone
     (docs/loss-aggregation.md has the table).
@@ -423,7 +428,7 @@ def _reconcile_per_token(loss: LossArguments, notes: list[str]) -> LossArguments
         notes.append("--loss-aggregation token_mean sets --calculate-per-token-loss")
     elif mode == "sample_mean" and per_token:
         if loss.custom_pg_loss_reducer_function_path is not None:
-            return loss  # the mode has no part in pg_loss; the reducer is told of the switch, diagnostics are per token
+            return loss  # pg_loss does not use the mode; the reducer is given the switch, and diagnostics are per token
         notes.append("--calculate-per-token-loss is --loss-aggregation token_mean: relabelled, same computation")
     elif per_token and mode != "token_mean":
         rule = f"would divide the normalization of --loss-aggregation {mode} away"

@@ -11,6 +11,14 @@ from miles.objective.canary import check_canary
 from miles.objective.corrections import Correction, check_corrections, corrections_of
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.estimators.base import Estimator, SampleRewards
+from miles.objective.hooks import (
+    LOSS_FLAG,
+    CustomAdvantages,
+    CustomPolicyLoss,
+    check_hook_flags,
+    custom_loss_function,
+    zero_advantage_has_gradient,
+)
 from miles.objective.kl import check_kl
 from miles.objective.output import LossOutput
 from miles.objective.policy_losses import POLICY_LOSSES
@@ -29,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a run computes, part by part. KL, entropy and aggregation are read off ``flags`` where they are computed."""
+    """What a run computes, part by part. KL, entropy and aggregation are settings of ``flags``."""
 
     flags: LossArguments
     estimator: Estimator
@@ -69,13 +77,20 @@ class Objective:
         """Whether a part of the objective may give a sample of advantage 0 a gradient. Every part is asked."""
         flags = self.flags
         return (
-            flags.loss_type != "policy_loss"
+            self._whole_loss_has_gradient
             or self.estimator.zero_advantage_has_gradient(flags)
             or self.policy_loss.zero_advantage_has_gradient(flags)
             or flags.kl_loss_coef != 0.0
             or flags.entropy_coef != 0.0
             or flags.custom_pg_loss_reducer_function_path is not None
         )
+
+    @property
+    def _whole_loss_has_gradient(self) -> bool:
+        path = self.flags.custom_loss_function_path
+        if self.flags.loss_type == "custom_loss" and path is not None:
+            return zero_advantage_has_gradient(path, LOSS_FLAG)
+        return self.flags.loss_type != "policy_loss"
 
     def language_model_loss(
         self,
@@ -89,6 +104,9 @@ class Objective:
             return policy_loss_function(self, micro, log_probs, entropy, canary)
         if self.flags.loss_type == "sft_loss":
             return sft_loss_function(self.flags, micro, log_probs, canary)
+        if self.flags.loss_type == "custom_loss":
+            assert entropy is not None, "a custom loss is given the entropy"
+            return custom_loss_function(self.flags, micro, log_probs, entropy, canary)
         raise ValueError(f"--loss-type {self.flags.loss_type}: not a loss of a language model")
 
 
@@ -96,7 +114,11 @@ class Objective:
 def build_objective(loss: LossArguments) -> Objective:
     """Find the parts that ``loss`` names. Raises ``ValueError`` for a name that no file has."""
     estimator = ESTIMATORS[loss.advantage_estimator]
+    if loss.custom_advantage_function_path is not None:
+        estimator = CustomAdvantages(loss.custom_advantage_function_path, estimator)
     policy_loss = POLICY_LOSSES[loss.policy_loss or estimator.default_policy_loss]
+    if loss.custom_policy_loss_function_path is not None:
+        policy_loss = CustomPolicyLoss(loss.custom_policy_loss_function_path)
     return Objective(loss, estimator, policy_loss, corrections_of(loss))
 
 
@@ -121,7 +143,9 @@ def check_objective(loss: LossArguments, shape: StepShape, errors: Any) -> None:
     objective.estimator.check(loss, shape, errors)
     _check_group(objective, shape, errors)
     ESTIMATORS.check_read(objective.estimator, loss, errors)
-    POLICY_LOSSES.check_read(objective.policy_loss, loss, errors)
+    if loss.custom_policy_loss_function_path is None:  # a custom one may read any of them
+        POLICY_LOSSES.check_read(objective.policy_loss, loss, errors)
+    check_hook_flags(loss, errors)
     check_value_loss(loss, errors)
 
 

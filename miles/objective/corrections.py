@@ -1,9 +1,9 @@
 """Correct for sampling from one policy (the engine's) and training another: weights of token losses, and rejection.
 
 Engine and trainer compute the same model with other kernels, precision, or weights a few steps old, so their log-probs
-differ. What is done about it is in the **numerator** of the loss alone: a token's loss is weighted or dropped, and
-every denominator stays that of the original masks (docs/loss-aggregation.md). Corrections compose: the weight of a
-token is the product of theirs, in the order of ``CORRECTIONS``.
+differ. Corrections change the **numerator** of the loss alone: a token's loss is weighted or dropped, and every
+denominator stays that of the original masks (docs/loss-aggregation.md). They compose: the weight of a token is the
+product of theirs, in the order of ``CORRECTIONS``.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ class Ratios:
     Attributes:
         importance: log old - log engine: the trainer before the first step of the iteration, over the engine.
         policy: log current - log old.
+        old_log_probs: log old itself; masked tokens may hold anything.
         micro: The micro-batch.
     """
 
     importance: torch.Tensor
     policy: torch.Tensor
+    old_log_probs: torch.Tensor
     micro: MicroBatch
 
 
@@ -78,11 +80,11 @@ class Truncation(Correction):
     """Truncated importance sampling: the ratio trainer / engine, within [tis_clip_low, tis_clip].
 
     Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". IcePop (arXiv 2510.18855
-    §4) is 0 outside instead.
+    §4) is 0 outside instead. ``--custom-tis-function-path`` computes other weights in its place.
     """
 
     switch = "use_tis"
-    reads = ("tis_clip", "tis_clip_low", "tis_mode", "tis_level")
+    reads = ("tis_clip", "tis_clip_low", "tis_mode", "tis_level", "custom_tis_function_path")
 
     def check(self, loss: LossArguments, errors: Any) -> None:
         """Also check the bounds."""
@@ -92,7 +94,9 @@ class Truncation(Correction):
         _check_order(loss, "tis_clip_low", "tis_clip", errors)
 
     def formula(self, loss: LossArguments) -> list[str]:
-        """Return the bounded ratio."""
+        """Return the bounded ratio, or the user's function."""
+        if loss.custom_tis_function_path is not None:
+            return [f"w = {loss.custom_tis_function_path}(p_old, p_engine)"]
         low, high = loss.tis_clip_low, loss.tis_clip
         bounded = {
             "truncate": f"clip(r, {low:g}, {high:g})",
@@ -102,6 +106,11 @@ class Truncation(Correction):
 
     def weigh(self, loss: LossArguments, ratios: Ratios) -> Weights:
         """Bound the ratios; ``tis`` and ``tis_clipfrac`` are logged."""
+        if loss.custom_tis_function_path is not None:
+            from miles.objective.hooks import custom_importance_weights
+
+            weights = custom_importance_weights(loss.custom_tis_function_path, loss, ratios)
+            return Weights(weights, {"tis": weights})
         ratio = importance_ratio(ratios, loss.tis_level)
         outside = (ratio < loss.tis_clip_low) | (ratio > loss.tis_clip)
         if loss.tis_mode == "truncate":
@@ -200,7 +209,7 @@ def weigh(corrections: Sequence[Correction], loss: LossArguments, ratios: Ratios
     return Weights(weights, logged)
 
 
-def mismatch(loss: LossArguments, ratios: Ratios, old_log_probs: torch.Tensor) -> dict[str, torch.Tensor]:
+def mismatch(loss: LossArguments, ratios: Ratios) -> dict[str, torch.Tensor]:
     """Measure how far the trainer is from the engine, per token [R], on the original masks.
 
     ``is_ratio`` and ``is_ratio_square`` are always there: ``ess_ratio`` is made of their means. With
@@ -214,7 +223,7 @@ def mismatch(loss: LossArguments, ratios: Ratios, old_log_probs: torch.Tensor) -
             "mismatch_kl": -log_ratio,
             "mismatch_k3_kl": log_ratio.expm1() - log_ratio,
             "mismatch_chi2": ratio.square() - 1.0,
-            "train_log_ppl": -old_log_probs,
+            "train_log_ppl": -ratios.old_log_probs,
             "rollout_log_ppl": -ratios.micro.rollout_log_probs,
         }
     return values
@@ -222,8 +231,9 @@ def mismatch(loss: LossArguments, ratios: Ratios, old_log_probs: torch.Tensor) -
 
 def ratios_of(micro: MicroBatch, log_ratio: torch.Tensor, old_log_probs: torch.Tensor) -> Ratios:
     """Compute both ratios. ``log_ratio`` is log current - log old, masked; ``old_log_probs`` are the trainer's; [R]."""
-    importance = masked_log_ratio(old_log_probs.detach(), micro.rollout_log_probs, micro.loss_mask)
-    return Ratios(importance, log_ratio.detach(), micro)
+    old_log_probs = old_log_probs.detach()
+    importance = masked_log_ratio(old_log_probs, micro.rollout_log_probs, micro.loss_mask)
+    return Ratios(importance, log_ratio.detach(), old_log_probs, micro)
 
 
 def importance_ratio(ratios: Ratios, level: ImportanceLevel) -> torch.Tensor:
@@ -250,4 +260,4 @@ _LEVELS: dict[ImportanceLevel, str] = {
 def _check_order(loss: LossArguments, low: str, high: str, errors: Any) -> None:
     if getattr(loss, low) > getattr(loss, high):
         rule = f"is above {flag_name(high)} {getattr(loss, high):g}"
-        errors.refuse(low, getattr(loss, low), rule, "give bounds of which the lower is lower")
+        errors.refuse(low, getattr(loss, low), rule, "give a lower bound that is below the upper")

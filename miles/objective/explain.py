@@ -34,6 +34,9 @@ def objective_terms(loss: LossArguments, shape: StepShape) -> list[Term]:
         return [whole, *_advantages(objective, shape)]
     if loss.loss_type == "policy_loss":
         return [*_policy_loss(objective, shape), *_advantages(objective, shape)]
+    if loss.loss_type == "custom_loss":
+        whole = Term(f"loss = {loss.custom_loss_function_path}(log p, log p_old, A, ...)", "miles.objective.hooks")
+        return [whole, *aggregation_formula("reduce(l)", loss, shape), *_advantages(objective, shape)]
     raise ValueError(f"--loss-type {loss.loss_type}: no such loss")
 
 
@@ -63,7 +66,7 @@ def _advantages(objective: Objective, shape: StepShape) -> list[Term]:
     terms = [*value_loss_formula(loss, shape)] if objective.needs.values else []
     terms += objective.estimator.formula(loss)
     if loss.normalize_advantages and loss.loss_type != "value_loss":
-        text = "A is whitened: (A - mean) / std over the unmasked tokens of the step"
+        text = "A is whitened: (A - mean) / std over the loss tokens of the step"
         terms.append(Term(text, "miles.objective.token_advantages"))
     return terms
 
@@ -74,12 +77,13 @@ def objective_in_words(loss: LossArguments, shape: StepShape) -> str:
         "policy_loss": "the clipped policy-gradient loss",
         "value_loss": "the critic's clipped squared error",
         "sft_loss": "the negative log-likelihood",
+        "custom_loss": f"your loss {loss.custom_loss_function_path}",
     }[loss.loss_type]
     if loss.custom_pg_loss_reducer_function_path is not None:
         how = f"reduced by your function {loss.custom_pg_loss_reducer_function_path}"
     else:
         how = MODES[loss.loss_aggregation].words
-    sentences = [f"Each step of {shape.num_trajectories} rollouts minimizes {what}, {how}."]
+    sentences = [f"Each step of {shape.num_trajectories} trajectories minimizes {what}, {how}."]
     if loss.has_critic and loss.loss_type == "policy_loss":
         sentences.append("A critic learns the return of every token beside it.")
     if loss.kl_coef:

@@ -31,8 +31,8 @@ def masked_log_ratio(log_probs: torch.Tensor, reference: torch.Tensor, loss_mask
     """Subtract log-probs in a form that is safe to exponentiate.
 
     Returns:
-        ``log_probs - reference`` in fp32, [R], within +-80; 0 without gradient where ``loss_mask`` is 0. What is masked
-        may be anything, NaN and infinities included; what is not masked must be a number.
+        ``log_probs - reference`` in fp32, [R], within +-80; 0 without gradient where ``loss_mask`` is 0. Masked values
+        may be anything, NaN and infinities included; the others must be numbers.
     """
     difference = log_probs.float() - reference.float()
     return difference.masked_fill(loss_mask == 0, 0.0).clamp(-_BOUND, _BOUND)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from miles.objective.aggregation import get_pg_loss_reducer, get_sum_of_sample_mean, is_per_token
+from miles.objective.aggregation import (
+    get_default_pg_loss_reducer,
+    get_pg_loss_reducer,
+    get_sum_of_sample_mean,
+    is_per_token,
+)
 from miles.objective.corrections import mismatch, ratios_of, weigh
 from miles.objective.kl import approximate_kl, masked_log_ratio
 from miles.objective.output import LossOutput
 from miles.objective.policy_losses.base import PolicyTokens
+from miles.objective.sequences import count_once, gather_whole, whole_responses
 
 if TYPE_CHECKING:
     import torch
@@ -31,12 +37,14 @@ def policy_loss_function(
     token mean under ``token_mean``, so that runs of different modes stay comparable.
 
     Args:
-        objective: What the run computes.
+        objective: The run's objective.
         micro: The micro-batch.
         log_probs: Log-probs of the current policy, [R], with a graph.
         entropy: Its entropy, [R]. None if it is not known: it is then not reported, and its coefficient must be 0.
         canary: The scalar 0 of canary.py, if the step is watched.
     """
+    if objective.policy_loss.sees_whole_samples and micro.context.size > 1:
+        return _evaluated_whole(objective, micro, log_probs, entropy, canary)
     loss = objective.flags
     reduce = get_sum_of_sample_mean(micro, is_per_token(loss))
     old_log_probs = log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs
@@ -46,13 +54,14 @@ def policy_loss_function(
     ratios = ratios_of(micro, log_ratio, old_log_probs)
     weights, logged = weigh(objective.corrections, loss, ratios)
     token_losses = token_losses * weights
-    logged |= mismatch(loss, ratios, old_log_probs.detach())
+    logged |= mismatch(loss, ratios)
+    if clipped is not None:
+        logged["pg_clipfrac"] = clipped
     if canary is not None:
         token_losses = token_losses + canary
     total = pg_loss = get_pg_loss_reducer(loss, micro)(token_losses)
     metrics = {
         "pg_loss": pg_loss,
-        "pg_clipfrac": reduce(clipped),
         "ppo_kl": reduce(-log_ratio),
         "train_rollout_logprob_abs_diff": reduce((old_log_probs - micro.rollout_log_probs).abs()),
         **{name: reduce(values) for name, values in logged.items()},
@@ -69,6 +78,27 @@ def policy_loss_function(
             total = total + loss.kl_loss_coef * kl_loss
     metrics["loss"] = total
     return LossOutput(total, {name: value.detach() for name, value in metrics.items()})
+
+
+def _evaluated_whole(
+    objective: Objective,
+    micro: MicroBatch,
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor | None,
+    canary: torch.Tensor | None,
+) -> LossOutput:
+    """The loss of the whole samples on every rank that shares them, counted once.
+
+    The gradient of each rank is that of its own log-probs, so the gradients add up to the whole. The canary is added to
+    this rank's tokens alone, because it has the same gradient on every rank.
+    """
+    whole = gather_whole(micro)
+    whole_entropy = None if entropy is None else whole_responses(entropy, micro)
+    output = policy_loss_function(objective, whole, whole_responses(log_probs, micro), whole_entropy)
+    total = count_once(output.loss, micro)
+    if canary is not None:
+        total = total + get_default_pg_loss_reducer(objective.flags, micro)(canary.expand(micro.loss_mask.shape))
+    return LossOutput(total, {name: count_once(value, micro) for name, value in output.metrics.items()})
 
 
 def _token_kl(loss: LossArguments, micro: MicroBatch, log_probs: torch.Tensor) -> torch.Tensor:

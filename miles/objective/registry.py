@@ -58,9 +58,9 @@ class Choice(ABC):
     Attributes:
         flag: The field of ``LossArguments`` that chooses.
         name: The value of the flag.
-        summary: What it does, for ``--help``.
+        summary: A few words for ``--help``.
         reads: The flags that it reads. A flag that other choices read and this one does not is refused if it is set.
-        instead: What to use in place of a flag that it does not read, where that is not another choice.
+        instead: What to use in place of a flag that it does not read, if that is not another choice.
         own_flags: A frozen dataclass of flags, declared in the same file. It becomes a part of ``LossArguments``.
     """
 

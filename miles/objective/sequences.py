@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
     from miles.train_batch import MicroBatch
+
+_COLUMNS = ("loss_mask", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "returns")
 
 
 def whole_responses(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
@@ -18,6 +21,35 @@ def whole_responses(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     whole = values.new_zeros(sum(micro.response_lengths))
     mine = whole.index_put((micro.response_index,), values)
     return mine + (micro.context.sum(mine) - mine.detach()) if micro.context.size > 1 else mine
+
+
+def gather_whole(micro: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with whole responses, as a rank by itself would have it; collective in its context group.
+
+    The token axis, which the model reads, stays this rank's. Masked tokens hold 0 in the gathered columns.
+    """
+    from miles.parallel.groups import ALONE
+
+    held = micro.loss_mask == 0
+    columns = {name: getattr(micro, name) for name in _COLUMNS}
+    gathered: dict[str, Any] = {
+        name: whole_responses(column.masked_fill(held, 0.0), micro)
+        for name, column in columns.items()
+        if column is not None
+    }
+    lengths = micro.sample_index.new_tensor(micro.response_lengths)
+    return replace(
+        micro,
+        sample_index=(lengths.new_ones(lengths.shape).cumsum(0) - 1).repeat_interleave(lengths),
+        response_index=lengths.new_ones(sum(micro.response_lengths)).cumsum(0) - 1,
+        context=ALONE,
+        **gathered,
+    )
+
+
+def count_once(value: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """Keep ``value``, which all ranks that share the samples have, on the first; keep its gradient on all of them."""
+    return value if micro.context.rank == 0 else value - value.detach()
 
 
 def sequence_sums(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:

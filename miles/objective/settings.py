@@ -13,7 +13,7 @@ from miles.objective.estimators import ESTIMATORS
 from miles.objective.kl import KlEstimator
 from miles.objective.policy_losses import POLICY_LOSSES
 
-LossType = Literal["policy_loss", "value_loss", "sft_loss"]
+LossType = Literal["policy_loss", "value_loss", "sft_loss", "custom_loss"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class CommonFlags:
     """loss: the flags that belong to no single estimator or policy loss."""
 
     loss_type: LossType = flag(
-        "policy_loss", "policy gradient; the critic's value loss alone, the policy stays; or supervised fine-tuning"
+        "policy_loss",
+        "policy gradient; the critic's value loss alone, the policy stays; supervised fine-tuning; or your own",
     )
     advantage_estimator: str = flag(
         "grpo", f"how rewards become advantages. {ESTIMATORS.help}", choices=tuple(ESTIMATORS)
@@ -64,6 +65,18 @@ class CommonFlags:
     custom_pg_loss_reducer_function_path: Optional[str] = flag(
         None,
         "your reducer of the policy loss, module:function or module.function; takes precedence over the aggregation",
+    )
+    custom_advantage_function_path: Optional[str] = flag(
+        None, "your advantages, of samples or of tokens (docs/objective-hooks.md), module:function or module.function"
+    )
+    custom_policy_loss_function_path: Optional[str] = flag(
+        None, "your token losses, in place of --policy-loss, module:function or module.function"
+    )
+    custom_loss_function_path: Optional[str] = flag(
+        None, "your whole loss, with --loss-type custom_loss, module:function or module.function"
+    )
+    custom_tis_function_path: Optional[str] = flag(
+        None, "your weights of token losses, with --use-tis, module:function or module.function"
     )
     use_opsm: bool = flag(
         False, "drop sequences of negative advantage whose KL from the old policy exceeds --opsm-delta"
@@ -110,12 +123,16 @@ class LossArguments(*reversed(POLICY_LOSSES.own_flags), *reversed(ESTIMATORS.own
     @property
     def estimates_by_token(self) -> bool:
         """Whether a token has an advantage of its own, made by the trainer before the first step of an iteration."""
-        return ESTIMATORS[self.advantage_estimator].estimates_by_token(self)
+        from miles.objective.chosen import build_objective
+
+        return build_objective(self).estimator.estimates_by_token(self)
 
     @property
     def normalizes_rewards(self) -> bool:
         """Whether rewards are compared within their prompt group, so that a group of one has no advantage."""
-        return ESTIMATORS[self.advantage_estimator].smallest_group(self) > 1
+        from miles.objective.chosen import build_objective
+
+        return build_objective(self).estimator.smallest_group(self) > 1
 
     @property
     def needs_reference(self) -> bool:

@@ -21,6 +21,7 @@ def check_sft(loss: LossArguments, errors: Any) -> None:
     """Refuse the flags of advantages and policy loss: saved answers are neither sampled, scored nor clipped."""
     ignored = (
         *("advantage_estimator", "policy_loss", "use_kl_loss", "entropy_coef", "get_mismatch_metrics"),
+        *("custom_advantage_function_path", "custom_policy_loss_function_path", "custom_loss_function_path"),
         *ESTIMATORS.reads,
         *POLICY_LOSSES.reads,
         *(correction.switch for correction in CORRECTIONS),

@@ -21,7 +21,7 @@ from miles.objective.settings import LossArguments
 
 @dataclass(frozen=True)
 class SampleTokens:
-    """What is known of one sample's response; arrays are [response]."""
+    """The scores of one sample's response; arrays are [response]."""
 
     trajectory_id: int
     reward: float  # of TrainBatch.rewards
@@ -48,7 +48,7 @@ def token_advantages(objective: Objective, samples: Sequence[SampleTokens]) -> S
     step.
 
     Args:
-        objective: What the run computes.
+        objective: The run's objective.
         samples: The samples of the step, those of a trajectory in their order.
     """
     loss = objective.flags
@@ -116,7 +116,7 @@ def _kl(loss: LossArguments, sample: SampleTokens) -> np.ndarray:
 def _by_sample(
     samples: Sequence[SampleTokens], trajectories: Sequence[_Trajectory], columns: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """The tokens of each trajectory back where they stand in its samples."""
+    """Put the tokens of each trajectory back into its samples."""
     found = [np.zeros(len(sample.loss_mask), np.float32) for sample in samples]
     for trajectory, column in zip(trajectories, columns, strict=True):
         start = 0

@@ -33,6 +33,7 @@ def check_value_loss(loss: LossArguments, errors: Any) -> None:
     ignored = (
         *("policy_loss", "entropy_coef", "get_mismatch_metrics", "use_kl_loss", "normalize_advantages"),
         *("custom_pg_loss_reducer_function_path", "pg_loss_divisor", "loss_canary"),
+        *("custom_policy_loss_function_path", "custom_loss_function_path"),
         *POLICY_LOSSES.reads,
         *(correction.switch for correction in CORRECTIONS),
     )
@@ -48,7 +49,7 @@ def value_loss_formula(loss: LossArguments, shape: StepShape) -> list[Term]:
         f"v_it = max((V - G)², ({clip} - G)²), G = A + V_old before any whitening",
     ]
     if shape.critic_only_iterations:
-        lines.append(f"the first {shape.critic_only_iterations} rollouts train the critic alone")
+        lines.append(f"the first {shape.critic_only_iterations} iterations train the critic alone")
     return [Term(line, __name__) for line in lines]
 
 

@@ -80,7 +80,7 @@ def generalized_advantages(
             row[longest - len(numbers) :] = numbers
         return found
 
-    # Trajectories stand at the end of their rows, so that one walk backwards meets all of them at their last token.
+    # Rows are padded at their start, so that one walk backwards begins at the last token of every trajectory.
     reward, value = at_the_end(rewards), at_the_end(values)
     advantages = np.zeros_like(reward)
     following = np.zeros((2, len(rewards)))  # advantage and value of the token after

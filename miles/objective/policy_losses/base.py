@@ -32,16 +32,22 @@ class PolicyTokens:
 
 
 class TokenLosses(NamedTuple):
-    """Losses [R], and whether each token was clipped (0/1, without a graph), [R]; both fp32."""
+    """Losses [R], and whether each token was clipped (0/1, without a graph), [R], if it is known; both fp32."""
 
     losses: torch.Tensor
-    clipped: torch.Tensor
+    clipped: torch.Tensor | None
 
 
 class PolicyLoss(Choice):
-    """A policy loss."""
+    """A policy loss.
+
+    Attributes:
+        sees_whole_samples: Whether it must be given whole responses also where context parallelism has cut them. Then
+            every rank of the context group evaluates all of them.
+    """
 
     flag: ClassVar[str] = "policy_loss"
+    sees_whole_samples: ClassVar[bool] = False
 
     def needs(self, flags: Any) -> Needs:
         """Ask for the entropy, which is reported even if its coefficient is 0."""
