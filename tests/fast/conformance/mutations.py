@@ -187,7 +187,7 @@ MUTATIONS: dict[str, Mutation] = {
     mutation.fault: mutation
     for mutation in (
         Mutation(
-            "a rollout's samples are averaged one by one",
+            "a trajectory's samples are averaged one by one",
             case(batch="compacted"),
             True,
             (denominators(_own_samples_only),),
@@ -226,7 +226,7 @@ MUTATIONS: dict[str, Mutation] = {
             (denominators(lambda d, given: replace(d, num_loss_tokens=sum(max(c, 1) for c in given["token_counts"]))),),
         ),
         Mutation(
-            "a fully masked rollout does not count in N",
+            "a fully masked trajectory does not count in N",
             case(**MASKED),
             True,
             (
@@ -344,7 +344,7 @@ MUTATIONS: dict[str, Mutation] = {
             ((packed_attention, "causal_lower_right", lambda _: causal_upper_left),),
         ),
         Mutation(
-            "positions do not start anew in each sample",
+            "positions do not restart in each sample",
             case(layout="alone, packed"),
             False,
             (micro_batch(lambda m: replace(m, position_ids=torch.arange(len(m.position_ids)))),),
