@@ -21,9 +21,8 @@ import torch
 
 from miles.batching.collate import collate
 from miles.cluster.cpu_tuning import malloc_environment
-from miles.objective.aggregation import get_pg_loss_reducer, step_denominators
-from miles.objective.reducers import Reducer
-from miles.objective.settings import Aggregation, LossArguments
+from miles.objective.aggregation import Aggregation, Reducer, get_pg_loss_reducer, step_denominators
+from miles.objective.settings import LossArguments
 from miles.train_batch import MicroBatch, TrainBatch
 
 GROUP = 8  # rollouts a prompt
@@ -56,7 +55,7 @@ def step(mode: Aggregation, samples: int, longest: int) -> MicroBatch:
         rewards=[0.0] * samples,
         group_indices=groups,
         trajectory_ids=rollouts,
-        places=rollouts,
+        position_in_step=rollouts,
         **vars(denominators),
     )
     return collate(batch, range(samples), torch.device("cpu"))

@@ -11,8 +11,7 @@ from typing import get_args
 import matplotlib
 import numpy as np
 
-from miles.objective.aggregation import step_denominators
-from miles.objective.settings import Aggregation
+from miles.objective.aggregation import Aggregation, step_denominators
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first

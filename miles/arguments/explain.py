@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from miles.arguments.checkpoint import explain_checkpoint
 from miles.arguments.cluster import explain_cluster
@@ -15,9 +15,8 @@ from miles.arguments.sglang.settings import explain_servers
 from miles.arguments.tracking import explain_tracking
 from miles.arguments.training import explain_step, unused_in_training
 from miles.arguments.validate import Validated
-from miles.objective.explain import clip_bounds, objective_formula, objective_in_words, token_weights
-
-__all__ = ["explain", "objective_formula", "objective_in_words"]
+from miles.objective.aggregation import token_weights
+from miles.objective.explain import objective_in_words, objective_terms, objective_without_effect
 
 WIDTH = 110
 
@@ -26,7 +25,7 @@ def explain(validated: Validated) -> str:
     """Return the text that ``--explain`` prints."""
     settings = validated.settings
     parts = [
-        ("Objective", [objective_in_words(settings), "", *objective_formula(settings).splitlines()]),
+        ("Objective", [objective_in_words(settings.loss, settings.step_shape), "", *_formula(settings)]),
         ("Weight of one token", _weights(settings)),
         ("Batch", _batch(settings)),
         ("Read as", list(validated.notes)),
@@ -42,6 +41,17 @@ def _part(title: str, lines: Iterable[str]) -> str:
     return "\n".join([title, *(f"  {line}".rstrip() for line in wrapped)])
 
 
+def _formula(settings: Settings) -> list[str]:
+    """Each term, and the file that computes it."""
+    terms = objective_terms(settings.loss, settings.step_shape)
+    column = min(60, max(len(term.text) for term in terms)) + 2
+    lines = []
+    for term in terms:
+        line = f"{term.text:<{column}}[{term.file}]"
+        lines += [line] if len(line) <= WIDTH else [term.text, f"{'':<{column}}[{term.file}]"]
+    return lines
+
+
 def _weights(settings: Settings) -> list[str]:
     longest = settings.rollout.rollout_max_response_len
     assert longest is not None
@@ -50,7 +60,7 @@ def _weights(settings: Settings) -> list[str]:
         f"half of the prompts mixed (answers of {short} and of {longest} tokens), half with answers of {longest} only:",
         f"{'':14}{'short, mixed':>14}{'long, mixed':>14}{'all long':>14}",
     ]
-    for mode, weights in token_weights(settings, short, longest).items():
+    for mode, weights in token_weights(settings.loss, settings.step_shape, short, longest).items():
         custom = settings.loss.custom_pg_loss_reducer_function_path is not None
         mark = "  <- this run" if mode == settings.loss.loss_aggregation and not custom else ""
         lines.append(f"{mode:14}" + "".join(f"{weight:>14.2e}" for weight in weights) + mark)
@@ -70,27 +80,10 @@ def _batch(settings: Settings) -> list[str]:
 def without_effect(settings: Settings) -> list[str]:
     """List settings that are valid and change nothing in this run, each with the reason."""
     return [
-        *_unused_in_loss(settings),
+        *objective_without_effect(settings.loss, settings.step_shape),
         *unused_in_rollout(settings.rollout),
         *unused_in_training(settings.training, settings.dims.replicas),
     ]
-
-
-def _unused_in_loss(settings: Settings) -> Iterator[str]:
-    loss = settings.loss
-    if loss.loss_type == "policy_loss" and settings.steps_per_iteration == 1:
-        low, high = clip_bounds(loss)
-        yield f"clip range [{low:g}, {high:g}]: one step per iteration, so the ratio is 1 and nothing is clipped"
-        if loss.eps_clip_c is not None:
-            yield "--eps-clip-c: the same"
-        if loss.advantage_estimator == "gspo":
-            yield "--advantage-estimator gspo: one step per iteration, so every ratio is 1, as under grpo"
-        if loss.use_opsm:
-            yield "--use-opsm: one step per iteration, so no sequence differs from the old policy"
-    if loss.has_critic and settings.steps_per_iteration == 1:
-        yield "--value-clip: one step per iteration, so the critic's values are the old ones and nothing is clipped"
-    if loss.custom_pg_loss_reducer_function_path is not None:
-        yield "--loss-canary: the sum of your reducer's weights is not known beforehand, so nothing is checked"
 
 
 def _files(settings: Settings) -> list[str]:

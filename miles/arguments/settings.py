@@ -19,7 +19,7 @@ from miles.arguments.sglang.settings import SglangArguments
 from miles.arguments.tracking import TrackingArguments
 from miles.arguments.training import TrainingArguments
 from miles.flags import collect_errors, refuse
-from miles.objective.settings import LossArguments
+from miles.objective.settings import LossArguments, StepShape
 from miles.parallel.dims import ParallelDims
 
 
@@ -61,6 +61,16 @@ class Settings:
     def steps_per_iteration(self) -> int:
         """Optimizer steps per iteration."""
         return self.trajectories_per_iteration // self.global_batch_size
+
+    @property
+    def step_shape(self) -> StepShape:
+        """What the objective knows of a run beside its own flags. Valid after validation."""
+        return StepShape(
+            num_trajectories=self.global_batch_size,
+            samples_per_prompt=self.rollout.n_samples_per_prompt,
+            steps_per_iteration=self.steps_per_iteration,
+            critic_only_iterations=self.critic.num_critic_only_steps,
+        )
 
     def trains_policy(self, iteration: int) -> bool:
         """Return whether the policy learns in ``iteration``, or only the critic."""

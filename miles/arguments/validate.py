@@ -19,6 +19,7 @@ from miles.arguments.checkpoint import check_checkpoint
 from miles.arguments.cluster import check_cluster, check_offload, notes_on_cluster
 from miles.arguments.data import check_data
 from miles.arguments.evaluation import check_evaluation
+from miles.arguments.loss_rules import check_loss
 from miles.arguments.megatron.rules import check_megatron
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import check_model
@@ -31,8 +32,7 @@ from miles.arguments.sglang.rules import can_count_engines, check_engine
 from miles.arguments.tracking import check_tracking
 from miles.arguments.training import check_training, fill_global_batch_size, notes_on_training
 from miles.flags import Errors
-from miles.objective.aggregation_flags import reconcile_aggregation
-from miles.objective.loss_rules import check_loss
+from miles.objective.aggregation import reconcile_aggregation
 from miles.objective.settings import LossArguments
 from miles.parallel.dims import ParallelDims
 
@@ -109,8 +109,7 @@ def _dims(settings: Settings, errors: Errors) -> ParallelDims | None:
 
 def _reconcile(settings: Settings, errors: Errors) -> tuple[Settings, list[str]]:
     """Check the loss, and replace what is implied or has another name by what it means; notes say what."""
-    with errors.catching():
-        check_loss(settings)
+    check_loss(settings, errors)
     if not errors.none_about(
         "rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout"
     ):

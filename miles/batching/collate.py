@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from miles.objective.advantages import grpo_advantages
+from miles.objective.estimators.base import spread_over_tokens
 from miles.objective.sequences import whole_responses
 from miles.parallel.context_parallel import gathered_index, zigzag_positions
 from miles.parallel.groups import ALONE, ContextGroup
@@ -50,7 +50,7 @@ def collate(
     sample_index = tensor(layout.sample_index, torch.int64)
     advantages = if_given(part.advantages)
     if advantages is None:
-        advantages = grpo_advantages(tensor(part.rewards, torch.float32), sample_index)
+        advantages = spread_over_tokens(tensor(part.rewards, torch.float32), sample_index)
     return MicroBatch(
         input_ids=tensor(layout.input_ids, torch.int64),
         position_ids=tensor(layout.position_ids, torch.int64),

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from miles.objective.advantages import check_rewards, normalize_rewards
-from miles.objective.aggregation import step_denominators
+from miles.objective.aggregation import needs_whole_groups, step_denominators
+from miles.objective.chosen import build_objective
+from miles.objective.estimators.base import SampleRewards
 from miles.objective.settings import LossArguments
 from miles.sample import PromptGroup, Sample
 from miles.train_batch import TrainBatch
@@ -44,7 +45,7 @@ def convert(groups: Sequence[PromptGroup], *, loss: LossArguments, global_batch_
     assert global_batch_size >= 1
     trajectories = _trajectories(groups, loss)
     steps = [trajectories[i : i + global_batch_size] for i in range(0, len(trajectories), global_batch_size)]
-    if loss.loss_aggregation == "prompt_mean":
+    if needs_whole_groups(loss):
         _check_groups_whole(steps, groups, global_batch_size)
     return [_train_batch([row for trajectory in step for row in trajectory], loss) for step in steps]
 
@@ -53,9 +54,10 @@ def _trajectories(groups: Sequence[PromptGroup], loss: LossArguments) -> list[li
     """Return the rows of each trajectory, in the order of groups and of the trajectory's first sample."""
     samples = [sample for group in groups for sample in group.samples]
     trajectory_ids = [_checked_trajectory_id(sample) for sample in samples]
-    rewards = _rewards(_raw_rewards(groups, loss), [s.group_index for s in samples], trajectory_ids, loss)
+    rewards = SampleRewards(_raw_rewards(groups, loss), [s.group_index for s in samples], trajectory_ids)
+    advantages = build_objective(loss).sample_advantages(rewards)
     trajectories: dict[int, list[_Row]] = {}
-    for row in map(_Row, samples, trajectory_ids, rewards):
+    for row in map(_Row, samples, trajectory_ids, advantages):
         trajectories.setdefault(row.trajectory_id, []).append(row)
     for trajectory_id, rows in trajectories.items():
         owners = {row.sample.group_index for row in rows}
@@ -73,14 +75,6 @@ def _raw_rewards(groups: Sequence[PromptGroup], loss: LossArguments) -> list[flo
     if loss.loss_type == "sft_loss":  # fine-tuning reads no rewards, and its samples need not have any
         return [0.0 for group in groups for _ in group.samples]
     return [reward for group in groups for reward in group.rewards]
-
-
-def _rewards(raw: list[float], group_indices: list[int], trajectory_ids: list[int], loss: LossArguments) -> list[float]:
-    check_rewards(raw, group_indices, trajectory_ids)
-    if loss.loss_type == "sft_loss" or not loss.normalizes_rewards:
-        return raw
-    std = not (loss.disable_grpo_std_normalization or loss.advantage_estimator == "reinforce_plus_plus_baseline")
-    return normalize_rewards(raw, group_indices, trajectory_ids, std=std)
 
 
 def _check_groups_whole(

@@ -16,7 +16,7 @@ from miles.arguments.settings import Settings
 from miles.arguments.training import TrainingArguments
 from miles.batching.convert import convert
 from miles.objective.canary import CanarySchedule
-from miles.objective.policy_objective import samples_with_gradient
+from miles.objective.chosen import build_objective
 from miles.parallel.context_parallel import padded_length
 from miles.parallel.dynamic_context_parallel import plan_dynamic_context_parallel
 from miles.sample import PromptGroup
@@ -44,7 +44,9 @@ def build_shards(
     for batch in batches:
         # An auxiliary loss (MoE balancing, MTP) gives every sample a gradient.
         has_gradient = (
-            None if settings.megatron.has_auxiliary_loss else samples_with_gradient(settings.loss, batch.rewards)
+            None
+            if settings.megatron.has_auxiliary_loss
+            else build_objective(settings.loss).samples_with_gradient(batch.rewards)
         )
         steps.append(
             schedule_step(

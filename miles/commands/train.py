@@ -25,10 +25,10 @@ def main(argv: Sequence[str]) -> int:
     """
     validated = main_parse(argv)
     from miles.cluster.failures import exit_with_message  # imports Ray and torch
-    from miles.objective.hooks import check_custom_reducer
+    from miles.objective.hooks import check_hooks
 
     with exit_with_message(validated.settings.checkpoint):
-        check_custom_reducer(validated.settings.loss)
+        check_hooks(validated.settings.loss)
         for note in validated.notes:
             print(f"note: {note}")
         run(validated.settings)
@@ -65,7 +65,11 @@ def train(settings: Settings, placement: Placement) -> None:
             rollout.release_memory()  # the trainer is built in the memory that this frees
         total_steps = rollout.num_iterations * settings.steps_per_iteration
         header = RunHeader.from_sections(
-            "miles", settings, objective_in_words(settings), objective_formula(settings), total_steps
+            "miles",
+            settings,
+            objective_in_words(settings.loss, settings.step_shape),
+            objective_formula(settings.loss, settings.step_shape),
+            total_steps,
         )
         with (
             TrainDriver(settings, placement, workers, total_steps) as trainer,

@@ -1,0 +1,1 @@
+"""What a run computes: advantages, token losses, corrections, aggregation, KL and entropy."""

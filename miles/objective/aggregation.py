@@ -1,31 +1,132 @@
-"""How per-token losses become the loss of a step: the four aggregation modes and the user's own reducer.
+"""Aggregate token losses into the loss of a step: ``--loss-aggregation``, from the flag to the divisor.
 
-All modes are one formula, ``1/N sum_i S_i / sample_denoms[i]``, with denominators that are computed once over the whole
-step, before anything is split (docs/loss-aggregation.md).
+All four modes are one formula, ``1/N sum_i S_i / sample_denoms[i]`` with ``S_i = sum_t m_it l_it``, and differ in the
+denominators alone. These are computed once over the whole step, before anything is split (docs/loss-aggregation.md):
+``reconcile_aggregation`` (the flags) -> ``step_denominators`` (batching/convert.py calls it) -> ``TrainBatch`` ->
+batching/collate.py -> ``get_pg_loss_reducer`` (policy_objective.py calls it).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from miles.objective.hooks import get_custom_pg_loss_reducer
-from miles.objective.reducers import Reducer, get_sum_of_sample_mean, per_sample_reducer
-from miles.objective.settings import Aggregation, LossArguments
-from miles.train_batch import MicroBatch
+from miles.flags import refuse
+from miles.objective.registry import Term
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles.objective.settings import LossArguments, StepShape
+    from miles.train_batch import MicroBatch
+
+Aggregation = Literal["sample_mean", "prompt_mean", "token_mean", "constant"]
+
+Reducer = Callable[["torch.Tensor"], "torch.Tensor"]
+"""Maps the flat per-token vector [R] of a micro-batch to its fp32 scalar share of the step's value."""
+
+
+# The modes: formula, denominators, mass ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """The loss tokens of a step: M_i per sample, M_r per trajectory, M_g per group."""
+
+    of_trajectory: Counter[int]
+    of_group: Counter[int]
+    trajectory_ids: Sequence[int]
+    group_indices: Sequence[int]
+    divisor: float | None
+
+    @property
+    def trajectories(self) -> int:
+        return len(self.of_trajectory)
+
+    @property
+    def groups(self) -> int:
+        return len(self.of_group)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.of_trajectory.values())
+
+    def per_trajectory(self) -> list[float]:
+        """``max(M_r, 1)`` of each sample's trajectory."""
+        return [float(max(self.of_trajectory[r], 1)) for r in self.trajectory_ids]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One mode.
+
+    Attributes:
+        formula: pg_loss of the step; ``symbols`` says what the counts in it are, ``words`` the same in a sentence.
+        denominators: ``sample_denoms`` of every sample.
+        mass: The sum that a token loss of 1 everywhere gives, derived from the formula, not from the denominators,
+            which it checks. A mean of ones is 1; a trajectory or prompt without a loss token keeps its place in the
+            mean and adds nothing.
+        whole_groups: Whether a step must hold whole groups.
+    """
+
+    formula: str
+    symbols: str
+    words: str
+    denominators: Callable[[_Counts], list[float]]
+    mass: Callable[[_Counts], float]
+    whole_groups: bool = False
+
+
+MODES: dict[Aggregation, Mode] = {
+    "sample_mean": Mode(  # GRPO (arXiv 2402.03300)
+        formula="1/N Σ_r 1/M_r Σ_(i in r, t) m_it l_it",
+        symbols="M_r = loss tokens of trajectory r",
+        words="averaged over the tokens of each trajectory, then over trajectories: every trajectory weighs the same",
+        denominators=lambda counts: counts.per_trajectory(),
+        mass=lambda counts: sum(count > 0 for count in counts.of_trajectory.values()) / counts.trajectories,
+    ),
+    "prompt_mean": Mode(  # DAPO's formula (2503.14476)
+        formula="1/P Σ_g 1/M_g Σ_(i in g, t) m_it l_it",
+        symbols="M_g = loss tokens of group g",
+        words="averaged over the tokens of each prompt's group, then over prompts: every prompt weighs the same",
+        denominators=lambda counts: [
+            max(counts.of_group[g], 1) * counts.groups / counts.trajectories for g in counts.group_indices
+        ],
+        mass=lambda counts: sum(count > 0 for count in counts.of_group.values()) / counts.groups,
+        whole_groups=True,
+    ),
+    "token_mean": Mode(  # DAPO's code
+        formula="1/T Σ_(i, t) m_it l_it",
+        symbols="T = loss tokens of the step",
+        words="averaged over all tokens of the step: every token weighs the same, so long answers weigh more",
+        denominators=lambda counts: [max(counts.tokens, 1) / counts.trajectories] * len(counts.trajectory_ids),
+        mass=lambda counts: 1.0,
+    ),
+    "constant": Mode(  # Dr.GRPO (2503.20783 Eq. 2)
+        formula="1/(L N) Σ_(i, t) m_it l_it",
+        symbols="L = {divisor:g}",
+        words="summed over tokens and divided by a constant: a token's weight does not depend on any length",
+        denominators=lambda counts: [_checked_divisor(counts.divisor)] * len(counts.trajectory_ids),
+        mass=lambda counts: counts.tokens / (_checked_divisor(counts.divisor) * counts.trajectories),
+    ),
+}
+
+
+_DIAGNOSTIC_MODES: tuple[Aggregation, ...] = ("sample_mean", "token_mean")  # of everything but pg_loss
 
 
 @dataclass(frozen=True)
 class StepDenominators:
     """The counts of a whole step. Field for field the columns and numbers of ``TrainBatch`` of the same names."""
 
-    sample_denoms: list[float]  # of pg_loss, one a sample
-    trajectory_token_counts: list[float]  # max(M_r, 1) of the sample's rollout
+    sample_denoms: list[float]  # of pg_loss, one per sample
+    trajectory_token_counts: list[float]  # max(M_r, 1) of the sample's trajectory
     num_trajectories: int  # N
     num_loss_tokens: int  # T
-    expected_loss_mass: float  # sum over all tokens of m / (N * denom): what a token loss of 1 everywhere adds up to
+    expected_loss_mass: float  # sum over all tokens of m / (N * denom)
 
 
 def step_denominators(
@@ -36,82 +137,26 @@ def step_denominators(
     group_indices: Sequence[int],
     divisor: float | None,
 ) -> StepDenominators:
-    """The denominators of one step from its samples: masked tokens M_i, rollout and prompt group of each, all [S].
+    """Compute the denominators of one step from its samples: loss tokens M_i, trajectory and prompt group of each, [S].
 
-    ``divisor`` is L of ``constant``; the other modes do not read it. Sources: GRPO (arXiv 2402.03300), DAPO
-    (2503.14476), Dr.GRPO (2503.20783 Eq. 2). The example is the one of ``TrainBatch``:
+    ``divisor`` is L of ``constant``; the other modes do not read it. The example is the one of ``TrainBatch``:
 
     >>> example = dict(token_counts=[2, 6, 4, 8], trajectory_ids=[0, 1, 2, 3], group_indices=[0, 0, 1, 1], divisor=None)
     >>> step_denominators("prompt_mean", **example).sample_denoms
     [4.0, 4.0, 6.0, 6.0]
     """
     assert len(token_counts) == len(trajectory_ids) == len(group_indices)
-    tokens_of_trajectory, tokens_of_group = Counter[int](), Counter[int]()
-    for count, rollout, group in zip(token_counts, trajectory_ids, group_indices, strict=True):
-        tokens_of_trajectory[rollout] += count
-        tokens_of_group[group] += count
-    rollouts, groups, tokens = len(tokens_of_trajectory), len(tokens_of_group), sum(token_counts)
-    trajectory_token_counts = [float(max(tokens_of_trajectory[r], 1)) for r in trajectory_ids]
-
-    if mode == "sample_mean":
-        denoms = trajectory_token_counts
-    elif mode == "prompt_mean":
-        denoms = [max(tokens_of_group[g], 1) * groups / rollouts for g in group_indices]
-    elif mode == "token_mean":
-        denoms = [max(tokens, 1) / rollouts] * len(token_counts)
-    else:
-        denoms = [_checked_divisor(divisor)] * len(token_counts)
-
-    mass = _loss_mass(mode, tokens_of_trajectory, tokens_of_group, divisor)
-    return StepDenominators(list(denoms), trajectory_token_counts, rollouts, tokens, mass)
-
-
-def _loss_mass(
-    mode: Aggregation,
-    tokens_of_trajectory: Mapping[int, int],
-    tokens_of_group: Mapping[int, int],
-    divisor: float | None,
-) -> float:
-    """What a token loss of 1 everywhere adds up to, read off the objective, not off the denominators it has to check.
-
-    A mean of ones is 1; a rollout or prompt without a token keeps its place in the mean and adds nothing.
-    """
-    tokens, rollouts = sum(tokens_of_trajectory.values()), len(tokens_of_trajectory)
-    if not tokens:
-        return 0.0
-    if mode == "sample_mean":
-        return sum(count > 0 for count in tokens_of_trajectory.values()) / rollouts
-    if mode == "prompt_mean":
-        return sum(count > 0 for count in tokens_of_group.values()) / len(tokens_of_group)
-    if mode == "token_mean":
-        return 1.0
-    return tokens / (_checked_divisor(divisor) * rollouts)
-
-
-def get_pg_loss_reducer(loss: LossArguments, micro: MicroBatch) -> Reducer:
-    """The reducer of pg_loss alone: the user's own where one is named, else that of ``--loss-aggregation``.
-
-    Raises ``ValueError`` if a mode that reads ``sample_denoms`` meets a micro-batch without them: another objective
-    than the one asked for is never computed instead.
-    """
-    if loss.custom_pg_loss_reducer_function_path is not None:
-        return get_custom_pg_loss_reducer(loss.custom_pg_loss_reducer_function_path, loss, micro)
-    if is_per_token(loss) or loss.loss_aggregation == "sample_mean":
-        return get_sum_of_sample_mean(micro, is_per_token(loss))
-    num_denoms = 0 if micro.sample_denoms is None else len(micro.sample_denoms)
-    if num_denoms != len(micro.response_lengths):
-        raise ValueError(
-            f"--loss-aggregation {loss.loss_aggregation}: the batch carries {num_denoms} sample_denoms for "
-            f"{len(micro.response_lengths)} samples, and without them the objective is not known; "
-            "let the converter keep one a sample (miles.objective.aggregation.step_denominators), "
-            "or use --loss-aggregation sample_mean"
-        )
-    return per_sample_reducer(micro, micro.sample_denoms)
-
-
-def is_per_token(loss: LossArguments) -> bool:
-    """Whether means are over the step's tokens: ``token_mean``, or its older name ``--calculate-per-token-loss``."""
-    return loss.calculate_per_token_loss or loss.loss_aggregation == "token_mean"
+    counts = _Counts(Counter(), Counter(), trajectory_ids, group_indices, divisor)
+    for count, trajectory, group in zip(token_counts, trajectory_ids, group_indices, strict=True):
+        counts.of_trajectory[trajectory] += count
+        counts.of_group[group] += count
+    return StepDenominators(
+        sample_denoms=MODES[mode].denominators(counts),
+        trajectory_token_counts=counts.per_trajectory(),
+        num_trajectories=counts.trajectories,
+        num_loss_tokens=counts.tokens,
+        expected_loss_mass=MODES[mode].mass(counts) if counts.tokens else 0.0,
+    )
 
 
 def _checked_divisor(divisor: float | None) -> float:
@@ -121,3 +166,283 @@ def _checked_divisor(divisor: float | None) -> float:
             "number above 0; give one, for example the longest response"
         )
     return float(divisor)
+
+
+def needs_whole_groups(loss: LossArguments) -> bool:
+    """Return whether the mode's mean would be lost if a step held a part of a group."""
+    return MODES[loss.loss_aggregation].whole_groups
+
+
+def aggregation_formula(name: str, loss: LossArguments, shape: StepShape) -> list[Term]:
+    """Return what the loss called ``name`` is, made of token losses, and what the counts in it are."""
+    n = f"N = {shape.num_trajectories} trajectories per step"
+    if loss.custom_pg_loss_reducer_function_path is not None:
+        path = loss.custom_pg_loss_reducer_function_path
+        return [Term(f"{name} = {path}(m, l)", "miles.objective.hooks"), Term(n, __name__)]
+    mode, counts = MODES[loss.loss_aggregation], [n]
+    if mode.whole_groups:
+        counts.append(f"P = {shape.num_trajectories // shape.samples_per_prompt} prompts per step")
+    counts.append(mode.symbols.format(divisor=loss.loss_aggregation_divisor or 0.0))
+    return [Term(f"{name} = {mode.formula}", __name__), Term(", ".join(counts), __name__)]
+
+
+def check_diagnostic_mode(loss: LossArguments, why: str, errors: Any) -> None:
+    """Refuse a mode that is for pg_loss alone, in a run without pg_loss."""
+    mode = loss.loss_aggregation if loss.loss_agg_mode is None else VERL_MODES[loss.loss_agg_mode]
+    if mode not in _DIAGNOSTIC_MODES:
+        name = "loss_aggregation" if loss.loss_agg_mode is None else "loss_agg_mode"
+        rule = f"would be ignored {why}, which knows {' and '.join(_DIAGNOSTIC_MODES)}"
+        errors.refuse(name, getattr(loss, name), rule, "use one of these two")
+
+
+def diagnostic_mode(loss: LossArguments) -> Mode:
+    """Return the mode of everything but pg_loss: the sample mean, or the token mean under ``token_mean``."""
+    return MODES["token_mean" if is_per_token(loss) else "sample_mean"]
+
+
+def token_weights(
+    loss: LossArguments, shape: StepShape, short: int, long: int
+) -> dict[Aggregation, tuple[float, float, float]]:
+    """Compute the weight of one token's loss under each mode, in three answers of an imagined step.
+
+    Half of the prompts are mixed: half of their answers have ``short`` tokens, half ``long``. The other prompts have
+    long answers only. The three: short in a mixed group, long in a mixed group, long among long ones. L is the run's
+    divisor, or ``long`` if it has none.
+    """
+    divisor = loss.loss_aggregation_divisor or float(long)
+    found: dict[Aggregation, tuple[float, float, float]] = {}
+    for mode in MODES:
+        step = step_denominators(
+            mode,
+            token_counts=[short, long, long, long],
+            trajectory_ids=[0, 1, 2, 3],
+            group_indices=[0, 0, 1, 1],
+            divisor=divisor,
+        )
+        a, b, c = (1 / (shape.num_trajectories * denominator) for denominator in step.sample_denoms[:3])
+        found[mode] = (a, b, c)
+    return found
+
+
+# From token losses to a scalar ---------------------------------------------------------------------------------------
+
+
+def get_pg_loss_reducer(loss: LossArguments, micro: MicroBatch) -> Reducer:
+    """Return the reducer of pg_loss alone: the user's own if one is named, else that of ``--loss-aggregation``.
+
+    Raises:
+        ValueError: If a mode that reads ``sample_denoms`` meets a micro-batch without them: another objective than the
+            one asked for is never computed instead.
+    """
+    if loss.custom_pg_loss_reducer_function_path is not None:
+        from miles.objective.hooks import get_custom_pg_loss_reducer
+
+        return get_custom_pg_loss_reducer(loss.custom_pg_loss_reducer_function_path, loss, micro)
+    return get_default_pg_loss_reducer(loss, micro)
+
+
+def get_default_pg_loss_reducer(loss: LossArguments, micro: MicroBatch) -> Reducer:
+    """Return the reducer of ``--loss-aggregation``. Raises ``ValueError`` as ``get_pg_loss_reducer``."""
+    if is_per_token(loss) or loss.loss_aggregation == "sample_mean":
+        return get_sum_of_sample_mean(micro, is_per_token(loss))
+    num_denoms = 0 if micro.sample_denoms is None else len(micro.sample_denoms)
+    if num_denoms != len(micro.response_lengths):
+        raise ValueError(
+            f"--loss-aggregation {loss.loss_aggregation}: the batch carries {num_denoms} sample_denoms for "
+            f"{len(micro.response_lengths)} samples, and without them the objective is not known; "
+            "let the converter keep one per sample (miles.objective.aggregation.step_denominators), "
+            "or use --loss-aggregation sample_mean"
+        )
+    return _per_sample_reducer(micro, micro.sample_denoms)
+
+
+def get_sum_of_sample_mean(micro: MicroBatch, calculate_per_token_loss: bool) -> Reducer:
+    """Return the default reducer: ``1/N sum_r 1/M_r sum_t m l``, or ``1/T sum_t m l`` per token.
+
+    A trajectory's mean is taken over all of its samples, on any rank. 1/N and 1/T are those of the whole step, so
+    the sum over micro-batches and ranks is the step's value.
+    """
+    if calculate_per_token_loss:
+        return weighted_sum(micro.loss_mask.float() / max(micro.num_loss_tokens, 1))
+    return _per_sample_reducer(micro, micro.trajectory_token_counts)
+
+
+def is_per_token(loss: LossArguments) -> bool:
+    """Return whether means are over the step's tokens: ``token_mean``, or its alias ``--calculate-per-token-loss``."""
+    return loss.calculate_per_token_loss or loss.loss_aggregation == "token_mean"
+
+
+def _per_sample_reducer(micro: MicroBatch, denominators: torch.Tensor) -> Reducer:
+    """``1/N sum_i S_i / denominators[i]`` with ``S_i = sum_t m_it l_it``; ``denominators`` is [S], above 0."""
+    per_sample = 1.0 / (denominators.float() * micro.num_trajectories)
+    return weighted_sum(per_sample.index_select(0, micro.sample_index).mul_(micro.loss_mask))
+
+
+def weighted_sum(weights: torch.Tensor) -> Reducer:
+    """Return ``sum_t weights[t] values[t]`` in fp32. Values of weight 0 are not read: they may be NaN.
+
+    >>> import torch
+    >>> weights = torch.tensor([0.5, 0.0, 0.25])
+    >>> float(weighted_sum(weights)(torch.tensor([1.0, float("nan"), 2.0])))
+    1.0
+    """
+
+    def reduce(values: torch.Tensor) -> torch.Tensor:
+        assert values.shape == weights.shape, f"{tuple(values.shape)} values for {tuple(weights.shape)} weights"
+        return values.float().masked_fill(weights == 0, 0.0).dot(weights)
+
+    return reduce
+
+
+# Which mode the flags ask for: three vocabularies in, one mode and its divisor out -----------------------------------
+
+# verl's name -> ours. Its sums over a sequence are ours with a constant divisor.
+VERL_MODES: dict[str, Aggregation] = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sample_mean",
+    "seq-mean-token-sum-norm": "constant",
+    "seq-mean-token-sum": "constant",
+}
+
+
+def reconcile_aggregation(
+    loss: LossArguments, max_response_len: int, trajectories_per_step: int, samples_per_prompt: int
+) -> tuple[LossArguments, list[str]]:
+    """Reduce the three vocabularies to one ``loss_aggregation``; return the flags without aliases, and notes.
+
+    Raises ``ValueError`` for every combination in which a flag would be ignored or the normalization undone
+    (docs/loss-aggregation.md has the table).
+    """
+    notes: list[str] = []
+    loss = _from_pg_loss_divisor(loss, notes)
+    loss = _from_verl(loss, max_response_len, notes)
+    _check_custom_reducer(loss)
+    _check_divisor(loss)
+    loss = _reconcile_per_token(loss, notes)
+    _check_whole_groups(loss, trajectories_per_step, samples_per_prompt)
+    return loss, notes
+
+
+def _from_pg_loss_divisor(loss: LossArguments, notes: list[str]) -> LossArguments:
+    divisor = loss.pg_loss_divisor
+    if divisor is None:
+        return loss
+    way_out = "give --loss-aggregation constant --loss-aggregation-divisor L alone"
+    if loss.loss_aggregation not in ("sample_mean", "constant"):
+        refuse("pg_loss_divisor", divisor, f"contradicts --loss-aggregation {loss.loss_aggregation}", way_out)
+    if loss.loss_agg_mode is not None:
+        refuse("pg_loss_divisor", divisor, f"contradicts --loss-agg-mode {loss.loss_agg_mode}", way_out)
+    if loss.loss_aggregation_divisor is not None:
+        rule = f"names the divisor twice, beside --loss-aggregation-divisor {loss.loss_aggregation_divisor:g}"
+        refuse("pg_loss_divisor", divisor, rule, way_out)
+    if loss.custom_pg_loss_reducer_function_path is not None:
+        rule = "would be ignored beside --custom-pg-loss-reducer-function-path"
+        refuse("pg_loss_divisor", divisor, rule, "keep one of the two")
+    _check_divisor_value("pg_loss_divisor", divisor)
+    notes.append(f"--pg-loss-divisor {divisor:g} is read as --loss-aggregation constant with divisor {divisor:g}")
+    return replace(loss, loss_aggregation="constant", loss_aggregation_divisor=divisor, pg_loss_divisor=None)
+
+
+def _from_verl(loss: LossArguments, max_response_len: int, notes: list[str]) -> LossArguments:
+    name, factor = loss.loss_agg_mode, loss.loss_scale_factor
+    if name is None:
+        if factor is not None:
+            way_out = "add --loss-agg-mode seq-mean-token-sum-norm, or use --loss-aggregation-divisor"
+            refuse("loss_scale_factor", factor, "would be ignored without --loss-agg-mode", way_out)
+        return loss
+    _check_verl_stands_alone(loss, name)
+    mode = VERL_MODES[name]
+    divisor: float | None = None
+    if name == "seq-mean-token-sum-norm":
+        divisor = _verl_divisor(factor, max_response_len, notes)
+    elif factor is not None:
+        way_out = "use seq-mean-token-sum-norm, or drop --loss-scale-factor"
+        refuse("loss_scale_factor", factor, f"would be ignored by --loss-agg-mode {name}", way_out)
+    elif name == "seq-mean-token-sum":
+        divisor = 1.0
+    suffix = "" if divisor is None else f" with divisor {divisor:g}"
+    notes.append(f"--loss-agg-mode {name} is read as --loss-aggregation {mode}{suffix}")
+    return replace(
+        loss, loss_aggregation=mode, loss_aggregation_divisor=divisor, loss_agg_mode=None, loss_scale_factor=None
+    )
+
+
+def _check_verl_stands_alone(loss: LossArguments, name: str) -> None:
+    if loss.custom_pg_loss_reducer_function_path is not None:
+        rule = "would be ignored: --custom-pg-loss-reducer-function-path takes precedence"
+        refuse("loss_agg_mode", name, rule, "drop one of the two")
+    if loss.calculate_per_token_loss and name != "token-mean":
+        rule = f"would divide the normalization of --loss-agg-mode {name} away"
+        refuse("calculate_per_token_loss", True, rule, "drop it, or use --loss-agg-mode token-mean")
+    if loss.loss_aggregation != "sample_mean":
+        rule = f"names the aggregation twice, beside --loss-aggregation {loss.loss_aggregation}"
+        refuse("loss_agg_mode", name, rule, "keep one of the two")
+    if loss.loss_aggregation_divisor is not None:
+        rule = f"cannot use --loss-aggregation-divisor {loss.loss_aggregation_divisor:g}"
+        refuse(
+            "loss_agg_mode", name, rule, "give the divisor as --loss-scale-factor, or use --loss-aggregation constant"
+        )
+
+
+def _verl_divisor(factor: float | None, max_response_len: int, notes: list[str]) -> float:
+    if factor is not None:
+        _check_divisor_value("loss_scale_factor", factor)
+        return factor
+    notes.append(
+        f"--loss-scale-factor is not given: --rollout-max-response-len {max_response_len} is used, as verl uses the "
+        "padded response length"
+    )
+    return float(max_response_len)
+
+
+def _check_custom_reducer(loss: LossArguments) -> None:
+    if loss.custom_pg_loss_reducer_function_path is not None and loss.loss_aggregation != "sample_mean":
+        rule = "would be ignored: --custom-pg-loss-reducer-function-path takes precedence"
+        refuse("loss_aggregation", loss.loss_aggregation, rule, "drop one of the two")
+
+
+def _check_divisor(loss: LossArguments) -> None:
+    mode, divisor = loss.loss_aggregation, loss.loss_aggregation_divisor
+    if mode != "constant":
+        if divisor is not None:
+            rule = f"would be ignored by --loss-aggregation {mode}"
+            way_out = "use --loss-aggregation constant, or drop --loss-aggregation-divisor"
+            refuse("loss_aggregation_divisor", divisor, rule, way_out)
+        return
+    if divisor is None:
+        way_out = "add --loss-aggregation-divisor L; the longest response, --rollout-max-response-len, is usual"
+        refuse("loss_aggregation", "constant", "needs the number that token losses are divided by", way_out)
+    else:
+        _check_divisor_value("loss_aggregation_divisor", divisor)
+
+
+def _check_divisor_value(field: str, divisor: float) -> None:
+    if not (math.isfinite(divisor) and divisor > 0):
+        refuse(field, divisor, "the divisor must be finite and above 0", "the longest response length is usual")
+
+
+def _reconcile_per_token(loss: LossArguments, notes: list[str]) -> LossArguments:
+    """``token_mean`` and the per-token path are one setting: each implies the other."""
+    mode, per_token = loss.loss_aggregation, loss.calculate_per_token_loss
+    if mode == "token_mean" and not per_token:
+        notes.append("--loss-aggregation token_mean sets --calculate-per-token-loss")
+    elif mode == "sample_mean" and per_token:
+        if loss.custom_pg_loss_reducer_function_path is not None:
+            return loss  # pg_loss does not use the mode; the reducer is given the switch, and diagnostics are per token
+        notes.append("--calculate-per-token-loss is --loss-aggregation token_mean: relabelled, same computation")
+    elif per_token and mode != "token_mean":
+        rule = f"would divide the normalization of --loss-aggregation {mode} away"
+        refuse("calculate_per_token_loss", True, rule, "drop it, or use --loss-aggregation token_mean")
+    if mode == "token_mean" or per_token:
+        return replace(loss, loss_aggregation="token_mean", calculate_per_token_loss=True)
+    return loss
+
+
+def _check_whole_groups(loss: LossArguments, trajectories_per_step: int, samples_per_prompt: int) -> None:
+    if loss.loss_aggregation == "prompt_mean" and trajectories_per_step % samples_per_prompt:
+        rule = (
+            f"a step of --global-batch-size {trajectories_per_step} rollouts could cut a prompt group of "
+            f"--n-samples-per-prompt {samples_per_prompt} in two"
+        )
+        way_out = f"make --global-batch-size a multiple of {samples_per_prompt}, or use another aggregation"
+        refuse("loss_aggregation", "prompt_mean", rule, way_out)

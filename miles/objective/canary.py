@@ -1,18 +1,21 @@
-"""The loss-mass canary: one number that shows whether every token got the weight that the objective gives it.
+"""The loss-mass canary: check with one number that every token got the weight that the objective gives it.
 
-A scalar worth 0 is added to every per-token policy loss. Its gradient, after all reductions of the backend, is the sum
-of all token weights of the step. That sum is known when the batch is built: 1 for the three means, T / (L N) for
-``constant``, less what fully masked rollouts or prompts would weigh. A denominator taken over a part of the step, an
-average where a sum belongs, a token that stands on two ranks or on none: each changes it.
+A scalar of value 0 is added to every per-token policy loss. Its gradient, after all reductions of the backend, is the
+sum of all token weights of the step. That sum is known when the batch is built: 1 for the three means, T / (L N) for
+``constant``, less the share of fully masked trajectories or prompts. A denominator taken over a part of the step, an
+average in place of a sum, a token on two ranks or on none: each changes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from miles.metrics import Metric
-from miles.objective.settings import LossArguments
-from miles.train_batch import TrainBatch, TrainShard
+
+if TYPE_CHECKING:
+    from miles.objective.settings import LossArguments
+    from miles.train_batch import TrainBatch, TrainShard
 
 TOLERANCE = 1e-4  # relative; the sum is in fp32 throughout, over up to some million tokens
 
@@ -21,26 +24,34 @@ class LossMassError(ValueError):
     """The weights of a step's tokens do not add up to what the objective says."""
 
 
-class CanarySchedule:
-    """In which steps the mass is measured: ``--loss-canary``. Asked on the rollout side, once for every step in order.
+def check_canary(loss: LossArguments, errors: Any) -> None:
+    """Refuse ``--loss-canary`` under a custom reducer: what its weights add up to is not known beforehand."""
+    if loss.custom_pg_loss_reducer_function_path is not None:
+        why = "with --custom-pg-loss-reducer-function-path, whose weights are not known beforehand"
+        errors.refuse_ignored(loss, ["loss_canary"], why, "leave the default, which checks nothing then")
 
-    Never under a custom reducer: what its weights add up to is not known beforehand. The critic's loss is not watched.
+
+class CanarySchedule:
+    """Decide in which steps the mass is measured: ``--loss-canary``. The rollout side asks once per step, in order.
+
+    Never under a custom reducer or a custom loss: the sum of their weights is not known beforehand. The critic's loss
+    is not watched.
     """
 
     def __init__(self, loss: LossArguments) -> None:
         self._always = loss.loss_canary == "always"
-        known = loss.loss_type != "value_loss" and loss.custom_pg_loss_reducer_function_path is None
+        known = loss.loss_type in ("policy_loss", "sft_loss") and loss.custom_pg_loss_reducer_function_path is None
         self._due = loss.loss_canary != "off" and known
 
     def is_due(self, batch: TrainBatch) -> bool:
-        """True for every step, or until the first that has a token."""
+        """Return true for every step, or until the first that has a loss token."""
         due = self._due
         self._due = due and (self._always or batch.expected_loss_mass == 0)
         return due
 
 
 def check_loss_mass(shard: TrainShard, metrics: Mapping[str, Metric], ranks: int) -> None:
-    """Hold ``loss_mass`` against what the shard expects, where it expects something; every rank finds the same.
+    """Compare ``loss_mass`` with the mass that the shard expects, if it expects one; every rank finds the same.
 
     ``ranks`` hold the step, data and context parallel together. Raises ``LossMassError``.
     """
@@ -53,7 +64,7 @@ def check_loss_mass(shard: TrainShard, metrics: Mapping[str, Metric], ranks: int
 def compare_loss_mass(
     found: float, expected: float, ranks: int, context_sizes: Sequence[int], micro_batches: int
 ) -> None:
-    """Raises ``LossMassError`` with both numbers and the likely cause, if ``found`` is not ``expected``.
+    """Raise ``LossMassError`` with both numbers and the likely cause if ``found`` is not ``expected``.
 
     ``ranks`` hold the step, cut by ``context_sizes``, in ``micro_batches`` a rank: suspects for a factor.
     """
@@ -63,7 +74,7 @@ def compare_loss_mass(
     raise LossMassError(
         f"--loss-canary: the weights of this step's tokens add up to {found:.6g}, and the objective says "
         f"{expected:.6g}; likely cause: {cause}. The weights of the model were left as they were; "
-        "--loss-canary off trains all the same, on another objective than the one asked for"
+        "--loss-canary off trains anyway, on another objective than the one asked for"
     )
 
 

@@ -1,80 +1,263 @@
-"""Corrections for sampling from one policy (the engine's) and training another: weights of token losses, and rejection.
+"""Correct for sampling from one policy (the engine's) and training another: weights of token losses, and rejection.
 
 Engine and trainer compute the same model with other kernels, precision, or weights a few steps old, so their log-probs
-differ. What is done about it stands in the **numerator** of the loss alone: a token's loss is weighted or dropped,
-and every denominator stays that of the original masks (docs/loss-aggregation.md).
+differ. Corrections change the **numerator** of the loss alone: a token's loss is weighted or dropped, and every
+denominator stays that of the original masks (docs/loss-aggregation.md). They compose: the weight of a token is the
+product of theirs, in the order of ``CORRECTIONS``.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-import torch
-
-from miles.objective.log_ratio import masked_log_ratio
+from miles.flags import flag_name
+from miles.objective.estimators import ESTIMATORS
+from miles.objective.kl import masked_log_ratio
+from miles.objective.registry import Term
 from miles.objective.sequences import sequence_means, sequence_sums
-from miles.objective.settings import ImportanceLevel, LossArguments
-from miles.train_batch import MicroBatch
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles.objective.settings import LossArguments
+    from miles.train_batch import MicroBatch
+
+ImportanceLevel = Literal["token", "sequence", "geometric"]
 
 
 @dataclass(frozen=True)
-class Correction:
-    """``weights`` fp32 [R] of the token losses, without a graph, and per-token values [R] to be averaged and logged."""
+class Ratios:
+    """The two ratios that corrections read, as logarithms [R] without a graph; 0 where the mask is 0.
+
+    Attributes:
+        importance: log old - log engine: the trainer before the first step of the iteration, over the engine.
+        policy: log current - log old.
+        old_log_probs: log old itself; masked tokens may hold anything.
+        micro: The micro-batch.
+    """
+
+    importance: torch.Tensor
+    policy: torch.Tensor
+    old_log_probs: torch.Tensor
+    micro: MicroBatch
+
+
+class Weights(NamedTuple):
+    """Weights of the token losses, fp32 [R] without a graph, and values [R] per token to be averaged and logged."""
 
     weights: torch.Tensor
-    values: dict[str, torch.Tensor]
+    logged: dict[str, torch.Tensor]
 
 
-def importance_correction(loss: LossArguments, micro: MicroBatch, old_log_probs: torch.Tensor) -> Correction:
-    """What the flags ask for; ``old_log_probs`` [R] are the trainer's, before the first step of the rollout.
+class Correction(ABC):
+    """One correction. ``switch`` is the flag that turns it on, ``reads`` are the flags that it reads."""
 
-    Truncated importance sampling (``--use-tis``): the ratio trainer / engine, kept in [tis_clip_low, tis_clip] (Yao et
-    al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). IcePop (arXiv 2510.18855 §4)
-    is 0 outside instead. Rejection (``--use-rs``, masked importance sampling) drops tokens or whole sequences whose
-    ratio lies outside [rs_lower_bound, rs_upper_bound]. A sequence's ratio is the product of those of its unmasked
-    tokens, or their geometric mean.
+    switch: ClassVar[str]
+    reads: ClassVar[tuple[str, ...]]
+
+    def is_on(self, loss: LossArguments) -> bool:
+        """Return whether the run uses it."""
+        return bool(getattr(loss, self.switch))
+
+    def check(self, loss: LossArguments, errors: Any) -> None:
+        """Report flags of a correction that is off, and values out of range."""
+        if not self.is_on(loss):
+            errors.refuse_ignored(loss, self.reads, f"without {flag_name(self.switch)}", "add that switch")
+
+    @abstractmethod
+    def formula(self, loss: LossArguments) -> list[str]:
+        """Return what multiplies a token's loss."""
+
+    @abstractmethod
+    def weigh(self, loss: LossArguments, ratios: Ratios) -> Weights:
+        """Compute the weights of all tokens of a micro-batch."""
+
+
+class Truncation(Correction):
+    """Truncated importance sampling: the ratio trainer / engine, within [tis_clip_low, tis_clip].
+
+    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". IcePop (arXiv 2510.18855
+    §4) is 0 outside instead. ``--custom-tis-function-path`` computes other weights in its place.
     """
-    log_ratio = masked_log_ratio(old_log_probs.detach(), micro.rollout_log_probs, micro.loss_mask)
-    weights = torch.ones_like(log_ratio)
-    values: dict[str, torch.Tensor] = {}
-    if loss.use_tis:
-        ratio = _at_level(log_ratio, micro, loss.tis_level)
+
+    switch = "use_tis"
+    reads = ("tis_clip", "tis_clip_low", "tis_mode", "tis_level", "custom_tis_function_path")
+
+    def check(self, loss: LossArguments, errors: Any) -> None:
+        """Also check the bounds."""
+        super().check(loss, errors)
+        errors.above(loss, 0, "tis_clip")
+        errors.at_least(loss, 0, "tis_clip_low")
+        _check_order(loss, "tis_clip_low", "tis_clip", errors)
+
+    def formula(self, loss: LossArguments) -> list[str]:
+        """Return the bounded ratio, or the user's function."""
+        if loss.custom_tis_function_path is not None:
+            return [f"w = {loss.custom_tis_function_path}(p_old, p_engine)"]
+        low, high = loss.tis_clip_low, loss.tis_clip
+        bounded = {
+            "truncate": f"clip(r, {low:g}, {high:g})",
+            "icepop": f"r, or 0 outside [{low:g}, {high:g}]",
+        }[loss.tis_mode]
+        return [f"w = {bounded}, r = p_old / p_engine of the {_LEVELS[loss.tis_level]}"]
+
+    def weigh(self, loss: LossArguments, ratios: Ratios) -> Weights:
+        """Bound the ratios; ``tis`` and ``tis_clipfrac`` are logged."""
+        if loss.custom_tis_function_path is not None:
+            from miles.objective.hooks import custom_importance_weights
+
+            weights = custom_importance_weights(loss.custom_tis_function_path, loss, ratios)
+            return Weights(weights, {"tis": weights})
+        ratio = importance_ratio(ratios, loss.tis_level)
         outside = (ratio < loss.tis_clip_low) | (ratio > loss.tis_clip)
-        bounded = ratio.clamp(loss.tis_clip_low, loss.tis_clip)
-        weights = bounded if loss.tis_mode == "truncate" else ratio.masked_fill(outside, 0.0)
-        values |= {"tis": weights, "tis_clipfrac": outside.float()}
-    if loss.use_rs:
-        ratio = _at_level(log_ratio, micro, loss.rs_level)
-        rejected = (ratio < loss.rs_lower_bound) | (ratio > loss.rs_upper_bound)
-        weights = weights.masked_fill(rejected, 0.0)
-        values["rs_rejected"] = rejected.float()
-    return Correction(weights, values | mismatch(loss, micro, log_ratio, old_log_probs.detach()))
+        if loss.tis_mode == "truncate":
+            weights = ratio.clamp(loss.tis_clip_low, loss.tis_clip)
+        elif loss.tis_mode == "icepop":
+            weights = ratio.masked_fill(outside, 0.0)
+        else:
+            raise ValueError(f"--tis-mode {loss.tis_mode}: no such mode; give truncate or icepop")
+        return Weights(weights, {"tis": weights, "tis_clipfrac": outside.float()})
 
 
-def mismatch(
-    loss: LossArguments, micro: MicroBatch, log_ratio: torch.Tensor, old_log_probs: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """How far the trainer is from the engine, per token [R], on the original masks.
+class Rejection(Correction):
+    """Masked importance sampling: drop tokens or sequences whose ratio is outside [rs_lower_bound, rs_upper_bound]."""
+
+    switch = "use_rs"
+    reads = ("rs_lower_bound", "rs_upper_bound", "rs_level")
+
+    def check(self, loss: LossArguments, errors: Any) -> None:
+        """Also check the bounds."""
+        super().check(loss, errors)
+        errors.above(loss, 0, "rs_upper_bound")
+        errors.at_least(loss, 0, "rs_lower_bound")
+        _check_order(loss, "rs_lower_bound", "rs_upper_bound", errors)
+
+    def formula(self, loss: LossArguments) -> list[str]:
+        """Return where the weight is 0."""
+        bounds = f"[{loss.rs_lower_bound:g}, {loss.rs_upper_bound:g}]"
+        return [f"w = 0 where p_old / p_engine of the {_LEVELS[loss.rs_level]} is outside {bounds}"]
+
+    def weigh(self, loss: LossArguments, ratios: Ratios) -> Weights:
+        """Give weight 0 to what is rejected; ``rs_rejected`` is logged."""
+        ratio = importance_ratio(ratios, loss.rs_level)
+        rejected = ((ratio < loss.rs_lower_bound) | (ratio > loss.rs_upper_bound)).float()
+        return Weights(1.0 - rejected, {"rs_rejected": rejected})
+
+
+class OffPolicyMasking(Correction):
+    """Drop sequences of negative advantage that the policy has moved away from (DeepSeek-V3.2, arXiv 2512.02556 §3.1).
+
+    Such a sequence has a mean of log old - log current over its tokens above ``--opsm-delta``; old is the trainer's.
+    """
+
+    switch = "use_opsm"
+    reads = ("opsm_delta",)
+
+    def check(self, loss: LossArguments, errors: Any) -> None:
+        """Also check the bound, and that a sequence has one advantage."""
+        super().check(loss, errors)
+        errors.at_least(loss, 0, "opsm_delta")
+        if self.is_on(loss) and ESTIMATORS[loss.advantage_estimator].by_token:
+            rule = (
+                "drops sequences of negative advantage, and "
+                f"--advantage-estimator {loss.advantage_estimator} has one for each token"
+            )
+            errors.refuse("use_opsm", True, rule, "use --advantage-estimator grpo")
+
+    def formula(self, loss: LossArguments) -> list[str]:
+        """Return where the weight is 0."""
+        return [f"w = 0 in sequences with A < 0 and a mean of log p_old - log p above {loss.opsm_delta:g}"]
+
+    def weigh(self, loss: LossArguments, ratios: Ratios) -> Weights:
+        """Give weight 0 to the tokens of dropped sequences; ``opsm_clipfrac`` is logged."""
+        micro = ratios.micro
+        divergence = sequence_means(-ratios.policy, micro)[micro.sample_index]
+        dropped = ((micro.advantages < 0) & (divergence > loss.opsm_delta)).float()
+        return Weights(1.0 - dropped, {"opsm_clipfrac": dropped})
+
+
+CORRECTIONS: tuple[Correction, ...] = (Truncation(), Rejection(), OffPolicyMasking())
+
+
+def corrections_of(loss: LossArguments) -> tuple[Correction, ...]:
+    """Return the corrections that the run uses, in their fixed order."""
+    return tuple(correction for correction in CORRECTIONS if correction.is_on(loss))
+
+
+def check_corrections(loss: LossArguments, errors: Any) -> None:
+    """Report the rules of all corrections that ``loss`` breaks."""
+    for correction in CORRECTIONS:
+        correction.check(loss, errors)
+
+
+def corrections_formula(loss: LossArguments) -> list[Term]:
+    """Return what multiplies a token's loss."""
+    return [Term(line, __name__) for correction in corrections_of(loss) for line in correction.formula(loss)]
+
+
+def weigh(corrections: Sequence[Correction], loss: LossArguments, ratios: Ratios) -> Weights:
+    """Multiply the weights of ``corrections``."""
+    weights = ratios.importance.new_ones(ratios.importance.shape)
+    logged: dict[str, torch.Tensor] = {}
+    for correction in corrections:
+        found = correction.weigh(loss, ratios)
+        weights = weights * found.weights
+        logged |= found.logged
+    return Weights(weights, logged)
+
+
+def mismatch(loss: LossArguments, ratios: Ratios) -> dict[str, torch.Tensor]:
+    """Measure how far the trainer is from the engine, per token [R], on the original masks.
 
     ``is_ratio`` and ``is_ratio_square`` are always there: ``ess_ratio`` is made of their means. With
     ``--get-mismatch-metrics`` also estimates of KL(engine || trainer) (k1, k3), chi-square, and both log-perplexities.
     """
+    log_ratio = ratios.importance
     ratio = log_ratio.clamp(-40.0, 40.0).exp()  # its square is a number too
     values = {"is_ratio": ratio, "is_ratio_square": ratio.square()}
     if loss.get_mismatch_metrics:
         values |= {
             "mismatch_kl": -log_ratio,
-            "mismatch_k3_kl": torch.expm1(log_ratio) - log_ratio,
+            "mismatch_k3_kl": log_ratio.expm1() - log_ratio,
             "mismatch_chi2": ratio.square() - 1.0,
-            "train_log_ppl": -old_log_probs,
-            "rollout_log_ppl": -micro.rollout_log_probs,
+            "train_log_ppl": -ratios.old_log_probs,
+            "rollout_log_ppl": -ratios.micro.rollout_log_probs,
         }
     return values
 
 
-def _at_level(log_ratio: torch.Tensor, micro: MicroBatch, level: ImportanceLevel) -> torch.Tensor:
-    """The ratio that each token is judged by: its own, or that of its sequence; fp32 [R]."""
+def ratios_of(micro: MicroBatch, log_ratio: torch.Tensor, old_log_probs: torch.Tensor) -> Ratios:
+    """Compute both ratios. ``log_ratio`` is log current - log old, masked; ``old_log_probs`` are the trainer's; [R]."""
+    old_log_probs = old_log_probs.detach()
+    importance = masked_log_ratio(old_log_probs, micro.rollout_log_probs, micro.loss_mask)
+    return Ratios(importance, log_ratio.detach(), old_log_probs, micro)
+
+
+def importance_ratio(ratios: Ratios, level: ImportanceLevel) -> torch.Tensor:
+    """Return the ratio that each token is judged by: its own, or that of its sequence; fp32 [R]."""
+    log_ratio, micro = ratios.importance, ratios.micro
     if level == "token":
         return log_ratio.exp()
-    of_sequence = sequence_sums(log_ratio, micro) if level == "sequence" else sequence_means(log_ratio, micro)
+    if level == "sequence":
+        of_sequence = sequence_sums(log_ratio, micro)
+    elif level == "geometric":
+        of_sequence = sequence_means(log_ratio, micro)
+    else:
+        raise ValueError(f"{level}: no such level of a ratio; give one of {', '.join(_LEVELS)}")
     return of_sequence.clamp(-80.0, 80.0).exp()[micro.sample_index]
+
+
+_LEVELS: dict[ImportanceLevel, str] = {
+    "token": "token",
+    "sequence": "sequence (product)",
+    "geometric": "sequence (geometric mean)",
+}
+
+
+def _check_order(loss: LossArguments, low: str, high: str, errors: Any) -> None:
+    if getattr(loss, low) > getattr(loss, high):
+        rule = f"is above {flag_name(high)} {getattr(loss, high):g}"
+        errors.refuse(low, getattr(loss, low), rule, "give a lower bound that is below the upper")

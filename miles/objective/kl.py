@@ -1,16 +1,45 @@
-"""Estimators of KL(policy || reference) from one sampled token each (http://joschu.net/blog/kl-approx.html)."""
+"""Estimate KL(policy || reference) from one sampled token each (http://joschu.net/blog/kl-approx.html).
+
+The KL is part of the loss (``--use-kl-loss``), or of each token's reward (``--kl-coef``).
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+from miles.objective.registry import Term
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles.objective.settings import LossArguments
 
 KlEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 
+_FORMULAS: dict[KlEstimator, str] = {
+    "k1": "d",
+    "k2": "d² / 2",
+    "k3": "exp(-d) - 1 + d",
+    "low_var_kl": "clip(exp(-d) - 1 + d, -10, 10)",
+}
+
+# exp(88.8) overflows fp32. Bounded below that, no ratio is infinite, so none meets a zero advantage or gradient as NaN.
+_BOUND = 80.0
+
+
+def masked_log_ratio(log_probs: torch.Tensor, reference: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """Subtract log-probs in a form that is safe to exponentiate.
+
+    Returns:
+        ``log_probs - reference`` in fp32, [R], within +-80; 0 without gradient where ``loss_mask`` is 0. Masked values
+        may be anything, NaN and infinities included; the others must be numbers.
+    """
+    difference = log_probs.float() - reference.float()
+    return difference.masked_fill(loss_mask == 0, 0.0).clamp(-_BOUND, _BOUND)
+
 
 def approximate_kl(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
-    """Per-token estimate from ``log_ratio = log policy - log reference`` of tokens sampled from the policy; [R].
+    """Estimate the KL per token from ``log_ratio = log policy - log reference`` of tokens sampled from the policy; [R].
 
     ``k1`` is unbiased and may be negative; ``k2`` is biased, never negative; ``k3`` is unbiased and never negative;
     ``low_var_kl`` is k3 clamped to [-10, 10].
@@ -19,5 +48,32 @@ def approximate_kl(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Ten
         return log_ratio
     if estimator == "k2":
         return 0.5 * log_ratio.square()
-    k3 = torch.expm1(-log_ratio) + log_ratio
-    return k3 if estimator == "k3" else k3.clamp(-10.0, 10.0)
+    k3 = (-log_ratio).expm1() + log_ratio
+    if estimator == "k3":
+        return k3
+    if estimator == "low_var_kl":
+        return k3.clamp(-10.0, 10.0)
+    raise ValueError(f"--kl-loss-type {estimator}: no such estimator; give one of {', '.join(_FORMULAS)}")
+
+
+def check_kl(loss: LossArguments, errors: Any) -> None:
+    """Report coefficients that are negative, that count the KL twice, or that would be ignored."""
+    errors.at_least(loss, 0, "kl_loss_coef", "kl_coef")
+    if loss.kl_coef and loss.kl_loss_coef:
+        rule = f"beside --kl-loss-coef {loss.kl_loss_coef:g} counts the KL twice, in the reward and in the loss"
+        errors.refuse("kl_coef", loss.kl_coef, rule, "keep one of the two")
+    if not loss.use_kl_loss:
+        errors.refuse_ignored(loss, ["kl_loss_coef"], "without --use-kl-loss", "add that switch")
+
+
+def kl_formula(loss: LossArguments) -> list[Term]:
+    """Return the KL of a token in the loss, if it is part of the loss."""
+    if not (loss.use_kl_loss and loss.kl_loss_coef):
+        return []
+    formula = _FORMULAS[loss.kl_loss_type]
+    return [Term(f"KL_{loss.kl_loss_type} = {formula} of each token, d = log p - log p_reference", __name__)]
+
+
+def reward_penalty(loss: Any) -> str:
+    """Return what is subtracted from a token's reward, as the end of a formula."""
+    return f" - {loss.kl_coef:g} KL_{loss.kl_loss_type}(p_old, reference)" if loss.kl_coef else ""

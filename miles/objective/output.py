@@ -1,14 +1,17 @@
-"""What a loss function returns, and what is reported of it."""
+"""What a loss function returns, and how it is reported."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from miles.metrics import Metric
-from miles.train_batch import TrainBatch
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles.train_batch import TrainBatch
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,9 @@ def add_metrics(totals: dict[str, torch.Tensor], metrics: Mapping[str, torch.Ten
 
 
 def reported(sums: Mapping[str, float], batch: TrainBatch, per_token: bool) -> dict[str, Metric]:
-    """The metrics of a step from the sums of ``LossOutput.metrics`` over all its micro-batches and ranks.
+    """Make the metrics of a step from the sums of ``LossOutput.metrics`` over all its micro-batches and ranks.
 
-    Means are over the step's rollouts, or ``per_token`` over its tokens. The sums hold 1 / count already; each is
+    Means are over the step's trajectories, or ``per_token`` over its tokens. The sums hold 1 / count already; each is
     weighed by the count again, so that the metrics of several steps add up to the value over all of them.
     ``ess_ratio``, the effective sample size over the sample size (Kong 1992), is made of the two means that it needs,
     once both are whole. A step without a token has none of them.

@@ -1,29 +1,64 @@
-"""What an estimator needs of whole sequences, also where context parallelism has cut them."""
+"""Compute what an objective needs of whole sequences, also where context parallelism has cut them."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from miles.train_batch import MicroBatch
+if TYPE_CHECKING:
+    import torch
+
+    from miles.train_batch import MicroBatch
+
+_COLUMNS = ("loss_mask", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "returns")
 
 
 def whole_responses(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    """The flat [R] values of this rank and of those that share its samples, [sum of response_lengths].
+    """Gather the flat [R] values of this rank and of those that share its samples, [sum of response_lengths].
 
-    The gradient that comes back is that of this rank's own values; those of the others have their graph over there.
+    The gradient that comes back is that of this rank's own values; those of the others have their graph on their ranks.
     """
     whole = values.new_zeros(sum(micro.response_lengths))
     mine = whole.index_put((micro.response_index,), values)
     return mine + (micro.context.sum(mine) - mine.detach()) if micro.context.size > 1 else mine
 
 
+def gather_whole(micro: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with whole responses, as a rank by itself would have it; collective in its context group.
+
+    The token axis, which the model reads, stays this rank's. Masked tokens hold 0 in the gathered columns.
+    """
+    from miles.parallel.groups import ALONE
+
+    held = micro.loss_mask == 0
+    columns = {name: getattr(micro, name) for name in _COLUMNS}
+    gathered: dict[str, Any] = {
+        name: whole_responses(column.masked_fill(held, 0.0), micro)
+        for name, column in columns.items()
+        if column is not None
+    }
+    lengths = micro.sample_index.new_tensor(micro.response_lengths)
+    return replace(
+        micro,
+        sample_index=(lengths.new_ones(lengths.shape).cumsum(0) - 1).repeat_interleave(lengths),
+        response_index=lengths.new_ones(sum(micro.response_lengths)).cumsum(0) - 1,
+        context=ALONE,
+        **gathered,
+    )
+
+
+def count_once(value: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """Keep ``value``, which all ranks that share the samples have, on the first; keep its gradient on all of them."""
+    return value if micro.context.rank == 0 else value - value.detach()
+
+
 def sequence_sums(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    """The sum of each sample's whole response, fp32 [S], without a graph; ``values`` are [R]."""
-    sums = values.new_zeros(len(micro.response_lengths), dtype=torch.float32)
+    """Sum over each sample's whole response, fp32 [S], without a graph; ``values`` are [R]."""
+    sums = values.new_zeros(len(micro.response_lengths)).float()
     return micro.context.sum(sums.index_add(0, micro.sample_index, values.detach().float()))
 
 
 def sequence_means(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    """The mean over the unmasked tokens of each sample's whole response, fp32 [S]; 0 where all are masked."""
+    """Average over the loss tokens of each sample's whole response, fp32 [S]; 0 where all are masked."""
     counted = sequence_sums(micro.loss_mask, micro)
     return sequence_sums(values.masked_fill(micro.loss_mask == 0, 0.0), micro) / counted.clamp(min=1.0)

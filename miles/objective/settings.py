@@ -1,68 +1,94 @@
-"""The objective. docs/loss-aggregation.md says what every setting computes."""
+"""Declare the flags of the objective. docs/loss-aggregation.md says what every setting computes.
+
+Flags that one estimator or one policy loss owns are declared in its file; ``LossArguments`` has them all.
+"""
 
 from dataclasses import dataclass
 from typing import Literal, Optional
 
 from miles.flags import flag
+from miles.objective.aggregation import VERL_MODES, Aggregation
+from miles.objective.corrections import ImportanceLevel
+from miles.objective.estimators import ESTIMATORS
+from miles.objective.kl import KlEstimator
+from miles.objective.policy_losses import POLICY_LOSSES
 
-Aggregation = Literal["sample_mean", "prompt_mean", "token_mean", "constant"]
-ImportanceLevel = Literal["token", "sequence", "geometric"]
+LossType = Literal["policy_loss", "value_loss", "sft_loss", "custom_loss"]
 
 
 @dataclass(frozen=True)
-class LossArguments:
-    """loss: advantages, policy loss, aggregation, KL and entropy."""
+class StepShape:
+    """What the objective knows of a run beside its own flags.
 
-    loss_type: Literal["policy_loss", "value_loss", "sft_loss"] = flag(
-        "policy_loss", "policy gradient; the critic's value loss alone, the policy stays; or supervised fine-tuning"
+    Attributes:
+        num_trajectories: N, the trajectories of an optimizer step.
+        samples_per_prompt: The trajectories of a group.
+        steps_per_iteration: Optimizer steps taken from the samples of one iteration.
+        critic_only_iterations: Iterations at the start of the run in which only the critic learns.
+    """
+
+    num_trajectories: int
+    samples_per_prompt: int
+    steps_per_iteration: int = 1
+    critic_only_iterations: int = 0
+
+
+@dataclass(frozen=True)
+class CommonFlags:
+    """loss: the flags that belong to no single estimator or policy loss."""
+
+    loss_type: LossType = flag(
+        "policy_loss",
+        "policy gradient; the critic's value loss alone, the policy stays; supervised fine-tuning; or your own",
     )
-    advantage_estimator: Literal["grpo", "gspo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = flag(
-        "grpo",
-        "how rewards become advantages; gspo is grpo with the ratio of whole sequences, ppo trains a critic beside the "
-        "policy (GAE), reinforce_plus_plus is the discounted return, its baseline variant subtracts the group's mean",
+    advantage_estimator: str = flag(
+        "grpo", f"how rewards become advantages. {ESTIMATORS.help}", choices=tuple(ESTIMATORS)
     )
-    gamma: float = flag(1.0, "discount of what comes one response token later; for ppo and reinforce_plus_plus")
-    lambd: float = flag(1.0, "lambda of GAE (ppo): 1 trusts the reward alone, 0 the critic's next value")
-    value_clip: float = flag(0.2, "how far the value loss follows the critic from its values at the rollout's start")
+    policy_loss: Optional[str] = flag(
+        None,
+        f"the loss of a token; default: the estimator's own. {POLICY_LOSSES.help}",
+        choices=tuple(POLICY_LOSSES),
+    )
     normalize_advantages: bool = flag(False, "whiten the advantages over the response tokens of the step")
+    value_clip: float = flag(0.2, "how far the value loss follows the critic from its values at the iteration's start")
     kl_coef: float = flag(
         0.0, "weight of the KL to the reference model in each token's reward; excludes --kl-loss-coef"
     )
-    disable_grpo_std_normalization: bool = flag(False, "subtract the group's mean only, as Dr.GRPO does")
-    disable_rewards_normalization: bool = flag(False, "use the rewards as they are as advantages")
     loss_aggregation: Aggregation = flag("sample_mean", "how per-token losses become the loss of the step")
     loss_aggregation_divisor: Optional[float] = flag(
         None, "L of --loss-aggregation constant: 1/(L N) sum of token losses"
     )
     calculate_per_token_loss: bool = flag(False, "divide by the step's token count; an older name of token_mean")
     pg_loss_divisor: Optional[float] = flag(None, "earlier name: --loss-aggregation constant with this divisor")
-    loss_agg_mode: Optional[
-        Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm", "seq-mean-token-sum"]
-    ] = flag(
-        None,
-        "verl's name of the aggregation",
-        choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm", "seq-mean-token-sum"),
-        type=str,
-    )
+    loss_agg_mode: Optional[str] = flag(None, "verl's name of the aggregation", choices=tuple(VERL_MODES))
     loss_scale_factor: Optional[float] = flag(None, "the divisor where --loss-agg-mode has one")
     custom_pg_loss_reducer_function_path: Optional[str] = flag(
         None,
         "your reducer of the policy loss, module:function or module.function; takes precedence over the aggregation",
     )
-    eps_clip: float = flag(0.2, "lower PPO ratio clip: 1 - eps")
-    eps_clip_high: Optional[float] = flag(None, "upper PPO ratio clip: 1 + eps; default --eps-clip")
-    eps_clip_c: Optional[float] = flag(None, "dual-clip bound for negative advantages, above 1")
+    custom_advantage_function_path: Optional[str] = flag(
+        None, "your advantages, of samples or of tokens (docs/objective-hooks.md), module:function or module.function"
+    )
+    custom_policy_loss_function_path: Optional[str] = flag(
+        None, "your token losses, in place of --policy-loss, module:function or module.function"
+    )
+    custom_loss_function_path: Optional[str] = flag(
+        None, "your whole loss, with --loss-type custom_loss, module:function or module.function"
+    )
+    custom_tis_function_path: Optional[str] = flag(
+        None, "your weights of token losses, with --use-tis, module:function or module.function"
+    )
     use_opsm: bool = flag(
         False, "drop sequences of negative advantage whose KL from the old policy exceeds --opsm-delta"
     )
-    opsm_delta: float = flag(1e-4, "mean KL a token above which --use-opsm drops a sequence")
+    opsm_delta: float = flag(1e-4, "mean KL per token above which --use-opsm drops a sequence")
     use_tis: bool = flag(False, "weight token losses by the ratio of trainer to engine probability, bounded")
     tis_clip: float = flag(2.0, "upper bound of the weight of --use-tis")
     tis_clip_low: float = flag(0.0, "lower bound of the weight of --use-tis")
-    tis_mode: Literal["truncate", "icepop"] = flag("truncate", "outside its bounds a ratio is cut to them, or worth 0")
+    tis_mode: Literal["truncate", "icepop"] = flag("truncate", "outside its bounds a ratio is cut to them, or set to 0")
     tis_level: ImportanceLevel = flag("token", "ratio of a token, of a sequence (product), or its geometric mean")
     use_rs: bool = flag(
-        False, "drop what lies outside --rs-lower-bound and --rs-upper-bound (masked importance sampling)"
+        False, "drop what is outside --rs-lower-bound and --rs-upper-bound (masked importance sampling)"
     )
     rs_lower_bound: float = flag(0.5, "lower bound of the ratio with --use-rs")
     rs_upper_bound: float = flag(2.0, "upper bound of the ratio with --use-rs")
@@ -77,27 +103,36 @@ class LossArguments:
         False, "add the KL to the reference model to the loss (with coefficient 0: only measure it)"
     )
     kl_loss_coef: float = flag(0.0, "weight of the KL in the loss; needs --use-kl-loss")
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
+    kl_loss_type: KlEstimator = flag(
         "k1", "estimator of the KL, in the loss or the reward; low_var_kl is k3 clamped to [-10, 10]"
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus subtracted from the loss")
-    log_probs_chunk_size: int = flag(1024, "response tokens whose logits stand in memory at a time; -1 is all")
+    log_probs_chunk_size: int = flag(1024, "response tokens whose logits are in memory at a time; -1 is all")
+
+
+# The order of the bases puts the common flags first.
+@dataclass(frozen=True)
+class LossArguments(*reversed(POLICY_LOSSES.own_flags), *reversed(ESTIMATORS.own_flags), CommonFlags):  # type: ignore[misc]
+    """loss: advantages, policy loss, aggregation, KL and entropy."""
 
     @property
     def has_critic(self) -> bool:
         """Whether a critic is trained."""
-        return self.advantage_estimator == "ppo"
+        return ESTIMATORS[self.advantage_estimator].needs(self).values
 
     @property
     def estimates_by_token(self) -> bool:
-        """Whether a token has an advantage of its own, made by the trainer before the first step of a rollout."""
-        return self.advantage_estimator not in ("grpo", "gspo") or self.normalize_advantages
+        """Whether a token has an advantage of its own, made by the trainer before the first step of an iteration."""
+        from miles.objective.chosen import build_objective
+
+        return build_objective(self).estimator.estimates_by_token(self)
 
     @property
     def normalizes_rewards(self) -> bool:
-        """Whether rewards are compared within their prompt group, on the rollout side."""
-        whole = ("ppo", "reinforce_plus_plus")
-        return not self.disable_rewards_normalization and self.advantage_estimator not in whole
+        """Whether rewards are compared within their prompt group, so that a group of one has no advantage."""
+        from miles.objective.chosen import build_objective
+
+        return build_objective(self).estimator.smallest_group(self) > 1
 
     @property
     def needs_reference(self) -> bool:

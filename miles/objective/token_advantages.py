@@ -1,8 +1,8 @@
-"""Advantages of a step's tokens from rewards, values and KL: PPO's, REINFORCE++'s, and whitening.
+"""Phase 2 of the advantages: one number per token of a step, from rewards, values and KL.
 
 Everything here sees the whole step, so that no way of splitting it can change a mean or cut a trajectory. Tokens that
 the loss mask leaves out (a tool's answer, a turn of the user) are no actions: they are taken out of the trajectory, and
-the token after them follows the one before. A rollout of several samples is one trajectory, sample after sample.
+the token after them follows the one before. A trajectory of several samples is one sequence, sample after sample.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from miles.metrics import Metric
-from miles.objective.gae import generalized_advantages
+from miles.objective.chosen import Objective
 from miles.objective.kl import approximate_kl
 from miles.objective.settings import LossArguments
 
 
 @dataclass(frozen=True)
 class SampleTokens:
-    """What is known of one sample's response; arrays are [response]."""
+    """The scores of one sample's response; arrays are [response]."""
 
     trajectory_id: int
     reward: float  # of TrainBatch.rewards
@@ -32,31 +32,33 @@ class SampleTokens:
 
 @dataclass(frozen=True)
 class StepAdvantages:
-    """One float32 array [response] a sample, 0 where it is masked; ``returns`` are for a critic."""
+    """One float32 array [response] per sample, 0 where it is masked; ``returns`` are for a critic."""
 
     advantages: list[np.ndarray]
     returns: list[np.ndarray] | None
     metrics: dict[str, Metric]
 
 
-def token_advantages(loss: LossArguments, samples: Sequence[SampleTokens]) -> StepAdvantages:
-    """Of the samples of a whole step, those of a rollout in their order.
+def token_advantages(objective: Objective, samples: Sequence[SampleTokens]) -> StepAdvantages:
+    """Estimate the advantages of a whole step.
 
-    ``ppo``: GAE over the rollout's unmasked tokens t = 1..T of ``r_t = [t = T] reward - kl_coef KL_t``, the reward
-    being the mean of its samples'; returns are ``A + V``. ``reinforce_plus_plus`` (arXiv 2501.03262): the discounted
-    return of the same ``r_t``. Its baseline variant, ``grpo`` and ``gspo``: the sample's reward (less its group's mean)
-    ``- kl_coef KL_t``. ``--normalize-advantages`` then whitens over all unmasked tokens of the step.
+    A trajectory's loss tokens get rewards: the trajectory's (the mean of its samples') on the last token, or each
+    sample's on every token, as the estimator says, less ``kl_coef KL_t``. The estimator makes advantages of these and
+    of the critic's values; returns are ``A + V``. ``--normalize-advantages`` then whitens over all loss tokens of the
+    step.
+
+    Args:
+        objective: The run's objective.
+        samples: The samples of the step, those of a trajectory in their order.
     """
-    trajectories = list(_trajectories(loss, samples))
-    if loss.advantage_estimator == "ppo":
-        found = generalized_advantages([t.rewards for t in trajectories], [t.values for t in trajectories],
-                                       loss.gamma, loss.lambd)  # fmt: skip
-    elif loss.advantage_estimator == "reinforce_plus_plus":
-        nothing = [np.zeros_like(t.rewards) for t in trajectories]
-        found = generalized_advantages([t.rewards for t in trajectories], nothing, loss.gamma, 1.0)
-    else:
-        found = [t.rewards for t in trajectories]
-    returns = [a + t.values for a, t in zip(found, trajectories, strict=True)] if loss.has_critic else None
+    loss = objective.flags
+    trajectories = list(_trajectories(objective, samples))
+    found = objective.estimator.token_advantages(
+        loss, [t.rewards for t in trajectories], [t.values for t in trajectories]
+    )
+    returns = None
+    if objective.needs.values:
+        returns = [a + t.values for a, t in zip(found, trajectories, strict=True)]
     metrics = _metrics(loss, trajectories, found, returns)
     if loss.normalize_advantages:
         found = whitened(found)
@@ -68,7 +70,7 @@ def token_advantages(loss: LossArguments, samples: Sequence[SampleTokens]) -> St
 
 
 def whitened(columns: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """``(x - mean) / sqrt(variance + 1e-8)`` over all entries of all columns; the variance is the unbiased one."""
+    """Compute ``(x - mean) / sqrt(variance + 1e-8)`` over all entries of all columns, with the unbiased variance."""
     everything = np.concatenate([*columns, np.zeros(0)])
     if not len(everything):
         return list(columns)
@@ -78,7 +80,7 @@ def whitened(columns: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class _Trajectory:
-    """The unmasked tokens of a rollout, float64 [T]."""
+    """The loss tokens of a trajectory, float64 [T]."""
 
     members: list[int]  # its samples
     rewards: np.ndarray
@@ -86,16 +88,17 @@ class _Trajectory:
     kl: np.ndarray
 
 
-def _trajectories(loss: LossArguments, samples: Sequence[SampleTokens]) -> Iterator[_Trajectory]:
-    of_rollout: dict[int, list[int]] = {}
+def _trajectories(objective: Objective, samples: Sequence[SampleTokens]) -> Iterator[_Trajectory]:
+    loss = objective.flags
+    of_trajectory: dict[int, list[int]] = {}
     for index, sample in enumerate(samples):
-        of_rollout.setdefault(sample.trajectory_id, []).append(index)
-    for members in of_rollout.values():
+        of_trajectory.setdefault(sample.trajectory_id, []).append(index)
+    for members in of_trajectory.values():
         parts = [samples[i] for i in members]
         kept = [part.loss_mask != 0 for part in parts]
         kl = np.concatenate([_kl(loss, part)[k] for part, k in zip(parts, kept, strict=True)])
         rewards = -loss.kl_coef * kl
-        if loss.advantage_estimator in ("ppo", "reinforce_plus_plus"):
+        if objective.estimator.reward_at_last_token:
             rewards[-1:] += np.mean([part.reward for part in parts])
         else:
             rewards += np.concatenate([np.full(int(k.sum()), p.reward) for p, k in zip(parts, kept, strict=True)])
@@ -113,7 +116,7 @@ def _kl(loss: LossArguments, sample: SampleTokens) -> np.ndarray:
 def _by_sample(
     samples: Sequence[SampleTokens], trajectories: Sequence[_Trajectory], columns: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """The tokens of each trajectory back where they stand in its samples."""
+    """Put the tokens of each trajectory back into its samples."""
     found = [np.zeros(len(sample.loss_mask), np.float32) for sample in samples]
     for trajectory, column in zip(trajectories, columns, strict=True):
         start = 0

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropy of a large vocabulary without the whole logits in memory, forward or backward.
+"""Compute log-probabilities and entropy of a large vocabulary without the whole logits in memory, also backward.
 
-A chunk of positions at a time: logits, log-sum-exp, what is wanted of them, gone. The backward pass computes each
-chunk's logits again and writes their gradient down by hand; only the log-sum-exp and the entropy, [R] each, are kept.
+Positions are processed in chunks, whose logits are freed when their results are known. The backward pass computes each
+chunk's logits again and their gradient in closed form; only the log-sum-exp and the entropy, [R] each, are kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def chunked_log_probs(
     bias: torch.Tensor | None = None,
     with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs of ``targets`` [R] under softmax(logits / temperature), and its entropy in nats if asked; fp32 [R].
+    """Compute log-probs of ``targets`` [R] under softmax(logits / temperature), and its entropy in nats; fp32 [R].
 
     ``hidden`` [R, H] and ``weight`` [V, H] share a dtype, in which the logits ``hidden @ weight.T + bias`` are
     computed; everything after is fp32. At most ``chunk_size`` positions have their logits in memory, -1 for no limit.
@@ -33,11 +33,16 @@ def chunked_log_probs(
     assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight {weight.dtype}"
     rows = chunk_size if chunk_size > 0 else max(len(hidden), 1)
     scale = 1.0 / temperature if temperature > 0 else 1.0
-    return _ChunkedLogProbs.apply(hidden, weight, bias, targets, scale, rows, with_entropy)
+    found: tuple[torch.Tensor, torch.Tensor | None] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, scale, rows, with_entropy
+    )
+    return found
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """With logits z (after scaling), p = softmax(z), log p = z - lse, entropy H = -sum p log p::
+    """The derivatives, with logits z (after scaling), p = softmax(z), log p = z - lse and entropy H = -sum p log p.
+
+    In the backward pass::
 
     d log p[target] / dz = onehot(target) - p
     d H / dz             = -p (log p + H)
@@ -72,7 +77,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple:
+    def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None

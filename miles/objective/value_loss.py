@@ -1,34 +1,76 @@
-"""The critic's loss: the squared distance from the returns, clipped like the policy's ratio."""
+"""Train the critic: the squared distance of its values from the returns, clipped like the policy's ratio."""
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Any
 
-from miles.objective.aggregation import is_per_token
+from miles.objective.aggregation import (
+    check_diagnostic_mode,
+    diagnostic_mode,
+    get_sum_of_sample_mean,
+    is_per_token,
+)
+from miles.objective.corrections import CORRECTIONS
 from miles.objective.output import LossOutput
-from miles.objective.reducers import get_sum_of_sample_mean
-from miles.objective.settings import LossArguments
-from miles.train_batch import MicroBatch
+from miles.objective.policy_losses import POLICY_LOSSES
+from miles.objective.registry import Term
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles.objective.settings import LossArguments, StepShape
+    from miles.train_batch import MicroBatch
+
+
+def check_value_loss(loss: LossArguments, errors: Any) -> None:
+    """Check the clip; and if the critic learns alone, that there is one, and that no flag of the policy loss is set."""
+    errors.above(loss, 0, "value_clip")
+    if loss.loss_type != "value_loss":
+        return
+    if not loss.has_critic:
+        rule = f"trains a critic, and --advantage-estimator {loss.advantage_estimator} has none"
+        errors.refuse("loss_type", "value_loss", rule, "add --advantage-estimator ppo")
+    ignored = (
+        *("policy_loss", "entropy_coef", "get_mismatch_metrics", "use_kl_loss", "normalize_advantages"),
+        *("custom_pg_loss_reducer_function_path", "pg_loss_divisor", "loss_canary"),
+        *("custom_policy_loss_function_path", "custom_loss_function_path"),
+        *POLICY_LOSSES.reads,
+        *(correction.switch for correction in CORRECTIONS),
+    )
+    errors.refuse_ignored(loss, ignored, "by --loss-type value_loss", "use --loss-type policy_loss")
+    check_diagnostic_mode(loss, "by --loss-type value_loss", errors)
+
+
+def value_loss_formula(loss: LossArguments, shape: StepShape) -> list[Term]:
+    """Return what the critic minimizes. The mean is the default one, whatever the aggregation of pg_loss."""
+    mode, clip = diagnostic_mode(loss), f"clip(V, V_old ± {loss.value_clip:g})"
+    lines = [
+        f"value_loss = {mode.formula.replace('l_it', 'v_it')}, N = {shape.num_trajectories}, {mode.symbols}",
+        f"v_it = max((V - G)², ({clip} - G)²), G = A + V_old before any whitening",
+    ]
+    if shape.critic_only_iterations:
+        lines.append(f"the first {shape.critic_only_iterations} iterations train the critic alone")
+    return [Term(line, __name__) for line in lines]
 
 
 def compute_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, value_clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token losses and whether each was clipped (0/1, without graph); all [R], fp32.
+    """Compute per-token losses and whether each was clipped (0/1, without graph); all [R], fp32.
 
     ``max((V - G)^2, (V_clipped - G)^2)`` with V_clipped within ``value_clip`` of the old values (PPO's reference
     implementation, https://github.com/openai/baselines ppo2/model.py), without its factor of 1/2.
     """
     change = (values - old_values).clamp(-value_clip, value_clip)
     plain, clipped = (values - returns).square(), (old_values + change - returns).square()
-    return torch.maximum(plain, clipped), (clipped > plain).float().detach()
+    return plain.maximum(clipped), (clipped > plain).float().detach()
 
 
 def value_loss_function(loss: LossArguments, micro: MicroBatch, values: torch.Tensor) -> LossOutput:
-    """The value loss of one micro-batch from the critic's ``values`` [R], fp32.
+    """Compute the value loss of one micro-batch from the critic's ``values`` [R], fp32.
 
     Reduced by the default reducer, whatever ``--loss-aggregation`` says of pg_loss: the mean over the tokens of each
-    rollout, then over rollouts, or the mean over the step's tokens under ``token_mean``.
+    trajectory, then over trajectories, or the mean over the step's tokens under ``token_mean``.
     """
     assert micro.values is not None and micro.returns is not None, "the critic learns from values and returns"
     reduce = get_sum_of_sample_mean(micro, is_per_token(loss))

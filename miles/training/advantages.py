@@ -1,4 +1,4 @@
-"""From scores to advantages on the trainer, where a token's depends on its whole rollout or on the whole step."""
+"""Exchange scores between the ranks of the trainer, so that each can compute phase 2 of the advantages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from miles.metrics import Metric
-from miles.objective.log_ratio import masked_log_ratio
+from miles.objective.chosen import build_objective
+from miles.objective.kl import masked_log_ratio
 from miles.objective.settings import LossArguments
 from miles.objective.token_advantages import SampleTokens, token_advantages
 from miles.train_batch import TrainBatch, TrainShard
@@ -18,10 +19,11 @@ from miles.train_batch import TrainBatch, TrainShard
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """Makes the advantages of tokens from scored shards, where ``loss.estimates_by_token``.
+    """Makes the advantages of tokens from scored shards (phase 2), if the estimator has that phase.
 
-    ``group`` are the ranks that hold the step's tokens between them, in the order in which shards are handed out; None
-    is all ranks.
+    Attributes:
+        loss: The flags of the objective.
+        group: The ranks that hold the step's tokens between them, in the order of its shards; None is all ranks.
     """
 
     loss: LossArguments
@@ -29,28 +31,28 @@ class AdvantageEstimator:
 
     @property
     def reads_kl(self) -> bool:
-        """Whether log-probs of policy and reference must stand in the batch."""
+        """Whether log-probs of policy and reference must be in the batch."""
         return self.loss.kl_coef != 0
 
     def advantages(self, shard: TrainShard) -> tuple[TrainShard, dict[str, Metric]]:
-        """``shard`` with advantages (and returns), and metrics that are the step's on every rank. Collective.
+        """Return ``shard`` with advantages (and returns), and metrics that are the step's on every rank. Collective.
 
-        Every rank gets the few numbers a token that the others have, and computes the whole step's: a rollout's samples
-        may stand on several ranks, and whitening needs all of them.
+        Every rank gets the few numbers per token that the others have, and computes the whole step's: the samples of a
+        trajectory may be on several ranks, and whitening needs all of them.
         """
         everyone: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(everyone, list(self._own(shard)), group=self.group)
-        step = {place: tokens for part in everyone for place, tokens in part}
+        step = {position: tokens for part in everyone for position, tokens in part}
         order = sorted(step)
-        found = token_advantages(self.loss, [step[place] for place in order])
-        index = {place: i for i, place in enumerate(order)}
-        mine = [index[place] for place in shard.batch.position_in_step]
+        found = token_advantages(build_objective(self.loss), [step[position] for position in order])
+        index = {position: i for i, position in enumerate(order)}
+        mine = [index[position] for position in shard.batch.position_in_step]
         returns = None if found.returns is None else [found.returns[i] for i in mine]
         batch = replace(shard.batch, advantages=[found.advantages[i] for i in mine], returns=returns)
         return replace(shard, batch=batch), found.metrics
 
     def _own(self, shard: TrainShard) -> Iterator[tuple[int, SampleTokens]]:
-        """Place and tokens of each sample; of ranks that share a sample only the first hands it on."""
+        """Position and tokens of each sample; of ranks that share a sample only the first sends it."""
         rank = dist.get_rank(self.group)
         for plan in (*shard.micro_batches, *shard.score_only):
             if rank % plan.context_parallel_size == 0:

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from miles.batching.collate import split_by_sample
-from miles.objective.settings import LossArguments
+from miles.objective.chosen import Objective
+from miles.objective.registry import Needs
 from miles.train_batch import MicroBatch, TrainShard
 from miles.training.backend import PolicyScorer, ScoredModel, Scorer, TrainBackend, ValueScorer
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Which columns the training of a shard reads that come from a model."""
-
-    old_log_probs: bool
-    ref_log_probs: bool
-    values: bool
-
-
-def needs_of(loss: LossArguments, step: int, trains_policy: bool) -> Needs:
+def needs_of(objective: Objective, step: int, trains_policy: bool) -> Needs:
     """Return what must be scored for optimizer step ``step`` (from 0) of an iteration.
 
     Log-probs under the weights that the iteration began with are needed from the second step on; in the first they are
-    the current ones. A KL in the reward reads them, and the reference's, in every step. Values are those of the start
-    in every step.
+    the current ones, unless a part of the objective asks for them. What the advantages read is scored for every step,
+    also if only the critic learns.
     """
-    kl_in_reward = loss.estimates_by_token and loss.kl_coef != 0
+    loss, advantages = objective.needs, objective.estimator.needs(objective.flags)
     return Needs(
-        old_log_probs=(trains_policy and step > 0) or kl_in_reward,
-        ref_log_probs=loss.needs_reference and (trains_policy or kl_in_reward),
-        values=loss.has_critic,
+        old_log_probs=(trains_policy and (step > 0 or loss.old_log_probs)) or advantages.old_log_probs,
+        ref_log_probs=(trains_policy and loss.ref_log_probs) or advantages.ref_log_probs,
+        values=advantages.values,
     )
 
 

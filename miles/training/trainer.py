@@ -18,7 +18,7 @@ import torch
 from miles.metrics import Metric
 from miles.objective.aggregation import is_per_token
 from miles.objective.canary import check_loss_mass
-from miles.objective.language_model_loss import language_model_loss, reads_entropy
+from miles.objective.chosen import Objective, build_objective
 from miles.objective.output import LossOutput, add_metrics, reported
 from miles.objective.settings import LossArguments
 from miles.objective.value_loss import value_loss_function
@@ -46,12 +46,12 @@ class Role(Generic[Scorer]):
     prefix: str = ""  # of the optimizer's metrics
 
 
-def policy_role(model: TrainedModel[PolicyScorer], loss: LossArguments) -> Role[PolicyScorer]:
+def policy_role(model: TrainedModel[PolicyScorer], objective: Objective) -> Role[PolicyScorer]:
     """The policy learns from ``--loss-type`` and the loss that it names."""
 
     def loss_function(micro: MicroBatch, scorer: PolicyScorer) -> LossOutput:
-        scores = scorer(with_entropy=reads_entropy(loss))
-        return language_model_loss(loss, micro, scores.log_probs, scores.entropy, scores.canary)
+        scores = scorer(with_entropy=objective.needs.entropy)
+        return objective.language_model_loss(micro, scores.log_probs, scores.entropy, scores.canary)
 
     return Role(model, model.optimizer, loss_function)
 
@@ -73,7 +73,8 @@ class Trainer:
         self.backend = backend
         self.loss = loss
         self.token_ranks = token_ranks
-        self.policy = policy_role(backend.policy, loss)
+        self.objective = build_objective(loss)
+        self.policy = policy_role(backend.policy, self.objective)
         self.critic = None if backend.critic is None else critic_role(backend.critic, loss)
         self.estimator = AdvantageEstimator(loss, backend.token_group) if loss.estimates_by_token else None
 
@@ -90,7 +91,8 @@ class Trainer:
         """
         started = time.perf_counter()
         scored = [
-            score(self.backend, shard, needs_of(self.loss, step, trains_policy)) for step, shard in enumerate(shards)
+            score(self.backend, shard, needs_of(self.objective, step, trains_policy))
+            for step, shard in enumerate(shards)
         ]
         estimated = [self._with_advantages(shard) for shard in scored]
         scoring = time.perf_counter() - started

@@ -2,7 +2,8 @@
 
 import pytest
 
-from miles.arguments.explain import explain, objective_formula, without_effect
+from miles.arguments.explain import explain, without_effect
+from miles.objective import explain as objective
 
 PPO = "--advantage-estimator ppo"
 BASELINE = "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages"
@@ -16,7 +17,10 @@ REFUSED = [
     ("--critic-lr 1e-5", "--critic-lr 1e-05: would be ignored by --advantage-estimator grpo, which has no critic"),
     ("--num-critic-only-steps 2", "ignored by --advantage-estimator grpo"),
     (f"{RETURNS} --lambd 0.9", "--lambd 0.9: would be ignored by --advantage-estimator reinforce_plus_plus"),
-    (f"{BASELINE} --gamma 0.9", "discounts nothing"),
+    (
+        f"{BASELINE} --gamma 0.9",
+        "--gamma 0.9: would be ignored by .*_baseline; use --advantage-estimator ppo or reinforce_plus_plus, or drop",
+    ),
     (f"{PPO} --gamma 1.1", r"\[0, 1\]"),
     (f"{PPO} --lambd=-0.1", r"\[0, 1\]"),
     (f"{PPO} --value-clip 0", "--value-clip 0.0: .*above 0"),
@@ -25,16 +29,19 @@ REFUSED = [
         f"{PPO} --kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1",
         "--kl-coef 0.1: beside --kl-loss-coef 0.1 counts the KL twice",
     ),
-    (f"{PPO} --disable-rewards-normalization", "takes rewards as they are"),
-    (f"{PPO} --disable-grpo-std-normalization", "does not divide by a group's spread"),
+    (f"{PPO} --disable-rewards-normalization", "ignored by --advantage-estimator ppo; use .* grpo or gspo"),
+    (f"{PPO} --disable-grpo-std-normalization", "ignored by --advantage-estimator ppo; use .* grpo or gspo"),
     (f"{PPO} --use-opsm", "--use-opsm: drops sequences"),
     (f"{PPO} --critic-lr 0", "above 0"),
     (f"{PPO} --critic-lr 1e-7 --min-lr 5e-7", "--critic-lr 1e-07: is below --min-lr 5e-07"),
     (f"{PPO} --critic-lr-warmup-iters=-1", "at least 0"),
     (f"{PPO} --num-critic-only-steps=-1", "at least 0"),
-    (f"{PPO} --num-critic-only-steps 10", "leaves none of the --num-rollout 10 rollouts"),
+    (f"{PPO} --num-critic-only-steps 10", "leaves none of the --num-rollout 10 iterations"),
     ("--advantage-estimator reinforce_plus_plus", "add --normalize-advantages"),
-    (f"{BASELINE} --disable-rewards-normalization", "contradicts"),
+    (
+        f"{BASELINE} --disable-rewards-normalization",
+        "_baseline; use --advantage-estimator reinforce_plus_plus, or drop",
+    ),
     (f"{BASELINE} --n-samples-per-prompt 1", "every advantage is 0"),
     ("--loss-type value_loss", "--loss-type value_loss: trains a critic, .*add --advantage-estimator ppo"),
     (f"{VALUE} --eps-clip 0.1", "--eps-clip 0.1: would be ignored by --loss-type value_loss"),
@@ -55,6 +62,10 @@ REFUSED = [
     ),
     ("--loss-type sft_loss --load-debug-rollout-data x{rollout_id} --gamma 0.5", "ignored by --loss-type sft_loss"),
 ]
+
+
+def objective_formula(settings):
+    return objective.objective_formula(settings.loss, settings.step_shape)
 
 
 @pytest.mark.parametrize(("flags", "message"), REFUSED)

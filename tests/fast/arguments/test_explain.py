@@ -4,9 +4,10 @@ from fractions import Fraction
 
 import pytest
 
-from miles.arguments.explain import explain, objective_formula, objective_in_words, without_effect
+from miles.arguments.explain import explain, without_effect
 from miles.arguments.parser import main_parse
-from miles.objective.explain import token_weights
+from miles.objective import explain as objective
+from miles.objective.aggregation import token_weights
 
 MODES = {
     "sample_mean": "--loss-aggregation sample_mean",
@@ -14,6 +15,14 @@ MODES = {
     "token_mean": "--loss-aggregation token_mean",
     "constant": "--loss-aggregation constant --loss-aggregation-divisor 100",
 }
+
+
+def objective_formula(settings):
+    return objective.objective_formula(settings.loss, settings.step_shape)
+
+
+def objective_in_words(settings):
+    return objective.objective_in_words(settings.loss, settings.step_shape)
 
 
 def test_explain_prints_and_stops(command, capsys):
@@ -71,7 +80,7 @@ def test_token_weights_are_those_of_the_objective(validated, mode):
     """Over the imagined step the weights add up to 1 under the means, to T / (L N) under constant."""
     settings = validated(MODES[mode]).settings
     short, long = 3, 40
-    weights = token_weights(settings, short, long)[mode]
+    weights = token_weights(settings.loss, settings.step_shape, short, long)[mode]
     n = settings.global_batch_size
     tokens = (n // 4 * short, n // 4 * long, n // 2 * long)
     mass = sum(count * weight for count, weight in zip(tokens, weights, strict=True))

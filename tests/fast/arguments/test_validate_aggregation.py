@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.arguments.validate import validate
-from miles.objective.aggregation_flags import VERL_MODES, reconcile_aggregation
+from miles.objective.aggregation import VERL_MODES, reconcile_aggregation
 from miles.objective.settings import LossArguments
 
 REDUCER = "--custom-pg-loss-reducer-function-path mine:reducer"

@@ -123,7 +123,7 @@ def test_prompt_mean_never_cuts_a_group():
 def test_a_reward_that_is_not_finite_is_refused(normalized):
     groups = build([[[(2, 1.0)], [(3, float("nan"))]]])
     loss = LossArguments(disable_rewards_normalization=not normalized)
-    with pytest.raises(ValueError, match="nan for rollout 1 of prompt group 0; a reward must be finite"):
+    with pytest.raises(ValueError, match="nan for trajectory 1 of prompt group 0; a reward must be finite"):
         convert(groups, loss=loss, global_batch_size=2)
 
 

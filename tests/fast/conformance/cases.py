@@ -10,7 +10,7 @@ import numpy as np
 
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.training import TrainingArguments
-from miles.objective.advantages import normalize_rewards
+from miles.objective.estimators.base import SampleRewards, less_group_mean
 from miles.objective.settings import LossArguments
 from miles.sample import Prompt, PromptGroup, Sample
 
@@ -153,9 +153,8 @@ def rows_of(case: Case) -> list[Row]:
             rollout += 1
     rewards = [s.reward or 0.0 for s in samples]
     std = not case.loss.disable_grpo_std_normalization
-    advantages = normalize_rewards(
-        rewards, [s.group_index for s in samples], [s.trajectory_id or 0 for s in samples], std=std
-    )
+    of_step = SampleRewards(rewards, [s.group_index for s in samples], [s.trajectory_id or 0 for s in samples])
+    advantages = less_group_mean(of_step, std=std)
     return [Row(i, s, a) for i, (s, a) in enumerate(zip(samples, advantages, strict=True))]
 
 

@@ -26,3 +26,13 @@ def positional(total_lengths, response_lengths, loss_masks, calculate_per_token_
         return torch.stack([(p * m).sum() / m.sum().clamp(min=1) for p, m in zip(parts, loss_masks, strict=True)]).sum()
 
     return reduce
+
+
+def mean_of_samples_seen(inputs: ReducerInputs):
+    """The mean over the samples of the micro-batch: the sample mean where the whole step is one micro-batch."""
+
+    def reduce(losses: torch.Tensor) -> torch.Tensor:
+        parts = losses.split(list(inputs.response_lengths))
+        return torch.stack([(p * m).sum() / m.sum() for p, m in zip(parts, inputs.loss_masks, strict=True)]).mean()
+
+    return reduce

@@ -14,12 +14,15 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from cases import BATCHES, LAYOUTS, MODES, Case, loss_of
+from cases import BATCHES, LAYOUTS, MODES, Case, Layout, loss_of
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.bias import causal_upper_left
 
+from miles.arguments.training import TrainingArguments
 from miles.batching import collate, convert, schedule
 from miles.objective import policy_objective as policy_loss
+from miles.objective.chosen import Objective, build_objective
+from miles.objective.corrections import OffPolicyMasking, Truncation
 from miles.parallel import groups
 from miles.train_batch import MicroBatch
 from miles.training import packed_attention, trainer
@@ -31,12 +34,16 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Mutation:
-    """A fault, the case on which it shows, and whether the canary sees it there."""
+    """A fault, the case on which it shows, and whether the canary sees it there.
+
+    ``off_policy`` gives the case old and reference log-probs away from the model's.
+    """
 
     fault: str
     case: Case
     canary: bool
     patches: tuple[tuple[Any, str, Wrap], ...]
+    off_policy: bool = False
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -154,6 +161,23 @@ def _mirror_chunk_one_early(found: np.ndarray, length: int, size: int, rank: int
     return found if size == 1 else np.concatenate([found[:half], found[half:] - 1])
 
 
+def gradients_of(**unseen: Any) -> tuple[Any, str, Wrap]:
+    """``samples_with_gradient`` as if the settings ``unseen`` had these values."""
+    return (
+        Objective,
+        "samples_with_gradient",
+        lambda original: lambda chosen, rewards: original(build_objective(replace(chosen.flags, **unseen)), rewards),
+    )
+
+
+def _rejection_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    def weights(self: Any, loss: Any, ratios: Any) -> Any:
+        found = original(self, loss, ratios)
+        return found._replace(weights=torch.ones_like(found.weights)) if loss.use_rs else found
+
+    return weights
+
+
 def _moved_by_one(micro: MicroBatch) -> MicroBatch:
     return replace(micro, loss_mask=micro.loss_mask.roll(1))
 
@@ -163,7 +187,7 @@ MUTATIONS: dict[str, Mutation] = {
     mutation.fault: mutation
     for mutation in (
         Mutation(
-            "a rollout's samples are averaged one by one",
+            "a trajectory's samples are averaged one by one",
             case(batch="compacted"),
             True,
             (denominators(_own_samples_only),),
@@ -202,7 +226,7 @@ MUTATIONS: dict[str, Mutation] = {
             (denominators(lambda d, given: replace(d, num_loss_tokens=sum(max(c, 1) for c in given["token_counts"]))),),
         ),
         Mutation(
-            "a fully masked rollout does not count in N",
+            "a fully masked trajectory does not count in N",
             case(**MASKED),
             True,
             (
@@ -285,7 +309,7 @@ MUTATIONS: dict[str, Mutation] = {
             case(batch="even", use_rs=True, rs_lower_bound=0.4, rs_upper_bound=2.5),
             False,
             (
-                (policy_loss, "importance_correction", of_result(_remember)),
+                (policy_loss, "weigh", of_result(_remember)),
                 (policy_loss, "get_pg_loss_reducer", _weights_in_the_denominator),
             ),
         ),
@@ -320,7 +344,7 @@ MUTATIONS: dict[str, Mutation] = {
             ((packed_attention, "causal_lower_right", lambda _: causal_upper_left),),
         ),
         Mutation(
-            "positions do not start anew in each sample",
+            "positions do not restart in each sample",
             case(layout="alone, packed"),
             False,
             (micro_batch(lambda m: replace(m, position_ids=torch.arange(len(m.position_ids)))),),
@@ -335,7 +359,54 @@ MUTATIONS: dict[str, Mutation] = {
             "samples of negative advantage are not trained on",
             case(),
             False,
-            ((schedule, "schedule_step", lambda f: lambda b, r, t, p, *_: f(b, r, t, p, [x > 0 for x in b.rewards])),),
+            ((Objective, "samples_with_gradient", lambda _: lambda chosen, rewards: [x > 0 for x in rewards]),),
+        ),
+        Mutation(
+            "samples of positive advantage are not trained on",
+            case(),
+            False,
+            ((Objective, "samples_with_gradient", lambda _: lambda chosen, rewards: [x < 0 for x in rewards]),),
+        ),
+        Mutation(
+            "samples without advantage get no entropy bonus",
+            replace(case(entropy_coef=0.1), equal_rewards=True),
+            False,
+            (gradients_of(entropy_coef=0.0),),
+        ),
+        Mutation(
+            "samples without advantage are not held to the reference",
+            replace(case(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3"), equal_rewards=True),
+            False,
+            (gradients_of(kl_loss_coef=0.0),),
+            off_policy=True,
+        ),
+        Mutation(
+            "samples without advantage are kept from the custom reducer",
+            replace(
+                case(custom_pg_loss_reducer_function_path="custom_reducers:mean_of_samples_seen"),
+                layout=Layout("one micro-batch", 1, training=TrainingArguments(micro_batch_size=16)),
+                equal_rewards=True,
+            ),
+            False,
+            (gradients_of(custom_pg_loss_reducer_function_path=None),),
+        ),
+        Mutation(
+            "sequences at the bound are masked as off-policy",
+            case(use_opsm=True, opsm_delta=0.0),
+            False,
+            (
+                (
+                    OffPolicyMasking,
+                    "weigh",
+                    lambda f: lambda me, loss, of: f(me, replace(loss, opsm_delta=loss.opsm_delta - 1e-9), of),
+                ),
+            ),
+        ),
+        Mutation(
+            "rejection takes the place of truncation",
+            case(use_tis=True, tis_clip=1.1, tis_clip_low=0.9, use_rs=True, rs_lower_bound=0.6, rs_upper_bound=1.7),
+            False,
+            ((Truncation, "weigh", _rejection_alone),),
         ),
     )
 }

@@ -120,7 +120,8 @@ def _policy_losses(loss: LossArguments, samples, log_probs, old):
     for sample, p, o in zip(samples, log_probs, old, strict=True):
         mask = torch.as_tensor(sample.mask).double()
         mean_log_ratio = ((p - o) * mask).sum() / mask.sum().clamp(min=1)
-        log_ratio = mean_log_ratio.expand(len(p)) if loss.advantage_estimator == "gspo" else p - o
+        of_sequence = (loss.policy_loss or loss.advantage_estimator) == "gspo"
+        log_ratio = mean_log_ratio.expand(len(p)) if of_sequence else p - o
         ratio = log_ratio.exp()
         plain, bounded = -sample.advantage * ratio, -sample.advantage * ratio.clamp(1 - loss.eps_clip, 1 + high)
         losses.append(torch.maximum(plain, bounded))

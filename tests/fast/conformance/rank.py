@@ -34,7 +34,7 @@ from miles.arguments.settings import Settings
 from miles.batching import convert, schedule
 from miles.metrics import Metric, values
 from miles.objective.canary import LossMassError
-from miles.objective.policy_objective import samples_with_gradient
+from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch
 from miles.training import packed_attention
@@ -162,7 +162,7 @@ class Rank:
 
 
 def _has_gradient(case: Case, batch: TrainBatch) -> Sequence[bool]:
-    return samples_with_gradient(case.loss, batch.rewards)
+    return build_objective(case.loss).samples_with_gradient(batch.rewards)
 
 
 def _scored(batch: TrainBatch, rows: Sequence[Row], case: Case) -> TrainBatch:

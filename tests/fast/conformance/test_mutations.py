@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from compare import differences, samples_of, wanted
+from compare import differences, off_policy, samples_of, wanted
 from mutations import MUTATIONS
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=lambda mutation: mutation.fault)
 def test_fault_is_found(ranks, oracle, mutation):
-    right = mutation.case
+    right = off_policy(mutation.case, oracle) if mutation.off_policy else mutation.case
     expected = wanted(right, oracle, samples_of(right))
     (result,) = ranks.run(right)
     assert differences(result, *expected) == [], "without the fault the case conforms"
@@ -21,8 +21,9 @@ def test_fault_is_found(ranks, oracle, mutation):
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=lambda mutation: mutation.fault)
-def test_what_the_canary_sees(ranks, mutation):
-    found = ranks.run(replace(mutation.case, mutation=mutation.fault, watch=True))
+def test_what_the_canary_sees(ranks, oracle, mutation):
+    right = off_policy(mutation.case, oracle) if mutation.off_policy else mutation.case
+    found = ranks.run(replace(right, mutation=mutation.fault, watch=True))
     assert isinstance(found, str) is mutation.canary
     assert not mutation.canary or "--loss-canary" in found
 

@@ -7,9 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.objective.advantages import check_rewards, grpo_advantages, normalize_rewards
+from miles.objective.estimators.base import SampleRewards, less_group_mean, spread_over_tokens
 
 rewards_of_groups = st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=6), min_size=1, max_size=4)
+
+
+def normalize_rewards(rewards, group_indices, trajectory_ids, std):
+    return less_group_mean(SampleRewards(rewards, group_indices, trajectory_ids), std=std)
 
 
 def flat(groups: list[list[float]]) -> tuple[list[float], list[int]]:
@@ -55,11 +59,11 @@ def test_equal_rewards_and_groups_of_one_give_exactly_zero(reward, size, std):
 
 
 def test_a_reward_that_is_no_number_is_named():
-    with pytest.raises(ValueError, match="nan for rollout 8 of prompt group 4"):
-        check_rewards([1.0, float("nan")], [4, 4], [7, 8])
+    with pytest.raises(ValueError, match="nan for trajectory 8 of prompt group 4"):
+        SampleRewards([1.0, float("nan")], [4, 4], [7, 8]).check_finite()
 
 
 def test_every_token_gets_its_samples_reward():
     index = torch.tensor([0, 0, 2])
-    assert grpo_advantages(torch.tensor([0.5, 9.0, -1.0]), index).tolist() == [0.5, 0.5, -1.0]
-    assert grpo_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+    assert spread_over_tokens(torch.tensor([0.5, 9.0, -1.0]), index).tolist() == [0.5, 0.5, -1.0]
+    assert spread_over_tokens(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)

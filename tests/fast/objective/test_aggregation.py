@@ -10,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import rounding_error
 
-from miles.objective.aggregation import StepDenominators, get_pg_loss_reducer, step_denominators
-from miles.objective.reducers import get_sum_of_sample_mean
-from miles.objective.settings import Aggregation, LossArguments
+from miles.objective.aggregation import (
+    Aggregation,
+    StepDenominators,
+    get_pg_loss_reducer,
+    get_sum_of_sample_mean,
+    step_denominators,
+)
+from miles.objective.settings import LossArguments
 
 MODES: list[Aggregation] = ["sample_mean", "prompt_mean", "token_mean", "constant"]
 DIVISOR = 8.0

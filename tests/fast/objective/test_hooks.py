@@ -1,12 +1,24 @@
-"""The user's own reducer: both forms, found by their signature, and the errors of neither."""
+"""The user's own functions: their forms, found by their signature, what they are given, and the errors of others."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
+from miles.arguments.explain import explain
+from miles.arguments.parser import parse
+from miles.arguments.validate import validate
+from miles.objective import policy_objective
 from miles.objective.aggregation import get_pg_loss_reducer
+from miles.objective.chosen import build_objective
+from miles.objective.estimators.base import SampleRewards
+from miles.objective.hooks import advantage_phase, check_hooks
 from miles.objective.settings import LossArguments
+from miles.objective.token_advantages import SampleTokens, token_advantages
 
 REDUCERS = """
 import torch
@@ -81,3 +93,268 @@ def test_wrong_functions_are_named(make_micro, custom, name, message):
         ValueError, match=f"--custom-pg-loss-reducer-function-path .*{name}.*{message}|{message}.*{name}"
     ):
         get_pg_loss_reducer(custom(name), make_micro([[1, 1]]))(torch.ones(2))
+
+
+HOOKS = """
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+
+def halved(samples):
+    return [reward / 2 for reward in samples.rewards]
+
+def too_few(samples):
+    return [0.0]
+
+def not_finite(samples):
+    return [float("nan") for _ in samples.rewards]
+
+def reversed_rewards(trajectories):
+    return [t.rewards[::-1] + len(t.values) for t in trajectories]
+
+def too_short(trajectories):
+    return [t.rewards[:-1] for t in trajectories]
+
+def neither(rewards):
+    return rewards
+
+def reinforce(inputs):
+    return -inputs.advantages * inputs.log_probs
+
+def silent(inputs):
+    return -inputs.advantages * inputs.log_probs
+
+reinforce.zero_advantage_has_gradient = False
+
+def a_sum(inputs):
+    return inputs.log_probs.sum()
+
+def a_number(inputs):
+    return 1.0
+
+def two(inputs, more):
+    return None
+
+def whole(inputs):
+    return inputs.reduce(-inputs.log_probs), {"mine": inputs.mean(inputs.entropy)}
+
+whole.metrics = ("mine",)
+
+def undeclared(inputs):
+    return inputs.reduce(-inputs.log_probs), {"mine": inputs.mean(inputs.entropy)}
+
+def ones(inputs):
+    return torch.ones_like(inputs.old_log_probs) * 0.5
+"""
+
+
+@pytest.fixture
+def hook(tmp_path, monkeypatch):
+    """The path of a function of ``HOOKS``."""
+    (tmp_path / f"hooks_{tmp_path.name}.py").write_text(HOOKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return lambda name, sign=":": f"hooks_{tmp_path.name}{sign}{name}"
+
+
+def policy_loss(loss, micro, log_probs):
+    return policy_objective.policy_loss_function(build_objective(loss), micro, log_probs, None)
+
+
+@pytest.mark.parametrize("sign", [":", "."])
+def test_advantages_of_samples_are_what_the_function_returns(hook, sign):
+    loss = LossArguments(custom_advantage_function_path=hook("halved", sign))
+    check_hooks(loss)
+    assert advantage_phase(hook("halved")) == 1 and not loss.estimates_by_token
+    objective = build_objective(loss)
+    assert objective.sample_advantages(SampleRewards([1.0, -3.0], [0, 0], [0, 1])) == [0.5, -1.5]
+    assert objective.samples_with_gradient([0.0, 0.5]) == [False, True]
+
+
+def test_advantages_of_tokens_are_what_the_function_returns(hook):
+    """The estimator still places the reward and asks for a critic; whitening and masks are ours."""
+    loss = LossArguments(advantage_estimator="ppo", custom_advantage_function_path=hook("reversed_rewards"))
+    objective = build_objective(loss)
+    assert advantage_phase(hook("reversed_rewards")) == 2 and loss.estimates_by_token and objective.needs.values
+    mask, values = np.array([1, 0, 1], np.float32), np.ones(3, np.float32)
+    found = token_advantages(objective, [SampleTokens(0, 5.0, mask, values)])
+    assert found.advantages[0].tolist() == [7.0, 0.0, 2.0]
+    assert found.returns is not None and found.returns[0].tolist() == [8.0, 0.0, 3.0]
+    assert objective.samples_with_gradient([0.0]) == [True]
+
+
+@pytest.mark.parametrize("name", ["too_few", "not_finite"])
+def test_wrong_advantages_of_samples_are_refused(hook, name):
+    objective = build_objective(LossArguments(custom_advantage_function_path=hook(name)))
+    with pytest.raises(ValueError, match=f"--custom-advantage-function-path .*{name}.*one finite number per sample"):
+        objective.sample_advantages(SampleRewards([1.0, 0.0], [0, 0], [0, 1]))
+
+
+def test_wrong_advantages_of_tokens_are_refused(hook):
+    objective = build_objective(LossArguments(custom_advantage_function_path=hook("too_short")))
+    with pytest.raises(ValueError, match="--custom-advantage-function-path .*too_short.*per loss token"):
+        token_advantages(objective, [SampleTokens(0, 5.0, np.ones(3, np.float32))])
+
+
+def test_token_losses_are_what_the_function_returns_and_masked_numbers_are_not_shown(make_micro, hook):
+    nan = float("nan")
+    micro = make_micro([[1, 0], [1, 1]], advantages=torch.tensor([1.0, nan, 2.0, -1.0]))
+    log_probs = torch.tensor([-1.0, nan, -2.0, -3.0], requires_grad=True)
+    output = policy_loss(LossArguments(custom_policy_loss_function_path=hook("reinforce")), micro, log_probs)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx((1.0 + (4.0 - 3.0) / 2) / 2)
+    assert log_probs.grad is not None and log_probs.grad.tolist() == [-0.5, 0.0, -0.5, 0.25]
+    assert "pg_clipfrac" not in output.metrics
+
+
+def test_a_micro_batch_without_samples_is_not_shown_to_a_function(make_micro, hook):
+    micro, log_probs = make_micro([], total_lengths=(1,)), torch.zeros(0, requires_grad=True)
+    for loss in (
+        LossArguments(custom_policy_loss_function_path=hook("a_sum")),
+        LossArguments(use_tis=True, custom_tis_function_path=hook("a_number")),
+        LossArguments(loss_type="custom_loss", custom_loss_function_path=hook("whole")),
+    ):
+        output = build_objective(loss).language_model_loss(micro, log_probs, torch.zeros(0), None)
+        output.loss.backward()
+        assert output.loss.item() == 0.0 and log_probs.grad is not None
+    assert set(output.metrics) == {"loss", "mine"}
+
+
+def test_a_whole_loss_has_the_reducers_of_the_run(make_micro, hook):
+    path = hook("whole")
+    loss = LossArguments(loss_type="custom_loss", custom_loss_function_path=path, loss_aggregation="prompt_mean")
+    micro = make_micro([[1, 1], [1, 0]], sample_denoms=torch.tensor([4.0, 4.0]))
+    log_probs, entropy = torch.tensor([-1.0, -2.0, -3.0, float("nan")], requires_grad=True), torch.ones(4)
+    canary = torch.zeros((), requires_grad=True)
+    output = build_objective(loss).language_model_loss(micro, log_probs, entropy, canary)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx((3.0 + 3.0) / 8) and output.metrics["mine"].item() == 1.0
+    assert log_probs.grad is not None and log_probs.grad.tolist() == [-0.125, -0.125, -0.125, 0.0]
+    assert canary.grad is not None and canary.grad.item() == 0.0, "what its weights add up to is not known"
+
+
+def test_importance_weights_are_what_the_function_returns(make_micro, hook):
+    micro, log_probs = make_micro([[1, 1]]), torch.tensor([-1.0, -2.0], requires_grad=True)
+    plain = policy_loss(LossArguments(), micro, log_probs)
+    halved = policy_loss(LossArguments(use_tis=True, custom_tis_function_path=hook("ones")), micro, log_probs)
+    assert halved.loss.item() == pytest.approx(0.5 * plain.loss.item()) and halved.metrics["tis"].item() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "has_gradient"), [("reinforce", False), ("silent", True)], ids=["says no", "says nothing"]
+)
+def test_nothing_is_skipped_until_a_function_says_no(hook, name, has_gradient):
+    for loss in (
+        LossArguments(custom_policy_loss_function_path=hook(name)),
+        LossArguments(loss_type="custom_loss", custom_loss_function_path=hook(name)),
+    ):
+        assert build_objective(loss).samples_with_gradient([0.0, 1.0]) == [has_gradient, True]
+
+
+WRONG = [
+    (dict(custom_advantage_function_path="neither"), "named samples .* or trajectories"),
+    (dict(custom_policy_loss_function_path="two"), "must take one PolicyLossInputs"),
+    (dict(custom_policy_loss_function_path="absent"), "no function absent"),
+    (dict(loss_type="custom_loss", custom_loss_function_path="two"), "must take one LossInputs"),
+    (dict(use_tis=True, custom_tis_function_path="two"), "must take one ImportanceInputs"),
+    (dict(use_opsm=True, custom_advantage_function_path="reversed_rewards"), "--use-opsm: .*one for each token"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG)
+def test_start_up_names_a_function_that_cannot_be_called(hook, given, message):
+    flags = {name: hook(value) if name.endswith("path") else value for name, value in given.items()}
+    with pytest.raises(ValueError, match=message):
+        check_hooks(LossArguments(**flags))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(custom_policy_loss_function_path="a_sum"), "--custom-policy-loss-function-path .*shape \\(\\); return"),
+        (dict(custom_policy_loss_function_path="a_number"), "--custom-policy-loss-function-path .*float; return"),
+        (dict(loss_type="custom_loss", custom_loss_function_path="a_number"), "--custom-loss-function-path .*float"),
+        (dict(loss_type="custom_loss", custom_loss_function_path="undeclared"), "declares \\[\\]; declare"),
+        (dict(use_tis=True, custom_tis_function_path="a_number"), "--custom-tis-function-path .*float; return"),
+    ],
+)
+def test_wrong_results_are_named(make_micro, hook, given, message):
+    flags = {name: hook(value) if name.endswith("path") else value for name, value in given.items()}
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    objective = build_objective(LossArguments(**flags))
+    with pytest.raises(ValueError, match=message):
+        objective.language_model_loss(make_micro([[1, 1]]), log_probs, torch.ones(2), None)
+
+
+COMMAND = (
+    "--hf-checkpoint some/model --prompt-data reasoning_gym:products --rm-type last_number --num-rollout 2 "
+    "--rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 8"
+)
+CUSTOM_LOSS = "--loss-type custom_loss --custom-loss-function-path mine:loss"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--loss-type custom_loss", "--loss-type custom_loss: needs the function .*add --custom-loss-function-path"),
+        (
+            "--custom-loss-function-path mine:loss",
+            "--custom-loss-function-path mine:loss: would be ignored by",
+        ),
+        (
+            "--custom-tis-function-path mine:tis",
+            "--custom-tis-function-path mine:tis: would be ignored without --use-tis",
+        ),
+        (
+            "--custom-policy-loss-function-path mine:loss --policy-loss gspo",
+            "--policy-loss gspo: would be ignored",
+        ),
+        (f"{CUSTOM_LOSS} --custom-policy-loss-function-path mine:loss", "would be ignored by --loss-type custom_loss"),
+        (f"{CUSTOM_LOSS} --use-tis", "--use-tis: would be ignored by --loss-type custom_loss"),
+        (f"{CUSTOM_LOSS} --loss-canary always", "--loss-canary always: would be ignored by --loss-type custom_loss"),
+        (
+            "--loss-type sft_loss --load-debug-rollout-data x{iteration} --custom-advantage-function-path mine:f",
+            "--custom-advantage-function-path mine:f: would be ignored by --loss-type sft_loss",
+        ),
+    ],
+)
+def test_a_hook_that_would_be_ignored_is_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        validate(parse(f"{COMMAND} {flags}".split()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--custom-advantage-function-path mine:f", "A = mine:f(...)"),
+        ("--custom-policy-loss-function-path mine:f --eps-clip 0.1", "l_it = mine:f(log p, log p_old, A, ...)"),
+        ("--use-tis --custom-tis-function-path mine.f", "w = mine.f(p_old, p_engine)"),
+        (CUSTOM_LOSS, "loss = mine:loss(log p, log p_old, A, ...)"),
+    ],
+)
+def test_explain_names_the_function_without_importing_it(flags, said):
+    assert said in explain(validate(parse(f"{COMMAND} {flags}".split())))
+
+
+def test_the_examples_of_the_docs_run(tmp_path, monkeypatch, make_micro):
+    """Every Python block of docs/objective-hooks.md, as one module."""
+    page = (Path(__file__).parents[3] / "docs" / "objective-hooks.md").read_text()
+    (tmp_path / "of_the_docs.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
+    monkeypatch.syspath_prepend(tmp_path)
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    for given in (
+        dict(custom_advantage_function_path="of_the_docs:less_the_mean"),
+        dict(custom_advantage_function_path="of_the_docs:returns"),
+        dict(custom_policy_loss_function_path="of_the_docs:reinforce"),
+        dict(custom_loss_function_path="of_the_docs:reinforce_with_entropy", loss_type="custom_loss"),
+        dict(custom_tis_function_path="of_the_docs:clipped", use_tis=True),
+    ):
+        loss = LossArguments(**given)
+        check_hooks(loss)
+        objective = build_objective(loss)
+        advantages = objective.sample_advantages(SampleRewards([1.0, 0.0], [0, 0], [0, 1]))
+        tokens = [SampleTokens(i, advantage, np.ones(2, np.float32)) for i, advantage in enumerate(advantages)]
+        assert len(token_advantages(objective, tokens).advantages) == 2
+        output = objective.language_model_loss(make_micro([[1, 1]]), log_probs, torch.ones(2), None)
+        assert output.loss.isfinite()

@@ -10,14 +10,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.objective.kl import approximate_kl
-from miles.objective.log_ratio import masked_log_ratio
-from miles.objective.policy_objective import compute_policy_loss, policy_loss_function, samples_with_gradient
+from miles.objective import policy_objective
+from miles.objective.chosen import build_objective
+from miles.objective.kl import approximate_kl, masked_log_ratio
+from miles.objective.output import LossOutput
+from miles.objective.policy_losses.ppo_clip import ClipFlags, clipped_losses
 from miles.objective.settings import LossArguments
 from miles.objective.sft import sft_loss_function
 
 MASKS = [[1, 1], [1, 0, 1], [1, 1, 1, 1]]
 SIZE = 9
+
+
+def policy_loss_function(loss, micro, log_probs, entropy) -> LossOutput:
+    return policy_objective.policy_loss_function(build_objective(loss), micro, log_probs, entropy)
+
+
+def samples_with_gradient(loss: LossArguments, advantages: list[float]) -> list[bool]:
+    return build_objective(loss).samples_with_gradient(advantages)
 
 
 def plain_loss(ratio: float, advantage: float, low: float, high: float, bound: float | None) -> float:
@@ -37,9 +47,8 @@ def plain_loss(ratio: float, advantage: float, low: float, high: float, bound: f
     bound=st.none() | st.floats(1.1, 5.0),
 )
 def test_clipping_is_the_plain_formula(log_ratio, advantage, low, high, bound):
-    losses, clipped = compute_policy_loss(
-        torch.tensor([log_ratio]), torch.tensor([advantage]), low, high, eps_clip_c=bound
-    )
+    flags = ClipFlags(low, high, bound)
+    losses, clipped = clipped_losses(torch.tensor([log_ratio]), torch.tensor([advantage]), flags)
     top = low if high is None else high
     ratio = math.exp(log_ratio)
     assert losses.item() == pytest.approx(plain_loss(ratio, advantage, low, top, bound), rel=1e-5, abs=1e-6)
@@ -53,7 +62,7 @@ def test_clipping_is_the_plain_formula(log_ratio, advantage, low, high, bound):
 )
 def test_gradient_stops_where_clipped(log_ratio, advantage, flows):
     x = torch.tensor([log_ratio], requires_grad=True)
-    compute_policy_loss(x, torch.tensor([advantage]), 0.2)[0].sum().backward()
+    clipped_losses(x, torch.tensor([advantage]), ClipFlags(0.2)).losses.sum().backward()
     assert x.grad is not None
     assert x.grad.item() == pytest.approx(-advantage * math.exp(log_ratio) if flows else 0.0)
 
@@ -61,7 +70,7 @@ def test_gradient_stops_where_clipped(log_ratio, advantage, flows):
 def test_huge_ratios_stay_finite():
     log_probs = torch.tensor([0.0, 0.0], requires_grad=True)
     log_ratio = masked_log_ratio(log_probs, torch.tensor([-500.0, 500.0]), torch.ones(2))
-    compute_policy_loss(log_ratio, torch.zeros(2), 0.2)[0].sum().backward()
+    clipped_losses(log_ratio, torch.zeros(2), ClipFlags(0.2)).losses.sum().backward()
     assert log_probs.grad is not None and log_probs.grad.tolist() == [0.0, 0.0]
 
 
@@ -207,3 +216,22 @@ def test_estimates_by_token_give_every_sample_a_gradient(estimator):
     assert samples_with_gradient(LossArguments(normalize_advantages=True), [0.0, 1.0]) == [True, True]
     assert samples_with_gradient(LossArguments(loss_type="value_loss"), [0.0]) == [True]
     assert samples_with_gradient(LossArguments(), [0.0, 1.0]) == [False, True]
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        dict(entropy_coef=0.1),
+        dict(entropy_coef=-0.1),
+        dict(use_kl_loss=True, kl_loss_coef=0.1),
+        dict(custom_pg_loss_reducer_function_path="mine:reducer"),
+    ],
+    ids=lambda given: " ".join(given),
+)
+def test_a_term_beside_the_policy_gradient_gives_every_sample_a_gradient(beside):
+    assert samples_with_gradient(LossArguments(**beside), [0.0, 1.0]) == [True, True]
+
+
+def test_only_an_advantage_of_exactly_zero_has_no_gradient():
+    measured = LossArguments(use_kl_loss=True)  # with coefficient 0 the KL is only measured
+    assert samples_with_gradient(measured, [0.0, 0.5, -0.5, -1e-9]) == [False, True, True, True]

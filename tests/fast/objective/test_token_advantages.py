@@ -7,13 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.objective.gae import generalized_advantages
+from miles.objective import token_advantages as phase_two
+from miles.objective.chosen import build_objective
+from miles.objective.estimators.ppo import generalized_advantages
 from miles.objective.settings import LossArguments
-from miles.objective.token_advantages import SampleTokens, token_advantages, whitened
+from miles.objective.token_advantages import SampleTokens, StepAdvantages, whitened
 
 PPO = LossArguments(advantage_estimator="ppo", gamma=0.5, lambd=0.5)
 NUMBERS = st.floats(-3, 3, allow_nan=False)
 ROWS = st.lists(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=7), max_size=5)
+
+
+def token_advantages(loss: LossArguments, samples: list[SampleTokens]) -> StepAdvantages:
+    return phase_two.token_advantages(build_objective(loss), samples)
 
 
 def sample(rollout, mask, reward=0.0, values=None, log_ratio=None):

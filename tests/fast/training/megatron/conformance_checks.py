@@ -17,7 +17,7 @@ from tolerance import RELATIVE_ERROR
 
 from miles.batching.convert import convert
 from miles.metrics import Metric, values
-from miles.objective.policy_objective import samples_with_gradient
+from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training.trainer import Trainer
@@ -117,7 +117,7 @@ def run_step(backend: Any, case: Case, batch: TrainBatch) -> Result:
     """One step through the production path, whose optimizer is to leave the weights alone."""
     # The canary is to see every token; elsewhere samples without an advantage are scored and not trained on.
     only_policy = not backend.settings.megatron.has_auxiliary_loss
-    has_gradient = samples_with_gradient(case.loss, batch.rewards) if only_policy else None
+    has_gradient = build_objective(case.loss).samples_with_gradient(batch.rewards) if only_policy else None
     shard: TrainShard = shard_of(backend, batch, has_gradient, watch_mass=case.off_policy)
     trainer = Trainer(backend, case.loss, backend.settings.dims.token_ranks)
     policy = RecordedOptimizer(trainer.policy.optimizer, lambda: gradients(backend))

@@ -1,0 +1,122 @@
+"""What an advantage estimator is, and the group statistics that several of them share.
+
+Advantages are made in two phases. Phase 1 runs on the rollout side, over whole groups, before steps are cut: one number
+per sample. Phase 2 runs on the trainer after scoring, over a whole step: one number per token (token_advantages.py).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from miles.objective.registry import Choice, Needs
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclass(frozen=True)
+class SampleRewards:
+    """The rewards of whole groups, one entry per sample. A trajectory may have several samples."""
+
+    rewards: Sequence[float]
+    group_indices: Sequence[int]
+    trajectory_ids: Sequence[int]
+
+    def __post_init__(self) -> None:
+        assert len(self.rewards) == len(self.group_indices) == len(self.trajectory_ids)
+
+    def check_finite(self) -> None:
+        """Raise ``ValueError``, naming trajectory and group, for the first reward that is NaN or infinite."""
+        for reward, group, trajectory in zip(self.rewards, self.group_indices, self.trajectory_ids, strict=True):
+            if not math.isfinite(reward):
+                raise ValueError(
+                    f"rewards: {reward} for trajectory {trajectory} of prompt group {group}; a reward must be finite, "
+                    "or there is no advantage; fix the reward function (--rm-type, --custom-rm-path)"
+                )
+
+    def by_group(self) -> dict[int, dict[int, float]]:
+        """Return the reward of each trajectory in each group: the mean of its samples' rewards."""
+        samples: dict[int, dict[int, list[float]]] = {}
+        for reward, group, trajectory in zip(self.rewards, self.group_indices, self.trajectory_ids, strict=True):
+            samples.setdefault(group, {}).setdefault(trajectory, []).append(float(reward))
+        return {
+            group: {trajectory: statistics.mean(values) for trajectory, values in trajectories.items()}
+            for group, trajectories in samples.items()
+        }
+
+
+class Estimator(Choice):
+    """An advantage estimator.
+
+    Attributes:
+        default_policy_loss: The policy loss of a run without ``--policy-loss``.
+        by_token: Whether it implements phase 2. If not, every token has its sample's number of phase 1.
+        reward_at_last_token: Whether phase 2 puts the reward on the last token of the trajectory, or on every token.
+    """
+
+    flag: ClassVar[str] = "advantage_estimator"
+    instead: ClassVar[Mapping[str, str]] = {"kl_coef": "use --use-kl-loss --kl-loss-coef"}
+    default_policy_loss: ClassVar[str] = "ppo"
+    by_token: ClassVar[bool] = False
+    reward_at_last_token: ClassVar[bool] = False
+
+    def smallest_group(self, flags: Any) -> int:
+        """Return the trajectories per prompt below which every advantage is 0."""
+        return 1
+
+    def needs(self, flags: Any) -> Needs:
+        """Ask for both policies if a KL is part of each token's reward."""
+        reads_kl = flags.kl_coef != 0
+        return Needs(old_log_probs=reads_kl, ref_log_probs=reads_kl)
+
+    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+        """Compute phase 1: one number per sample, from whole groups. By default the rewards as they are."""
+        return list(samples.rewards)
+
+    def token_advantages(
+        self, flags: Any, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Compute phase 2: advantages from rewards and values, one float64 array [its loss tokens] per trajectory.
+
+        Only loss tokens are there. ``values`` are empty arrays without a critic. By default the rewards as they are.
+        """
+        return list(rewards)
+
+    def estimates_by_token(self, flags: Any) -> bool:
+        """Return whether phase 2 runs: for estimators that implement it, and for whitening."""
+        return self.by_token or flags.normalize_advantages
+
+    def zero_advantage_has_gradient(self, flags: Any) -> bool:
+        """Return true if phase 2 follows, after which a 0 of phase 1 may be another number."""
+        return self.estimates_by_token(flags)
+
+
+def less_group_mean(samples: SampleRewards, *, std: bool, eps: float = 1e-6) -> list[float]:
+    """Compute ``reward - mean`` of the prompt group, over ``std + eps`` of the group if ``std``; one number per sample.
+
+    GRPO (arXiv 2402.03300); without ``std`` Dr.GRPO (2503.20783). The standard deviation is the unbiased one. Every
+    trajectory counts once, so that one in several samples weighs no more than one in a single sample. A group of one
+    trajectory, or of equal rewards, gives exactly 0.
+
+    >>> less_group_mean(SampleRewards([1.0, 0.0, 5.0], [0, 0, 1], [0, 1, 2]), std=False)
+    [0.5, -0.5, 0.0]
+    """
+    means: dict[int, float] = {}
+    scales: dict[int, float] = {}
+    for group, of_trajectory in samples.by_group().items():
+        group_rewards = list(of_trajectory.values())
+        means[group] = statistics.mean(group_rewards)
+        spread = statistics.stdev(group_rewards) if std and len(group_rewards) > 1 else 0.0
+        scales[group] = spread + eps if std else 1.0
+    pairs = zip(samples.rewards, samples.group_indices, strict=True)
+    return [(reward - means[group]) / scales[group] for reward, group in pairs]
+
+
+def spread_over_tokens(advantages: torch.Tensor, sample_index: torch.Tensor) -> torch.Tensor:
+    """Give every response token its sample's advantage: [S] and sample_index [R] -> float32 [R]."""
+    return advantages.float()[sample_index]

@@ -1,0 +1,53 @@
+"""GRPO: the reward less the mean of its prompt group, over the standard deviation of the group (arXiv 2402.03300)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from miles.flags import flag
+from miles.objective.estimators.base import Estimator, SampleRewards, less_group_mean
+from miles.objective.registry import Term
+
+
+@dataclass(frozen=True)
+class GrpoFlags:
+    """grpo: how rewards are compared within a prompt group."""
+
+    disable_grpo_std_normalization: bool = flag(False, "subtract the group's mean only, as Dr.GRPO does")
+    disable_rewards_normalization: bool = flag(False, "use the rewards as they are as advantages")
+
+
+class Grpo(Estimator):
+    """Group-relative advantages; also Dr.GRPO (2503.20783), without the division by the standard deviation."""
+
+    name = "grpo"
+    summary = "the reward compared within its prompt group"
+    reads = ("normalize_advantages", "disable_grpo_std_normalization", "disable_rewards_normalization")
+    own_flags = GrpoFlags
+
+    def smallest_group(self, flags: Any) -> int:
+        """Return 2: a group of one has no spread. Rewards as they are need no group."""
+        return 1 if flags.disable_rewards_normalization else 2
+
+    def check(self, flags: Any, shape: Any, errors: Any) -> None:
+        """Refuse the finer of two switches if the other takes precedence."""
+        if flags.disable_rewards_normalization:
+            why = "with --disable-rewards-normalization"
+            errors.refuse_ignored(flags, ["disable_grpo_std_normalization"], why, "keep one of the two")
+
+    def formula(self, flags: Any) -> list[Term]:
+        """Return what A is."""
+        centred = "reward - mean of its prompt group"
+        if flags.disable_rewards_normalization:
+            return [Term("A = reward", __name__)]
+        if flags.disable_grpo_std_normalization:
+            return [Term(f"A = {centred}", __name__)]
+        return [Term(f"A = ({centred}) / std of its prompt group", __name__)]
+
+    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+        """Compare rewards within each group, unless they are used as they are."""
+        if flags.disable_rewards_normalization:
+            return list(samples.rewards)
+        return less_group_mean(samples, std=not flags.disable_grpo_std_normalization)
+
+
+ESTIMATOR = Grpo()

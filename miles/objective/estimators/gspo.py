@@ -1,0 +1,14 @@
+"""GSPO (arXiv 2507.18071): GRPO's advantages with the policy loss ``gspo``, whose ratio is that of whole sequences."""
+
+from miles.objective.estimators.grpo import Grpo
+
+
+class Gspo(Grpo):
+    """The same as ``--advantage-estimator grpo --policy-loss gspo``."""
+
+    name = "gspo"
+    summary = "grpo, with --policy-loss gspo by default"
+    default_policy_loss = "gspo"
+
+
+ESTIMATOR = Gspo()

@@ -1,0 +1,45 @@
+"""REINFORCE++: the discounted return of each token, whitened over the step (arXiv 2501.03262)."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from miles.objective.estimators.base import Estimator
+from miles.objective.estimators.ppo import generalized_advantages
+from miles.objective.kl import reward_penalty
+from miles.objective.registry import Term
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class ReinforcePlusPlus(Estimator):
+    """The discounted return of ``r_t = [t = T] reward - kl_coef KL_t``."""
+
+    name = "reinforce_plus_plus"
+    summary = "the discounted return, whitened over the step"
+    reads = ("normalize_advantages", "gamma", "kl_coef")
+    by_token = True
+    reward_at_last_token = True
+
+    def check(self, flags: Any, shape: Any, errors: Any) -> None:
+        """Check the discount, and require whitening."""
+        errors.within(flags, 0, 1, "gamma")
+        if not flags.normalize_advantages:
+            rule = "is defined with whitened advantages"
+            errors.refuse("advantage_estimator", self.name, rule, "add --normalize-advantages")
+
+    def formula(self, flags: Any) -> list[Term]:
+        """Return what A and the token rewards are."""
+        text = f"A_t = Σ_k {flags.gamma:g}^k r_(t+k), r_t = [t = T] reward{reward_penalty(flags)}"
+        return [Term(text, __name__)]
+
+    def token_advantages(
+        self, flags: Any, rewards: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]"
+    ) -> "list[np.ndarray]":
+        """Compute GAE with values of 0 and lambda 1: the discounted return."""
+        import numpy as np
+
+        return generalized_advantages(rewards, [np.zeros_like(reward) for reward in rewards], flags.gamma, 1.0)
+
+
+ESTIMATOR = ReinforcePlusPlus()

@@ -1,0 +1,38 @@
+"""REINFORCE++ with a baseline: the reward less its group's mean, whitened over the step (arXiv 2501.03262)."""
+
+from typing import Any
+
+from miles.objective.estimators.base import Estimator, SampleRewards, less_group_mean
+from miles.objective.kl import reward_penalty
+from miles.objective.registry import Term
+
+
+class ReinforcePlusPlusBaseline(Estimator):
+    """``reward - mean of its group - kl_coef KL_t`` on every token; nothing is discounted."""
+
+    name = "reinforce_plus_plus_baseline"
+    summary = "the reward less its group's mean, whitened over the step"
+    reads = ("normalize_advantages", "kl_coef")
+    instead = {"disable_rewards_normalization": "use --advantage-estimator reinforce_plus_plus"}
+    by_token = True
+
+    def smallest_group(self, flags: Any) -> int:
+        """Return 2: a group of one is its own mean."""
+        return 2
+
+    def check(self, flags: Any, shape: Any, errors: Any) -> None:
+        """Require whitening."""
+        if not flags.normalize_advantages:
+            rule = "is defined with whitened advantages"
+            errors.refuse("advantage_estimator", self.name, rule, "add --normalize-advantages")
+
+    def formula(self, flags: Any) -> list[Term]:
+        """Return what A is."""
+        return [Term(f"A_t = reward - mean of its prompt group{reward_penalty(flags)}", __name__)]
+
+    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+        """Subtract the mean of the group."""
+        return less_group_mean(samples, std=False)
+
+
+ESTIMATOR = ReinforcePlusPlusBaseline()

@@ -1,0 +1,43 @@
+"""RLOO: the reward less the mean of the others in its group (REINFORCE leave-one-out, arXiv 2402.14740)."""
+
+import statistics
+from typing import Any
+
+from miles.objective.estimators.base import Estimator, SampleRewards
+from miles.objective.registry import Term
+
+
+class Rloo(Estimator):
+    """``R_i - mean of R_j, j != i``: the mean of a group without its own trajectory is an unbiased baseline."""
+
+    name = "rloo"
+    summary = "the reward less the mean of the others in its group (leave-one-out)"
+    reads = ("normalize_advantages",)
+
+    def smallest_group(self, flags: Any) -> int:
+        """Return 2: a group of one has no others."""
+        return 2
+
+    def formula(self, flags: Any) -> list[Term]:
+        """Return what A is."""
+        return [Term("A = reward - mean of the other rewards of its prompt group", __name__)]
+
+    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+        """Subtract from each trajectory's reward the mean of the others'.
+
+        Computed as ``n / (n - 1) (R_i - mean of all)``, which is the same and exactly 0 for equal rewards. A sample
+        that was rewarded apart from its trajectory keeps the difference.
+        """
+        groups = samples.by_group()
+        means = {group: statistics.mean(rewards.values()) for group, rewards in groups.items()}
+        advantages = []
+        for reward, group, trajectory in zip(
+            samples.rewards, samples.group_indices, samples.trajectory_ids, strict=True
+        ):
+            n, own = len(groups[group]), groups[group][trajectory]
+            scale = n / (n - 1) if n > 1 else 0.0
+            advantages.append((reward - own) + scale * (own - means[group]))
+        return advantages
+
+
+ESTIMATOR = Rloo()

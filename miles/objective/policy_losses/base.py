@@ -1,0 +1,62 @@
+"""What a policy loss is: from ratios and advantages to the loss of each token."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from miles.objective.registry import Choice, Needs
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles.train_batch import MicroBatch
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """The response tokens of a micro-batch, as a policy loss reads them.
+
+    Attributes:
+        log_probs: Log-probs of the current policy, [R], with a graph; 0 without a graph where the mask is 0.
+        log_ratio: log current - log old, [R], with a graph, within +-80; 0 without a graph where the mask is 0.
+        advantages: [R]; masked tokens may hold anything.
+        micro: The micro-batch, for what needs whole sequences (sequences.py).
+    """
+
+    log_probs: torch.Tensor
+    log_ratio: torch.Tensor
+    advantages: torch.Tensor
+    micro: MicroBatch
+
+
+class TokenLosses(NamedTuple):
+    """Losses [R], and whether each token was clipped (0/1, without a graph), [R], if it is known; both fp32."""
+
+    losses: torch.Tensor
+    clipped: torch.Tensor | None
+
+
+class PolicyLoss(Choice):
+    """A policy loss.
+
+    Attributes:
+        sees_whole_samples: Whether it must be given whole responses also where context parallelism has cut them. Then
+            every rank of the context group evaluates all of them.
+    """
+
+    flag: ClassVar[str] = "policy_loss"
+    sees_whole_samples: ClassVar[bool] = False
+
+    def needs(self, flags: Any) -> Needs:
+        """Ask for the entropy, which is reported even if its coefficient is 0."""
+        return Needs(entropy=True)
+
+    def idle_on_policy(self, flags: Any) -> list[str]:
+        """Say which of its flags have no effect if an iteration has one step, so that every ratio is 1."""
+        return []
+
+    @abstractmethod
+    def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
+        """Compute the loss of every token, to be minimized."""

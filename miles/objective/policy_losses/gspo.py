@@ -1,0 +1,33 @@
+"""GSPO: PPO's clip on the ratio of whole sequences (arXiv 2507.18071)."""
+
+from typing import Any
+
+from miles.objective.policy_losses.base import PolicyTokens, TokenLosses
+from miles.objective.policy_losses.ppo_clip import PpoClip, clipped_losses
+from miles.objective.sequences import sequence_means
+
+
+class Gspo(PpoClip):
+    """The clipped surrogate on the geometric mean of a sequence's ratios."""
+
+    name = "gspo"
+    summary = "the clipped ratio of whole sequences"
+    ratio = "exp(log p - log p_old) in its geometric mean over the sequence"
+
+    def idle_on_policy(self, flags: Any) -> list[str]:
+        """Add that the sequence's ratio is that of its tokens."""
+        chosen = "--advantage-estimator gspo" if flags.policy_loss is None else "--policy-loss gspo"
+        return [*super().idle_on_policy(flags), f"{chosen}: one step per iteration, so every ratio is 1, as under ppo"]
+
+    def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
+        """Clip the ratio of the sequence (Eq. 7), written as in Eq. 13.
+
+        The value is the sequence's and the gradient the token's own. That adds up to the same if the tokens of a
+        sequence weigh alike, and needs no gradient from other ranks.
+        """
+        log_ratio, micro = tokens.log_ratio, tokens.micro
+        of_sequence = sequence_means(log_ratio, micro)[micro.sample_index] + (log_ratio - log_ratio.detach())
+        return clipped_losses(of_sequence, tokens.advantages, flags)
+
+
+POLICY_LOSS = Gspo()

@@ -1,0 +1,81 @@
+"""PPO's clipped ratio (arXiv 1707.06347), with clip-higher (2503.14476) and dual clip (1912.09729)."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Optional
+
+from miles.flags import flag
+from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
+from miles.objective.registry import Term
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class ClipFlags:
+    """ppo and gspo: the range in which ratios are not clipped."""
+
+    eps_clip: float = flag(0.2, "lower PPO ratio clip: 1 - eps")
+    eps_clip_high: Optional[float] = flag(None, "upper PPO ratio clip: 1 + eps; default --eps-clip")
+    eps_clip_c: Optional[float] = flag(None, "dual-clip bound for negative advantages, above 1")
+
+
+class PpoClip(PolicyLoss):
+    """The clipped surrogate on the ratio of each token."""
+
+    name = "ppo"
+    summary = "the clipped ratio of each token"
+    reads = ("eps_clip", "eps_clip_high", "eps_clip_c")
+    own_flags = ClipFlags
+    ratio = "exp(log p - log p_old)"
+
+    def check(self, flags: Any, shape: Any, errors: Any) -> None:
+        """Check the ranges."""
+        errors.above(flags, 0, "eps_clip", "eps_clip_high")
+        errors.within(flags, 0, 1, "eps_clip")
+        errors.above(flags, 1, "eps_clip_c")
+
+    def formula(self, flags: Any) -> list[Term]:
+        """Return the loss of a token before its weight, l'_it."""
+        low, high = clip_bounds(flags)
+        text = f"max(-ρ A, -clip(ρ, {low:g}, {high:g}) A), ρ = {self.ratio}"
+        terms = [Term(text, type(self).__module__)]
+        if flags.eps_clip_c is not None:
+            terms.append(Term(f"       at most -{flags.eps_clip_c:g} A where A < 0 (dual clip)", __name__))
+        return terms
+
+    def idle_on_policy(self, flags: Any) -> list[str]:
+        """Name the clip range and the dual clip."""
+        low, high = clip_bounds(flags)
+        idle = [f"clip range [{low:g}, {high:g}]: one step per iteration, so the ratio is 1 and nothing is clipped"]
+        return idle if flags.eps_clip_c is None else [*idle, "--eps-clip-c: the same"]
+
+    def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
+        """Clip each token's own ratio."""
+        return clipped_losses(tokens.log_ratio, tokens.advantages, flags)
+
+
+def clip_bounds(flags: ClipFlags) -> tuple[float, float]:
+    """Return the ratios between which the loss is not clipped."""
+    high = flags.eps_clip if flags.eps_clip_high is None else flags.eps_clip_high
+    return 1.0 - flags.eps_clip, 1.0 + high
+
+
+def clipped_losses(log_ratio: "torch.Tensor", advantages: "torch.Tensor", flags: ClipFlags) -> TokenLosses:
+    """Compute ``max(-ratio A, -clip(ratio) A)`` per token; all [R], fp32.
+
+    ``log_ratio`` is log policy - log old policy. With ``eps_clip_c`` (above 1) the loss of a negative advantage is at
+    most ``-eps_clip_c * advantage``: dual clip (1912.09729 Eq. 5). The clip fraction counts PPO's clip alone.
+    """
+    low, high = clip_bounds(flags)
+    ratio = log_ratio.float().exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(low, high)
+    losses = unclipped.maximum(clipped)
+    if flags.eps_clip_c is not None:
+        assert flags.eps_clip_c > 1.0, f"--eps-clip-c {flags.eps_clip_c} must be above 1"
+        losses = losses.minimum(-flags.eps_clip_c * advantages).where(advantages < 0, losses)
+    return TokenLosses(losses, (clipped > unclipped).float().detach())
+
+
+POLICY_LOSS = PpoClip()

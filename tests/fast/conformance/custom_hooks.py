@@ -1,0 +1,77 @@
+"""What the built-in objectives compute, as a user would write it: every hook but the reducer."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from miles.objective.hooks import (
+    AdvantageSamples,
+    AdvantageTrajectory,
+    ImportanceInputs,
+    LossInputs,
+    PolicyLossInputs,
+)
+
+
+def ppo_losses(inputs: PolicyLossInputs) -> torch.Tensor:
+    """PPO's clip of each token's ratio."""
+    ratio = (inputs.log_probs - inputs.old_log_probs).exp()
+    bounded = ratio.clamp(1 - inputs.settings.eps_clip, 1 + (inputs.settings.eps_clip_high or inputs.settings.eps_clip))
+    return torch.maximum(-inputs.advantages * ratio, -inputs.advantages * bounded)
+
+
+ppo_losses.zero_advantage_has_gradient = False
+
+
+def gspo_losses(inputs: PolicyLossInputs) -> torch.Tensor:
+    """The ratio of whole sequences, with its full gradient: every token's reaches every other's."""
+    losses = []
+    for log_ratio, mask, advantages in zip(
+        (inputs.log_probs - inputs.old_log_probs).split(inputs.response_lengths),
+        inputs.loss_mask.split(inputs.response_lengths),
+        inputs.advantages.split(inputs.response_lengths),
+        strict=True,
+    ):
+        ratio = ((log_ratio * mask).sum() / mask.sum().clamp(min=1)).exp()
+        bounded = ratio.clamp(1 - inputs.settings.eps_clip, 1 + inputs.settings.eps_clip)
+        losses.append(torch.maximum(-advantages * ratio, -advantages * bounded))
+    return torch.cat(losses)
+
+
+def sequence_weights(inputs: ImportanceInputs) -> torch.Tensor:
+    """Truncated importance sampling of whole sequences."""
+    log_ratio = (inputs.old_log_probs - inputs.rollout_log_probs) * inputs.loss_mask
+    of_sequence = torch.stack([part.sum() for part in log_ratio.split(inputs.response_lengths)])
+    return of_sequence.exp().clamp(max=inputs.settings.tis_clip)[inputs.sample_index]
+
+
+def whole_loss(inputs: LossInputs):
+    """The policy gradient with an entropy bonus."""
+    entropy = inputs.mean(inputs.entropy)
+    total = inputs.reduce(ppo_losses(inputs)) - inputs.settings.entropy_coef * entropy
+    return total, {"entropy_loss": entropy.detach()}
+
+
+whole_loss.metrics = ("entropy_loss",)
+
+
+def group_advantages(samples: AdvantageSamples) -> list[float]:
+    """GRPO's, of groups whose trajectories have one sample each."""
+    found = []
+    for reward, group in zip(samples.rewards, samples.group_indices, strict=True):
+        others = [r for r, g in zip(samples.rewards, samples.group_indices, strict=True) if g == group]
+        spread = np.std(others, ddof=1) + 1e-6 if len(others) > 1 else 1e-6
+        found.append((reward - np.mean(others)) / spread)
+    return found
+
+
+def discounted(trajectories: list[AdvantageTrajectory]) -> list[np.ndarray]:
+    """The discounted return, token by token."""
+    found = []
+    for trajectory in trajectories:
+        gamma, returns, following = trajectory.settings.gamma, np.zeros(len(trajectory.rewards)), 0.0
+        for t in reversed(range(len(returns))):
+            returns[t] = following = trajectory.rewards[t] + gamma * following
+        found.append(returns)
+    return found

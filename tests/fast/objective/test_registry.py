@@ -1,0 +1,103 @@
+"""Estimators and policy losses are found by name, and nothing else knows the names."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miles.arguments.parser import build_parser
+from miles.flags import flag_name
+from miles.objective.aggregation import MODES
+from miles.objective.chosen import build_objective
+from miles.objective.estimators import ESTIMATORS
+from miles.objective.policy_losses import POLICY_LOSSES
+from miles.objective.settings import LossArguments, StepShape
+
+ROOT = Path(__file__).parents[3]
+REGISTRIES = {"advantage_estimator": ESTIMATORS, "policy_loss": POLICY_LOSSES}
+
+
+@pytest.mark.parametrize("field", REGISTRIES)
+def test_a_flag_offers_what_the_folder_holds(field):
+    action = build_parser()._option_string_actions[flag_name(field)]
+    folder = ROOT / "miles" / "objective" / {"advantage_estimator": "estimators"}.get(field, "policy_losses")
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "base"}
+    assert tuple(action.choices) == tuple(REGISTRIES[field]) and len(files) == len(REGISTRIES[field])
+    for name, choice in REGISTRIES[field].items():
+        assert choice.summary in action.help and name in action.choices
+
+
+@pytest.mark.parametrize("field", REGISTRIES)
+def test_what_a_choice_reads_is_a_flag(field):
+    flags = {f.name for f in dataclasses.fields(LossArguments)}
+    for choice in REGISTRIES[field].values():
+        assert set(choice.reads) | set(choice.instead) <= flags
+        if choice.own_flags is not None:
+            own = {f.name for f in dataclasses.fields(choice.own_flags)}
+            assert own <= flags and all(REGISTRIES[field].readers(name) for name in own)
+
+
+def test_no_flag_is_declared_twice():
+    owners = [*ESTIMATORS.own_flags, *POLICY_LOSSES.own_flags, *LossArguments.__bases__[-1:]]
+    names = [f.name for owner in owners for f in dataclasses.fields(owner)]
+    assert len(names) == len(set(names)) == len(dataclasses.fields(LossArguments))
+
+
+@pytest.mark.parametrize("field", REGISTRIES)
+def test_an_unknown_name_is_an_error_that_names_the_choices(field):
+    known = ", ".join(REGISTRIES[field])
+    with pytest.raises(ValueError, match=f"{flag_name(field)} nothing: no such choice; give one of {known}"):
+        build_objective(LossArguments(**{field: "nothing"}))
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("policy_loss", [None, *POLICY_LOSSES])
+def test_every_pair_has_a_formula(estimator, policy_loss):
+    objective = build_objective(LossArguments(advantage_estimator=estimator, policy_loss=policy_loss))
+    assert objective.policy_loss.name == (policy_loss or ESTIMATORS[estimator].default_policy_loss)
+    terms = [*objective.policy_loss.formula(objective.flags), *objective.estimator.formula(objective.flags)]
+    assert terms and all((ROOT / term.file).is_file() for term in terms)
+
+
+def literals(path: Path) -> set[str]:
+    """The strings that a module's code compares with or looks up by; docstrings and messages are sentences."""
+    tree = ast.parse(path.read_text())
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def test_no_other_file_branches_on_a_name():
+    """The names may be a default of a flag; elsewhere only the object's own file has them."""
+    names = {*ESTIMATORS, *POLICY_LOSSES, *MODES} - {"constant"}  # a learning rate can be that, too
+    allowed = {"aggregation.py", "settings.py"}
+    for path in sorted((ROOT / "miles").rglob("*.py")):
+        folder = path.parent.name
+        if folder in ("estimators", "policy_losses") or (folder == "objective" and path.name in allowed):
+            continue
+        assert not literals(path) & names, path
+
+
+def test_validation_imports_no_tensor_library():
+    """Wrong flags are reported before torch, numpy or Ray are imported: none of them can be, here."""
+    program = """
+import sys
+for name in ("torch", "numpy", "ray"):
+    sys.modules[name] = None
+from miles.arguments.parser import main_parse
+main_parse(sys.argv[1:])
+"""
+    common = "--hf-checkpoint some/model --prompt-data reasoning_gym:products --rm-type last_number --num-rollout 4"
+    for flags in ("", *(f"--advantage-estimator {name} --normalize-advantages" for name in ESTIMATORS)):
+        words = f"{common} --rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 8 {flags}"
+        command = [sys.executable, "-c", program, *words.split(), "--explain"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0 and re.search(r"\[miles/objective/estimators/\w+.py\]", done.stdout), done.stderr
+
+
+def test_the_step_is_described_without_the_run():
+    assert StepShape(num_trajectories=8, samples_per_prompt=4).steps_per_iteration == 1
