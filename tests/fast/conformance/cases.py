@@ -101,7 +101,7 @@ class Case:
     shuffled: bool = False  # groups, and rollouts within them, in another order
     mutation: str | None = None
     equal_rewards: bool = False  # in the first group: its samples have no advantage, and are only scored
-    long_rows: bool = False  # attention as for rows too long for their scores to stand in memory
+    long_rows: bool = False  # attention as for rows too long to keep their scores in memory
     model: str = "untied"
     watch: bool = False  # the loss-mass canary may stop the run
     scores: dict[str, list[list[float]]] = field(default_factory=dict)  # old and ref, by the sample's place in the spec

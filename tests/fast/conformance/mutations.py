@@ -72,7 +72,7 @@ def micro_batch(change: Callable[[MicroBatch], MicroBatch]) -> tuple[Any, str, W
 
 
 def loss_times(factor: Callable[..., float]) -> tuple[Any, str, Wrap]:
-    """The loss of every micro-batch times ``factor(micro)``; what is reported stays."""
+    """Multiply the loss of every micro-batch by ``factor(micro)``; the metrics stay."""
     return (
         trainer,
         "language_model_loss",

@@ -1,4 +1,4 @@
-"""The critic beside the policy: checkpoints of both, and rollouts of which only it learns."""
+"""The critic beside the policy: checkpoints of both, and iterations that only the critic learns from."""
 
 from __future__ import annotations
 

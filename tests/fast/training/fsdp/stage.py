@@ -1,4 +1,4 @@
-"""What the checks stand on: tiny models, uneven batches, and a backend on this rank."""
+"""Tiny models, uneven batches, and a backend on this rank, for the checks."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ BUDGET = TrainingArguments(use_dynamic_batch_size=True, max_tokens_per_gpu=24, b
 PLAIN = LossArguments()
 CPU = torch.device("cpu")
 
-# rollouts of each group: the (prompt is 3 tokens) response lengths of a rollout's samples
+# trajectories of each group: the response lengths of a trajectory's samples (prompts have 3 tokens)
 UNEVEN = (((4,), (9, 2), (6,)), ((1,), (12,)), ((5,), (5,)))
 EQUAL_REWARDS = 2  # the group whose samples have no advantage
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Where one rank stands: which models there are, and a folder that the ranks share."""
+    """One rank of a world, and a folder with models that the ranks share."""
 
     folder: Path
     rank: int

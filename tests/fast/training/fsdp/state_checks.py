@@ -49,7 +49,7 @@ TOTAL_STEPS = 10
 
 
 def accumulate(backend: FsdpBackend, shard: TrainShard) -> None:
-    """The gradient of a step, left where the optimizer finds it."""
+    """Accumulate the gradient of a step; the optimizer is not called."""
     backend.policy.forward_backward(shard, policy_role(backend.policy, backend.settings.loss).loss_function)
 
 
@@ -243,7 +243,7 @@ def checkpoint_survives_another_number_of_ranks(stage: Stage) -> None:
 
 
 def saving_before_the_first_step_changes_nothing(stage: Stage) -> None:
-    """Nor does going on from such a checkpoint: Adam has not stepped, though PyTorch makes its state to save it."""
+    """Nor does continuing from such a checkpoint: Adam has not stepped, though PyTorch makes its state to save it."""
     plain, saving, resumed = (make_backend(stage, **ADAM) for _ in range(3))
     folder = stage.folder / "before"
     folder.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
 """The FSDP backend in real processes over gloo; the checks are in state_checks.py and critic_checks.py.
 
-What a step computes is for tests/fast/conformance to say. Each check is a test for each number of ranks, by its name.
+tests/fast/conformance checks what a step computes. Each check is a test for each number of ranks, by its name.
 All of them run once, in one process tree (launch.py).
 """
 
