@@ -1,4 +1,4 @@
-"""A proxy before a real server that spoils its answers on demand: what a broken host, or a broken server, would do."""
+"""A proxy in front of a real server that spoils its answers on demand, as a broken host or a broken server would."""
 
 from aiohttp import ClientSession, ClientTimeout, web
 

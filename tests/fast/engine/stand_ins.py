@@ -68,8 +68,8 @@ async def ask(engine, prompt):
     return (await engine.generate(request))[0]
 
 
-def run(folder, num_servers, scenario, **flags):
-    """Run ``scenario(engine, servers)`` on a started engine with weights of version 3.
+def run(folder, num_servers, scenario, updated=True, **flags):
+    """Run ``scenario(engine, servers)`` on a started engine, after an update to weights of version 3.
 
     As in a run, sglang-router is in front of two servers or more.
     """
@@ -80,7 +80,8 @@ def run(folder, num_servers, scenario, **flags):
         engine = engine_of(servers, folder, router, **flags)
         try:
             await engine.start()
-            await engine.update_weights(WEIGHTS, 3)
+            if updated:
+                await engine.update_weights(WEIGHTS, 3)
             return await asyncio.wait_for(scenario(engine, servers), 200)
         finally:
             await engine.close()

@@ -12,7 +12,7 @@ import signal
 
 import pytest
 
-from tests.fast.engine.stand_ins import QUICK, WEIGHTS, StandInServer, ask, engine_of, run, until
+from tests.fast.engine.stand_ins import QUICK, WEIGHTS, ask, run, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -144,22 +144,16 @@ def test_without_fault_tolerance_a_server_that_goes_on_is_waited_for(tmp_path, c
 def test_before_the_first_update_any_weights_are_sound(tmp_path):
     """An engine that somebody else has started calls its weights "default"."""
 
-    async def whole():
-        server = StandInServer(0, tmp_path)
-        engine = engine_of([server], tmp_path, None, use_fault_tolerance=True, **QUICK)
-        try:
-            await engine.start()
-            await server.misbehave("foreign weights")
-            checks = (await server.seen())["checked"]
-            while (await server.seen())["checked"] < checks + 3:
-                await asyncio.sleep(0.02)
-            early = await ask(engine, (1, 2))
-            await engine.update_weights(WEIGHTS, 3)
-            return server.starts, early, await ask(engine, (1, 2))
-        finally:
-            await engine.close()
+    async def scenario(engine, servers):
+        await servers[0].misbehave("foreign weights")
+        checks = (await servers[0].seen())["checked"]
+        while (await servers[0].seen())["checked"] < checks + 3:
+            await asyncio.sleep(0.02)
+        early = await ask(engine, (1, 2))
+        await engine.update_weights(WEIGHTS, 3)
+        return servers[0].starts, early, await ask(engine, (1, 2))
 
-    starts, early, late = asyncio.run(asyncio.wait_for(whole(), 200))
+    starts, early, late = run(tmp_path, 1, scenario, updated=False, use_fault_tolerance=True, **QUICK)
     assert starts == 1
     assert early.token_ids == late.token_ids == [2, 1] and late.weight_version == 3
 

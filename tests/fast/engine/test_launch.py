@@ -8,22 +8,22 @@ CPU = ServerSpec("some/model", "float32", "cpu", 2, seed=7)
 
 
 def pairs(words):
-    """Flag to value, None for a switch; fails on a flag that stands twice."""
+    """Return flag to value, None for a switch; fails if a flag is given twice."""
     found = {}
     for word, following in zip(words, [*words[1:], "--"], strict=True):
         if word.startswith("--"):
-            assert word not in found, f"{word} stands twice"
+            assert word not in found, f"{word} is given twice"
             found[word] = None if following.startswith("--") else following
     return found
 
 
-def test_cpu_server_is_told_what_it_needs():
+def test_cpu_server_gets_the_flags_it_needs():
     flags = pairs(CPU.arguments("127.0.0.1", 3000))
     assert flags["--port"] == "3000" and flags["--tp-size"] == "2" and flags["--random-seed"] == "7"
     assert flags["--device"] == "cpu" and flags["--attention-backend"] == "torch_native"
 
 
-def test_cuda_server_is_left_its_own_defaults():
+def test_cuda_server_keeps_its_own_defaults():
     flags = pairs(ServerSpec("some/model", "bfloat16", "cuda", 1, seed=0).arguments("h", 1))
     assert not {"--device", "--attention-backend", "--mem-fraction-static"} & flags.keys()
 
@@ -38,7 +38,7 @@ def test_colocated_server_can_release_its_memory():
 @pytest.mark.parametrize(
     "given", [("--dtype", "bfloat16"), ("--dtype=bfloat16",), ("--tp", "2"), ("--disable-overlap-schedule",)]
 )
-def test_what_the_user_gives_stands_once(given):
+def test_a_flag_of_the_user_replaces_the_default(given):
     words = ServerSpec("m", "float32", "cpu", 2, seed=0, flags=given).arguments("h", 1)
     assert words[-len(given) :] == [*given]
     name = given[0].split("=")[0]

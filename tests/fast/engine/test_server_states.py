@@ -87,14 +87,16 @@ def test_a_server_that_does_not_serve_is_not_checked(tmp_path, act, restarts):
 
 
 @pytest.mark.parametrize(
-    ("act", "state", "controls"),
+    ("updated", "act", "state", "controls"),
     [
-        ("pause", ServerState.PAUSED, [PAUSE, LOAD]),
-        ("release_memory", ServerState.RELEASED, [RELEASE]),
-        ("resume", ServerState.SERVING, [PAUSE, LOAD, RESUME]),
+        (True, "pause", ServerState.PAUSED, [PAUSE, LOAD]),
+        (True, "release_memory", ServerState.RELEASED, [RELEASE]),
+        (True, "resume", ServerState.SERVING, [PAUSE, LOAD, RESUME]),
+        (False, "pause", ServerState.PAUSED, [PAUSE]),
+        (False, "resume", ServerState.SERVING, []),
     ],
 )
-def test_a_server_that_starts_again_joins_as_the_others_are(tmp_path, act, state, controls):
+def test_a_server_that_starts_again_joins_as_the_others_are(tmp_path, updated, act, state, controls):
     async def scenario(engine, servers):
         [server] = engine.servers.all
         await getattr(engine, act)()
@@ -103,7 +105,7 @@ def test_a_server_that_starts_again_joins_as_the_others_are(tmp_path, act, state
         await until(lambda: server.in_use)
         return servers[0].starts, server.state, (await servers[0].seen())["controls"]
 
-    assert run(tmp_path, 1, scenario, **RESTARTS) == (2, state, controls)
+    assert run(tmp_path, 1, scenario, updated=updated, **RESTARTS) == (2, state, controls)
 
 
 def test_memory_is_released_when_no_check_is_in_flight(tmp_path):

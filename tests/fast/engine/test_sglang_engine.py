@@ -1,4 +1,4 @@
-"""The real SGLang server: what it generates, and how weights reach it."""
+"""Responses of the real SGLang server, and weights that reach it."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_stop_token_ends_a_response_and_stays_in_it(running, engine):
 
 
 @pytest.mark.parametrize("prompt", [(), (300_000,), (-1,)])
-def test_wrong_prompt_is_told_before_a_server_sees_it(running, engine, prompt):
+def test_wrong_prompt_is_refused_before_a_server_sees_it(running, engine, prompt):
     with pytest.raises(ValueError, match="prompt"):
         running.generate(engine, [prompt], max_new_tokens=1)
     assert running.run(engine.health())
@@ -84,7 +84,7 @@ def test_a_refused_broadcast_is_an_error_and_no_hang(running):
 
 
 def test_memory_that_was_released_comes_back_with_the_weights(running):
-    """On CPU a server answers and keeps its memory: what is seen here is that the calls are right, and their order."""
+    """On CPU a server answers and keeps its memory: this sees that the calls and their order are right."""
     with running.engine() as engine:
         running.run(engine.release_memory())
         running.update(engine, running.other)

@@ -1,4 +1,4 @@
-"""Two real servers behind the router, one of which fails (``test_engine_failures`` has more cases, with stand-ins)."""
+"""One of two real servers behind the router fails (``test_engine_failures`` has more cases, with stand-ins)."""
 
 import asyncio
 import signal

@@ -45,12 +45,12 @@ async def generated(asked):
 
 
 def recomputed(old, new, prompt, tokens, switch):
-    """Log-probs where tokens from ``switch`` on are the new model's, which has read everything before them."""
+    """Log-probs if the tokens from ``switch`` on are the new model's, which has read everything before them."""
     return torch.cat([log_probs_of(old, prompt, tokens)[:switch], log_probs_of(new, prompt, tokens)[switch:]])
 
 
 def kept(old, new, prompt, tokens, switch):
-    """The same, where the new model goes on from what the old one has computed."""
+    """The same, if the new model continues from the keys and values of the old one."""
     ids = torch.tensor([[*prompt, *tokens]])
     read = len(prompt) + switch - 1  # the last token before the switch is read by the new model
     with torch.no_grad():
@@ -80,14 +80,14 @@ def test_weights_change_under_requests_in_flight(running, mode):
             assert answer.token_versions == [before] * switch + [version] * (len(answer.token_ids) - switch)
             wanted = expected(running.model, running.other, prompt, answer.token_ids, switch)
             assert torch.tensor(answer.log_probs).double() == pytest.approx(wanted, abs=SERVER_LOG_PROB_ERROR)
-        # What comes later shares no prefix with what the old weights have computed.
+        # Later requests share no prefix with what the old weights have computed.
         for prompt, answer in zip(PROMPTS, running.generate(engine, PROMPTS, max_new_tokens=4), strict=True):
             wanted = log_probs_of(running.other, prompt, answer.token_ids)
             assert torch.tensor(answer.log_probs).double() == pytest.approx(wanted, abs=SERVER_LOG_PROB_ERROR)
 
 
 @BOTH
-def test_paused_requests_wait_and_go_on(running, mode):
+def test_paused_requests_wait_and_continue(running, mode):
     async def scenario(engine):
         async with in_flight(engine, running.address) as asked:
             await engine.pause()

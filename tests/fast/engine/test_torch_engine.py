@@ -224,7 +224,7 @@ def test_update_weights_replaces_the_model(model_path, tmp_path):
     other = AutoModelForCausalLM.from_config(config)
     other.save_pretrained(tmp_path)
     reqs = requests(SamplingParams(10))
-    named = list(other.named_parameters())  # without lm_head.weight where it is tied
+    named = list(other.named_parameters())  # without lm_head.weight if it is tied
     chunks = [WeightChunk({name: p.double()}) for name, p in named]
 
     async def scenario():

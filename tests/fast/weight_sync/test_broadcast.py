@@ -1,4 +1,4 @@
-"""The groups of a broadcast, with real gloo groups: an engine that starts anew joins another one."""
+"""The groups of a broadcast, with real gloo groups: an engine that has restarted joins another one."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from miles.weights import WeightChunk
 
 
 class Receiver:
-    """``miles.weight_sync.transport.WeightReceiver`` of one process, here; it knows the groups that it has joined."""
+    """A ``WeightReceiver`` of one process, here; it knows the groups that it has joined."""
 
     num_ranks = 1
 
@@ -64,7 +64,7 @@ def test_a_group_is_kept_from_update_to_update():
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://127.0.0.1:3"])
-def test_an_engine_that_starts_anew_joins_another_group_and_the_old_one_goes(address):
+def test_an_engine_that_has_restarted_joins_another_group_and_the_old_one_goes(address):
     transport = BroadcastTransport(torch.device("cpu"))
     old, other = Receiver("http://127.0.0.1:1"), Receiver("http://127.0.0.1:2")
     assert not send(transport, old, other, value=1.0)
