@@ -117,15 +117,6 @@ class Settings:
         )
 
     @property
-    def token_ranks(self) -> int:
-        """``dims.token_ranks``."""
-        return self.dims.token_ranks
-
-    def token_rank(self, rank: int) -> int:
-        """``dims.token_rank(rank)``."""
-        return self.dims.token_rank(rank)
-
-    @property
     def generates(self) -> bool:
         """Whether anything is generated; it is not if samples are loaded and nothing is evaluated."""
         return not self.rollout.loads_samples or self.evaluation.has_sets

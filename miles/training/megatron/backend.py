@@ -55,7 +55,7 @@ class MegatronBackend:
         )
         check_with_model(settings, self.hf_config.to_dict(), self.converter.shape)
         self.policy = self._build_policy(settings.policy_steps(total_steps))
-        self.token_group: dist.ProcessGroup | None = self.ranks.dp
+        self.token_group: dist.ProcessGroup | None = self.ranks.token_group
         self.critic: MegatronTrainedModel[ValueScorer] | None = None
         if settings.loss.has_critic:
             self.critic = self._build_critic(total_steps)
@@ -136,7 +136,7 @@ class MegatronBackend:
         packed = torch.zeros(len(names[0]), device=self.device)
         if self.ranks.is_last_stage:
             packed = torch.stack([value.detach().float() for value in sums.values()])
-            dist.all_reduce(packed, group=self.ranks.dp)
+            dist.all_reduce(packed, group=self.ranks.token_group)
         dist.broadcast(packed, self.ranks.last_stage, group=self.ranks.pp)
         return dict(zip(names[0], packed.tolist(), strict=True))
 

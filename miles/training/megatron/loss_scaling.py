@@ -43,16 +43,16 @@ class AveragingScaling:
     """
 
     num_micro_batches: int
-    dp_size: int
+    token_ranks: int
 
     @property
     def attached(self) -> float:
         """Cancel the data-parallel average alone."""
-        return 1.0 / average_of_ddp(self.dp_size)
+        return 1.0 / average_of_ddp(self.token_ranks)
 
     def __call__(self, output: LossOutput, micro: MicroBatch) -> ScheduleLoss:
         """Return the loss before both averages."""
-        average = average_of_schedule(self.num_micro_batches) * average_of_ddp(self.dp_size)
+        average = average_of_schedule(self.num_micro_batches) * average_of_ddp(self.token_ranks)
         return output.loss / average, output.metrics
 
 
@@ -84,7 +84,7 @@ class PerTokenScaling:
 def scaling_of(shard: TrainShard, per_token: bool, ranks: Ranks) -> MegatronLossScaling:
     """Return the contract that ``calculate_per_token_loss`` selects, for one pass over ``shard``."""
     if not per_token:
-        return AveragingScaling(len(shard.micro_batches), ranks.dp.size())
+        return AveragingScaling(len(shard.micro_batches), ranks.token_group.size())
     return PerTokenScaling(shard.batch.num_loss_tokens, _scored_tokens(shard, ranks))
 
 

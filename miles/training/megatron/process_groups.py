@@ -21,7 +21,7 @@ class Ranks:
 
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
-    dp: dist.ProcessGroup  # the ranks that hold different tokens
+    token_group: dist.ProcessGroup  # hold the same weights and different tokens; data-parallel ranks to Megatron
     ep: dist.ProcessGroup
     expert_tp: dist.ProcessGroup
     context: ContextGroups
@@ -56,12 +56,12 @@ def initialize_process_groups(dims: ParallelDims, seed: int) -> Ranks:
             create_gloo_process_groups=False,  # only for a checkpoint format that miles does not write
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    tokens = parallel_state.get_data_parallel_group()
-    assert tuple(dist.get_process_group_ranks(tokens)) in dims.token_groups, "Megatron numbers the ranks otherwise"
+    token_group = parallel_state.get_data_parallel_group()
+    assert tuple(dist.get_process_group_ranks(token_group)) in dims.token_groups, "Megatron numbers the ranks otherwise"
     return Ranks(
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
-        dp=tokens,
+        token_group=token_group,
         ep=parallel_state.get_expert_model_parallel_group(),
         expert_tp=parallel_state.get_expert_tensor_parallel_group(),
         context=ContextGroups(dims),

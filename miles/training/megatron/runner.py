@@ -157,7 +157,7 @@ class MegatronTrainedModel(MegatronModel[Scorer]):
         gradient: torch.Tensor = canary.main_grad  # type: ignore[attr-defined]
         mass = gradient.detach().sum()
         gradient.zero_()
-        return mass if self.ranks.dp.rank() == self._owner(canary) else nothing
+        return mass if self.ranks.token_group.rank() == self._owner(canary) else nothing
 
     def _owner(self, canary: torch.nn.Parameter) -> int:
         if not self.distributed.ddp_config.use_distributed_optimizer:
@@ -166,7 +166,7 @@ class MegatronTrainedModel(MegatronModel[Scorer]):
             for bucket in buffer.buckets:
                 if canary in bucket.params:
                     start, _end = bucket.param_to_index[canary]
-                    return start // (bucket.grad_data.numel() // self.ranks.dp.size())
+                    return start // (bucket.grad_data.numel() // self.ranks.token_group.size())
         raise AssertionError("every parameter has a bucket")
 
 

@@ -63,13 +63,13 @@ def average_of_schedule(num_micro_batches: int) -> float:
     return 1.0 / num_micro_batches
 
 
-def average_of_ddp(dp_size: int) -> float:
+def average_of_ddp(token_ranks: int) -> float:
     """Return the factor that data-parallel reduction applies to gradients, with ``calculate_per_token_loss`` off.
 
     ``gradient_scaling_factor = 1.0 / data_parallel_world_size``, for dense and expert parameters alike
     (distributed/distributed_data_parallel.py).
     """
-    return 1.0 / dp_size
+    return 1.0 / token_ranks
 
 
 # How a model is described and called.

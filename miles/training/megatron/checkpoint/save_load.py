@@ -162,7 +162,7 @@ def _sharded(policy: PolicyModel, ranks: Ranks) -> dict[str, Sharded]:
     Shards are singletons: every layer and every expert has its own tensor, whatever the pipeline and expert sizes. The
     canary (objective/canary.py) is always 0 and is not saved.
     """
-    described = policy.sharded_state_dict(metadata={"dp_cp_group": ranks.dp, "singleton_local_shards": True})
+    described = policy.sharded_state_dict(metadata={"dp_cp_group": ranks.token_group, "singleton_local_shards": True})
     parameters = {id(p) for p in policy.parameters() if p is not policy.canary}
     found = {name: sharded for name, sharded in described.items() if id(sharded.data) in parameters}
     missing = parameters - {id(sharded.data) for sharded in found.values()}

@@ -69,7 +69,7 @@ class AuxiliaryStep:
                 whole = _counts(shard, i, sizes.mtp_heads)
                 mine = [m + n / plan.context_parallel_size for m, n in zip(mine, whole, strict=True)]
         counts = torch.tensor(mine, dtype=torch.float64, device=device)
-        dist.all_reduce(counts, group=ranks.dp)
+        dist.all_reduce(counts, group=ranks.token_group)
         routed, *targets = counts.tolist()
         return cls(sizes, routed, tuple(targets), 0.0, torch.zeros(3, dtype=torch.float64, device=device))
 

@@ -27,7 +27,7 @@ FROM_CONFIG = (
     "share_embeddings_and_output_weights",
     "position_embedding_type",
     "rotary_percent",
-    # The frequencies are those of transformers for the same config (rope_frequencies.py).
+    # The frequencies are those of transformers for the same config (rotary_embedding.py).
     "rotary_base",
     "rope_scaling",
     "rope_scaling_factor",
