@@ -40,14 +40,11 @@ def build_shards(
         For each token rank its shards, one per optimizer step.
     """
     batches = convert(groups, loss=settings.loss, global_batch_size=settings.global_batch_size)
+    objective = build_objective(settings.loss)
     steps = []
     for batch in batches:
         # An auxiliary loss (MoE balancing, MTP) gives every sample a gradient.
-        has_gradient = (
-            None
-            if settings.megatron.has_auxiliary_loss
-            else build_objective(settings.loss).samples_with_gradient(batch.rewards)
-        )
+        has_gradient = None if settings.megatron.has_auxiliary_loss else objective.samples_with_gradient(batch.rewards)
         steps.append(
             schedule_step(
                 batch,

@@ -178,7 +178,7 @@ def aggregation_formula(name: str, loss: LossArguments, shape: StepShape) -> lis
     n = f"N = {shape.num_trajectories} trajectories per step"
     if loss.custom_pg_loss_reducer_function_path is not None:
         path = loss.custom_pg_loss_reducer_function_path
-        return [Term(f"{name} = {path}(m, l)", "miles.objective.hooks"), Term(n, __name__)]
+        return [Term(f"{name} = {path}(m, l)", "miles.objective.hook_calls"), Term(n, __name__)]
     mode, counts = MODES[loss.loss_aggregation], [n]
     if mode.whole_groups:
         counts.append(f"P = {shape.num_trajectories // shape.samples_per_prompt} prompts per step")
@@ -235,7 +235,7 @@ def get_pg_loss_reducer(loss: LossArguments, micro: MicroBatch) -> Reducer:
             one asked for is never computed instead.
     """
     if loss.custom_pg_loss_reducer_function_path is not None:
-        from miles.objective.hooks import get_custom_pg_loss_reducer
+        from miles.objective.hook_calls import get_custom_pg_loss_reducer
 
         return get_custom_pg_loss_reducer(loss.custom_pg_loss_reducer_function_path, loss, micro)
     return get_default_pg_loss_reducer(loss, micro)

@@ -11,14 +11,8 @@ from miles.objective.canary import check_canary
 from miles.objective.corrections import Correction, check_corrections, corrections_of
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.estimators.base import Estimator, SampleRewards
-from miles.objective.hooks import (
-    LOSS_FLAG,
-    CustomAdvantages,
-    CustomPolicyLoss,
-    check_hook_flags,
-    custom_loss_function,
-    zero_advantage_has_gradient,
-)
+from miles.objective.hook_calls import CustomAdvantages, CustomPolicyLoss, custom_loss_function
+from miles.objective.hooks import LOSS_FLAG, check_hook_flags, zero_advantage_has_gradient
 from miles.objective.kl import check_kl
 from miles.objective.output import LossOutput
 from miles.objective.policy_losses import POLICY_LOSSES

@@ -107,7 +107,7 @@ class Truncation(Correction):
     def weigh(self, loss: LossArguments, ratios: Ratios) -> Weights:
         """Bound the ratios; ``tis`` and ``tis_clipfrac`` are logged."""
         if loss.custom_tis_function_path is not None:
-            from miles.objective.hooks import custom_importance_weights
+            from miles.objective.hook_calls import custom_importance_weights
 
             weights = custom_importance_weights(loss.custom_tis_function_path, loss, ratios)
             return Weights(weights, {"tis": weights})

@@ -35,7 +35,7 @@ def objective_terms(loss: LossArguments, shape: StepShape) -> list[Term]:
     if loss.loss_type == "policy_loss":
         return [*_policy_loss(objective, shape), *_advantages(objective, shape)]
     if loss.loss_type == "custom_loss":
-        whole = Term(f"loss = {loss.custom_loss_function_path}(log p, log p_old, A, ...)", "miles.objective.hooks")
+        whole = Term(f"loss = {loss.custom_loss_function_path}(log p, log p_old, A, ...)", "miles.objective.hook_calls")
         return [whole, *aggregation_formula("reduce(l)", loss, shape), *_advantages(objective, shape)]
     raise ValueError(f"--loss-type {loss.loss_type}: no such loss")
 
