@@ -27,7 +27,7 @@ def load_function(path: str, flag: str) -> Callable[..., Any]:
             f"{flag} {path}: cannot import module {module_name} ({error}); "
             "check the spelling, or start the run from the folder that holds it"
         ) from error
-    function = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{flag} {path}: module {module_name} has no function {name}; define it there or fix the name")
     return function

@@ -24,7 +24,7 @@ class EngineActor:
     """Hold one server process, on the node and the devices that Ray gives it. The server dies with the actor."""
 
     def __init__(self, build: Callable[[str], ServerProcess], host: str | None) -> None:
-        self.server = build(host or ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        self.server = build(host or ray.util.get_node_ip_address())
 
     def start(self) -> str:
         """Start the server; ``ServerProcess.start``."""

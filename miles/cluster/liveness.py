@@ -41,7 +41,7 @@ class WorkerLost(ray.exceptions.RayError):
 class _Watched:
     name: str
     worker: Any  # actor handle
-    pulse: ray.ObjectRef
+    pulse: ray.ObjectRef[Any]
     sent: float  # by time.monotonic()
     replaceable: bool
     pid: int | None = None  # known with the first heartbeat
@@ -80,7 +80,7 @@ class Workers:
         ray.kill(worker)
 
     def results(
-        self, calls: Sequence[ray.ObjectRef], beside: Sequence[ray.ObjectRef] = (), whose: Any = None
+        self, calls: Sequence[ray.ObjectRef[Any]], beside: Sequence[ray.ObjectRef[Any]] = (), whose: Any = None
     ) -> list[Any]:
         """Return the results of ``calls`` in order.
 
@@ -99,14 +99,14 @@ class Workers:
                 pending.remove(call)
         return ray.get(list(calls))
 
-    def result(self, call: ray.ObjectRef) -> Any:
+    def result(self, call: ray.ObjectRef[Any]) -> Any:
         """Return the result of one call; see ``results``."""
         return self.results([call])[0]
 
-    def _pulses(self) -> list[ray.ObjectRef]:
+    def _pulses(self) -> list[ray.ObjectRef[Any]]:
         return [watched.pulse for watched in self._watched if watched.lost is None]
 
-    def _checked(self, call: ray.ObjectRef, whose: Any) -> None:
+    def _checked(self, call: ray.ObjectRef[Any], whose: Any) -> None:
         try:
             ray.get(call)
         except (RuntimeError, OSError, *_OF_A_DEATH) as failure:

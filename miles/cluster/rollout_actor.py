@@ -242,7 +242,7 @@ class RolloutActor:
             ValueError: See ``build_pipeline``.
         """
         # The progress bar of loading weights: the screen belongs to the launcher.
-        disable_progress_bar()  # type: ignore[no-untyped-call]
+        disable_progress_bar()
         cluster = self._settings.cluster
         use_threads(self._placement.device, sharers=1 if cluster.colocate else 1 + cluster.actor_num_gpus_per_node)
         self._built = await build_pipeline(

@@ -156,7 +156,7 @@ def _bundles(cluster: ClusterArguments, engines: EngineLayout, device: str) -> l
 
 
 def _place(bundles: list[dict[str, float]], cluster: ClusterArguments) -> PlacementGroup:
-    group = placement_group(bundles, strategy="PACK")
+    group: PlacementGroup = placement_group(bundles, strategy="PACK")
     ready, _ = ray.wait([group.ready()], timeout=PLACEMENT_SECONDS)
     if not ready:
         have = ray.cluster_resources()

@@ -55,18 +55,20 @@ class TrainDriver:
             self.stop()
             raise
 
-    def train(self, shards_by_token_rank: list[ray.ObjectRef], iteration: int) -> list[dict[str, Metric]]:
+    def train(self, shards_by_token_rank: list[ray.ObjectRef[Any]], iteration: int) -> list[dict[str, Metric]]:
         """Take one optimizer step for each shard in a rank's list; returns each step's metrics."""
         trains_policy = self.settings.trains_policy(iteration)
         calls = [
             actor.train.remote(shards_by_token_rank[self.settings.dims.token_rank(rank)], trains_policy)
             for rank, actor in enumerate(self.actors)
         ]
-        return self._workers.results(calls)[0]
+        steps: list[dict[str, Metric]] = self._workers.results(calls)[0]
+        return steps
 
-    def export_weights(self) -> list[ray.ObjectRef]:
+    def export_weights(self) -> list[ray.ObjectRef[Any]]:
         """Return references to the packed chunks of the full weights."""
-        return self._on_all("export_weights")[0]
+        chunks: list[ray.ObjectRef[Any]] = self._on_all("export_weights")[0]
+        return chunks
 
     def offload(self) -> None:
         """Move weights and optimizer to host memory, and free the GPUs' memory."""
@@ -164,7 +166,7 @@ class TrainActor:
         """Take one optimizer step per shard, of policy and critic or of the critic alone."""
         return self.trainer.train(shards, trains_policy)
 
-    def export_weights(self) -> list[ray.ObjectRef]:
+    def export_weights(self) -> list[ray.ObjectRef[Any]]:
         """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store."""
         chunks = self.backend.export_weights()
         if self.rank == 0:

@@ -121,7 +121,7 @@ class QueryKeyValue:
         whole = _join(shards)
         by_group = whole.reshape(self.groups, -1, *whole.shape[1:])
         rows = [self.heads // self.groups * self.width, self.width, self.width]
-        parts: Sequence[Tensor] = by_group.split(rows, 1)  # type: ignore[no-untyped-call]
+        parts: Sequence[Tensor] = by_group.split(rows, 1)
         return [part.flatten(0, 1) for part in parts]
 
 

@@ -61,7 +61,7 @@ def _entropy(loss: LossArguments) -> list[Term]:
 
 
 def _advantages(objective: Objective, shape: StepShape) -> list[Term]:
-    """What A is, and what the critic learns. The t of an estimator count the loss tokens of a trajectory, up to T."""
+    """Return what A is, and what the critic learns. The index t counts the loss tokens of a trajectory, up to T."""
     loss = objective.flags
     terms = [*value_loss_formula(loss, shape)] if objective.needs.values else []
     terms += objective.estimator.formula(loss)

@@ -220,7 +220,7 @@ def get_custom_pg_loss_reducer(path: str, loss: LossArguments, micro: MicroBatch
     if not micro.response_lengths:
         return lambda losses: losses.sum()
     whole_mask = whole_responses(micro.loss_mask, micro)
-    loss_masks: tuple[torch.Tensor, ...] = whole_mask.split(list(micro.response_lengths))  # type: ignore[no-untyped-call]
+    loss_masks: tuple[torch.Tensor, ...] = whole_mask.split(list(micro.response_lengths))
     if num_arguments == 1:
         reducer = function(
             ReducerInputs(
@@ -244,7 +244,7 @@ def get_custom_pg_loss_reducer(path: str, loss: LossArguments, micro: MicroBatch
 
 
 def _columns(micro: MicroBatch, log_probs: torch.Tensor) -> dict[str, Any]:
-    """The fields that the inputs of token losses and of a whole loss share; ``log_probs`` hold 0 where masked."""
+    """Return the fields that the inputs of token losses and of a whole loss share; masked log-probs are 0."""
     held = micro.loss_mask == 0
 
     def column(values: torch.Tensor) -> torch.Tensor:

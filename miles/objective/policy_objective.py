@@ -87,7 +87,7 @@ def _evaluated_whole(
     entropy: torch.Tensor | None,
     canary: torch.Tensor | None,
 ) -> LossOutput:
-    """The loss of the whole samples on every rank that shares them, counted once.
+    """Compute the loss of whole samples on every rank that shares them, and count it once.
 
     The gradient of each rank is that of its own log-probs, so the gradients add up to the whole. The canary is added to
     this rank's tokens alone, because it has the same gradient on every rank.
@@ -102,7 +102,7 @@ def _evaluated_whole(
 
 
 def _token_kl(loss: LossArguments, micro: MicroBatch, log_probs: torch.Tensor) -> torch.Tensor:
-    """The KL to the reference model of each token [R]; without a graph if it is only measured."""
+    """Compute the KL to the reference model of each token [R]; without a graph if it is only measured."""
     assert micro.ref_log_probs is not None, "--use-kl-loss needs the reference model's log-probs in the batch"
     current = log_probs if loss.kl_loss_coef else log_probs.detach()
     return approximate_kl(masked_log_ratio(current, micro.ref_log_probs, micro.loss_mask), loss.kl_loss_type)

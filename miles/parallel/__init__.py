@@ -1,0 +1,1 @@
+"""Rank arithmetic, and context parallelism: layout, process groups, dynamic sizes."""

@@ -57,4 +57,5 @@ def is_equal(label: str, response: str) -> bool | None:
 
 
 def _parse(text: str) -> list[Any]:
-    return parse(text, parsing_timeout=None)  # its timeouts do not stop C code; ``subprocess_call`` does
+    parsed: list[Any] = parse(text, parsing_timeout=None)  # its timeouts do not stop C code; ``subprocess_call`` does
+    return parsed

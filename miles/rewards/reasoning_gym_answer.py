@@ -37,7 +37,8 @@ def _score(sample: Sample) -> float:
     tagged = extract_answer(sample.response)
     answer = sample.response.strip() if tagged is None else tagged
     options = json.dumps(origin["options"], sort_keys=True)
-    return subprocess_call(score_answer, origin["task"], options, answer, origin["entry"], seconds=SECONDS)
+    scored: float = subprocess_call(score_answer, origin["task"], options, answer, origin["entry"], seconds=SECONDS)
+    return scored
 
 
 def score_answer(task: str, options: str, answer: str, entry: dict[str, Any]) -> float:

@@ -83,4 +83,5 @@ def _value(result: Any, key: str) -> float:
         raise ValueError(f"--reward-key {key}: the reward function returned {result!r}, not an object; drop the flag")
     if key not in result:
         raise ValueError(f"--reward-key {key}: the result has only the keys {', '.join(map(str, result))}; name one")
-    return result[key]
+    value: float = result[key]
+    return value

@@ -152,6 +152,11 @@ class _ToRows(torch.autograd.Function):
         return out[:-1].to(grad.dtype), None
 
 
+def _to_rows(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    cells: torch.Tensor = _ToRows.apply(tokens, index)  # type: ignore[no-untyped-call]
+    return cells
+
+
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, dropout: float, visible: torch.Tensor | None
 ) -> torch.Tensor:
@@ -229,9 +234,9 @@ def packed_attention(
     both = packed.context.gather(torch.cat([key, value], -1)[0].transpose(0, 1))  # of all ranks, one exchange
     out = q.new_zeros(*q.shape[:2], value.shape[-1])
     for rows in packed.rows:
-        qr = _ToRows.apply(q, rows.queries).view(*rows.query_shape, *q.shape[1:]).transpose(1, 2)
+        qr = _to_rows(q, rows.queries).view(*rows.query_shape, *q.shape[1:]).transpose(1, 2)
         kr, vr = (
-            _ToRows.apply(both, rows.keys)
+            _to_rows(both, rows.keys)
             .view(*rows.key_shape, *both.shape[1:])
             .transpose(1, 2)
             .split([width, both.shape[-1] - width], -1)

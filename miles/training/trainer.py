@@ -47,7 +47,7 @@ class Role(Generic[Scorer]):
 
 
 def policy_role(model: TrainedModel[PolicyScorer], objective: Objective) -> Role[PolicyScorer]:
-    """The policy learns from ``--loss-type`` and the loss that it names."""
+    """Return the policy's role: it learns from the objective of ``--loss-type``."""
 
     def loss_function(micro: MicroBatch, scorer: PolicyScorer) -> LossOutput:
         scores = scorer(with_entropy=objective.needs.entropy)
@@ -57,7 +57,7 @@ def policy_role(model: TrainedModel[PolicyScorer], objective: Objective) -> Role
 
 
 def critic_role(model: TrainedModel[ValueScorer], loss: LossArguments) -> Role[ValueScorer]:
-    """The critic learns from the value loss, on the micro-batches of the policy."""
+    """Return the critic's role: it learns from the value loss, on the policy's micro-batches."""
 
     def loss_function(micro: MicroBatch, scorer: ValueScorer) -> LossOutput:
         return value_loss_function(loss, micro, scorer())

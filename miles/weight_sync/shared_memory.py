@@ -20,7 +20,7 @@ class SharedMemoryTransport:
     def __init__(self) -> None:
         # Use named files. The other strategy passes file descriptors through a socket of the sender, which a process
         # that the sender did not start may not open; a server that tries dies.
-        mp.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+        mp.set_sharing_strategy("file_system")
 
     async def send(self, delivery: Delivery, chunks: Iterable[WeightChunk], version: int) -> None:
         """Share the chunks one after the other; each is freed when all receivers have copied it."""
@@ -45,7 +45,7 @@ class SharedMemoryTransport:
 def _share(chunk: WeightChunk) -> list[tuple[str, torch.Tensor]]:
     shared: list[tuple[str, torch.Tensor]] = []
     for name, tensor in chunk.tensors.items():
-        shared.append((name, tensor.detach().clone().share_memory_()))  # type: ignore[no-untyped-call]
+        shared.append((name, tensor.detach().clone().share_memory_()))
     return shared
 
 

@@ -108,7 +108,7 @@ class MegatronBackend:
             self.settings, self.converter.shape, self.compute_dtype, self.settings.loss.calculate_per_token_loss
         )
         config.mtp_num_layers = self.settings.megatron.mtp_num_layers if is_trained else None
-        policy = of(
+        policy: PolicyModel = of(
             config,
             hf_config,
             self.ranks,

@@ -73,7 +73,7 @@ class MegatronModel(Generic[Scorer]):
             hidden = stage(tokens.input_ids, tokens.position_ids, None, packed_seq_params=tokens)
             return hidden, partial(loss_function, micro)
 
-        return get_forward_backward_func()(
+        results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=self._collated(shard, plans, auxiliary),
             model=[model],
@@ -82,6 +82,7 @@ class MegatronModel(Generic[Scorer]):
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        return results
 
     def _collated(
         self, shard: TrainShard, plans: Sequence[MicroBatchPlan], auxiliary: AuxiliaryStep | None
@@ -166,7 +167,8 @@ class MegatronTrainedModel(MegatronModel[Scorer]):
             for bucket in buffer.buckets:
                 if canary in bucket.params:
                     start, _end = bucket.param_to_index[canary]
-                    return start // (bucket.grad_data.numel() // self.ranks.token_group.size())
+                    owner: int = start // (bucket.grad_data.numel() // self.ranks.token_group.size())
+                    return owner
         raise AssertionError("every parameter has a bucket")
 
 
@@ -174,5 +176,5 @@ def layers_with_experts(config: TransformerConfig) -> int:
     """Count those of the whole model, heads of multi-token prediction among them."""
     if not config.num_moe_experts:
         return 0
-    assert isinstance(config.moe_layer_freq, list)
-    return sum(config.moe_layer_freq) + (config.mtp_num_layers or 0) * config.moe_layer_freq[-1]
+    has_experts: list[int] = config.moe_layer_freq
+    return sum(has_experts) + (config.mtp_num_layers or 0) * has_experts[-1]

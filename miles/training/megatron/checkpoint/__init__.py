@@ -1,0 +1,1 @@
+"""Checkpoints of the Megatron backend: what is saved, and how shards are written and read."""

@@ -82,7 +82,7 @@ class PolicyModel(GPTModel):
         return attach(own, self._mtp_loss(of_heads, packed_seq_params))
 
     def _mtp_loss(self, of_heads: list[torch.Tensor], packed: PackedTokens) -> torch.Tensor:
-        """This rank's share of the loss of mtp.py, as it is to be attached."""
+        """Return this rank's share of the loss of mtp.py, scaled to be attached."""
         ahead, step = packed.ahead, packed.auxiliary
         assert ahead is not None and step is not None
         mean = torch.zeros((), device=of_heads[0].device)
@@ -135,7 +135,7 @@ class PolicyModel(GPTModel):
         )
 
     def head_weight(self) -> torch.Tensor:
-        """The head's rows of this rank's vocabulary, less those that only fill it up to a multiple of the ranks."""
+        """Return the head's rows of this rank's vocabulary, without the padding to a multiple of the ranks."""
         tied = self.share_embeddings_and_output_weights
         weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         first = self.pg_collection.tp.rank() * weight.shape[0]

@@ -36,7 +36,7 @@ class ValueModel(PolicyModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """What a checkpoint holds: decoder and head. ``GPTModel``'s own asks for the vocabulary's head."""
+        """Return what a checkpoint holds: decoder and head. ``GPTModel``'s own asks for the vocabulary's head."""
         described: dict[str, Any] = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
         return described
 

@@ -1,0 +1,1 @@
+"""Mixture of experts on Megatron: routing and its auxiliary losses."""

@@ -1,0 +1,1 @@
+"""Hugging Face weights into and out of a sharded Megatron model."""
