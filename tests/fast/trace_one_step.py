@@ -1,0 +1,103 @@
+"""Run one GRPO iteration in this process and print the files of miles that it enters, as JSON.
+
+Everything between the loop and the actors' methods that Ray would carry is a direct call here; the loop, the actors,
+the pipeline, the torch engine, the batch, the trainer, FSDP and the weight update are the production code.
+
+    python tests/fast/trace_one_step.py MODEL_FOLDER PROMPTS.jsonl OUTPUT_FOLDER
+"""
+
+import asyncio
+import json
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch.distributed as dist
+
+from miles.arguments.parser import main_parse
+from miles.cluster.rollout_actor import GeneratedIteration, RolloutActor, Start
+from miles.cluster.train_actor import TrainActor
+from miles.loop import TrainingLoop
+from miles.tracking.run_header import RunHeader
+from miles.tracking.tracker import Tracker
+
+PACKAGE = Path(__file__).parents[2] / "miles"
+entered: list[str] = []
+
+
+is_tracing = False
+
+
+def profile(frame, event, argument):
+    if is_tracing and event == "call":
+        file = Path(frame.f_code.co_filename)
+        if PACKAGE in file.parents and frame.f_code.co_name != "<module>":
+            name = str(file.relative_to(PACKAGE))
+            if name not in entered:
+                entered.append(name)
+
+
+class InProcess:
+    """Both drivers at once: what the loop calls, with the actors' methods called directly."""
+
+    def __init__(self, settings):
+        placement = SimpleNamespace(device="cpu", cluster=settings.cluster)
+        self.settings = settings
+        self.rollout = RolloutActor(settings, placement)
+        self.event_loop = asyncio.new_event_loop()
+        threading.Thread(target=self.event_loop.run_forever, daemon=True).start()
+        self.num_iterations = self.call(self.rollout.prepare())
+        self.trainer = TrainActor(0, settings, "cpu")
+        self.trainer.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.trainer.connect(("127.0.0.1", self.trainer.store.port), self.num_iterations)
+
+    def call(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.event_loop).result()
+
+    def generate(self, iteration):
+        summary, *shards = self.call(self.rollout.generate(Start(iteration, None, 0)))
+        return GeneratedIteration(summary, shards)
+
+    def train(self, shards_by_rank, iteration):
+        return self.trainer.train(shards_by_rank[0], self.settings.trains_policy(iteration))
+
+    def export_weights(self):
+        return list(self.trainer.backend.export_weights())
+
+    def update_weights(self, chunks, version):
+        self.call(self.rollout._pipeline.update_weights(chunks, version, None))
+
+    def resume(self):
+        return None
+
+
+def main(model: str, prompts: str, output: str) -> None:
+    flags = f"--hf-checkpoint {model} --prompt-data {prompts} --rm-type length --num-rollout 1 --rollout-batch-size 2"
+    flags += " --n-samples-per-prompt 4 --rollout-max-response-len 8 --actor-num-gpus-per-node 1 --colocate"
+    flags += f" --train-backend fsdp --rollout-engine torch --device cpu --output-dir {output}"
+    settings = main_parse(flags.split()).settings
+    sys.setprofile(profile)
+    threading.setprofile(profile)  # of the threads that start from here on
+    run = InProcess(settings)
+    tracker = Tracker(settings.tracking, RunHeader.from_sections("trace", settings, "", "", 1))
+    loop = TrainingLoop(
+        run,
+        run,
+        tracker,
+        evaluation=settings.evaluation,
+        checkpoint=settings.checkpoint,
+        offload=settings.offload("cpu"),
+        steps_per_iteration=settings.steps_per_iteration,
+        is_synchronous=True,
+    )
+    loop.sync_weights(version=0)
+    global is_tracing
+    is_tracing = True
+    loop.run_iteration(0)
+    is_tracing = False
+    print(json.dumps(entered))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
