@@ -1,11 +1,16 @@
 """Choose how responses are scored."""
 
+import pkgutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Optional
 
+import miles
 from miles.flags import Errors, flag
 
-BUILT_IN_REWARDS = ("exact_match", "last_number", "math", "reasoning_gym", "length")
+# The files of miles/rewards/built_in/, listed and not imported: a reward may need slow libraries.
+_FOLDER = Path(miles.__file__).parent / "rewards" / "built_in"
+BUILT_IN_REWARDS = tuple(sorted(module.name for module in pkgutil.iter_modules([str(_FOLDER)])))
 
 
 @dataclass(frozen=True)

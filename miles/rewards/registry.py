@@ -6,20 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from miles.arguments.reward import RewardArguments
+from miles.arguments.reward import BUILT_IN_REWARDS, RewardArguments
 from miles.import_path import load_function
 from miles.rewards.base import RewardFunction
 from miles.rewards.user_code import call_user_code
 from miles.sample import Sample
-
-# By import path, so that a run loads only the libraries of the reward it uses.
-BUILT_IN = {
-    "exact_match": "miles.rewards.exact_match:exact_match",
-    "last_number": "miles.rewards.last_number:last_number",
-    "math": "miles.rewards.math_answer:math",
-    "reasoning_gym": "miles.rewards.reasoning_gym_answer:reasoning_gym",
-    "length": "miles.rewards.length:length",
-}
 
 
 def get_reward_function(reward: RewardArguments) -> RewardFunction:
@@ -44,7 +35,9 @@ def get_reward_function(reward: RewardArguments) -> RewardFunction:
         bounded = _bounded(function, reward)
         return _with_key(bounded, key) if key is not None else bounded
     if reward.rm_type is None:
-        raise ValueError(f"no reward: give --rm-type ({', '.join(BUILT_IN)}) or --custom-rm-path module:function")
+        raise ValueError(
+            f"no reward: give --rm-type ({', '.join(BUILT_IN_REWARDS)}) or --custom-rm-path module:function"
+        )
     if key is not None:
         raise ValueError(
             f"--reward-key {key}: would be ignored, as --rm-type {reward.rm_type} gives plain numbers; drop it"
@@ -53,14 +46,14 @@ def get_reward_function(reward: RewardArguments) -> RewardFunction:
 
 
 def _built_in(name: str) -> Callable[..., Any]:
-    if name not in BUILT_IN:
-        near = get_close_matches(name, BUILT_IN, n=1)
+    if name not in BUILT_IN_REWARDS:
+        near = get_close_matches(name, BUILT_IN_REWARDS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ValueError(
-            f"--rm-type {name}: no such reward; {hint}the built-in ones are {', '.join(BUILT_IN)}; "
+            f"--rm-type {name}: no such reward; {hint}the built-in ones are {', '.join(BUILT_IN_REWARDS)}; "
             f"for your own give --custom-rm-path module:function"
         )
-    return load_function(BUILT_IN[name], f"--rm-type {name}:")
+    return load_function(f"miles.rewards.built_in.{name}:{name}", f"--rm-type {name}:")
 
 
 def _bounded(function: Callable[..., Any], reward: RewardArguments) -> RewardFunction:

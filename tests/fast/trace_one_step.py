@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
+import miles
 from miles.arguments.parser import main_parse
 from miles.cluster.rollout_actor import GeneratedIteration, RolloutActor, Start
 from miles.cluster.train_actor import TrainActor
@@ -22,7 +23,7 @@ from miles.loop import TrainingLoop
 from miles.tracking.run_header import RunHeader
 from miles.tracking.tracker import Tracker
 
-PACKAGE = Path(__file__).parents[2] / "miles"
+PACKAGE = Path(miles.__file__).parent
 entered: list[str] = []
 
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.rewards.exact_match import exact_match
-from miles.rewards.last_number import find_last_number, last_number
-from miles.rewards.length import length
+from miles.rewards.built_in.exact_match import exact_match
+from miles.rewards.built_in.last_number import find_last_number, last_number
+from miles.rewards.built_in.length import length
 
 padding = st.text(" \n\t", max_size=3)
 words = st.text("abcxyz =,.!?$()\n", max_size=12)

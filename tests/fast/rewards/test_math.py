@@ -2,8 +2,8 @@ import logging
 
 import pytest
 
-from miles.rewards import math_answer
-from miles.rewards.math_answer import math
+from miles.rewards.built_in import math as math_module
+from miles.rewards.built_in.math import math
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_unreadable_label(make_sample):
 
 
 def test_a_comparison_without_end_counts_as_wrong_and_harms_no_other(make_sample, monkeypatch, caplog):
-    monkeypatch.setattr(math_answer, "SECONDS", 1.0)
+    monkeypatch.setattr(math_module, "SECONDS", 1.0)
     with caplog.at_level(logging.WARNING):
         assert math([make_sample(r"\boxed{9^{9^{9^{9}}}}", "7"), make_sample("7", "7")]) == [0.0, 1.0]
     assert "no verdict in 1 s, scored 0: prompt prompts.jsonl:17" in caplog.text
