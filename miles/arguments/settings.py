@@ -1,11 +1,11 @@
 """Hold all sections of one run, frozen, and what follows from several of them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.cluster import OFFLOADING_BACKENDS, ClusterArguments, Offload, check_offload_on_cpu
-from miles.arguments.critic import CriticArguments
+from miles.arguments.critic import CriticArguments, critic_optimizer
 from miles.arguments.data import DataArguments
 from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.megatron.settings import MegatronArguments
@@ -96,9 +96,7 @@ class Settings:
     @property
     def critic_optimizer(self) -> OptimizerArguments:
         """The policy's optimizer with the critic's learning rate and warm-up."""
-        rate = self.optimizer.lr if self.critic.critic_lr is None else self.critic.critic_lr
-        warmup = self.critic.critic_lr_warmup_iters
-        return replace(self.optimizer, lr=rate, lr_warmup_iters=warmup, lr_warmup_fraction=None)
+        return critic_optimizer(self.critic, self.optimizer)
 
     @property
     def dims(self) -> ParallelDims:

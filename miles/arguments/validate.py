@@ -19,7 +19,7 @@ from miles.arguments.checkpoint import check_checkpoint
 from miles.arguments.cluster import check_cluster, check_offload, notes_on_cluster
 from miles.arguments.data import check_data
 from miles.arguments.evaluation import check_evaluation
-from miles.arguments.loss_rules import check_loss
+from miles.arguments.loss import check_loss, notes_on_loss
 from miles.arguments.megatron.rules import check_megatron
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import check_model
@@ -33,7 +33,6 @@ from miles.arguments.tracking import check_tracking
 from miles.arguments.training import check_training, fill_global_batch_size, notes_on_training
 from miles.flags import Errors
 from miles.objective.aggregation import reconcile_aggregation
-from miles.objective.settings import LossArguments
 from miles.parallel.dims import ParallelDims
 
 
@@ -134,5 +133,4 @@ def _notes(settings: Settings) -> Iterator[str]:
     yield from notes_on_training(
         settings.training, settings.parallel.context_parallel_size, settings.rollout.rollout_max_response_len
     )
-    if settings.loss.kl_loss_type != LossArguments.kl_loss_type and not settings.loss.needs_reference:
-        yield f"--kl-loss-type {settings.loss.kl_loss_type} has no effect without --use-kl-loss or --kl-coef"
+    yield from notes_on_loss(settings.loss)
