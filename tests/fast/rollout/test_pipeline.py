@@ -26,6 +26,7 @@ from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
 from miles.weights import WeightChunk
 
+torch.set_num_threads(1)
 PROMPTS = 5  # in the set: the third iteration of two prompts starts the second pass
 
 
@@ -179,15 +180,24 @@ def test_evaluation_repeats_and_leaves_training_alone(settings, weights):
     assert asyncio.run(scenario(0)) == ([], after)
 
 
-def test_evaluation_waits_for_the_end_of_an_iteration(settings, weights):
+def test_evaluation_waits_for_the_end_of_an_iteration(settings, weights, monkeypatch):
+    evaluated = []
+
+    async def evaluate(*_):
+        evaluated.append(True)
+        return {}, []
+
     async def scenario():
+        monkeypatch.setattr(pipelines, "evaluate", evaluate)
         pipeline = await build(settings())
         await pipeline.update_weights(weights, 0)
         async with pipeline.collecting(Start(0, None, 0)):
             evaluation = asyncio.create_task(pipeline.evaluate())
-            await asyncio.sleep(0.5)  # far longer than evaluation takes
-            assert not evaluation.done()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not evaluated
         await evaluation
+        assert evaluated
 
     asyncio.run(scenario())
 
