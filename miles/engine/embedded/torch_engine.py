@@ -74,6 +74,9 @@ class TorchEngine:
         assert not self._closed, "generate() after close()"
         self._check(request)
         if not self._weights_whole:
+            async with self._between_steps:
+                pass  # an update is in progress, or it failed
+        if not self._weights_whole:
             raise RuntimeError("the last weight update failed halfway: send a complete one before generating")
         if not request.seeds:
             return []

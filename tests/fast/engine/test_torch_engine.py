@@ -1,6 +1,7 @@
 """The embedded engine against transformers, and the life of a request."""
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -258,6 +259,30 @@ def test_tokens_know_the_weights_that_generated_them(llama_path):
         assert versions == sorted(versions)
         assert set(versions) == {0, 4, 9}
         assert response.weight_version == 9
+
+
+def test_a_request_during_a_weight_update_waits_for_it(llama_path):
+    weights = dict(AutoModelForCausalLM.from_pretrained(llama_path).named_parameters())
+
+    def chunks(arrives, fails):
+        assert arrives.wait(60)
+        yield WeightChunk({} if fails else weights)
+
+    async def generated_during_an_update(engine, fails):
+        arrives = threading.Event()
+        update = asyncio.create_task(engine.update_weights(chunks(arrives, fails), version=5))
+        await asyncio.sleep(0.05)
+        running = asyncio.create_task(generate_all(engine, requests(SamplingParams(3))))
+        await asyncio.sleep(0.05)
+        assert not running.done()
+        arrives.set()
+        return await asyncio.gather(update, running, return_exceptions=True)
+
+    _, groups = asyncio.run(generated_during_an_update(make_engine(llama_path), fails=False))
+    assert {version for group in groups for response in group for version in response.token_versions} == {5}
+    refused, error = asyncio.run(generated_during_an_update(make_engine(llama_path), fails=True))
+    assert isinstance(refused, ValueError)
+    assert isinstance(error, RuntimeError) and "the last weight update failed" in str(error)
 
 
 def test_weight_updates_name_what_is_wrong(llama_path):

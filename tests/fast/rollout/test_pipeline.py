@@ -26,6 +26,7 @@ from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
 from miles.weights import WeightChunk
 
+torch.set_num_threads(1)
 PROMPTS = 5  # in the set: the third iteration of two prompts starts the second pass
 
 
@@ -117,14 +118,43 @@ def test_a_restored_pipeline_continues_as_if_it_had_never_stopped(settings, weig
     assert state_during == state_before  # iteration 1 is complete, and not trained on yet
 
 
+def test_a_checkpoint_taken_while_later_iterations_are_collected_draws_them_again(settings, weights):
+    async def scenario():
+        pipeline = await build(settings(async_steps=1))
+        await pipeline.update_weights(weights, 0)
+        before = []
+        for iteration in range(3):
+            before.append(pipeline.state(iteration))
+            after, version = (iteration - 1 if iteration else None), max(0, iteration - 1)
+            if version:
+                await pipeline.update_weights(weights, version, after)
+            async with pipeline.collecting(Start(iteration, after, version)):
+                pass
+        return before, [pipeline.state(iteration) for iteration in (1, 2)], pipeline.state(3)
+
+    before, during, end = asyncio.run(scenario())
+    assert during == before[1:]
+    assert [state["next_group_index"] for state in (*before, end)] == [0, 2, 4, 6]
+
+
+def test_fully_async_collects_until_the_last_iteration(settings, weights):
+    async def scenario():
+        pipeline = await build(settings(async_steps=1, fully_async=True, num_rollout=4))
+        return [await collect(pipeline, weights, i, i - 1 if i else None) for i in range(4)]
+
+    found = asyncio.run(scenario())
+    assert [len(collected.scored.groups) for collected in found] == [2] * 4
+    assert all(collected.scored.metrics["rollout/staleness_max"].value <= 1 for collected in found)
+
+
 def test_saved_groups_are_trained_on_again_without_an_engine(settings, weights, tmp_path):
     template = str(tmp_path / "saved_{iteration}.jsonl")
 
     async def saving():
         return await collect(await build(settings(save_debug_rollout_data=template)), weights, 0)
 
-    async def loading():
-        flags = settings(load_debug_rollout_data=template)
+    async def loading(**rollout):
+        flags = settings(load_debug_rollout_data=template, **rollout)
         pipeline = await build_pipeline(
             Settings(model=flags.model, data=flags.data, reward=flags.reward, rollout=flags.rollout), start_engine=None
         )
@@ -133,6 +163,8 @@ def test_saved_groups_are_trained_on_again_without_an_engine(settings, weights, 
     saved, loaded = asyncio.run(saving()), asyncio.run(loading())
     assert load_rollout(template, 0) == saved.scored.groups == loaded.scored.groups
     assert loaded.scored.metrics == saved.scored.metrics
+    ahead = asyncio.run(loading(async_steps=1)).scored.metrics
+    assert {name: m for name, m in ahead.items() if name != "time/rollout"} == saved.scored.metrics
 
 
 def test_evaluation_repeats_and_leaves_training_alone(settings, weights):
@@ -146,6 +178,28 @@ def test_evaluation_repeats_and_leaves_training_alone(settings, weights):
     (first, again), after = asyncio.run(scenario(2))
     assert first == again and "eval/held/accuracy" in first
     assert asyncio.run(scenario(0)) == ([], after)
+
+
+def test_evaluation_waits_for_the_end_of_an_iteration(settings, weights, monkeypatch):
+    evaluated = []
+
+    async def evaluate(*_):
+        evaluated.append(True)
+        return {}, []
+
+    async def scenario():
+        monkeypatch.setattr(pipelines, "evaluate", evaluate)
+        pipeline = await build(settings())
+        await pipeline.update_weights(weights, 0)
+        async with pipeline.collecting(Start(0, None, 0)):
+            evaluation = asyncio.create_task(pipeline.evaluate())
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not evaluated
+        await evaluation
+        assert evaluated
+
+    asyncio.run(scenario())
 
 
 def test_an_iteration_waits_for_its_weights_and_for_the_one_before(settings, weights):
