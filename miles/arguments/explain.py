@@ -44,11 +44,11 @@ def _part(title: str, lines: Iterable[str]) -> str:
 def _formula(settings: Settings) -> list[str]:
     """Each term, and the file that computes it."""
     terms = objective_terms(settings.loss, settings.step_shape)
-    column = min(60, max(len(term.text) for term in terms)) + 2
+    column = min(60, max(len(term.text) for term in terms))
     lines = []
     for term in terms:
-        line = f"{term.text:<{column}}[{term.file}]"
-        lines += [line] if len(line) <= WIDTH else [term.text, f"{'':<{column}}[{term.file}]"]
+        line = f"{term.text:<{column}}  [{term.file}]"
+        lines += [line] if len(line) <= WIDTH else [term.text, f"{'':<{column}}  [{term.file}]"]
     return lines
 
 

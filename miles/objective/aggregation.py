@@ -12,9 +12,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from miles.flags import refuse
+from miles.flags import Errors, refuse
 from miles.objective.registry import Term
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def aggregation_formula(name: str, loss: LossArguments, shape: StepShape) -> lis
     return [Term(f"{name} = {mode.formula}", __name__), Term(", ".join(counts), __name__)]
 
 
-def check_diagnostic_mode(loss: LossArguments, why: str, errors: Any) -> None:
+def check_diagnostic_mode(loss: LossArguments, why: str, errors: Errors) -> None:
     """Refuse a mode that is for pg_loss alone, in a run without pg_loss."""
     mode = loss.loss_aggregation if loss.loss_agg_mode is None else VERL_MODES[loss.loss_agg_mode]
     if mode not in _DIAGNOSTIC_MODES:

@@ -9,11 +9,12 @@ average in place of a sum, a token on two ranks or on none: each changes it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.metrics import Metric
 
 if TYPE_CHECKING:
+    from miles.flags import Errors
     from miles.objective.settings import LossArguments
     from miles.train_batch import TrainBatch, TrainShard
 
@@ -24,7 +25,7 @@ class LossMassError(ValueError):
     """The weights of a step's tokens do not add up to what the objective says."""
 
 
-def check_canary(loss: LossArguments, errors: Any) -> None:
+def check_canary(loss: LossArguments, errors: Errors) -> None:
     """Refuse ``--loss-canary`` under a custom reducer: what its weights add up to is not known beforehand."""
     if loss.custom_pg_loss_reducer_function_path is not None:
         why = "with --custom-pg-loss-reducer-function-path, whose weights are not known beforehand"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.objective.canary import check_canary
 from miles.objective.corrections import Correction, check_corrections, corrections_of
@@ -25,6 +25,7 @@ from miles.objective.value_loss import check_value_loss
 if TYPE_CHECKING:
     import torch
 
+    from miles.flags import Errors
     from miles.objective.settings import LossArguments, StepShape
     from miles.train_batch import MicroBatch
 
@@ -116,13 +117,13 @@ def build_objective(loss: LossArguments) -> Objective:
     return Objective(loss, estimator, policy_loss, corrections_of(loss))
 
 
-def check_objective(loss: LossArguments, shape: StepShape, errors: Any) -> None:
+def check_objective(loss: LossArguments, shape: StepShape, errors: Errors) -> None:
     """Report every rule of the objective that ``loss`` breaks, the aggregation apart (``reconcile_aggregation``).
 
     Args:
         loss: The flags, as they were given.
         shape: The step.
-        errors: Has the checks of ``miles.flags``; they raise at the first broken rule, or collect.
+        errors: Collects them.
     """
     check_chunk_size(loss, errors)
     objective = build_objective(loss)
@@ -143,14 +144,14 @@ def check_objective(loss: LossArguments, shape: StepShape, errors: Any) -> None:
     check_value_loss(loss, errors)
 
 
-def check_chunk_size(loss: LossArguments, errors: Any) -> None:
+def check_chunk_size(loss: LossArguments, errors: Errors) -> None:
     """Report a ``--log-probs-chunk-size`` that is no number of tokens (token_log_probs.py)."""
     size = loss.log_probs_chunk_size
     if size != -1 and size < 1:
         errors.refuse("log_probs_chunk_size", size, "must be -1 (all tokens) or at least 1", "1024 is usual")
 
 
-def _check_group(objective: Objective, shape: StepShape, errors: Any) -> None:
+def _check_group(objective: Objective, shape: StepShape, errors: Errors) -> None:
     smallest, name = objective.estimator.smallest_group(objective.flags), objective.estimator.name
     if 1 <= shape.samples_per_prompt < smallest:
         rule = f"with --advantage-estimator {name} every advantage is 0: it compares {smallest} or more of a group"

@@ -11,9 +11,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-from miles.flags import flag_name
+from miles.flags import Errors, flag_name
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.kl import masked_log_ratio
 from miles.objective.registry import Term
@@ -62,7 +62,7 @@ class Correction(ABC):
         """Return whether the run uses it."""
         return bool(getattr(loss, self.switch))
 
-    def check(self, loss: LossArguments, errors: Any) -> None:
+    def check(self, loss: LossArguments, errors: Errors) -> None:
         """Report flags of a correction that is off, and values out of range."""
         if not self.is_on(loss):
             errors.refuse_ignored(loss, self.reads, f"without {flag_name(self.switch)}", "add that switch")
@@ -86,7 +86,7 @@ class Truncation(Correction):
     switch = "use_tis"
     reads = ("tis_clip", "tis_clip_low", "tis_mode", "tis_level", "custom_tis_function_path")
 
-    def check(self, loss: LossArguments, errors: Any) -> None:
+    def check(self, loss: LossArguments, errors: Errors) -> None:
         """Also check the bounds."""
         super().check(loss, errors)
         errors.above(loss, 0, "tis_clip")
@@ -128,7 +128,7 @@ class Rejection(Correction):
     switch = "use_rs"
     reads = ("rs_lower_bound", "rs_upper_bound", "rs_level")
 
-    def check(self, loss: LossArguments, errors: Any) -> None:
+    def check(self, loss: LossArguments, errors: Errors) -> None:
         """Also check the bounds."""
         super().check(loss, errors)
         errors.above(loss, 0, "rs_upper_bound")
@@ -156,7 +156,7 @@ class OffPolicyMasking(Correction):
     switch = "use_opsm"
     reads = ("opsm_delta",)
 
-    def check(self, loss: LossArguments, errors: Any) -> None:
+    def check(self, loss: LossArguments, errors: Errors) -> None:
         """Also check the bound, and that a sequence has one advantage."""
         super().check(loss, errors)
         errors.at_least(loss, 0, "opsm_delta")
@@ -187,7 +187,7 @@ def corrections_of(loss: LossArguments) -> tuple[Correction, ...]:
     return tuple(correction for correction in CORRECTIONS if correction.is_on(loss))
 
 
-def check_corrections(loss: LossArguments, errors: Any) -> None:
+def check_corrections(loss: LossArguments, errors: Errors) -> None:
     """Report the rules of all corrections that ``loss`` breaks."""
     for correction in CORRECTIONS:
         correction.check(loss, errors)
@@ -257,7 +257,7 @@ _LEVELS: dict[ImportanceLevel, str] = {
 }
 
 
-def _check_order(loss: LossArguments, low: str, high: str, errors: Any) -> None:
+def _check_order(loss: LossArguments, low: str, high: str, errors: Errors) -> None:
     if getattr(loss, low) > getattr(loss, high):
         rule = f"is above {flag_name(high)} {getattr(loss, high):g}"
         errors.refuse(low, getattr(loss, low), rule, "give a lower bound that is below the upper")

@@ -50,7 +50,8 @@ def _policy_loss(objective: Objective, shape: StepShape) -> list[Term]:
         terms.append(f"{sign} {abs(loss.entropy_coef):g} entropy")
     weights = corrections_formula(loss)
     first, *rest = objective.policy_loss.formula(loss)
-    token_loss = replace(first, text=f"l_it = {'w ' if weights else ''}{first.text}")
+    text = f"w ({first.text})" if weights and first.text.startswith("-") else f"{'w ' if weights else ''}{first.text}"
+    token_loss = replace(first, text=f"l_it = {text}")
     lines = [Term("loss = " + " ".join(terms), _POLICY_OBJECTIVE), *aggregation_formula("pg_loss", loss, shape)]
     return [*lines, token_loss, *rest, *weights, *kl_formula(loss), *_entropy(loss)]
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from miles.flags import Errors
     from miles.objective.aggregation import Reducer
     from miles.objective.corrections import Ratios
     from miles.objective.settings import LossArguments, StepShape
@@ -62,7 +63,7 @@ class CustomAdvantages(Estimator):
         """Return what the chosen estimator needs."""
         return self.estimator.needs(flags)
 
-    def check(self, flags: Any, shape: StepShape, errors: Any) -> None:
+    def check(self, flags: Any, shape: StepShape, errors: Errors) -> None:
         """Check what the chosen estimator checks."""
         self.estimator.check(flags, shape, errors)
 

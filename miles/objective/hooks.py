@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from miles.flags import Errors
     from miles.objective.aggregation import Reducer
     from miles.objective.settings import LossArguments
 
@@ -59,7 +60,7 @@ def check_hooks(loss: LossArguments) -> None:
         load_hook(loss.custom_tis_function_path, TIS_FLAG, "ImportanceInputs")
 
 
-def check_hook_flags(loss: LossArguments, errors: Any) -> None:
+def check_hook_flags(loss: LossArguments, errors: Errors) -> None:
     """Report hooks that would be ignored, and flags that a hook takes the place of. Imports no function."""
     if loss.custom_policy_loss_function_path is not None:
         why = "with --custom-policy-loss-function-path, which takes its place"
@@ -74,7 +75,7 @@ def check_hook_flags(loss: LossArguments, errors: Any) -> None:
         errors.refuse_ignored(loss, ["custom_loss_function_path"], why, way_out)
 
 
-def _check_whole_loss(loss: LossArguments, errors: Any) -> None:
+def _check_whole_loss(loss: LossArguments, errors: Errors) -> None:
     from miles.objective.corrections import CORRECTIONS
 
     ignored = (

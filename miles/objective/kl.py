@@ -12,6 +12,7 @@ from miles.objective.registry import Term
 if TYPE_CHECKING:
     import torch
 
+    from miles.flags import Errors
     from miles.objective.settings import LossArguments
 
 KlEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
@@ -56,7 +57,7 @@ def approximate_kl(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Ten
     raise ValueError(f"--kl-loss-type {estimator}: no such estimator; give one of {', '.join(_FORMULAS)}")
 
 
-def check_kl(loss: LossArguments, errors: Any) -> None:
+def check_kl(loss: LossArguments, errors: Errors) -> None:
     """Report coefficients that are negative, that count the KL twice, or that would be ignored."""
     errors.at_least(loss, 0, "kl_loss_coef", "kl_coef")
     if loss.kl_coef and loss.kl_loss_coef:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
+    from miles.flags import Errors
     from miles.objective.settings import StepShape
 
 
@@ -75,8 +76,8 @@ class Choice(ABC):
         """Return what the trainer scores for it."""
         return Needs()
 
-    def check(self, flags: Any, shape: StepShape, errors: Any) -> None:
-        """Report the rules that ``flags`` break to ``errors``, which has the checks of ``miles.flags``."""
+    def check(self, flags: Any, shape: StepShape, errors: Errors) -> None:
+        """Report the rules that ``flags`` break."""
         return None
 
     @abstractmethod
@@ -147,7 +148,7 @@ class Registry(Mapping[str, C]):
         """Return the names of the choices that read ``flag``."""
         return [name for name, choice in self.items() if flag in choice.reads]
 
-    def check_read(self, chosen: C, flags: Any, errors: Any) -> None:
+    def check_read(self, chosen: C, flags: Any, errors: Errors) -> None:
         """Refuse every flag that is set and that other choices read, but not ``chosen``."""
         name = "--" + self.flag.replace("_", "-")
         for flag in self.reads:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.objective.aggregation import get_pg_loss_reducer
 from miles.objective.corrections import CORRECTIONS
@@ -13,11 +13,12 @@ from miles.objective.policy_losses import POLICY_LOSSES
 if TYPE_CHECKING:
     import torch
 
+    from miles.flags import Errors
     from miles.objective.settings import LossArguments
     from miles.train_batch import MicroBatch
 
 
-def check_sft(loss: LossArguments, errors: Any) -> None:
+def check_sft(loss: LossArguments, errors: Errors) -> None:
     """Refuse the flags of advantages and policy loss: saved answers are neither sampled, scored nor clipped."""
     ignored = (
         *("advantage_estimator", "policy_loss", "use_kl_loss", "entropy_coef", "get_mismatch_metrics"),

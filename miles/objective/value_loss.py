@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles.objective.aggregation import (
     check_diagnostic_mode,
@@ -18,11 +18,12 @@ from miles.objective.registry import Term
 if TYPE_CHECKING:
     import torch
 
+    from miles.flags import Errors
     from miles.objective.settings import LossArguments, StepShape
     from miles.train_batch import MicroBatch
 
 
-def check_value_loss(loss: LossArguments, errors: Any) -> None:
+def check_value_loss(loss: LossArguments, errors: Errors) -> None:
     """Check the clip; and if the critic learns alone, that there is one, and that no flag of the policy loss is set."""
     errors.above(loss, 0, "value_clip")
     if loss.loss_type != "value_loss":

@@ -1,11 +1,14 @@
 """GRPO: the reward less the mean of its prompt group, over the standard deviation of the group (arXiv 2402.03300)."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from miles.flags import flag
+from miles.flags import Errors, flag
 from miles.objective.estimators.base import Estimator, SampleRewards, less_group_mean
 from miles.objective.registry import Term
+
+if TYPE_CHECKING:
+    from miles.objective.settings import StepShape
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Grpo(Estimator):
         """Return 2: a group of one has no spread. Rewards as they are need no group."""
         return 1 if flags.disable_rewards_normalization else 2
 
-    def check(self, flags: Any, shape: Any, errors: Any) -> None:
+    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
         """Refuse the finer of two switches if the other takes precedence."""
         if flags.disable_rewards_normalization:
             why = "with --disable-rewards-normalization"

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles.flags import flag
+from miles.flags import Errors, flag
 from miles.objective.estimators.base import Estimator
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Needs, Term
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from miles.objective.settings import StepShape
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Ppo(Estimator):
         """Ask for a critic."""
         return super().needs(flags) | Needs(values=True)
 
-    def check(self, flags: Any, shape: Any, errors: Any) -> None:
+    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
         """Check the ranges."""
         errors.within(flags, 0, 1, "gamma", "lambd")
 

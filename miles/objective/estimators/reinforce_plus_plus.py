@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from miles.flags import Errors
 from miles.objective.estimators.base import Estimator
 from miles.objective.estimators.ppo import generalized_advantages
 from miles.objective.kl import reward_penalty
@@ -10,6 +11,8 @@ from miles.objective.registry import Term
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from miles.objective.settings import StepShape
 
 
 class ReinforcePlusPlus(Estimator):
@@ -21,7 +24,7 @@ class ReinforcePlusPlus(Estimator):
     by_token = True
     reward_at_last_token = True
 
-    def check(self, flags: Any, shape: Any, errors: Any) -> None:
+    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
         """Check the discount, and require whitening."""
         errors.within(flags, 0, 1, "gamma")
         if not flags.normalize_advantages:

@@ -1,10 +1,14 @@
 """REINFORCE++ with a baseline: the reward less its group's mean, whitened over the step (arXiv 2501.03262)."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from miles.flags import Errors
 from miles.objective.estimators.base import Estimator, SampleRewards, less_group_mean
 from miles.objective.kl import reward_penalty
 from miles.objective.registry import Term
+
+if TYPE_CHECKING:
+    from miles.objective.settings import StepShape
 
 
 class ReinforcePlusPlusBaseline(Estimator):
@@ -20,7 +24,7 @@ class ReinforcePlusPlusBaseline(Estimator):
         """Return 2: a group of one is its own mean."""
         return 2
 
-    def check(self, flags: Any, shape: Any, errors: Any) -> None:
+    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
         """Require whitening."""
         if not flags.normalize_advantages:
             rule = "is defined with whitened advantages"

@@ -1,11 +1,14 @@
 """CISPO: the policy gradient weighted by a ratio that is bounded above and has no gradient (arXiv 2506.13585)."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from miles.flags import flag
+from miles.flags import Errors, flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
 from miles.objective.registry import Term
+
+if TYPE_CHECKING:
+    from miles.objective.settings import StepShape
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Cispo(PolicyLoss):
     reads = ("ratio_max",)
     own_flags = CispoFlags
 
-    def check(self, flags: Any, shape: Any, errors: Any) -> None:
+    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
         """Check the bound."""
         errors.above(flags, 0, "ratio_max")
 

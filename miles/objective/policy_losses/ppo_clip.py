@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
-from miles.flags import flag
+from miles.flags import Errors, flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
 from miles.objective.registry import Term
 
 if TYPE_CHECKING:
     import torch
+
+    from miles.objective.settings import StepShape
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class PpoClip(PolicyLoss):
     own_flags = ClipFlags
     ratio = "exp(log p - log p_old)"
 
-    def check(self, flags: Any, shape: Any, errors: Any) -> None:
+    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
         """Check the ranges."""
         errors.above(flags, 0, "eps_clip", "eps_clip_high")
         errors.within(flags, 0, 1, "eps_clip")

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from miles.arguments.parser import build_parser
+from miles.arguments.explain import explain
+from miles.arguments.parser import build_parser, parse
+from miles.arguments.validate import validate
 from miles.flags import flag_name
 from miles.objective.aggregation import MODES
 from miles.objective.chosen import build_objective
 from miles.objective.estimators import ESTIMATORS
+from miles.objective.explain import objective_terms
 from miles.objective.policy_losses import POLICY_LOSSES
 from miles.objective.settings import LossArguments, StepShape
 
@@ -101,3 +104,22 @@ main_parse(sys.argv[1:])
 
 def test_the_step_is_described_without_the_run():
     assert StepShape(num_trajectories=8, samples_per_prompt=4).steps_per_iteration == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--use-kl-loss --kl-loss-coef 0.1 --entropy-coef 0.01 --use-tis --use-rs --eps-clip-c 3 --policy-loss gspo",
+        "--advantage-estimator ppo --kl-coef 0.1 --normalize-advantages --policy-loss cispo --use-tis",
+        "--advantage-estimator ppo --loss-type value_loss",
+    ],
+)
+def test_explain_prints_the_file_beside_each_term(flags):
+    common = "--hf-checkpoint some/model --prompt-data reasoning_gym:products --rm-type last_number --num-rollout 4"
+    words = f"{common} --rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 8 {flags}"
+    validated = validate(parse(words.split()))
+    text = explain(validated)
+    for term in objective_terms(validated.settings.loss, validated.settings.step_shape):
+        assert re.search(re.escape(term.text.strip()) + rf"\s+\[{term.file}\]", text), term
+        assert (ROOT / term.file).is_file()
