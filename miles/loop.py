@@ -54,6 +54,7 @@ class TrainingLoop:
         offload: Offload,
         steps_per_iteration: int,
         is_synchronous: bool,
+        run_state: dict[str, str],
     ) -> None:
         self.rollout = rollout
         self.trainer = trainer
@@ -63,11 +64,17 @@ class TrainingLoop:
         self.offload = offload
         self.steps_per_iteration = steps_per_iteration
         self.is_synchronous = is_synchronous
+        self.run_state = run_state  # the identity of the run (cluster/run_identity.py), saved in every checkpoint
         self.timer = PhaseTimer()
 
     def run(self) -> None:
         """Run from the newest checkpoint of ``--load``, if any, to the last iteration."""
         done = self.resume()
+        if done >= self.rollout.num_iterations > 0:
+            print(
+                f"note: {done} iterations are done already, and this run has {self.rollout.num_iterations}: "
+                "nothing is left to train; give a larger --num-rollout or --num-epoch to continue"
+            )
         self.sync_weights(version=done)
         if done == 0 and self.evaluation.has_sets and not self.evaluation.skip_eval_before_train:
             self.log(0, [self.evaluate()])
@@ -125,7 +132,8 @@ class TrainingLoop:
         """Write a checkpoint after ``done`` iterations."""
         self.give_gpus_to_trainer()
         with self.timer.phase("save"):
-            self.trainer.save(done, {"rollouts_done": done, "prompts": self.rollout.state(done)})
+            state = {"rollouts_done": done, "prompts": self.rollout.state(done), "run": self.run_state}
+            self.trainer.save(done, state)
         if self.offload.train or self.offload.rollout:
             self.sync_weights(version=done)  # gives the engines their memory back
 
@@ -135,6 +143,7 @@ class TrainingLoop:
         if state is None:
             return 0
         done: int = state["rollouts_done"]
+        self.run_state = state.get("run", self.run_state)  # absent in checkpoints of earlier versions
         self.rollout.restore(state["prompts"])
         self.tracker.resume(done * self.steps_per_iteration + 1)
         return done

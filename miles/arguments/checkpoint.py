@@ -13,6 +13,7 @@ class CheckpointArguments:
 
     save: Optional[str] = flag(None, "folder of the checkpoints", metavar="DIR")
     save_interval: Optional[int] = flag(None, "iterations between checkpoints; the last iteration is always saved")
+    start_over: bool = flag(False, "if --save holds checkpoints of another run, save into a new folder inside it")
     load: Optional[str] = flag(
         None, "folder of checkpoints, whose newest is resumed; the run starts fresh if it is empty", metavar="DIR"
     )
@@ -26,7 +27,7 @@ def check_checkpoint(checkpoint: CheckpointArguments, cluster: ClusterArguments,
     """Check that flags of saving have a folder to save to, and those of loading one to load from."""
     errors.at_least(checkpoint, 1, "save_interval")
     if checkpoint.save is None:
-        errors.refuse_ignored(checkpoint, ["save_interval"], "without --save", "add --save DIR")
+        errors.refuse_ignored(checkpoint, ["save_interval", "start_over"], "without --save", "add --save DIR")
         if errors.none_about("max_restarts"):
             why = "without --save: there would be no checkpoint to restart from"
             errors.refuse_ignored(cluster, ["max_restarts"], why, "add --save DIR and --save-interval")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import ray.exceptions
 
-from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.settings import Settings
 from miles.cluster.failures import cause_of, in_one_line, show
 from miles.training.checkpoint_folder import newest
@@ -21,13 +20,8 @@ def with_restarts(settings: Settings, attempt: Callable[[Settings], None]) -> No
     Every further attempt resumes the newest checkpoint in ``--save``, or starts from the beginning if there is none.
     ``attempt`` leaves no process behind, however it ends. A ``ValueError``, which the user has to fix, and a failure of
     the launcher itself are raised at once.
-
-    Raises:
-        ValueError: If ``--save`` holds checkpoints of another run, which a restart would resume.
     """
     left = settings.cluster.max_restarts
-    if left:
-        _check_own_folder(settings.checkpoint)
     while True:
         try:
             return attempt(settings)
@@ -52,13 +46,3 @@ def resuming(settings: Settings) -> Settings:
         return settings
     checkpoint = replace(given, load=given.save, finetune=False, no_load_optim=False, no_load_rng=False)
     return replace(settings, checkpoint=checkpoint)
-
-
-def _check_own_folder(given: CheckpointArguments) -> None:
-    assert given.save is not None, "validate() requires --save with --max-restarts"
-    goes_on = given.load is not None and Path(given.load).resolve() == Path(given.save).resolve()
-    if newest(Path(given.save)) is not None and (given.finetune or not goes_on):
-        raise ValueError(
-            f"--save {given.save}: holds checkpoints of an earlier run, which --max-restarts would resume; resume "
-            f"them with --load {given.save} (without --finetune), or give another folder"
-        )

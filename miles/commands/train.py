@@ -7,6 +7,7 @@ Ray are imported.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,26 +26,30 @@ def main(argv: Sequence[str]) -> int:
     """
     validated = main_parse(argv)
     from miles.cluster.failures import exit_with_message  # imports Ray and torch
+    from miles.cluster.folder_lock import locked_folders
+    from miles.cluster.run_identity import check_load_folder, own_save_folder
     from miles.objective.hooks import check_hooks
 
-    with exit_with_message(validated.settings.checkpoint):
-        check_hooks(validated.settings.loss)
-        for note in validated.notes:
-            print(f"note: {note}")
-        run(validated.settings)
+    settings = validated.settings
+    written = {"--output-dir": settings.tracking.output_dir, "--save": settings.checkpoint.save}
+    with exit_with_message(settings.checkpoint):
+        check_hooks(settings.loss)
+        with locked_folders((flag, Path(folder)) for flag, folder in written.items() if folder is not None):
+            for note in (*validated.notes, *check_load_folder(settings.checkpoint)):
+                print(f"note: {note}")
+            checkpoint = own_save_folder(settings.checkpoint)
+            with exit_with_message(checkpoint):  # --start-over changes where to resume from
+                run(replace(settings, checkpoint=checkpoint))
     return 0
 
 
 def run(settings: Settings) -> None:
     """Start Ray, train, and stop what was started; restart up to ``--max-restarts`` times if a worker process fails."""
-    from miles.cluster.folder_lock import locked_folders
     from miles.cluster.restarts import with_restarts
     from miles.cluster.session import EngineLayout, ray_session
 
     engines = EngineLayout(settings.num_engines, settings.sglang.rollout_num_gpus_per_engine)
-    folders = {"--output-dir": settings.tracking.output_dir, "--save": settings.checkpoint.save}
-    written = [(flag, Path(folder)) for flag, folder in folders.items() if folder is not None]
-    with locked_folders(written), ray_session(settings.cluster, engines) as placement:
+    with ray_session(settings.cluster, engines) as placement:
         with_restarts(settings, lambda settings: train(settings, placement))
 
 
@@ -52,6 +57,7 @@ def train(settings: Settings, placement: Placement) -> None:
     """Start the actors and run the loop, from the newest checkpoint of ``--load`` if there is one."""
     from miles.cluster.liveness import Workers
     from miles.cluster.rollout_actor import RolloutDriver
+    from miles.cluster.run_identity import RunIdentity
     from miles.cluster.train_actor import TrainDriver
     from miles.loop import TrainingLoop
     from miles.objective.explain import objective_formula, objective_in_words
@@ -83,6 +89,7 @@ def train(settings: Settings, placement: Placement) -> None:
                 checkpoint=settings.checkpoint,
                 offload=offload,
                 steps_per_iteration=settings.steps_per_iteration,
+                run_state=RunIdentity.new().to_state(),
                 is_synchronous=settings.rollout.async_steps == 0,
             )
             loop.run()

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 _NAME = re.compile(r"(\.replaced_)?iter_(\d{7})")
-_STATE = "state.json"
+STATE = "state.json"
 
 
 def staging(root: Path, iterations_done: int) -> Path:
@@ -64,17 +64,22 @@ def newest(root: Path) -> Path | None:
 
     A run killed while it replaced a checkpoint has left the older one under its ``.replaced_`` name: it counts.
     """
+    return next(reversed(all_in(root)), None)
+
+
+def all_in(root: Path) -> list[Path]:
+    """Return all checkpoints in ``root``, by their iterations, replaced ones before those that replace them."""
     if not root.is_dir():
-        return None
+        return []
     found = [
         (int(match[2]), match[1] is None, path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))
     ]
-    return max(found)[2] if found else None
+    return [path for _, _, path in sorted(found)]
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether ``folder`` is one checkpoint of a run, not a Hugging Face folder or a folder of checkpoints."""
-    return (folder / _STATE).is_file()
+    return (folder / STATE).is_file()
 
 
 def critic_folder(folder: Path) -> Path:
@@ -96,12 +101,12 @@ def saved_critic(folder: Path) -> Path:
 def write_run_state(folder: Path, backend: str, launcher: dict[str, Any], schedule: dict[str, Any]) -> None:
     """Write ``state.json``; rank 0 calls it. ``launcher`` and ``schedule`` must be plain JSON."""
     state = {"backend": backend, "launcher": launcher, "schedule": schedule}
-    (folder / _STATE).write_text(json.dumps(state))
+    (folder / STATE).write_text(json.dumps(state))
 
 
 def read_run_state(folder: Path, backend: str, flag: str) -> dict[str, Any]:
     """Return what ``write_run_state`` wrote. Raises ``ValueError`` naming ``flag`` if another backend wrote it."""
-    state: dict[str, Any] = json.loads((folder / _STATE).read_text())
+    state: dict[str, Any] = json.loads((folder / STATE).read_text())
     written_by = state.get("backend", "fsdp")
     if written_by != backend:
         raise ValueError(

@@ -20,6 +20,7 @@ class Recorder:
     def __init__(self, resume_from=None):
         self.calls = []
         self.rows = {}
+        self.saved_states = []
         self.resume_from = resume_from
 
     def __getattr__(self, name):
@@ -45,6 +46,7 @@ class Recorder:
 
     def save(self, done, state):
         self.calls.append(("save", done))
+        self.saved_states.append(state)
 
     def resume(self, step=None):
         if step is not None:  # the tracker's
@@ -76,6 +78,7 @@ def run():
             offload=offload or Offload(train=False, rollout=False),
             steps_per_iteration=2,
             is_synchronous=True,
+            run_state={"id": "of this run"},
         )
         loop.run()
         return sides
@@ -133,6 +136,18 @@ def test_a_resumed_run_continues_after_the_iterations_that_are_done(run):
         ("generate", 3),
     ]
     assert min(sides.rows) == 7
+
+
+def test_checkpoints_carry_the_run_that_they_belong_to(run):
+    assert run(save="checkpoints").saved_states[-1]["run"] == {"id": "of this run"}
+    earlier = {"rollouts_done": 3, "prompts": {}, "run": {"id": "of the run that is resumed"}}
+    assert run(resume_from=earlier, save="checkpoints").saved_states[-1]["run"] == earlier["run"]
+
+
+def test_a_run_that_is_done_already_says_so(run, capsys):
+    sides = run(resume_from={"rollouts_done": 7, "prompts": {}})
+    assert sides.of("generate", "train") == []
+    assert "note: 7 iterations are done already, and this run has 5: nothing is left" in capsys.readouterr().out
 
 
 def test_the_export_has_weights_and_tokenizer(run):

@@ -91,6 +91,7 @@ def main(model: str, prompts: str, output: str) -> None:
         offload=settings.offload("cpu"),
         steps_per_iteration=settings.steps_per_iteration,
         is_synchronous=True,
+        run_state={},
     )
     loop.sync_weights(version=0)
     global is_tracing

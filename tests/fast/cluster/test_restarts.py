@@ -124,14 +124,6 @@ def test_a_further_attempt_resumes_what_was_saved(settings_with, tmp_path, capsy
     assert "restarting from its last checkpoint (1 restarts left)" in told
 
 
-def test_an_earlier_run_is_not_gone_on_from(settings_with, tmp_path):
-    (tmp_path / "ckpt" / "iter_0000100").mkdir(parents=True)
-    for given in ({}, {"load": str(tmp_path)}):
-        with pytest.raises(ValueError, match="holds checkpoints of an earlier run"):
-            with_restarts(settings_with(1, **given), Attempts(None))
-    with_restarts(settings_with(1, load=f"{tmp_path}/ckpt/"), Attempts(None))
-
-
 def test_the_last_failure_is_raised(settings_with):
     attempt = Attempts(died(), died())
     with pytest.raises(Exception, match="died"):
@@ -144,11 +136,3 @@ def test_what_is_no_worker_s_death_is_raised_at_once(settings_with, error):
     attempt = Attempts(error)
     with pytest.raises(type(error)):
         with_restarts(settings_with(5), attempt)
-
-
-def test_checkpoints_of_another_run_are_refused(settings_with, tmp_path):
-    (tmp_path / "ckpt" / "iter_0000009").mkdir(parents=True)
-    with pytest.raises(ValueError, match="holds checkpoints of an earlier run"):
-        with_restarts(settings_with(1), Attempts(None))
-    with_restarts(settings_with(1, load=str(tmp_path / "ckpt")), Attempts(None))
-    with_restarts(settings_with(0), Attempts(None))

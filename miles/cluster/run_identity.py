@@ -1,0 +1,112 @@
+"""Which run a checkpoint belongs to, and the refusal to mix two runs in one folder.
+
+Every checkpoint carries the id of its run. A run that resumes keeps the id of the run it continues; ``--finetune``
+starts a new one. A folder of ``--save`` may hold earlier checkpoints only if the run continues from the newest of
+them: anything else would leave checkpoints of two runs side by side, and a later resume would take the wrong one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from miles.arguments.checkpoint import CheckpointArguments
+from miles.training import checkpoint_folder
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """The id of a run and the local time at which it first started, as saved in its checkpoints."""
+
+    id: str
+    started: str
+
+    @classmethod
+    def new(cls) -> RunIdentity:
+        """Return the identity of a run that starts now."""
+        return cls(uuid.uuid4().hex[:12], time.strftime("%Y-%m-%d %H:%M:%S"))
+
+    @classmethod
+    def from_state(cls, launcher_state: dict[str, Any]) -> RunIdentity | None:
+        """Return the identity saved in a checkpoint; None for checkpoints written before runs had one."""
+        saved = launcher_state.get("run")
+        return None if saved is None else cls(**saved)
+
+    def to_state(self) -> dict[str, str]:
+        """Return plain JSON for the launcher's part of a checkpoint."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"run {self.id} of {self.started}"
+
+
+def check_load_folder(checkpoint: CheckpointArguments) -> list[str]:
+    """Check that ``--load`` names checkpoints of one run; return notes for the user.
+
+    Raises:
+        ValueError: If the folder holds checkpoints of several runs: the newest may be another run's.
+    """
+    if checkpoint.load is None:
+        return []
+    found = checkpoint_folder.at(Path(checkpoint.load))
+    if found is None:
+        return []
+    if found != Path(checkpoint.load):  # a folder of checkpoints
+        last = _last_of_each_run(Path(checkpoint.load))
+        if len(last) > 1:
+            runs = "; ".join(f"{_shown(run)} up to {folder.name}" for run, folder in last.items())
+            raise ValueError(
+                f"--load {checkpoint.load}: holds checkpoints of {len(last)} runs ({runs}), and the newest may not be "
+                f"the one you mean; name one, for example --load {found}"
+            )
+    if _run_of(found) is None:
+        return [f"--load {checkpoint.load}: {found.name} does not say which run wrote it (an earlier version of miles)"]
+    return []
+
+
+def own_save_folder(checkpoint: CheckpointArguments) -> CheckpointArguments:
+    """Return ``checkpoint`` with a ``--save`` folder that no other run's checkpoints are in.
+
+    With ``--start-over`` that is a new folder inside ``--save`` if needed.
+
+    Raises:
+        ValueError: If ``--save`` holds checkpoints that this run does not continue from.
+    """
+    newest = None if checkpoint.save is None else checkpoint_folder.newest(Path(checkpoint.save))
+    if newest is None or _continues_from(newest, checkpoint):
+        return checkpoint
+    assert checkpoint.save is not None
+    if checkpoint.start_over:
+        name = f"run-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        return replace(checkpoint, save=str(Path(checkpoint.save) / name))
+    this = "a new run" if checkpoint.load is None or checkpoint.finetune else f"a run that continues {checkpoint.load}"
+    raise ValueError(
+        f"--save {checkpoint.save}: holds checkpoints of {_shown(_run_of(newest))}, up to {newest.name}, and this is "
+        f"{this}; continue that run with --load {checkpoint.save} (without --finetune), give another folder, or add "
+        "--start-over to save into a new folder inside it"
+    )
+
+
+def _continues_from(newest: Path, checkpoint: CheckpointArguments) -> bool:
+    if checkpoint.load is None or checkpoint.finetune:
+        return False
+    loaded = checkpoint_folder.at(Path(checkpoint.load))
+    return loaded is not None and loaded.resolve() == newest.resolve()
+
+
+def _last_of_each_run(root: Path) -> dict[RunIdentity | None, Path]:
+    """Return the newest checkpoint of every run in ``root``."""
+    return {_run_of(folder): folder for folder in checkpoint_folder.all_in(root)}
+
+
+def _run_of(folder: Path) -> RunIdentity | None:
+    state: dict[str, Any] = json.loads((folder / checkpoint_folder.STATE).read_text())
+    return RunIdentity.from_state(state["launcher"])
+
+
+def _shown(run: RunIdentity | None) -> str:
+    return "an earlier run" if run is None else str(run)
