@@ -33,7 +33,7 @@ from miles.objective.settings import LossArguments
 from miles.sample import Prompt, PromptGroup, Sample
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training.fsdp.backend import FsdpBackend
-from miles.training.trainer import policy_role
+from miles.training.trainer import Trainer
 
 VOCABULARY, PROMPT = 512, 8
 
@@ -97,7 +97,7 @@ def measure(rank: int, options: argparse.Namespace, folder: Path, out: Path) -> 
         )
         shard = schedule_step(batch, options.ranks, training, parallel)[rank]
         backend = FsdpBackend(settings, torch.device("cpu"), 1)
-        runs[name] = (policy_role(backend.policy, settings.loss), shard)
+        runs[name] = (Trainer(backend, settings.loss, settings.dims.token_ranks).policy, shard)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(options.repeats + 1):
         for name, (policy, shard) in runs.items():

@@ -37,7 +37,7 @@ from miles.objective.settings import LossArguments
 from miles.train_batch import TrainShard
 from miles.training.fsdp.backend import FsdpBackend
 from miles.training.fsdp.runner import FsdpTrainedModel
-from miles.training.trainer import policy_role
+from miles.training.trainer import Trainer
 
 
 def _plain(stage: Stage, dtype: torch.dtype = torch.float32) -> Any:
@@ -50,7 +50,8 @@ TOTAL_STEPS = 10
 
 def accumulate(backend: FsdpBackend, shard: TrainShard) -> None:
     """Accumulate the gradient of a step; the optimizer is not called."""
-    backend.policy.forward_backward(shard, policy_role(backend.policy, backend.settings.loss).loss_function)
+    policy = Trainer(backend, backend.settings.loss, dist.get_world_size()).policy
+    policy.model.forward_backward(shard, policy.loss_function)
 
 
 def optimizer_is_adamw_with_clipping(stage: Stage) -> None:

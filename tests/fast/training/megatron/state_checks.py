@@ -24,7 +24,7 @@ from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training import scoring
 from miles.training.megatron.backend import MegatronBackend
-from miles.training.trainer import Trainer, policy_role
+from miles.training.trainer import Trainer
 
 PLAIN = LossArguments(loss_canary="always")
 CASE = Case(BATCHES["uneven"], PLAIN, AnyLayout("any", 1))
@@ -134,7 +134,7 @@ def non_finite_gradient_leaves_the_weights(stand: Stand) -> None:
         backend.policy.distributed.buffers[0].grad_data[0] = (
             math.nan
         )  # as a micro-batch leaves it; the ranks' sum comes after
-    policy = policy_role(backend.policy, backend.settings.loss)
+    policy = Trainer(backend, backend.settings.loss, backend.settings.dims.token_ranks).policy
     policy.model.forward_backward(shard_of(backend, _batch()), policy.loss_function)
     message = ""
     try:
