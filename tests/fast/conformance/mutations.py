@@ -25,7 +25,7 @@ from miles.objective.chosen import Objective, build_objective
 from miles.objective.corrections import OffPolicyMasking, Truncation
 from miles.parallel import groups
 from miles.train_batch import MicroBatch
-from miles.training import packed_attention, trainer
+from miles.training import packed_attention
 from miles.training.fsdp import runner
 from miles.training.fsdp.models import Policy
 
@@ -74,9 +74,9 @@ def micro_batch(change: Callable[[MicroBatch], MicroBatch]) -> tuple[Any, str, W
 def loss_times(factor: Callable[..., float]) -> tuple[Any, str, Wrap]:
     """Multiply the loss of every micro-batch by ``factor(micro)``; the metrics stay."""
     return (
-        trainer,
+        Objective,
         "language_model_loss",
-        of_result(lambda output, loss, micro, *_: replace(output, loss=output.loss * factor(micro))),
+        of_result(lambda output, objective, micro, *_: replace(output, loss=output.loss * factor(micro))),
     )
 
 

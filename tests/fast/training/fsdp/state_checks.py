@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers import AutoModelForCausalLM
 
 from miles.metrics import values
+from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
 from miles.train_batch import TrainShard
 from miles.training.fsdp.backend import FsdpBackend
@@ -50,7 +51,9 @@ TOTAL_STEPS = 10
 
 def accumulate(backend: FsdpBackend, shard: TrainShard) -> None:
     """Accumulate the gradient of a step; the optimizer is not called."""
-    backend.policy.forward_backward(shard, policy_role(backend.policy, backend.settings.loss).loss_function)
+    backend.policy.forward_backward(
+        shard, policy_role(backend.policy, build_objective(backend.settings.loss)).loss_function
+    )
 
 
 def optimizer_is_adamw_with_clipping(stage: Stage) -> None:

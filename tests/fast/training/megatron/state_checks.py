@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from miles.batching.convert import convert
 from miles.metrics import values
+from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training import scoring
@@ -134,7 +135,7 @@ def non_finite_gradient_leaves_the_weights(stand: Stand) -> None:
         backend.policy.distributed.buffers[0].grad_data[0] = (
             math.nan
         )  # as a micro-batch leaves it; the ranks' sum comes after
-    policy = policy_role(backend.policy, backend.settings.loss)
+    policy = policy_role(backend.policy, build_objective(backend.settings.loss))
     policy.model.forward_backward(shard_of(backend, _batch()), policy.loss_function)
     message = ""
     try:
