@@ -27,7 +27,7 @@ def test_malformed_row_is_one_sentence(failed, workplace):
 def test_raising_reward_names_the_sample(failed, workplace):
     error = failed["raises"].err
     assert "KeyError: 'gold'" in error
-    assert f"sample: prompt {workplace / 'prompts.jsonl'}:" in error
+    assert f"prompt {workplace / 'prompts.jsonl'}:" in error
     assert "--reward-error-value" in error
 
 
