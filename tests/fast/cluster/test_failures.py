@@ -1,4 +1,4 @@
-"""What a user is told, without a run."""
+"""Messages of failed runs, tested without a run."""
 
 import signal
 
@@ -20,7 +20,7 @@ def same_sigterm_afterwards():
 def test_how_to_resume_follows_what_is_on_disk(tmp_path):
     saving = CheckpointArguments(save=str(tmp_path))
     assert "no --save" in how_to_resume(NOTHING_SAVED)
-    (tmp_path / ".writing_iter_0000002").mkdir()  # half written
+    (tmp_path / ".writing_iter_0000002").mkdir()  # half-written
     assert "starts from the beginning" in how_to_resume(saving)
     (tmp_path / "iter_0000001").mkdir()
     assert f"--load {tmp_path}" in how_to_resume(saving)
@@ -42,7 +42,7 @@ def test_other_errors_show_their_traceback(capsys):
     assert shown.splitlines()[-1].startswith("train.py: the run stopped: OSError: disk full; nothing was saved")
 
 
-def test_sigterm_is_ctrl_c(capsys):
+def test_sigterm_acts_like_ctrl_c(capsys):
     with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED):
         signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 130
