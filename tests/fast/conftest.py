@@ -4,9 +4,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are no packages; several folders import tiny_llama.py
+
+# An example has no deadline: on a busy machine it would fail whatever the code does.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}"

@@ -7,7 +7,6 @@ import time
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
 from miles.arguments.parser import SECTIONS, build_parser, defaults, main_parse, parse
@@ -23,7 +22,6 @@ def test_flag_names_are_unique_over_the_sections():
     assert len(defaults()) == sum(len(dataclasses.fields(section)) for section in SECTIONS.values())
 
 
-@example_settings(deadline=None)
 @given(
     lr=st.floats(allow_nan=False),
     prompts=st.integers(),

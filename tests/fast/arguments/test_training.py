@@ -4,7 +4,6 @@ import re
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
 from miles.arguments.parser import parse
@@ -28,7 +27,6 @@ def test_refused_with_one_error(refused, flags, sentence):
     assert re.search(sentence, message)
 
 
-@example_settings(deadline=None)
 @given(
     prompts=st.integers(1, 12),
     samples=st.integers(2, 8),

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
 from miles.arguments.explain import explain
@@ -123,7 +122,6 @@ def odd_values(field: dataclasses.Field) -> st.SearchStrategy:
     return whole if field.type in (int, int | None) else whole | st.sampled_from([0.5, float("nan"), float("inf")])
 
 
-@example_settings(deadline=None)
 @given(data=st.data(), chosen=st.lists(st.sampled_from(FIELDS), max_size=6, unique=True))
 def test_any_values_are_accepted_or_refused_by_name(data, chosen):
     """Rules run although others have failed, so none may divide by zero or meet a missing value."""

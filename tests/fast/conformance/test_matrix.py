@@ -12,9 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import load_oracle, token_scores
 
-DRAWN = settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+DRAWN = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 CORRECTIONS = {
     "tis": dict(use_tis=True, tis_clip=1.3, tis_clip_low=0.8),
     "tis of sequences": dict(use_tis=True, tis_clip=1.3, tis_level="sequence"),

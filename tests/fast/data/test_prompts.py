@@ -51,7 +51,7 @@ def test_every_form_gives_the_same_prompts(sources, tokenizer):
         assert [p.source for p in prompts] == [f"{sources[form]}:{i + 1}" for i in range(len(prompts))]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=5))
 def test_raw_text_is_tokenized_as_the_tokenizer_does_by_default(texts, tmp_path, tokenizer):
     source = write_jsonl(tmp_path / "any.jsonl", [{"input": text} for text in texts])
@@ -78,7 +78,7 @@ def test_keys_given_replace_those_of_the_flags(tmp_path, tokenizer):
     assert (prompt.text, prompt.label) == ("1+1", 2)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8), limit=st.integers(2, 14))
 def test_long_prompts_are_dropped_and_counted(lengths, limit, tmp_path, tokenizer):
     source = write_jsonl(tmp_path / "long.jsonl", [{"input": "a" * n} for n in lengths])

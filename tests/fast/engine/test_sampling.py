@@ -24,7 +24,7 @@ def many_draws(logits, params, count=4096):
     return torch.bincount(tokens, minlength=logits.shape[-1]).double() / count, log_probs, tokens
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 2**31), st.sampled_from([3, 256, 300, 700]), st.sampled_from([0.3, 1.0, 2.5]))
 def test_frequencies_are_the_softmax_and_log_probs_its_log(seed, vocab, temperature):
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 2
@@ -34,7 +34,7 @@ def test_frequencies_are_the_softmax_and_log_probs_its_log(seed, vocab, temperat
     torch.testing.assert_close(log_probs.double(), expected[tokens], atol=1e-5, rtol=0)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 2**31), st.integers(1, 20), st.floats(0.05, 1.0))
 def test_top_k_and_top_p_keep_the_heaviest(seed, top_k, top_p):
     logits = torch.randn(300, generator=torch.Generator().manual_seed(seed)) * 2

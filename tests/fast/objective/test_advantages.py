@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.objective.estimators.base import SampleRewards, less_group_mean, spread_over_tokens
@@ -20,7 +20,6 @@ def flat(groups: list[list[float]]) -> tuple[list[float], list[int]]:
     return [r for g in groups for r in g], [i for i, g in enumerate(groups) for _ in g]
 
 
-@settings(deadline=None)
 @given(rewards_of_groups, st.booleans())
 def test_matches_torch_group_by_group(groups, std):
     rewards, indices = flat(groups)
@@ -33,7 +32,6 @@ def test_matches_torch_group_by_group(groups, std):
     assert normalize_rewards(rewards, indices, range(len(rewards)), std=std) == pytest.approx(expected, abs=1e-6)
 
 
-@settings(deadline=None)
 @given(rewards_of_groups, st.booleans(), st.data())
 def test_order_does_not_matter(groups, std, data):
     rewards, indices = flat(groups)
@@ -43,7 +41,6 @@ def test_order_does_not_matter(groups, std, data):
     assert shuffled == pytest.approx([straight[i] for i in order], abs=1e-9)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=6), st.integers(2, 4), st.booleans())
 def test_a_trajectory_in_several_samples_counts_once(rewards, pieces, std):
     whole = normalize_rewards(rewards, [0] * len(rewards), range(len(rewards)), std=std)
@@ -52,7 +49,6 @@ def test_a_trajectory_in_several_samples_counts_once(rewards, pieces, std):
     assert cut == pytest.approx([whole[0]] * (pieces - 1) + whole, abs=1e-9)
 
 
-@settings(deadline=None)
 @given(st.floats(-10, 10), st.integers(1, 5), st.booleans())
 def test_equal_rewards_and_groups_of_one_give_exactly_zero(reward, size, std):
     assert normalize_rewards([reward] * size, [3] * size, range(size), std=std) == [0.0] * size

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tolerance import rounding_error
 
@@ -128,7 +128,6 @@ def test_worked_example(make_micro, mode, expected):
     assert step.trajectory_token_counts == [2, 6, 4, 8]
 
 
-@settings(deadline=None)
 @given(rows=steps(), mode=st.sampled_from(MODES))
 def test_denominators_give_the_table(rows, mode):
     step = denominators_of(mode, rows)
@@ -137,7 +136,6 @@ def test_denominators_give_the_table(rows, mode):
     assert step.expected_loss_mass == pytest.approx(oracle(mode, rows, [r.mass for r in rows]), rel=1e-12)
 
 
-@settings(deadline=None)
 @given(rows=steps(), mode=st.sampled_from(MODES), data=st.data())
 def test_no_split_into_micro_batches_changes_value_or_gradient(make_micro, rows, mode, data):
     whole, whole_gradients = reduced(make_micro, mode, rows, [list(range(len(rows)))])

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.objective import policy_objective
@@ -38,7 +38,6 @@ def plain_loss(ratio: float, advantage: float, low: float, high: float, bound: f
     return -objective
 
 
-@settings(deadline=None)
 @given(
     log_ratio=st.floats(-3, 3),
     advantage=st.floats(-5, 5),
@@ -74,7 +73,6 @@ def test_huge_ratios_stay_finite():
     assert log_probs.grad is not None and log_probs.grad.tolist() == [0.0, 0.0]
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=8))
 def test_kl_estimators(log_ratios):
     x = torch.tensor(log_ratios, dtype=torch.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.arguments.explain import explain
@@ -27,7 +27,6 @@ def advantages(rewards, groups, trajectories=None) -> list[float]:
     return build_objective(RLOO).sample_advantages(samples)
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.floats(-10, 10), min_size=2, max_size=6), min_size=1, max_size=4))
 def test_the_baseline_is_the_mean_of_the_others(groups):
     rewards = [reward for group in groups for reward in group]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.objective import token_advantages as phase_two
@@ -29,7 +29,6 @@ def sample(rollout, mask, reward=0.0, values=None, log_ratio=None):
     return SampleTokens(rollout, reward, column(mask), column(values), column(log_ratio))
 
 
-@settings(deadline=None)
 @given(ROWS, st.floats(0, 1), st.floats(0, 1))
 def test_gae_is_the_double_sum(rows, gamma, lambd):
     rewards = [np.array([r for r, _ in row]) for row in rows]

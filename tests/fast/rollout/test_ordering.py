@@ -70,7 +70,7 @@ def versions_by_iteration(ordering, seed, first_version):
     return asyncio.run(scenario())
 
 
-@settings(max_examples=50, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=50, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(ahead=st.integers(0, 3), seed=st.integers(0, 10**6), first=st.integers(0, 3))
 def test_iteration_r_is_generated_by_version_r_minus_k(ahead, seed, first):
     expected = {r: [max(first, r - ahead)] * 2 for r in range(first, ITERATIONS)}

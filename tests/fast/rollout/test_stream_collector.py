@@ -108,7 +108,7 @@ def run(seed, mode, tokenizer, length=6, reward=by_group, size=7, **more):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6))
 def test_no_prompt_is_lost_or_trained_on_twice(tokenizer, mode, seed):
     found, engine, state = run(seed, mode, tokenizer)
@@ -130,7 +130,7 @@ def test_no_prompt_is_lost_or_trained_on_twice(tokenizer, mode, seed):
 
 
 @pytest.mark.parametrize("mode", ["partial", "fully async"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), stop=st.integers(0, 5))
 def test_a_resumed_run_draws_what_was_not_trained_on(tokenizer, mode, seed, stop):
     async def scenario():
@@ -159,7 +159,7 @@ def test_a_resumed_run_draws_what_was_not_trained_on(tokenizer, mode, seed, stop
     assert len(taken) + len(state["unfinished"]) + dropped == state["next_group_index"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6))
 def test_nothing_staler_than_the_bound_is_trained_on(tokenizer, seed):
     for how in ("drop", "mask"):
@@ -172,7 +172,7 @@ def test_nothing_staler_than_the_bound_is_trained_on(tokenizer, seed):
             assert ("rollout/masked_stale_tokens" in scored.metrics) == (how == "mask")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), mask=st.booleans())
 def test_carried_over_samples_hold_tokens_of_several_versions(tokenizer, seed, mask):
     found, *_ = run(seed, "partial", tokenizer, length=8, mask_offpolicy_in_partial_rollout=mask)

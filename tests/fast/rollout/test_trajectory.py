@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.arguments.rollout import RolloutArguments
@@ -57,7 +57,6 @@ def test_one_turn_is_what_the_default_gives(scripted_engine):
     assert generate(scripted_engine(), one_turn) == asyncio.run(default)
 
 
-@settings(deadline=None)
 @given(turns=st.integers(1, 4), said=st.text("123456789", min_size=1, max_size=4), max_new=st.integers(1, 30))
 def test_columns_stay_in_step_and_only_the_model_is_trained(scripted_engine, turns, said, max_new):
     engine = scripted_engine()
