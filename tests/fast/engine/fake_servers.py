@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -68,28 +69,26 @@ async def ask(engine, prompt):
     return (await engine.generate(request))[0]
 
 
-def run(folder, num_servers, scenario, updated=True, **flags):
-    """Run ``scenario(engine, servers)`` on a started engine, after an update to weights of version 3.
+@asynccontextmanager
+async def started_engine(folder, num_servers, updated=True, **flags):
+    """Give a started engine with weights of version 3, and its servers; the block has 200 s.
 
     As in a run, two or more servers are behind sglang-router.
     """
-
-    async def whole():
-        servers = [FakeServer(number, folder) for number in range(num_servers)]
-        router = Router((), "127.0.0.1", folder / "router.log", requests=1024) if num_servers > 1 else None
-        engine = engine_of(servers, folder, router, **flags)
-        try:
-            await engine.start()
-            if updated:
-                await engine.update_weights(WEIGHTS, 3)
-            return await asyncio.wait_for(scenario(engine, servers), 200)
-        finally:
-            await engine.close()
-
-    return asyncio.run(whole())
+    servers = [FakeServer(number, folder) for number in range(num_servers)]
+    router = Router((), "127.0.0.1", folder / "router.log", requests=1024) if num_servers > 1 else None
+    engine = engine_of(servers, folder, router, **flags)
+    try:
+        await engine.start()
+        if updated:
+            await engine.update_weights(WEIGHTS, 3)
+        async with asyncio.timeout(200):
+            yield engine, servers
+    finally:
+        await engine.close()
 
 
 async def until(holds):
-    """Poll until ``holds()``. The scenario has its own time limit."""
+    """Poll until ``holds()``. The test has its own time limit."""
     while not holds():
         await asyncio.sleep(0.02)

@@ -12,7 +12,7 @@ import signal
 
 import pytest
 
-from tests.fast.engine.fake_servers import QUICK, WEIGHTS, ask, run, until
+from tests.fast.engine.fake_servers import QUICK, WEIGHTS, ask, started_engine, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,30 +40,27 @@ async def break_server(server, fault):
 
 
 @pytest.mark.parametrize(("fault", "num_servers"), [("killed", 1), *BEHIND_A_ROUTER])
-def test_failed_server_is_replaced_and_nothing_is_lost(tmp_path, fault, num_servers):
+async def test_failed_server_is_replaced_and_nothing_is_lost(tmp_path, fault, num_servers):
     """Requests before, during and after the fault are answered exactly once, by servers with the current weights."""
-
-    async def scenario(engine, servers):
+    async with started_engine(tmp_path, num_servers, use_fault_tolerance=True, **QUICK) as (engine, servers):
         prompts = [(n, n + 1, n + 2) for n in range(60)]
         asked = [asyncio.ensure_future(ask(engine, prompt)) for prompt in prompts[:40]]
         await break_server(servers[0], fault)
         asked += [asyncio.ensure_future(ask(engine, prompt)) for prompt in prompts[40:]]
         given = await asyncio.gather(*asked)
         await until(lambda: servers[0].starts == 2 and len(engine.servers.in_use) == num_servers)
-        return prompts, [*given, await ask(engine, (1, 2))]
-
-    prompts, given = run(tmp_path, num_servers, scenario, use_fault_tolerance=True, **QUICK)
+        given.append(await ask(engine, (1, 2)))
     assert [answer.token_ids for answer in given] == [list(p[::-1]) for p in [*prompts, (1, 2)]]
     assert all(answer.weight_version == 3 for answer in given)
 
 
 @pytest.mark.parametrize("num_servers", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["direct", "routed"])
-def test_kills_at_random_moments(tmp_path, num_servers):
+async def test_kills_at_random_moments(tmp_path, num_servers):
     """Run many iterations of many prompts; the answers equal those of a run without failures."""
     rng = random.Random(0)
     killed_after = set(rng.sample(range(240), 8))  # numbers of answers
-
-    async def scenario(engine, servers):
+    flags = {"use_fault_tolerance": True, "sglang_server_concurrency": 4, **QUICK}
+    async with started_engine(tmp_path, num_servers, **flags) as (engine, servers):
         answered = itertools.count(1)
 
         async def ask_and_kill(prompt):
@@ -77,42 +74,33 @@ def test_kills_at_random_moments(tmp_path, num_servers):
         for version in range(4, 10):
             await engine.update_weights(WEIGHTS, version)
             rollouts.append(await asyncio.gather(*(ask_and_kill((version, n)) for n in range(40))))
-        return rollouts, sum(server.starts for server in servers)
-
-    flags = {"use_fault_tolerance": True, "sglang_server_concurrency": 4, **QUICK}
-    rollouts, starts = run(tmp_path, num_servers, scenario, **flags)
-    assert starts > 4, "too few servers were killed"
+        assert sum(server.starts for server in servers) > 4, "too few servers were killed"
     for version, rollout in enumerate(rollouts, start=4):
         assert [answer.token_ids for answer in rollout] == [[n, version] for n in range(40)]
         assert {answer.weight_version for answer in rollout} == {version}
 
 
-def test_without_fault_tolerance_the_run_stops_with_a_reason(tmp_path, monkeypatch):
+async def test_without_fault_tolerance_the_run_stops_with_a_reason(tmp_path, monkeypatch):
     monkeypatch.setattr("miles.engine.sglang.requests.BACK_OFF_SECONDS", 0.01)
-
-    async def scenario(engine, servers):
+    async with started_engine(tmp_path, 1) as (engine, servers):
         kill(servers[0])
         with pytest.raises(RuntimeError, match="failed 8 times, .*with --use-fault-tolerance engines that fail"):
             await ask(engine, (1,))
         with pytest.raises(RuntimeError, match="engine 0 did not take the weights"):
             await engine.update_weights(WEIGHTS, 4)
 
-    run(tmp_path, 1, scenario)
 
-
-def test_without_fault_tolerance_another_server_is_tried(tmp_path):
-    async def scenario(engine, servers):
+async def test_without_fault_tolerance_another_server_is_tried(tmp_path):
+    async with started_engine(tmp_path, 2) as (engine, servers):
         kill(servers[0])
-        return await asyncio.gather(*(ask(engine, (n,)) for n in range(20)))
-
-    assert [answer.token_ids for answer in run(tmp_path, 2, scenario)] == [[n] for n in range(20)]
+        given = await asyncio.gather(*(ask(engine, (n,)) for n in range(20)))
+    assert [answer.token_ids for answer in given] == [[n] for n in range(20)]
 
 
 @pytest.mark.parametrize("routed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["direct", "routed"])
-def test_without_fault_tolerance_a_server_that_hangs_ends_the_wait(tmp_path, caplog, routed):
+async def test_without_fault_tolerance_a_server_that_hangs_ends_the_wait(tmp_path, caplog, routed):
     """Nothing answers and nothing fails, so only health checks can notice."""
-
-    async def scenario(engine, servers):
+    async with started_engine(tmp_path, 1 + routed, silence_seconds=1.5, **QUICK) as (engine, servers):
         for server in servers:
             stop(server)
         asked = [asyncio.ensure_future(ask(engine, (n,))) for n in range(4)]
@@ -122,72 +110,61 @@ def test_without_fault_tolerance_a_server_that_hangs_ends_the_wait(tmp_path, cap
                 request.result()
         with pytest.raises(RuntimeError, match="no health check"):
             await ask(engine, (1,))
-
-    run(tmp_path, 1 + routed, scenario, silence_seconds=1.5, **QUICK)
     assert "does not pass its health check" in caplog.text
     assert "the run stops in 1.5 s (--worker-timeout); with --use-fault-tolerance it would" in caplog.text
 
 
-def test_without_fault_tolerance_a_server_that_continues_is_waited_for(tmp_path, caplog):
-    async def scenario(engine, servers):
+async def test_without_fault_tolerance_a_server_that_continues_is_waited_for(tmp_path, caplog):
+    flags = {"rollout_health_check_interval": 0.1, "rollout_health_check_timeout": 0.5}
+    async with started_engine(tmp_path, 1, silence_seconds=100, **flags) as (engine, servers):
         stop(servers[0])
         asked = asyncio.ensure_future(ask(engine, (1, 2)))
         await until(lambda: "does not pass" in caplog.text)
         servers[0].signal(signal.SIGCONT)
         await until(lambda: "passes its health check again" in caplog.text)
-        return await asked
-
-    flags = {"rollout_health_check_interval": 0.1, "rollout_health_check_timeout": 0.5}
-    assert run(tmp_path, 1, scenario, silence_seconds=100, **flags).token_ids == [2, 1]
+        assert (await asked).token_ids == [2, 1]
 
 
-def test_before_the_first_update_any_weights_are_accepted(tmp_path):
+async def test_before_the_first_update_any_weights_are_accepted(tmp_path):
     """A server that was started by someone else calls its weights "default"."""
-
-    async def scenario(engine, servers):
+    async with started_engine(tmp_path, 1, updated=False, use_fault_tolerance=True, **QUICK) as (engine, servers):
         await servers[0].misbehave("foreign weights")
         checks = (await servers[0].seen())["checked"]
         while (await servers[0].seen())["checked"] < checks + 3:
             await asyncio.sleep(0.02)
         early = await ask(engine, (1, 2))
         await engine.update_weights(WEIGHTS, 3)
-        return servers[0].starts, early, await ask(engine, (1, 2))
-
-    starts, early, late = run(tmp_path, 1, scenario, updated=False, use_fault_tolerance=True, **QUICK)
-    assert starts == 1
+        assert servers[0].starts == 1
+        late = await ask(engine, (1, 2))
     assert early.token_ids == late.token_ids == [2, 1] and late.weight_version == 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_router_that_fails_is_replaced_and_nothing_is_lost(tmp_path, number):
-    async def scenario(engine, servers):
+async def test_a_router_that_fails_is_replaced_and_nothing_is_lost(tmp_path, number):
+    flags = {"use_fault_tolerance": True, "sglang_server_concurrency": 2, **QUICK}
+    async with started_engine(tmp_path, 2, **flags) as (engine, servers):
         first = engine.router.pid
         asked = [asyncio.ensure_future(ask(engine, (n, 1))) for n in range(40)]
         await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
         os.kill(engine.router.pid, number)
         asked += [asyncio.ensure_future(ask(engine, (n, 1))) for n in range(40, 60)]
-        await asyncio.gather(*asked)
-        return engine.router.pid != first, [server.starts for server in servers], await asyncio.gather(*asked)
-
-    flags = {"use_fault_tolerance": True, "sglang_server_concurrency": 2, **QUICK}
-    replaced, starts, given = run(tmp_path, 2, scenario, **flags)
-    assert replaced and starts == [1, 1]
+        given = await asyncio.gather(*asked)
+        assert engine.router.pid != first and [server.starts for server in servers] == [1, 1]
     assert [answer.token_ids for answer in given] == [[1, n] for n in range(60)]
 
 
 @pytest.mark.slow
-def test_without_fault_tolerance_a_router_that_hangs_ends_the_wait(tmp_path):
-    async def scenario(engine, servers):
+async def test_without_fault_tolerance_a_router_that_hangs_ends_the_wait(tmp_path):
+    async with started_engine(tmp_path, 2, silence_seconds=1.0, **QUICK) as (engine, servers):
         os.kill(engine.router.pid, signal.SIGSTOP)
         with pytest.raises(RuntimeError, match="the router has passed no health check"):
             await ask(engine, (1,))
 
-    run(tmp_path, 2, scenario, silence_seconds=1.0, **QUICK)
 
+async def test_server_that_fails_to_restart_is_given_up(tmp_path):
+    async with started_engine(tmp_path, 1, use_fault_tolerance=True, **QUICK) as (engine, servers):
 
-def test_server_that_fails_to_restart_is_given_up(tmp_path):
-    async def scenario(engine, servers):
         async def refuse():
             raise OSError("no such device")
 
@@ -196,25 +173,19 @@ def test_server_that_fails_to_restart_is_given_up(tmp_path):
         with pytest.raises(RuntimeError, match=r"no engine is left \(engine 0\)"):
             await ask(engine, (1,))
 
-    run(tmp_path, 1, scenario, use_fault_tolerance=True, **QUICK)
 
-
-def test_a_server_gets_an_update_that_it_missed_when_it_restarts(tmp_path):
-    async def scenario(engine, servers):
+async def test_a_server_gets_an_update_that_it_missed_when_it_restarts(tmp_path):
+    async with started_engine(tmp_path, 2, use_fault_tolerance=True, **QUICK) as (engine, servers):
         kill(servers[0])
         await engine.update_weights(WEIGHTS, 5)  # finds the dead server and restarts it
         await until(lambda: len(engine.servers.in_use) == 2)
-        return [server.starts for server in servers], await asyncio.gather(*(ask(engine, (n,)) for n in range(10)))
-
-    starts, given = run(tmp_path, 2, scenario, use_fault_tolerance=True, **QUICK)
-    assert starts == [2, 1]
+        assert [server.starts for server in servers] == [2, 1]
+        given = await asyncio.gather(*(ask(engine, (n,)) for n in range(10)))
     assert {answer.weight_version for answer in given} == {5}
 
 
-def test_requests_are_spread_over_the_servers(tmp_path):
-    async def scenario(engine, servers):
+async def test_requests_are_spread_over_the_servers(tmp_path):
+    async with started_engine(tmp_path, 3, sglang_server_concurrency=2) as (engine, servers):
         await asyncio.gather(*(ask(engine, (n,)) for n in range(60)))
-        return [(await server.seen())["served"] for server in servers]
-
-    served = run(tmp_path, 3, scenario, sglang_server_concurrency=2)
+        served = [(await server.seen())["served"] for server in servers]
     assert sum(served) == 60 and min(served) >= 10

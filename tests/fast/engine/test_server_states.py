@@ -7,7 +7,7 @@ import pytest
 
 from miles.engine.sglang.client import EngineUnavailable
 from miles.engine.sglang.servers import IN_USE, NEXT_STATES, ManagedServer, ServerState
-from tests.fast.engine.fake_servers import QUICK, WEIGHTS, FakeServer, ask, run, until
+from tests.fast.engine.fake_servers import QUICK, WEIGHTS, FakeServer, ask, started_engine, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -41,21 +41,19 @@ def test_only_servers_in_use_can_fail(tmp_path, state):
     assert server.state is (ServerState.FAILED if state in IN_USE else state)
 
 
-def test_updates_restore_the_state_of_servers(tmp_path):
+async def test_updates_restore_the_state_of_servers(tmp_path):
     """A server is serving or paused as before. Released memory comes back in two parts, around the weights."""
 
-    async def scenario(engine, servers):
+    async def update(engine):
+        await engine.update_weights(WEIGHTS, 4)
+
+    async with started_engine(tmp_path, 1) as (engine, servers):
         [server] = engine.servers.all
         states = [server.state]
         for act in (engine.pause, update, engine.release_memory, update, engine.resume, engine.release_memory, update):
             await act(engine) if act is update else await act()
             states.append(server.state)
-        return states, (await servers[0].seen())["controls"]
-
-    async def update(engine):
-        await engine.update_weights(WEIGHTS, 4)
-
-    states, controls = run(tmp_path, 1, scenario)
+        controls = (await servers[0].seen())["controls"]
     serving, paused, released = ServerState.SERVING, ServerState.PAUSED, ServerState.RELEASED
     assert states == [serving, paused, paused, released, paused, serving, released, serving]
     assert controls == [
@@ -72,18 +70,14 @@ def test_updates_restore_the_state_of_servers(tmp_path):
 
 @pytest.mark.parametrize("act", ["pause", "release_memory"])
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_server_that_is_not_serving_is_not_checked(tmp_path, act, restarts):
+async def test_a_server_that_is_not_serving_is_not_checked(tmp_path, act, restarts):
     """It would not answer the check, and would then be restarted or end the run."""
-
-    async def scenario(engine, servers):
+    flags = {"rollout_health_check_interval": 0.05, "rollout_health_check_timeout": 2.0}
+    async with started_engine(tmp_path, 1, use_fault_tolerance=restarts, **flags) as (engine, servers):
         await getattr(engine, act)()
         before = (await servers[0].seen())["checked"]
         await asyncio.sleep(0.5)  # ten intervals
-        return before, (await servers[0].seen())["checked"]
-
-    flags = {"rollout_health_check_interval": 0.05, "rollout_health_check_timeout": 2.0}
-    before, after = run(tmp_path, 1, scenario, use_fault_tolerance=restarts, **flags)
-    assert before == after
+        assert (await servers[0].seen())["checked"] == before
 
 
 @pytest.mark.parametrize(
@@ -96,34 +90,31 @@ def test_a_server_that_is_not_serving_is_not_checked(tmp_path, act, restarts):
         (False, "resume", ServerState.SERVING, []),
     ],
 )
-def test_a_server_that_restarts_joins_in_the_state_of_the_others(tmp_path, updated, act, state, controls):
-    async def scenario(engine, servers):
+async def test_a_server_that_restarts_joins_in_the_state_of_the_others(tmp_path, updated, act, state, controls):
+    async with started_engine(tmp_path, 1, updated=updated, **RESTARTS) as (engine, servers):
         [server] = engine.servers.all
         await getattr(engine, act)()
         server.fail(RuntimeError("no answer"))
         assert server.state is ServerState.FAILED
         await until(lambda: server.in_use)
-        return servers[0].starts, server.state, (await servers[0].seen())["controls"]
+        assert (servers[0].starts, server.state) == (2, state)
+        assert (await servers[0].seen())["controls"] == controls
 
-    assert run(tmp_path, 1, scenario, updated=updated, **RESTARTS) == (2, state, controls)
 
-
-def test_memory_is_released_when_no_check_is_in_flight(tmp_path):
-    async def scenario(engine, servers):
+async def test_memory_is_released_when_no_check_is_in_flight(tmp_path):
+    async with started_engine(tmp_path, 1) as (engine, servers):
         with engine.servers.checking():
             release = asyncio.create_task(engine.release_memory())
             assert not (await asyncio.wait([release], timeout=0.3))[0]
             assert RELEASE not in (await servers[0].seen())["controls"]
         await release
-        return (await servers[0].seen())["controls"]
-
-    assert run(tmp_path, 1, scenario)[-1] == RELEASE
+        assert (await servers[0].seen())["controls"][-1] == RELEASE
 
 
-def test_a_check_that_an_update_interrupts_is_ignored(tmp_path):
+async def test_a_check_that_an_update_interrupts_is_ignored(tmp_path):
     """The server fails the check because the update paused it."""
-
-    async def scenario(engine, servers):
+    flags = {"rollout_health_check_interval": 0.05, "rollout_health_check_timeout": 2.0}
+    async with started_engine(tmp_path, 1, use_fault_tolerance=True, **flags) as (engine, servers):
         [server] = engine.servers.all
         interruptions = []
 
@@ -136,17 +127,13 @@ def test_a_check_that_an_update_interrupts_is_ignored(tmp_path):
         server.client.check_health = interrupted
         await until(lambda: len(interruptions) == 3)
         del server.client.check_health
-        return servers[0].starts, await ask(engine, (1, 2))
-
-    flags = {"rollout_health_check_interval": 0.05, "rollout_health_check_timeout": 2.0}
-    starts, answer = run(tmp_path, 1, scenario, use_fault_tolerance=True, **flags)
-    assert starts == 1 and answer.token_ids == [2, 1]
+        assert servers[0].starts == 1
+        assert (await ask(engine, (1, 2))).token_ids == [2, 1]
 
 
-def test_the_next_update_waits_for_a_server_that_joins(tmp_path):
+async def test_the_next_update_waits_for_a_server_that_joins(tmp_path):
     """Otherwise it would miss that update and serve the older weights."""
-
-    async def scenario(engine, servers):
+    async with started_engine(tmp_path, 2, **RESTARTS) as (engine, servers):
         joined = asyncio.Event()
         original = engine.router.add
 
@@ -163,6 +150,4 @@ def test_the_next_update_waits_for_a_server_that_joins(tmp_path):
         assert not (await asyncio.wait([update], timeout=0.3))[0]
         joined.set()
         await update
-        return {answer.weight_version for answer in [await ask(engine, (n,)) for n in range(8)]}
-
-    assert run(tmp_path, 2, scenario, **RESTARTS) == {4}
+        assert {answer.weight_version for answer in [await ask(engine, (n,)) for n in range(8)]} == {4}

@@ -1,6 +1,5 @@
 """The table of engines."""
 
-import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
@@ -18,10 +17,10 @@ def test_every_choice_of_the_flag_has_an_engine():
     assert ENGINES.keys() == set(get_args(RolloutArguments.__annotations__["rollout_engine"]))
 
 
-def test_an_unknown_name_is_refused():
+async def test_an_unknown_name_is_refused():
     settings = SimpleNamespace(rollout=replace(RolloutArguments(), rollout_engine="vllm"))
     with pytest.raises(ValueError, match="--rollout-engine vllm: unknown; choose from torch, sglang"):
-        asyncio.run(start_engine(settings, host=None))
+        await start_engine(settings, host=None)
 
 
 def test_servers_release_memory_and_the_embedded_engine_does_not():

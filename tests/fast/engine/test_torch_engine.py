@@ -73,8 +73,8 @@ async def generate_all(engine, reqs):
     return await asyncio.gather(*(engine.generate(r) for r in reqs))
 
 
-def responses(engine, reqs):
-    return [[g.token_ids for g in group] for group in asyncio.run(generate_all(engine, reqs))]
+async def responses(engine, reqs):
+    return [[g.token_ids for g in group] for group in await generate_all(engine, reqs)]
 
 
 async def tokens_generated(engine, count):
@@ -83,9 +83,9 @@ async def tokens_generated(engine, count):
         await asyncio.sleep(0)
 
 
-def test_greedy_responses_equal_those_of_transformers(model_path):
+async def test_greedy_responses_equal_those_of_transformers(model_path):
     reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    got = responses(make_engine(model_path), requests(SamplingParams(40, temperature=0), seeds=(0,)))
+    got = await responses(make_engine(model_path), requests(SamplingParams(40, temperature=0), seeds=(0,)))
     for prompt, [response] in zip(PROMPTS, got, strict=True):
         ids = torch.tensor([prompt])
         expected = reference.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)
@@ -93,9 +93,9 @@ def test_greedy_responses_equal_those_of_transformers(model_path):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-def test_log_probs_are_those_of_a_transformers_forward(model_path, temperature):
+async def test_log_probs_are_those_of_a_transformers_forward(model_path, temperature):
     reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    groups = asyncio.run(generate_all(make_engine(model_path), requests(SamplingParams(70, temperature, 0.9))))
+    groups = await generate_all(make_engine(model_path), requests(SamplingParams(70, temperature, 0.9)))
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for response in group:
             ids = torch.tensor([[*prompt, *response.token_ids]])
@@ -108,26 +108,26 @@ def test_log_probs_are_those_of_a_transformers_forward(model_path, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_response_does_not_depend_on_its_batch(llama_path, temperature):
+async def test_a_response_does_not_depend_on_its_batch(llama_path, temperature):
     reqs = requests(SamplingParams(20, temperature, stop_token_ids=tuple(range(0, 256, 16))))
-    together = responses(make_engine(llama_path), reqs)
-    assert responses(make_engine(llama_path), reqs[::-1])[::-1] == together
-    assert responses(make_engine(llama_path, max_batch_size=4), reqs) == together
-    assert [responses(make_engine(llama_path), [r])[0] for r in reqs] == together
+    together = await responses(make_engine(llama_path), reqs)
+    assert (await responses(make_engine(llama_path), reqs[::-1]))[::-1] == together
+    assert await responses(make_engine(llama_path, max_batch_size=4), reqs) == together
+    assert [(await responses(make_engine(llama_path), [r]))[0] for r in reqs] == together
 
 
-def test_seeds_repeat_and_differ(llama_path):
-    [[a, b, again]] = responses(make_engine(llama_path), requests(SamplingParams(12), (3, 4, 3), PROMPTS[:1]))
+async def test_seeds_repeat_and_differ(llama_path):
+    [[a, b, again]] = await responses(make_engine(llama_path), requests(SamplingParams(12), (3, 4, 3), PROMPTS[:1]))
     assert a == again
     assert a != b
 
 
-def test_stop_tokens_end_a_response_and_stay_in_it(llama_path):
+async def test_stop_tokens_end_a_response_and_stay_in_it(llama_path):
     engine = make_engine(llama_path, max_batch_size=5)
     engine._runner.eos_ids = frozenset(range(0, 64))
     stops = frozenset(range(0, 128))
     sampling = SamplingParams(30, stop_token_ids=tuple(range(64, 128)))
-    groups = asyncio.run(generate_all(engine, requests(sampling, seeds=range(8))))
+    groups = await generate_all(engine, requests(sampling, seeds=range(8)))
     reasons = set()
     for response in (r for group in groups for r in group):
         assert not stops.intersection(response.token_ids[:-1])
@@ -138,88 +138,75 @@ def test_stop_tokens_end_a_response_and_stay_in_it(llama_path):
     assert not engine._batch.sequences
 
 
-def test_the_batch_never_exceeds_its_size_and_a_prompt_is_prefilled_once(llama_path, monkeypatch):
+async def test_the_batch_never_exceeds_its_size_and_a_prompt_is_prefilled_once(llama_path, monkeypatch):
     engine = make_engine(llama_path, max_batch_size=6)
     rows, prefilled = [], []
     decode, prefill = engine._runner.decode, engine._runner.prefill
     monkeypatch.setattr(engine._runner, "decode", lambda t, *a: rows.append(len(t)) or decode(t, *a))
     monkeypatch.setattr(engine._runner, "prefill", lambda p, *a, **k: prefilled.extend(p) or prefill(p, *a, **k))
-    responses(engine, requests(SamplingParams(5)))
+    await responses(engine, requests(SamplingParams(5)))
     assert max(rows) == 6
     # Two groups of three fit at a time, so no group is split.
     assert sorted(prefilled) == sorted(PROMPTS)
 
 
-def test_abort_returns_the_tokens_so_far(llama_path):
-    async def scenario():
-        engine = make_engine(llama_path, max_batch_size=2)
-        tasks = [asyncio.create_task(engine.generate(r)) for r in requests(SamplingParams(100), seeds=(0,))]
-        await tokens_generated(engine, 3)
-        await engine.abort()
-        aborted = [r for group in await asyncio.gather(*tasks) for r in group]
-        return aborted, await generate_all(engine, requests(SamplingParams(100), seeds=(0,)))
-
-    aborted, whole = asyncio.run(scenario())
+async def test_abort_returns_the_tokens_so_far(llama_path):
+    engine = make_engine(llama_path, max_batch_size=2)
+    tasks = [asyncio.create_task(engine.generate(r)) for r in requests(SamplingParams(100), seeds=(0,))]
+    await tokens_generated(engine, 3)
+    await engine.abort()
+    aborted = [r for group in await asyncio.gather(*tasks) for r in group]
+    whole = await generate_all(engine, requests(SamplingParams(100), seeds=(0,)))
     assert {r.finish_reason for r in aborted} == {"abort"}
     assert [len(r.token_ids) > 0 for r in aborted] == [True, True, False, False, False]
     for partial, [full] in zip(aborted, whole, strict=True):
         assert full.token_ids[: len(partial.token_ids)] == partial.token_ids
 
 
-def test_resume_after_pause_generates_the_same_tokens(llama_path):
+async def test_resume_after_pause_generates_the_same_tokens(llama_path):
     reqs = requests(SamplingParams(40))
-
-    async def scenario():
-        engine = make_engine(llama_path)
-        running = asyncio.create_task(generate_all(engine, reqs))
-        await tokens_generated(engine, 5)
-        await engine.pause()
-        before = [list(s.token_ids) for s in engine._batch.sequences]
-        late = asyncio.create_task(engine.generate(reqs[0]))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert [s.token_ids for s in engine._batch.sequences] == before
-        assert not running.done()
-        await engine.resume()
-        return await running, await late
-
-    groups, late = asyncio.run(scenario())
-    assert [[g.token_ids for g in group] for group in groups] == responses(make_engine(llama_path), reqs)
+    engine = make_engine(llama_path)
+    running = asyncio.create_task(generate_all(engine, reqs))
+    await tokens_generated(engine, 5)
+    await engine.pause()
+    before = [list(s.token_ids) for s in engine._batch.sequences]
+    late = asyncio.create_task(engine.generate(reqs[0]))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert [s.token_ids for s in engine._batch.sequences] == before
+    assert not running.done()
+    await engine.resume()
+    groups, late = await running, await late
+    assert [[g.token_ids for g in group] for group in groups] == await responses(make_engine(llama_path), reqs)
     assert [g.token_ids for g in late] == [g.token_ids for g in groups[0]]
 
 
-def test_a_failure_reaches_every_caller_and_the_engine_recovers(llama_path, monkeypatch):
+async def test_a_failure_reaches_every_caller_and_the_engine_recovers(llama_path, monkeypatch):
     engine = make_engine(llama_path, max_batch_size=4)
     reqs = requests(SamplingParams(6))
-    expected = responses(engine, reqs)
+    expected = await responses(engine, reqs)
 
     def fail(*_):
         raise MemoryError("no room")
 
-    async def scenario():
-        return await asyncio.gather(*(engine.generate(r) for r in reqs), return_exceptions=True)
-
     with monkeypatch.context() as patch:
         patch.setattr(engine._runner, "decode", fail)
-        assert [type(e) for e in asyncio.run(scenario())] == [MemoryError] * len(reqs)
-    assert responses(engine, reqs) == expected
+        errors = await asyncio.gather(*(engine.generate(r) for r in reqs), return_exceptions=True)
+        assert [type(e) for e in errors] == [MemoryError] * len(reqs)
+    assert await responses(engine, reqs) == expected
 
 
-def test_a_cancelled_caller_frees_its_rows(llama_path):
-    async def scenario():
-        engine = make_engine(llama_path, max_batch_size=3)
-        gone = asyncio.create_task(engine.generate(GenerationRequest((1, 2), (0, 1, 2), SamplingParams(120))))
-        await tokens_generated(engine, 2)
-        gone.cancel()
-        [response] = await engine.generate(GenerationRequest((3, 4), (0,), SamplingParams(2)))
-        return engine, response
-
-    engine, response = asyncio.run(scenario())
+async def test_a_cancelled_caller_frees_its_rows(llama_path):
+    engine = make_engine(llama_path, max_batch_size=3)
+    gone = asyncio.create_task(engine.generate(GenerationRequest((1, 2), (0, 1, 2), SamplingParams(120))))
+    await tokens_generated(engine, 2)
+    gone.cancel()
+    [response] = await engine.generate(GenerationRequest((3, 4), (0,), SamplingParams(2)))
     assert len(response.token_ids) == 2
     assert not engine._batch.sequences
 
 
-def test_update_weights_replaces_the_model(model_path, tmp_path):
+async def test_update_weights_replaces_the_model(model_path, tmp_path):
     config = AutoModelForCausalLM.from_pretrained(model_path).config
     torch.manual_seed(1)
     other = AutoModelForCausalLM.from_config(config)
@@ -227,33 +214,25 @@ def test_update_weights_replaces_the_model(model_path, tmp_path):
     reqs = requests(SamplingParams(10))
     named = list(other.named_parameters())  # without lm_head.weight if it is tied
     chunks = [WeightChunk({name: p.double()}) for name, p in named]
-
-    async def scenario():
-        engine = make_engine(model_path)
-        [[first]] = await generate_all(engine, requests(SamplingParams(3), (0,), PROMPTS[:1]))
-        await engine.pause()
-        await engine.update_weights(iter(chunks), version=7)
-        await engine.resume()
-        return first, await generate_all(engine, reqs)
-
-    first, groups = asyncio.run(scenario())
+    engine = make_engine(model_path)
+    [[first]] = await generate_all(engine, requests(SamplingParams(3), (0,), PROMPTS[:1]))
+    await engine.pause()
+    await engine.update_weights(iter(chunks), version=7)
+    await engine.resume()
+    groups = await generate_all(engine, reqs)
     assert first.weight_version == 0
     assert {g.weight_version for group in groups for g in group} == {7}
-    assert [[g.token_ids for g in group] for group in groups] == responses(make_engine(str(tmp_path)), reqs)
+    assert [[g.token_ids for g in group] for group in groups] == await responses(make_engine(str(tmp_path)), reqs)
 
 
-def test_tokens_have_the_version_of_the_weights_that_generated_them(llama_path):
+async def test_tokens_have_the_version_of_the_weights_that_generated_them(llama_path):
     same = dict(AutoModelForCausalLM.from_pretrained(llama_path).named_parameters())
-
-    async def scenario():
-        engine = make_engine(llama_path)
-        running = asyncio.create_task(generate_all(engine, requests(SamplingParams(30))))
-        for version in (4, 9):
-            await tokens_generated(engine, version)
-            await engine.update_weights([WeightChunk(same)], version)
-        return await running
-
-    for response in (r for group in asyncio.run(scenario()) for r in group):
+    engine = make_engine(llama_path)
+    running = asyncio.create_task(generate_all(engine, requests(SamplingParams(30))))
+    for version in (4, 9):
+        await tokens_generated(engine, version)
+        await engine.update_weights([WeightChunk(same)], version)
+    for response in (r for group in await running for r in group):
         versions = response.token_versions
         assert len(versions) == 30
         assert versions == sorted(versions)
@@ -261,7 +240,7 @@ def test_tokens_have_the_version_of_the_weights_that_generated_them(llama_path):
         assert response.weight_version == 9
 
 
-def test_a_request_during_a_weight_update_waits_for_it(llama_path):
+async def test_a_request_during_a_weight_update_waits_for_it(llama_path):
     weights = dict(AutoModelForCausalLM.from_pretrained(llama_path).named_parameters())
 
     def chunks(arrives, fails):
@@ -278,35 +257,35 @@ def test_a_request_during_a_weight_update_waits_for_it(llama_path):
         arrives.set()
         return await asyncio.gather(update, running, return_exceptions=True)
 
-    _, groups = asyncio.run(generated_during_an_update(make_engine(llama_path), fails=False))
+    _, groups = await generated_during_an_update(make_engine(llama_path), fails=False)
     assert {version for group in groups for response in group for version in response.token_versions} == {5}
-    refused, error = asyncio.run(generated_during_an_update(make_engine(llama_path), fails=True))
+    refused, error = await generated_during_an_update(make_engine(llama_path), fails=True)
     assert isinstance(refused, ValueError)
     assert isinstance(error, RuntimeError) and "the last weight update failed" in str(error)
 
 
-def test_wrong_weight_updates_name_the_fault(llama_path):
+async def test_wrong_weight_updates_name_the_fault(llama_path):
     engine = make_engine(llama_path)
     weights = {k: v.clone() for k, v in AutoModelForCausalLM.from_pretrained(llama_path).state_dict().items()}
     name = "model.layers.1.mlp.up_proj.weight"
 
-    def update(tensors):
-        asyncio.run(engine.update_weights([WeightChunk(tensors)], 1))
+    async def update(tensors):
+        await engine.update_weights([WeightChunk(tensors)], 1)
 
     with pytest.raises(ValueError, match=name):
-        update({k: v for k, v in weights.items() if k != name})
-    assert asyncio.run(engine.health()) is False
+        await update({k: v for k, v in weights.items() if k != name})
+    assert await engine.health() is False
     with pytest.raises(RuntimeError, match="weight update"):
-        responses(engine, requests(SamplingParams(1)))
+        await responses(engine, requests(SamplingParams(1)))
     with pytest.raises(ValueError, match="model.layers.9.weight"):
-        update({**weights, "model.layers.9.weight": weights[name]})
+        await update({**weights, "model.layers.9.weight": weights[name]})
     with pytest.raises(ValueError, match=rf"{name} of shape \(32, 64\).*\(64, 32\)"):
-        update({**weights, name: weights[name].T})
-    update(weights)
-    assert asyncio.run(engine.health()) is True
+        await update({**weights, name: weights[name].T})
+    await update(weights)
+    assert await engine.health() is True
 
 
-def test_experts_may_be_sent_one_by_one(tmp_path):
+async def test_experts_may_be_sent_one_by_one(tmp_path):
     """As in a checkpoint; transformers keeps all experts of a layer in one tensor."""
     torch.manual_seed(2)
     config = CONFIGS["qwen3_moe"]
@@ -317,15 +296,15 @@ def test_experts_may_be_sent_one_by_one(tmp_path):
     engine, reqs = make_engine(str(tmp_path / "first")), requests(SamplingParams(6))
     with pytest.raises(ValueError, match="lacks model.layers.1.mlp.experts.gate_up_proj"):
         incomplete = {n: t for n, t in saved.items() if n != "model.layers.1.mlp.experts.3.up_proj.weight"}
-        asyncio.run(engine.update_weights([WeightChunk(incomplete)], 1))
+        await engine.update_weights([WeightChunk(incomplete)], 1)
     with pytest.raises(ValueError, match="experts.4.up_proj"):
         unknown = {"model.layers.0.mlp.experts.4.up_proj.weight": torch.zeros(16, 32)}
-        asyncio.run(engine.update_weights([WeightChunk(saved | unknown)], 1))
-    asyncio.run(engine.update_weights([WeightChunk(saved)], 1))
-    assert responses(engine, reqs) == responses(make_engine(str(tmp_path / "other")), reqs)
+        await engine.update_weights([WeightChunk(saved | unknown)], 1)
+    await engine.update_weights([WeightChunk(saved)], 1)
+    assert await responses(engine, reqs) == await responses(make_engine(str(tmp_path / "other")), reqs)
 
 
-def test_requests_that_cannot_be_served_are_refused(llama_path):
+async def test_requests_that_cannot_be_served_are_refused(llama_path):
     engine = make_engine(llama_path)
     for prompt, new, message in (
         ((1, 256), 1, "token id 256 .*vocabulary of 256"),
@@ -334,8 +313,8 @@ def test_requests_that_cannot_be_served_are_refused(llama_path):
         ((1,) * 100, 29, "100 tokens and --rollout-max-response-len 29 make 129.*128"),
     ):
         with pytest.raises(ValueError, match=message):
-            responses(engine, requests(SamplingParams(new), (0,), [prompt]))
-    assert asyncio.run(engine.generate(GenerationRequest((1,), (), SamplingParams(1)))) == []
+            await responses(engine, requests(SamplingParams(new), (0,), [prompt]))
+    assert await engine.generate(GenerationRequest((1,), (), SamplingParams(1))) == []
 
 
 def test_models_without_plain_full_attention_are_refused(tmp_path):
@@ -350,12 +329,10 @@ def test_models_without_plain_full_attention_are_refused(tmp_path):
         make_engine(str(tmp_path), max_batch_size=0)
 
 
-def test_close_ends_everything(llama_path):
-    async def scenario():
-        engine = make_engine(llama_path)
-        running = asyncio.create_task(generate_all(engine, requests(SamplingParams(100))))
-        await tokens_generated(engine, 2)
-        await engine.close()
-        return {g.finish_reason for group in await running for g in group}, await engine.health()
-
-    assert asyncio.run(scenario()) == ({"abort"}, False)
+async def test_close_ends_everything(llama_path):
+    engine = make_engine(llama_path)
+    running = asyncio.create_task(generate_all(engine, requests(SamplingParams(100))))
+    await tokens_generated(engine, 2)
+    await engine.close()
+    assert {g.finish_reason for group in await running for g in group} == {"abort"}
+    assert await engine.health() is False

@@ -1,4 +1,3 @@
-import asyncio
 import threading
 
 import pytest
@@ -36,29 +35,25 @@ def custom(tmp_path, monkeypatch):
     return lambda name, **more: get_reward_function(RewardArguments(custom_rm_path=f"{MODULE}:{name}", **more))
 
 
-def run(function, samples):
-    return asyncio.run(function(samples))
-
-
 @pytest.mark.parametrize(
     ("name", "reward"), [("plain", 1.0), ("awaited", 2.0), ("wrapper_of_async", 2.0), ("judge", 3.0)]
 )
-def test_custom_functions_of_every_kind(custom, make_sample, name, reward):
-    assert run(custom(name), [make_sample("a"), make_sample("b")]) == [reward, reward]
+async def test_custom_functions_of_every_kind(custom, make_sample, name, reward):
+    assert await custom(name)([make_sample("a"), make_sample("b")]) == [reward, reward]
 
 
 @pytest.mark.parametrize("name", ["plain", "awaited"])
-def test_no_function_runs_in_the_thread_of_generation(custom, make_sample, name):
-    run(custom(name), [make_sample("a")])
+async def test_no_function_runs_in_the_thread_of_generation(custom, make_sample, name):
+    await custom(name)([make_sample("a")])
     assert __import__(MODULE).threads.pop() != threading.get_ident()
 
 
-def test_reward_key_picks_from_objects(custom, make_sample):
-    assert run(custom("objects", reward_key="correct"), [make_sample("a")]) == [0.5]
+async def test_reward_key_picks_from_objects(custom, make_sample):
+    assert await custom("objects", reward_key="correct")([make_sample("a")]) == [0.5]
     with pytest.raises(ValueError, match="--reward-key correctness: the result has only the keys correct, format"):
-        run(custom("objects", reward_key="correctness"), [make_sample("a")])
+        await custom("objects", reward_key="correctness")([make_sample("a")])
     with pytest.raises(ValueError, match="--reward-key x: the reward function returned 1.0, not an object"):
-        run(custom("plain", reward_key="x"), [make_sample("a")])
+        await custom("plain", reward_key="x")([make_sample("a")])
 
 
 def test_a_reward_is_one_file():

@@ -32,13 +32,13 @@ def built(engine, stream, tokenizer, reward_function, options, reward, seed=42):
     return found
 
 
-def collect(*args, **options):
-    return asyncio.run(collector(*args, **options).collect(0))
+async def collect(*args, **options):
+    return await collector(*args, **options).collect(0)
 
 
-def test_without_a_filter_one_burst_is_the_iteration(scripted_engine, counting_stream, tokenizer):
+async def test_without_a_filter_one_burst_is_the_iteration(scripted_engine, counting_stream, tokenizer):
     stream, engine = counting_stream(100), scripted_engine(delays=(5, 0, 2))
-    collected = collect(engine, stream, tokenizer)
+    collected = await collect(engine, stream, tokenizer)
     assert [g.group_index for g in collected.groups] == [0, 1, 2, 3]
     assert stream.drawn == len(engine.requests) == 4
     assert engine.finished != [r.prompt_ids for r in engine.requests]  # they did finish out of order
@@ -50,8 +50,8 @@ def test_without_a_filter_one_burst_is_the_iteration(scripted_engine, counting_s
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.sampled_from([4, 6, 9]))
 def test_the_order_of_completion_changes_nothing(scripted_engine, counting_stream, tokenizer, path, delays, burst):
     options = {"dynamic_sampling_filter_path": path, "over_sampling_batch_size": burst if path else None}
-    slow = collect(scripted_engine(delays), counting_stream(50), tokenizer, **options)
-    straight = collect(scripted_engine(), counting_stream(50), tokenizer, **options)
+    slow = asyncio.run(collect(scripted_engine(delays), counting_stream(50), tokenizer, **options))
+    straight = asyncio.run(collect(scripted_engine(), counting_stream(50), tokenizer, **options))
     assert slow == straight
 
 
@@ -64,7 +64,7 @@ def test_the_first_groups_that_pass_are_the_iteration(scripted_engine, counting_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filters, "mine", mine, raising=False)
         options = {"dynamic_sampling_filter_path": MINE, "over_sampling_batch_size": burst}
-        collected = collect(scripted_engine(), stream, tokenizer, **options)
+        collected = asyncio.run(collect(scripted_engine(), stream, tokenizer, **options))
     drawn = range(stream.drawn)
     passed = [i for i in drawn if i not in dropped]
     assert [g.group_index for g in collected.groups] == passed[:4]
@@ -78,7 +78,9 @@ def test_the_first_groups_that_pass_are_the_iteration(scripted_engine, counting_
 
 
 @pytest.mark.parametrize(("prompts", "bursts"), [(4, MIN_STALLED_BURSTS), (100, 50), (10**6, MAX_STALLED_BURSTS)])
-def test_a_filter_that_drops_everything_stops_the_run(scripted_engine, counting_stream, tokenizer, prompts, bursts):
+async def test_a_filter_that_drops_everything_stops_the_run(
+    scripted_engine, counting_stream, tokenizer, prompts, bursts
+):
     async def never(samples):
         return [0.0 for _ in samples]
 
@@ -88,17 +90,17 @@ def test_a_filter_that_drops_everything_stops_the_run(scripted_engine, counting_
         rf"last {bursts} bursts.*{4 * bursts} zero_std"
     )
     with pytest.raises(ValueError, match=fault):
-        collect(scripted_engine(), stream, tokenizer, never, dynamic_sampling_filter_path=NONZERO_STD)
+        await collect(scripted_engine(), stream, tokenizer, never, dynamic_sampling_filter_path=NONZERO_STD)
     assert stream.drawn == 4 * bursts
 
 
-def test_metrics_of_kept_and_of_all_generated_groups(scripted_engine, counting_stream, tokenizer):
+async def test_metrics_of_kept_and_of_all_generated_groups(scripted_engine, counting_stream, tokenizer):
     async def by_prompt(samples):  # prompts 0 and 2 are always solved, the others by their first sample only
         return [float(s.prompt.label % 2 == 0 or s.trajectory_id % 4 == 0) for s in samples]
 
     engine = scripted_engine(finish=lambda seed: "length")
     options = {"rollout_batch_size": 2, "over_sampling_batch_size": 4, "dynamic_sampling_filter_path": NONZERO_STD}
-    collected = collect(engine, counting_stream(100), tokenizer, by_prompt, log_passrate=True, **options)
+    collected = await collect(engine, counting_stream(100), tokenizer, by_prompt, log_passrate=True, **options)
     values = {name.removeprefix("rollout/"): metric.value for name, metric in collected.metrics.items()}
     assert [g.group_index for g in collected.groups] == [1, 3]
     assert values["reward"] == 0.25
@@ -111,27 +113,25 @@ def test_metrics_of_kept_and_of_all_generated_groups(scripted_engine, counting_s
     assert values["reward_errors"] == 0
 
 
-def test_the_seed_alone_decides_the_responses(scripted_engine, counting_stream, tokenizer):
-    runs = [collect(scripted_engine(), counting_stream(9), tokenizer, seed=seed).groups for seed in (1, 1, 2)]
-    assert runs[0] == runs[1] != runs[2]
+async def test_the_seed_alone_decides_the_responses(scripted_engine, counting_stream, tokenizer):
+    runs = [await collect(scripted_engine(), counting_stream(9), tokenizer, seed=seed) for seed in (1, 1, 2)]
+    groups = [collected.groups for collected in runs]
+    assert groups[0] == groups[1] != groups[2]
 
 
-def test_a_failure_is_raised_unchanged_and_leaves_no_task_behind(counting_stream, tokenizer):
+async def test_a_failure_is_raised_unchanged_and_leaves_no_task_behind(counting_stream, tokenizer):
     class Failing:
         async def generate(self, request):
             if len(request.prompt_ids) == 2:
                 raise ValueError("token id 99 is outside the vocabulary")
             await asyncio.get_running_loop().create_future()  # never answered
 
-    async def run():
-        with pytest.raises(ValueError, match="token id 99"):
-            await collector(Failing(), counting_stream(9), tokenizer).collect(0)
-        return len(asyncio.all_tasks())
-
-    assert asyncio.run(run()) == 1
+    with pytest.raises(ValueError, match="token id 99"):
+        await collect(Failing(), counting_stream(9), tokenizer)
+    assert len(asyncio.all_tasks()) == 1
 
 
-def test_a_hard_stretch_between_kept_groups_does_not_stop_the_run(scripted_engine, counting_stream, tokenizer):
+async def test_a_hard_stretch_between_kept_groups_does_not_stop_the_run(scripted_engine, counting_stream, tokenizer):
     hard = MIN_STALLED_BURSTS - 1  # bursts between two that bring one group each; the set of 4 prompts is passed often
 
     async def now_and_then(samples):
@@ -139,17 +139,18 @@ def test_a_hard_stretch_between_kept_groups_does_not_stop_the_run(scripted_engin
         return [float(easy and i == 0) for i, _ in enumerate(samples)]
 
     stream = counting_stream(4)
-    collected = collect(scripted_engine(), stream, tokenizer, now_and_then, dynamic_sampling_filter_path=NONZERO_STD)
+    options = {"dynamic_sampling_filter_path": NONZERO_STD}
+    collected = await collect(scripted_engine(), stream, tokenizer, now_and_then, **options)
     assert [g.group_index for g in collected.groups] == [4 * (hard + 1) * i for i in range(4)]
 
 
-def test_the_context_limit_reaches_the_engine(scripted_engine, counting_stream, tokenizer):
+async def test_the_context_limit_reaches_the_engine(scripted_engine, counting_stream, tokenizer):
     engine = scripted_engine()
-    collect(engine, counting_stream(9), tokenizer, rollout_max_context_len=6)
+    await collect(engine, counting_stream(9), tokenizer, rollout_max_context_len=6)
     assert [r.sampling.max_new_tokens for r in engine.requests] == [5, 4, 3, 2]
 
 
-def test_reward_errors_are_counted_if_a_value_replaces_them(scripted_engine, counting_stream, tokenizer):
+async def test_reward_errors_are_counted_if_a_value_replaces_them(scripted_engine, counting_stream, tokenizer):
     async def fails_on_prompt_1(samples):
         if any(s.prompt.label == 1 for s in samples):
             raise RuntimeError("no answer found")
@@ -158,6 +159,6 @@ def test_reward_errors_are_counted_if_a_value_replaces_them(scripted_engine, cou
     options = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "rollout_max_response_len": 8}
     reward = RewardArguments(reward_error_value=-1.0)
     collecting = built(scripted_engine(), counting_stream(9), tokenizer, fails_on_prompt_1, options, reward)
-    collected = asyncio.run(collecting.collect(0))
+    collected = await collecting.collect(0)
     assert [g.rewards for g in collected.groups] == [[1.0, 1.0], [-1.0, -1.0], [1.0, 1.0], [1.0, 1.0]]
     assert collected.metrics["rollout/reward_errors"].value == 2

@@ -1,5 +1,3 @@
-import asyncio
-
 import pytest
 
 from miles.engine.base import SamplingParams
@@ -14,16 +12,16 @@ async def first_of_each(samples):
     return [float(s.trajectory_id % 4 == 0 and s.prompt.label > 0) for s in samples]
 
 
-def run(engine, tokenizer, eval_sets, seed=1):
-    return asyncio.run(evaluate(eval_sets, GroupTools(engine, tokenizer, generate_group, first_of_each), seed))
+async def evaluated(engine, tokenizer, eval_sets, seed=1):
+    return await evaluate(eval_sets, GroupTools(engine, tokenizer, generate_group, first_of_each), seed)
 
 
 def eval_set(name="held", samples_per_prompt=4, **options):
     return EvalSet(name, PROMPTS, samples_per_prompt, SamplingParams(max_new_tokens=8, temperature=0.5), **options)
 
 
-def test_metrics_by_hand(scripted_engine, tokenizer):
-    metrics, samples = run(scripted_engine(delays=(4, 0, 1)), tokenizer, [eval_set()])
+async def test_metrics_by_hand(scripted_engine, tokenizer):
+    metrics, samples = await evaluated(scripted_engine(delays=(4, 0, 1)), tokenizer, [eval_set()])
     values = {name.removeprefix("eval/held/"): metric.value for name, metric in metrics.items()}
     assert values["accuracy"] == pytest.approx(2 / 12)
     assert [values[f"pass@{k}"] for k in (1, 2, 4)] == pytest.approx([1 / 6, 1 / 3, 2 / 3])
@@ -32,26 +30,27 @@ def test_metrics_by_hand(scripted_engine, tokenizer):
     assert [s.prompt.label for s in samples] == [0] * 4 + [1] * 4 + [2] * 4
 
 
-def test_evaluations_repeat_their_seeds_whatever_the_order(scripted_engine, tokenizer):
+async def test_evaluations_repeat_their_seeds_whatever_the_order(scripted_engine, tokenizer):
     sets = [eval_set("a"), eval_set("b")]
-    once, again = run(scripted_engine(), tokenizer, sets), run(scripted_engine((3, 0, 1)), tokenizer, sets)
+    once = await evaluated(scripted_engine(), tokenizer, sets)
+    again = await evaluated(scripted_engine((3, 0, 1)), tokenizer, sets)
     assert once == again
-    assert once != run(scripted_engine(), tokenizer, sets, seed=2)
+    assert once != await evaluated(scripted_engine(), tokenizer, sets, seed=2)
 
 
-def test_sets_draw_their_own_seeds(scripted_engine, tokenizer):
+async def test_sets_draw_their_own_seeds(scripted_engine, tokenizer):
     engine = scripted_engine()
-    run(engine, tokenizer, [eval_set("a"), eval_set("b")])
+    await evaluated(engine, tokenizer, [eval_set("a"), eval_set("b")])
     seeds = [seed for request in engine.requests for seed in request.seeds]
     assert len(seeds) == len(set(seeds)) == 2 * 3 * 4
 
 
-def test_one_sample_a_prompt_has_no_pass_at_k(scripted_engine, tokenizer):
-    metrics, _ = run(scripted_engine(), tokenizer, [eval_set(samples_per_prompt=1)])
+async def test_one_sample_a_prompt_has_no_pass_at_k(scripted_engine, tokenizer):
+    metrics, _ = await evaluated(scripted_engine(), tokenizer, [eval_set(samples_per_prompt=1)])
     assert not [name for name in metrics if "pass@" in name]
 
 
-def test_the_context_limit_holds_here_too(scripted_engine, tokenizer):
+async def test_the_context_limit_holds_here_too(scripted_engine, tokenizer):
     engine = scripted_engine()
-    run(engine, tokenizer, [eval_set(max_context_len=5)])
+    await evaluated(engine, tokenizer, [eval_set(max_context_len=5)])
     assert [r.sampling.max_new_tokens for r in engine.requests] == [4, 3, 2]

@@ -1,4 +1,3 @@
-import asyncio
 from functools import partial
 
 import pytest
@@ -13,10 +12,10 @@ from miles.sample import Prompt, PromptGroup, SampleStatus
 PROMPT = Prompt("1+1=", (1, 2, 3), source="set.jsonl:4")
 
 
-def generate(engine, tokenizer, group_index=5, **options):
+async def generate(engine, tokenizer, group_index=5, **options):
     group = PromptGroup(group_index, PROMPT)
     options = {"n_samples": 4, "seed_of": partial(response_seed, 42)} | options
-    return asyncio.run(generate_group(group, engine, SamplingParams(max_new_tokens=8), tokenizer, **options))
+    return await generate_group(group, engine, SamplingParams(max_new_tokens=8), tokenizer, **options)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 999), st.integers(0, 99)), unique=True, max_size=50))
@@ -30,17 +29,17 @@ def test_seeds_never_change_between_versions():
     assert response_seed(42, 0, 0) == 5541750418643057087
 
 
-def test_a_group_is_one_request_and_repeats_exactly(scripted_engine, tokenizer):
+async def test_a_group_is_one_request_and_repeats_exactly(scripted_engine, tokenizer):
     engine = scripted_engine()
-    first, again = generate(engine, tokenizer), generate(engine, tokenizer)
+    first, again = await generate(engine, tokenizer), await generate(engine, tokenizer)
     assert first == again
     assert len(engine.requests) == 2
     assert engine.requests[0].prompt_ids == PROMPT.token_ids
     assert len(set(engine.requests[0].seeds)) == 4
 
 
-def test_samples_hold_what_was_generated(scripted_engine, tokenizer):
-    group = generate(scripted_engine(), tokenizer)
+async def test_samples_hold_what_was_generated(scripted_engine, tokenizer):
+    group = await generate(scripted_engine(), tokenizer)
     assert [s.trajectory_id for s in group.samples] == [20, 21, 22, 23]
     for sample in group.samples:
         assert sample.loss_mask == [1] * len(sample.response_ids)
@@ -53,8 +52,8 @@ def test_samples_hold_what_was_generated(scripted_engine, tokenizer):
     ("reason", "status"),
     [("stop", SampleStatus.COMPLETED), ("length", SampleStatus.TRUNCATED), ("abort", SampleStatus.ABORTED)],
 )
-def test_the_finish_reason_becomes_the_status(scripted_engine, tokenizer, reason, status):
-    group = generate(scripted_engine(finish=lambda seed: reason), tokenizer)
+async def test_the_finish_reason_becomes_the_status(scripted_engine, tokenizer, reason, status):
+    group = await generate(scripted_engine(finish=lambda seed: reason), tokenizer)
     assert {s.status for s in group.samples} == {status}
 
 

@@ -39,8 +39,8 @@ async def interrupted(tiny_model, sampling, at):
 
 
 @pytest.mark.parametrize("at", [(3,), (2, 4, 1)])
-def test_interrupted_responses_are_whole_and_scored_right(tiny_model, at):
-    answers = asyncio.run(interrupted(tiny_model, SamplingParams(12, temperature=0.7), at))
+async def test_interrupted_responses_are_whole_and_scored_right(tiny_model, at):
+    answers = await interrupted(tiny_model, SamplingParams(12, temperature=0.7), at)
     reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     assert {len(set(answer.token_versions)) for answer in answers} != {1}
     for prompt, answer in zip([p for p in PROMPTS for _ in SEEDS], answers, strict=True):
@@ -54,8 +54,8 @@ def test_interrupted_responses_are_whole_and_scored_right(tiny_model, at):
         torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=tolerance, rtol=0)
 
 
-def test_greedy_responses_are_those_of_an_undisturbed_engine(tiny_model):
+async def test_greedy_responses_are_those_of_an_undisturbed_engine(tiny_model):
     sampling = SamplingParams(12, temperature=0)
-    disturbed = asyncio.run(interrupted(tiny_model, sampling, (2, 5)))
-    straight = asyncio.run(interrupted(tiny_model, sampling, ()))
+    disturbed = await interrupted(tiny_model, sampling, (2, 5))
+    straight = await interrupted(tiny_model, sampling, ())
     assert [a.token_ids for a in disturbed] == [a.token_ids for a in straight]

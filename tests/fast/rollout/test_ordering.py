@@ -35,7 +35,7 @@ def calls_of_the_launcher(ordering, first_version):
     return starts, updates
 
 
-def versions_by_iteration(ordering, seed, first_version):
+async def versions_by_iteration(ordering, seed, first_version):
     """The versions before and after each iteration was generated; calls arrive in any order and at any pace."""
     rng = random.Random(seed)
     starts, updates = calls_of_the_launcher(ordering, first_version)
@@ -44,37 +44,34 @@ def versions_by_iteration(ordering, seed, first_version):
         for _ in range(rng.randint(0, 5)):
             await asyncio.sleep(0)
 
-    async def scenario():
-        gate, version, seen = RolloutGate(), -1, {}
+    gate, version, seen = RolloutGate(), -1, {}
 
-        async def update(new, after):
-            nonlocal version
+    async def update(new, after):
+        nonlocal version
+        await turns()
+        async with gate.loading(new, after):
             await turns()
-            async with gate.loading(new, after):
-                await turns()
-                version = new
+            version = new
 
-        async def generate(start):
+    async def generate(start):
+        await turns()
+        async with gate.collecting(start):
+            seen[start.iteration] = [version]
             await turns()
-            async with gate.collecting(start):
-                seen[start.iteration] = [version]
-                await turns()
-                seen[start.iteration].append(version)
+            seen[start.iteration].append(version)
 
-        calls = [update(*call) for call in updates] + [generate(start) for start in starts]
-        rng.shuffle(calls)
-        async with asyncio.timeout(5):  # a wrong rule may wait forever
-            await asyncio.gather(*calls)
-        return seen
-
-    return asyncio.run(scenario())
+    calls = [update(*call) for call in updates] + [generate(start) for start in starts]
+    rng.shuffle(calls)
+    async with asyncio.timeout(5):  # a wrong rule may wait forever
+        await asyncio.gather(*calls)
+    return seen
 
 
 @settings(max_examples=50, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(ahead=st.integers(0, 3), seed=st.integers(0, 10**6), first=st.integers(0, 3))
 def test_iteration_r_is_generated_by_version_r_minus_k(ahead, seed, first):
     expected = {r: [max(first, r - ahead)] * 2 for r in range(first, ITERATIONS)}
-    assert versions_by_iteration(rule(async_steps=ahead), seed, first) == expected
+    assert asyncio.run(versions_by_iteration(rule(async_steps=ahead), seed, first)) == expected
 
 
 def test_the_launcher_starts_k_iterations_ahead_and_none_after_the_last():
@@ -149,51 +146,42 @@ def test_flags_choose_one_state_per_question(flags, expected):
     assert rule(**flags) == OrderingRule(*expected)
 
 
-def test_evaluation_excludes_collecting():
-    async def scenario():
-        gate, inside = RolloutGate(), []
+async def test_evaluation_excludes_collecting():
+    gate, inside = RolloutGate(), []
+    async with gate.loading(0, None):
+        pass
+
+    async def block(context, name):
+        async with context:
+            assert not inside
+            inside.append(name)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            inside.remove(name)
+
+    await asyncio.gather(
+        block(gate.collecting(Start(0, None, 0)), "iteration"),
+        block(gate.evaluating(), "eval"),
+        block(gate.evaluating(), "again"),
+    )
+
+
+async def test_after_a_failed_iteration_weights_can_still_be_loaded():
+    gate = RolloutGate()
+    async with gate.loading(0, None):
+        pass
+    with pytest.raises(KeyError):
+        async with gate.collecting(Start(0, None, 0)):
+            raise KeyError("gold")
+    async with gate.loading(1, after=0):
+        pass
+
+
+async def test_weights_that_failed_to_load_start_nothing():
+    gate = RolloutGate()
+    with pytest.raises(KeyError):
         async with gate.loading(0, None):
-            pass
-
-        async def block(context, name):
-            async with context:
-                assert not inside
-                inside.append(name)
-                for _ in range(3):
-                    await asyncio.sleep(0)
-                inside.remove(name)
-
-        await asyncio.gather(
-            block(gate.collecting(Start(0, None, 0)), "iteration"),
-            block(gate.evaluating(), "eval"),
-            block(gate.evaluating(), "again"),
-        )
-
-    asyncio.run(scenario())
-
-
-def test_after_a_failed_iteration_weights_can_still_be_loaded():
-    async def scenario():
-        gate = RolloutGate()
-        async with gate.loading(0, None):
-            pass
-        with pytest.raises(KeyError):
-            async with gate.collecting(Start(0, None, 0)):
-                raise KeyError("gold")
-        async with gate.loading(1, after=0):
-            pass
-
-    asyncio.run(scenario())
-
-
-def test_weights_that_failed_to_load_start_nothing():
-    async def scenario():
-        gate = RolloutGate()
-        with pytest.raises(KeyError):
-            async with gate.loading(0, None):
-                raise KeyError("gold")
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01), gate.collecting(Start(0, None, 0)):
-                raise AssertionError("it has no weights")
-
-    asyncio.run(scenario())
+            raise KeyError("gold")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01), gate.collecting(Start(0, None, 0)):
+            raise AssertionError("it has no weights")

@@ -70,13 +70,10 @@ async def collect(pipeline, weights, iteration, after=None):
         return collected
 
 
-def test_iterations_end_at_scored_groups(settings, weights):
-    async def scenario():
-        pipeline = await build(settings())
-        assert pipeline.num_iterations == 3
-        return [await collect(pipeline, weights, i, i - 1 if i else None) for i in range(3)]
-
-    found = asyncio.run(scenario())
+async def test_iterations_end_at_scored_groups(settings, weights):
+    pipeline = await build(settings())
+    assert pipeline.num_iterations == 3
+    found = [await collect(pipeline, weights, i, i - 1 if i else None) for i in range(3)]
     groups = [group for collected in found for group in collected.scored.groups]
     assert [group.group_index for group in groups] == [0, 1, 2, 3, 4, 5]
     assert len({group.prompt.text for group in groups[:PROMPTS]}) == PROMPTS
@@ -90,68 +87,50 @@ def test_iterations_end_at_scored_groups(settings, weights):
         assert collected.scored.metrics["rollout/reward"].value == pytest.approx(sum(rewards) / 4)
 
 
-def test_the_groups_become_shards_without_ray(settings, weights):
-    async def scenario():
-        pipeline = await build(settings())
-        return await collect(pipeline, weights, 0)
-
+async def test_the_groups_become_shards_without_ray(settings, weights):
     flags = settings()
-    groups = asyncio.run(scenario()).scored.groups
-    shards = build_shards(0, groups, flags, CanarySchedule(flags.loss))
+    collected = await collect(await build(flags), weights, 0)
+    shards = build_shards(0, collected.scored.groups, flags, CanarySchedule(flags.loss))
     assert [len(of_rank) for of_rank in shards] == [2]  # one token rank, two steps of two trajectories
     assert [shard.batch.trajectory_ids for shard in shards[0]] == [[0, 1], [2, 3]]
     assert [shard.expected_loss_mass is not None for shard in shards[0]] == [True, False]  # --loss-canary first
 
 
-def test_a_restored_pipeline_continues_as_if_it_had_never_stopped(settings, weights):
-    async def scenario():
-        pipeline = await build(settings())
-        await collect(pipeline, weights, 0)
-        state = pipeline.state(1)
-        straight = await collect(pipeline, weights, 1, after=0)
-        resumed = await build(settings())
-        resumed.restore(json.loads(json.dumps(state)))
-        return straight, await collect(resumed, weights, 1), pipeline.state(1), state
-
-    straight, resumed, state_during, state_before = asyncio.run(scenario())
-    assert resumed.scored == straight.scored
-    assert state_during == state_before  # iteration 1 is complete, and not trained on yet
+async def test_a_restored_pipeline_continues_as_if_it_had_never_stopped(settings, weights):
+    pipeline = await build(settings())
+    await collect(pipeline, weights, 0)
+    state_before = pipeline.state(1)
+    straight = await collect(pipeline, weights, 1, after=0)
+    resumed = await build(settings())
+    resumed.restore(json.loads(json.dumps(state_before)))
+    assert (await collect(resumed, weights, 1)).scored == straight.scored
+    assert pipeline.state(1) == state_before  # iteration 1 is complete, and not trained on yet
 
 
-def test_a_checkpoint_taken_while_later_iterations_are_collected_draws_them_again(settings, weights):
-    async def scenario():
-        pipeline = await build(settings(async_steps=1))
-        await pipeline.update_weights(weights, 0)
-        before = []
-        for iteration in range(3):
-            before.append(pipeline.state(iteration))
-            after, version = (iteration - 1 if iteration else None), max(0, iteration - 1)
-            if version:
-                await pipeline.update_weights(weights, version, after)
-            async with pipeline.collecting(Start(iteration, after, version)):
-                pass
-        return before, [pipeline.state(iteration) for iteration in (1, 2)], pipeline.state(3)
-
-    before, during, end = asyncio.run(scenario())
-    assert during == before[1:]
-    assert [state["next_group_index"] for state in (*before, end)] == [0, 2, 4, 6]
+async def test_a_checkpoint_taken_while_later_iterations_are_collected_draws_them_again(settings, weights):
+    pipeline = await build(settings(async_steps=1))
+    await pipeline.update_weights(weights, 0)
+    before = []
+    for iteration in range(3):
+        before.append(pipeline.state(iteration))
+        after, version = (iteration - 1 if iteration else None), max(0, iteration - 1)
+        if version:
+            await pipeline.update_weights(weights, version, after)
+        async with pipeline.collecting(Start(iteration, after, version)):
+            pass
+    assert [pipeline.state(iteration) for iteration in (1, 2)] == before[1:]
+    assert [state["next_group_index"] for state in (*before, pipeline.state(3))] == [0, 2, 4, 6]
 
 
-def test_fully_async_collects_until_the_last_iteration(settings, weights):
-    async def scenario():
-        pipeline = await build(settings(async_steps=1, fully_async=True, num_rollout=4))
-        return [await collect(pipeline, weights, i, i - 1 if i else None) for i in range(4)]
-
-    found = asyncio.run(scenario())
+async def test_fully_async_collects_until_the_last_iteration(settings, weights):
+    pipeline = await build(settings(async_steps=1, fully_async=True, num_rollout=4))
+    found = [await collect(pipeline, weights, i, i - 1 if i else None) for i in range(4)]
     assert [len(collected.scored.groups) for collected in found] == [2] * 4
     assert all(collected.scored.metrics["rollout/staleness_max"].value <= 1 for collected in found)
 
 
-def test_saved_groups_are_trained_on_again_without_an_engine(settings, weights, tmp_path):
+async def test_saved_groups_are_trained_on_again_without_an_engine(settings, weights, tmp_path):
     template = str(tmp_path / "saved_{iteration}.jsonl")
-
-    async def saving():
-        return await collect(await build(settings(save_debug_rollout_data=template)), weights, 0)
 
     async def loading(**rollout):
         flags = settings(load_debug_rollout_data=template, **rollout)
@@ -160,70 +139,64 @@ def test_saved_groups_are_trained_on_again_without_an_engine(settings, weights, 
         )
         return await collect(pipeline, weights, 0)
 
-    saved, loaded = asyncio.run(saving()), asyncio.run(loading())
+    saved = await collect(await build(settings(save_debug_rollout_data=template)), weights, 0)
+    loaded = await loading()
     assert load_rollout(template, 0) == saved.scored.groups == loaded.scored.groups
     assert loaded.scored.metrics == saved.scored.metrics
-    ahead = asyncio.run(loading(async_steps=1)).scored.metrics
+    ahead = (await loading(async_steps=1)).scored.metrics
     assert {name: m for name, m in ahead.items() if name != "time/rollout"} == saved.scored.metrics
 
 
-def test_evaluation_repeats_and_leaves_training_alone(settings, weights):
-    async def scenario(evaluations):
+async def test_evaluation_repeats_and_leaves_training_alone(settings, weights):
+    async def evaluate_and_collect(evaluations):
         pipeline = await build(settings())
         await pipeline.update_weights(weights, 0)
         metrics = [await pipeline.evaluate() for _ in range(evaluations)]
         async with pipeline.collecting(Start(0, None, 0)) as collected:
             return metrics, collected.scored
 
-    (first, again), after = asyncio.run(scenario(2))
+    (first, again), after = await evaluate_and_collect(2)
     assert first == again and "eval/held/accuracy" in first
-    assert asyncio.run(scenario(0)) == ([], after)
+    assert await evaluate_and_collect(0) == ([], after)
 
 
-def test_evaluation_waits_for_the_end_of_an_iteration(settings, weights, monkeypatch):
+async def test_evaluation_waits_for_the_end_of_an_iteration(settings, weights, monkeypatch):
     evaluated = []
 
     async def evaluate(*_):
         evaluated.append(True)
         return {}, []
 
-    async def scenario():
-        monkeypatch.setattr(pipelines, "evaluate", evaluate)
-        pipeline = await build(settings())
-        await pipeline.update_weights(weights, 0)
-        async with pipeline.collecting(Start(0, None, 0)):
-            evaluation = asyncio.create_task(pipeline.evaluate())
-            for _ in range(10):
-                await asyncio.sleep(0)
-            assert not evaluated
-        await evaluation
-        assert evaluated
-
-    asyncio.run(scenario())
+    monkeypatch.setattr(pipelines, "evaluate", evaluate)
+    pipeline = await build(settings())
+    await pipeline.update_weights(weights, 0)
+    async with pipeline.collecting(Start(0, None, 0)):
+        evaluation = asyncio.create_task(pipeline.evaluate())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not evaluated
+    await evaluation
+    assert evaluated
 
 
-def test_an_iteration_waits_for_its_weights_and_for_the_one_before(settings, weights):
-    async def scenario():
-        pipeline, order = await build(settings(async_steps=1)), []
+async def test_an_iteration_waits_for_its_weights_and_for_the_one_before(settings, weights):
+    pipeline, order = await build(settings(async_steps=1)), []
 
-        async def run(iteration, after, version):
-            async with pipeline.collecting(Start(iteration, after, version)) as collected:
-                order.append(f"iteration {iteration}")
-                return collected.scored.metrics
+    async def run(iteration, after, version):
+        async with pipeline.collecting(Start(iteration, after, version)) as collected:
+            order.append(f"iteration {iteration}")
+            return collected.scored.metrics
 
-        async def update(version, after):
-            await pipeline.update_weights(weights, version, after)
-            order.append(f"weights {version}")
+    async def update(version, after):
+        await pipeline.update_weights(weights, version, after)
+        order.append(f"weights {version}")
 
-        calls = [run(2, 1, 1), update(1, 1), run(1, 0, 0), run(0, None, 0), update(0, None)]
-        return (await asyncio.gather(*calls))[0], order
-
-    metrics, order = asyncio.run(scenario())
+    metrics, *_ = await asyncio.gather(run(2, 1, 1), update(1, 1), run(1, 0, 0), run(0, None, 0), update(0, None))
     assert order == ["weights 0", "iteration 0", "iteration 1", "weights 1", "iteration 2"]
     assert metrics["rollout/staleness"].value == 1 and "time/rollout" in metrics
 
 
-def test_a_wrong_path_closes_the_engine_that_was_started(settings):
+async def test_a_wrong_path_closes_the_engine_that_was_started(settings):
     class Engine:
         closed = False
 
@@ -236,7 +209,7 @@ def test_a_wrong_path_closes_the_engine_that_was_started(settings):
         return engine
 
     with pytest.raises(ValueError, match="--dynamic-sampling-filter-path no.such"):
-        asyncio.run(build_pipeline(settings(dynamic_sampling_filter_path="no.such:filter"), start_engine))
+        await build_pipeline(settings(dynamic_sampling_filter_path="no.such:filter"), start_engine)
     assert engine.closed
 
 

@@ -1,6 +1,5 @@
 """``--rollout-function-path``: the user's function replaces the collector."""
 
-import asyncio
 import re
 
 import pytest
@@ -22,14 +21,14 @@ async def ones(samples):
 
 @pytest.fixture
 def collect(scripted_engine, counting_stream, tokenizer, monkeypatch):
-    def run(function):
+    async def run(function):
         monkeypatch.setattr(rollout_function, "mine", function, raising=False)
         rollout = RolloutArguments(
             rollout_batch_size=2, n_samples_per_prompt=3, rollout_max_response_len=8, rollout_function_path=PATH
         )
         tools = GroupTools(scripted_engine(), tokenizer, generate_group, ones)
         collector = build_collector(counting_stream(9), tools, rollout, RewardArguments(), seed=1, num_iterations=5)
-        return asyncio.run(collector.collect(4))
+        return await collector.collect(4)
 
     return run
 
@@ -40,17 +39,17 @@ async def hardest_first(iteration, tools):
     return sorted((m.group for m in made), key=lambda group: len(group.prompt.token_ids))[1:]
 
 
-def test_its_groups_are_the_iteration(collect):
-    collected = collect(hardest_first)
+async def test_its_groups_are_the_iteration(collect):
+    collected = await collect(hardest_first)
     assert [group.group_index for group in collected.groups] == [1, 2]
     assert collected.metrics["rollout/reward"].value == 1.0
 
 
-def test_it_may_return_metrics(collect):
+async def test_it_may_return_metrics(collect):
     async def with_metrics(iteration, tools):
         return Rollout(await hardest_first(iteration, tools), {"rollout/mine": Metric(iteration)})
 
-    metrics = collect(with_metrics).metrics
+    metrics = (await collect(with_metrics)).metrics
     assert (metrics["rollout/mine"].value, metrics["rollout/reward"].value) == (4, 1.0)
 
 
@@ -63,9 +62,9 @@ def test_it_may_return_metrics(collect):
         (lambda groups: [setattr(g.samples[0], "reward", None) or g for g in groups], "without a reward"),
     ],
 )
-def test_wrong_groups_are_refused(collect, change, fault):
+async def test_wrong_groups_are_refused(collect, change, fault):
     async def wrong(iteration, tools):
         return change(await hardest_first(iteration, tools))
 
     with pytest.raises(ValueError, match=re.escape(f"--rollout-function-path {PATH}: iteration 4") + ".*" + fault):
-        collect(wrong)
+        await collect(wrong)

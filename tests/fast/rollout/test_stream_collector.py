@@ -95,23 +95,20 @@ async def iterations(collector, engine, length, first=0):
         yield replace(scored, metrics=scored.metrics | staleness_metrics(scored.groups, iteration))
 
 
-def run(seed, mode, tokenizer, length=6, reward=by_group, size=7, **more):
-    async def scenario():
-        engine, stream = SlowEngine(random.Random(seed)), stream_of(size)
-        collector = make(engine, tokenizer, stream, reward, **MODES[mode], **more)
-        found = [scored async for scored in iterations(collector, engine, length)]
-        end = collector.state()
-        await collector._cancel()
-        return found, engine, end
-
-    return asyncio.run(scenario())
+async def collected(seed, mode, tokenizer, length=6, reward=by_group, size=7, **more):
+    engine, stream = SlowEngine(random.Random(seed)), stream_of(size)
+    collector = make(engine, tokenizer, stream, reward, **MODES[mode], **more)
+    found = [scored async for scored in iterations(collector, engine, length)]
+    end = collector.state()
+    await collector._cancel()
+    return found, engine, end
 
 
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10**6))
 def test_no_prompt_is_lost_or_trained_on_twice(tokenizer, mode, seed):
-    found, engine, state = run(seed, mode, tokenizer)
+    found, engine, state = asyncio.run(collected(seed, mode, tokenizer))
     taken = [group.group_index for scored in found for group in scored.groups]
     assert [len(scored.groups) for scored in found] == [BATCH] * 6
     assert len(set(taken)) == len(taken)
@@ -163,7 +160,7 @@ def test_a_resumed_run_draws_what_was_not_trained_on(tokenizer, mode, seed, stop
 @given(seed=st.integers(0, 10**6))
 def test_nothing_staler_than_the_bound_is_trained_on(tokenizer, seed):
     for how in ("drop", "mask"):
-        found, *_ = run(seed, "fully async", tokenizer, length=10, stale_samples=how)
+        found, *_ = asyncio.run(collected(seed, "fully async", tokenizer, length=10, stale_samples=how))
         for iteration, scored in enumerate(found):
             for sample in (s for group in scored.groups for s in group.samples):
                 trained = [v for v, m in zip(sample.weight_versions, sample.loss_mask, strict=True) if m]
@@ -175,7 +172,7 @@ def test_nothing_staler_than_the_bound_is_trained_on(tokenizer, seed):
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), mask=st.booleans())
 def test_carried_over_samples_hold_tokens_of_several_versions(tokenizer, seed, mask):
-    found, *_ = run(seed, "partial", tokenizer, length=8, mask_offpolicy_in_partial_rollout=mask)
+    found, *_ = asyncio.run(collected(seed, "partial", tokenizer, length=8, mask_offpolicy_in_partial_rollout=mask))
     for iteration, scored in enumerate(found):
         old = masked = 0
         for sample in (s for group in scored.groups for s in group.samples):
@@ -190,53 +187,47 @@ def test_carried_over_samples_hold_tokens_of_several_versions(tokenizer, seed, m
             assert scored.metrics["rollout/staleness"].value in (0, pytest.approx(float("nan"), nan_ok=True))
 
 
-def test_some_sample_is_carried_over_in_the_middle(tokenizer):
-    found, *_ = run(3, "partial", tokenizer, length=20)
+async def test_some_sample_is_carried_over_in_the_middle(tokenizer):
+    found, *_ = await collected(3, "partial", tokenizer, length=20)
     assert any(scored.metrics["rollout/mixed_version_samples"].value > 0 for scored in found)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_filter_is_refilled(tokenizer, mode):
+async def test_a_filter_is_refilled(tokenizer, mode):
     async def sometimes(samples):
         useful = samples[0].group_index % 3 == 0
         return [float(useful and i == 0) for i, _ in enumerate(samples)]
 
     path = "miles.rollout.filters:check_reward_nonzero_std"
-    found, *_ = run(1, mode, tokenizer, reward=sometimes, dynamic_sampling_filter_path=path)
+    found, *_ = await collected(1, mode, tokenizer, reward=sometimes, dynamic_sampling_filter_path=path)
     assert all(group.group_index % 3 == 0 for scored in found for group in scored.groups)
     assert sum(scored.metrics["rollout/dropped/zero_std"].value for scored in found) > 10
 
 
-def test_a_filter_that_drops_everything_stops_the_run(tokenizer):
+async def test_a_filter_that_drops_everything_stops_the_run(tokenizer):
     async def never(samples):
         return [0.0 for _ in samples]
 
     path = "miles.rollout.filters:check_reward_nonzero_std"
     with pytest.raises(ValueError, match="kept none of the last"):
-        run(1, "fully async", tokenizer, reward=never, dynamic_sampling_filter_path=path)
+        await collected(1, "fully async", tokenizer, reward=never, dynamic_sampling_filter_path=path)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_failure_is_raised_and_leaves_no_task_behind(tokenizer, mode):
+async def test_a_failure_is_raised_and_leaves_no_task_behind(tokenizer, mode):
     async def fails(samples):
         raise KeyError("gold")
 
-    async def scenario():
-        collector = make(SlowEngine(random.Random(1)), tokenizer, stream_of(9), fails, **MODES[mode])
-        with pytest.raises(Exception, match="gold"):
-            await collector.collect(0)
-        return len(asyncio.all_tasks())
-
-    assert asyncio.run(scenario()) == 1
+    collector = make(SlowEngine(random.Random(1)), tokenizer, stream_of(9), fails, **MODES[mode])
+    with pytest.raises(Exception, match="gold"):
+        await collector.collect(0)
+    assert len(asyncio.all_tasks()) == 1
 
 
-def test_nothing_is_started_for_iterations_after_the_last(tokenizer):
-    async def scenario():
-        engine, stream = SlowEngine(random.Random(1)), stream_of(50)
-        collector = make(engine, tokenizer, stream, total=4, **MODES["fully async"])
-        dropped = 0
-        async for scored in iterations(collector, engine, 4):
-            dropped += sum(m.value for name, m in scored.metrics.items() if "dropped" in name)
-        return stream.state()["next_group_index"] - dropped
-
-    assert asyncio.run(scenario()) == 4 * BATCH
+async def test_nothing_is_started_for_iterations_after_the_last(tokenizer):
+    engine, stream = SlowEngine(random.Random(1)), stream_of(50)
+    collector = make(engine, tokenizer, stream, total=4, **MODES["fully async"])
+    dropped = 0
+    async for scored in iterations(collector, engine, 4):
+        dropped += sum(m.value for name, m in scored.metrics.items() if "dropped" in name)
+    assert stream.state()["next_group_index"] - dropped == 4 * BATCH

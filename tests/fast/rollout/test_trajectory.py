@@ -30,9 +30,9 @@ class Digits:
         return {str(i): i for i in range(20)}
 
 
-def generate(engine, function, max_new=20, n_samples=3, **options):
+async def generate(engine, function, max_new=20, n_samples=3, **options):
     group = PromptGroup(5, PROMPT)
-    calling = generate_trajectories(
+    return await generate_trajectories(
         function,
         "mine:generate",
         group,
@@ -43,18 +43,17 @@ def generate(engine, function, max_new=20, n_samples=3, **options):
         seed_of=lambda group, k: response_seed(group, k),
         **options,
     )
-    return asyncio.run(calling)
 
 
-def test_one_turn_is_what_the_default_gives(scripted_engine):
+async def test_one_turn_is_what_the_default_gives(scripted_engine):
     async def one_turn(trajectory):
         await trajectory.generate()
 
     seed_of = lambda group, k: response_seed(group, k)  # noqa: E731
-    default = generate_group(
+    default = await generate_group(
         PromptGroup(5, PROMPT), scripted_engine(), SamplingParams(20), Digits(), n_samples=3, seed_of=seed_of
     )
-    assert generate(scripted_engine(), one_turn) == asyncio.run(default)
+    assert await generate(scripted_engine(), one_turn) == default
 
 
 @given(turns=st.integers(1, 4), said=st.text("123456789", min_size=1, max_size=4), max_new=st.integers(1, 30))
@@ -69,7 +68,7 @@ def test_columns_stay_in_step_and_only_the_model_is_trained(scripted_engine, tur
             trajectory.append(said)
         await trajectory.generate()
 
-    group = generate(engine, talk, max_new)
+    group = asyncio.run(generate(engine, talk, max_new))
     assert [s.trajectory_id for s in group.samples] == [15, 16, 17]
     for sample in group.samples:
         sample.check()
@@ -86,29 +85,29 @@ def test_columns_stay_in_step_and_only_the_model_is_trained(scripted_engine, tur
         assert len(request.prompt_ids) - 3 + request.sampling.max_new_tokens <= max_new
 
 
-def test_each_turn_has_a_seed_of_its_own(scripted_engine):
+async def test_each_turn_has_a_seed_of_its_own(scripted_engine):
     engine = scripted_engine()
 
     async def three_turns(trajectory):
         for _ in range(3):
             await trajectory.generate(max_new_tokens=2)
 
-    generate(engine, three_turns, n_samples=4)
+    await generate(engine, three_turns, n_samples=4)
     seeds = [request.seeds for request in engine.requests]
     assert len(set(seeds)) == len(seeds) == 12
 
 
-def test_stop_tokens_are_those_that_contain_the_character(scripted_engine):
+async def test_stop_tokens_are_those_that_contain_the_character(scripted_engine):
     engine = scripted_engine()
 
     async def call(trajectory):
         await trajectory.generate(stop_token_ids=token_ids_with(trajectory.tokenizer, "1"))
 
-    generate(engine, call)
+    await generate(engine, call)
     assert engine.requests[0].sampling.stop_token_ids == (1, *range(10, 20))
 
 
-def test_an_aborted_trajectory_is_finished(tokenizer):
+async def test_an_aborted_trajectory_is_finished(tokenizer):
     class Aborting:
         async def generate(self, request):
             return [Generation([4], [-1.0], "abort", 2)]
@@ -117,16 +116,16 @@ def test_an_aborted_trajectory_is_finished(tokenizer):
         for _ in range(3):
             await trajectory.generate()
 
-    group = generate(Aborting(), insist)
+    group = await generate(Aborting(), insist)
     assert {(s.status, len(s.response_ids)) for s in group.samples} == {(SampleStatus.ABORTED, 1)}
 
 
-def test_a_trajectory_may_become_several_samples(scripted_engine):
+async def test_a_trajectory_may_become_several_samples(scripted_engine):
     async def compact(trajectory):
         await trajectory.generate()
         return [trajectory.sample, replace(trajectory.sample, prompt=replace(PROMPT, token_ids=(9,)))]
 
-    group = generate(scripted_engine(), compact)
+    group = await generate(scripted_engine(), compact)
     assert [s.trajectory_id for s in group.samples] == [15, 15, 16, 16, 17, 17]
 
 
@@ -146,18 +145,18 @@ def test_a_trajectory_may_become_several_samples(scripted_engine):
         ),
     ],
 )
-def test_wrong_answers_are_refused(scripted_engine, answer, fault):
+async def test_wrong_answers_are_refused(scripted_engine, answer, fault):
     async def wrong(trajectory):
         await trajectory.generate()
         return answer(trajectory.sample)
 
     with pytest.raises(ValueError, match=fault):
-        generate(scripted_engine(), wrong)
+        await generate(scripted_engine(), wrong)
 
 
-def test_a_prompt_without_room_is_refused(scripted_engine):
+async def test_a_prompt_without_room_is_refused(scripted_engine):
     with pytest.raises(ValueError, match="--rollout-max-context-len 3.*set.jsonl:4"):
-        generate(scripted_engine(), None, max_context_len=3)
+        await generate(scripted_engine(), None, max_context_len=3)
 
 
 def test_the_flag_chooses_the_function(monkeypatch):

@@ -44,11 +44,11 @@ class Receiver:
             await asyncio.to_thread(self.groups[group].broadcast([self.weights[name]], options).wait)
 
 
-def send(transport, *receivers, value):
+async def send(transport, *receivers, value):
     """Failures of sending weights full of ``value``."""
     delivery = Delivery(receivers)
     chunks = [WeightChunk({name: torch.full((3,), value)}) for name in ("a", "b")]
-    asyncio.run(transport.send(delivery, chunks, 1))
+    await transport.send(delivery, chunks, 1)
     return delivery.failures
 
 
@@ -56,28 +56,28 @@ def holds(receiver, value):
     return {name: tensor.tolist() for name, tensor in receiver.weights.items()} == dict.fromkeys("ab", [value] * 3)
 
 
-def test_a_group_is_kept_from_update_to_update():
+async def test_a_group_is_kept_from_update_to_update():
     transport, receiver = BroadcastTransport(torch.device("cpu")), Receiver("http://127.0.0.1:1")
-    assert not send(transport, receiver, value=1.0) and holds(receiver, 1.0)
-    assert not send(transport, receiver, value=2.0) and holds(receiver, 2.0)
+    assert not await send(transport, receiver, value=1.0) and holds(receiver, 1.0)
+    assert not await send(transport, receiver, value=2.0) and holds(receiver, 2.0)
     assert len(receiver.groups) == 1
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://127.0.0.1:3"])
-def test_an_engine_that_has_restarted_joins_another_group_and_the_old_one_goes(address):
+async def test_an_engine_that_has_restarted_joins_another_group_and_the_old_one_goes(address):
     transport = BroadcastTransport(torch.device("cpu"))
     old, other = Receiver("http://127.0.0.1:1"), Receiver("http://127.0.0.1:2")
-    assert not send(transport, old, other, value=1.0)
+    assert not await send(transport, old, other, value=1.0)
     transport.forget_all_but({other.url})
     new = Receiver(address)
-    assert not send(transport, new, other, value=2.0)
+    assert not await send(transport, new, other, value=2.0)
     assert holds(new, 2.0) and holds(other, 2.0) and holds(old, 1.0)
     assert len(other.groups) == 1 and transport._groups.keys() == {address, other.url}
 
 
-def test_an_engine_that_nobody_knows_to_be_new_fails_once():
+async def test_an_engine_that_nobody_knows_to_be_new_fails_once():
     transport, url = BroadcastTransport(torch.device("cpu")), "http://127.0.0.1:1"
-    assert not send(transport, Receiver(url), value=1.0)
+    assert not await send(transport, Receiver(url), value=1.0)
     new = Receiver(url)
-    assert "not in []" in str(send(transport, new, value=2.0)[url])
-    assert not send(transport, new, value=3.0) and holds(new, 3.0)
+    assert "not in []" in str((await send(transport, new, value=2.0))[url])
+    assert not await send(transport, new, value=3.0) and holds(new, 3.0)
