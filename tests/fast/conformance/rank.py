@@ -21,7 +21,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from cases import TEMPERATURE, VALUE_HEAD, Case, Row, StepResult, groups_of, rows_of
+from batches import batches_of
+from cases import TEMPERATURE, VALUE_HEAD, Case, StepResult
 from mutations import MUTATIONS
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -31,7 +32,7 @@ from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
-from miles.batching import convert, schedule
+from miles.batching.schedule import schedule_step
 from miles.metrics import Metric, values
 from miles.objective.canary import LossMassError
 from miles.objective.chosen import build_objective
@@ -105,14 +106,8 @@ class Rank:
                 self.backends.clear()
 
     def _train(self, case: Case) -> list[StepResult]:
-        rows = rows_of(case)
-        rollouts = len({row.sample.trajectory_id for row in rows})
-        per_step = case.trajectories_per_step or rollouts
-        batches = convert.convert(groups_of(case, rows), loss=case.loss, global_batch_size=per_step)
-        if case.off_policy:
-            batches = [_scored(batch, rows, case) for batch in batches]
         shards = [
-            schedule.schedule_step(
+            schedule_step(
                 batch,
                 dist.get_world_size(),
                 case.layout.training,
@@ -120,7 +115,7 @@ class Rank:
                 _has_gradient(case, batch),
                 case.watch,
             )[dist.get_rank()]
-            for batch in batches
+            for batch in batches_of(case)
         ]
         backend = self._backend(case)
         trainer = Trainer(backend, case.loss, dist.get_world_size())
@@ -163,19 +158,6 @@ class Rank:
 
 def _has_gradient(case: Case, batch: TrainBatch) -> Sequence[bool]:
     return build_objective(case.loss).samples_with_gradient(batch.rewards)
-
-
-def _scored(batch: TrainBatch, rows: Sequence[Row], case: Case) -> TrainBatch:
-    """Return ``batch`` with the case's old and reference log-probs, matched by the tokens of each sample."""
-    place = {(row.sample.trajectory_id, tuple(row.sample.tokens)): row.place for row in rows}
-    places = [place[r, tuple(t.tolist())] for r, t in zip(batch.trajectory_ids, batch.tokens, strict=True)]
-    old, ref = (
-        [torch.tensor(case.scores[name][p], dtype=torch.float32).numpy() for p in places] for name in ("old", "ref")
-    )
-    values = case.scores.get("values")
-    if values is not None:
-        batch = replace(batch, values=[torch.tensor(values[p], dtype=torch.float32).numpy() for p in places])
-    return replace(batch, old_log_probs=old, ref_log_probs=ref)
 
 
 def _serve(address: str, folder: Path, world: int, rank: int) -> None:

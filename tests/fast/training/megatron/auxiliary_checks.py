@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from auxiliary_oracle import HEADS, Heads, router_losses, save_with_heads, with_heads
-from cases import BATCHES, Case, groups_of, loss_of, rows_of
+from batches import batch_of
+from cases import BATCHES, Case, loss_of
 from cases import Layout as AnyLayout
 from compare import distance, samples_of
 from conformance_checks import CONTRACTS, Expected, by_expert, run_step
@@ -26,7 +27,6 @@ from tolerance import RELATIVE_ERROR
 from transformers import AutoConfig
 
 from miles.arguments.megatron.settings import MegatronArguments
-from miles.batching.convert import convert
 from miles.batching.schedule import schedule_step
 from miles.train_batch import TrainBatch
 
@@ -86,10 +86,7 @@ class Step:
 def _step(layout_name: str, contract: str, kind: dict[str, Any], with_policy: bool) -> Step:
     spec = BATCHES["compacted" if with_policy else "masked"]
     case = Case(spec, loss_of(MODE[contract]), AnyLayout("any", 1), seed=5)
-    rows = rows_of(case)
-    rollouts = len({row.sample.trajectory_id for row in rows})
-    (batch,) = convert(groups_of(case, rows), loss=case.loss, global_batch_size=rollouts)
-    samples = samples_of(case)
+    batch, samples = batch_of(case), samples_of(case)
     if not with_policy:
         batch = replace(batch, rewards=[0.0] * len(batch))
         samples = [replace(s, advantage=0.0) for s in samples]

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from auxiliary_checks import MTP
 from auxiliary_oracle import with_heads
+from batches import batch_of
 from cases import FIXED
 from layouts import (
     CPU,
@@ -33,7 +34,7 @@ from layouts import (
     shard_of,
     weights,
 )
-from state_checks import ADAM, PLAIN, _batch, _train, log_probs
+from state_checks import ADAM, CASE, PLAIN, _train, log_probs
 from tolerance import log_prob_error
 
 from miles.metrics import values
@@ -94,7 +95,7 @@ def saves(stand: Stand) -> None:
             continue
         backend = _backend(stand, change.model)
         for _ in range(2):
-            _train(backend, _batch())
+            _train(backend, batch_of(CASE))
         root = change.root(stand.folder)
         _save(stand, backend, root, 2)
         dist.barrier()
@@ -102,7 +103,7 @@ def saves(stand: Stand) -> None:
         if change is CHANGES[0]:
             _rank_that_could_not_write_is_named(stand, backend, change.root(stand.folder) / "full")
         wanted: dict[str, Any] = {"weights": weights(backend), "random": torch.rand(3)}
-        wanted["metrics"] = values(_train(backend, _batch()))
+        wanted["metrics"] = values(_train(backend, batch_of(CASE)))
         wanted["later"] = weights(backend)
         if stand.rank == 0:
             torch.save(wanted, root / "wanted.pt")
@@ -166,7 +167,7 @@ def next_step_is_the_same(stand: Stand) -> None:
         for name, weight in weights(backend).items():
             found = weight if exact else weight.bfloat16().float()
             assert torch.equal(found, wanted["weights"][name]), f"{label}: {name}"
-        metrics = values(_train(backend, _batch()))
+        metrics = values(_train(backend, batch_of(CASE)))
         close = 1e-5 if exact and "bf16" not in stand.name else 2e-2
         for name in ("train/loss", "train/pg_loss", "train/grad_norm", "train/lr"):
             expected = wanted["metrics"][name]
@@ -185,7 +186,7 @@ def without_optimizer_it_starts_from_zero(stand: Stand) -> None:
         assert backend.policy.optimizer.steps_done == 0
         found = weights(backend)
         assert all(torch.equal(found[n].bfloat16(), w.bfloat16()) for n, w in wanted["weights"].items())
-        assert _train(backend, _batch())["train/lr"].value == ADAM["lr"]
+        assert _train(backend, batch_of(CASE))["train/lr"].value == ADAM["lr"]
         return  # one per layout is enough
 
 
@@ -194,7 +195,7 @@ def reference_comes_from_a_checkpoint(stand: Stand) -> None:
     for change, folder, _ in _of(stand):
         trained = _backend(stand, change.model)
         trained.load(folder)
-        shard = shard_of(trained, _batch())
+        shard = shard_of(trained, batch_of(CASE))
         expected = log_probs(trained, shard)
         settings = replace(
             trained.settings,
@@ -259,7 +260,7 @@ def killed_while_saving(stand: Stand) -> None:
     backend = _backend(stand, "tied")
     root = stand.folder / "killed"
     _save(stand, backend, root, 1)
-    _train(backend, _batch())
+    _train(backend, batch_of(CASE))
     rank = os.getpid()
 
     def kill(_: int) -> None:
@@ -280,7 +281,7 @@ def last_checkpoint_is_whole(stand: Stand) -> None:
     assert folder is not None and folder.name == "iter_0000001"
     backend = _backend(stand, "tied")
     assert backend.load(folder) == LAUNCHER and backend.policy.optimizer.steps_done == 0
-    _train(backend, _batch())
+    _train(backend, batch_of(CASE))
     dist.barrier()
     _save(stand, backend, root, 2)
     dist.barrier()

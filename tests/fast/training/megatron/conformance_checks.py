@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import BATCHES, FULL, MODES, Case, Row, groups_of, loss_of, rows_of
+from batches import batch_of
+from cases import BATCHES, FULL, MODES, Case, loss_of
 from cases import Layout as AnyLayout
 from compare import distance, off_policy, samples_of, wanted
 from layouts import LAYOUTS, Stand, gradients, make_backend, note, plain_model, shard_of
 from tolerance import RELATIVE_ERROR
 
-from miles.batching.convert import convert
 from miles.metrics import Metric, values
 from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
@@ -134,25 +134,3 @@ def reported(trainer: Trainer, shard: TrainShard) -> dict[str, float]:
     dist.all_gather_object(everywhere, found)
     assert all(str(other) == str(found) for other in everywhere), "ranks report different metrics"
     return found
-
-
-def batch_of(case: Case) -> TrainBatch:
-    """Return the step as the rollout side makes it, with the scores of the case."""
-    rows = rows_of(case)
-    (batch,) = convert(
-        groups_of(case, rows), loss=case.loss, global_batch_size=len({r.sample.trajectory_id for r in rows})
-    )
-    return _scored(batch, rows, case) if case.off_policy else batch
-
-
-def _scored(batch: TrainBatch, rows: list[Row], case: Case) -> TrainBatch:
-    """Return ``batch`` with the case's old and reference log-probs, matched by the tokens of each sample."""
-    place = {(row.sample.trajectory_id, tuple(row.sample.tokens)): row.place for row in rows}
-    places = [place[r, tuple(t.tolist())] for r, t in zip(batch.trajectory_ids, batch.tokens, strict=True)]
-    old, ref = (
-        [torch.tensor(case.scores[name][p], dtype=torch.float32).numpy() for p in places] for name in ("old", "ref")
-    )
-    values = case.scores.get("values")
-    if values is not None:
-        batch = replace(batch, values=[torch.tensor(values[p], dtype=torch.float32).numpy() for p in places])
-    return replace(batch, old_log_probs=old, ref_log_probs=ref)

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -129,11 +129,6 @@ def measure(names: Iterable[str]) -> dict[str, list[str]]:
 
 def _shown(distance: float | None) -> str:
     return "" if distance is None else f"{distance:.1e}"
-
-
-def accepted_cells(split: Split, folder: Path) -> Iterator[int]:
-    """Yield the columns of a row that should hold a number."""
-    return (i for i, kind in enumerate(KINDS[split.backend]) if refusal(split, kind, folder) is None)
 
 
 def main(rows: list[str]) -> None:

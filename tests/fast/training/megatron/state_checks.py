@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import BATCHES, Case, groups_of, loss_of, rows_of
+from batches import batch_of
+from cases import BATCHES, Case, loss_of
 from cases import Layout as AnyLayout
 from compare import samples_of, wanted
 from layouts import CPU, TEMPERATURE, Stand, make_backend, models_of, plain_model, shard_of, weights
@@ -18,7 +19,6 @@ from oracle import token_scores
 from tolerance import log_prob_error
 from transformers import AutoModelForCausalLM
 
-from miles.batching.convert import convert
 from miles.metrics import values
 from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
@@ -28,12 +28,6 @@ from miles.training.trainer import Trainer
 
 PLAIN = LossArguments(loss_canary="always")
 CASE = Case(BATCHES["uneven"], PLAIN, AnyLayout("any", 1))
-
-
-def _batch(case: Case = CASE) -> TrainBatch:
-    rows = rows_of(case)
-    rollouts = len({row.sample.trajectory_id for row in rows})
-    return convert(groups_of(case, rows), loss=case.loss, global_batch_size=rollouts)[0]
 
 
 def _train(backend: MegatronBackend, batch: TrainBatch) -> dict[str, Any]:
@@ -50,7 +44,7 @@ def log_probs(backend: MegatronBackend, shard: TrainShard, reference: bool = Fal
 
 def log_probs_equal_transformers(stand: Stand, models: Sequence[str] | None = None, mode: str = "raw") -> None:
     """Compare log-probs of every kind of model: fp32, in the order of the shard, on every rank."""
-    batch = _batch()
+    batch = batch_of(CASE)
     for model in models or models_of(stand):
         backend = make_backend(stand, model, PLAIN, auxiliary={"megatron_to_hf_mode": mode})
         shard = shard_of(backend, batch, [i % 3 != 0 for i in range(len(batch))], watch_mass=False)
@@ -105,7 +99,7 @@ def optimizer_is_adamw_with_clipping(stand: Stand) -> None:
         for group in adam.param_groups:
             group["lr"] = 1e-2 * (1 - step / 10)
         adam.step()
-        metrics = values(_train(backend, _batch()))
+        metrics = values(_train(backend, batch_of(CASE)))
         assert math.isclose(metrics["train/grad_norm"], norm.item(), rel_tol=1e-4), f"step {step}"
         assert math.isclose(metrics["train/lr"], 1e-2 * (1 - step / 10))
         expected = dict(plain.named_parameters())
@@ -119,11 +113,11 @@ def step_without_loss_tokens_is_skipped(stand: Stand) -> None:
     for loss in (PLAIN, loss_of("token_mean")):
         backend = make_backend(stand, "untied", loss, **ADAM)
         before = weights(backend)
-        metrics = _train(backend, _batch(replace(CASE, spec=spec)))
+        metrics = _train(backend, batch_of(replace(CASE, spec=spec)))
         assert metrics["train/skipped_steps"].value == 1.0 and "train/loss" not in metrics
         after = weights(backend)
         assert all(torch.equal(before[n], after[n]) for n in before)
-        assert _train(backend, _batch())["train/lr"].value == 1e-2
+        assert _train(backend, batch_of(CASE))["train/lr"].value == 1e-2
 
 
 def non_finite_gradient_leaves_the_weights(stand: Stand) -> None:
@@ -135,7 +129,7 @@ def non_finite_gradient_leaves_the_weights(stand: Stand) -> None:
             math.nan
         )  # as after a micro-batch, before the sum over ranks
     policy = Trainer(backend, backend.settings.loss, backend.settings.dims.token_ranks).policy
-    policy.model.forward_backward(shard_of(backend, _batch()), policy.loss_function)
+    policy.model.forward_backward(shard_of(backend, batch_of(CASE)), policy.loss_function)
     message = ""
     try:
         policy.optimizer.step()
@@ -149,10 +143,10 @@ def non_finite_gradient_leaves_the_weights(stand: Stand) -> None:
 def reference_keeps_its_first_weights(stand: Stand) -> None:
     loss = replace(PLAIN, use_kl_loss=True, kl_loss_coef=0.1)
     backend = make_backend(stand, "untied", loss, **ADAM)
-    shard = shard_of(backend, _batch())
+    shard = shard_of(backend, batch_of(CASE))
     start = log_probs(backend, shard)
     tolerance = log_prob_error(plain_model(stand.folder, "untied", torch.float32), shard.batch.tokens, TEMPERATURE)
-    kl = [_train(backend, _batch())["train/kl_loss"].value for _ in range(2)]
+    kl = [_train(backend, batch_of(CASE))["train/kl_loss"].value for _ in range(2)]
     assert abs(kl[0]) < tolerance and abs(kl[1]) > 1e-4  # k1: the mean difference of log-probs
     for found, expected in zip(log_probs(backend, shard, reference=True), start, strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
@@ -161,7 +155,7 @@ def reference_keeps_its_first_weights(stand: Stand) -> None:
 def reference_is_rotated_by_its_own_config(stand: Stand) -> None:
     """Test a reference with the policy's shapes and an extended context."""
     policy = make_backend(stand, "untied", PLAIN)
-    shard = shard_of(policy, _batch())
+    shard = shard_of(policy, batch_of(CASE))
     model = replace(policy.settings.model, ref_load=stand.model("llama3_rope"))
     settings = replace(policy.settings, model=model, loss=replace(PLAIN, use_kl_loss=True))
     found = log_probs(MegatronBackend(settings, CPU, 10), shard, reference=True)
