@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +10,10 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from rank_scripts import cpu_environment
 from tiny_llama import save_tiny_llama
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 WORLDS = (1, 2, 3, 4)
 SECONDS = 90  # a case takes far less than 1 s; a hanging collective must not hang the suite
 
@@ -50,15 +49,10 @@ def started_ranks(folder: Path) -> Iterator[Ranks]:
     """Save the two dense models in ``folder``, and start ranks that load the models of their cases from it."""
     for name in ("untied", "tied"):
         save_tiny_llama(folder / name, tied=name == "tied")
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
     address = str(folder / "line")
     with Listener(address, backlog=sum(WORLDS)) as listener, (folder / "log").open("w") as log:
         command = [sys.executable, str(HERE / "rank.py"), address, str(folder), *map(str, WORLDS)]
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(command, env=cpu_environment(), stdout=log, stderr=log)
         connections = {}
         for _ in range(sum(WORLDS)):
             connection = listener.accept()

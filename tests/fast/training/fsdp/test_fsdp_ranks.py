@@ -7,16 +7,12 @@ All checks run once, in one process tree (launch.py).
 from __future__ import annotations
 
 import ast
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rank_scripts import run_checks
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[3]
 
 
 def _names(file: str, *tuples: str) -> list[str]:
@@ -38,16 +34,7 @@ OF_WORLD = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    folder = tmp_path_factory.mktemp("fsdp")
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE.parents[1])]),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = [sys.executable, str(HERE / "launch.py"), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((folder / "results.json").read_text())
+    return run_checks(HERE / "launch.py", tmp_path_factory.mktemp("fsdp"), seconds=300)
 
 
 @pytest.mark.timeout(320)

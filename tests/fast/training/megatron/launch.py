@@ -8,18 +8,10 @@ checks.
 from __future__ import annotations
 
 import json
-import multiprocessing
-import multiprocessing.connection
 import sys
-import time
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
 
 from miles.training.megatron.cpu_support import support_cpu
 
@@ -30,10 +22,8 @@ import conformance_checks  # noqa: E402
 import critic_checks  # noqa: E402
 import fault_checks  # noqa: E402
 import state_checks  # noqa: E402
+from forked_ranks import Check, run_on_ranks  # noqa: E402
 from layouts import LAYOUTS, MEASURED, Stand, save_models  # noqa: E402
-
-DEADLINE = timedelta(seconds=120)
-Check = Callable[[Stand], "str | None"]
 
 
 def checks_of(
@@ -53,50 +43,16 @@ def checks_of(
     return found | critic_checks.checks_of(name, of_critic) | auxiliary_checks.checks_of(name, auxiliary)
 
 
-def _run_rank(stand: Stand, checks: dict[str, Check]) -> None:
-    torch.set_num_threads(1)
-    ranks = stand.layout.ranks
-    store = dist.FileStore(str(stand.folder / f"store of {stand.name}"), ranks)
-    dist.init_process_group("gloo", store=store, rank=stand.rank, world_size=ranks, timeout=DEADLINE)
-    outcomes = {}
-    for name, check in checks.items():
-        started = time.perf_counter()
-        try:
-            outcomes[name] = check(stand) or ""
-        except Exception:  # reported by the test of this name
-            outcomes[name] = f"rank {stand.rank} of {stand.name}\n{traceback.format_exc()}"
-        if stand.rank == 0:
-            print(f"{stand.name}: {name}: {time.perf_counter() - started:.1f} s", flush=True)
-    (stand.folder / f"{stand.name} {stand.rank}.json").write_text(json.dumps(outcomes))
-    (stand.folder / f"{stand.name} {stand.rank} measured.json").write_text(json.dumps(MEASURED))
-    dist.destroy_process_group()
-
-
 def run_layout(
     folder: Path, name: str, checks: dict[str, Check], together: Callable[[list[str]], str] = "".join
 ) -> dict[str, str]:
     """Return the failures of each check, empty if all ranks pass: the ranks' messages, combined by ``together``."""
-    for leftover in (*folder.glob(f"{name} ?.json"), folder / f"store of {name}"):
-        leftover.unlink(missing_ok=True)  # the layout may have run before
-    fork = multiprocessing.get_context("fork")
     stands = [Stand(folder, name, rank) for rank in range(LAYOUTS[name].ranks)]
-    ranks = [fork.Process(target=_run_rank, args=(stand, checks)) for stand in stands]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + DEADLINE.total_seconds()
-    waiting = {process.sentinel: process for process in ranks}
-    while waiting and time.monotonic() < deadline and not any(process.exitcode for process in ranks):
-        for sentinel in multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic())):
-            waiting.pop(sentinel).join()  # type: ignore[arg-type]
-    for process in ranks:
-        process.kill()
-    said: dict[str, list[str]] = {check: [] for check in checks}
-    for stand in stands:
-        report = folder / f"{name} {stand.rank}.json"
-        outcomes = json.loads(report.read_text()) if report.exists() else {}
-        for check, words in said.items():
-            words.append(outcomes.get(check, f"rank {stand.rank} of {name} did not finish\n"))
-    return {check: together(words) for check, words in said.items()}
+    return run_on_ranks(folder, name, stands, checks, together, at_the_end=_write_measured)
+
+
+def _write_measured(stand: Stand) -> None:
+    (stand.folder / f"{stand.name} {stand.rank} measured.json").write_text(json.dumps(MEASURED))
 
 
 def main(folder: Path, names: list[str]) -> None:

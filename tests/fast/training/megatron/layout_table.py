@@ -7,7 +7,6 @@ rows (``"fsdp, 2 ranks: CP 2"``) only those are measured, and the others stay as
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,10 +18,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[3]
 PAGE = ROOT / "docs" / "parallelism.md"
 BEGIN, END = "<!-- layouts: begin -->", "<!-- layouts: end -->"
-FOLDERS = [str(ROOT), str(HERE), str(ROOT / "tests/fast/conformance"), str(ROOT / "tests/fast")]
-sys.path[:0] = FOLDERS
+sys.path[:0] = [str(ROOT), str(HERE), str(ROOT / "tests/fast/conformance"), str(ROOT / "tests/fast")]
 
 from layout_grid import ALSO_REFUSED, KINDS, Kind, Split, also_refused, refusal, splits  # noqa: E402
+from rank_scripts import cpu_environment  # noqa: E402
 
 NO_SUCH = "–"
 BACKENDS = {"fsdp": "fsdp", "megatron": "Megatron-Core"}
@@ -113,15 +112,13 @@ def replaced(page: str, section: str) -> str:
 def measure(names: Iterable[str]) -> dict[str, list[str]]:
     """Measure the accepted layouts in separate processes, and return their cells as text, by row."""
     wanted = [split for split in all_splits() if row_name(split) in set(names)]
-    paths = os.pathsep.join(FOLDERS)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     found: dict[str, list[str]] = {}
     for backend in KINDS:
         rows = [split.name for split in wanted if split.backend == backend]
         with tempfile.TemporaryDirectory() as folder:
             if rows:
                 script = HERE / f"measure_{backend}.py"
-                subprocess.run([sys.executable, str(script), folder, *rows], env=environment, check=True)
+                subprocess.run([sys.executable, str(script), folder, *rows], env=cpu_environment(), check=True)
                 distances = json.loads((Path(folder) / "distances.json").read_text())
                 found |= {f"{backend}, {row}": [_shown(d) for d in cells] for row, cells in distances.items()}
     return found

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rank_scripts import run_checks
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[3]
 WRITTEN = 9  # layouts that write, in checkpoint_checks.CHANGES
 READ = 11
 
@@ -19,13 +14,7 @@ READ = 11
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     folder = tmp_path_factory.mktemp("megatron-checkpoints")
-    folders = [ROOT, ROOT / "tests/fast", ROOT / "tests/fast/conformance"]
-    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(HERE / "launch_checkpoints.py"), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((folder / "results.json").read_text())
+    return run_checks(Path(__file__).with_name("launch_checkpoints.py"), folder, seconds=280)
 
 
 def _failures(results: dict[str, dict[str, str]], ending: str, count: int) -> str:

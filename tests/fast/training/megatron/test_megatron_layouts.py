@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rank_scripts import run_checks
 from tolerance import RELATIVE_ERROR
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[3]
 
 
 def _layouts() -> list[str]:
@@ -37,13 +34,8 @@ class Results:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("megatron")
-    folders = [ROOT, ROOT / "tests/fast", ROOT / "tests/fast/conformance"]
-    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(HERE / "launch.py"), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=570)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return Results(*(json.loads((folder / file).read_text()) for file in ("results.json", "measured.json")))
+    said = run_checks(HERE / "launch.py", folder, seconds=570)
+    return Results(said, json.loads((folder / "measured.json").read_text()))
 
 
 @pytest.mark.timeout(600)

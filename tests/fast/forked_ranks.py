@@ -1,0 +1,80 @@
+"""Runs checks on forked ranks over gloo, and collects what failed.
+
+Ranks are forked from a process that has imported everything, as importing costs far more than checking.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEADLINE = timedelta(seconds=120)
+Check = Callable[[Any], "str | None"]  # called with what describes its rank; raises, or returns what is wrong
+
+
+def run_on_ranks(
+    folder: Path,
+    name: str,
+    ranks: Sequence[Any],
+    checks: Mapping[str, Check],
+    together: Callable[[list[str]], str] = "".join,
+    at_the_end: Callable[[Any], None] = lambda rank: None,
+) -> dict[str, str]:
+    """Run ``checks`` in one process for each of ``ranks``, which describe them.
+
+    Args:
+        folder: For files of the group ``name``, which may have run before.
+        together: Combines what the ranks said of a check.
+        at_the_end: Called in each process after all checks.
+
+    Returns:
+        What failed of each check, empty if all ranks agree that it holds.
+    """
+    for leftover in (*folder.glob(f"{name} ?.json"), folder / f"store of {name}"):
+        leftover.unlink(missing_ok=True)
+
+    def run_rank(number: int) -> None:
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(folder / f"store of {name}"), len(ranks))
+        dist.init_process_group("gloo", store=store, rank=number, world_size=len(ranks), timeout=DEADLINE)
+        outcomes = {}
+        for title, check in checks.items():
+            started = time.perf_counter()
+            try:
+                outcomes[title] = check(ranks[number]) or ""
+            except Exception:  # reported by the test of this name
+                outcomes[title] = f"rank {number} of {name}\n{traceback.format_exc()}"
+            if number == 0:
+                print(f"{name}: {title}: {time.perf_counter() - started:.1f} s", flush=True)
+        (folder / f"{name} {number}.json").write_text(json.dumps(outcomes))
+        at_the_end(ranks[number])
+        dist.destroy_process_group()
+
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=run_rank, args=(number,)) for number in range(len(ranks))]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + DEADLINE.total_seconds()
+    waiting = {process.sentinel: process for process in processes}
+    while waiting and time.monotonic() < deadline and not any(process.exitcode for process in processes):
+        for sentinel in multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic())):
+            waiting.pop(sentinel).join()  # type: ignore[arg-type]
+    for process in processes:
+        process.kill()
+    said: dict[str, list[str]] = {check: [] for check in checks}
+    for number in range(len(ranks)):
+        report = folder / f"{name} {number}.json"
+        outcomes = json.loads(report.read_text()) if report.exists() else {}
+        for check, words in said.items():
+            words.append(outcomes.get(check, f"rank {number} of {name} did not finish\n"))
+    return {check: together(words) for check, words in said.items()}
