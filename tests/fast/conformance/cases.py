@@ -51,6 +51,7 @@ class Layout:
     backend: str = "fsdp"
 
 
+ANYWHERE = Layout("any", 1)  # for cases that something else splits
 FIXED = TrainingArguments(micro_batch_size=2)
 BUDGET = TrainingArguments(use_dynamic_batch_size=True, max_tokens_per_gpu=24, balance_data=True)
 
@@ -100,7 +101,8 @@ class Case:
     trajectories_per_step: int | None = None
     shuffled: bool = False  # groups, and trajectories within them, in another order
     mutation: str | None = None
-    equal_rewards: bool = False  # in the first group: its samples have no advantage, and are only scored
+    equal_rewards: bool = False  # in ``equal_group``: its samples have no advantage, and are only scored
+    equal_group: int = 0
     long_rows: bool = False  # attention as for rows whose scores do not fit in memory
     model: str = "untied"
     watch: bool = False  # the loss-mass canary may stop the run
@@ -148,7 +150,7 @@ def rows_of(case: Case) -> list[Row]:
     for number, group in enumerate(case.spec):
         prompt = Prompt("", tuple(rng.integers(0, VOCABULARY, 3).tolist()))
         for masks in group:
-            reward = 1.0 if case.equal_rewards and number == 0 else float(rng.normal())
+            reward = 1.0 if case.equal_rewards and number == case.equal_group else float(rng.normal())
             samples += [_sample(rng, prompt, number, rollout, mask, reward) for mask in masks]
             rollout += 1
     rewards = [s.reward or 0.0 for s in samples]

@@ -58,26 +58,22 @@ class FakeServer:
             return (await http.get(f"{self.url}/seen")).json()
 
 
-def engine_of(servers, folder, router, silence_seconds=300.0, **flags):
-    sglang = SglangArguments(update_weight_transfer_mode="disk", **flags)
-    sender = WeightSender(sglang, folder)
-    return SglangEngine(servers, sglang, VOCAB, sender, router, silence_seconds=silence_seconds)
-
-
 async def ask(engine, prompt):
     request = GenerationRequest(tuple(prompt), (0,), SamplingParams(max_new_tokens=8))
     return (await engine.generate(request))[0]
 
 
 @asynccontextmanager
-async def started_engine(folder, num_servers, updated=True, **flags):
+async def started_engine(folder, num_servers, updated=True, silence_seconds=300.0, **flags):
     """Give a started engine with weights of version 3, and its servers; the block has 200 s.
 
     As in a run, two or more servers are behind sglang-router.
     """
     servers = [FakeServer(number, folder) for number in range(num_servers)]
     router = Router((), "127.0.0.1", folder / "router.log", requests=1024) if num_servers > 1 else None
-    engine = engine_of(servers, folder, router, **flags)
+    sglang = SglangArguments(update_weight_transfer_mode="disk", **flags)
+    sender = WeightSender(sglang, folder)
+    engine = SglangEngine(servers, sglang, VOCAB, sender, router, silence_seconds=silence_seconds)
     try:
         await engine.start()
         if updated:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from stage import FIXED, PLAIN, Stage, full, make_backend, make_batch, shard_of, weights
+from cases import FIXED
+from stage import PLAIN, Stage, full, make_backend, make_batch, shard_of, weights
 
 from miles.metrics import values
 from miles.training.fsdp.backend import FsdpBackend

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from batches import batch_of
+from cases import ANYWHERE, TEMPERATURE, Case, Mask, Spec
 from tiny_llama import save_tiny_llama
 from torch.distributed.tensor import DTensor
 
@@ -20,25 +22,24 @@ from miles.arguments.parallel import ParallelArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.arguments.training import TrainingArguments
-from miles.batching.convert import convert
 from miles.batching.schedule import schedule_step
 from miles.metrics import Metric
 from miles.objective.settings import LossArguments
-from miles.sample import Prompt, PromptGroup, Sample
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training import scoring
 from miles.training.fsdp.backend import FsdpBackend
 from miles.training.trainer import Trainer
 
-TEMPERATURE = 0.8
-FIXED = TrainingArguments(micro_batch_size=2)
-BUDGET = TrainingArguments(use_dynamic_batch_size=True, max_tokens_per_gpu=24, balance_data=True)
 PLAIN = LossArguments()
 CPU = torch.device("cpu")
 
-# trajectories of each group: the response lengths of a trajectory's samples (prompts have 3 tokens)
-UNEVEN = (((4,), (9, 2), (6,)), ((1,), (12,)), ((5,), (5,)))
-EQUAL_REWARDS = 2  # the group whose samples have no advantage
+
+def holes(*lengths: int) -> tuple[Mask, ...]:
+    return tuple(tuple(int(t % 4 != 2) for t in range(n)) for n in lengths)
+
+
+UNEVEN: Spec = ((((0,) * 4,), holes(9, 2), holes(6)), (holes(1), holes(12)), (holes(5), holes(5)))
+EMPTY: Spec = tuple(tuple(tuple((0,) * len(mask) for mask in rollout) for rollout in group) for group in UNEVEN)
 
 
 @dataclass(frozen=True)
@@ -74,32 +75,8 @@ def make_backend(
 
 def make_batch(loss: LossArguments, masked: bool = False, seed: int = 0) -> TrainBatch:
     """Make one step with the production converter. Masks have holes, and the first sample is fully masked."""
-    rng = np.random.default_rng(seed)
-    prompt_groups, trajectory_id = [], 0
-    for g, rollouts in enumerate(UNEVEN):
-        prompt = Prompt("", tuple(rng.integers(0, 64, 3).tolist()))
-        group = PromptGroup(g, prompt)
-        for responses in rollouts:
-            reward = 1.0 if g == EQUAL_REWARDS else float(rng.normal())
-            group.samples += [_sample(rng, prompt, g, trajectory_id, n, reward, masked) for n in responses]
-            trajectory_id += 1
-        group.samples[0].loss_mask = [0] * len(group.samples[0].response_ids) if g == 0 else group.samples[0].loss_mask
-        prompt_groups.append(group)
-    return convert(prompt_groups, loss=loss, global_batch_size=trajectory_id)[0]
-
-
-def _sample(
-    rng: np.random.Generator, prompt: Prompt, group: int, rollout: int, n: int, reward: float, masked: bool
-) -> Sample:
-    return Sample(
-        prompt,
-        group,
-        rollout,
-        response_ids=rng.integers(0, 64, n).tolist(),
-        loss_mask=[0] * n if masked else [int(t % 4 != 2) for t in range(n)],
-        rollout_log_probs=rng.normal(-4, 0.3, n).tolist(),
-        reward=reward,
-    )
+    spec = EMPTY if masked else UNEVEN
+    return batch_of(Case(spec, loss, ANYWHERE, seed=seed, equal_rewards=True, equal_group=2))
 
 
 def off_policy(batch: TrainBatch) -> TrainBatch:

@@ -11,12 +11,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+from cases import BUDGET, FIXED, TEMPERATURE
 from stage import (
-    BUDGET,
     CPU,
-    FIXED,
     PLAIN,
-    TEMPERATURE,
     Stage,
     full,
     gradients,

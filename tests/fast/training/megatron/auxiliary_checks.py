@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from auxiliary_oracle import HEADS, Heads, router_losses, save_with_heads, with_heads
 from batches import batch_of
-from cases import BATCHES, Case, loss_of
-from cases import Layout as AnyLayout
+from cases import ANYWHERE, BATCHES, Case, loss_of
 from compare import distance, samples_of
 from conformance_checks import CONTRACTS, Expected, by_expert, run_step
 from layouts import LAYOUTS, MODELS, TEMPERATURE, Stand, make_backend, note, plain_model, weights
@@ -85,7 +84,7 @@ class Step:
 
 def _step(layout_name: str, contract: str, kind: dict[str, Any], with_policy: bool) -> Step:
     spec = BATCHES["compacted" if with_policy else "masked"]
-    case = Case(spec, loss_of(MODE[contract]), AnyLayout("any", 1), seed=5)
+    case = Case(spec, loss_of(MODE[contract]), ANYWHERE, seed=5)
     batch, samples = batch_of(case), samples_of(case)
     if not with_policy:
         batch = replace(batch, rewards=[0.0] * len(batch))

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from batches import batch_of
-from cases import BATCHES, FULL, MODES, Case, loss_of
-from cases import Layout as AnyLayout
+from cases import ANYWHERE, BATCHES, FULL, MODES, Case, loss_of
 from compare import distance, off_policy, samples_of, wanted
 from layouts import LAYOUTS, Stand, gradients, make_backend, note, plain_model, shard_of
 from tolerance import RELATIVE_ERROR
@@ -22,7 +21,6 @@ from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training.trainer import Trainer
 
-ANYWHERE = AnyLayout("any", 1)
 CONTRACTS = {"averages": LossArguments(), "counts tokens": loss_of("token_mean")}
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from batches import batch_of
-from cases import BATCHES, VALUE_HEAD, Case, loss_of
+from cases import ANYWHERE, BATCHES, VALUE_HEAD, Case, loss_of
 from compare import differences, gradient_differences, norm_of
-from conformance_checks import ANYWHERE, RecordedOptimizer, Result, reported
+from conformance_checks import RecordedOptimizer, Result, reported
 from critic_oracle import ExpectedStep, expected_step, off_policy_with_values
 from layouts import Stand, gradients, make_backend, plain_model, shard_of, weights
 from tolerance import RELATIVE_ERROR

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import BUDGET, FIXED, PADDED, context, dynamic
+from cases import BUDGET, FIXED, PADDED, TEMPERATURE, context, dynamic
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto import AutoModelForCausalLM
 
@@ -25,7 +25,6 @@ from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training.megatron.backend import MegatronBackend
 
-TEMPERATURE = 0.8
 CPU = torch.device("cpu")
 ONE = MegatronArguments()
 TP = replace(ONE, tensor_model_parallel_size=2)

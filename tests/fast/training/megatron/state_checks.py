@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from batches import batch_of
-from cases import BATCHES, Case, loss_of
-from cases import Layout as AnyLayout
+from cases import ANYWHERE, BATCHES, Case, loss_of
 from compare import samples_of, wanted
 from layouts import CPU, TEMPERATURE, Stand, make_backend, models_of, plain_model, shard_of, weights
 from oracle import token_scores
@@ -27,7 +26,7 @@ from miles.training.megatron.backend import MegatronBackend
 from miles.training.trainer import Trainer
 
 PLAIN = LossArguments(loss_canary="always")
-CASE = Case(BATCHES["uneven"], PLAIN, AnyLayout("any", 1))
+CASE = Case(BATCHES["uneven"], PLAIN, ANYWHERE)
 
 
 def _train(backend: MegatronBackend, batch: TrainBatch) -> dict[str, Any]:
