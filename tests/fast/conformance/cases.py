@@ -28,6 +28,10 @@ def ones(*lengths: int) -> tuple[Mask, ...]:
     return tuple((1,) * n for n in lengths)
 
 
+def without_loss_tokens(spec: Spec) -> Spec:
+    return tuple(tuple(tuple((0,) * len(mask) for mask in rollout) for rollout in group) for group in spec)
+
+
 EVEN: Spec = ((ones(6), ones(6)), (ones(6), ones(6)))
 UNEVEN: Spec = ((ones(4), ones(11), ones(6)), (ones(1), ones(14)), (ones(5), ones(5), ones(2)))
 MASKED: Spec = (

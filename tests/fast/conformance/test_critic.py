@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cases import BATCHES, FULL, LAYOUTS, MODES, Case, loss_of
+from cases import BATCHES, FULL, LAYOUTS, MODES, Case, loss_of, without_loss_tokens
 from compare import differences, gradient_differences
 from critic_oracle import expected_step, off_policy_with_values
 
@@ -53,7 +53,7 @@ def test_a_kl_in_the_loss_works_with_a_critic(ranks, oracle, layout):
 
 @pytest.mark.parametrize("layout", ["alone", "dp2, packed", "cp2"])
 def test_a_step_without_a_token_is_skipped(ranks, layout):
-    spec = tuple(tuple(tuple((0,) * len(mask) for mask in rollout) for rollout in group) for group in BATCHES["uneven"])
+    spec = without_loss_tokens(BATCHES["uneven"])
     (result,) = ranks.run(Case(spec, loss_of("sample_mean", **PPO, normalize_advantages=True), LAYOUTS[layout]))
     assert result.metrics == {"skipped_steps": 1, "critic_skipped_steps": 1}
     assert not any(g.any() for g in result.critic_gradients.values())

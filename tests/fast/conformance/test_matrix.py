@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import BATCHES, FULL, LAYOUTS, MODES, TEMPERATURE, Case, loss_of, rows_of
+from cases import BATCHES, FULL, LAYOUTS, MODES, TEMPERATURE, Case, loss_of, rows_of, without_loss_tokens
 from compare import differences, off_policy, samples_of, wanted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -152,7 +152,7 @@ def test_tied_embeddings(ranks, layout):
 
 @pytest.mark.parametrize("layout", ["alone", "dp2, packed", "dp2 x cp2", "dynamic cp, 2 ranks"])
 def test_a_step_without_a_token_is_skipped(ranks, oracle, layout):
-    spec = tuple(tuple(tuple((0,) * len(mask) for mask in rollout) for rollout in group) for group in BATCHES["uneven"])
+    spec = without_loss_tokens(BATCHES["uneven"])
     for mode in MODES:
         (result,) = ranks.run(Case(spec, loss_of(mode), LAYOUTS[layout], watch=True))
         assert result.metrics["skipped_steps"] == 1 and result.metrics["loss_mass"] == 0

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from batches import batch_of
-from cases import ANYWHERE, TEMPERATURE, Case, Mask, Spec
+from cases import ANYWHERE, TEMPERATURE, Case, Mask, Spec, without_loss_tokens
 from tiny_llama import save_tiny_llama
 from torch.distributed.tensor import DTensor
 
@@ -39,7 +39,6 @@ def holes(*lengths: int) -> tuple[Mask, ...]:
 
 
 UNEVEN: Spec = ((((0,) * 4,), holes(9, 2), holes(6)), (holes(1), holes(12)), (holes(5), holes(5)))
-EMPTY: Spec = tuple(tuple(tuple((0,) * len(mask) for mask in rollout) for rollout in group) for group in UNEVEN)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def make_backend(
 
 def make_batch(loss: LossArguments, masked: bool = False, seed: int = 0) -> TrainBatch:
     """Make one step with the production converter. Masks have holes, and the first sample is fully masked."""
-    spec = EMPTY if masked else UNEVEN
+    spec = without_loss_tokens(UNEVEN) if masked else UNEVEN
     return batch_of(Case(spec, loss, ANYWHERE, seed=seed, equal_rewards=True, equal_group=2))
 
 

@@ -17,7 +17,7 @@ import torch
 from auxiliary_oracle import HEADS, Heads, router_losses, save_with_heads, with_heads
 from batches import batch_of
 from cases import ANYWHERE, BATCHES, Case, loss_of
-from compare import distance, samples_of
+from compare import distance, norm_of, samples_of
 from conformance_checks import CONTRACTS, Expected, by_expert, run_step
 from layouts import LAYOUTS, MODELS, TEMPERATURE, Stand, make_backend, note, plain_model, weights
 from oracle import OracleSample, objective
@@ -173,7 +173,7 @@ def checked_steps(
     for step, expected in steps:
         result = run_step(backend, step.case, step.batch)
         if backend.settings.megatron.use_distributed_optimizer:
-            norm = torch.stack([g.norm() for g in expected.gradients.values()]).norm().item()
+            norm = norm_of(expected.gradients)
             worst = abs(result.metrics["grad_norm"] - norm) / norm
             lines = [f"grad_norm {result.metrics['grad_norm']} for {norm}"] * (worst > RELATIVE_ERROR)
         else:

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from batches import batch_of
 from cases import ANYWHERE, BATCHES, VALUE_HEAD, Case, loss_of
-from compare import differences, gradient_differences, norm_of
-from conformance_checks import RecordedOptimizer, Result, reported
+from compare import differences, gradient_differences
+from conformance_checks import RecordedOptimizer, Result, compare_norm_alone, reported
 from critic_oracle import ExpectedStep, expected_step, off_policy_with_values
 from layouts import Stand, gradients, make_backend, plain_model, shard_of, weights
-from tolerance import RELATIVE_ERROR
 
 from miles.metrics import values
 from miles.objective.canary import LossMassError
@@ -80,15 +79,10 @@ def conforms(stand: Stand, model: str, contract: str, expected: list[tuple[Case,
     found = []
     for case, step in expected:
         result, of_critic = _run(backend, case)
-        lines = []
-        if stand.layout.sizes.use_distributed_optimizer:  # no rank has whole gradients; their norms are compared
-            given = {n: torch.from_numpy(g).double() for n, g in result.gradients.items()}
-            norm = norm_of(step.gradients)
-            if abs(result.metrics["grad_norm"] - norm) > RELATIVE_ERROR * norm:
-                lines.append(f"grad_norm {result.metrics['grad_norm']} for {norm}")
-            result.metrics["grad_norm"] = norm_of(given)
+        given, lines = step.gradients, []
+        if stand.layout.sizes.use_distributed_optimizer:
+            given, lines = compare_norm_alone(result, step.gradients)
         else:
-            given = step.gradients
             lines += [f"critic: {line}" for line in gradient_differences(of_critic, step.critic_gradients)]
         lines += differences(result, given, step.metrics)
         found += [f"{case.loss.loss_aggregation}: {line}" for line in lines]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from batches import batch_of
-from cases import ANYWHERE, BATCHES, Case, loss_of
+from cases import ANYWHERE, BATCHES, Case, loss_of, without_loss_tokens
 from compare import samples_of, wanted
 from layouts import CPU, TEMPERATURE, Stand, make_backend, models_of, plain_model, shard_of, weights
 from oracle import token_scores
@@ -108,7 +108,7 @@ def optimizer_is_adamw_with_clipping(stand: Stand) -> None:
 
 def step_without_loss_tokens_is_skipped(stand: Stand) -> None:
     """With T = 0, under both contracts, weights and schedule stay, and the next step is the first."""
-    spec = tuple(tuple(tuple((0,) * len(mask) for mask in rollout) for rollout in group) for group in CASE.spec)
+    spec = without_loss_tokens(CASE.spec)
     for loss in (PLAIN, loss_of("token_mean")):
         backend = make_backend(stand, "untied", loss, **ADAM)
         before = weights(backend)
