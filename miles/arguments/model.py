@@ -1,9 +1,11 @@
 """Choose the model that is trained, and the one it is compared with."""
 
+import json
 from dataclasses import dataclass
-from typing import Optional
+from pathlib import Path
+from typing import Any, Optional
 
-from miles.flags import Errors, flag
+from miles.flags import Errors, flag, refuse
 
 
 @dataclass(frozen=True)
@@ -26,3 +28,25 @@ def check_model(model: ModelArguments, errors: Errors) -> None:
     errors.require("hf_checkpoint", model.hf_checkpoint, "tokenizer, configuration and initial weights")
     errors.existing_folder("hf_checkpoint", model.hf_checkpoint)
     errors.existing_folder("ref_load", model.ref_load)
+
+
+def local_config(model: ModelArguments, field: str) -> dict[str, Any] | None:
+    """Return the ``config.json`` of the model that ``field`` names, if it can be read without a network.
+
+    Raises:
+        FlagError: It holds no JSON object.
+    """
+    path = getattr(model, field)
+    file = Path(path) / "config.json" if path is not None else None
+    if file is None or not file.is_file():
+        return None
+    try:
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        refuse(field, path, f"its config.json is not JSON ({error})", _COPY_AGAIN)
+    if not isinstance(config, dict):
+        refuse(field, path, "its config.json is not a JSON object", _COPY_AGAIN)
+    return config
+
+
+_COPY_AGAIN = "copy the file again from the source of the model"

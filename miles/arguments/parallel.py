@@ -1,10 +1,12 @@
 """Choose how sequences are divided over the trainer's ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
+from miles.arguments.model import ModelArguments, local_config
 from miles.arguments.training import TrainingArguments
-from miles.flags import Errors, count, flag
+from miles.flags import Errors, count, flag, flag_name
+from miles.model_families.packing import has_recurrent_state, model_type
 from miles.parallel.dims import ParallelDims
 
 
@@ -84,6 +86,42 @@ def _check_room(parallel: ParallelArguments, dims: ParallelDims, max_response_le
         )
         way_out = f"give more than {max_response_len // sharing}, with room for the prompt"
         errors.refuse("max_seqlen_per_dp_cp_rank", budget, rule, way_out)
+
+
+def pad_recurrent_models(
+    parallel: ParallelArguments, training: TrainingArguments, model: ModelArguments, errors: Errors
+) -> tuple[ParallelArguments, list[str]]:
+    """Pad the samples of a model whose recurrent state would pass from one packed sample to the next.
+
+    Args:
+        parallel: The section.
+        training: The section with the backend; Megatron knows no such model.
+        model: The section with the models. Of a name on a hub, the backend checks it at run time.
+        errors: Collects ranks that would share a sequence, which must be packed.
+
+    Returns:
+        The section with ``qkv_format`` replaced, and a note if it was.
+    """
+    if training.train_backend != "fsdp":
+        return parallel, []
+    for name in ("hf_checkpoint", "ref_load"):
+        path, config = getattr(model, name), None
+        with errors.catching():
+            config = local_config(model, name)
+        if config is None or not has_recurrent_state(config):
+            continue
+        what = f"{flag_name(name)} {path}, a {model_type(config)} with recurrent state"
+        if parallel.dynamic_context_parallel:
+            rule = f"packs samples, and would pass the state of {what}, from one sample to the next"
+            errors.refuse("dynamic_context_parallel", True, rule, "drop it")
+        elif parallel.context_parallel_size > 1:
+            rule = f"packs samples, and would pass the state of {what}, from one sample to the next"
+            errors.refuse("context_parallel_size", parallel.context_parallel_size, rule, "drop it")
+        elif parallel.qkv_format == "thd":
+            note = f"--qkv-format is bshd: the samples of {what}, cannot be packed"
+            return replace(parallel, qkv_format="bshd"), [note]
+        return parallel, []
+    return parallel, []
 
 
 def explain_ranks(parallel: ParallelArguments, training: TrainingArguments, dims: ParallelDims) -> str:

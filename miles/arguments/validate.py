@@ -24,7 +24,7 @@ from miles.arguments.megatron.rules import check_megatron
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import check_model
 from miles.arguments.optimizer import check_optimizer
-from miles.arguments.parallel import check_parallel
+from miles.arguments.parallel import check_parallel, pad_recurrent_models
 from miles.arguments.reward import check_reward
 from miles.arguments.rollout import check_async, check_rollout, notes_on_rollout
 from miles.arguments.settings import Settings
@@ -60,9 +60,10 @@ def validate(settings: Settings) -> Validated:
     errors.raise_if_any()  # rules branch on choices
     _check_sections(settings, errors)
     _check_devices(settings, errors)
-    settings, notes = _reconcile(settings, errors)
+    parallel, layout_notes = pad_recurrent_models(settings.parallel, settings.training, settings.model, errors)
+    settings, notes = _reconcile(replace(settings, parallel=parallel), errors)
     errors.raise_if_any()
-    return Validated(settings, (*notes, *_notes(settings)))
+    return Validated(settings, (*layout_notes, *notes, *_notes(settings)))
 
 
 def _check_choices(settings: Settings, errors: Errors) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from miles.flags import collect_errors
 from miles.objective.canary import check_canary
 from miles.objective.corrections import Correction, check_corrections, corrections_of
 from miles.objective.estimators import ESTIMATORS
@@ -107,7 +108,24 @@ class Objective:
 
 @lru_cache
 def build_objective(loss: LossArguments) -> Objective:
-    """Find the parts that ``loss`` names. Raises ``ValueError`` for a name that no file has."""
+    """Build the objective of a run.
+
+    Raises:
+        ValueError: A part has a name that no file has, or a flag is set that the chosen parts do not read, such as
+            ``--kl-coef`` with an estimator without a KL: it would change nothing.
+    """
+    objective = find_objective(loss)
+    with collect_errors() as errors:
+        if loss.loss_type == "sft_loss":
+            check_sft(loss, errors)
+        else:
+            _check_read(objective, errors)
+    return objective
+
+
+@lru_cache
+def find_objective(loss: LossArguments) -> Objective:
+    """Find the parts that ``loss`` names, for checks of flags. Raises ``ValueError`` for a name that no file has."""
     estimator = ESTIMATORS[loss.advantage_estimator]
     if loss.custom_advantage_function_path is not None:
         estimator = CustomAdvantages(loss.custom_advantage_function_path, estimator)
@@ -126,7 +144,7 @@ def check_objective(loss: LossArguments, shape: StepShape, errors: Errors) -> No
         errors: Collects them.
     """
     check_chunk_size(loss, errors)
-    objective = build_objective(loss)
+    objective = find_objective(loss)
     objective.policy_loss.check(loss, shape, errors)
     check_kl(loss, errors)
     check_corrections(loss, errors)
@@ -137,11 +155,17 @@ def check_objective(loss: LossArguments, shape: StepShape, errors: Errors) -> No
         return
     objective.estimator.check(loss, shape, errors)
     _check_group(objective, shape, errors)
-    ESTIMATORS.check_read(objective.estimator, loss, errors)
-    if loss.custom_policy_loss_function_path is None:  # a custom one may read any of them
-        POLICY_LOSSES.check_read(objective.policy_loss, loss, errors)
+    _check_read(objective, errors)
     check_hook_flags(loss, errors)
     check_value_loss(loss, errors)
+
+
+def _check_read(objective: Objective, errors: Errors) -> None:
+    """Report flags that other parts read, and the chosen ones do not."""
+    flags = objective.flags
+    ESTIMATORS.check_read(objective.estimator, flags, errors)
+    if flags.custom_policy_loss_function_path is None:  # a custom one may read any of them
+        POLICY_LOSSES.check_read(objective.policy_loss, flags, errors)
 
 
 def check_chunk_size(loss: LossArguments, errors: Errors) -> None:

@@ -123,16 +123,16 @@ class LossArguments(*reversed(POLICY_LOSSES.own_flags), *reversed(ESTIMATORS.own
     @property
     def estimates_by_token(self) -> bool:
         """Whether a token has an advantage of its own, made by the trainer before the first step of an iteration."""
-        from miles.objective.chosen import build_objective
+        from miles.objective.chosen import find_objective
 
-        return build_objective(self).estimator.estimates_by_token(self)
+        return find_objective(self).estimator.estimates_by_token(self)
 
     @property
     def normalizes_rewards(self) -> bool:
         """Whether rewards are compared within their prompt group, so that a group of one has no advantage."""
-        from miles.objective.chosen import build_objective
+        from miles.objective.chosen import find_objective
 
-        return build_objective(self).estimator.smallest_group(self) > 1
+        return find_objective(self).estimator.smallest_group(self) > 1
 
     @property
     def needs_reference(self) -> bool:

@@ -181,7 +181,7 @@ def _short_attention(
         visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()[None, None]
     hidden = ~visible.repeat(1, 1, heads // groups, 1)
     scores = (scores.float() * scaling).masked_fill(hidden, -torch.inf)
-    return (scores.softmax(-1).to(v.dtype) @ v).reshape(q.shape)
+    return (scores.softmax(-1).to(v.dtype) @ v).reshape(rows, heads, length, v.shape[-1])
 
 
 def _fused_attention(

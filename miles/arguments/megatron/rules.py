@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from miles.arguments.megatron.bridge import check_bridge
 from miles.arguments.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.arguments.megatron.overrides import Overrides, check_overrides
 from miles.arguments.megatron.settings import MegatronArguments
-from miles.arguments.model import ModelArguments
+from miles.arguments.model import ModelArguments, local_config
 from miles.arguments.settings import Settings
 from miles.flags import Errors, collect_errors, flag_name
 from miles.model_families.base import HEADS_IN_CONFIG
@@ -90,7 +88,7 @@ def _check_recomputation(gradient_checkpointing: bool, overrides: dict[str, Any]
 
 def _check_local_models(model: ModelArguments, sizes: MegatronArguments, overrides: Overrides, errors: Errors) -> None:
     """Check what the configs in local folders determine; of a name on a hub, the backend checks it at run time."""
-    config = _local_config(model.hf_checkpoint)
+    config = local_config(model, "hf_checkpoint")
     left_to_the_backend: Collection[Any] = ()
     if config is not None and sizes.megatron_to_hf_mode == "bridge":
         check_bridged(config)
@@ -100,7 +98,7 @@ def _check_local_models(model: ModelArguments, sizes: MegatronArguments, overrid
         return
     shape = megatron_shape(config)
     _check_with_model(sizes, overrides, config, shape, errors)
-    reference = _local_config(model.ref_load)
+    reference = local_config(model, "ref_load")
     if reference is not None and reference.get("model_type") not in left_to_the_backend:
         _check_reference(model.ref_load, (reference, megatron_shape(reference)), (config, shape), errors)
 
@@ -165,12 +163,6 @@ def _check_reference(path: str | None, reference: ConfigAndShape, policy: Config
 
 def _flags() -> dict[str, str]:
     return {field.name: field.flag for field in (*MODEL_FLAGS, *megatron_fields().values())}
-
-
-def _local_config(path: str | None) -> dict[str, Any] | None:
-    """Return the model's ``config.json`` if it can be read without a network."""
-    file = Path(path) / "config.json" if path is not None else None
-    return json.loads(file.read_text()) if file is not None and file.is_file() else None
 
 
 def _check_sizes(sizes: MegatronArguments, shape: dict[str, Any], errors: Errors) -> None:

@@ -19,6 +19,7 @@ from miles.training.backend import PolicyScorer, ValueScorer
 from miles.training.fsdp import checkpoint
 from miles.training.fsdp.models import Policy, load_policy, load_value_model, shard_model
 from miles.training.fsdp.optimizer import ShardedOptimizer
+from miles.training.fsdp.packing_check import check_layout, check_untested_model
 from miles.training.fsdp.runner import FsdpModel, FsdpTrainedModel
 from miles.weights import WeightChunk, in_chunks
 
@@ -35,6 +36,7 @@ class FsdpBackend:
         self.mesh = init_device_mesh(device.type, (settings.cluster.world_size,))
         self.groups = ContextGroups(settings.dims)
         self.token_group: dist.ProcessGroup | None = None
+        check_layout("--hf-checkpoint", settings.model.hf_checkpoint, settings.parallel)
         self.policy = self._build_policy(settings.model.hf_checkpoint, settings.policy_steps(total_steps))
         self.critic: FsdpTrainedModel[ValueScorer] | None = None
         if settings.loss.has_critic:
@@ -44,7 +46,7 @@ class FsdpBackend:
             self.reference = self._build_reference(settings.model.hf_checkpoint, settings.model.ref_load)
 
     def _build_policy(self, path: str, total_steps: int) -> FsdpTrainedModel[PolicyScorer]:
-        policy = self._load_policy(path, torch.float32)
+        policy = self._load_policy("--hf-checkpoint", path, torch.float32)
         policy.train()
         optimizer = ShardedOptimizer(policy.language_model, self.settings.optimizer, total_steps)
         return FsdpTrainedModel(policy, optimizer, self.groups, self.device)
@@ -59,17 +61,21 @@ class FsdpBackend:
     def _build_reference(self, hf_checkpoint: str, ref_load: str | None) -> FsdpModel[PolicyScorer]:
         """Freeze a model with the weights of ``--ref-load``: a Hugging Face folder, or a checkpoint of this backend."""
         folder = checkpoint_folder.at(Path(ref_load)) if ref_load is not None else None
-        path = hf_checkpoint if folder is not None else ref_load or hf_checkpoint
-        reference = self._load_policy(path, self.compute_dtype)
+        flag, path = "--hf-checkpoint", hf_checkpoint
+        if ref_load is not None and folder is None:
+            flag, path = "--ref-load", ref_load
+            check_layout(flag, path, self.settings.parallel)
+        reference = self._load_policy(flag, path, self.compute_dtype)
         if folder is not None:
             checkpoint.load_weights(folder, reference.language_model, f"--ref-load {ref_load}")
         reference.eval().requires_grad_(False)
         return FsdpModel(reference, self.groups, self.device)
 
-    def _load_policy(self, path: str, dtype: torch.dtype) -> Policy:
+    def _load_policy(self, flag: str, path: str, dtype: torch.dtype) -> Policy:
         temperature, chunk_size = self.settings.rollout.rollout_temperature, self.settings.loss.log_probs_chunk_size
         policy = load_policy(path, temperature, chunk_size, dtype)
         policy.to(self.device)
+        check_untested_model(policy, flag, path, self.settings.parallel)
         shard_model(policy, self.mesh, self.compute_dtype, self.settings.training.gradient_checkpointing)
         return policy
 

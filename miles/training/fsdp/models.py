@@ -161,14 +161,27 @@ def load_policy(path: str, temperature: float, chunk_size: int, dtype: torch.dty
                 f"--hf-checkpoint {path}: its config sets {name}, which --train-backend fsdp does not compute; "
                 "choose a model without it"
             )
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
-    return Policy(model, temperature, chunk_size)
+    return Policy(_load(path, dtype), temperature, chunk_size)
 
 
 def load_value_model(path: str, dtype: torch.dtype) -> ValueModel:
     """Build the critic on the decoder at ``path``, in ``dtype``; its head is new."""
-    causal: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
-    return ValueModel(cast(PreTrainedModel, causal.base_model))
+    return ValueModel(cast(PreTrainedModel, _load(path, dtype).base_model))
+
+
+def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME)
+    if any(".experts." in name and _is_unaligned(weight) for name, weight in model.named_parameters()):
+        model.set_experts_implementation("eager")
+    return model
+
+
+def _is_unaligned(weight: torch.Tensor) -> bool:
+    """Return whether torch's grouped product refuses ``weight`` [experts, a, b]: rows are multiples of 16 bytes there.
+
+    In bfloat16, in which training may compute it, that is 8 numbers. A loop over the experts takes any width.
+    """
+    return weight.ndim == 3 and any(size % 8 for size in weight.shape[1:])
 
 
 def shard_model(

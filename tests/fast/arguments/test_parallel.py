@@ -1,8 +1,12 @@
 """Sizes that divide the ranks, and one way of cutting sequences."""
 
+import json
 import re
 
 import pytest
+
+from miles.arguments.explain import explain
+from miles.arguments.validate import validate
 
 DYNAMIC = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64"
 
@@ -33,3 +37,51 @@ def test_dynamic_context_parallel_packs_by_its_own_budget(refused):
     messages = refused(f"{DYNAMIC} --use-dynamic-batch-size --max-tokens-per-gpu 64")
     assert [message.split(":")[0] for message in messages] == ["--use-dynamic-batch-size", "--max-tokens-per-gpu 64"]
     assert all("ignored by --dynamic-context-parallel" in message for message in messages)
+
+
+def model_folder(path, **config):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_models_with_recurrent_state_are_padded_with_a_note(validated, tmp_path):
+    by_type = model_folder(tmp_path / "a", model_type="qwen3_next")
+    inside = model_folder(tmp_path / "b", model_type="qwen3_5", text_config={"model_type": "qwen3_5_text"})
+    by_layers = model_folder(tmp_path / "c", model_type="new", layer_types=["full_attention", "linear_attention"])
+    for folder, kind in ((by_type, "qwen3_next"), (inside, "qwen3_5_text"), (by_layers, "new")):
+        found = validated(f"--hf-checkpoint {folder}", without="--hf-checkpoint")
+        assert found.settings.parallel.qkv_format == "bshd"
+        note = (
+            f"--qkv-format is bshd: the samples of --hf-checkpoint {folder}, a {kind} with recurrent state, cannot be"
+        )
+        assert any(said.startswith(note) for said in found.notes)
+        assert note.split(":")[0] in explain(found)
+        assert not any("qkv-format" in said for said in validate(found.settings).notes)
+    reference = validated(f"--ref-load {by_type} --use-kl-loss --kl-loss-coef 0.1")
+    assert reference.settings.parallel.qkv_format == "bshd"
+
+
+def test_other_models_are_packed(validated, tmp_path):
+    plain = model_folder(tmp_path / "plain", model_type="qwen3", layer_types=["full_attention", "sliding_attention"])
+    for flags, without in ((f"--hf-checkpoint {plain}", "--hf-checkpoint"), ("", "")):
+        found = validated(flags, without)
+        assert found.settings.parallel.qkv_format == "thd"
+        assert not any("qkv-format" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("flags", ["--context-parallel-size 2", DYNAMIC])
+def test_ranks_do_not_share_the_sequences_of_a_recurrent_model(refused, tmp_path, flags):
+    folder = model_folder(tmp_path / "model", model_type="nemotron_h")
+    (message,) = refused(f"--hf-checkpoint {folder} {flags}", without="--hf-checkpoint")
+    assert message.startswith(" ".join(flags.split()[: 2 - (flags == DYNAMIC)]) + ": packs samples")
+    assert "a nemotron_h with recurrent state" in message
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_broken_configuration_is_refused_once(refused, tmp_path, backend, text):
+    folder = model_folder(tmp_path / "model")
+    (folder / "config.json").write_text(text)
+    (message,) = refused(f"--hf-checkpoint {folder} --train-backend {backend}", without="--hf-checkpoint")
+    assert message.startswith(f"--hf-checkpoint {folder}: its config.json is not ")

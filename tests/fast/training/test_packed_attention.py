@@ -80,6 +80,25 @@ def test_a_shared_prompt_is_packed_once_with_the_gradients_of_all(monkeypatch, r
         assert (a.grad - b.grad).norm() <= RELATIVE_ERROR * b.grad.norm(), name
 
 
+@pytest.mark.parametrize("short", [0, 512])
+def test_values_may_be_narrower_than_queries(monkeypatch, short):
+    """As in multi-head latent attention."""
+    monkeypatch.setattr(packed_attention, "SHORT", short)
+    lengths = (7, 3, 12)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((4, 12), (2, 12), (2, 8))  # heads and width of queries, keys and values
+    q, k, v = (torch.randn(1, heads, sum(lengths), width, generator=generator) for heads, width in shapes)
+    layout = PackedLayout.of_packed(torch.arange(sum(lengths)), lengths)
+    found, _ = packed_attention.packed_attention(torch.nn.Identity(), q, k, v, None, packed=layout, scaling=0.3)
+    parts = zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
+    wanted = [
+        torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True, scale=0.3, enable_gqa=True)
+        for part in parts
+    ]
+    assert found.shape == (1, sum(lengths), 4, 8)
+    torch.testing.assert_close(found, torch.cat(wanted, 2).transpose(1, 2), rtol=0, atol=1e-5)
+
+
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12))
 def test_layout_places_each_token_once_with_at_most_half_padding(lengths):
     layout = PackedLayout.of_packed(torch.arange(sum(lengths)), lengths)

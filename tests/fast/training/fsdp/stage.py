@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from batches import batch_of
 from cases import ANYWHERE, TEMPERATURE, Case, Mask, Spec, without_loss_tokens
-from tiny_llama import save_tiny_llama
+from tiny_llama import SHAPE, save_tiny_llama
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from miles.arguments.cluster import ClusterArguments
 from miles.arguments.model import ModelArguments
@@ -31,7 +32,19 @@ from miles.training.fsdp.backend import FsdpBackend
 from miles.training.trainer import Trainer
 
 PLAIN = LossArguments()
+PACKED, PADDED = ParallelArguments(), ParallelArguments(qkv_format="bshd")
 CPU = torch.device("cpu")
+
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
+LINEAR = EXPERTS | dict(
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    layer_types=["linear_attention", "full_attention"],
+)
 
 
 def holes(*lengths: int) -> tuple[Mask, ...]:
@@ -56,10 +69,19 @@ class Stage:
 def save_models(folder: Path) -> None:
     for name, tied in (("tied", True), ("untied", False)):
         save_tiny_llama(folder / name, tied)
+    for name, kind, given in (("recurrent", "qwen3_next", LINEAR), ("untested", "jamba", EXPERTS)):
+        torch.manual_seed(7)
+        config = AutoConfig.for_model(kind, **(SHAPE | dict(initializer_range=0.15) | given))
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
 
 
 def make_backend(
-    stage: Stage, name: str = "untied", total_steps: int = 10, loss: LossArguments = PLAIN, **optimizer: Any
+    stage: Stage,
+    name: str = "untied",
+    total_steps: int = 10,
+    loss: LossArguments = PLAIN,
+    parallel: ParallelArguments = PACKED,
+    **optimizer: Any,
 ) -> FsdpBackend:
     settings = Settings(
         cluster=ClusterArguments(actor_num_gpus_per_node=stage.world),
@@ -68,6 +90,7 @@ def make_backend(
         loss=loss,
         optimizer=OptimizerArguments(**optimizer),
         training=TrainingArguments(global_batch_size=7),
+        parallel=parallel,
     )
     return FsdpBackend(settings, CPU, total_steps)
 
@@ -85,9 +108,13 @@ def off_policy(batch: TrainBatch) -> TrainBatch:
 
 
 def shard_of(
-    stage: Stage, batch: TrainBatch, training: TrainingArguments, has_gradient: Sequence[bool] | None = None
+    stage: Stage,
+    batch: TrainBatch,
+    training: TrainingArguments,
+    has_gradient: Sequence[bool] | None = None,
+    parallel: ParallelArguments = PACKED,
 ) -> TrainShard:
-    return schedule_step(batch, stage.world, training, ParallelArguments(), has_gradient)[stage.rank]
+    return schedule_step(batch, stage.world, training, parallel, has_gradient)[stage.rank]
 
 
 def full(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from cases import BUDGET, FIXED, TEMPERATURE
 from stage import (
     CPU,
+    PADDED,
     PLAIN,
     Stage,
     full,
@@ -309,7 +310,41 @@ def random_state_comes_back(stage: Stage) -> None:
     assert json.loads((folder / "state.json").read_text())["launcher"] == {}
 
 
+def recurrent_models_are_trained_on_padded_rows(stage: Stage) -> None:
+    """Log-probs are those of transformers before and after a step that changes every weight."""
+    backend = make_backend(stage, "recurrent", parallel=PADDED, lr=1e-2)
+    shard = shard_of(stage, make_batch(PLAIN), FIXED, parallel=PADDED)
+    own = AutoModelForCausalLM.from_pretrained(stage.model("recurrent"))
+    for _ in range(2):
+        own.load_state_dict(weights(backend), strict=False)
+        for i, found in enumerate(log_probs(backend, shard)):
+            tokens, response = torch.as_tensor(shard.batch.tokens[i]), shard.batch.response_lengths[i]
+            with torch.no_grad():
+                log_p = (own(tokens[None], use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
+            wanted = log_p[:-1].gather(-1, tokens[1:, None])[-response:, 0].numpy()
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+        before = weights(backend)
+        train(backend, [shard])
+        assert any(not torch.equal(before[name], now) for name, now in weights(backend).items())
+
+
+def models_that_cannot_be_packed_are_refused(stage: Stage) -> None:
+    for name, sentence in (
+        ("recurrent", "a qwen3_next has recurrent state, which would pass from one packed sample to the next; add"),
+        ("untested", "log-probs of a jamba depend on the samples that are packed before: on 17 tokens they differ by"),
+    ):
+        message = ""
+        try:
+            make_backend(stage, name)
+        except ValueError as error:
+            message = str(error)
+        assert message.startswith(f"--hf-checkpoint {stage.model(name)}: {sentence}"), message
+        assert message.endswith("add --qkv-format bshd"), message
+
+
 CHECKS = (
+    recurrent_models_are_trained_on_padded_rows,
+    models_that_cannot_be_packed_are_refused,
     optimizer_is_adamw_with_clipping,
     step_without_loss_tokens_is_skipped,
     non_finite_gradient_leaves_the_weights,

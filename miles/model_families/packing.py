@@ -1,0 +1,65 @@
+"""Which models can be trained on packed samples, as far as a configuration tells.
+
+In a packed micro-batch the samples follow each other in one sequence. Attention knows where each begins; a layer with
+recurrent state (linear attention, Mamba, a short convolution) does not: its state passes from one sample to the next.
+Such models are trained on padded rows (``--qkv-format bshd``), where every sample begins with an empty state.
+
+The FSDP backend trains whatever transformers can load. A type that is in neither tuple is compared with transformers at
+the start of the run (training/fsdp/packing_check.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Types (``model_type``) that tests/fast/training/fsdp/test_packing_check.py compares with transformers, packed and
+# padded.
+PACKABLE = (
+    "deepseek_v3",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+)
+
+# The same for types with recurrent state, padded.
+RECURRENT = (
+    "nemotron_h",
+    "qwen3_5",
+    "qwen3_5_text",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+)
+
+# Fields of a configuration that name the kind of each layer, and the kinds that have a state.
+_LAYER_LISTS = ("layer_types", "layers_block_type")
+_RECURRENT_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid"))
+
+
+def is_compared_by_test(config: dict[str, Any]) -> bool:
+    """Return whether a test of ours compares this type of model with transformers. ``config`` is a config.json."""
+    return model_type(config) in PACKABLE + RECURRENT
+
+
+def has_recurrent_state(config: dict[str, Any]) -> bool:
+    """Return whether a layer is known to have a state that passes from token to token."""
+    text = config.get("text_config") or config
+    layers = {layer for name in _LAYER_LISTS for layer in text.get(name) or ()}
+    return model_type(config) in RECURRENT or bool(layers & _RECURRENT_LAYERS)
+
+
+def model_type(config: dict[str, Any]) -> str:
+    """Return the type of the language model; inside a configuration for text and images, that of its text part."""
+    text = config.get("text_config") or {}
+    return str(text.get("model_type") or config.get("model_type"))

@@ -1,0 +1,172 @@
+"""Compare a model with transformers before it is trained: packed samples, padded samples, and each sample by itself.
+
+A layer that ignores the bounds of samples carries its state into the next one, and nothing else notices: the loss is
+finite, and the gradient is that of another model. Types of models that a test compares are in
+model_families/packing.py; all others are compared here, once, with their own weights.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+from miles.arguments.parallel import ParallelArguments
+from miles.batching.collate import collate
+from miles.model_families.packing import has_recurrent_state, is_compared_by_test, model_type
+from miles.parallel.groups import ALONE
+from miles.train_batch import TrainBatch
+from miles.training.fsdp.models import Policy
+from miles.training.packed_attention import NAME
+
+_PROMPTS = (4, 4, 3)  # tokens; the first two are equal, and kept once in a packed micro-batch
+_RESPONSES = (6, 9, 2)
+
+
+def check_layout(flag: str, path: str, parallel: ParallelArguments) -> None:
+    """Refuse a model with recurrent state unless its samples are padded.
+
+    Validation pads by itself if it can read the config; of a model on a hub it is known only here.
+
+    Args:
+        flag: The flag that names the model.
+        path: Its value.
+        parallel: The layout of samples.
+
+    Raises:
+        ValueError: The samples would be packed.
+    """
+    config = AutoConfig.from_pretrained(path).to_dict()
+    if parallel.qkv_format == "thd" and has_recurrent_state(config):
+        raise ValueError(
+            f"{flag} {path}: a {model_type(config)} has recurrent state, which would pass from one packed sample to "
+            f"the next; {_how_to_pad(parallel)}"
+        )
+
+
+def check_untested_model(policy: Policy, flag: str, path: str, parallel: ParallelArguments) -> None:
+    """Compare a model with transformers, unless a test of ours compares its type.
+
+    Args:
+        policy: The model with its weights, not sharded.
+        flag: The flag that names it.
+        path: Its value.
+        parallel: The layout of samples.
+
+    Raises:
+        ValueError: As ``compare_with_transformers``.
+    """
+    if not is_compared_by_test(policy.language_model.config.to_dict()):
+        compare_with_transformers(policy, f"{flag} {path}", parallel)
+
+
+def compare_with_transformers(policy: Policy, name: str, parallel: ParallelArguments) -> None:
+    """Compare log-probs of three tiny samples: padded with transformers, and packed with padded if samples are packed.
+
+    Rounding may change half of the digits of the weights' dtype: the mean difference may be ``sqrt(eps)``, 3.5e-4 in
+    float32. It is the mean, since in bfloat16 a router may send a single token to another expert.
+
+    Args:
+        policy: The model with its weights, not sharded.
+        name: What errors call it.
+        parallel: The layout of samples.
+
+    Raises:
+        ValueError: They differ by more, with the figures and what to do.
+    """
+    model = policy.language_model
+    kind, allowed = model_type(model.config.to_dict()), math.sqrt(torch.finfo(model.dtype).eps)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        own = own_log_probs(policy)
+        padded = layout_log_probs(policy, name, packed=False)
+        rule = f"{name}: log-probs of a {kind} are not those of transformers"
+        _check_difference(own, padded, allowed, rule, "choose another model")
+        if parallel.qkv_format == "thd":
+            packed = layout_log_probs(policy, name, packed=True)
+            rule = f"{name}: log-probs of a {kind} depend on the samples that are packed before"
+            _check_difference(padded, packed, allowed, rule, _how_to_pad(parallel))
+    model.train(was_training)
+
+
+def own_log_probs(policy: Policy) -> torch.Tensor:
+    """Compute the tiny samples by transformers alone: its attention, its head, one at a time; float32 [R]."""
+    model = policy.language_model
+    batch = _tiny_batch(model)
+    model.set_attn_implementation("eager")
+    found = []
+    try:
+        for tokens, response in zip(batch.tokens, batch.response_lengths, strict=True):
+            ids = torch.as_tensor(tokens, device=model.device)
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, -response - 1 : -1]
+            log_probs = (logits.float() / (policy.temperature or 1.0)).log_softmax(-1)
+            found.append(log_probs.gather(-1, ids[-response:, None])[:, 0])
+    finally:
+        model.set_attn_implementation(NAME)
+    return torch.cat(found)
+
+
+def layout_log_probs(policy: Policy, name: str, packed: bool) -> torch.Tensor:
+    """Compute the tiny samples as training does, packed or padded; float32 [R].
+
+    Raises:
+        ValueError: The layers do not take the layout.
+    """
+    model = policy.language_model
+    batch = _tiny_batch(model)
+    micro = collate(batch, range(len(batch)), model.device, ALONE, row_multiple=None if packed else 1)
+    try:
+        return policy.scorer(micro)(with_entropy=False).log_probs.float()
+    except TypeError as error:
+        kind = model_type(model.config.to_dict())
+        raise ValueError(
+            f"{name}: the layers of a {kind} do not take the layout of samples ({error}); choose another model"
+        ) from error
+
+
+def _how_to_pad(parallel: ParallelArguments) -> str:
+    if parallel.dynamic_context_parallel:
+        return "drop --dynamic-context-parallel and add --qkv-format bshd"
+    if parallel.context_parallel_size > 1:
+        return "drop --context-parallel-size and add --qkv-format bshd"
+    return "add --qkv-format bshd"
+
+
+def _check_difference(a: torch.Tensor, b: torch.Tensor, allowed: float, rule: str, way_out: str) -> None:
+    difference = (a - b).abs()
+    mean, largest = difference.mean().item(), difference.max().item()
+    if not mean <= allowed:  # NaN is refused
+        figures = (
+            f"they differ by {mean:.1e} on average and {largest:.1e} at most, {allowed:.1e} on average is rounding"
+        )
+        raise ValueError(f"{rule}: on {len(a)} tokens {figures}; {way_out}")
+
+
+def _tiny_batch(model: PreTrainedModel) -> TrainBatch:
+    embeddings = model.get_input_embeddings()
+    assert isinstance(embeddings, nn.Embedding)
+    vocabulary = embeddings.num_embeddings
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, vocabulary, length) for length in _PROMPTS]
+    prompts[1] = prompts[0]
+    tokens = [np.concatenate([p, rng.integers(0, vocabulary, n)]) for p, n in zip(prompts, _RESPONSES, strict=True)]
+    counts, samples = [float(n) for n in _RESPONSES], list(range(len(_RESPONSES)))
+    return TrainBatch(
+        tokens=tokens,
+        response_lengths=list(_RESPONSES),
+        loss_masks=[np.ones(n, np.float32) for n in _RESPONSES],
+        rollout_log_probs=[np.zeros(n, np.float32) for n in _RESPONSES],
+        rewards=[0.0] * len(samples),
+        sample_denoms=counts,
+        trajectory_token_counts=counts,
+        group_indices=samples,
+        trajectory_ids=samples,
+        position_in_step=samples,
+        num_trajectories=len(samples),
+        num_loss_tokens=sum(_RESPONSES),
+        expected_loss_mass=1.0,
+    )
