@@ -1,16 +1,15 @@
-"""Seconds a step with ``--async-steps 1`` against 0 where trainer and engine share the cores of one machine.
+"""Measure a step with ``--async-steps 1`` and with 0, if trainer and engine share the cores of one machine.
 
 ``python benchmarks/async_on_cpu.py --model outputs/models/SmolLM2-135M-Instruct [--cases tiny judge quickstart]``
 
-Each case runs train.py twice, and tells by the medians what overlap gives there. With K = 0 a phase has all cores to
-itself (``--colocate``); with K = 1 trainer and engine have half of them each (cluster/cpu_tuning.py). So overlap gains
-only where more threads do not:
+Each case runs train.py twice and compares the medians. With K = 0 each phase uses all cores (``--colocate``); with K =
+1 trainer and engine use half of them each (cluster/cpu_tuning.py). So overlap helps only if more threads do not:
 
 ``quickstart``  SmolLM2-135M, 12 new tokens: both phases are matrix products, which use every core.
 ``tiny``        a model of 0.1 million parameters, 96 new tokens: both phases are Python and one thread's work.
-``judge``       the tiny model with a reward that waits, as one from another host does: cores are idle meanwhile.
+``judge``       the tiny model with a reward that waits, as for another host: cores are idle meanwhile.
 
-One JSON object a case. Run it alone: a neighbour on one core changes the answer.
+Prints one JSON object per case. Run it on an idle machine: another job on one core changes the result.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from miles.sample import Sample
 
 ROOT = Path(__file__).resolve().parents[1]
-JUDGE_SECONDS = "JUDGE_SECONDS"  # of the environment of train.py and its workers
+JUDGE_SECONDS = "JUDGE_SECONDS"  # environment variable of train.py and its workers
 WARM_UP = 2  # steps that are not counted
 PHASES = ("step", "generate", "rollout", "train", "sync_weights")
 LETTERS = string.ascii_lowercase
@@ -46,19 +45,21 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder, for the case quickstart")
     parser.add_argument("--cases", nargs="+", choices=["quickstart", "tiny", "judge"], default=["tiny", "judge"])
-    parser.add_argument("--rollouts", type=int, default=16, help=f"of each run; the first {WARM_UP} are not counted")
-    parser.add_argument("--judge-seconds", type=float, default=2.0, help="that the reward of the case judge takes")
+    parser.add_argument(
+        "--rollouts", type=int, default=16, help=f"iterations of each run; the first {WARM_UP} are not counted"
+    )
+    parser.add_argument("--judge-seconds", type=float, default=2.0, help="duration of the reward in the case judge")
     return parser.parse_args()
 
 
 async def judge(samples: Sequence[Sample]) -> list[float]:
-    """``--custom-rm-path``: the share of vowels, after as long as somebody else takes to say so."""
+    """Return the share of vowels after a wait, like a reward from another host (``--custom-rm-path``)."""
     await asyncio.sleep(float(os.environ.get(JUDGE_SECONDS, "0")))
     return [sum(letter in "aeiou" for letter in s.response) / max(len(s.response), 1) for s in samples]
 
 
 def make_tiny(folder: Path) -> None:
-    """A random Llama over the letters, its tokenizer, and prompts of three letters."""
+    """Write a random Llama over the letters, its tokenizer, and prompts of three letters."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -84,7 +85,7 @@ def make_tiny(folder: Path) -> None:
 
 
 def flags_of(case: str, options: argparse.Namespace, folder: Path) -> list[str]:
-    """The flags of train.py for ``case``, but for ``--async-steps``."""
+    """Return the flags of train.py for ``case``, without ``--async-steps``."""
     if case == "quickstart":
         data = ROOT / "examples" / "quickstart" / "make_data.py"
         subprocess.run([sys.executable, str(data), str(folder / "data")], check=True, stdout=sys.stderr)
@@ -98,7 +99,7 @@ def flags_of(case: str, options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def medians(case: str, k: int, options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Medians of the phases of one run, in seconds."""
+    """Run train.py once and return the median seconds of each phase."""
     out = folder / f"{case}-{k}"
     command = [sys.executable, "train.py", *flags_of(case, options, folder), "--num-rollout", str(options.rollouts)]
     command += ["--output-dir", str(out), *(["--async-steps", str(k)] if k else ["--colocate"])]

@@ -1,16 +1,17 @@
-"""What ``--async-steps K`` gives on a cluster, simulated with the phase times that a synchronous run has measured.
+"""Simulate the gain of ``--async-steps K`` on a cluster from the phase times of a synchronous run.
 
 ``python benchmarks/async_overlap.py RUN/metrics.jsonl [--generate-scale 4] [--rollouts 1000]``
 
-Generation and training have devices of their own, as on a cluster. Each simulated rollout draws the phase times of a
-random measured one (generate, train and sync together, as they came), and obeys the rules of rollout/ordering.py:
-rollout r is generated after rollout r - 1 and by weights of version r - K; step r needs rollout r and the step before;
-weights arrive between two rollouts. ``--generate-scale`` stretches generation, for the answer lengths of other tasks.
-One JSON object a K: seconds a step, the share of time that trainer and engine work, and the gain over K = 0.
+Generation and training use separate devices, as on a cluster. Each simulated iteration takes the phase times of a
+random measured one (generate, train and sync together), and follows the rules of rollout/ordering.py: iteration r is
+generated after iteration r - 1, with weights of version r - K; step r needs the data of iteration r and the previous
+step; weights arrive between two iterations. ``--generate-scale`` multiplies the generation time, for tasks with longer
+answers. Prints one JSON object per K: seconds per step, the share of time that trainer and engine work, and the gain
+over K = 0.
 
-``--fully-async`` has the same bound and the same figures here, and more in truth: it also fills the tail of a rollout,
-where few responses are still running, which phase times do not show. The two-core case is measured, not simulated:
-``benchmarks/async_on_cpu.py``.
+``--fully-async`` has the same bound and the same figures here. In practice it gains more: it also fills the tail of an
+iteration, when few responses are still running, which phase times do not show. ``benchmarks/async_on_cpu.py`` measures
+the two-core case instead of simulating it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of one rollout's phases."""
+    """The seconds of each phase of one iteration."""
 
     generate: float
     train: float
@@ -37,13 +38,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("metrics", type=Path, help="metrics.jsonl of a run with --async-steps 0")
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--generate-scale", type=float, default=1.0)
-    parser.add_argument("--max-steps", type=int, default=2, help="K = 0 .. this")
+    parser.add_argument("--max-steps", type=int, default=2, help="largest K")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 def measured(path: Path, generate_scale: float) -> list[Phases]:
-    """The phase times of every rollout in ``path`` but the first, which warms up."""
+    """Return the phase times of every iteration in ``path`` except the first, which is warm-up."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     phases = [
         Phases(generate_scale * row["time/generate"], row["time/train"], row["time/sync_weights"])
@@ -51,20 +52,20 @@ def measured(path: Path, generate_scale: float) -> list[Phases]:
         if "time/generate" in row and "time/train" in row
     ]
     if len(phases) < 2:
-        raise ValueError(f"{path}: {len(phases)} rollouts with phase times; give the metrics.jsonl of a longer run")
+        raise ValueError(f"{path}: {len(phases)} iterations with phase times; give the metrics.jsonl of a longer run")
     return phases[1:]
 
 
 def simulate(phases: list[Phases], k: int) -> dict[str, float]:
-    """Seconds a step and the share of the time that each side works, with ``--async-steps k``.
+    """Return the seconds per step and the share of time that each side works, with ``--async-steps k``.
 
-    Conservative: a hand-over of weights occupies trainer and engine both for the whole of its measured time.
+    The estimate is conservative: a weight sync occupies both trainer and engine for its whole measured time.
     """
-    generated: list[float] = []  # when rollout r is whole
-    free: list[float] = []  # when the trainer has done step r and handed its weights over
+    generated: list[float] = []  # when the data of iteration r is complete
+    free: list[float] = []  # when the trainer has finished step r and sent its weights
     for r, phase in enumerate(phases):
         begin = generated[r - 1] if r else 0.0
-        if r > k:  # version r - k exists when step r - k - 1 is done, and is loaded between two rollouts
+        if r > k:  # version r - k exists after step r - k - 1 and is loaded between two iterations
             begin = max(begin, free[r - k - 1] - phases[r - k - 1].sync) + phases[r - k - 1].sync
         generated.append(begin + phase.generate)
         free.append(max(generated[r], free[r - 1] if r else 0.0) + phase.train + phase.sync)

@@ -1,14 +1,14 @@
-"""Seconds of a training step, FSDP2 against Megatron-Core: one model, one batch, by phase, in one run.
+"""Compare a training step on FSDP2 and Megatron-Core by phase: one model, one batch, in one run.
 
     python benchmarks/backends.py --model outputs/models/SmolLM2-135M-Instruct
     python benchmarks/backends.py --model … --ranks 2 --megatron '--tensor-model-parallel-size 2'
 
 The batch has the shape of the quickstart's: 8 prompts x 8 samples of 12 new tokens, all with an advantage. Each backend
-has processes of its own, built from the flags of train.py; a step is what a trainer does with one rollout: reference
-log-probs, forward and backward, optimizer, and the export of the weights. Backends take turns, so that a busy machine
-slows both; the first step of a turn, into memory that a virtual machine's host may have taken back meanwhile, is not
-counted. Medians and their ratio are the result. ``cpu`` is the processor time of a step on rank 0, all
-threads together: where it is far below the step's seconds times the threads, others had the cores.
+runs in its own processes, built from the flags of train.py. A step is one iteration of the trainer: reference
+log-probs, forward and backward, optimizer, and the export of the weights. The backends take turns, so that a busy
+machine slows both. The first step of a turn is not counted, because a virtual machine's host may have reclaimed the
+memory meanwhile. Prints medians and their ratio. ``cpu`` is the processor time of a step on rank 0, summed over
+threads: if it is far below the step's seconds times the threads, other jobs used the cores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from miles.train_batch import TrainBatch
 from miles.training.table import build_backend
 from miles.training.trainer import Trainer
 
-STEPS_A_TURN = 4
+STEPS_PER_TURN = 4
 PHASES = ("log_probs", "forward_backward", "optimizer", "export", "step", "cpu")
 
 
@@ -51,16 +51,18 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--fsdp", default="", help="more flags of train.py for --train-backend fsdp")
     parser.add_argument("--megatron", default="", help="more flags of train.py for --train-backend megatron")
     parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
     parser.add_argument("--prompt-tokens", type=int, default=48)
     parser.add_argument("--new-tokens", type=int, default=12)
     parser.add_argument("--fp32", action="store_true", help="compute in fp32 instead of bf16")
-    parser.add_argument("--turns", type=int, default=3, help=f"of {STEPS_A_TURN} steps, the first not counted")
+    parser.add_argument(
+        "--turns", type=int, default=3, help=f"turns of {STEPS_PER_TURN} steps; the first step is not counted"
+    )
     return parser.parse_args()
 
 
 def settings_of(backend: str, options: argparse.Namespace) -> Settings:
-    """What train.py would make of these flags."""
+    """Return the settings that train.py would derive from these flags."""
     words = f"""
         --device cpu --train-backend {backend} --hf-checkpoint {shlex.quote(options.model)} --colocate
         --actor-num-gpus-per-node {options.ranks} --prompt-data random --rm-type exact_match --num-rollout 1000
@@ -73,7 +75,7 @@ def settings_of(backend: str, options: argparse.Namespace) -> Settings:
 
 
 def random_batch(settings: Settings, options: argparse.Namespace, vocabulary: int) -> TrainBatch:
-    """Samples of random tokens; the engine's log-probs do not matter in the first step of a rollout."""
+    """Return samples of random tokens. The engine's log-probs do not matter in the first step of an iteration."""
     rng = np.random.default_rng(0)
     groups = []
     for number in range(options.prompts):
@@ -95,7 +97,7 @@ def random_batch(settings: Settings, options: argparse.Namespace, vocabulary: in
 
 
 def serve(name: str, options: argparse.Namespace, rank: int, folder: str, orders: Connection) -> None:
-    """One rank: takes a step at each order, and answers with the seconds of its phases; ends at None."""
+    """Run one rank: take a step per order, answer with the seconds of its phases, and end at None."""
     use_threads("cpu", sharers=options.ranks)
     store = dist.FileStore(str(Path(folder) / f"store of {name}"), options.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
@@ -122,7 +124,7 @@ def serve(name: str, options: argparse.Namespace, rank: int, folder: str, orders
 
 
 class Contender:
-    """One backend in processes of its own."""
+    """One backend in its own processes."""
 
     def __init__(self, name: str, options: argparse.Namespace, folder: str) -> None:
         self.seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
@@ -134,12 +136,12 @@ class Contender:
             self._orders.append(ours)
             self._ranks.append(spawn.Process(target=serve, args=(name, options, rank, folder, theirs)))
             self._ranks[-1].start()
-            theirs.close()  # a rank that dies is then an EOFError here, and no endless wait
+            theirs.close()  # so that a rank that dies raises EOFError here instead of an endless wait
         for orders in self._orders:
             orders.recv()
 
     def step(self, counts: bool) -> float:
-        """One step; its seconds, which are those of rank 0."""
+        """Take one step and return its seconds on rank 0."""
         for orders in self._orders:
             orders.send(True)
         answers = [orders.recv() for orders in self._orders]
@@ -156,12 +158,12 @@ class Contender:
 
 def main() -> None:
     options = options_given()
-    os.environ |= malloc_environment("cpu", os.environ)  # as trainer processes have it
+    os.environ |= malloc_environment("cpu", os.environ)  # as in trainer processes
     with tempfile.TemporaryDirectory() as folder:
         contenders = {name: Contender(name, options, folder) for name in ("fsdp", "megatron")}
-        for turn in range(options.turns + 1):  # the first warms up
+        for turn in range(options.turns + 1):  # the first is warm-up
             for name, contender in contenders.items():
-                for step in range(STEPS_A_TURN):
+                for step in range(STEPS_PER_TURN):
                     seconds = contender.step(counts=turn > 0 and step > 0)
                     print(f"{name} {seconds:.1f} s", file=sys.stderr, flush=True)
         for contender in contenders.values():

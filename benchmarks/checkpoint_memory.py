@@ -1,11 +1,11 @@
-"""Memory that a rank needs to save and to resume a Megatron-Core checkpoint, beside the training state it has anyway.
+"""Measure the additional memory that a rank needs to save and to resume a Megatron-Core checkpoint.
 
     python benchmarks/checkpoint_memory.py --megatron '--use-distributed-optimizer'
     python benchmarks/checkpoint_memory.py --megatron '--tensor-model-parallel-size 2'
 
-A Llama of random weights trains a step on the processes of the layout; then each of them saves and loads. Printed for
-each rank, in MB: its share of the checkpoint's files, its resident memory before, and by how much the kernel's highest
-mark (VmHWM, set back before) rose above that.
+A Llama with random weights trains for one step on the ranks of the layout; then each rank saves and loads. Prints for
+each rank, in MiB: the size of the files it wrote, its resident memory before, and how far the kernel's high-water mark
+(VmHWM, reset before) rose above that.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ def settings_of(model: str, options: argparse.Namespace) -> Settings:
 
 
 def resident(mark: str) -> float:
-    """Megabytes: now (``VmRSS``), or at the most since the mark was set back (``VmHWM``)."""
+    """Return the resident memory in MiB: now (``VmRSS``), or the highest since the last reset (``VmHWM``)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(mark):
             return int(line.split()[1]) / 1024
-    raise OSError(f"/proc/self/status has no {mark}: this needs Linux")
+    raise OSError(f"/proc/self/status has no {mark}; run this on Linux")
 
 
 def rise(work: Callable[[], object]) -> tuple[float, float]:
-    """Resident megabytes before ``work``, and how much more it took at its highest."""
+    """Run ``work``; return the resident MiB before it, and how far its peak rose above that."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()

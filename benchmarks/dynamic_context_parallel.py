@@ -1,10 +1,10 @@
-"""Static against dynamic context parallelism: one long sequence among many short ones, in one run.
+"""Compare static and dynamic context parallelism in one run: one long sequence among many short ones.
 
     python benchmarks/dynamic_context_parallel.py [--ranks 2] [--long 2048] [--short 64] [--count 64] [--repeats 5]
 
-Static: every sequence is cut over all ranks, because the long one needs it. Dynamic: the long one alone is. Both are
-the production forward and backward pass over gloo, on the same batch and with equal gradients (tests/fast/conformance);
-they take turns, and medians are reported. ``exchanged`` counts the tokens whose keys and values every layer gathers.
+Static splits every sequence over all ranks, because the long one needs it. Dynamic splits only the long one. Both run
+the production forward and backward pass over gloo on the same batch, with equal gradients (tests/fast/conformance).
+They take turns; medians are printed. ``exchanged`` counts the tokens whose keys and values every layer gathers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VOCABULARY, PROMPT = 512, 8
 
 
 def make_batch(lengths: list[int]) -> TrainBatch:
-    """One sample of each length, every one with a prompt of its own."""
+    """Return one sample of each length, each with its own prompt."""
     rng = np.random.default_rng(0)
     groups = []
     for number, length in enumerate(lengths):
@@ -60,7 +60,7 @@ def make_batch(lengths: list[int]) -> TrainBatch:
 
 
 def layouts(options: argparse.Namespace) -> dict[str, tuple[TrainingArguments, ParallelArguments]]:
-    """The same token budget a rank: what the long sequence needs."""
+    """Return both layouts, with the token budget per rank that the long sequence needs."""
     budget = -(-options.long // (2 * options.ranks)) * 2
     return {
         "static": (
@@ -75,13 +75,13 @@ def layouts(options: argparse.Namespace) -> dict[str, tuple[TrainingArguments, P
 
 
 def exchanged(shard: TrainShard) -> int:
-    """Tokens of the micro-batches that several ranks share."""
+    """Count the tokens of micro-batches that several ranks share."""
     lengths = shard.batch.total_lengths
     return sum(lengths[i] for plan in shard.micro_batches if plan.context_parallel_size > 1 for i in plan.samples)
 
 
 def measure(rank: int, options: argparse.Namespace, folder: Path, out: Path) -> None:
-    """One rank: builds the model once a layout, and lets the layouts take turns."""
+    """Run one rank: build the model once per layout, and measure the layouts in turn."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), options.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
@@ -108,7 +108,7 @@ def measure(rank: int, options: argparse.Namespace, folder: Path, out: Path) -> 
             seconds[name].append(time.perf_counter() - started)
             policy.optimizer.skip()
     if rank == 0:
-        median = {name: statistics.median(times[1:]) for name, times in seconds.items()}  # the first warms up
+        median = {name: statistics.median(times[1:]) for name, times in seconds.items()}  # the first is warm-up
         result = {
             "median_seconds": median,
             "static_over_dynamic": median["static"] / median["dynamic"],
@@ -120,7 +120,7 @@ def measure(rank: int, options: argparse.Namespace, folder: Path, out: Path) -> 
 
 
 def main() -> None:
-    """Fork the ranks, wait for them, and print what the first measured."""
+    """Fork the ranks, wait for them, and print the measurements of the first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--long", type=int, default=2048, help="tokens of the long sequence")

@@ -1,9 +1,9 @@
-"""CPU time of attention, forward and backward: two matrix products against PyTorch's fused kernel.
+"""Compare the CPU time of attention, forward and backward: two matrix products and PyTorch's fused kernel.
 
-``python benchmarks/packed_attention.py`` prints one JSON object: medians for rows of several lengths, the tokens of a
-micro-batch held constant, and how many times faster the short-row path of miles.training.packed_attention is. The two
-take turns on one thread, in the memory settings of a worker. ``SHORT`` there is the length up to which training uses
-the former.
+``python benchmarks/packed_attention.py`` prints one JSON object: medians for rows of several lengths at a constant
+number of tokens per micro-batch, and how many times faster the short-row path of miles.training.packed_attention is.
+The two take turns on one thread, with the memory settings of a worker. Training uses the short-row path up to length
+``SHORT`` of that module.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[54, 128, 512, 1024], help="tokens of a row")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of all rows together")
-    parser.add_argument("--heads", type=int, default=9, help="the defaults are the shape of SmolLM2-135M")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[54, 128, 512, 1024], help="tokens per row")
+    parser.add_argument("--tokens", type=int, default=4096, help="total tokens of all rows")
+    parser.add_argument(
+        "--heads", type=int, default=9, help="attention heads; the defaults are the shape of SmolLM2-135M"
+    )
     parser.add_argument("--kv-heads", type=int, default=3)
-    parser.add_argument("--width", type=int, default=64, help="of a head")
+    parser.add_argument("--width", type=int, default=64, help="width of a head")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--repeats", type=int, default=9)
     return parser.parse_args()
 
 
 def inputs(args: argparse.Namespace, length: int) -> list[torch.Tensor]:
-    """query, key, value and the gradient of the output, each [rows, heads, length, width]."""
+    """Return query, key, value and the gradient of the output, each [rows, heads, length, width]."""
     generator = torch.Generator().manual_seed(0)
     rows = max(args.tokens // length, 1)
     heads = [args.heads, args.kv_heads, args.kv_heads, args.heads]
@@ -47,7 +49,7 @@ def inputs(args: argparse.Namespace, length: int) -> list[torch.Tensor]:
 
 
 def run(attention: Attention, tensors: list[torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
-    """CPU seconds of one forward and backward; and the output with the gradients of query, key and value."""
+    """Return the CPU seconds of one forward and backward, and the output with the gradients of query, key and value."""
     *leaves, grad = [t.detach().clone() for t in tensors]
     q, k, v = (leaf.requires_grad_() for leaf in leaves)
     start = time.process_time()
@@ -59,7 +61,7 @@ def run(attention: Attention, tensors: list[torch.Tensor]) -> tuple[float, list[
 
 
 def compare(args: argparse.Namespace, length: int) -> dict[str, float]:
-    """Medians in milliseconds and their ratio; the results of the two are asserted to agree."""
+    """Assert that both give the same result; return the medians in milliseconds and their ratio."""
     scaling = args.width**-0.5
     contenders: dict[str, Attention] = {
         "fused": lambda q, k, v: F.scaled_dot_product_attention(
@@ -68,10 +70,10 @@ def compare(args: argparse.Namespace, length: int) -> dict[str, float]:
         "short": lambda q, k, v: _short_attention(q, k, v, scaling, None),
     }
     tensors = inputs(args, length)
-    # Both round differently: the products of the short path are bf16, its softmax fp32.
+    # They round differently: the products of the short path are bf16, its softmax fp32.
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if args.dtype == "float32" else {"rtol": 0.05, "atol": 0.1}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for repeat in range(args.repeats + 1):  # the first warms up
+    for repeat in range(args.repeats + 1):  # the first is warm-up
         results = {name: run(attention, tensors) for name, attention in contenders.items()}
         for ours, theirs in zip(results["short"][1], results["fused"][1], strict=True):
             torch.testing.assert_close(ours, theirs, **tolerance)
@@ -90,7 +92,7 @@ def compare(args: argparse.Namespace, length: int) -> dict[str, float]:
 
 def main() -> None:
     args = parse()
-    if memory := malloc_environment("cpu", os.environ):  # glibc reads it at the start of a process, as of a worker's
+    if memory := malloc_environment("cpu", os.environ):  # glibc reads it when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | memory)
     torch.set_num_threads(1)
     rows = [compare(args, length) for length in args.lengths]

@@ -1,8 +1,8 @@
-"""CPU time of the flat reducers of the loss against a loop over samples: forward and backward, the same values.
+"""Compare the CPU time of the loss reducers with that of a loop over samples, forward and backward.
 
-``python benchmarks/reducers.py`` prints one JSON object. The loop is the usual form: one slice, product and sum a
-sample. Both start from a packed micro-batch, so each pays for its weights or slices too. They take turns on one thread,
-in the memory settings of a worker; the ratio of the medians is the result.
+``python benchmarks/reducers.py`` prints one JSON object with the medians and their ratio. The loop is the usual form:
+one slice, product and sum per sample. Both start from a packed micro-batch, so the time includes computing weights or
+slices. They take turns on one thread, with the memory settings of a worker.
 """
 
 from __future__ import annotations
@@ -25,20 +25,26 @@ from miles.objective.aggregation import Aggregation, Reducer, get_pg_loss_reduce
 from miles.objective.settings import LossArguments
 from miles.train_batch import MicroBatch, TrainBatch
 
-GROUP = 8  # rollouts a prompt
+GROUP = 8  # trajectories per prompt
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=4096)
-    parser.add_argument("--longest", type=int, nargs="+", default=[64, 256, 1024], help="lengths are 1 to this, evenly")
+    parser.add_argument(
+        "--longest",
+        type=int,
+        nargs="+",
+        default=[64, 256, 1024],
+        help="largest response length; lengths are spread evenly from 1",
+    )
     parser.add_argument("--loss-aggregation", choices=get_args(Aggregation), default="sample_mean")
     parser.add_argument("--repeats", type=int, default=9)
     return parser.parse_args()
 
 
 def step(mode: Aggregation, samples: int, longest: int) -> MicroBatch:
-    """A whole step as one micro-batch: responses of 1 to ``longest`` tokens, a tenth of the tokens masked out."""
+    """Return a whole step as one micro-batch: responses of 1 to ``longest`` tokens, a tenth of them masked."""
     random = np.random.default_rng(0)
     lengths = [int(n) for n in random.integers(1, longest, samples, endpoint=True)]
     masks = [(random.random(n) < 0.9).astype(np.float32) for n in lengths]
@@ -62,7 +68,7 @@ def step(mode: Aggregation, samples: int, longest: int) -> MicroBatch:
 
 
 def loop_over_samples(micro: MicroBatch) -> Reducer:
-    """The same objective, sample by sample: ``1/N sum_i S_i / sample_denoms[i]``."""
+    """Return a reducer that computes the same objective sample by sample: ``1/N sum_i S_i / sample_denoms[i]``."""
     lengths = list(micro.response_lengths)
     masks, denominators = micro.loss_mask.split(lengths), micro.sample_denoms.unbind()
 
@@ -77,7 +83,7 @@ def loop_over_samples(micro: MicroBatch) -> Reducer:
 def run(
     make_reducer: Callable[[MicroBatch], Reducer], micro: MicroBatch, losses: torch.Tensor
 ) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """CPU seconds of one forward and backward; the loss; its gradient [R]."""
+    """Return the CPU seconds of one forward and backward, the loss, and its gradient [R]."""
     leaf = losses.clone().requires_grad_()
     start = time.process_time()
     loss = make_reducer(micro)(leaf)
@@ -88,13 +94,13 @@ def run(
 
 
 def compare(mode: Aggregation, samples: int, longest: int, repeats: int) -> dict[str, float]:
-    """Medians in milliseconds and their ratio; the values of the two are asserted to be the same."""
+    """Assert that both give the same values; return the medians in milliseconds and their ratio."""
     micro = step(mode, samples, longest)
     losses = torch.randn(len(micro.loss_mask), generator=torch.Generator().manual_seed(0))
     settings = LossArguments(loss_aggregation=mode)
     contenders = {"loop": loop_over_samples, "flat": lambda given: get_pg_loss_reducer(settings, given)}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for repeat in range(repeats + 1):  # the first warms up
+    for repeat in range(repeats + 1):  # the first is warm-up
         results = {name: run(make_reducer, micro, losses) for name, make_reducer in contenders.items()}
         (_, flat_loss, flat_gradient), (_, loop_loss, loop_gradient) = results["flat"], results["loop"]
         torch.testing.assert_close(flat_loss, loop_loss, rtol=1e-5, atol=1e-6)
@@ -114,7 +120,7 @@ def compare(mode: Aggregation, samples: int, longest: int, repeats: int) -> dict
 
 def main() -> None:
     args = parse()
-    if memory := malloc_environment("cpu", os.environ):  # glibc reads it at the start of a process, as of a worker's
+    if memory := malloc_environment("cpu", os.environ):  # glibc reads it when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | memory)
     torch.set_num_threads(1)
     rows = [compare(args.loss_aggregation, args.samples, longest, args.repeats) for longest in args.longest]

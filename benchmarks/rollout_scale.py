@@ -1,12 +1,12 @@
-"""What one rollout process can feed: requests a second, CPU a request and memory, at many requests in flight.
+"""Measure one rollout process with many requests in flight: requests per second, CPU per request, and memory.
 
 ``python benchmarks/rollout_scale.py --in-flight 8000`` runs the production collector and the production SGLang engine,
-reward included, against stand-in servers (stand_in_engine.py) over real sockets, and prints one JSON object.
+including the reward, against fake servers (fake_servers.py) over real sockets, and prints one JSON object.
 
-As in a run, two engines or more stand behind sglang-router, whose CPU is told apart; it takes two open files a request,
-so 10,000 need a hard limit of 21,024. With ``--engines 1`` there is no router; to this process that is the same, one
-address that all requests go to. With ``--no-http`` the answers come from a timer: what remains is the collector's own
-cost. CPU seconds are this process's alone, the servers have a process of their own.
+As in a run, two or more engines are behind sglang-router, whose CPU time is reported separately. The router takes two
+open files per request, so 10,000 requests need a hard limit of 21,024. With ``--engines 1`` there is no router; this
+process sends all requests to one address in both cases. With ``--no-http`` a timer answers, and only the collector's
+own cost remains. CPU seconds are those of this process; the servers have their own process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from stand_in_engine import answer_body, latency, start
+from fake_servers import answer_body, latency, start
 
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
@@ -38,39 +38,41 @@ from miles.rollout.pipeline import build_collector
 from miles.sample import Prompt, Sample
 from miles.weight_sync.sender import WeightSender
 
-SAMPLES = 8  # a prompt
+SAMPLES = 8  # per prompt
 VOCAB = 1000
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--in-flight", type=int, default=10_000, help="requests at once: prompts x 8 samples")
-    parser.add_argument("--engines", type=int, default=20, help="servers that share them; two or more have a router")
-    parser.add_argument("--rollouts", type=int, default=2, help="measured, after one to warm up")
+    parser.add_argument(
+        "--engines", type=int, default=20, help="servers that share the requests; with two or more, behind a router"
+    )
+    parser.add_argument("--rollouts", type=int, default=2, help="measured iterations, after one of warm-up")
     parser.add_argument("--no-http", action="store_true", help="answer from a timer")
-    parser.add_argument("--fully-async", action="store_true", help="groups are taken as they complete")
-    parser.add_argument("--tokens", type=int, default=256, help="of each answer")
+    parser.add_argument("--fully-async", action="store_true", help="take groups as they complete")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per answer")
     parser.add_argument("--prompt-len", type=int, default=256)
-    parser.add_argument("--median-seconds", type=float, default=2.0, help="latency of the stand-ins")
+    parser.add_argument("--median-seconds", type=float, default=2.0, help="median latency of the fake servers")
     return parser.parse_args()
 
 
 class Running:
-    """A server that runs already; ``miles.engine.host.Server``."""
+    """A server that is already running; implements ``miles.engine.host.Server``."""
 
     def __init__(self, url: str) -> None:
-        self.name = f"stand-in {url}"
+        self.name = f"fake server {url}"
         self._url = url
 
     async def start(self) -> str:
         return self._url
 
     async def stop(self) -> None:
-        """It is stopped with its process."""
+        """Do nothing: the server stops with its process."""
 
 
 class TimerEngine:
-    """The part of an ``Engine`` that a collector uses, without HTTP: an answer is parsed when its time has come."""
+    """The part of an ``Engine`` that a collector uses, without HTTP: parse each answer when its latency has passed."""
 
     def __init__(self, median_seconds: float, tokens: int) -> None:
         self._median_seconds = median_seconds
@@ -84,11 +86,11 @@ class TimerEngine:
         return read_generation(json.loads(self._body), VOCAB)
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 class Counting:
-    """Passes requests on to ``engine``, and counts them."""
+    """Pass requests on to ``engine`` and count them."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -106,14 +108,14 @@ class Counting:
 
 
 class NoText:
-    """A tokenizer that costs nothing: the collector is measured."""
+    """A tokenizer that costs nothing, so that only the collector is measured."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         return ""
 
 
 async def alternating(samples: list[Sample]) -> list[float]:
-    """A reward that keeps every group useful."""
+    """Return rewards that differ within every group."""
     return [float((s.trajectory_id or 0) % 2) for s in samples]
 
 
@@ -127,16 +129,16 @@ async def engine_of(options: argparse.Namespace, urls: list[str], router: Router
 
 
 def router_cpu() -> float:
-    """CPU seconds of the router until now; 0 where there is none. It is the child that is no stand-in."""
-    stand_ins = {process.pid for process in multiprocessing.active_children()}
-    router = [process for process in psutil.Process().children() if process.pid not in stand_ins]
+    """Return the CPU seconds of the router so far, or 0 without one. It is the child that is not a fake server."""
+    servers = {process.pid for process in multiprocessing.active_children()}
+    router = [process for process in psutil.Process().children() if process.pid not in servers]
     return sum(sum(process.cpu_times()[:2]) for process in router)
 
 
 async def measure(options: argparse.Namespace, urls: list[str], router: Router | None, folder: Path) -> dict[str, Any]:
     groups = options.in_flight // SAMPLES
     settings = RolloutArguments(
-        rollout_batch_size=groups // 2 if options.fully_async else groups,  # twice as many are in play
+        rollout_batch_size=groups // 2 if options.fully_async else groups,  # twice as many are in flight
         n_samples_per_prompt=SAMPLES,
         rollout_max_response_len=options.tokens,
         async_steps=int(options.fully_async),

@@ -1,7 +1,7 @@
-"""Tokens per second of the embedded engine against transformers' ``generate``: same model, prompts and sampling.
+"""Compare the tokens per second of the embedded engine and transformers' ``generate``: same model, prompts, sampling.
 
-``python benchmarks/torch_engine.py --model outputs/models/SmolLM2-135M-Instruct`` prints one JSON object. The two run
-alternately, so that a busy machine slows both; the ratio of the medians is the result.
+``python benchmarks/torch_engine.py --model outputs/models/SmolLM2-135M-Instruct`` prints one JSON object with the
+medians and their ratio. The two run alternately, so that a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples-per-prompt", type=int, default=8)
-    parser.add_argument("--prompt-len", type=int, default=48, help="longest prompt; the shortest has half of it")
+    parser.add_argument(
+        "--prompt-len", type=int, default=48, help="tokens of the longest prompt; the shortest has half"
+    )
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
@@ -36,14 +38,14 @@ def parse() -> argparse.Namespace:
 
 
 def random_prompts(count: int, longest: int, vocab_size: int) -> list[list[int]]:
-    """``count`` prompts of random tokens, of lengths spread between half of ``longest`` and all of it."""
+    """Return ``count`` prompts of random tokens, with lengths spread from half of ``longest`` to ``longest``."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.linspace(longest / 2, longest, count).long().tolist()
     return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
 class Reference:
-    """transformers' ``generate``: left-padded prompts, its own cache, the log-probs not even asked for."""
+    """transformers' ``generate``: left-padded prompts, its own cache, no log-probs."""
 
     def __init__(self, path: str, dtype: torch.dtype, device: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device).eval()
@@ -86,7 +88,7 @@ class Embedded:
 
 
 class Contender:
-    """One implementation in a process of its own, so that neither disturbs the other's thread pool."""
+    """One implementation in its own process, so that neither disturbs the other's thread pool."""
 
     def __init__(self, kind: type[Reference] | type[Embedded], args: argparse.Namespace) -> None:
         self.speeds: list[float] = []
@@ -95,14 +97,14 @@ class Contender:
         self._process = ProcessPoolExecutor(1, context, initializer=load, initargs=loading)
 
     def run(self, prompts: list[list[int]], samples: int, new_tokens: int) -> float:
-        """Tokens per second of one run."""
+        """Return the tokens per second of one run."""
         return self._process.submit(timed_run, prompts, samples, new_tokens).result()
 
     def close(self) -> None:
         self._process.shutdown()
 
 
-loaded: list[Reference | Embedded] = []  # of a contender's process
+loaded: list[Reference | Embedded] = []  # one per process of a contender
 
 
 def load(kind: type[Reference] | type[Embedded], path: str, dtype: str, device: str, threads: int) -> None:
@@ -121,7 +123,7 @@ def main() -> None:
     vocab_size = AutoConfig.from_pretrained(args.model).get_text_config().vocab_size
     work = (random_prompts(args.prompts, args.prompt_len, vocab_size), args.samples_per_prompt, args.new_tokens)
     contenders = {"transformers": Contender(Reference, args), "miles": Contender(Embedded, args)}
-    for repeat in range(args.repeats + 1):  # the first warms up
+    for repeat in range(args.repeats + 1):  # the first is warm-up
         for contender in contenders.values():
             speed = contender.run(*work)
             if repeat:

@@ -1,4 +1,4 @@
-"""The TRL side of vs_trl.py: a few GRPO steps, each step's seconds as JSON. Runs in TRL's own environment."""
+"""Run a few GRPO steps with TRL for vs_trl.py, in TRL's own environment, and write their seconds as JSON."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def last_number(completions: list, label: list[str], **_: object) -> list[float]:
-    """1.0 where the last number of the answer is the label."""
+    """Return 1.0 if the last number of the answer is the label, else 0.0."""
     texts = [completion[-1]["content"] for completion in completions]
     numbers = [re.findall(r"-?\d+", text) for text in texts]
     return [float(bool(found) and int(found[-1]) == int(want)) for found, want in zip(numbers, label, strict=True)]
 
 
 class TimedTrainer(GRPOTrainer):
-    """Adds up the seconds of generation with scoring."""
+    """Add up the seconds of generation, scoring included."""
 
     generate_seconds = 0.0
 
@@ -34,7 +34,7 @@ class TimedTrainer(GRPOTrainer):
 
 
 class StepTimer(TrainerCallback):
-    """Seconds from the end of one optimizer step to the end of the next; the rest of a step is training."""
+    """Time from the end of one optimizer step to the end of the next. Training is the part that is not generation."""
 
     def __init__(self) -> None:
         self.trainer: TimedTrainer | None = None
@@ -53,7 +53,7 @@ class StepTimer(TrainerCallback):
 
 
 def configuration(options: argparse.Namespace) -> GRPOConfig:
-    """8 prompts x 8 samples in one optimizer step, as vs_trl.py asks miles for."""
+    """Return the job of vs_trl.py for TRL: 8 prompts x 8 samples in one optimizer step."""
     return GRPOConfig(
         output_dir=str(options.out.parent / "trl"),
         max_steps=options.steps,
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--micro-batch", type=int, default=16, help="samples of a forward pass")
+    parser.add_argument("--micro-batch", type=int, default=16, help="samples per forward pass")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

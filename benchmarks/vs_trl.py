@@ -1,9 +1,10 @@
-"""Seconds a step of miles and of TRL 1.16 on one job, measured alternately in one run.
+"""Compare the seconds per step of miles and TRL 1.16 on one job, measured alternately in one run.
 
     python benchmarks/vs_trl.py --model FOLDER --prompts train.jsonl --out outputs/vs_trl/result.json
 
-The job: GRPO, 8 prompts x 8 samples, 16 new tokens, bf16, one optimizer step a rollout. Both sides take turns, so that
-a busy machine slows both; the first step of every turn (warm-up) is left out; medians are reported, and TRL / miles.
+The job: GRPO, 8 prompts x 8 samples, 16 new tokens, bf16, one optimizer step per iteration. The sides take turns, so
+that a busy machine slows both. The first step of every turn is warm-up and not counted. Prints medians and the ratio
+TRL / miles.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Steps = list[dict[str, float]]
 
 
 def ensure_trl(venv: Path) -> Path:
-    """TRL's interpreter; the environment is made when it is missing, torch first with the project's pin."""
+    """Return TRL's interpreter. Create the environment if it is missing, with the project's pin of torch."""
     python, stamp = venv / "bin" / "python", venv / ".trl-stamp"
     if python.exists() and stamp.exists() and stamp.read_text() == TRL_VERSION:
         return python
@@ -37,7 +38,7 @@ def ensure_trl(venv: Path) -> Path:
 
 
 def run_miles(options: argparse.Namespace, folder: Path) -> Steps:
-    """One turn of miles: the ``time/*`` columns of every rollout."""
+    """Run one turn of miles and return the ``time/*`` columns of every iteration."""
     flags = (
         f"--hf-checkpoint {options.model} --prompt-data {options.prompts} --label-key label --apply-chat-template "
         f"--rollout-shuffle --rm-type last_number --num-rollout {options.steps} --rollout-batch-size 8 "
@@ -55,7 +56,7 @@ def run_miles(options: argparse.Namespace, folder: Path) -> Steps:
 
 
 def run_trl(options: argparse.Namespace, folder: Path, python: Path) -> Steps:
-    """One turn of TRL."""
+    """Run one turn of TRL."""
     folder.mkdir(parents=True)
     out = folder / "steps.json"
     command = [str(python), str(ROOT / "benchmarks" / "trl_grpo.py"), "--model", options.model]
@@ -66,7 +67,7 @@ def run_trl(options: argparse.Namespace, folder: Path, python: Path) -> Steps:
 
 
 def medians(turns: list[Steps]) -> dict[str, float]:
-    """The median of every part over all steps but each turn's first."""
+    """Return the median of every part over all steps except the first of each turn."""
     steps = [step for turn in turns for step in turn[1:]]
     parts = sorted({part for step in steps for part in step})
     return {part: statistics.median(step[part] for step in steps if part in step) for part in parts}
@@ -77,14 +78,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument(
-        "--prompts", type=Path, required=True, help="jsonl with input and label, as make_data.py writes it"
+        "--prompts", type=Path, required=True, help="jsonl with input and label, such as make_data.py writes"
     )
-    parser.add_argument("--steps", type=int, default=6, help="steps of a turn, the first of which is warm-up")
+    parser.add_argument("--steps", type=int, default=6, help="steps per turn; the first is warm-up")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("outputs/vs_trl/result.json"))
     options = parser.parse_args()
     if options.steps < 2:
-        parser.error(f"--steps {options.steps}: the first step of a turn is left out; give 2 or more")
+        parser.error(f"--steps {options.steps}: the first step of a turn is not counted; give 2 or more")
     options.model, options.prompts = str(Path(options.model).resolve()), options.prompts.resolve()
 
     trl_python = ensure_trl(ROOT / ".venv-trl")

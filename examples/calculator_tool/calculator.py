@@ -1,4 +1,4 @@
-"""A trajectory in turns: the model writes ``calc(47 * 86)``, the calculator adds `` = 4042``, the model goes on."""
+"""Generate in turns: the model writes ``calc(47 * 86)``, the calculator appends `` = 4042``, the model continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def answer(text: str) -> str | None:
-    """What the calculator says to the last call in ``text``; None where there is none.
+    """Return the calculator's answer to the last call in ``text``, or None if there is no call.
 
     >>> answer("So calc(47 * 86)")
     ' = 4042'
@@ -26,10 +26,10 @@ def answer(text: str) -> str | None:
 
 
 async def generate(trajectory: Trajectory) -> None:
-    """``--custom-generate-function-path examples.calculator_tool.calculator:generate``.
+    """Generate one trajectory (``--custom-generate-function-path examples.calculator_tool.calculator:generate``).
 
-    Each turn ends at a closing bracket, and the response with its line. The model's tokens are trained on, the
-    calculator's are not: their loss mask is 0.
+    A turn ends at a closing bracket, and the response at the end of its line. The model is trained on its own tokens.
+    The calculator's tokens have loss mask 0.
     """
     brackets = token_ids_with(trajectory.tokenizer, ")")
     line_ends = token_ids_with(trajectory.tokenizer, "\n")

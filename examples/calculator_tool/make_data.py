@@ -1,4 +1,4 @@
-"""Products of two two-digit numbers, which a small model cannot do in its head, and a calculator it can call."""
+"""Write products of two-digit numbers as prompts that show how to call a calculator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROMPT = "Q: What is 31 * 45?\nA: calc(31 * 45) = 1395\n\nQ: What is {a} * {b}?\
 
 
 def write(path: Path, pairs: list[tuple[int, int]]) -> None:
-    """One JSON object a line: ``input``, the question, and ``label``, the product as text."""
+    """Write one JSON object per line: ``input`` is the question, ``label`` the product as text."""
     rows = ({"input": PROMPT.format(a=a, b=b), "label": str(a * b)} for a, b in pairs)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

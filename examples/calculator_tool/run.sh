@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# GRPO with a calculator: SmolLM2-135M learns to call a tool, on two CPU cores.
+# Train SmolLM2-135M with GRPO to call a calculator, on two CPU cores.
 #   SEED=1 bash examples/calculator_tool/run.sh [MODEL_FOLDER]
-#   ENGINE=sglang SEED=1 bash examples/calculator_tool/run.sh    with an SGLang server instead of the embedded engine
-# Further flags go to train.py, after those below, which they override.
+#   ENGINE=sglang SEED=1 bash examples/calculator_tool/run.sh    generate with SGLang, not the embedded engine
+# Further flags are passed to train.py and override those below.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/venv.sh

@@ -1,4 +1,4 @@
-"""Prints the loss that the launcher logged beside the one computed by hand: ``python compare.py FOLDER``."""
+"""Compare the loss that the launcher logged with the one computed by hand: ``python compare.py FOLDER``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
-# Rollout 1 has two tokens of loss -1; N = 4 rollouts, P = 2 prompts, T = 20 tokens, L = 8.
+# Trajectory 1 has two tokens of loss -1; N = 4 trajectories, P = 2 prompts, T = 20 tokens, L = 8.
 BY_HAND = {
     "sample_mean": (Fraction(-2, 2) / 4, "-(2/2) / 4"),
     "prompt_mean": (Fraction(-2, 8) / 2, "-(2/8) / 2"),
@@ -18,7 +18,7 @@ BY_HAND = {
 
 
 def main() -> None:
-    """Exit with 1 if a loss or a loss mass differs."""
+    """Print both losses per mode, and exit with 1 if they differ."""
     wrong = 0
     print(f"{'mode':12} {'by hand':>24} {'train/pg_loss':>14} {'train/loss_mass':>16}")
     for mode, (expected, formula) in BY_HAND.items():

@@ -1,7 +1,8 @@
-"""Writes the four rollouts of docs/loss-aggregation.md: ``python make_samples.py FILE``.
+"""Write the four trajectories of docs/loss-aggregation.md: ``python make_samples.py FILE``.
 
-Two prompts, two rollouts each, of 2, 6 | 4 and 8 tokens. Only the first is rewarded. Which tokens they are made of does
-not matter: at the first step the ratio of new to old policy is 1, and a token's loss is minus its advantage.
+There are two prompts with two trajectories each, of 2 and 6 tokens and of 4 and 8 tokens. Only the first has a reward.
+The token ids do not matter: in the first step the ratio of new to old policy is 1, and a token's loss is minus its
+advantage.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ LENGTHS = ((2, 6), (4, 8))
 
 
 def main() -> None:
-    """Write the file named on the command line."""
-    groups, rollout = [], 0
+    """Write the file given on the command line."""
+    groups, trajectory = [], 0
     for number, lengths in enumerate(LENGTHS):
         group = PromptGroup(number, Prompt(f"prompt {number}", tuple(range(10, 15))))
         for length in lengths:
             sample = Sample(
                 group.prompt,
                 number,
-                rollout,
+                trajectory,
                 response_ids=list(range(20, 20 + length)),
                 loss_mask=[1] * length,
                 rollout_log_probs=[-1.0] * length,
-                reward=1.0 if rollout == 0 else 0.0,
+                reward=1.0 if trajectory == 0 else 0.0,
                 status=SampleStatus.COMPLETED,
             )
             group.samples.append(sample)
-            rollout += 1
+            trajectory += 1
         groups.append(group)
     save_rollout(sys.argv[1], 0, groups)
 

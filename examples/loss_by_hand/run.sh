@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One step on the worked example of docs/loss-aggregation.md, under each of the four modes: by hand, and as printed.
+# Train one step on the worked example of docs/loss-aggregation.md in each of the four modes, and compare by hand.
 #   bash examples/loss_by_hand/run.sh [MODEL_FOLDER]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

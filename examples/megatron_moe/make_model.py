@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE with random weights, a tokenizer of letters, and prompts: everything that run.sh trains on."""
+"""Write a tiny Qwen3-MoE with random weights, a tokenizer of letters, and prompts for run.sh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LETTERS = string.ascii_lowercase
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a letter, and one to end with."""
+    """Return a tokenizer with one token per letter and an end token."""
     vocabulary = {token: i for i, token in enumerate([END, *LETTERS])}
     letters = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -25,7 +25,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(seed: int) -> Qwen3MoeForCausalLM:
-    """Four layers of eight experts, of which a token takes two; 0.3 million parameters in fp32."""
+    """Return a model of four layers with eight experts, two active per token; 0.3 million parameters in fp32."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=len(LETTERS) + 1,

@@ -1,4 +1,4 @@
-"""The reward of the example: the share of the answer that is the letter asked for."""
+"""Reward an answer by the share of it that is the requested letter."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from miles.sample import Sample
 
 
 def share_of_letter(samples: Sequence[Sample]) -> list[float]:
-    """From 0 to 1, one number a sample; 0 for an empty answer."""
+    """Return one number from 0 to 1 per sample; 0 for an empty answer."""
     return [s.response.count(str(s.prompt.label)) / max(len(s.response), 1) for s in samples]

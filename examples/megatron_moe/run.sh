@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on a tiny Qwen3-MoE with Megatron-Core on two CPU processes: experts shared, routers balanced, an MTP head trained.
+# Train a tiny Qwen3-MoE with GRPO on Megatron-Core, on two CPU processes: expert parallelism, load balancing, MTP.
 #   SEED=1 bash examples/megatron_moe/run.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

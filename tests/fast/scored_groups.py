@@ -1,4 +1,4 @@
-"""Scored prompt groups from nothing but token counts and rewards."""
+"""Make scored prompt groups from token counts and rewards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from miles.sample import Prompt, PromptGroup, Sample, SampleStatus
 def scored_group(
     group_index: int, trajectories: Sequence[Sequence[tuple[int, float]]], first_trajectory_id: int
 ) -> PromptGroup:
-    """A group of trajectories; each is a list of samples (loss tokens, reward), which end with a masked token."""
+    """Return a group of trajectories, each a list of samples (loss tokens, reward). Samples end with a masked token."""
     prompt = Prompt(
         f"prompt {group_index}", (1,) * (1 + group_index), label=group_index, source=f"set.jsonl:{group_index + 1}"
     )

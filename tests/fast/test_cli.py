@@ -1,4 +1,4 @@
-"""The command ``miles``: commands are found by their file, and a wrong word is answered with the nearest one."""
+"""The command ``miles`` finds commands by their file and suggests the nearest one for a wrong word."""
 
 import subprocess
 import sys
@@ -33,13 +33,13 @@ def test_a_new_file_is_a_new_command(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("word", "answer"), [("trian", "did you mean train?"), ("zzz", "give one of explain, train")])
-def test_an_unknown_command_is_refused_with_a_way_out(word, answer):
+def test_an_unknown_command_is_refused_with_a_suggestion(word, answer):
     ended = miles(word)
     assert ended.returncode == 2
     assert ended.stderr == f"miles: error: {word}: no such command; {answer}\n"
 
 
-def test_miles_train_is_train_py():
+def test_miles_train_does_the_same_as_train_py():
     flags = ["--lr", "fast"]
     script = subprocess.run([sys.executable, "train.py", *flags], cwd=REPO, capture_output=True, text=True)
     command = miles("train", *flags)

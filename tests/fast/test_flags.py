@@ -1,4 +1,4 @@
-"""Checks of flags: collected in a command line, raised at once for a single value."""
+"""Checks of flags: collected for a command line, raised at once for a single value."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ def test_all_broken_rules_are_collected_and_none_is_repeated():
     assert str(caught.value).count("\n") == 2
 
 
-def test_a_value_is_out_of_range_once():
+def test_a_value_out_of_range_is_reported_once():
     errors = Errors()
     errors.above(Section(rate=float("nan")), 0, "rate")
     errors.within(Section(rate=float("nan")), 0, 1, "rate")

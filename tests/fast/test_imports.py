@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md that can be read off the source: who may know whom, and how big a thing may get."""
+"""Check the rules of docs/architecture.md that the source shows: who may import what, and how long a file may be."""
 
 import ast
 import re
@@ -27,7 +27,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node below ``node`` that can run: function bodies too, annotations' imports not."""
+    """Yield every node below ``node`` that can run: also in functions, but not imports for annotations."""
     for child in ast.iter_child_nodes(node):
         if is_type_checking(child):
             assert isinstance(child, ast.If)
@@ -40,7 +40,7 @@ def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(source: str, module: str = "", is_package: bool = False) -> set[str]:
-    """Dotted names that a module imports or reaches through an attribute (``torch.distributed.barrier``)."""
+    """Return the dotted names that a module imports or uses as attributes (``torch.distributed.barrier``)."""
     names: set[str] = set()
     for node in runtime_nodes(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -81,7 +81,7 @@ LAYERS = [
 ]
 LEAVES = ("flags", "metrics", "weights", "concurrency", "import_path", "sample", "train_batch")
 
-# (who, must not know, except what is in)
+# (module, what it must not import, exceptions)
 FORBIDDEN = [
     *((f"miles.{leaf}", "miles", ()) for leaf in LEAVES if leaf != "weights"),
     ("miles.arguments", "torch", ()),
@@ -100,7 +100,7 @@ FORBIDDEN = [
     ("miles.weight_sync", "transformers", ()),
 ]
 
-# Arrows that still run up, as (importing folder, imported folder). The restructuring removes them; none may be added.
+# Imports that still point up, as (importing folder, imported folder). Add none.
 ARROWS_UP: set[tuple[str, str]] = set()
 
 # (library, the only modules that may import it)
@@ -112,13 +112,13 @@ RESERVED = [
 
 
 @pytest.mark.parametrize(("who", "forbidden", "allowed"), FORBIDDEN)
-def test_layer_does_not_know(who: str, forbidden: str, allowed: tuple[str, ...]) -> None:
+def test_layer_does_not_import(who: str, forbidden: str, allowed: tuple[str, ...]) -> None:
     found = {
         f"{module} imports {name}"
         for module, names in IMPORTS.items()
         if inside(module, who)
         for name in names
-        # `from miles import x` names miles itself too; the rule is about what is inside it
+        # `from miles import x` also names miles itself; the rule is about its contents
         if inside(name, forbidden) and name != "miles" and not any(inside(name, a) for a in allowed)
     }
     assert not found
@@ -139,12 +139,12 @@ def test_imports_point_down() -> None:
 
 
 @pytest.mark.parametrize(("library", "owners"), RESERVED)
-def test_library_has_one_owner(library: str, owners: tuple[str, ...]) -> None:
+def test_library_is_imported_only_by_its_owner(library: str, owners: tuple[str, ...]) -> None:
     found = {m for m, names in IMPORTS.items() if any(inside(n, library) for n in names)}
     assert not {m for m in found if not any(inside(m, owner) for owner in owners)}
 
 
-def test_imports_are_seen_wherever_they_hide() -> None:
+def test_imports_are_found_wherever_they_are() -> None:
     source = (
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    import hidden\n"

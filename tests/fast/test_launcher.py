@@ -1,4 +1,4 @@
-"""Wrong flags are told by ``train.py`` at once, before Ray or torch are imported."""
+"""``train.py`` reports wrong flags at once, before it imports Ray or torch."""
 
 import subprocess
 import sys

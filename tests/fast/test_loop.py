@@ -1,4 +1,4 @@
-"""The loop without Ray: what happens in which order, what is due when, and where a resumed run continues."""
+"""The loop without Ray: the order of events, when saving and evaluation are due, and how a run resumes."""
 
 import signal
 from pathlib import Path
@@ -15,7 +15,7 @@ from miles.metrics import Metric
 
 
 class Recorder:
-    """Both sides of a run and its tracker: every call is recorded, two steps per iteration are reported."""
+    """Replace both drivers and the tracker: record every call, and report two steps per iteration."""
 
     num_iterations = 5
 
@@ -51,7 +51,7 @@ class Recorder:
         self.saved_states.append(state)
 
     def resume(self, step=None):
-        if step is not None:  # the tracker's
+        if step is not None:  # called as the tracker's
             self.calls.append(("resume at step", step))
             return None
         return self.resume_from
@@ -147,7 +147,7 @@ def test_checkpoints_carry_the_run_that_they_belong_to(run):
     assert run(resume_from=earlier, save="checkpoints").saved_states[-1]["run"] == earlier["run"]
 
 
-def test_a_run_that_is_done_already_says_so(run, capsys):
+def test_a_run_that_is_already_done_says_so(run, capsys):
     sides = run(resume_from={"rollouts_done": 7, "prompts": {}})
     assert sides.of("generate", "train") == []
     assert "note: 7 iterations are done already, and this run has 5: nothing is left" in capsys.readouterr().out

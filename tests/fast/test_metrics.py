@@ -1,4 +1,4 @@
-"""A mean is never a mean of means: merging in any order and grouping gives the same number."""
+"""A mean is never a mean of means: every order and grouping of merges gives the same number."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def test_merged_mean_is_the_mean_of_all_values(shards: list[list[float]]) -> Non
     assert math.isclose(values(merged)["m"], statistics.fmean(v for shard in shards for v in shard), abs_tol=1e-6)
 
 
-def test_nothing_counted_reads_as_nan() -> None:
+def test_a_metric_without_counts_is_nan() -> None:
     assert math.isnan(Metric.mean([]).value)

@@ -1,4 +1,4 @@
-"""docs/architecture.md says which files a GRPO step is read through: one step is run, and its files are compared."""
+"""Run one GRPO step and compare the files it enters with those that docs/architecture.md lists."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def table(heading: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def entered(tiny_model, tmp_path_factory):
-    """The files of miles that one iteration of GRPO enters, on one rank with FSDP and the torch engine."""
+    """Return the files of miles that one GRPO iteration enters, on one rank with FSDP and the torch engine."""
     folder = tmp_path_factory.mktemp("trace")
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"input": f"{i} + {i} = ", "label": str(2 * i)}) + "\n" for i in range(4)))

@@ -1,4 +1,4 @@
-"""Buckets of weights, and the way of a bucket between processes."""
+"""Buckets of weights, and their transfer between processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_round_trip(dtype, shape):
     assert found.dtype == dtype and found.shape == shape and torch.equal(found, tensor)
 
 
-def test_a_transposed_weight_arrives_as_it_reads():
+def test_a_transposed_weight_arrives_in_logical_order():
     tensor = torch.arange(6.0).reshape(2, 3).T
     assert torch.equal(unpack(pack(WeightChunk({"w": tensor}))).tensors["w"], tensor)
 

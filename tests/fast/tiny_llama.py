@@ -1,4 +1,4 @@
-"""A random Llama of two layers over 64 tokens, for tests that look at tensors. conftest.py has one with a tokenizer."""
+"""A random two-layer Llama over 64 tokens for tests of tensors. conftest.py has one with a tokenizer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SHAPE = dict(
 
 
 def tiny_llama(seed: int, **given: Any) -> LlamaForCausalLM:
-    """The model in fp32; ``given`` adds to its configuration, or replaces."""
+    """Return the model in fp32; ``given`` extends or overrides its configuration."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**(SHAPE | given)))
 
 
 def save_tiny_llama(folder: Path, tied: bool) -> None:
-    """Write one with or without a head of its own."""
+    """Save a model whose head is ``tied`` to the embedding or separate."""
     tiny_llama(seed=7, initializer_range=0.15, tie_word_embeddings=tied).save_pretrained(folder)

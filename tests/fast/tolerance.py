@@ -1,24 +1,25 @@
-"""How far two fp32 computations of the same quantity may be apart: every tolerance that the CPU's arithmetic decides.
+"""Tolerances for two fp32 computations of the same quantity, derived from the CPU's arithmetic.
 
-A CPU decides the order of a sum, its width (SIMD lanes) and whether products are rounded before they are added, so
-results differ from one CPU to the next, and from one memory alignment to the next. None of this is a fault. What can
-be said of every IEEE CPU (x86 with or without AVX-512 and AMX, ARM):
+The CPU determines the order of a sum, its width (SIMD lanes) and whether products are rounded before they are added, so
+results differ between CPUs and between memory alignments. That is not a fault. On every IEEE CPU (x86 with or without
+AVX-512 and AMX, ARM):
 
-1. One operation has a relative error of at most ``UNIT`` = 2^-24. Errors of many operations are as good as independent,
-   and add up like the steps of a random walk (Higham and Mary, "A New Approach to Probabilistic Rounding Error
+1. One operation has a relative error of at most ``UNIT`` = 2^-24. Errors of many operations are nearly independent and
+   add up like the steps of a random walk (Higham and Mary, "A New Approach to Probabilistic Rounding Error
    Analysis", 2019): after n roundings, sqrt(n) * UNIT. A sum in lanes, in blocks or with fused multiply-add has shorter
-   chains, so fewer roundings; the length of the sum, one term after the other, is the upper end for all CPUs.
-2. A relative error becomes an absolute one by the magnitude of what is rounded.
-3. A softmax turns an absolute error of its scores into a relative one of its probabilities: attention with scores of
-   size s multiplies the relative error of its input by 1 + s; once, not per layer, since large scores make
-   probabilities of 0 and 1, which their errors no longer change. Scores of random weights are about
+   chains, so fewer roundings; the length of the sum is the upper bound for all CPUs.
+2. A relative error times the magnitude of the rounded number is an absolute error.
+3. A softmax turns an absolute error of its scores into a relative error of its probabilities: attention with scores of
+   size s multiplies the relative error of its input by 1 + s. This happens once, not per layer, since large scores
+   make probabilities of 0 and 1, which errors of the scores no longer change. Scores of random weights are about
    (spread * sqrt(width))^2, as queries and keys are each a sum of ``width`` terms of size ``spread``. The last softmax
-   leaves the error of the logits as it is: a log-prob is a difference of logits.
-4. A test takes the largest of up to 10^4 errors, and that of a normal distribution is at 4 standard deviations.
+   does not change the error of the logits: a log-prob is a difference of logits.
+4. A test takes the largest of up to 10^4 errors, which is at 4 standard deviations for a normal distribution.
 
-The tolerance is ``DEVIATIONS * UNIT * sqrt(roundings) * magnitude``, times 1 + s behind attention. Nothing in it
-depends on the CPU. Elementary functions (exp, log, rsqrt) have errors of 1 to 4 UNIT, a few times per layer: little
-beside sums of 32 and more terms. test_tolerance.py compares it with the errors of this CPU, and with faults.
+The tolerance is ``DEVIATIONS * UNIT * sqrt(roundings) * magnitude``, times 1 + s after attention. Nothing in it
+depends on the CPU. Elementary functions (exp, log, rsqrt) have errors of 1 to 4 UNIT, a few times per layer, which is
+little compared with sums of 32 or more terms. test_tolerance.py compares the tolerance with the errors of this CPU and
+with faults.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ UNIT = 2.0**-24  # half the distance from 1 to the next fp32 number
 DEVIATIONS = 4
 
 RELATIVE_ERROR = 1e-5
-"""Of a gradient, by its norm, and of a metric; fixed by the design, and stated in docs/loss-aggregation.md.
+"""Relative error of a gradient, by its norm, and of a metric, as documented in docs/loss-aggregation.md.
 
-A gradient has passed the chain of the forward pass (``roundings``: 400 in a model of two layers over 32 numbers, with
+A gradient passes the chain of the forward pass (``roundings``: 400 in a model of two layers over 32 numbers, with
 scores of 0.7) and one twice as long backward: 1.7 * sqrt(3 * 400) * UNIT = 3.5e-6. A norm averages over its elements,
-so there is no largest of many to allow for: 1e-5 is 3 standard deviations. Larger models would need more.
+so it is not the largest of many errors: 1e-5 is 3 standard deviations. Larger models would need more.
 """
 
 SERVER_LOG_PROB_ERROR = 1e-4
-"""Of a log-prob by an SGLang server in fp32: what docs/engine.md promises. ``log_prob_error`` is below it."""
+"""Error of a log-prob from an SGLang server in fp32, as docs/engine.md promises. ``log_prob_error`` is smaller."""
 
 
 def rounding_error(roundings: int, magnitude: float) -> float:
-    """Return the largest absolute error that so many fp32 roundings of numbers as large as ``magnitude`` explain."""
+    """Return the largest absolute error that ``roundings`` fp32 roundings of numbers up to ``magnitude`` explain."""
     return DEVIATIONS * UNIT * math.sqrt(roundings) * magnitude
 
 
@@ -59,7 +60,7 @@ def roundings(config: Any, tokens: int) -> int:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     attention = config.hidden_size + head_dim + tokens + heads * head_dim  # queries and keys, scores, values, output
-    mlp = config.hidden_size + config.intermediate_size  # up, down; the experts of a token have no longer sums
+    mlp = config.hidden_size + config.intermediate_size  # up, down; the sums in experts are no longer
     return config.num_hidden_layers * (attention + mlp) + config.hidden_size
 
 
@@ -69,7 +70,7 @@ def log_prob_error(model: Any, sequences: Iterable[Sequence[int]], temperature: 
     Args:
         model: A transformers model of random weights, as its configuration draws them.
         sequences: The token ids of whole sequences, each read by itself.
-        temperature: What the logits are divided by; 0 is 1, as for greedy responses.
+        temperature: Divides the logits; 0 counts as 1, as for greedy responses.
     """
     longest, typical = 0, 0.0
     for tokens in sequences:

@@ -1,7 +1,7 @@
 """Run one GRPO iteration in this process and print the files of miles that it enters, as JSON.
 
-Everything between the loop and the actors' methods that Ray would carry is a direct call here; the loop, the actors,
-the pipeline, the torch engine, the batch, the trainer, FSDP and the weight update are the production code.
+Direct calls replace Ray between the loop and the actors' methods. Everything else is production code: the loop, the
+actors, the pipeline, the torch engine, the batch, the trainer, FSDP and the weight update.
 
     python tests/fast/trace_one_step.py MODEL_FOLDER PROMPTS.jsonl OUTPUT_FOLDER
 """
@@ -41,7 +41,7 @@ def profile(frame, event, argument):
 
 
 class InProcess:
-    """Both drivers at once: what the loop calls, with the actors' methods called directly."""
+    """Replace both drivers: call the actors' methods directly."""
 
     def __init__(self, settings):
         placement = SimpleNamespace(device="cpu", cluster=settings.cluster)
@@ -80,7 +80,7 @@ def main(model: str, prompts: str, output: str) -> None:
     flags += f" --train-backend fsdp --rollout-engine torch --device cpu --output-dir {output}"
     settings = main_parse(flags.split()).settings
     sys.setprofile(profile)
-    threading.setprofile(profile)  # of the threads that start from here on
+    threading.setprofile(profile)  # also profile threads that start later
     run = InProcess(settings)
     tracker = Tracker(settings.tracking, RunHeader.from_sections("trace", settings, "", "", 1))
     loop = TrainingLoop(

@@ -1,7 +1,7 @@
-"""One backend on one GPU in bf16 against an fp32 oracle: ``python one_gpu.py BACKEND MODEL FOLDER``.
+"""Compare one backend on one GPU in bf16 with an fp32 oracle: ``python one_gpu.py BACKEND MODEL FOLDER``.
 
-BACKEND is ``fsdp`` or ``megatron``, MODEL ``dense`` or ``experts``. Prints one JSON object: per contract, and for
-padded rows, the distance from the oracle; and of a larger step the tokens a second and the peak memory.
+BACKEND is ``fsdp`` or ``megatron``, MODEL ``dense`` or ``experts``. Prints one JSON object: the distance from the
+oracle for each contract and for padded rows, and the tokens per second and peak memory of a larger step.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ SHAPE: dict[str, Any] = dict(
 )
 CONFIGS = {
     "dense": LlamaConfig(**SHAPE),
-    # Every token goes to every expert: which ones a router chooses among near equals differs between bf16 and fp32, and
-    # one such choice changes the gradient by more than all rounding.
+    # Every token goes to every expert. With fewer, bf16 and fp32 routers would choose differently among nearly equal
+    # experts, and one such choice changes the gradient by more than all rounding.
     "experts": Qwen3MoeConfig(
         **SHAPE, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=4, norm_topk_prob=True
     ),
@@ -86,7 +86,7 @@ def make_backend(settings: Settings) -> Any:
 
 
 class RecordedOptimizer:
-    """An optimizer that takes down the policy's gradients, by Hugging Face names, before it steps."""
+    """An optimizer that records the policy's gradients, by Hugging Face name, before it steps."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -104,7 +104,7 @@ class RecordedOptimizer:
 
 
 def conform(backend: str, path: Path, mode: str, parallel: ParallelArguments) -> float:
-    """Distance of the whole gradient from the oracle's, relative to its norm."""
+    """Return the distance of the whole gradient from the oracle's, relative to the oracle's norm."""
     case = Case(BATCHES["compacted"], loss_of(mode), ONE, seed=5)
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").train()
     expected = by_expert(wanted(case, oracle, samples_of(case))[0])
@@ -131,7 +131,7 @@ def train(backend: Any, batch: TrainBatch, optimizer: Any = None) -> dict[str, f
 
 
 def by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Experts one by one, whichever way they are kept."""
+    """Return the gradients with one entry per expert; some models store all experts in one tensor."""
     found: dict[str, torch.Tensor] = {}
     for name, gradient in gradients.items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -146,7 +146,7 @@ def by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def speed(backend: str, path: Path) -> dict[str, float]:
-    """Of a step of 32 samples of 512 response tokens each."""
+    """Measure a step of 32 samples of 512 response tokens each."""
     spec = tuple(tuple(((1,) * 512,) for _ in range(8)) for _ in range(4))
     case = Case(spec, loss_of("sample_mean"), ONE, seed=1)
     rows = rows_of(case)

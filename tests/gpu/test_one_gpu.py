@@ -1,4 +1,4 @@
-"""Both backends, both of Megatron's contracts, and padded rows, on one GPU: ``pytest tests/gpu -s``."""
+"""Test both backends, both of Megatron's contracts, and padded rows on one GPU: ``pytest tests/gpu -s``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# bf16 has 8 bits of mantissa: activations are off by 2e-3 each, and the errors of four layers' gradients add up. A
-# contract that is wrong is off by a factor, 2 at the least.
+# bf16 has 8 bits of mantissa: each activation has an error of 2e-3, and the errors of four layers' gradients add up. A
+# wrong contract changes the gradient by a factor of at least 2.
 BOUND = 0.05
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["dense", "experts"])
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_bf16_gradients_are_the_fp32_oracles(backend: str, model: str, tmp_path: Path) -> None:
-    """In a process of its own: Megatron's groups are made once in a process."""
+def test_bf16_gradients_equal_those_of_the_fp32_oracle(backend: str, model: str, tmp_path: Path) -> None:
+    """Run in a separate process, because Megatron creates its process groups once per process."""
     paths = [str(ROOT), str(ROOT / "tests/fast/conformance"), str(ROOT / "tests/fast")]
     done = subprocess.run(
         [sys.executable, str(HERE / "one_gpu.py"), backend, model, str(tmp_path)],

@@ -1,6 +1,6 @@
-"""``train.py --rollout-engine sglang`` on GPUs: NCCL broadcast, weights to a colocated engine, memory that is shared.
+"""Test ``--rollout-engine sglang`` on GPUs: NCCL broadcast, weight sync to a colocated engine, shared memory.
 
-SGLang's own GPU environment is needed, with torch-memory-saver for the colocated runs.
+The tests need SGLang's own GPU environment, and torch-memory-saver for the colocated runs.
 """
 
 import pytest
@@ -15,7 +15,7 @@ def assert_learns(run):
     rows = run.rows()
     assert sorted(rows) == list(range(1, 7))
     assert all(row["train/grad_norm"] > 0 for row in rows.values())
-    # bf16: the first step of each rollout, before the trainer's weights move on.
+    # In bf16, compare in the first step of each iteration, before the trainer's weights change.
     assert all(rows[step]["train/train_rollout_logprob_abs_diff"] < 0.05 for step in (1, 3, 5))
 
 
@@ -39,14 +39,14 @@ def test_broadcast_to_an_engine_of_two_gpus(launch):
 
 @pytest.mark.parametrize("mode", ["broadcast", "ipc"])
 def test_trainer_and_engine_take_turns_on_one_gpu(launch, mode):
-    """The engine claims most of the memory: the trainer has room only while it is released."""
+    """The engine takes most of the memory, so the trainer only fits while the engine has released it."""
     claim = ["--colocate", "--offload-train", "--offload-rollout", "--sglang-mem-fraction-static", "0.85"]
     run = launch(f"turns_{mode}", *FLAGS, *CHECKED, *claim, "--update-weight-transfer-mode", mode)
     assert run.wait() == 0, run.err
     assert_learns(run)
     log = (run.output / "engines" / "engine_0.log").read_text()
-    assert log.count("POST /release_memory_occupation") == 4  # before the trainer is built, and after each rollout
-    assert log.count("POST /resume_memory_occupation") == 8  # weights and cache, for each update
+    assert log.count("POST /release_memory_occupation") == 4  # before the trainer is built, and after each iteration
+    assert log.count("POST /resume_memory_occupation") == 8  # weights and cache, per update
 
 
 def test_checkpoint_of_a_trainer_that_takes_turns(launch, workplace):
@@ -59,7 +59,7 @@ def test_checkpoint_of_a_trainer_that_takes_turns(launch, workplace):
 
 @pytest.mark.gpus(2)
 def test_engine_that_dies_during_a_broadcast_does_not_hang_the_sender(launch):
-    """See tests/fast/cluster/test_kills.py; here NCCL must be aborted for the update to end."""
+    """As in tests/fast/cluster/test_kills.py, but the update only ends if NCCL is aborted."""
     run = launch("killed", *FLAGS, "--use-fault-tolerance", "--num-rollout", "6")
     run.wait_until(lambda: run.has_rows() and max(run.rows()) >= 2)
     [scheduler, *_] = [p for p in run.left() if "sglang::scheduler" in " ".join(p.cmdline())]

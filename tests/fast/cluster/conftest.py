@@ -1,4 +1,4 @@
-"""``python train.py`` as a user types it, in a process tree that a test can find again."""
+"""Run ``python train.py`` as a user does, in a process tree that a test can find."""
 
 import json
 import os
@@ -17,7 +17,7 @@ REWARDS = '''
 import os, signal, threading
 
 def spread(samples):
-    """A reward in which the answers of a group differ; it waits for ever at rollout HOLD_AT of 4 groups, once a run."""
+    """Give the answers of a group different rewards. Wait forever, once per run, at iteration HOLD_AT of 4 groups."""
     if samples[0].group_index >= 4 * int(os.environ.get("HOLD_AT", 10**6)) and not os.path.exists(os.environ["HELD"]):
         open(os.environ["HELD"], "w").close()
         threading.Event().wait()
@@ -31,9 +31,9 @@ def dies(samples):
         os.kill(os.getpid(), signal.SIGKILL)
     return spread(samples)
 '''
-# Every Python process of a launch imports this: in HOLD_FSYNC are a folder, in which no file is ever flushed to the
-# disk, and a file that says when one would have been; HOLD_SERVER is the seed of the server that never starts, while
-# the others end at once.
+# Every Python process of a launch imports this. HOLD_FSYNC names a folder, whose files are never flushed to disk, and a
+# file that is written when the first flush is attempted. HOLD_SERVER is the seed of the server that never starts; the
+# other servers end at once.
 HOLD = """
 import os, sys, threading
 
@@ -56,12 +56,12 @@ if "HOLD_SERVER" in os.environ and "sglang_on_cpu" in sys.orig_argv:
 
 
 def _hear_ctrl_c():
-    """A shell that runs the tests in the background has SIGINT ignored in them, and in what they start."""
+    """Restore SIGINT: a shell that runs the tests in the background makes them and their children ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Launch:
-    """A run in a session of its own. Every process of it inherits a mark in its environment, by which it is known."""
+    """A run in its own session. All its processes inherit a mark in their environment, which identifies them."""
 
     def __init__(self, folder, flags, **environment):
         self.output = folder
@@ -81,26 +81,26 @@ class Launch:
         )
 
     def wait(self):
-        """Exit status, when the run has ended; what it printed is in ``out`` and ``err``."""
+        """Wait for the run to end and return its exit status. Its output is then in ``out`` and ``err``."""
         self.out, self.err = self.process.communicate()
         return self.process.returncode
 
     def interrupt(self):
-        """Ctrl-C: a terminal sends SIGINT to the whole foreground group."""
+        """Send SIGINT to the whole process group, as a terminal does for Ctrl-C."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def kill(self):
-        """SIGKILL every process of this run, and no other."""
+        """Send SIGKILL to every process of this run and to no other."""
         for process in self.left():
             process.kill()
         self.process.communicate()
 
     def left(self):
-        """The processes of this run that still live."""
+        """Return the processes of this run that are still alive."""
         return [process for process in psutil.process_iter() if self._is_mine(process)]
 
     def kill_worker(self, kind, number=signal.SIGKILL):
-        """Send a signal to one actor of class ``kind``; False where none is up at the moment."""
+        """Send a signal to one actor of class ``kind``. Return False if none is running."""
         for process in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{kind}"):
@@ -111,7 +111,7 @@ class Launch:
         return False
 
     def none_left(self, seconds=10):
-        """True when all are gone; those that have just been told to end are given ``seconds``."""
+        """Return whether all processes have ended, after waiting up to ``seconds``."""
         _, alive = psutil.wait_procs(self.left(), timeout=seconds)
         return not alive
 
@@ -122,7 +122,7 @@ class Launch:
             return False
 
     def wait_until(self, holds, seconds=180):
-        """Poll until ``holds()``; fails when the run ends, or ``seconds`` pass, before."""
+        """Poll until ``holds()``. Fail if the run ends or ``seconds`` pass before."""
         deadline = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < deadline, "the run did not get there"
@@ -133,18 +133,18 @@ class Launch:
             raise AssertionError(f"the run ended early: {self.process.communicate()[1]}")
 
     def has_rows(self):
-        """Whether a step is logged."""
+        """Return whether a step is logged."""
         return (self.output / "metrics.jsonl").exists() and bool(self.rows())
 
     def rows(self):
-        """The steps of metrics.jsonl by number."""
+        """Return the rows of metrics.jsonl by step."""
         lines = (self.output / "metrics.jsonl").read_text().splitlines()
         return {row["step"]: row for row in map(json.loads, lines)}
 
 
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory):
-    """A folder with prompts.jsonl, and reward functions that a run can import."""
+    """Return a folder with prompts.jsonl and reward functions that a run can import."""
     folder = tmp_path_factory.mktemp("launches")
     rows = [
         {"input": [{"role": "user", "content": f"{n} + {n} ="}], "label": str(2 * n), "metadata": {}} for n in range(12)
@@ -157,7 +157,7 @@ def workplace(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def launch(workplace, tiny_model):
-    """``launch(name, *flags, **environment)`` starts a run of 4 prompts x 4 samples a rollout; killed at the end."""
+    """Return ``launch(name, *flags, **environment)``: start a run of 4 prompts x 4 samples; it is killed at the end."""
     started = []
 
     def start(name, *flags, reward="spread", ranks=1, **environment):

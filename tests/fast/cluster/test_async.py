@@ -1,4 +1,4 @@
-"""``--async-steps``: rollouts generated beside training by weights of known age, and no prompt lost to a kill."""
+"""``--async-steps`` generates during training with weights of known age, and a kill loses no prompt."""
 
 import json
 import math
@@ -8,8 +8,8 @@ import pytest
 STEPS, BATCH, ROLLOUTS = 2, 4, 5
 
 
-def groups_by_rollout(folder, name, rollouts=ROLLOUTS):
-    """The groups that each rollout trained on, as ``--save-debug-rollout-data`` keeps them."""
+def groups_by_iteration(folder, name, rollouts=ROLLOUTS):
+    """Return the groups that each iteration trained on, as saved by ``--save-debug-rollout-data``."""
     files = [folder / f"{name}_{r}.jsonl" for r in range(rollouts)]
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
@@ -20,7 +20,7 @@ def versions(groups):
 
 @pytest.fixture(scope="module")
 def resumed(launch, workplace):
-    """A run of one rollout ahead, whose rollout worker is killed in rollout 3; it goes on from the checkpoint."""
+    """Run one iteration ahead, kill the rollout worker in iteration 3, and resume from the checkpoint."""
     held, checkpoints = workplace / "ahead.held", workplace / "ahead_checkpoints"
     flags = ["--async-steps", "1", "--num-rollout", str(ROLLOUTS), "--save", str(checkpoints), "--save-interval", "1"]
     flags += ["--use-tis", "--max-restarts", "1"]
@@ -34,28 +34,28 @@ def resumed(launch, workplace):
 
 
 @pytest.mark.timeout(300)
-def test_no_prompt_is_lost_or_taken_twice(resumed, workplace):
-    groups = groups_by_rollout(workplace, "ahead")
+def test_no_prompt_is_lost_or_trained_on_twice(resumed, workplace):
+    groups = groups_by_iteration(workplace, "ahead")
     assert [group["group_index"] for rollout in groups for group in rollout] == list(range(ROLLOUTS * BATCH))
 
 
-def test_rollout_r_has_the_weights_of_the_step_before(resumed, workplace):
-    by = [versions(rollout) for rollout in groups_by_rollout(workplace, "ahead")]
-    assert by == [{0}, {0}, {1}, {3}, {3}]  # the resumed run begins with the weights of its checkpoint, version 3
+def test_each_iteration_is_generated_by_the_weights_of_the_previous_one(resumed, workplace):
+    by = [versions(rollout) for rollout in groups_by_iteration(workplace, "ahead")]
+    assert by == [{0}, {0}, {1}, {3}, {3}]  # the resumed run starts with the weights of its checkpoint, version 3
     rows = [resumed.rows()[STEPS * (r + 1)] for r in range(ROLLOUTS)]
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 0, 1]
     assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 0, 1]
 
 
-def test_stale_samples_are_corrected_by_the_log_probs_of_their_generation(resumed):
-    """Those of the engine are the trainer's where the weights are the same, and others where they are older."""
+def test_stale_samples_have_the_log_probs_of_their_weights(resumed):
+    """Engine and trainer log-probs agree if the weights are the same, and differ if the engine's are older."""
     first_steps = [resumed.rows()[STEPS * r + 1] for r in range(ROLLOUTS)]
     gaps = [row["train/train_rollout_logprob_abs_diff"] for row in first_steps]
     assert [gap > 1e-4 for gap in gaps] == [False, True, True, False, True]
     assert [abs(row["train/tis"] - 1) > 1e-5 for row in first_steps] == [False, True, True, False, True]
 
 
-def test_the_resumed_run_is_whole(resumed):
+def test_the_resumed_run_is_complete(resumed):
     rows = resumed.rows()
     assert sorted(rows) == list(range(1 + ROLLOUTS * STEPS))
     assert [step for step, row in rows.items() if "eval/held/accuracy" in row] == [0, 4, 8, 10]

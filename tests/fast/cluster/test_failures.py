@@ -1,4 +1,4 @@
-"""What a user is told, without a run."""
+"""Messages of failed runs, tested without a run."""
 
 import signal
 import subprocess
@@ -16,7 +16,7 @@ NOTHING_SAVED = CheckpointArguments()
 def test_how_to_resume_follows_what_is_on_disk(tmp_path):
     saving = CheckpointArguments(save=str(tmp_path))
     assert "no --save" in how_to_resume(NOTHING_SAVED)
-    (tmp_path / ".writing_iter_0000002").mkdir()  # half written
+    (tmp_path / ".writing_iter_0000002").mkdir()  # half-written
     assert "starts from the beginning" in how_to_resume(saving)
     (tmp_path / "iter_0000001").mkdir()
     assert f"--load {tmp_path}" in how_to_resume(saving)
@@ -71,14 +71,11 @@ def test_a_reader_that_left_ends_the_run_without_a_traceback():
         "with exit_with_message(CheckpointArguments()):\n"
         "    while True: print('x' * 10_000)\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    process.stdout.readline()
-    process.stdout.close()
-    error = process.stderr.read()
-    assert process.wait() == 1
-    assert (
-        error.startswith("train.py: the run stopped: standard output was closed; nothing was saved")
-        and "\n" not in error.strip()
-    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        error = process.stderr.read()
+    assert process.returncode == 1
+    assert error.startswith("train.py: the run stopped: standard output was closed; nothing was saved")
+    assert len(error.splitlines()) == 1

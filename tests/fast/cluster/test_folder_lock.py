@@ -1,4 +1,4 @@
-"""Two launchers never write one folder, whether they share a host or only the folder."""
+"""Two launchers never write to one folder, on the same host or on two hosts that share it."""
 
 import json
 import os
@@ -24,7 +24,7 @@ with locked_folders([("--save", Path(sys.argv[1]))]):
 
 @pytest.fixture
 def other_launcher(tmp_path):
-    """Start a process that holds the lock of ``tmp_path`` until it is told to end, or is killed."""
+    """Start a process that holds the lock of ``tmp_path`` until it is stopped or killed."""
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
@@ -67,7 +67,7 @@ def test_one_folder_under_two_flags_is_locked_once(tmp_path):
 
 @pytest.fixture
 def lock_of_another_host(tmp_path):
-    """A lock that a launcher on another host holds: this host's kernel knows nothing of it."""
+    """Write a lock as held by a launcher on another host, which this host's kernel does not know."""
     record = {"host": "elsewhere", "pid": 17, "started": "2026-01-01 00:00:00", "id": "x"}
     (tmp_path / NAME).write_text(json.dumps(record))
     return tmp_path / NAME
@@ -97,7 +97,7 @@ def test_the_owner_keeps_its_lock_alive_and_stops_once_it_is_lost(tmp_path, monk
     assert path.read_text() == taken, "a lock that another launcher has taken over is not removed"
 
 
-def test_a_half_written_lock_is_no_obstacle(tmp_path):
+def test_a_half_written_lock_is_ignored(tmp_path):
     (tmp_path / NAME).write_text('{"host": "els')
     with lock(tmp_path):
         pass

@@ -1,4 +1,4 @@
-"""Workers that die or are stopped while a rollout is under way that will not end: the run does not wait for it."""
+"""A worker dies or is stopped while a rollout waits forever: the run does not wait for the rollout."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ BATCH = 4
 
 @pytest.fixture
 def held(launch, workplace):
-    """``held(name, *flags)`` is a run that has saved its first rollout and waits for the second for ever, once."""
+    """Return ``held(name, *flags)``: start a run that saves iteration 1, then waits forever, once, in iteration 2."""
 
     def start(name, *flags, **options):
         mark, checkpoints = workplace / f"{name}.held", workplace / f"{name}_ckpt"
@@ -65,7 +65,7 @@ def test_a_stopped_worker_ends_the_run(held, workplace, kind, name):
 
 
 @pytest.mark.slow
-def test_a_stopped_trainer_is_overcome_by_a_restart(held, workplace):
+def test_a_run_restarts_after_a_stopped_trainer(held, workplace):
     run = held("restarted", "--worker-timeout", "5", "--max-restarts", "1", ranks=2)
     assert run.kill_worker("TrainActor", signal.SIGSTOP)
     assert run.wait() == 0, run.err

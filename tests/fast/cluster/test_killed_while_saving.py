@@ -1,4 +1,4 @@
-"""SIGKILL to every process of a run while it writes a checkpoint: the one before is whole, and the run goes on."""
+"""Kill every process of a run while it writes a checkpoint: the previous one is complete and can be resumed."""
 
 import os
 
@@ -11,7 +11,7 @@ SAME += ["--save-interval", "1"]
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_the_checkpoint_before_is_whole(launch, workplace, backend):
+def test_the_previous_checkpoint_is_complete(launch, workplace, backend):
     checkpoints, held = workplace / f"{backend}_checkpoints", workplace / f"{backend}.held"
     same = [*SAME, "--train-backend", backend]
     folder = checkpoints / ".writing_iter_0000002"

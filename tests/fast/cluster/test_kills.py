@@ -1,4 +1,4 @@
-"""``kill -9`` at random moments: the run goes on, and no prompt is lost or counted twice."""
+"""``kill -9`` at random moments: the run continues, and no prompt is lost or counted twice."""
 
 import json
 import random
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
-PROMPTS = 12  # four a rollout, and two optimizer steps
+PROMPTS = 12  # four per iteration, which has two optimizer steps
 SERVERS = ["--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "32"]
 SGLANG = ["--rollout-engine", "sglang", *SERVERS, "--rollout-num-gpus", "2"]
 CHECKS = ["--rollout-health-check-interval", "2", "--rollout-health-check-timeout", "30"]
@@ -22,13 +22,13 @@ TITLES = {
 
 
 def kill_one(run, kind, rng):
-    """SIGKILL a process of this kind; the run may be about to replace the last one, so one is awaited."""
+    """Send SIGKILL to a process of this kind. Wait for one first, as the run may be replacing the last one."""
     found = []
 
     def is_one(process):
         try:
             return any(title in " ".join(process.cmdline()) for title in TITLES[kind])
-        except psutil.NoSuchProcess:  # it has ended meanwhile
+        except psutil.NoSuchProcess:  # it ended meanwhile
             return False
 
     def one_lives():
@@ -40,7 +40,7 @@ def kill_one(run, kind, rng):
 
 
 def run_and_kill(launch, workplace, name, rollouts, kinds, *flags):
-    """A run of so many rollouts in which a process of each of ``kinds`` is killed, one after another."""
+    """Run for ``rollouts`` iterations, and kill one process of each of ``kinds``, one after another."""
     rng = random.Random(0)
     saved = ["--save-debug-rollout-data", str(workplace / (name + "_{iteration}.jsonl"))]
     run = launch(name, "--use-fault-tolerance", *flags, *saved, "--num-rollout", str(rollouts))
@@ -75,7 +75,7 @@ def test_engines_and_rollout_worker_are_killed_over_50_rollouts(launch, workplac
     run = run_and_kill(launch, workplace, "kills", 50, kinds, *SGLANG, *CHECKS)
     assert_each_prompt_counted_once(run, workplace, "kills", 50)
     logs = [(run.output / "engines" / f"engine_{number}.log").read_text() for number in range(2)]
-    # Two at first, both with each new worker, and most of those that were killed: a kill may hit one that is starting.
+    # Two at the start, two with each new worker, and one for most kills: a kill may hit a server that is starting.
     assert sum(log.count("server_args=") for log in logs) >= 2 + 2 * 2 + 2
 
 

@@ -37,7 +37,7 @@ def local_ray():
 
 @pytest.fixture
 def crew(monkeypatch):
-    """Workers that are lost after 1 s without a heartbeat, two of them, and their process ids."""
+    """Start two workers that count as lost after 1 s without a heartbeat; return them and their process ids."""
     monkeypatch.setattr(liveness, "PULSE_SECONDS", 0.2)
     monkeypatch.setattr(liveness, "BLAME_SECONDS", 2.0)
     workers = Workers(seconds=1.0)
@@ -49,9 +49,9 @@ def crew(monkeypatch):
         workers.end(actor)
 
 
-def test_results_come_in_order_however_long_they_take(crew):
+def test_results_come_in_order_however_long_each_takes(crew):
     workers, (first, second), _ = crew
-    # Longer than a worker may be silent: work is no silence.
+    # Longer than a worker may be silent: heartbeats are answered during work.
     assert workers.results([first.sleep.remote(2.5), second.sleep.remote(0)]) == [2.5, 0]
 
 
@@ -66,7 +66,7 @@ def test_the_death_of_a_worker_that_nobody_waits_for_ends_the_wait(crew):
     assert isinstance(lost.value.__cause__, ray.exceptions.RayActorError)
 
 
-def test_a_replaceable_worker_is_missed_by_who_waits_for_it(crew):
+def test_the_death_of_a_replaceable_worker_is_reported_to_who_waits_for_it(crew):
     workers, (first, second), _ = crew
     third = with_pulse(Sleeper).options(num_cpus=0).remote()
     workers.add("worker 2", third, replaceable=True)
@@ -79,7 +79,7 @@ def test_a_replaceable_worker_is_missed_by_who_waits_for_it(crew):
     workers.end(third)
 
 
-def test_a_stopped_worker_is_lost_and_its_process_goes(crew):
+def test_a_stopped_worker_is_lost_and_its_process_is_killed(crew):
     workers, (first, second), (_, pid) = crew
     workers.results([first.sleep.remote(0), second.sleep.remote(0)])
     stopped = psutil.Process(pid)
@@ -92,7 +92,7 @@ def test_a_stopped_worker_is_lost_and_its_process_goes(crew):
     assert not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_failure_is_told_as_it_is(crew):
+def test_a_failure_is_reported_unchanged(crew):
     workers, (first, second), _ = crew
     with pytest.raises(ValueError, match="a wrong flag"):
         workers.results([second.sleep.remote(FOR_EVER), first.fail.remote(ValueError("a wrong flag"))])
@@ -100,7 +100,7 @@ def test_a_failure_is_told_as_it_is(crew):
         workers.results([second.sleep.remote(0)], beside=[first.fail.remote(KeyError("gold"))])
 
 
-def test_a_peer_s_failure_is_blamed_on_the_death_it_comes_from(crew):
+def test_a_failure_caused_by_a_dead_peer_names_the_dead_peer(crew):
     workers, (first, second), (_, pid) = crew
     fails = first.fail.remote(RuntimeError("connection closed by peer"))
     ray.wait([fails])

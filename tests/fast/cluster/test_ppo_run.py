@@ -1,4 +1,4 @@
-"""A whole run of PPO: the critic alone for a rollout, then both; and on from a checkpoint as if it had not stopped."""
+"""A complete PPO run: one iteration of the critic alone, then both; and the same run resumed from a checkpoint."""
 
 import math
 
@@ -30,13 +30,13 @@ def test_the_critic_learns_first_then_both(whole):
     assert [step for step, row in steps.items() if row.keys() >= OF_POLICY] == [3, 4, 5, 6]
     assert not OF_POLICY & steps[2].keys()
     assert steps[3]["loss_mass"] == pytest.approx(1, rel=1e-4), "the canary watches the policy's first step"
-    assert steps[3]["lr"] == pytest.approx(1e-3), "whose schedule has not begun before"
+    assert steps[3]["lr"] == pytest.approx(1e-3), "its schedule starts with this step"
     assert steps[1]["reward_kl"] == steps[2]["reward_kl"] == pytest.approx(0, abs=1e-6)
     assert abs(steps[5]["reward_kl"]) > 1e-6, "the policy has moved"
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_with_its_critic(whole, launch, workplace):
+def test_a_resumed_run_restores_its_critic(whole, launch, workplace):
     checkpoint = workplace / "ppo_first"
     checkpoint.mkdir()
     (workplace / "ppo" / "iter_0000002").rename(checkpoint / "iter_0000002")
@@ -50,7 +50,7 @@ def test_a_resumed_run_goes_on_with_its_critic(whole, launch, workplace):
 
 @pytest.mark.slow
 def test_megatron_takes_the_same_steps(whole, launch):
-    """Tensor parallel: the first rollout's answers are the same, and so is what critic and policy make of them."""
+    """With tensor parallelism, the first iteration has the same answers and the same steps of critic and policy."""
     flags = ["--train-backend", "megatron", "--tensor-model-parallel-size", "2", "--num-rollout", "3"]
     run = launch("ppo_megatron", *PPO, *CRITIC, *flags, ranks=2)
     assert run.wait() == 0, run.err

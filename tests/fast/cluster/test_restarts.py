@@ -1,4 +1,4 @@
-"""kill -9 of a worker process: the run goes on from its checkpoint, and trains on every prompt once."""
+"""``kill -9`` of a worker: the run continues from its checkpoint and trains on every prompt once."""
 
 import json
 import random
@@ -16,7 +16,7 @@ def trained_groups(folder, name, rollouts):
 
 
 def kill_when_trained(run, steps_and_kinds):
-    """Wait for the rows of each step, then kill a worker of that kind."""
+    """Wait for the row of each step, then kill a worker of that kind."""
     for step, kind in steps_and_kinds:
         run.wait_until(lambda step=step: (run.output / "metrics.jsonl").exists() and step in run.rows(), seconds=240)
         run.wait_until(lambda kind=kind: run.kill_worker(kind))
@@ -29,7 +29,7 @@ def restarting(launch, workplace, name, *flags, **options):
 
 
 def check_prompts(run, folder, name, rollouts):
-    """No prompt is trained on twice, and those that are not were dropped for their age and counted."""
+    """Check that no prompt is trained on twice, and that prompts not trained on were counted as too old."""
     taken = trained_groups(folder, name, rollouts)
     assert len(set(taken)) == len(taken) == rollouts * BATCH
     dropped = sum(row.get("rollout/dropped/stale", 0) for row in run.rows().values())
@@ -40,8 +40,8 @@ MODES = {"sync": [], "ahead": ["--async-steps", "1"], "fully": ["--async-steps",
 
 
 @pytest.mark.timeout(400)
-def test_a_killed_trainer_is_overcome(launch, workplace):
-    """``test_async`` kills a rollout worker."""
+def test_a_run_restarts_after_a_killed_trainer(launch, workplace):
+    """Kill a trainer; ``test_async`` kills a rollout worker."""
     run = restarting(launch, workplace, "restarts", "--max-restarts", "1", "--num-rollout", "4", *MODES["fully"])
     kill_when_trained(run, [(4, "TrainActor")])
     assert run.wait() == 0, run.err
@@ -56,7 +56,7 @@ def test_a_killed_trainer_is_overcome(launch, workplace):
 @pytest.mark.timeout(400)
 def test_without_restarts_a_killed_trainer_stops_the_run(launch, workplace):
     run = restarting(launch, workplace, "stops", ranks=2)
-    kill_when_trained(run, [(4, "TrainActor")])  # the second rollout: after the first there is a checkpoint
+    kill_when_trained(run, [(4, "TrainActor")])  # in iteration 2: there is a checkpoint after iteration 1
     assert run.wait() == 1
     assert "trainer rank" in run.err.splitlines()[-1] and " died (" in run.err.splitlines()[-1]
     assert f"--load {workplace / 'stops_ckpt'} continues from the last checkpoint" in run.err.splitlines()[-1]
@@ -76,7 +76,7 @@ def test_random_kills_over_fifty_steps(launch, workplace, mode):
 
 
 class Attempts:
-    """Fails as scripted, and notes what it was started with."""
+    """Fail as scripted, and record the settings of each start."""
 
     def __init__(self, *outcomes):
         self.outcomes = list(outcomes)
@@ -107,7 +107,7 @@ def died():
     return ray.exceptions.ActorDiedError()
 
 
-def test_a_further_attempt_resumes_what_was_saved(settings_with, tmp_path, capsys):
+def test_the_next_attempt_resumes_what_was_saved(settings_with, tmp_path, capsys):
     attempt = Attempts(died(), died(), None)
 
     def saving(settings):
@@ -132,7 +132,7 @@ def test_the_last_failure_is_raised(settings_with):
 
 
 @pytest.mark.parametrize("error", [ValueError("--lr"), OSError("disk full")])
-def test_what_is_no_worker_s_death_is_raised_at_once(settings_with, error):
+def test_other_errors_are_raised_at_once(settings_with, error):
     attempt = Attempts(error)
     with pytest.raises(type(error)):
         with_restarts(settings_with(5), attempt)

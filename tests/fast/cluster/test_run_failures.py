@@ -1,11 +1,11 @@
-"""How a run ends early: the exit status, the words on standard error, and that nothing is left running."""
+"""Runs that end early: the exit status, the message on stderr, and no process left running."""
 
 import pytest
 
 
 @pytest.fixture(scope="module")
 def failed(launch, workplace):
-    """Three runs that fail, at the same time, since each mostly waits for Ray."""
+    """Start three runs that fail; in parallel, because each mostly waits for Ray."""
     rows = (workplace / "prompts.jsonl").read_text().splitlines()
     (workplace / "malformed.jsonl").write_text("\n".join([*rows[:6], '{"input": nope}', *rows[7:]]))
     runs = {
@@ -18,7 +18,7 @@ def failed(launch, workplace):
     return runs
 
 
-def test_malformed_row_is_one_sentence(failed, workplace):
+def test_malformed_row_is_reported_in_one_sentence(failed, workplace):
     error = failed["malformed"].err
     assert error.startswith(f"train.py: error: {workplace / 'malformed.jsonl'}:7: not JSON")
     assert error.count("\n") == 1
@@ -31,7 +31,7 @@ def test_raising_reward_names_the_sample(failed, workplace):
     assert "--reward-error-value" in error
 
 
-def test_dead_worker_is_told_with_the_way_on(failed, workplace):
+def test_dead_worker_is_reported_with_how_to_resume(failed, workplace):
     last = failed["dies"].err.splitlines()[-1]
     assert "the rollout worker died" in last
     assert f"--load {workplace / 'dies_ckpt'}" in last
@@ -41,11 +41,11 @@ def test_failed_runs_leave_no_process(failed):
     assert all(run.none_left() for run in failed.values())
 
 
-def test_ctrl_c_says_how_to_go_on(launch, workplace):
+def test_ctrl_c_says_how_to_resume(launch, workplace):
     held, checkpoints = workplace / "ctrl_c.held", workplace / "ctrl_c_ckpt"
     saving = ["--save", str(checkpoints), "--save-interval", "1"]
     run = launch("ctrl_c", *saving, HOLD_AT="1", HELD=str(held))
-    run.wait_until(held.exists)  # in the middle of a reward function that does not return
+    run.wait_until(held.exists)  # during a call of a reward function that does not return
     run.interrupt()
     assert run.wait() == 130, run.err
     assert run.err.splitlines()[-1].startswith("stopped by the user; the same command with --load")

@@ -1,4 +1,4 @@
-"""A folder of checkpoints belongs to one run: another run does not save into it, and a mixed one is not resumed."""
+"""A checkpoint folder belongs to one run: no other run may save into it, and a mixed folder is not resumed."""
 
 import json
 
@@ -13,7 +13,7 @@ NEW = RunIdentity("new", "2026-01-02 10:00:00")
 
 @pytest.fixture
 def saved(tmp_path):
-    """Write the checkpoint after so many iterations of a run; of an earlier version of miles if the run is None."""
+    """Write a checkpoint of ``run`` after some iterations; without a run id if it is None, as in earlier versions."""
 
     def save(iterations, run, folder="checkpoints"):
         path = tmp_path / folder / f"iter_{iterations:07d}"
@@ -39,7 +39,7 @@ def test_a_new_run_does_not_save_among_the_checkpoints_of_another(saved):
         own_save_folder(CheckpointArguments(save=folder))
 
 
-def test_a_run_that_continues_the_newest_checkpoint_saves_beside_it(saved):
+def test_a_run_that_continues_the_newest_checkpoint_saves_in_its_folder(saved):
     saved(20, OLD)
     folder = saved(60, OLD)
     for load in (folder, f"{folder}/iter_0000060"):
@@ -64,7 +64,7 @@ def test_start_over_saves_into_a_new_folder_inside(saved, tmp_path):
     assert found.startswith(f"{folder}/run-") and not (tmp_path / found).exists()
 
 
-def test_start_over_changes_nothing_without_need(tmp_path, saved):
+def test_start_over_changes_nothing_in_a_free_folder(tmp_path, saved):
     given = CheckpointArguments(save=str(tmp_path / "new"), start_over=True)
     assert own_save_folder(given) == given
 
@@ -77,7 +77,7 @@ def test_a_folder_of_two_runs_is_not_resumed(saved):
     assert check_load_folder(CheckpointArguments(load=f"{folder}/iter_0000003")) == []
 
 
-def test_one_run_is_resumed_without_a_word(saved):
+def test_one_run_is_resumed_without_a_note(saved):
     saved(20, OLD)
     assert check_load_folder(CheckpointArguments(load=saved(60, OLD))) == []
 
@@ -88,5 +88,5 @@ def test_checkpoints_of_earlier_versions_load_with_a_note(saved):
     assert "iter_0000060 does not say which run wrote it" in note
 
 
-def test_nothing_to_load_is_nothing_to_check(tmp_path):
+def test_without_a_checkpoint_nothing_is_checked(tmp_path):
     assert check_load_folder(CheckpointArguments()) == check_load_folder(CheckpointArguments(load=str(tmp_path))) == []

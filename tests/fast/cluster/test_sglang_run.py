@@ -1,4 +1,4 @@
-"""``train.py --rollout-engine sglang``: real Ray, real SGLang servers, a real trainer."""
+"""``train.py --rollout-engine sglang`` with real Ray, SGLang servers and trainer."""
 
 import json
 
@@ -26,7 +26,7 @@ def assert_learns(run):
     rows = run.rows()
     assert sorted(rows) == list(range(1, 7))
     assert all(row["train/grad_norm"] > 0 for row in rows.values())
-    # In the first step of each rollout, before the trainer's weights move on: fp32, to 1e-4.
+    # In the first step of each iteration, before the trainer's weights change: fp32, to 1e-4.
     assert all(rows[step]["train/train_rollout_logprob_abs_diff"] < 1e-4 for step in (1, 3, 5))
 
 
@@ -42,7 +42,7 @@ def test_no_process_is_left(whole):
 @pytest.mark.parametrize("mode", ["disk", "broadcast", "ipc"])
 @pytest.mark.parametrize("backend", [("fsdp", 2), ("megatron", 4)], ids=lambda backend: backend[0])
 def test_weights_of_both_backends_arrive_by_each_transport(launch, sglang_address, backend, mode):
-    """Megatron's are in two tensor-parallel halves of two pipeline stages. Each update is checked tensor by tensor."""
+    """Megatron splits each tensor over two tensor-parallel ranks of two stages. Every update is checked by tensor."""
     name, ranks = backend
     split = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"] if name == "megatron" else []
     transport = ["--update-weight-transfer-mode", mode, "--check-weight-update-equal"]
@@ -64,7 +64,7 @@ def test_own_servers_are_started_routed_and_stopped(launch):
 
 
 @pytest.mark.slow
-def test_wrong_value_for_the_server_is_told_with_its_log(launch):
+def test_wrong_value_for_the_server_is_reported_with_its_log(launch):
     run = launch("refused", *SERVERS, "--sglang-attention-backend", "nonesuch")
     assert run.wait() == 1
     assert "engine_0.log ends:" in run.err and "invalid choice: 'nonesuch'" in run.err
@@ -73,7 +73,7 @@ def test_wrong_value_for_the_server_is_told_with_its_log(launch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("held", [42, 43])
-def test_a_server_that_ends_is_told_while_another_still_starts(launch, held):
+def test_a_server_that_ends_is_reported_while_another_still_starts(launch, held):
     run = launch(f"half_{held}", *SERVERS, "--rollout-num-gpus", "2", "--rollout-seed", "42", HOLD_SERVER=str(held))
     assert run.wait() == 1
     assert f"engine_{1 - (held - 42)}.log ends:" in run.err and "this device is broken" in run.err
@@ -90,7 +90,7 @@ MODES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_rollouts_that_do_not_wait_for_the_last_response(launch, workplace, sglang_address, mode):
-    """Tokens of several versions, aborts and given-up requests, by a real server; training takes each prompt once."""
+    """Run with tokens of several versions and aborted requests on a real server; train on each prompt once."""
     name = f"sglang_{mode}"
     saved = ["--save-debug-rollout-data", str(workplace / (name + "_{rollout_id}.jsonl"))]
     flags = [*external(sglang_address), *saved, *MODES[mode], "--rollout-max-response-len", "40"]

@@ -1,4 +1,4 @@
-"""A whole run of ``train.py``: what it leaves behind, and that a killed one goes on as if it had not been."""
+"""A complete run of ``train.py``: the files it writes, and the same run killed and resumed."""
 
 import math
 
@@ -8,7 +8,7 @@ SAVING = ["--use-kl-loss", "--kl-loss-coef", "0.1", "--save-interval", "3", "--e
 IN_EVERY_STEP = {"train/loss", "train/pg_loss", "train/kl_loss", "train/ppo_kl", "train/grad_norm", "train/lr"}
 IN_EVERY_STEP |= {"train/ess_ratio"}
 IN_LAST_STEP = {"rollout/reward", "rollout/response_length", "time/generate", "time/sync_weights"}
-STEPS = 2  # optimizer steps a rollout
+STEPS = 2  # optimizer steps per iteration
 
 
 def flags(workplace, name):
@@ -17,7 +17,7 @@ def flags(workplace, name):
 
 
 def trained(row):
-    """The metrics of a step that depend on nothing but the weights and the data; the canary watches a run's first."""
+    """Return the metrics that depend only on weights and data. (The canary runs only in the first step of a run.)"""
     skipped = ("time/", "perf/", "train/loss_mass")
     return {name: value for name, value in row.items() if not name.startswith(skipped)}
 
@@ -50,7 +50,7 @@ def test_report_and_events_are_written(whole):
     assert list((whole.output / "tensorboard").rglob("events.out.tfevents.*"))
 
 
-def test_checkpoints_appear_whole(whole, workplace):
+def test_checkpoints_are_complete(whole, workplace):
     folder = workplace / "whole_checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000003", "iter_0000006"]
 
@@ -71,14 +71,14 @@ def test_no_process_is_left(whole):
     assert whole.none_left()
 
 
-def test_console_shows_the_run_and_nothing_else(whole):
+def test_console_shows_only_the_run(whole):
     assert whole.out.count("step ") >= 13
     assert whole.err == ""
 
 
 @pytest.mark.timeout(300)
-def test_killed_run_goes_on_as_if_it_had_not_been(whole, launch, workplace):
-    """Metric by metric, in every step after the checkpoint."""
+def test_killed_run_resumes_as_if_it_had_not_been_killed(whole, launch, workplace):
+    """Compare every metric of every step after the checkpoint."""
     held, checkpoints = workplace / "killed.held", workplace / "killed_checkpoints"
     same = flags(workplace, checkpoints.name)
     killed = launch("killed", *same, ranks=2, HOLD_AT="4", HELD=str(held))
@@ -95,8 +95,8 @@ def test_killed_run_goes_on_as_if_it_had_not_been(whole, launch, workplace):
 
 
 @pytest.mark.slow
-def test_saved_samples_train_the_same_first_step_however_they_are_split(whole, launch, workplace):
-    """The first run cut the step over data-parallel ranks; here the ranks share sequences, and the canary watches."""
+def test_saved_samples_train_the_same_first_step_in_another_layout(whole, launch, workplace):
+    """The first run used data parallelism; this one uses context parallelism, with the canary on."""
     saved = ["--load-debug-rollout-data", str(workplace / "debug_{rollout_id}.jsonl"), "--num-rollout", "1"]
     split = ["--dynamic-context-parallel", "--max-seqlen-per-dp-cp-rank", "16", "--loss-canary", "always"]
     run = launch("debug", "--use-kl-loss", "--kl-loss-coef", "0.1", *saved, *split, ranks=2)

@@ -1,12 +1,12 @@
-"""The same greedy run on both training backends: the metrics of its steps agree, also across a change of layout."""
+"""The same greedy run on both training backends has the same metrics, also across a change of layout."""
 
 import pytest
 
-# Greedy answers depend on nothing but the weights; rewards as they are, as equal answers have no group statistics.
+# Greedy answers depend only on the weights. Rewards are not normalized, as equal answers have no group statistics.
 FLAGS = ["--num-rollout", "2", "--lr", "1e-4", "--lr-decay-style", "constant", "--rollout-temperature", "0"]
 FLAGS += ["--disable-rewards-normalization", "--use-kl-loss", "--kl-loss-coef", "0.1"]
 MEGATRON = ["--train-backend", "megatron"]
-STEPS = 2  # optimizer steps a rollout
+STEPS = 2  # optimizer steps per iteration
 
 
 @pytest.fixture(scope="module")
@@ -16,14 +16,14 @@ def fsdp(launch):
 
 @pytest.fixture(scope="module")
 def tensor_parallel(launch, workplace):
-    """The first rollout, and a checkpoint."""
+    """Run the first iteration and save a checkpoint."""
     saving = ["--save", str(workplace / "megatron_checkpoints"), "--num-rollout", "1"]
     return launch("tp2", *FLAGS, *MEGATRON, *saving, "--tensor-model-parallel-size", "2", ranks=2)
 
 
 @pytest.fixture(scope="module")
 def pipeline_parallel(launch, workplace, tensor_parallel):
-    """The second rollout, from that checkpoint, on padded rows; and an export."""
+    """Run the second iteration from that checkpoint on padded rows, and export the model."""
     assert tensor_parallel.wait() == 0, tensor_parallel.err
     going_on = ["--load", str(workplace / "megatron_checkpoints"), "--save-hf", str(workplace / "megatron_hf")]
     padded = ["--pipeline-model-parallel-size", "2", "--qkv-format", "bshd"]
@@ -34,7 +34,7 @@ def pipeline_parallel(launch, workplace, tensor_parallel):
 
 @pytest.mark.timeout(240)
 def test_steps_agree(fsdp, tensor_parallel, pipeline_parallel):
-    """Tensor parallel in the first rollout; then pipeline parallel and padded, from the checkpoint of the former."""
+    """Tensor parallelism in iteration 1; then pipeline parallelism and padding, from that checkpoint."""
     assert fsdp.wait() == 0, fsdp.err
     found, wanted = tensor_parallel.rows() | pipeline_parallel.rows(), fsdp.rows()
     assert sorted(found) == sorted(wanted) == [1, 2, 3, 4]

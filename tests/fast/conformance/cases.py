@@ -1,4 +1,4 @@
-"""What is run on the ranks: a step's samples, the objective, and how the step is split. Plain data, to be pickled."""
+"""Cases for the ranks: a step's samples, the objective, and the layout. Plain data that can be pickled."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ VOCABULARY = 64
 DIVISOR = 8.0  # L of ``constant``
 TEMPERATURE = 0.8
 MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
-VALUE_HEAD = np.random.default_rng(11).normal(0, 0.3, (1, 32)).astype(np.float32)  # a critic that has learned something
+VALUE_HEAD = np.random.default_rng(11).normal(0, 0.3, (1, 32)).astype(np.float32)  # a critic that predicts something
 
 Mask = tuple[int, ...]
-Spec = tuple[tuple[tuple[Mask, ...], ...], ...]  # groups of rollouts of samples, each by its loss mask
+Spec = tuple[tuple[tuple[Mask, ...], ...], ...]  # groups of trajectories of samples, each given by its loss mask
 
 
 def ones(*lengths: int) -> tuple[Mask, ...]:
@@ -31,9 +31,9 @@ def ones(*lengths: int) -> tuple[Mask, ...]:
 EVEN: Spec = ((ones(6), ones(6)), (ones(6), ones(6)))
 UNEVEN: Spec = ((ones(4), ones(11), ones(6)), (ones(1), ones(14)), (ones(5), ones(5), ones(2)))
 MASKED: Spec = (
-    (((0, 0, 0, 0),), ((1, 1, 0, 1, 1, 0, 0, 1, 1),)),  # a rollout without a token, and one with holes
+    (((0, 0, 0, 0),), ((1, 1, 0, 1, 1, 0, 0, 1, 1),)),  # a trajectory without loss tokens, one with holes
     (((1, 0, 0),), ((0, 1, 1, 1, 1, 0),), ((1, 1),)),
-    (((0, 0),), ((0,),)),  # a prompt without a token
+    (((0, 0),), ((0,),)),  # a prompt without a loss token
 )
 COMPACTED: Spec = ((ones(4, 9, 2), ones(6)), (ones(1), (ones(12)[0], (0, 1, 1, 0))), (ones(5), ones(5)))
 ONE_SAMPLE: Spec = ((ones(7),),)
@@ -42,7 +42,7 @@ BATCHES = {"even": EVEN, "uneven": UNEVEN, "masked": MASKED, "compacted": COMPAC
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is split over ``ranks`` processes of a backend."""
+    """How a step is split over ``ranks`` ranks of a backend."""
 
     name: str
     ranks: int
@@ -90,18 +90,18 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One rollout to train on. ``trajectories_per_step`` smaller than the rollouts makes several optimizer steps."""
+    """The data of one iteration, which has several steps if it exceeds ``trajectories_per_step``."""
 
     spec: Spec
     loss: LossArguments
     layout: Layout
     seed: int = 0
-    off_policy: bool = False  # old and reference log-probs away from the current ones
+    off_policy: bool = False  # old and reference log-probs differ from the current ones
     trajectories_per_step: int | None = None
-    shuffled: bool = False  # groups, and rollouts within them, in another order
+    shuffled: bool = False  # groups, and trajectories within them, in another order
     mutation: str | None = None
     equal_rewards: bool = False  # in the first group: its samples have no advantage, and are only scored
-    long_rows: bool = False  # attention as for rows too long to keep their scores in memory
+    long_rows: bool = False  # attention as for rows whose scores do not fit in memory
     model: str = "untied"
     watch: bool = False  # the loss-mass canary may stop the run
     scores: dict[str, list[list[float]]] = field(default_factory=dict)  # old and ref, by the sample's place in the spec
@@ -109,7 +109,7 @@ class Case:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step came to: gradients and weights before it by parameter, metrics as reported."""
+    """The result of one step: gradients and weights before the step by parameter, and the reported metrics."""
 
     gradients: dict[str, np.ndarray]
     weights: dict[str, np.ndarray]
@@ -133,7 +133,7 @@ FULL: dict[str, Any] = dict(
 
 @dataclass(frozen=True)
 class Row:
-    """A sample with its place in the spec, and its advantage."""
+    """A sample with its position in the spec and its advantage."""
 
     place: int
     sample: Sample
@@ -141,7 +141,7 @@ class Row:
 
 
 def rows_of(case: Case) -> list[Row]:
-    """Every sample of the case in the order of its spec."""
+    """Return every sample of the case in the order of its spec."""
     rng = np.random.default_rng(case.seed)
     samples: list[Sample] = []
     rollout = 0
@@ -172,7 +172,7 @@ def _sample(rng: np.random.Generator, prompt: Prompt, group: int, rollout: int, 
 
 
 def groups_of(case: Case, rows: Sequence[Row]) -> list[PromptGroup]:
-    """The prompt groups as a rollout would deliver them; shuffled, groups and rollouts come in another order."""
+    """Return the prompt groups as the rollout side would deliver them, in another order if the case is shuffled."""
     groups: dict[int, PromptGroup] = {}
     for row in rows:
         group = groups.setdefault(row.sample.group_index, PromptGroup(row.sample.group_index, row.sample.prompt))
@@ -189,9 +189,9 @@ def groups_of(case: Case, rows: Sequence[Row]) -> list[PromptGroup]:
 def with_scores(
     case: Case, model_scores: Sequence[Sequence[float]], values: Sequence[Sequence[float]] | None = None
 ) -> Case:
-    """``case`` off-policy: old and reference log-probs around the current ones, ratios on both sides of the clip.
+    """Return ``case`` off-policy: old and reference log-probs near the current ones, ratios on both sides of the clip.
 
-    With ``values``, the critic's, there are old ones around them too.
+    If the critic's ``values`` are given, the case also gets old values near them.
     """
     rng = np.random.default_rng(case.seed + 1)
     scores = {

@@ -1,4 +1,4 @@
-"""A result of the ranks against the oracle: every parameter's gradient, its norm, and every metric."""
+"""Compare a result of the ranks with the oracle: every parameter's gradient, the norm, and every metric."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cases import TEMPERATURE, Case, rows_of, with_scores
 from oracle import OracleSample, objective, token_scores
 from tolerance import RELATIVE_ERROR
 
-OF_THE_RUN = ("lr", "critic_lr", "loss_mass", "skipped_steps")  # reported, and not part of the objective
+OF_THE_RUN = ("lr", "critic_lr", "loss_mass", "skipped_steps")  # reported, but not part of the objective
 
 
 def off_policy(case: Case, model: Any) -> Case:
-    """``case`` with old and reference log-probs around the model's own."""
+    """Return ``case`` with old and reference log-probs near the model's own."""
     with torch.no_grad():
         scores = [
             token_scores(model, row.sample.tokens, len(row.sample.response_ids), TEMPERATURE)[0].tolist()
@@ -42,7 +42,7 @@ def samples_of(case: Case) -> list[OracleSample]:
 
 
 def wanted(case: Case, model: Any, samples: Sequence[OracleSample]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The oracle's gradients by parameter and metrics by name."""
+    """Return the oracle's gradients by parameter and its metrics by name."""
     model.zero_grad()
     metrics = objective(model, samples, case.loss, TEMPERATURE)
     total = metrics["loss"]
@@ -55,12 +55,12 @@ def wanted(case: Case, model: Any, samples: Sequence[OracleSample]) -> tuple[dic
 
 
 def differences(result: Any, gradients: dict[str, torch.Tensor], metrics: dict[str, float]) -> list[str]:
-    """What is further from the oracle than fp32 explains, in words; empty where nothing is."""
+    """Describe each difference from the oracle that fp32 does not explain; empty if there are none."""
     return distance(result, gradients, metrics)[1]
 
 
 def distance(result: Any, gradients: dict[str, torch.Tensor], metrics: dict[str, float]) -> tuple[float, list[str]]:
-    """The largest error of a parameter's gradient, relative, and what is further off than fp32 explains, in words."""
+    """Return the largest relative error of a parameter's gradient, and the ``differences``."""
     worst, found = gradient_distance(result.gradients, gradients)
     reported = {name: value for name, value in result.metrics.items() if name not in OF_THE_RUN}
     skipped = "skipped_steps" in result.metrics
@@ -74,21 +74,21 @@ def distance(result: Any, gradients: dict[str, torch.Tensor], metrics: dict[str,
 
 
 def gradient_differences(result: dict[str, Any], gradients: dict[str, torch.Tensor]) -> list[str]:
-    """The gradients that are further from the oracle's than fp32 explains, in words."""
+    """Describe each gradient that differs from the oracle's by more than fp32 explains."""
     return gradient_distance(result, gradients)[1]
 
 
 def gradient_distance(result: dict[str, Any], gradients: dict[str, torch.Tensor]) -> tuple[float, list[str]]:
-    """``distance`` of the gradients alone."""
+    """Return ``distance`` for the gradients only."""
     assert result.keys() == gradients.keys()
     norm = norm_of(gradients) if gradients else 0.0
     found, worst = [], 0.0
     for name, gradient in gradients.items():
-        # A gradient much smaller than the whole is rounding of the larger ones.
+        # A gradient much smaller than the whole may be the rounding error of larger ones.
         error = (torch.from_numpy(result[name]).double() - gradient).norm().item()
         scale = max(gradient.norm().item(), 0.05 * norm, 1e-7)
         worst = max(worst, error / scale)
-        if not error <= RELATIVE_ERROR * scale:  # NaN is a difference
+        if not error <= RELATIVE_ERROR * scale:  # NaN counts as a difference
             found.append(f"gradient of {name}: off by {error:.2e} of {gradient.norm().item():.2e}")
     return worst, found
 

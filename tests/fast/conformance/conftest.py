@@ -1,4 +1,4 @@
-"""The ranks that cases run on, and the model they train: started once a session, when first asked for."""
+"""Fixtures: the ranks that run the cases, and the model they train. Both start once per session, on first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests have no packages; rank.py finds its neighbours the same way
+sys.path.insert(0, str(Path(__file__).parent))  # tests are no packages; rank.py imports its neighbours the same way
 
 from ranks import Ranks, started_ranks  # noqa: E402
 

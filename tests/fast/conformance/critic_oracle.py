@@ -1,4 +1,4 @@
-"""Advantages of tokens and the critic's loss, read literally off docs/ppo.md: whole samples, float64, double sums."""
+"""Token advantages and the critic's loss, written literally from docs/ppo.md: whole samples, float64, double sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oracle import Aggregate, OracleSample, token_scores
 
 @dataclass(frozen=True)
 class ExpectedStep:
-    """Gradients of policy and critic by parameter, and every metric of the step."""
+    """Gradients of policy and critic by parameter, and all metrics of the step."""
 
     gradients: dict[str, torch.Tensor]
     critic_gradients: dict[str, torch.Tensor]
@@ -23,14 +23,14 @@ class ExpectedStep:
 
 
 def token_values(model: Any, head: torch.Tensor, sample: OracleSample) -> torch.Tensor:
-    """The value of the state before each response token, float64 [response]."""
+    """Return the value of the state before each response token, float64 [response]."""
     ids = torch.as_tensor(sample.tokens)
     hidden = model.model(input_ids=ids[None]).last_hidden_state[0]
     return hidden[len(ids) - len(sample.mask) - 1 : len(ids) - 1] @ head[0]
 
 
 def off_policy_with_values(case: Case, model: Any) -> Case:
-    """``case`` with old and reference log-probs, and old values, around the model's own."""
+    """Return ``case`` with old and reference log-probs and old values near the model's own."""
     head = torch.from_numpy(VALUE_HEAD).double()
     with torch.no_grad():
         scores = [token_scores(model, s.tokens, len(s.mask), TEMPERATURE)[0].tolist() for s in samples_of(case)]
@@ -39,7 +39,7 @@ def off_policy_with_values(case: Case, model: Any) -> Case:
 
 
 def expected_step(case: Case, model: Any) -> ExpectedStep:
-    """What one step of ``case`` comes to with estimates by token."""
+    """Return the expected result of one step of ``case`` with token advantages."""
     loss, samples = case.loss, samples_of(case)
     head = torch.from_numpy(VALUE_HEAD).double().requires_grad_()
     model.zero_grad()
@@ -67,7 +67,7 @@ def expected_step(case: Case, model: Any) -> ExpectedStep:
 
 
 def _estimates(case: Case, model: Any, samples: Sequence[OracleSample], values: Sequence[torch.Tensor]) -> Any:
-    """Advantages before whitening, KL and returns, each float64 [response] a sample."""
+    """Return advantages before whitening, KL and returns, each float64 [response] per sample."""
     loss, rows = case.loss, rows_of(case)
     advantages = [torch.zeros(len(s.mask), dtype=torch.float64) for s in samples]
     kl = [_kl(case, model, s) for s in samples]
@@ -105,7 +105,7 @@ def _less_its_group(case: Case, place: int) -> float:
 
 
 def _kl(case: Case, model: Any, sample: OracleSample) -> torch.Tensor:
-    """k3 of the old policy from the reference."""
+    """Return the k3 estimate of the KL of the old policy from the reference."""
     if not case.loss.kl_coef:
         return torch.zeros(len(sample.mask), dtype=torch.float64)
     assert case.loss.kl_loss_type == "k3" and sample.old_log_probs is not None and sample.ref_log_probs is not None
@@ -114,7 +114,7 @@ def _kl(case: Case, model: Any, sample: OracleSample) -> torch.Tensor:
 
 
 def _critic_step(case: Case, samples, values, old, returns) -> dict[str, float]:
-    """Backward through the value loss; its metrics."""
+    """Run backward through the value loss and return its metrics."""
     losses, clipped = [], []
     for v, o, g in zip(values, old, returns, strict=True):
         bounded = torch.minimum(torch.maximum(v, o - case.loss.value_clip), o + case.loss.value_clip)

@@ -1,4 +1,4 @@
-"""What the built-in objectives compute, as a user would write it: every hook but the reducer."""
+"""Built-in objectives as a user would write them, with every hook except the reducer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from miles.objective.hooks import (
 
 
 def ppo_losses(inputs: PolicyLossInputs) -> torch.Tensor:
-    """PPO's clip of each token's ratio."""
+    """Return PPO's token losses, with each token's ratio clipped."""
     ratio = (inputs.log_probs - inputs.old_log_probs).exp()
     bounded = ratio.clamp(1 - inputs.settings.eps_clip, 1 + (inputs.settings.eps_clip_high or inputs.settings.eps_clip))
     return torch.maximum(-inputs.advantages * ratio, -inputs.advantages * bounded)
@@ -25,7 +25,7 @@ ppo_losses.zero_advantage_has_gradient = False
 
 
 def gspo_losses(inputs: PolicyLossInputs) -> torch.Tensor:
-    """The ratio of whole sequences, with its full gradient: every token's reaches every other's."""
+    """Use the ratio of whole sequences with its full gradient, in which every token depends on every other."""
     losses = []
     for log_ratio, mask, advantages in zip(
         (inputs.log_probs - inputs.old_log_probs).split(inputs.response_lengths),
@@ -40,14 +40,14 @@ def gspo_losses(inputs: PolicyLossInputs) -> torch.Tensor:
 
 
 def sequence_weights(inputs: ImportanceInputs) -> torch.Tensor:
-    """Truncated importance sampling of whole sequences."""
+    """Return truncated importance weights of whole sequences."""
     log_ratio = (inputs.old_log_probs - inputs.rollout_log_probs) * inputs.loss_mask
     of_sequence = torch.stack([part.sum() for part in log_ratio.split(inputs.response_lengths)])
     return of_sequence.exp().clamp(max=inputs.settings.tis_clip)[inputs.sample_index]
 
 
 def whole_loss(inputs: LossInputs):
-    """The policy gradient with an entropy bonus."""
+    """Return the policy gradient loss with an entropy bonus."""
     entropy = inputs.mean(inputs.entropy)
     total = inputs.reduce(ppo_losses(inputs)) - inputs.settings.entropy_coef * entropy
     return total, {"entropy_loss": entropy.detach()}
@@ -57,7 +57,7 @@ whole_loss.metrics = ("entropy_loss",)
 
 
 def group_advantages(samples: AdvantageSamples) -> list[float]:
-    """GRPO's, of groups whose trajectories have one sample each."""
+    """Return GRPO's advantages, for groups whose trajectories have one sample each."""
     found = []
     for reward, group in zip(samples.rewards, samples.group_indices, strict=True):
         others = [r for r, g in zip(samples.rewards, samples.group_indices, strict=True) if g == group]
@@ -67,7 +67,7 @@ def group_advantages(samples: AdvantageSamples) -> list[float]:
 
 
 def discounted(trajectories: list[AdvantageTrajectory]) -> list[np.ndarray]:
-    """The discounted return, token by token."""
+    """Return the discounted return of each token."""
     found = []
     for trajectory in trajectories:
         gamma, returns, following = trajectory.settings.gamma, np.zeros(len(trajectory.rewards)), 0.0

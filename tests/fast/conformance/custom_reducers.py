@@ -1,4 +1,4 @@
-"""The sample mean as a user would write it, in both forms: --custom-pg-loss-reducer-function-path."""
+"""The sample mean as a user would write it for --custom-pg-loss-reducer-function-path, in both forms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from miles.objective.hooks import ReducerInputs
 
 
 def typed(inputs: ReducerInputs):
-    """One argument. Every rollout has one sample in the cases that use it."""
+    """Take one argument. In the cases that use it, every trajectory has one sample."""
 
     def reduce(losses: torch.Tensor) -> torch.Tensor:
         parts = losses.split(list(inputs.response_lengths))
@@ -19,7 +19,7 @@ def typed(inputs: ReducerInputs):
 
 
 def positional(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):
-    """Four arguments: the sum of sample means, divided by the launcher."""
+    """Take four arguments and return the sum of sample means, which the launcher divides."""
 
     def reduce(losses: torch.Tensor) -> torch.Tensor:
         parts = losses.split(response_lengths)
@@ -29,7 +29,7 @@ def positional(total_lengths, response_lengths, loss_masks, calculate_per_token_
 
 
 def mean_of_samples_seen(inputs: ReducerInputs):
-    """The mean over the samples of the micro-batch: the sample mean where the whole step is one micro-batch."""
+    """Average over the samples of the micro-batch. This is the sample mean only if the step is one micro-batch."""
 
     def reduce(losses: torch.Tensor) -> torch.Tensor:
         parts = losses.split(list(inputs.response_lengths))

@@ -1,6 +1,6 @@
-"""Faults seeded into the production code, to show that the matrix bites, and what the loss-mass canary sees of them.
+"""Faults seeded into the production code, to show that the matrix finds them, and which ones the canary detects.
 
-Each replaces one function for the length of a case, in the processes of the ranks.
+Each fault replaces functions on all ranks while a case runs.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Mutation:
-    """A fault, the case on which it shows, and whether the canary sees it there.
+    """A fault, a case that shows it, and whether the canary detects it there.
 
-    ``off_policy`` gives the case old and reference log-probs away from the model's.
+    With ``off_policy``, old and reference log-probs differ from the model's.
     """
 
     fault: str
@@ -59,7 +59,7 @@ def case(mode: str = "sample_mean", batch: str = "uneven", layout: str = "dp2", 
 
 
 def of_result(change: Callable[..., Any]) -> Wrap:
-    """A wrap that changes what the function returns; ``change`` also gets its arguments."""
+    """Return a wrapper that changes a function's result. ``change`` also gets the function's arguments."""
     return lambda original: lambda *args, **kwargs: change(original(*args, **kwargs), *args, **kwargs)
 
 
@@ -72,7 +72,7 @@ def micro_batch(change: Callable[[MicroBatch], MicroBatch]) -> tuple[Any, str, W
 
 
 def loss_times(factor: Callable[..., float]) -> tuple[Any, str, Wrap]:
-    """Multiply the loss of every micro-batch by ``factor(micro)``; the metrics stay."""
+    """Multiply the loss of every micro-batch by ``factor(micro)``; leave the metrics unchanged."""
     return (
         Objective,
         "language_model_loss",
@@ -81,7 +81,7 @@ def loss_times(factor: Callable[..., float]) -> tuple[Any, str, Wrap]:
 
 
 class _Count:
-    """How many micro-batches the step has, over all ranks: noted when the step begins."""
+    """Count the micro-batches of the step over all ranks, when the step begins."""
 
     def __init__(self) -> None:
         self.here = self.everywhere = 1
@@ -162,7 +162,7 @@ def _mirror_chunk_one_early(found: np.ndarray, length: int, size: int, rank: int
 
 
 def gradients_of(**unseen: Any) -> tuple[Any, str, Wrap]:
-    """``samples_with_gradient`` as if the settings ``unseen`` had these values."""
+    """Make ``samples_with_gradient`` see these values of the settings instead of the real ones."""
     return (
         Objective,
         "samples_with_gradient",

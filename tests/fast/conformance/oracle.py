@@ -1,6 +1,6 @@
-"""The objective of docs/loss-aggregation.md read literally: whole unsplit samples, plain transformers, float64.
+"""The objective, written literally from docs/loss-aggregation.md: whole samples, plain transformers, float64.
 
-Written from the table, not from the code: sums and means over whole samples, no packing, no weights, no ranks.
+It follows the table there, not the code: sums and means over whole samples, without packing, weights or ranks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from miles.objective.settings import LossArguments
 
 @dataclass(frozen=True)
 class OracleSample:
-    """One sample as the objective sees it: tokens, mask over the response, what it belongs to and its advantage."""
+    """One sample as the objective sees it: tokens, response mask, trajectory and group, and advantage."""
 
     tokens: Sequence[int]
     mask: Sequence[int]
     rollout: int
     group: int
-    advantage: Any  # one of the sample, or float64 [response]
+    advantage: Any  # one number, or float64 [response]
     rollout_log_probs: Sequence[float]
     old_log_probs: Sequence[float] | None = None
     ref_log_probs: Sequence[float] | None = None
@@ -34,7 +34,7 @@ def load_oracle(path: str) -> torch.nn.Module:
 
 
 def token_scores(model, tokens: Sequence[int], response: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of the last ``response`` of ``tokens``, each [response]."""
+    """Return log-probs and entropies of the last ``response`` of ``tokens``, each [response]."""
     ids = torch.as_tensor(tokens)
     logits = model(input_ids=ids[None]).logits[0] / temperature
     log_p = logits[len(ids) - response - 1 : len(ids) - 1].log_softmax(-1)
@@ -43,7 +43,7 @@ def token_scores(model, tokens: Sequence[int], response: int, temperature: float
 
 @dataclass(frozen=True)
 class Aggregate:
-    """The four rows of the table: a mean over rollouts, over prompts, over tokens, and a constant."""
+    """The four modes of the table: mean over trajectories, over prompts, over tokens, and division by a constant."""
 
     samples: Sequence[OracleSample]
     divisor: float | None
@@ -72,7 +72,7 @@ class Aggregate:
 def objective(
     model, samples: Sequence[OracleSample], loss: LossArguments, temperature: float
 ) -> dict[str, torch.Tensor]:
-    """Every metric of the step by name; ``loss`` is what is minimized."""
+    """Return every metric of the step by name; ``loss`` is the quantity to minimize."""
     aggregate = Aggregate(samples, loss.loss_aggregation_divisor)
     scored = [token_scores(model, s.tokens, len(s.mask), temperature) for s in samples]
     log_probs, entropy = [s[0] for s in scored], [s[1] for s in scored]
@@ -114,7 +114,7 @@ def objective(
 
 
 def _policy_losses(loss: LossArguments, samples, log_probs, old):
-    """Per sample: clipped token losses, whether clipped, and whether OPSM drops it (all per token)."""
+    """Return, per sample, three tensors over tokens: clipped losses, whether clipped, and whether OPSM drops them."""
     high = loss.eps_clip if loss.eps_clip_high is None else loss.eps_clip_high
     losses, clipped, dropped = [], [], []
     for sample, p, o in zip(samples, log_probs, old, strict=True):
@@ -132,7 +132,7 @@ def _policy_losses(loss: LossArguments, samples, log_probs, old):
 
 
 def _weights(loss: LossArguments, samples, old, engine):
-    """The weight of every token loss, and what is logged of it."""
+    """Return the weight of every token loss, and the metrics of the weights."""
     weights, columns = [], {}
     for sample, o, e in zip(samples, old, engine, strict=True):
         mask = torch.as_tensor(sample.mask).double()

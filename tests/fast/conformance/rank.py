@@ -1,6 +1,6 @@
-"""The ranks: ``python rank.py ADDRESS FOLDER`` forks real process groups over gloo, and each runs the cases it is sent.
+"""Run cases on real process groups over gloo: ``python rank.py ADDRESS FOLDER`` forks the ranks.
 
-The ranks are forked from one process that has imported everything, as importing costs far more than a case.
+They are forked from one process that has imported everything, because importing takes much longer than a case.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DEADLINE = timedelta(seconds=60)
 
 
 class RecordedOptimizer:
-    """An optimizer before each of whose updates the gradients and weights of ``parameters`` are taken down."""
+    """An optimizer that records the gradients and weights of ``parameters`` before each update."""
 
     def __init__(self, optimizer: Any, parameters: dict[str, torch.nn.Parameter]) -> None:
         self.optimizer = optimizer
@@ -71,7 +71,7 @@ def recorded(role: Role[Any], parameters: dict[str, torch.nn.Parameter]) -> tupl
 
 
 def of_critic(model: Any) -> dict[str, torch.nn.Parameter]:
-    """The critic's parameters, named as the policy's."""
+    """Return the critic's parameters under the policy's names."""
     decoder = {f"model.{name}": p for name, p in model.language_model.named_parameters()}
     return {**decoder, "value_head": model.value_head.weight}
 
@@ -83,14 +83,14 @@ def _full(tensor: torch.Tensor | None, like: torch.Tensor) -> np.ndarray:
 
 
 class Rank:
-    """One process of a group. Backends are kept between cases that leave the weights alone."""
+    """One process of a group. Cases that do not change the weights share a backend."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.backends: dict[Any, FsdpBackend] = {}
 
     def run(self, case: Case) -> list[StepResult] | str:
-        """The results of every step, or what the canary said."""
+        """Return the result of every step, or the canary's message."""
         if case.mutation is not None or case.trajectories_per_step is not None:
             self.backends.clear()
         mutation = nullcontext() if case.mutation is None else MUTATIONS[case.mutation].applied()
@@ -140,7 +140,7 @@ class Rank:
     def _backend(self, case: Case) -> FsdpBackend:
         key = (case.layout.backend, case.layout.parallel, case.model, case.loss.has_critic)
         if key not in self.backends:
-            # A rate of 0 keeps the weights for the next case; where steps follow each other they have to move.
+            # With rate 0 the weights are unchanged for the next case. Several steps need weights that move.
             rate = 0.0 if case.trajectories_per_step is None else 1e-2
             self.backends[key] = made = FsdpBackend(self._settings(case, rate), torch.device("cpu"), total_steps=10**9)
             if made.critic is not None:
@@ -166,7 +166,7 @@ def _has_gradient(case: Case, batch: TrainBatch) -> Sequence[bool]:
 
 
 def _scored(batch: TrainBatch, rows: Sequence[Row], case: Case) -> TrainBatch:
-    """``batch`` with the old and reference log-probs of the case, found by each sample's tokens."""
+    """Return ``batch`` with the case's old and reference log-probs, matched by the tokens of each sample."""
     place = {(row.sample.trajectory_id, tuple(row.sample.tokens)): row.place for row in rows}
     places = [place[r, tuple(t.tolist())] for r, t in zip(batch.trajectory_ids, batch.tokens, strict=True)]
     old, ref = (
@@ -195,7 +195,7 @@ def _serve(address: str, folder: Path, world: int, rank: int) -> None:
 
 
 def main(address: str, folder: Path, worlds: Sequence[int]) -> None:
-    """Fork the ranks of every world, and wait until the test that started them closes the line."""
+    """Fork the ranks of every world size, and wait until the test process closes the connection."""
     fork = multiprocessing.get_context("fork")
     ranks = [
         fork.Process(target=_serve, args=(address, folder, world, rank)) for world in worlds for rank in range(world)

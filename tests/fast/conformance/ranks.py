@@ -1,4 +1,4 @@
-"""The ranks that cases run on, from the side of those that send them."""
+"""Send cases to the ranks, from the test process."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tiny_llama import save_tiny_llama
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 WORLDS = (1, 2, 3, 4)
-SECONDS = 90  # a case takes well under one; a collective that hangs must not hang the suite
+SECONDS = 90  # a case takes far less than 1 s; a hanging collective must not hang the suite
 
 
 class Ranks:
-    """Process groups of every size, each waiting for cases."""
+    """Process groups of every size, waiting for cases."""
 
     def __init__(self, connections: dict[tuple[int, int], Connection], folder: Path) -> None:
         self.folder = folder
         self._connections = connections
 
     def run(self, case: Any) -> Any:
-        """What rank 0 found; raises ``AssertionError`` with the traceback of a rank that failed."""
+        """Run a case and return rank 0's result. Raise ``AssertionError`` with the traceback of a failed rank."""
         world = case.layout.ranks
         members = [self._connections[world, rank] for rank in range(world)]
         for connection in members:
@@ -47,7 +47,7 @@ class Ranks:
 
 @contextmanager
 def started_ranks(folder: Path) -> Iterator[Ranks]:
-    """Ranks that find the models of their cases in ``folder``; the two dense ones are put there."""
+    """Save the two dense models in ``folder``, and start ranks that load the models of their cases from it."""
     for name in ("untied", "tied"):
         save_tiny_llama(folder / name, tied=name == "tied")
     environment = os.environ | {

@@ -1,4 +1,4 @@
-"""Advantages by token, and the critic's gradient beside the policy's, do not know how the step was split."""
+"""Token advantages and the gradients of critic and policy do not depend on how the step is split."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def assert_conforms(case: Case, ranks, oracle) -> None:
 
 @pytest.mark.parametrize("layout", SPLITS)
 def test_policy_and_critic(ranks, oracle, layout):
-    """On-policy; and with old values on both sides of the clip, a KL in the reward, and whitening."""
-    modes = MODES if layout == "dp2 x cp2" else ("sample_mean", "token_mean")  # between which the critic's loss differs
+    """Test on-policy, and with old values on both sides of the clip, a KL in the reward, and whitening."""
+    modes = MODES if layout == "dp2 x cp2" else ("sample_mean", "token_mean")  # the critic's loss differs between these
     for mode, batch in zip(modes, ("masked", "compacted", "compacted", "masked"), strict=False):
         assert_conforms(Case(BATCHES[batch], loss_of(mode, **PPO), LAYOUTS[layout], shuffled=True), ranks, oracle)
         loss = loss_of(mode, **PPO, **KL, value_clip=0.15, normalize_advantages=True, entropy_coef=0.01)
@@ -46,7 +46,7 @@ def test_estimators_without_a_critic(ranks, oracle, estimator, layout):
 
 
 @pytest.mark.parametrize("layout", ["alone", "dp2 x cp2"])
-def test_a_kl_in_the_loss_stands_beside_the_critic(ranks, oracle, layout):
+def test_a_kl_in_the_loss_works_with_a_critic(ranks, oracle, layout):
     case = Case(BATCHES["uneven"], loss_of("sample_mean", **PPO, **FULL), LAYOUTS[layout])
     assert_conforms(off_policy_with_values(case, oracle), ranks, oracle)
 

@@ -1,4 +1,4 @@
-"""Hooks see whole samples: written like a built-in objective, each gives its gradient and metrics at every layout."""
+"""Hooks see whole samples: a hook written like a built-in objective has its gradient and metrics in every layout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_same(ranks, case: Case, hooked: Case, gradients, metrics) -> None:
 @pytest.mark.parametrize("layout", SPLITS)
 @pytest.mark.parametrize("mode", MODES)
 def test_token_losses(ranks, oracle, mode, layout):
-    """With KL, entropy and the canary; the mass is that of every token once."""
+    """Test with KL, entropy and the canary; the loss mass counts every token once."""
     case = off_policy(Case(BATCHES["masked"], loss_of(mode, **FULL), LAYOUTS[layout], seed=3), oracle)
     hooked = replace(case, loss=loss_of(mode, **FULL, **PPO), watch=True)
     assert_same(ranks, case, hooked, *wanted(case, oracle, samples_of(case)))
@@ -87,8 +87,8 @@ def test_advantages_of_tokens(ranks, oracle, layout):
 
 
 @pytest.mark.parametrize(("path", "skips"), [("custom_hooks:ppo_losses", True), ("custom_hooks:gspo_losses", False)])
-def test_nothing_is_skipped_until_a_function_says_so(ranks, oracle, path, skips):
-    """Whatever is skipped, the step is the same; gspo_losses makes no statement."""
+def test_nothing_is_skipped_unless_a_function_allows_it(ranks, oracle, path, skips):
+    """The step is the same, whether samples are skipped or not. gspo_losses does not say whether they may be."""
     loss = loss_of("sample_mean", custom_policy_loss_function_path=path, eps_clip=0.2)
     assert build_objective(loss).samples_with_gradient([0.0]) == [not skips]
     plain = loss_of("sample_mean", policy_loss=None if skips else "gspo", eps_clip=0.2)

@@ -1,4 +1,4 @@
-"""The gradient and every metric of a step do not know how the step was split: modes x batches x layouts."""
+"""The gradient and metrics of a step do not depend on how it is split: modes x batches x layouts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_conforms(case: Case, ranks, oracle) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_at_every_layout(ranks, oracle, mode, layout):
-    """On- and off-policy with KL and entropy terms, over even, uneven, masked, compacted and tiny batches."""
+    """Test on- and off-policy with KL and entropy terms, on even, uneven, masked, compacted and tiny batches."""
     for name, spec in BATCHES.items():
         full = off_policy(Case(spec, loss_of(mode, **FULL), layout, seed=len(name)), oracle)
         assert_conforms(full, ranks, oracle)
@@ -64,8 +64,8 @@ def test_drawn_batches(ranks, oracle, layout):
     "layout", ["alone, packed", "dp2 x cp2", pytest.param("dynamic cp, 4 ranks", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("correction", CORRECTIONS)
-def test_corrections_touch_the_numerator_alone(ranks, oracle, correction, layout):
-    """Engine and trainer log-probs apart: weights, rejection and sequence ratios, equal at every layout."""
+def test_corrections_change_only_the_numerator(ranks, oracle, correction, layout):
+    """Engine and trainer log-probs differ; weights, rejection and sequence ratios are equal in every layout."""
     for mode in MODES:
         case = Case(BATCHES["compacted"], loss_of(mode, **CORRECTIONS[correction]), LAYOUTS[layout], watch=True)
         case = off_policy(case, oracle)
@@ -76,7 +76,7 @@ def test_corrections_touch_the_numerator_alone(ranks, oracle, correction, layout
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
 def test_samples_without_advantage_are_only_scored(ranks, oracle, layout):
-    """They have no backward pass, and everything comes out as if they had."""
+    """They have no backward pass, and the results are as if they had."""
     for mode in MODES:
         case = Case(BATCHES["uneven"], loss_of(mode), layout, equal_rewards=True)
         assert any(row.advantage == 0 for row in rows_of(case)) and any(row.advantage for row in rows_of(case))
@@ -87,7 +87,7 @@ def test_samples_without_advantage_are_only_scored(ranks, oracle, layout):
     "layout", ["alone, packed", "alone, padded", "cp2", "cp4, packed", "dp2 x cp2", "dynamic cp, 4 ranks"]
 )
 def test_rows_too_long_for_their_scores(ranks, oracle, layout):
-    """The fused attention, with queries that are the last of their keys."""
+    """Test the fused attention, with queries for the last of their keys."""
     for batch in ("uneven", "compacted"):
         case = Case(BATCHES[batch], loss_of("sample_mean"), LAYOUTS[layout], long_rows=True, watch=True)
         assert_conforms(case, ranks, oracle)
@@ -110,8 +110,8 @@ def test_supervised_fine_tuning_shares_the_path(ranks, oracle, mode, layout):
 
 @pytest.mark.parametrize("layout", ["alone, packed", "dp2", "dp2 x cp2", "dynamic cp, 4 ranks"])
 @pytest.mark.parametrize("mode", MODES)
-def test_several_steps_a_rollout(ranks, oracle, mode, layout):
-    """Each step has denominators of its own, and log-probs of the weights that the rollout began with."""
+def test_several_steps_per_iteration(ranks, oracle, mode, layout):
+    """Each step has its own denominators, and old log-probs of the weights at the start of the iteration."""
     spec = (*BATCHES["uneven"][1:2], *BATCHES["even"], *BATCHES["uneven"][1:2])
     case = Case(spec, loss_of(mode), LAYOUTS[layout], trajectories_per_step=4, watch=True)
     results = ranks.run(case)
@@ -120,7 +120,7 @@ def test_several_steps_a_rollout(ranks, oracle, mode, layout):
 
 
 def check_steps(case, results, samples, oracle) -> None:
-    """Every step against an oracle that has the weights of that step, and the first weights for the old log-probs."""
+    """Compare every step with an oracle that has its weights, and the first weights for the old log-probs."""
     initial = {name: p.detach().clone() for name, p in oracle.named_parameters()}
     with torch.no_grad():
         old = [token_scores(oracle, s.tokens, len(s.mask), TEMPERATURE)[0].tolist() for s in samples]
@@ -146,7 +146,7 @@ def check_steps(case, results, samples, oracle) -> None:
 
 @pytest.mark.parametrize("layout", ["alone", "dp2, packed", "dp2 x cp2"])
 def test_tied_embeddings(ranks, layout):
-    """The head's gradient and the embedding's meet in one parameter."""
+    """The gradients of head and embedding add up in one parameter."""
     model = load_oracle(str(ranks.folder / "tied"))
     case = off_policy(Case(BATCHES["uneven"], loss_of("prompt_mean", **FULL), LAYOUTS[layout], model="tied"), model)
     assert_conforms(case, ranks, model)

@@ -1,4 +1,4 @@
-"""The matrix bites: every seeded fault is found; and the loss-mass canary sees those that change a token's weight."""
+"""The matrix finds every seeded fault, and the loss-mass canary detects those that change a token's weight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_fault_is_found(ranks, oracle, mutation):
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=lambda mutation: mutation.fault)
-def test_what_the_canary_sees(ranks, oracle, mutation):
+def test_the_canary_detects_what_the_table_says(ranks, oracle, mutation):
     right = off_policy(mutation.case, oracle) if mutation.off_policy else mutation.case
     found = ranks.run(replace(right, mutation=mutation.fault, watch=True))
     assert isinstance(found, str) is mutation.canary
@@ -32,7 +32,7 @@ def test_there_are_enough_faults():
     assert len(MUTATIONS) >= 15
 
 
-def test_the_docs_say_what_the_canary_sees():
+def test_the_docs_state_what_the_canary_detects():
     page = (Path(__file__).parents[3] / "docs" / "loss-aggregation.md").read_text()
     for mutation in MUTATIONS.values():
         assert f"| {mutation.fault} | {'yes' if mutation.canary else 'no'} |" in page

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer of one token a character, with a beginning-of-sequence token and a chat template."""
+"""A byte-level tokenizer: one token per character, a beginning-of-sequence token and a chat template."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -12,7 +12,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def base_tokenizer():
-    """Without a chat template."""
+    """Return the tokenizer without its chat template."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({"<s>": 0, **{c: i for i, c in enumerate(characters, start=1)}}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

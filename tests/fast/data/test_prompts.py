@@ -25,7 +25,7 @@ def write_jsonl(path, rows):
 
 @pytest.fixture
 def sources(tmp_path):
-    """The same rows in every form that can hold them."""
+    """Write the same rows to every kind of source."""
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
     dataset = datasets.Dataset.from_list(ROWS)
     dataset.save_to_disk(str(tmp_path / "saved"))
@@ -72,7 +72,7 @@ def test_chat_template_gives_its_special_tokens_once(tmp_path, tokenizer):
     assert tokenizer.decode(wrapped.token_ids) == wrapped.text
 
 
-def test_keys_given_stand_in_for_those_of_the_flags(tmp_path, tokenizer):
+def test_keys_given_replace_those_of_the_flags(tmp_path, tokenizer):
     source = write_jsonl(tmp_path / "q.jsonl", [{"question": "1+1", "answer": 2, "input": "no", "label": "no"}])
     (prompt,) = load_prompts(source, LABELLED, tokenizer, input_key="question", label_key="answer").prompts
     assert (prompt.text, prompt.label) == ("1+1", 2)
@@ -83,7 +83,7 @@ def test_keys_given_stand_in_for_those_of_the_flags(tmp_path, tokenizer):
 def test_long_prompts_are_dropped_and_counted(lengths, limit, tmp_path, tokenizer):
     source = write_jsonl(tmp_path / "long.jsonl", [{"input": "a" * n} for n in lengths])
     data = DataArguments(rollout_max_prompt_len=limit)
-    fitting = [n for n in lengths if n + 1 <= limit]  # and the beginning-of-sequence token
+    fitting = [n for n in lengths if n + 1 <= limit]  # one more for the beginning-of-sequence token
     if not fitting:
         with pytest.raises(ValueError, match=f"--rollout-max-prompt-len {limit}: drops all"):
             load_prompts(source, data, tokenizer)
@@ -120,7 +120,7 @@ def test_dropped_prompts_are_logged(tmp_path, tokenizer, caplog):
         (b'{"input": "\xff"}', "not UTF-8"),
     ],
 )
-def test_malformed_rows_are_named_with_fault_and_way_out(line, fault, tmp_path, tokenizer):
+def test_malformed_rows_are_named_with_fault_and_solution(line, fault, tmp_path, tokenizer):
     path = tmp_path / "bad.jsonl"
     line = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(b'{"input": "fine", "label": "1"}\n\n' + line + b"\n")

@@ -34,7 +34,7 @@ def test_restored_stream_draws_the_same(size, shuffle, seed, before, after):
 
 
 @given(sizes, st.booleans(), seeds, draws, st.data())
-def test_what_is_unfinished_is_drawn_again_first(size, shuffle, seed, before, data):
+def test_unfinished_prompts_are_drawn_again_first(size, shuffle, seed, before, data):
     stream, restored = stream_of(size, shuffle, seed), stream_of(size, shuffle, seed)
     drawn = [group for n in before for group in stream.draw(n)]
     unfinished = sorted(data.draw(st.sets(st.sampled_from(range(len(drawn)))))) if drawn else []
@@ -57,14 +57,14 @@ def test_how_draws_are_split_changes_nothing(size, shuffle, seed, ns):
 
 
 @given(sizes, st.booleans(), seeds, st.integers(1, 4))
-def test_every_pass_draws_every_prompt_once(size, shuffle, seed, passes):
+def test_every_epoch_draws_every_prompt_once(size, shuffle, seed, passes):
     stream = stream_of(size, shuffle, seed)
     for epoch in range(passes):
         assert Counter(text for _, text in facts(stream.draw(size))) == Counter(map(str, range(size)))
         assert stream.epoch == epoch
 
 
-def test_shuffling_differs_by_pass_and_seed():
+def test_shuffling_differs_by_epoch_and_seed():
     stream, other = stream_of(50), stream_of(50, seed=1)
     first, second, third = ([g.prompt.text for g in s.draw(50)] for s in (stream, stream, other))
     assert len({tuple(order) for order in (first, second, third)}) == 3

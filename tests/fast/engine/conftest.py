@@ -1,4 +1,4 @@
-"""The suite's SGLang server as the engine of a test."""
+"""Use the suite's SGLang server as the engine of a test."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ def chunks_of(model):
 
 
 class Started:
-    """A server that runs already; ``miles.engine.host.Server``."""
+    """A server that is already running; implements ``miles.engine.host.Server``."""
 
     def __init__(self, address):
         self.name = f"the engine at {address}"
@@ -28,11 +28,11 @@ class Started:
         return f"http://{self.address}"
 
     async def stop(self):
-        """The suite's fixture does that."""
+        """Do nothing: the suite's fixture stops the server."""
 
 
 class Running:
-    """The server, and engines over it, one at a time, each on the loop of this object."""
+    """The server, and one engine at a time that uses it, on this object's event loop."""
 
     def __init__(self, address, model, folder):
         self.loop = asyncio.new_event_loop()
@@ -47,7 +47,7 @@ class Running:
 
     @contextmanager
     def engine(self, **flags):
-        """An engine with these fields of ``SglangArguments``, and ``model``'s weights in the server."""
+        """Build an engine with these fields of ``SglangArguments``, and send ``model``'s weights to the server."""
         engine = engine_of([Started(self.address)], self.model.config.vocab_size, self.folder, **flags)
         self.run(engine.start())
         self.update(engine, self.model)
@@ -55,13 +55,13 @@ class Running:
         self.run(engine.close())
 
     def update(self, engine, model):
-        """Send ``model``'s weights; returns their version."""
+        """Send ``model``'s weights and return their version."""
         version = next(self.versions)
         self.run(engine.update_weights(chunks_of(model), version))
         return version
 
     def generate(self, engine, prompts, seeds=1, **sampling):
-        """All responses, prompt by prompt."""
+        """Return all responses, prompt by prompt."""
 
         async def all_at_once():
             return await asyncio.gather(*(engine.generate(r) for r in requests))
@@ -77,6 +77,6 @@ def running(sglang_address, tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(running):
-    """An engine with default flags, for tests that leave its weights alone."""
+    """Return an engine with default flags, for tests that do not change its weights."""
     with running.engine() as engine:
         yield engine

@@ -1,4 +1,4 @@
-"""A proxy in front of a real server that spoils its answers on demand, as a broken host or a broken server would."""
+"""A proxy in front of a real server that corrupts its answers on demand, as a broken host or server would."""
 
 from aiohttp import ClientSession, ClientTimeout, web
 
@@ -8,14 +8,14 @@ HOST = "127.0.0.1"
 
 
 class FaultyProxy:
-    """Passes requests on, except ``/generate`` under a ``fault``: ``500`` or ``garbage``."""
+    """Pass requests on, except ``/generate`` while there is a ``fault``: ``500`` or ``garbage``."""
 
     def __init__(self):
         self.fault = None
         self._runner = None
 
     async def before(self, url):
-        """The proxy's address, for the server at ``url``. A new server has no fault."""
+        """Return the proxy's address for the server at ``url``. A new server has no fault."""
         await self.close()
         self.fault, self._target = None, url
         app = web.Application(client_max_size=0)

@@ -1,4 +1,4 @@
-"""Real SGLang servers of the tiny model, for the tests of several modules."""
+"""Real SGLang servers of the tiny model, shared by several test modules."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from miles.engine.sglang.launch import ServerSpec, SglangServer
 from miles.weight_sync.sender import WeightSender
 
 HOST = "127.0.0.1"
-# A cache as small as the model: servers of several tests run beside each other.
+# A cache as small as the model, because servers of several tests run at the same time.
 SMALL = ("--max-total-tokens", "4096", "--max-running-requests", "32")
 
 
@@ -22,7 +22,7 @@ def server_of(model, log, seed=0):
 
 
 class LocalServer:
-    """A server of this process; ``miles.engine.host.Server``. Signals can be sent to its processes."""
+    """A server started by this process; implements ``miles.engine.host.Server``. Tests can signal its processes."""
 
     def __init__(self, number, model, log_folder):
         self.name = f"engine {number}"
@@ -38,20 +38,20 @@ class LocalServer:
         await asyncio.to_thread(self.server.stop)
 
     def signal(self, number=signal.SIGKILL):
-        """To every process of the server."""
+        """Send a signal to every process of the server."""
         leader = psutil.Process(self.server.pid)
         for process in (*leader.children(recursive=True), leader):
             os.kill(process.pid, number)
 
 
 def engine_of(servers, vocab_size, output_dir, router=None, **flags):
-    """The engine made of ``servers``; ``flags`` are fields of ``SglangArguments``."""
+    """Build the engine over ``servers``; ``flags`` are fields of ``SglangArguments``."""
     sglang = SglangArguments(**flags)
     return SglangEngine(servers, sglang, vocab_size, WeightSender(sglang, output_dir), router)
 
 
 def log_probs_of(model, prompt, token_ids, temperature=1.0):
-    """float64 log-probs of a response under a Hugging Face model: one forward pass over all of it."""
+    """Return float64 log-probs of a response under a Hugging Face model, from one forward pass."""
     ids = torch.tensor([[*prompt, *token_ids]])
     with torch.no_grad():
         logits = model(ids).logits[0, len(prompt) - 1 : -1].double() / temperature
@@ -59,6 +59,6 @@ def log_probs_of(model, prompt, token_ids, temperature=1.0):
 
 
 def other_weights(model):
-    """A model of the same shape with other weights."""
+    """Return a model of the same shape with other weights."""
     torch.manual_seed(7)
     return type(model)(model.config).requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The decode attention of servers on CPU against one sequence at a time in float64."""
+"""Compare the decode attention of CPU servers with one sequence at a time in float64."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_equals_one_sequence_at_a_time(lengths):
 
 
 @pytest.mark.parametrize("given", [{"sliding_window_size": 4}, {"is_cross_attn": True}, {"lengths": [1] * 15 + [16]}])
-def test_what_it_cannot_batch_goes_to_the_loop(given):
+def test_unsupported_cases_use_the_loop(given):
     lengths = torch.tensor(given.pop("lengths", [3, 4]))
     reached = []
     batched_decode(lambda *arguments: reached.append(arguments))(

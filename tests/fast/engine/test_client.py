@@ -1,4 +1,4 @@
-"""What the client reads in a server's answer."""
+"""How the client parses a server's answer."""
 
 import pytest
 
@@ -29,6 +29,6 @@ def test_each_token_has_the_version_of_its_span(spans, versions):
 
 
 @pytest.mark.parametrize("spans", [[("5", 0, 9), ("7", 9, 10)], [("5", 0, "x"), ("7", 1, 2)]])
-def test_spans_that_are_not_of_the_response_are_no_answer(spans):
+def test_spans_that_do_not_match_the_response_are_refused(spans):
     with pytest.raises(EngineUnavailable, match="no generation"):
         read_generation(answer([1, 2], *spans), vocab=9)

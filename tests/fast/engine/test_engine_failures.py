@@ -1,7 +1,7 @@
-"""What happens to requests when servers fail, with real processes that are killed, stopped, or lie.
+"""Requests when servers fail, with real processes that are killed, stopped, or answer wrongly.
 
-The processes are stand-ins for SGLang that start at once (``stand_in_server``); one test each does the same with the
-real server (``test_sglang_failures``).
+The processes are fake SGLang servers that start at once (``fake_server``). ``test_sglang_failures`` has one test of
+each kind with the real server.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import signal
 
 import pytest
 
-from tests.fast.engine.stand_ins import QUICK, WEIGHTS, ask, run, until
+from tests.fast.engine.fake_servers import QUICK, WEIGHTS, ask, run, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -26,7 +26,7 @@ def stop(server):
 
 
 FAULTS = ["killed", "stopped", "500", "garbage", "unsound", "unhealthy", "loses weights"]
-OFTEN = ("killed", "stopped", "500", "loses weights")  # the others, whose answers are spoilt in other ways, are slow
+OFTEN = ("killed", "stopped", "500", "loses weights")  # the others, which corrupt answers in other ways, are slow
 BEHIND_A_ROUTER = [pytest.param(fault, 2, marks=() if fault in OFTEN else pytest.mark.slow) for fault in FAULTS]
 
 
@@ -41,7 +41,7 @@ async def break_server(server, fault):
 
 @pytest.mark.parametrize(("fault", "num_servers"), [("killed", 1), *BEHIND_A_ROUTER])
 def test_failed_server_is_replaced_and_nothing_is_lost(tmp_path, fault, num_servers):
-    """Requests before, during and after the fault are each answered once, by servers with the current weights."""
+    """Requests before, during and after the fault are answered exactly once, by servers with the current weights."""
 
     async def scenario(engine, servers):
         prompts = [(n, n + 1, n + 2) for n in range(60)]
@@ -59,9 +59,9 @@ def test_failed_server_is_replaced_and_nothing_is_lost(tmp_path, fault, num_serv
 
 @pytest.mark.parametrize("num_servers", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["direct", "routed"])
 def test_kills_at_random_moments(tmp_path, num_servers):
-    """Many rollouts of many prompts: the answers are those of a run in which nothing failed."""
+    """Run many iterations of many prompts; the answers equal those of a run without failures."""
     rng = random.Random(0)
-    killed_after = set(rng.sample(range(240), 8))  # so many answers
+    killed_after = set(rng.sample(range(240), 8))  # numbers of answers
 
     async def scenario(engine, servers):
         answered = itertools.count(1)
@@ -81,7 +81,7 @@ def test_kills_at_random_moments(tmp_path, num_servers):
 
     flags = {"use_fault_tolerance": True, "sglang_server_concurrency": 4, **QUICK}
     rollouts, starts = run(tmp_path, num_servers, scenario, **flags)
-    assert starts > 4, "too little was killed"
+    assert starts > 4, "too few servers were killed"
     for version, rollout in enumerate(rollouts, start=4):
         assert [answer.token_ids for answer in rollout] == [[n, version] for n in range(40)]
         assert {answer.weight_version for answer in rollout} == {version}
@@ -110,7 +110,7 @@ def test_without_fault_tolerance_another_server_is_tried(tmp_path):
 
 @pytest.mark.parametrize("routed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["direct", "routed"])
 def test_without_fault_tolerance_a_server_that_hangs_ends_the_wait(tmp_path, caplog, routed):
-    """Nothing answers, and nothing fails: the health checks are all there is."""
+    """Nothing answers and nothing fails, so only health checks can notice."""
 
     async def scenario(engine, servers):
         for server in servers:
@@ -128,7 +128,7 @@ def test_without_fault_tolerance_a_server_that_hangs_ends_the_wait(tmp_path, cap
     assert "the run stops in 1.5 s (--worker-timeout); with --use-fault-tolerance it would" in caplog.text
 
 
-def test_without_fault_tolerance_a_server_that_goes_on_is_waited_for(tmp_path, caplog):
+def test_without_fault_tolerance_a_server_that_continues_is_waited_for(tmp_path, caplog):
     async def scenario(engine, servers):
         stop(servers[0])
         asked = asyncio.ensure_future(ask(engine, (1, 2)))
@@ -141,8 +141,8 @@ def test_without_fault_tolerance_a_server_that_goes_on_is_waited_for(tmp_path, c
     assert run(tmp_path, 1, scenario, silence_seconds=100, **flags).token_ids == [2, 1]
 
 
-def test_before_the_first_update_any_weights_are_sound(tmp_path):
-    """An engine that somebody else has started calls its weights "default"."""
+def test_before_the_first_update_any_weights_are_accepted(tmp_path):
+    """A server that was started by someone else calls its weights "default"."""
 
     async def scenario(engine, servers):
         await servers[0].misbehave("foreign weights")
@@ -186,7 +186,7 @@ def test_without_fault_tolerance_a_router_that_hangs_ends_the_wait(tmp_path):
     run(tmp_path, 2, scenario, silence_seconds=1.0, **QUICK)
 
 
-def test_server_that_will_not_start_again_is_given_up(tmp_path):
+def test_server_that_fails_to_restart_is_given_up(tmp_path):
     async def scenario(engine, servers):
         async def refuse():
             raise OSError("no such device")
@@ -199,10 +199,10 @@ def test_server_that_will_not_start_again_is_given_up(tmp_path):
     run(tmp_path, 1, scenario, use_fault_tolerance=True, **QUICK)
 
 
-def test_update_while_a_server_is_away_reaches_it_on_return(tmp_path):
+def test_a_server_gets_an_update_that_it_missed_when_it_restarts(tmp_path):
     async def scenario(engine, servers):
         kill(servers[0])
-        await engine.update_weights(WEIGHTS, 5)  # finds the dead one, and restarts it
+        await engine.update_weights(WEIGHTS, 5)  # finds the dead server and restarts it
         await until(lambda: len(engine.servers.in_use) == 2)
         return [server.starts for server in servers], await asyncio.gather(*(ask(engine, (n,)) for n in range(10)))
 

@@ -1,4 +1,4 @@
-"""Real server processes: how they end, that none outlives its parent, and how many files they may open."""
+"""Real server processes: how they stop, that none outlives its parent, and how many files they may open."""
 
 import os
 import resource
@@ -20,7 +20,7 @@ WITH_CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {
 PARENT = """
 import os, pathlib, sys
 from miles.engine.sglang.processes import ChildProcess
-child = ChildProcess("stand_in", [], os.environ, pathlib.Path(sys.argv[1]))
+child = ChildProcess("fake_child", [], os.environ, pathlib.Path(sys.argv[1]))
 child.wait_until(lambda: "serving" in child.log.read_text(), 60)
 print(child.pid, flush=True)
 sys.stdin.read()
@@ -29,13 +29,13 @@ sys.stdin.read()
 
 @pytest.fixture
 def start(tmp_path):
-    """``start(source)`` runs the source as a module of its own name; stopped at the end."""
+    """Return ``start(source)``: run the source as a module with its own name. It is stopped at the end."""
     started = []
 
     def run(source):
-        (tmp_path / "stand_in.py").write_text(source)
+        (tmp_path / "fake_child.py").write_text(source)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-        started.append(ChildProcess("stand_in", [], environment, tmp_path / "logs" / "server.log"))
+        started.append(ChildProcess("fake_child", [], environment, tmp_path / "logs" / "server.log"))
         return started[-1]
 
     yield run
@@ -47,21 +47,21 @@ def serves(child):
     return lambda: "serving" in child.log.read_text()
 
 
-def test_polite_server_ends_at_sigterm(start):
+def test_server_that_handles_sigterm_ends(start):
     child = start(SERVES)
     child.wait_until(serves(child), 60)
     child.stop(grace_seconds=30)
     assert not psutil.pid_exists(child.pid)
 
 
-def test_stubborn_server_is_killed(start):
+def test_server_that_ignores_sigterm_is_killed(start):
     child = start(STUBBORN)
     child.wait_until(serves(child), 60)
     child.stop(grace_seconds=0.1)
     assert not psutil.pid_exists(child.pid)
 
 
-def test_stop_takes_the_whole_group(start):
+def test_stop_ends_the_whole_process_group(start):
     child = start(WITH_CHILD)
     child.wait_until(lambda: child.log.read_text().count("serving") == 2, 60)
     family = psutil.Process(child.pid).children()
@@ -89,7 +89,7 @@ def test_server_that_never_serves_is_stopped(start):
 
 
 def test_server_dies_with_its_parent(tmp_path):
-    (tmp_path / "stand_in.py").write_text(SERVES)
+    (tmp_path / "fake_child.py").write_text(SERVES)
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     command = [sys.executable, "-c", PARENT, str(tmp_path / "log")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -102,7 +102,7 @@ def test_server_dies_with_its_parent(tmp_path):
 
 @contextmanager
 def lowest_soft_limit(room):
-    """Allow the fewest open files while the body runs; yields the hard limit, which must leave ``room``."""
+    """Allow the fewest open files while the body runs; yield the hard limit, which must leave ``room``."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     _, hard = before
     if hard == resource.RLIM_INFINITY or hard < SPARE_FILES + room:
@@ -123,7 +123,7 @@ def test_the_soft_limit_is_raised_and_the_hard_one_reported():
 
 
 def test_the_router_may_open_two_sockets_per_request(tmp_path):
-    """A process inherits the limit of its parent, and that of a shell is usually 1024."""
+    """A process inherits its parent's limit, and that of a shell is usually 1024."""
     with lowest_soft_limit(room=1200) as hard:
         with pytest.raises(ValueError, match=f"--sglang-server-concurrency for {hard} requests .* allows {hard}"):
             Router((), "127.0.0.1", tmp_path / "router.log", requests=hard)

@@ -1,4 +1,4 @@
-"""Draws follow the distribution they claim, and depend on their own row alone."""
+"""Draws follow the requested distribution and depend only on their own row."""
 
 import math
 
@@ -18,7 +18,7 @@ def draw(logits, params, uniforms):
 
 
 def many_draws(logits, params, count=4096):
-    """Stratified uniforms: the empirical distribution is within 1 / count of the true one, token by token."""
+    """Draw with stratified uniforms: each token's frequency is within 1 / count of its probability."""
     uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     tokens, log_probs = draw(logits.expand(count, -1), [params] * count, uniforms)
     return torch.bincount(tokens, minlength=logits.shape[-1]).double() / count, log_probs, tokens
@@ -47,13 +47,13 @@ def test_top_k_and_top_p_keep_the_heaviest(seed, top_k, top_p):
     torch.testing.assert_close(log_probs, torch.log_softmax(logits, -1)[tokens], atol=1e-5, rtol=0)
 
 
-def test_top_p_looks_beyond_the_first_candidates():
+def test_top_p_reads_beyond_the_first_candidates():
     frequency, _, _ = many_draws(torch.linspace(0, 1e-3, 2000), SamplingParams(1, 1.0, 0.9), count=2048)
     assert (frequency > 0).sum() > 1500
     assert frequency[:150].sum() == 0
 
 
-def test_rows_do_not_see_each_other():
+def test_rows_are_independent():
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0))
     params = [
         SamplingParams(1, t, p, k)

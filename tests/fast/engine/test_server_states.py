@@ -1,4 +1,4 @@
-"""The states of SGLang servers, on stand-ins: what leads to each, and what a server is asked in it."""
+"""The states of SGLang servers, tested on fake servers: their transitions, and the calls made in each."""
 
 import asyncio
 import itertools
@@ -7,7 +7,7 @@ import pytest
 
 from miles.engine.sglang.client import EngineUnavailable
 from miles.engine.sglang.servers import IN_USE, NEXT_STATES, ManagedServer, ServerState
-from tests.fast.engine.stand_ins import QUICK, WEIGHTS, StandInServer, ask, run, until
+from tests.fast.engine.fake_servers import QUICK, WEIGHTS, FakeServer, ask, run, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -17,7 +17,7 @@ RESTARTS = {"use_fault_tolerance": True, **QUICK}
 
 
 def managed(tmp_path, state):
-    server = ManagedServer(StandInServer(0, tmp_path), changed=lambda: None)
+    server = ManagedServer(FakeServer(0, tmp_path), changed=lambda: None)
     server.state = state
     return server
 
@@ -35,14 +35,14 @@ def test_a_server_takes_only_the_transitions_of_the_diagram(tmp_path, old, new):
 
 @pytest.mark.parametrize("state", ServerState)
 def test_only_servers_in_use_can_fail(tmp_path, state):
-    """A failure that is found twice, or late, starts a server again once."""
+    """A failure that is found twice, or late, restarts a server only once."""
     server = managed(tmp_path, state)
     server.fail(RuntimeError("no answer"))
     assert server.state is (ServerState.FAILED if state in IN_USE else state)
 
 
-def test_updates_leave_servers_as_they_found_them(tmp_path):
-    """Serving, or paused, whatever came before; and memory comes back in two parts, around the weights."""
+def test_updates_restore_the_state_of_servers(tmp_path):
+    """A server is serving or paused as before. Released memory comes back in two parts, around the weights."""
 
     async def scenario(engine, servers):
         [server] = engine.servers.all
@@ -72,8 +72,8 @@ def test_updates_leave_servers_as_they_found_them(tmp_path):
 
 @pytest.mark.parametrize("act", ["pause", "release_memory"])
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_server_that_does_not_serve_is_not_checked(tmp_path, act, restarts):
-    """It would answer no check, and would be restarted, or end the run."""
+def test_a_server_that_is_not_serving_is_not_checked(tmp_path, act, restarts):
+    """It would not answer the check, and would then be restarted or end the run."""
 
     async def scenario(engine, servers):
         await getattr(engine, act)()
@@ -96,7 +96,7 @@ def test_a_server_that_does_not_serve_is_not_checked(tmp_path, act, restarts):
         (False, "resume", ServerState.SERVING, []),
     ],
 )
-def test_a_server_that_starts_again_joins_as_the_others_are(tmp_path, updated, act, state, controls):
+def test_a_server_that_restarts_joins_in_the_state_of_the_others(tmp_path, updated, act, state, controls):
     async def scenario(engine, servers):
         [server] = engine.servers.all
         await getattr(engine, act)()
@@ -120,8 +120,8 @@ def test_memory_is_released_when_no_check_is_in_flight(tmp_path):
     assert run(tmp_path, 1, scenario)[-1] == RELEASE
 
 
-def test_a_check_that_an_update_interrupts_says_nothing(tmp_path):
-    """The server fails the check because it was paused meanwhile."""
+def test_a_check_that_an_update_interrupts_is_ignored(tmp_path):
+    """The server fails the check because the update paused it."""
 
     async def scenario(engine, servers):
         [server] = engine.servers.all
@@ -143,8 +143,8 @@ def test_a_check_that_an_update_interrupts_says_nothing(tmp_path):
     assert starts == 1 and answer.token_ids == [2, 1]
 
 
-def test_a_server_that_joins_holds_up_the_next_update(tmp_path):
-    """Otherwise it would miss that update, and serve the weights before it."""
+def test_the_next_update_waits_for_a_server_that_joins(tmp_path):
+    """Otherwise it would miss that update and serve the older weights."""
 
     async def scenario(engine, servers):
         joined = asyncio.Event()

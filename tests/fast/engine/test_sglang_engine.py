@@ -1,4 +1,4 @@
-"""Responses of the real SGLang server, and weights that reach it."""
+"""Responses of the real SGLang server, and weight updates to it."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def assert_log_probs(generation, expected):
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, -1, 1.0), (0.7, -1, 1.0), (1.0, 20, 0.9)])
 def test_log_probs_are_the_models(running, engine, temperature, top_k, top_p):
-    """Of the whole vocabulary whatever is cut off."""
+    """They are those of the whole vocabulary, whatever top-k and top-p cut off."""
     given = {"max_new_tokens": 12, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     generations = running.generate(engine, PROMPTS, seeds=4, **given)
     for prompt, generation in zip([p for p in PROMPTS for _ in range(4)], generations, strict=True):
@@ -49,15 +49,15 @@ def test_wrong_prompt_is_refused_before_a_server_sees_it(running, engine, prompt
     assert running.run(engine.health())
 
 
-def test_what_a_server_refuses_is_a_clear_stop(running, engine):
+def test_a_request_that_a_server_refuses_stops_with_its_reason(running, engine):
     with pytest.raises(ValueError, match="/generate: HTTP 400"):
         running.generate(engine, [tuple([5] * 500)], max_new_tokens=1)  # longer than the model's context
 
 
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("mode", ["disk", "broadcast", "ipc"])
-def test_weights_arrive_whole(running, mode, check):
-    """Other weights, then the first again: responses and log-probs are those of the weights sent."""
+def test_all_weights_arrive(running, mode, check):
+    """Send other weights, then the first again; responses and log-probs are those of the weights sent."""
     with running.engine(update_weight_transfer_mode=mode, check_weight_update_equal=check) as engine:
         for model in (running.other, running.model):
             version = running.update(engine, model)
@@ -75,7 +75,7 @@ def test_a_tensor_that_is_not_sent_is_found(running):
         running.run(engine.resume())
 
 
-def test_a_refused_broadcast_is_an_error_and_no_hang(running):
+def test_a_refused_broadcast_is_an_error_and_does_not_hang(running):
     wrong = list(in_chunks((name, torch.zeros(3, 3)) for name, _ in running.model.named_parameters()))
     with running.engine() as engine:
         with pytest.raises(RuntimeError, match="did not take the weights: .*/update_weights_from_distributed"):
@@ -84,7 +84,7 @@ def test_a_refused_broadcast_is_an_error_and_no_hang(running):
 
 
 def test_memory_that_was_released_comes_back_with_the_weights(running):
-    """On CPU a server answers and keeps its memory: this sees that the calls and their order are right."""
+    """On CPU a server answers but keeps its memory, so this only checks the calls and their order."""
     with running.engine() as engine:
         running.run(engine.release_memory())
         running.update(engine, running.other)

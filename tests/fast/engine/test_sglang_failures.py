@@ -1,4 +1,4 @@
-"""One of two real servers behind the router fails (``test_engine_failures`` has more cases, with stand-ins)."""
+"""One of two real servers behind the router fails. ``test_engine_failures`` has more cases with fake servers."""
 
 import asyncio
 import signal
@@ -23,7 +23,7 @@ CHECKS = {"rollout_health_check_interval": 2.0, "rollout_health_check_timeout": 
 
 
 class FaultyServer(LocalServer):
-    """A real server behind a proxy that can spoil its answers."""
+    """A real server behind a proxy that can corrupt its answers."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -37,7 +37,7 @@ class FaultyServer(LocalServer):
         await self.proxy.close()
 
     async def fail(self, fault):
-        """Every failure but the proxy's happens in the server itself."""
+        """Cause ``fault`` in the server itself, or in the proxy if it is one of the proxy's."""
         if isinstance(fault, signal.Signals):
             self.signal(fault)
         elif fault == "weights lost":
@@ -50,7 +50,7 @@ class FaultyServer(LocalServer):
 
 
 class Pair:
-    """Two servers, and the engine made of them, with weights that are not those on disk."""
+    """Two servers and the engine over them, with weights that differ from those on disk."""
 
     def __init__(self, folder, tmp_path):
         self.loop = asyncio.new_event_loop()
@@ -73,7 +73,7 @@ class Pair:
         return [asyncio.ensure_future(self.engine.generate(request)) for request in requests]
 
     def check(self, answers):
-        """One answer a prompt, in order, by the weights that were sent."""
+        """Check that there is one answer per prompt, in order, from the weights that were sent."""
         for prompt, [answer] in zip(PROMPTS, answers, strict=True):
             assert set(answer.token_versions) == {7}
             wanted = log_probs_of(self.model, prompt, answer.token_ids)

@@ -1,4 +1,4 @@
-"""Pause, resume and abort on the real server with requests in flight, and weights that change meanwhile."""
+"""Pause, resume, abort and weight updates on the real server with requests in flight."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -15,14 +15,14 @@ from tests.fast.engine.sglang_servers import log_probs_of
 pytestmark = pytest.mark.timeout(600)
 
 PROMPTS = [(5, 6, 7), (9,), tuple(range(20, 37)), (5, 6, 8)]
-TOKENS = 100  # greedy responses to these prompts do not end before
+TOKENS = 100  # greedy responses to these prompts are no shorter
 SAMPLING = SamplingParams(max_new_tokens=TOKENS, temperature=0.0)
 BOTH = pytest.mark.parametrize("mode", ["retract", "in_place"])
 
 
 @asynccontextmanager
 async def in_flight(engine, address):
-    """All prompts in flight, and generating. Tokens take 10 ms each within the block."""
+    """Send all prompts and wait until they generate. Within the block each token takes 10 ms."""
     async with httpx.AsyncClient(base_url=f"http://{address}") as http:
         await http.post("/slow_down", json={"forward_sleep_time": 0.01})
         asked = [asyncio.create_task(engine.generate(GenerationRequest(p, (0,), SAMPLING))) for p in PROMPTS]
@@ -45,14 +45,14 @@ async def generated(asked):
 
 
 def recomputed(old, new, prompt, tokens, switch):
-    """Log-probs if the tokens from ``switch`` on are the new model's, which has read everything before them."""
+    """Return log-probs if the new model generates from ``switch`` on, after reading all previous tokens itself."""
     return torch.cat([log_probs_of(old, prompt, tokens)[:switch], log_probs_of(new, prompt, tokens)[switch:]])
 
 
 def kept(old, new, prompt, tokens, switch):
-    """The same, if the new model continues from the keys and values of the old one."""
+    """Return log-probs if the new model generates from ``switch`` on with the old model's keys and values."""
     ids = torch.tensor([[*prompt, *tokens]])
-    read = len(prompt) + switch - 1  # the last token before the switch is read by the new model
+    read = len(prompt) + switch - 1  # the new model reads the last token before the switch
     with torch.no_grad():
         first = old(ids[:, :read], use_cache=True)
         rest = new(ids[:, read:], past_key_values=first.past_key_values)
@@ -62,7 +62,7 @@ def kept(old, new, prompt, tokens, switch):
 
 @BOTH
 def test_weights_change_under_requests_in_flight(running, mode):
-    """Each token has the version that generated it, and the log-prob of those weights."""
+    """Each token has the version and the log-prob of the weights that generated it."""
 
     async def scenario(engine, version):
         async with in_flight(engine, running.address) as asked:
@@ -80,7 +80,7 @@ def test_weights_change_under_requests_in_flight(running, mode):
             assert answer.token_versions == [before] * switch + [version] * (len(answer.token_ids) - switch)
             wanted = expected(running.model, running.other, prompt, answer.token_ids, switch)
             assert torch.tensor(answer.log_probs).double() == pytest.approx(wanted, abs=SERVER_LOG_PROB_ERROR)
-        # Later requests share no prefix with what the old weights have computed.
+        # Later requests reuse no prefix computed by the old weights.
         for prompt, answer in zip(PROMPTS, running.generate(engine, PROMPTS, max_new_tokens=4), strict=True):
             wanted = log_probs_of(running.other, prompt, answer.token_ids)
             assert torch.tensor(answer.log_probs).double() == pytest.approx(wanted, abs=SERVER_LOG_PROB_ERROR)
@@ -93,7 +93,7 @@ def test_paused_requests_wait_and_continue(running, mode):
             await engine.pause()
             with pytest.raises(RuntimeError, match="requests are in flight: engines release their memory when idle"):
                 await engine.release_memory()
-            done, _ = await asyncio.wait(asked, timeout=1.5)  # longer than they need
+            done, _ = await asyncio.wait(asked, timeout=1.5)  # longer than the requests need
             await engine.resume()
             return len(done), await generated(asked)
 
@@ -106,7 +106,7 @@ def test_paused_requests_wait_and_continue(running, mode):
 
 
 @pytest.mark.parametrize(("mode", "paused"), [("retract", False), ("retract", True), ("in_place", True)])
-def test_aborted_requests_return_what_they_have(running, mode, paused):
+def test_aborted_requests_return_their_tokens_so_far(running, mode, paused):
     async def scenario(engine):
         async with in_flight(engine, running.address) as asked:
             if paused:

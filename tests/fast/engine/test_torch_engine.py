@@ -1,4 +1,4 @@
-"""The embedded engine against transformers, and the life of a request."""
+"""Compare the embedded engine with transformers, and follow a request from start to end."""
 
 import asyncio
 import threading
@@ -78,12 +78,12 @@ def responses(engine, reqs):
 
 
 async def tokens_generated(engine, count):
-    """Wait until some running sequence has ``count`` tokens, seen between two turns of the loop."""
+    """Wait until a running sequence has ``count`` tokens, checked between turns of the loop."""
     while not any(len(s.token_ids) >= count for s in engine._batch.sequences):
         await asyncio.sleep(0)
 
 
-def test_greedy_is_what_transformers_generates(model_path):
+def test_greedy_responses_equal_those_of_transformers(model_path):
     reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     got = responses(make_engine(model_path), requests(SamplingParams(40, temperature=0), seeds=(0,)))
     for prompt, [response] in zip(PROMPTS, got, strict=True):
@@ -146,11 +146,11 @@ def test_the_batch_never_exceeds_its_size_and_a_prompt_is_prefilled_once(llama_p
     monkeypatch.setattr(engine._runner, "prefill", lambda p, *a, **k: prefilled.extend(p) or prefill(p, *a, **k))
     responses(engine, requests(SamplingParams(5)))
     assert max(rows) == 6
-    # Two groups of three fit at a time, so no group is cut.
+    # Two groups of three fit at a time, so no group is split.
     assert sorted(prefilled) == sorted(PROMPTS)
 
 
-def test_abort_returns_what_there_is(llama_path):
+def test_abort_returns_the_tokens_so_far(llama_path):
     async def scenario():
         engine = make_engine(llama_path, max_batch_size=2)
         tasks = [asyncio.create_task(engine.generate(r)) for r in requests(SamplingParams(100), seeds=(0,))]
@@ -166,7 +166,7 @@ def test_abort_returns_what_there_is(llama_path):
         assert full.token_ids[: len(partial.token_ids)] == partial.token_ids
 
 
-def test_pause_stops_resume_goes_on_with_the_same_tokens(llama_path):
+def test_resume_after_pause_generates_the_same_tokens(llama_path):
     reqs = requests(SamplingParams(40))
 
     async def scenario():
@@ -242,7 +242,7 @@ def test_update_weights_replaces_the_model(model_path, tmp_path):
     assert [[g.token_ids for g in group] for group in groups] == responses(make_engine(str(tmp_path)), reqs)
 
 
-def test_tokens_know_the_weights_that_generated_them(llama_path):
+def test_tokens_have_the_version_of_the_weights_that_generated_them(llama_path):
     same = dict(AutoModelForCausalLM.from_pretrained(llama_path).named_parameters())
 
     async def scenario():
@@ -285,7 +285,7 @@ def test_a_request_during_a_weight_update_waits_for_it(llama_path):
     assert isinstance(error, RuntimeError) and "the last weight update failed" in str(error)
 
 
-def test_weight_updates_name_what_is_wrong(llama_path):
+def test_wrong_weight_updates_name_the_fault(llama_path):
     engine = make_engine(llama_path)
     weights = {k: v.clone() for k, v in AutoModelForCausalLM.from_pretrained(llama_path).state_dict().items()}
     name = "model.layers.1.mlp.up_proj.weight"
@@ -306,8 +306,8 @@ def test_weight_updates_name_what_is_wrong(llama_path):
     assert asyncio.run(engine.health()) is True
 
 
-def test_experts_may_come_one_by_one(tmp_path):
-    """As a checkpoint has them; transformers keeps those of a layer in one tensor."""
+def test_experts_may_be_sent_one_by_one(tmp_path):
+    """As in a checkpoint; transformers keeps all experts of a layer in one tensor."""
     torch.manual_seed(2)
     config = CONFIGS["qwen3_moe"]
     first, other = (AutoModelForCausalLM.from_config(config) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Samples made from a response and a label."""
+"""Make samples from a response and a label."""
 
 import pytest
 

@@ -27,7 +27,7 @@ def test_unreadable_label(make_sample):
         math([make_sample("7", "  ")])
 
 
-def test_a_comparison_without_end_counts_as_wrong_and_harms_no_other(make_sample, monkeypatch, caplog):
+def test_an_endless_comparison_counts_as_wrong_and_affects_no_other(make_sample, monkeypatch, caplog):
     monkeypatch.setattr(math_module, "SECONDS", 1.0)
     with caplog.at_level(logging.WARNING):
         assert math([make_sample(r"\boxed{9^{9^{9^{9}}}}", "7"), make_sample("7", "7")]) == [0.0, 1.0]

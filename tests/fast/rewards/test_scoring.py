@@ -17,7 +17,7 @@ def run(samples, function, error_value=None):
 
 
 def parse_rewards(batch):
-    """Fails as a whole for one bad response, like most batched functions."""
+    """Fail for the whole batch if one response is malformed, like most batched functions."""
     return [float(s.response) for s in batch]
 
 
@@ -28,7 +28,7 @@ def test_only_the_samples_at_fault_get_the_error_value(make_sample, responses):
     assert [s.reward for s in samples] == [-100.0 if isinstance(r, str) else r for r in responses]
 
 
-def test_one_call_a_batch_when_nothing_fails(make_sample):
+def test_one_call_per_batch_if_nothing_fails(make_sample):
     sizes = []
     samples = [make_sample("1"), make_sample("2")]
     run(samples, lambda batch: sizes.append(len(batch)) or parse_rewards(batch))
@@ -48,7 +48,7 @@ def test_without_error_value_the_sample_is_named_and_nothing_is_set(make_sample)
 
 
 @pytest.mark.parametrize("result", [math.nan, math.inf, "1", None, [1.0], 1j])
-def test_results_that_are_no_rewards(make_sample, result):
+def test_results_that_are_not_rewards(make_sample, result):
     with pytest.raises(RewardError, match="not a finite number.* trajectory 1, "):
         run([make_sample("a"), make_sample("b", trajectory_id=1)], lambda batch: [1.0, result][-len(batch) :])
 
@@ -57,7 +57,7 @@ def test_results_that_are_no_rewards(make_sample, result):
     ("returned", "fault"),
     [([1.0], "1 rewards for 2 samples"), (1.0, "returned float 1.0"), (None, "NoneType"), ({}, "dict"), ("ab", "str")],
 )
-def test_results_that_are_no_list_of_rewards(make_sample, returned, fault):
+def test_results_that_are_not_a_list_of_rewards(make_sample, returned, fault):
     with pytest.raises(RewardError, match=fault):
         run([make_sample("a"), make_sample("b")], lambda batch: returned if len(batch) == 2 else [1.0])
 

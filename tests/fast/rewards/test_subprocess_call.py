@@ -8,7 +8,7 @@ import pytest
 from miles.rewards.subprocess_call import MAX_CHILDREN, SubprocessCallTimeout, subprocess_call
 
 
-def test_results_and_exceptions_come_back():
+def test_results_and_exceptions_are_returned():
     assert subprocess_call(math.gcd, 12, 18, seconds=10) == 6
     with pytest.raises(ZeroDivisionError, match="division"):
         subprocess_call(divmod, 1, 0, seconds=10)
@@ -16,11 +16,11 @@ def test_results_and_exceptions_come_back():
         subprocess_call(subprocess.check_call, ["false"], seconds=10)
 
 
-def test_what_is_printed_is_not_taken_for_a_reply():
+def test_printed_text_is_not_mistaken_for_a_reply():
     assert subprocess_call(print, "to standard error", seconds=10) is None
 
 
-def test_hang_in_c_code_and_death_are_told_apart_and_survived():
+def test_hang_in_c_code_and_death_are_distinguished_and_survived():
     with pytest.raises(SubprocessCallTimeout, match="pow took more than 0.3 s"):
         subprocess_call(pow, 9, 9**9, seconds=0.3)
     with pytest.raises(RuntimeError, match="died with exit code 3"):

@@ -55,7 +55,7 @@ def test_no_number_in_the_response_is_wrong(make_sample):
     assert last_number([make_sample("none", "7"), make_sample("", "7")]) == [0.0, 0.0]
 
 
-def test_labels_that_cannot_be_compared_with(make_sample):
+def test_labels_that_cannot_be_compared(make_sample):
     with pytest.raises(ValueError, match="prompts.jsonl:17 has no label .*--label-key"):
         exact_match([make_sample("7")])
     with pytest.raises(ValueError, match="holds no number"):

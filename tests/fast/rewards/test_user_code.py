@@ -1,4 +1,4 @@
-"""Nothing that a reward function does stops or hangs its caller."""
+"""A reward function cannot stop or hang its caller, whatever it does."""
 
 import asyncio
 import sys
@@ -29,7 +29,7 @@ def raising(error):
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["sync", "async"])
 @pytest.mark.parametrize("error", [StopIteration("no number"), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
-def test_what_is_no_ordinary_exception_becomes_one(error, kind):
+def test_other_exceptions_become_ordinary_ones(error, kind):
     with pytest.raises((UserCodeError, RuntimeError)) as caught:
         call(raising(error)[kind])
     assert type(error).__name__ in f"{caught.value!r} {caught.value.__cause__!r}"
@@ -41,7 +41,7 @@ def test_ordinary_exceptions_arrive_as_they_are(kind):
         call(raising(KeyError("missing"))[kind])
 
 
-def test_a_timeout_error_of_the_function_itself_is_not_ours():
+def test_a_timeout_error_raised_by_the_function_is_passed_on():
     with pytest.raises(TimeoutError, match="of the server"):
         call(raising(TimeoutError("of the server"))[0])
 
@@ -58,7 +58,7 @@ async def blocks_its_event_loop():
 
 
 @pytest.mark.parametrize("function", [released.wait, awaits_for_ever], ids=["sync", "async"])
-def test_a_function_that_does_not_return_is_given_up(function):
+def test_a_function_that_does_not_return_times_out(function):
     started = time.monotonic()
     with pytest.raises(UserCodeTimeout, match=r"did not return within 0\.2 s"):
         call(function, seconds=0.2)

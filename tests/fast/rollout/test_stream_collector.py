@@ -110,7 +110,7 @@ def run(seed, mode, tokenizer, length=6, reward=by_group, size=7, **more):
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_no_prompt_is_lost_or_taken_twice(tokenizer, mode, seed):
+def test_no_prompt_is_lost_or_trained_on_twice(tokenizer, mode, seed):
     found, engine, state = run(seed, mode, tokenizer)
     taken = [group.group_index for scored in found for group in scored.groups]
     assert [len(scored.groups) for scored in found] == [BATCH] * 6

@@ -1,4 +1,4 @@
-"""The drawings: every point inside the frame, gaps and single points included."""
+"""Charts keep every point inside the frame, including gaps and single points."""
 
 from __future__ import annotations
 

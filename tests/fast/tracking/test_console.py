@@ -1,4 +1,4 @@
-"""The line of a step: everything on one line, nothing that was not measured, no control codes in a file."""
+"""The console prints one line per step, only measured values, and no control codes into a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def printed(console_is_terminal: bool) -> str:
     return file.getvalue()
 
 
-def test_plain_when_nobody_watches_and_never_wrapped() -> None:
+def test_plain_and_unwrapped_without_a_terminal() -> None:
     lines = printed(console_is_terminal=False).splitlines()
     assert "\x1b" not in "".join(lines)
     assert len([line for line in lines if line.startswith("step ")]) == 3
@@ -45,7 +45,7 @@ def test_the_line_names_what_was_measured() -> None:
     assert step_line(3, values).plain == "step    3 | reward 0.250  held-out 0.750  grad 1.500 | step 2.0s  train 1.5s"
 
 
-def test_several_evaluation_sets_are_told_apart() -> None:
+def test_several_evaluation_sets_are_distinguished() -> None:
     line = step_line(0, {"eval/easy/accuracy": 1.0, "eval/hard/accuracy": 0.0}).plain
     assert "held-out easy 1.000" in line and "held-out hard 0.000" in line
 

@@ -1,4 +1,4 @@
-"""Several seeds in one picture."""
+"""One picture of several seeds."""
 
 from __future__ import annotations
 

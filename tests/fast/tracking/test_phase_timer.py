@@ -1,4 +1,4 @@
-"""Seconds add up by phase and are read once."""
+"""Seconds add up per phase, and reading resets them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_added_seconds_accumulate_by_phase(additions: list[tuple[str, float]]) -
     metrics = timer.metrics()
     for name in {name for name, _ in additions}:
         assert math.isclose(metrics[f"time/{name}"], sum(s for n, s in additions if n == name), abs_tol=1e-9)
-    assert set(timer.metrics()) == {"time/step"}, "reading starts anew"
+    assert set(timer.metrics()) == {"time/step"}, "reading resets the seconds"
 
 
 def test_a_phase_lies_within_the_step() -> None:

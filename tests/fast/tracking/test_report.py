@@ -1,4 +1,4 @@
-"""The report: one page, nothing loaded from outside, nothing that a model wrote is executed."""
+"""The report is one page, loads nothing from outside, and executes nothing that a model wrote."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADER = RunHeader("a run", {"loss": {"lr": 1e-5}}, "words", "1/N Σ", 9, {"loss
 
 
 class Page(HTMLParser):
-    """Collects elements, attributes and text; asserts that elements nest."""
+    """Collect elements, attributes and text; assert that elements are nested correctly."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_what_a_model_or_a_user_wrote_is_text(text: str) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 200])
-def test_a_run_of_any_length_has_a_page(count: int) -> None:
+def test_a_report_is_written_for_any_number_of_steps(count: int) -> None:
     page = Page(render(HEADER, rows(count), {step: [answer(str(step))] for step in range(count)}))
     assert ("figure" in page.tags) == (count > 0)
     assert page.text.get("summary", "").count("rollout ") == min(count, MAX_ROLLOUTS_SHOWN)

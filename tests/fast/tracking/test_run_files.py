@@ -1,4 +1,4 @@
-"""metrics.jsonl and samples.jsonl: what is written is read, and a resumed run repeats no step."""
+"""metrics.jsonl and samples.jsonl round-trip, and a resumed run repeats no step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ records = st.builds(SampleRecord, texts, texts, st.none() | st.floats(-1, 1), st
 
 
 def readable(value: float) -> float:
-    """What a value comes back as: JSON knows neither NaN nor infinity."""
+    """Return the value as it is read back: JSON has neither NaN nor infinity."""
     return value if math.isfinite(value) else math.nan
 
 

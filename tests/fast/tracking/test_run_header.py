@@ -1,4 +1,4 @@
-"""run.json: everything a report needs, and no secret."""
+"""run.json has everything that a report needs, and no secret."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert RunHeader.load(tmp_path) == written
 
 
-def test_what_differs_from_the_default_is_known_after_reading_too(tmp_path: Path) -> None:
+def test_changed_settings_are_still_known_after_reading(tmp_path: Path) -> None:
     header(TrackingArguments(report_samples=9)).save(tmp_path)
     read = RunHeader.load(tmp_path)
     assert [name for name in read.settings["tracking"] if not read.is_default("tracking", name)] == ["report_samples"]

@@ -1,4 +1,4 @@
-"""The tracker as a run uses it: all sinks, resume, the report at the end."""
+"""The tracker as a run uses it: all sinks, resuming, and the final report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def arguments(folder: Path, **changes) -> TrackingArguments:
 
 
 def run(tracking: TrackingArguments, steps: range, resume: bool = False) -> None:
-    """Log the steps; the reward of a step is a quarter of its number."""
+    """Log the steps; the reward of step n is n / 4."""
     with Tracker(tracking, HEADER) as tracker:
         if resume:
             tracker.resume(steps.start)
@@ -48,7 +48,7 @@ def test_every_sink_has_every_step(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "<figure" in (tmp_path / REPORT).read_text()
 
 
-def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     run(arguments(tmp_path / "unbroken"), range(4))
     run(arguments(tmp_path / "resumed"), range(3))
     run(arguments(tmp_path / "resumed"), range(2, 4), resume=True)
@@ -84,7 +84,7 @@ def test_no_report(tmp_path: Path) -> None:
     assert not (tmp_path / REPORT).exists()
 
 
-def test_a_run_that_logged_nothing_leaves_an_earlier_one_alone(tmp_path: Path) -> None:
+def test_a_run_that_logged_nothing_does_not_touch_an_earlier_one(tmp_path: Path) -> None:
     run(arguments(tmp_path), range(2))
     run(arguments(tmp_path), range(0))
     assert len(RunFiles(tmp_path).read_metrics()) == 2

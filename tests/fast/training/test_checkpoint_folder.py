@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or not at all."""
+"""A checkpoint is either complete or absent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def write(root, rollout, text):
     return publish(root, rollout)
 
 
-def test_newest_is_of_the_most_rollouts(tmp_path):
+def test_newest_has_the_most_iterations(tmp_path):
     assert newest(tmp_path) is None and newest(tmp_path / "missing") is None
     for rollout in (9, 100, 20):
         write(tmp_path, rollout, str(rollout))
@@ -38,7 +38,7 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path):
     assert [p.name for p in write(tmp_path, 3, "whole").iterdir()] == ["weights"]
 
 
-def test_a_checkpoint_written_again_is_replaced_whole(tmp_path):
+def test_a_checkpoint_saved_again_is_replaced_completely(tmp_path):
     staged = staging(tmp_path, 4)
     (staged / "old_only").write_text("")
     publish(tmp_path, 4)

@@ -1,4 +1,4 @@
-"""Properties of the schedule, whatever its numbers."""
+"""Properties of the learning-rate schedule for arbitrary settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model on packed sequences equals the same model on each sequence alone, forward and backward."""
+"""A model gives the same results on packed sequences as on each sequence alone, forward and backward."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def packed_logits(model, sequences):
 @pytest.mark.parametrize("short", [0, 512])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("lengths", [(5,), (1,), (7, 7, 7), (3, 40, 1, 19, 2, 41, 20)])
-def test_packed_equals_each_alone(monkeypatch, lengths, kv_heads, short):
+def test_packed_sequences_equal_each_sequence_alone(monkeypatch, lengths, kv_heads, short):
     monkeypatch.setattr(packed_attention, "SHORT", short)
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(0, 64, (n,), generator=generator) for n in lengths]
@@ -48,14 +48,14 @@ def test_packed_equals_each_alone(monkeypatch, lengths, kv_heads, short):
     size = torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None]).norm()
     for (name, a), b in zip(packed.named_parameters(), alone.parameters(), strict=True):
         assert a.grad is not None and b.grad is not None
-        floor = 0.01 * size  # a sequence of one token has no query gradient, only rounding
+        floor = 0.01 * size  # the query gradient of a one-token sequence is only rounding error
         error = (a.grad - b.grad).norm() / torch.maximum(b.grad.norm(), floor)
         assert error < RELATIVE_ERROR, f"{name}: relative error {error:.2e}"
 
 
 @pytest.mark.parametrize("short", [0, 512])
 @pytest.mark.parametrize("responses", [(3, 1, 7), (2, 60, 1)])
-def test_a_shared_prompt_stands_once_with_the_gradients_of_all(monkeypatch, responses, short):
+def test_a_shared_prompt_is_packed_once_with_the_gradients_of_all(monkeypatch, responses, short):
     monkeypatch.setattr(packed_attention, "SHORT", short)
     prompt, lengths = 9, [9 + r for r in responses]
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""``--train-backend`` names exactly the backends there are."""
+"""``--train-backend`` offers exactly the existing backends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_the_flag_offers_the_backends_of_the_table() -> None:
     assert set(get_args(get_type_hints(TrainingArguments)["train_backend"])) == set(BACKENDS)
 
 
-def test_a_name_that_is_not_in_the_table_builds_nothing() -> None:
+def test_an_unknown_backend_is_refused() -> None:
     settings = Settings(training=TrainingArguments(train_backend="another"))  # type: ignore[arg-type]
     with pytest.raises(KeyError):
         build_backend(settings, torch.device("cpu"), total_steps=1)

@@ -1,4 +1,4 @@
-"""The critic beside the policy: checkpoints of both, and iterations that only the critic learns from."""
+"""Policy and critic together: checkpoints of both, and iterations that train only the critic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _train(stage: Stage, backend: FsdpBackend, seed: int, trains_policy: bool = 
 
 
 def critic_learns_alone(stage: Stage) -> None:
-    """Weights, optimizer and schedule of the policy stay to the bit; the critic's loss falls on the same step."""
+    """The policy's weights, optimizer and schedule stay equal bit for bit; the critic's loss falls on the same step."""
     backend = make_backend(stage, loss=PPO, **RATES)
     before, critic_before = weights(backend), _critic_weights(backend)
     found = [_train(stage, backend, seed=1, trains_policy=False) for _ in range(6)]
@@ -45,7 +45,7 @@ def critic_learns_alone(stage: Stage) -> None:
 
 
 def critic_of_a_checkpoint_is_the_one_that_was_saved(stage: Stage) -> None:
-    """Both models and both optimizers: the steps after loading are, to the bit, those of the run that saved."""
+    """Both models and optimizers are restored: later steps equal those of the run that saved, bit for bit."""
     backend = make_backend(stage, loss=PPO, **RATES)
     _train(stage, backend, seed=1, trains_policy=False)
     _train(stage, backend, seed=2)
@@ -78,7 +78,7 @@ def checkpoint_without_a_critic_is_refused(stage: Stage) -> None:
 
 
 def saved_critic_survives_another_number_of_ranks(stage: Stage) -> None:
-    """What two ranks have saved, one reads."""
+    """One rank reads what two ranks saved."""
     backend = make_backend(stage, loss=PPO, **RATES)
     backend.load(stage.folder / "critic_2")
     assert backend.critic is not None and backend.critic.optimizer.steps_done == 2

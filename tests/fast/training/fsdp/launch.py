@@ -1,6 +1,6 @@
-"""Runs every check on 1 and 2 real ranks over gloo: ``python launch.py FOLDER``. Results: FOLDER/results.json.
+"""Run every check on 1 and 2 real ranks over gloo: ``python launch.py FOLDER`` writes FOLDER/results.json.
 
-The ranks are forked from one process that has imported everything, as importing costs far more than checking.
+The ranks are forked from one process that has imported everything, because importing takes much longer than a check.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from stage import Stage, save_models
 
-WORLDS = (2, 1)  # 2 before 1: one rank loads what two have saved
+WORLDS = (2, 1)  # 2 before 1: one rank loads what two saved
 DEADLINE = timedelta(seconds=60)
 CHECKS: dict[int, tuple[Callable[[Stage], None], ...]] = {
     1: state_checks.CHECKS + state_checks.AFTER_TWO_RANKS + critic_checks.CHECKS + critic_checks.AFTER_TWO_RANKS,
@@ -43,7 +43,7 @@ def _run_rank(stage: Stage) -> None:
 
 
 def _run_world(folder: Path, world: int) -> dict[str, str]:
-    """What failed on each check, empty where all ranks agree that it holds."""
+    """Return the failures of each check; empty if it passes on all ranks."""
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=_run_rank, args=(Stage(folder, rank, world),)) for rank in range(world)]
     for process in ranks:

@@ -1,4 +1,4 @@
-"""Tiny models, uneven batches, and a backend on this rank, for the checks."""
+"""Tiny models, uneven batches and a backend on this rank for the checks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EQUAL_REWARDS = 2  # the group whose samples have no advantage
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank of a world, and a folder with models that the ranks share."""
+    """One rank, the number of ranks, and the folder of models that the ranks share."""
 
     folder: Path
     rank: int
@@ -73,7 +73,7 @@ def make_backend(
 
 
 def make_batch(loss: LossArguments, masked: bool = False, seed: int = 0) -> TrainBatch:
-    """One step through the production converter; masks have holes, the first sample is masked in full."""
+    """Make one step with the production converter. Masks have holes, and the first sample is fully masked."""
     rng = np.random.default_rng(seed)
     prompt_groups, trajectory_id = [], 0
     for g, rollouts in enumerate(UNEVEN):
@@ -103,7 +103,7 @@ def _sample(
 
 
 def off_policy(batch: TrainBatch) -> TrainBatch:
-    """With old log-probs away from the current ones, so that the gradient is not that of ratio 1."""
+    """Return the batch with old log-probs that differ from the current ones, so that ratios differ from 1."""
     rng = np.random.default_rng(1)
     return replace(batch, old_log_probs=[rng.normal(-4, 0.4, n).astype(np.float32) for n in batch.response_lengths])
 
@@ -128,12 +128,12 @@ def weights(backend: FsdpBackend) -> dict[str, torch.Tensor]:
 
 
 def train(backend: FsdpBackend, shards: Sequence[TrainShard]) -> list[dict[str, Metric]]:
-    """The production step, on the loss of the backend's settings."""
+    """Run the production step with the loss of the backend's settings."""
     return Trainer(backend, backend.settings.loss, dist.get_world_size()).train(shards)
 
 
 def log_probs(backend: FsdpBackend, shard: TrainShard, reference: bool = False) -> list[np.ndarray]:
-    """By policy or reference, through the production code."""
+    """Return the log-probs of policy or reference, computed by the production code."""
     model = backend.reference if reference else backend.policy
     assert model is not None
     return scoring.log_probs(backend, model, shard)

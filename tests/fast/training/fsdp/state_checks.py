@@ -1,4 +1,4 @@
-"""The optimizer, the rollout's steps, and what is written to disk and read back."""
+"""The optimizer, the steps of an iteration, exports and checkpoints."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ TOTAL_STEPS = 10
 
 
 def accumulate(backend: FsdpBackend, shard: TrainShard) -> None:
-    """Accumulate the gradient of a step; the optimizer is not called."""
+    """Accumulate the gradient of a step without calling the optimizer."""
     policy = Trainer(backend, backend.settings.loss, dist.get_world_size()).policy
     policy.model.forward_backward(shard, policy.loss_function)
 
 
 def optimizer_is_adamw_with_clipping(stage: Stage) -> None:
-    """Three steps against torch.optim.AdamW and clip_grad_norm_ on whole tensors in one process."""
+    """Compare three steps with torch.optim.AdamW and clip_grad_norm_ on whole tensors in one process."""
     backend = make_backend(stage, total_steps=TOTAL_STEPS, **ADAM)
     plain = {n: torch.nn.Parameter(w) for n, w in weights(backend).items()}
     adam = torch.optim.AdamW(
@@ -83,7 +83,7 @@ def optimizer_is_adamw_with_clipping(stage: Stage) -> None:
 
 
 def step_without_loss_tokens_is_skipped(stage: Stage) -> None:
-    """T = 0: weights and schedule stay; the step that follows is the first."""
+    """With T = 0, weights and schedule stay, and the next step is the first."""
     backend = make_backend(stage, total_steps=TOTAL_STEPS, **ADAM)
     before = weights(backend)
     empty = make_batch(PLAIN, masked=True)
@@ -137,8 +137,8 @@ def later_steps_use_log_probs_of_the_start(stage: Stage) -> None:
     np.testing.assert_allclose([m["train/lr"].value for m in metrics], [1e-2, 9e-3, 8e-3])
 
 
-def reference_stays_where_it_began(stage: Stage) -> None:
-    """The reference model's log-probs are those of the start after the policy has moved; then the KL is not 0."""
+def reference_keeps_its_first_weights(stage: Stage) -> None:
+    """The reference keeps the log-probs of the start after the policy has moved, so the KL is not 0 then."""
     backend = make_backend(stage, total_steps=TOTAL_STEPS, **ADAM)
     loss = LossArguments(use_kl_loss=True, kl_loss_coef=0.1)
     backend.settings = replace(backend.settings, loss=loss)
@@ -151,13 +151,13 @@ def reference_stays_where_it_began(stage: Stage) -> None:
         train(backend, [shard])[0]["train/kl_loss"].value,
         train(backend, [shard])[0]["train/kl_loss"].value,
     ]
-    assert abs(kl[0]) < tolerance and abs(kl[1]) > 1e-4  # k1: the mean of log-probs' differences
+    assert abs(kl[0]) < tolerance and abs(kl[1]) > 1e-4  # k1: the mean difference of log-probs
     for found, wanted in zip(log_probs(backend, shard, reference=True), start, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance)
 
 
 def log_probs_come_back_in_the_order_of_the_shard(stage: Stage) -> None:
-    """However samples are packed, each gets its own: those of the sample alone in a forward pass of transformers."""
+    """Packed samples get the log-probs that transformers computes for each sample alone."""
     batch = make_batch(PLAIN)
     shard = shard_of(stage, batch, BUDGET, [i % 3 != 0 for i in range(len(batch))])
     model = _plain(stage, torch.float64)
@@ -171,7 +171,7 @@ def log_probs_come_back_in_the_order_of_the_shard(stage: Stage) -> None:
 
 
 def export_is_read_by_transformers(stage: Stage) -> None:
-    """The exported folder gives the logits of the trained weights, tied and untied; chunks carry every weight once."""
+    """An exported folder gives the logits of the trained weights, tied and untied. Chunks have every weight once."""
     ids = torch.arange(10)[None]
     for name in ("tied", "untied"):
         backend = make_backend(stage, name, **ADAM)
@@ -211,7 +211,7 @@ def _adam_state(backend: FsdpBackend) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def save_checkpoint(stage: Stage) -> None:
-    """Two ranks train and save; beside it go the whole tensors that the loader is to find."""
+    """Train and save on two ranks; also save the whole tensors that the loader must find."""
     backend = make_backend(stage, **ADAM)
     _train_two_steps(stage, backend)
     folder = stage.folder / "checkpoint"
@@ -226,7 +226,7 @@ def save_checkpoint(stage: Stage) -> None:
 
 
 def checkpoint_survives_another_number_of_ranks(stage: Stage) -> None:
-    """Weights, Adam's moments and the schedule are equal, and so is what training makes of them."""
+    """Weights, Adam's moments and the schedule are equal, and so is the next training step."""
     wanted = torch.load(stage.folder / "wanted.pt")
     backend = make_backend(stage, **ADAM)
     assert backend.load(stage.folder / "checkpoint") == {"rollout": 2}
@@ -244,7 +244,7 @@ def checkpoint_survives_another_number_of_ranks(stage: Stage) -> None:
 
 
 def saving_before_the_first_step_changes_nothing(stage: Stage) -> None:
-    """Nor does continuing from such a checkpoint: Adam has not stepped, though PyTorch makes its state to save it."""
+    """Continuing from such a checkpoint changes nothing either, though PyTorch creates Adam's state to save it."""
     plain, saving, resumed = (make_backend(stage, **ADAM) for _ in range(3))
     folder = stage.folder / "before"
     folder.mkdir(exist_ok=True)
@@ -258,7 +258,7 @@ def saving_before_the_first_step_changes_nothing(stage: Stage) -> None:
         assert all(torch.equal(found[n], w) for n, w in weights(plain).items())
 
 
-def checkpoint_without_optimizer_starts_anew(stage: Stage) -> None:
+def checkpoint_without_optimizer_starts_from_zero(stage: Stage) -> None:
     wanted = torch.load(stage.folder / "wanted.pt")["weights"]
     backend = make_backend(stage, **ADAM)
     seed = torch.get_rng_state()
@@ -279,7 +279,7 @@ def reference_comes_from_a_checkpoint(stage: Stage) -> None:
     settings = replace(trained.settings, model=model, loss=replace(PLAIN, use_kl_loss=True))
     backend = FsdpBackend(settings, CPU, TOTAL_STEPS)
     found, policy = log_probs(backend, shard, reference=True), log_probs(backend, shard)
-    plain = _plain(stage)  # whose logits are about as large when trained
+    plain = _plain(stage)  # its logits are about as large after training
     tolerance = log_prob_error(plain, shard.batch.tokens, TEMPERATURE)
     assert all(abs(found[i] - column).max() < tolerance for i, column in enumerate(expected))
     assert max(abs(found[i] - policy[i]).max() for i in range(len(found))) > 1e-3
@@ -316,7 +316,7 @@ CHECKS = (
     step_without_loss_tokens_is_skipped,
     non_finite_gradient_leaves_the_weights,
     later_steps_use_log_probs_of_the_start,
-    reference_stays_where_it_began,
+    reference_keeps_its_first_weights,
     log_probs_come_back_in_the_order_of_the_shard,
     export_is_read_by_transformers,
     random_state_comes_back,
@@ -326,7 +326,7 @@ CHECKS = (
 ON_TWO_RANKS = (save_checkpoint,)
 AFTER_TWO_RANKS = (
     checkpoint_survives_another_number_of_ranks,
-    checkpoint_without_optimizer_starts_anew,
+    checkpoint_without_optimizer_starts_from_zero,
     reference_comes_from_a_checkpoint,
     checkpoint_of_another_backend_is_refused,
 )

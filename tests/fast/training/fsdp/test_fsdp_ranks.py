@@ -1,7 +1,7 @@
 """The FSDP backend in real processes over gloo; the checks are in state_checks.py and critic_checks.py.
 
-tests/fast/conformance checks what a step computes. Each check is a test for each number of ranks, by its name.
-All of them run once, in one process tree (launch.py).
+tests/fast/conformance checks what a step computes. Each check is one test per number of ranks, with the check's name.
+All checks run once, in one process tree (launch.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = HERE.parents[3]
 
 
 def _names(file: str, *tuples: str) -> list[str]:
-    """The checks that the constants ``tuples`` of ``file`` list, without importing it."""
+    """Return the checks listed in the constants ``tuples`` of ``file``, without importing it."""
     found = []
     for node in ast.parse((HERE / file).read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in tuples:

@@ -1,7 +1,7 @@
-"""The losses inside the model against their oracle, under both of Megatron's contracts, on one layout.
+"""Compare the losses inside the model with their oracle, under both of Megatron's contracts, on one layout.
 
-Each case runs twice: with the policy loss, and without any advantage. Then the gradient is that of the auxiliary loss
-alone, and an error in it cannot hide behind a larger one.
+Each case runs twice: with the policy loss, and without any advantage. Without advantages the gradient is that of the
+auxiliary loss alone, so a larger gradient cannot hide an error in it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from miles.train_batch import TrainBatch
 
 MTP = dict(mtp_num_layers=HEADS, enable_mtp_training=True, mtp_loss_scaling_factor=0.7)
 ROUTED = dict(moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.05)
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # the model, and what is trained beside the policy loss
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # the model, and losses besides the policy loss
     "policy": ("untied", {}),  # nothing else
     "aux_loss": ("qwen3_moe", ROUTED),
     "seq_aux_loss": ("qwen3_moe", dict(moe_aux_loss_coeff=0.3, moe_router_load_balancing_type="seq_aux_loss")),

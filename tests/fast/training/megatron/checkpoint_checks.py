@@ -47,7 +47,7 @@ LAYOUTS |= {
     "bf16, dp2": Layout(2, ONE, training=BF16),
     "bf16, dp2, distributed optimizer": Layout(2, SHARDED, training=BF16),
 }
-# The vocabulary does not divide by the tensor-parallel ranks: the embedding is filled up.
+# The vocabulary does not divide by the tensor-parallel ranks, so the embedding is padded.
 MODELS["odd"] = copy.deepcopy(MODELS["untied"])
 MODELS["odd"].vocab_size = 65
 
@@ -98,9 +98,9 @@ def saves(stand: Stand) -> None:
         root = change.root(stand.folder)
         _save(stand, backend, root, 2)
         dist.barrier()
-        _ranks_write_what_they_have(stand, root / "iter_0000002")
+        _each_rank_writes_its_part(stand, root / "iter_0000002")
         if change is CHANGES[0]:
-            _who_could_not_write_is_named(stand, backend, change.root(stand.folder) / "full")
+            _rank_that_could_not_write_is_named(stand, backend, change.root(stand.folder) / "full")
         wanted: dict[str, Any] = {"weights": weights(backend), "random": torch.rand(3)}
         wanted["metrics"] = values(_train(backend, _batch()))
         wanted["later"] = weights(backend)
@@ -108,14 +108,14 @@ def saves(stand: Stand) -> None:
             torch.save(wanted, root / "wanted.pt")
 
 
-def _ranks_write_what_they_have(stand: Stand, folder: Path) -> None:
+def _each_rank_writes_its_part(stand: Stand, folder: Path) -> None:
     """With a distributed optimizer each rank holds a part of every state and writes that part."""
     sizes = [file.stat().st_size for file in folder.glob("*.distcp")]
     if "distributed optimizer" in stand.name:
         assert len(sizes) == stand.layout.ranks and max(sizes) < 1.5 * sum(sizes) / len(sizes), sizes
 
 
-def _who_could_not_write_is_named(stand: Stand, backend: MegatronBackend, folder: Path) -> None:
+def _rank_that_could_not_write_is_named(stand: Stand, backend: MegatronBackend, folder: Path) -> None:
     """The last rank may write 1000 bytes per file; the error reaches every rank."""
     last = stand.layout.ranks - 1
     folder.mkdir(exist_ok=True)
@@ -176,7 +176,7 @@ def next_step_is_the_same(stand: Stand) -> None:
             torch.testing.assert_close(later[name], weight, rtol=10 * close, atol=close, msg=f"{label}: {name}")
 
 
-def without_optimizer_it_starts_anew(stand: Stand) -> None:
+def without_optimizer_it_starts_from_zero(stand: Stand) -> None:
     for change, folder, wanted in _of(stand):
         backend = _backend(stand, change.model)
         state = torch.get_rng_state()
@@ -186,7 +186,7 @@ def without_optimizer_it_starts_anew(stand: Stand) -> None:
         found = weights(backend)
         assert all(torch.equal(found[n].bfloat16(), w.bfloat16()) for n, w in wanted["weights"].items())
         assert _train(backend, _batch())["train/lr"].value == ADAM["lr"]
-        return  # one is enough of each layout
+        return  # one per layout is enough
 
 
 def reference_comes_from_a_checkpoint(stand: Stand) -> None:
@@ -204,7 +204,7 @@ def reference_comes_from_a_checkpoint(stand: Stand) -> None:
         assert at(folder) == at(folder.parent) == folder
         backend = MegatronBackend(settings, CPU, 10)
         found, policy = log_probs(backend, shard, reference=True), log_probs(backend, shard)
-        plain = plain_model(stand.folder, change.model, torch.float32)  # whose logits are about as large when trained
+        plain = plain_model(stand.folder, change.model, torch.float32)  # its logits are about as large after training
         tolerance = log_prob_error(plain, shard.batch.tokens, TEMPERATURE)
         for i, column in enumerate(expected):
             assert abs(found[i] - column).max() < tolerance
@@ -227,7 +227,7 @@ def checkpoint_of_another_backend_is_refused(stand: Stand) -> None:
         return
 
 
-def what_cannot_be_written_is_told_at_the_start(stand: Stand) -> None:
+def what_cannot_be_written_is_refused_at_the_start(stand: Stand) -> None:
     """Refused: a parameter without a name in the checkpoint, and a part of a tensor that no rank has."""
     backend = _backend(stand, "untied")
     described = backend.policy.stage.sharded_state_dict
@@ -290,10 +290,10 @@ def last_checkpoint_is_whole(stand: Stand) -> None:
 
 
 FURTHER = (
-    without_optimizer_it_starts_anew,
+    without_optimizer_it_starts_from_zero,
     reference_comes_from_a_checkpoint,
     checkpoint_of_another_backend_is_refused,
-    what_cannot_be_written_is_told_at_the_start,
+    what_cannot_be_written_is_refused_at_the_start,
 )
 SAVING = {change.before: (saves,) for change in CHANGES}
 RESUMING = {

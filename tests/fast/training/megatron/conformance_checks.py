@@ -1,4 +1,4 @@
-"""Every mode under both of Megatron's contracts against the oracle of tests/fast/conformance, on one layout."""
+"""Compare every mode, under both of Megatron's contracts, with the oracle of tests/fast/conformance on one layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONTRACTS = {"averages": LossArguments(), "counts tokens": loss_of("token_mean")
 
 @dataclass(frozen=True)
 class Expected:
-    """A case, and what the oracle says of it. Computed once, before the ranks are forked."""
+    """A case and the oracle's results for it. Computed once, before the ranks are forked."""
 
     case: Case
     gradients: dict[str, torch.Tensor]
@@ -36,12 +36,12 @@ class Expected:
 
 
 def expectations(folder: Path) -> dict[str, list[Expected]]:
-    """Of all models that layouts name."""
+    """Compute them for all models that layouts name."""
     return expectations_of(folder, sorted({name for layout in LAYOUTS.values() for name in layout.models}))
 
 
 def expectations_of(folder: Path, models: list[str]) -> dict[str, list[Expected]]:
-    """By model. In the on-policy cases a group has equal rewards: its samples are scored and not trained on."""
+    """Compute them by model. In on-policy cases one group has equal rewards: its samples are scored, not trained on."""
     found: dict[str, list[Expected]] = {}
     for name in models:
         oracle = plain_model(folder, name, torch.float64).train()
@@ -56,7 +56,7 @@ def expectations_of(folder: Path, models: list[str]) -> dict[str, list[Expected]
 
 
 def by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers keeps the experts of a layer in one parameter; a checkpoint has them one by one."""
+    """Split the experts of a layer, which transformers keeps in one parameter, as a checkpoint does."""
     found: dict[str, torch.Tensor] = {}
     for name, gradient in gradients.items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -71,7 +71,7 @@ def by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class RecordedOptimizer:
-    """An optimizer that takes down ``gradients()`` before it steps. It has no ``skip``: no step here is to be one."""
+    """An optimizer that records ``gradients()`` before it steps. It has no ``skip``, as no step here may be skipped."""
 
     def __init__(self, optimizer: Any, gradients: Callable[[], dict[str, torch.Tensor]]) -> None:
         self.optimizer = optimizer
@@ -90,7 +90,7 @@ class Result:
 
 
 def conforms(stand: Stand, model: str, contract: str, expected: list[Expected], mode: str = "raw") -> str:
-    """What differs from the oracle, in words; empty where nothing does."""
+    """Return the differences from the oracle, in words; empty if there are none."""
     auxiliary = {"megatron_to_hf_mode": mode}
     backend = make_backend(stand, model, CONTRACTS[contract], auxiliary=auxiliary, lr=0.0, weight_decay=0.0)
     found = []
@@ -114,8 +114,8 @@ def _run(backend: Any, case: Case) -> Result:
 
 
 def run_step(backend: Any, case: Case, batch: TrainBatch) -> Result:
-    """One step through the production path, whose optimizer is to leave the weights alone."""
-    # The canary is to see every token; elsewhere samples without an advantage are scored and not trained on.
+    """Run one production step. The optimizer must leave the weights unchanged."""
+    # The canary must see every token. Without it, samples without an advantage are scored and not trained on.
     only_policy = not backend.settings.megatron.has_auxiliary_loss
     has_gradient = build_objective(case.loss).samples_with_gradient(batch.rewards) if only_policy else None
     shard: TrainShard = shard_of(backend, batch, has_gradient, watch_mass=case.off_policy)
@@ -127,7 +127,7 @@ def run_step(backend: Any, case: Case, batch: TrainBatch) -> Result:
 
 
 def reported(trainer: Trainer, shard: TrainShard) -> dict[str, float]:
-    """The metrics of the step, which all ranks must agree on."""
+    """Train one step and return its metrics, on which all ranks must agree."""
     (metrics,) = trainer.train([shard])
     found = {n.removeprefix("train/"): v for n, v in values(metrics).items() if "time/" not in n}
     everywhere: list[Any] = [None] * dist.get_world_size()
@@ -137,7 +137,7 @@ def reported(trainer: Trainer, shard: TrainShard) -> dict[str, float]:
 
 
 def batch_of(case: Case) -> TrainBatch:
-    """The step as the rollout side makes it, with the scores of the case."""
+    """Return the step as the rollout side makes it, with the scores of the case."""
     rows = rows_of(case)
     (batch,) = convert(
         groups_of(case, rows), loss=case.loss, global_batch_size=len({r.sample.trajectory_id for r in rows})
@@ -146,7 +146,7 @@ def batch_of(case: Case) -> TrainBatch:
 
 
 def _scored(batch: TrainBatch, rows: list[Row], case: Case) -> TrainBatch:
-    """``batch`` with the old and reference log-probs of the case, found by each sample's tokens."""
+    """Return ``batch`` with the case's old and reference log-probs, matched by the tokens of each sample."""
     place = {(row.sample.trajectory_id, tuple(row.sample.tokens)): row.place for row in rows}
     places = [place[r, tuple(t.tolist())] for r, t in zip(batch.trajectory_ids, batch.tokens, strict=True)]
     old, ref = (

@@ -1,4 +1,4 @@
-"""The critic beside the policy on Megatron, against the oracle of tests/fast/conformance."""
+"""Compare policy and critic on Megatron with the oracle of tests/fast/conformance."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def checks_of(name: str, expected: Expectations) -> dict[str, Callable[[Stand], 
     if name in ("one", "tp2 with sp", "pp2"):
         found["critic learns alone"] = critic_learns_alone
     if name == "tp2 with sp":
-        found["critic stays where the policy fails"] = critic_stays_where_the_policy_fails
+        found["critic stays if the policy fails"] = critic_stays_if_the_policy_fails
     if name in ("dp2, distributed optimizer", "tp2", "pp2"):
         found["critic comes back from a checkpoint"] = critic_comes_back
     return found
@@ -170,7 +170,7 @@ def critic_learns_alone(stand: Stand) -> None:
     assert "train/pg_loss" not in found[0] and found[-1]["train/value_loss"] < 0.9 * found[0]["train/value_loss"]
 
 
-def critic_stays_where_the_policy_fails(stand: Stand) -> None:
+def critic_stays_if_the_policy_fails(stand: Stand) -> None:
     """An unexpected loss mass ends the step before either optimizer updates."""
     loss = LossArguments(advantage_estimator="ppo", lambd=0.9)
     backend = make_backend(stand, "untied", loss, lr=1e-2)

@@ -1,4 +1,4 @@
-"""Faults seeded into the Megatron backend, each of which the comparison with the oracle must find."""
+"""Faults seeded into the Megatron backend. The comparison with the oracle must find each of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from layouts import Stand
 from miles.training.megatron.loss_scaling import PerTokenScaling
 
 Call = Callable[..., Any]
-CONTRACT = "counts tokens"  # under which Megatron divides gradients by the tokens that are reported to it
-LAYOUTS = ("one", "cp2")  # several micro-batches on a rank, and a sample shared by ranks
+CONTRACT = "counts tokens"  # Megatron then divides gradients by the tokens that are reported to it
+LAYOUTS = ("one", "cp2")  # several micro-batches on a rank; a sample shared by ranks
 
 
 def _never_counted(call: Call) -> Call:
@@ -42,7 +42,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Call], Call]]] = {
 
 
 def fault_is_found(stand: Stand, fault: str, expected: list[Expected]) -> str:
-    """The case conforms without the fault, and not with it."""
+    """The case conforms without the fault and fails with it."""
     owner, name, wrap = FAULTS[fault]
     assert conforms(stand, "untied", CONTRACT, expected) == "", "without the fault the case conforms"
     with patch.object(owner, name, wrap(getattr(owner, name))):
@@ -51,7 +51,7 @@ def fault_is_found(stand: Stand, fault: str, expected: list[Expected]) -> str:
 
 
 def checks_of(name: str, expected: dict[str, list[Expected]]) -> dict[str, Callable[[Stand], str]]:
-    """Those of the layout ``name``, on the cases that have samples to be scored only."""
+    """Return the checks of the layout ``name``, on the cases with samples that are only scored."""
     if name not in LAYOUTS:
         return {}
     scored = [each for each in expected["untied"] if each.case.equal_rewards]

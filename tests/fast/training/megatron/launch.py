@@ -1,7 +1,7 @@
-"""Runs the checks of every layout on real ranks over gloo: ``python launch.py FOLDER [LAYOUT...]``.
+"""Run the checks of every layout on real ranks over gloo: ``python launch.py FOLDER [LAYOUT...]``.
 
-Results: FOLDER/results.json, what failed by layout and check; FOLDER/measured.json, the distances from the oracle. The
-ranks are forked from one process that has imported everything and asked the oracle, as both cost far more than the
+FOLDER/results.json gets the failures by layout and check, FOLDER/measured.json the distances from the oracle. The ranks
+are forked from one process that has imported everything and computed the oracle, because both take much longer than the
 checks.
 """
 
@@ -42,7 +42,7 @@ def checks_of(
     of_critic: critic_checks.Expectations,
     auxiliary: auxiliary_checks.Oracle,
 ) -> dict[str, Check]:
-    """Every check of the layout ``name``: each raises, or returns what is wrong."""
+    """Return every check of the layout ``name``. A check raises, or returns what is wrong."""
     found: dict[str, Check] = {check.__name__: check for check in state_checks.OF_LAYOUT.get(name, ())}
     for model in LAYOUTS[name].models:
         for contract in conformance_checks.CONTRACTS:
@@ -75,7 +75,7 @@ def _run_rank(stand: Stand, checks: dict[str, Check]) -> None:
 def run_layout(
     folder: Path, name: str, checks: dict[str, Check], together: Callable[[list[str]], str] = "".join
 ) -> dict[str, str]:
-    """What failed of each check, empty where all ranks agree that it holds: the ranks' words, put ``together``."""
+    """Return the failures of each check, empty if all ranks pass: the ranks' messages, combined by ``together``."""
     for leftover in (*folder.glob(f"{name} ?.json"), folder / f"store of {name}"):
         leftover.unlink(missing_ok=True)  # the layout may have run before
     fork = multiprocessing.get_context("fork")

@@ -1,4 +1,4 @@
-"""Runs checkpoint_checks.py on real ranks over gloo: ``python launch_checkpoints.py FOLDER``; see launch.py."""
+"""Run checkpoint_checks.py on real ranks over gloo: ``python launch_checkpoints.py FOLDER``; see launch.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import launch  # prepares the process for Megatron, which is imported from here on
+import launch  # prepares the process for Megatron, which the next imports load
 
 # isort: split
 import checkpoint_checks

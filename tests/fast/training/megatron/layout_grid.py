@@ -34,13 +34,13 @@ EXPERTS = DENSE | dict(model_type="qwen3_moe", num_experts=4, num_experts_per_to
 
 @dataclass(frozen=True)
 class Kind:
-    """What is trained: a column of the table."""
+    """A column of the table: a model and its losses."""
 
     title: str
     config: str  # dense or experts
     flags: str = ""
     expert_parallel: int = 1
-    cut_experts: bool = False  # over tensor parallel as well, under which experts that are shared are whole otherwise
+    cut_experts: bool = False  # also split experts over tensor parallelism; otherwise each is whole on one rank
 
 
 MTP_FLAGS = "--mtp-num-layers 2 --enable-mtp-training"

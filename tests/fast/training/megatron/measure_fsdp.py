@@ -1,4 +1,4 @@
-"""Distances from the oracle of rows of layout_grid.py on the fsdp backend: ``python measure_fsdp.py FOLDER ROW...``.
+"""Measure distances from the oracle for rows of layout_grid.py on FSDP: ``python measure_fsdp.py FOLDER ROW...``.
 
 FOLDER/distances.json has one number per column.
 """

@@ -1,4 +1,4 @@
-"""Distances from the oracle of layout_grid.py's rows on Megatron: ``python measure_megatron.py FOLDER ROW...``.
+"""Measure distances from the oracle for rows of layout_grid.py on Megatron: ``measure_megatron.py FOLDER ROW...``.
 
 FOLDER/distances.json has one number per column, null if the layout is refused.
 """
@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import launch  # first: it makes Megatron run on CPU
+import launch  # first: it lets Megatron run on CPU
 from auxiliary_checks import KINDS as AUXILIARY
 from auxiliary_checks import Oracle, checked_steps, save_models
 from cases import FIXED, PADDED, context, dynamic

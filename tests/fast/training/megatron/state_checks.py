@@ -42,14 +42,14 @@ def _train(backend: MegatronBackend, batch: TrainBatch) -> dict[str, Any]:
 
 
 def log_probs(backend: MegatronBackend, shard: TrainShard, reference: bool = False) -> list[np.ndarray]:
-    """By policy or reference, through the production code."""
+    """Return the log-probs of policy or reference, computed by the production code."""
     model = backend.reference if reference else backend.policy
     assert model is not None
     return scoring.log_probs(backend, model, shard)
 
 
 def log_probs_equal_transformers(stand: Stand, models: Sequence[str] | None = None, mode: str = "raw") -> None:
-    """Log-probs of every kind of model: fp32, in the order of the shard, on every rank."""
+    """Compare log-probs of every kind of model: fp32, in the order of the shard, on every rank."""
     batch = _batch()
     for model in models or models_of(stand):
         backend = make_backend(stand, model, PLAIN, auxiliary={"megatron_to_hf_mode": mode})
@@ -86,12 +86,12 @@ def weights_come_back_exactly(stand: Stand, models: Sequence[str] | None = None,
             assert torch.equal(exported(ids).logits, plain(ids).logits)
 
 
-# The large epsilon keeps Adam from making full steps of gradients that are nothing but rounding.
+# The large epsilon keeps Adam from taking full steps on gradients that are only rounding errors.
 ADAM: dict[str, Any] = dict(lr=1e-2, lr_decay_style="linear", weight_decay=0.1, clip_grad=0.05, adam_eps=1e-3)
 
 
 def optimizer_is_adamw_with_clipping(stand: Stand) -> None:
-    """Three steps against torch.optim.AdamW and clip_grad_norm_ on the oracle's gradients, in one process."""
+    """Compare three steps with torch.optim.AdamW and clip_grad_norm_ on the oracle's gradients, in one process."""
     backend = make_backend(stand, "tied", PLAIN, **ADAM)
     plain = plain_model(stand.folder, "tied", torch.float64).train()
     decayed = [p for p in plain.parameters() if p.ndim >= 2]
@@ -133,7 +133,7 @@ def non_finite_gradient_leaves_the_weights(stand: Stand) -> None:
     if stand.rank == 0:
         backend.policy.distributed.buffers[0].grad_data[0] = (
             math.nan
-        )  # as a micro-batch leaves it; the ranks' sum comes after
+        )  # as after a micro-batch, before the sum over ranks
     policy = Trainer(backend, backend.settings.loss, backend.settings.dims.token_ranks).policy
     policy.model.forward_backward(shard_of(backend, _batch()), policy.loss_function)
     message = ""
@@ -146,20 +146,20 @@ def non_finite_gradient_leaves_the_weights(stand: Stand) -> None:
     assert all(torch.equal(before[n], after[n]) for n in before)
 
 
-def reference_stays_where_it_began(stand: Stand) -> None:
+def reference_keeps_its_first_weights(stand: Stand) -> None:
     loss = replace(PLAIN, use_kl_loss=True, kl_loss_coef=0.1)
     backend = make_backend(stand, "untied", loss, **ADAM)
     shard = shard_of(backend, _batch())
     start = log_probs(backend, shard)
     tolerance = log_prob_error(plain_model(stand.folder, "untied", torch.float32), shard.batch.tokens, TEMPERATURE)
     kl = [_train(backend, _batch())["train/kl_loss"].value for _ in range(2)]
-    assert abs(kl[0]) < tolerance and abs(kl[1]) > 1e-4  # k1: the mean of log-probs' differences
+    assert abs(kl[0]) < tolerance and abs(kl[1]) > 1e-4  # k1: the mean difference of log-probs
     for found, expected in zip(log_probs(backend, shard, reference=True), start, strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
 
 
 def reference_is_rotated_by_its_own_config(stand: Stand) -> None:
-    """A reference with the policy's shapes and an extended context."""
+    """Test a reference with the policy's shapes and an extended context."""
     policy = make_backend(stand, "untied", PLAIN)
     shard = shard_of(policy, _batch())
     model = replace(policy.settings.model, ref_load=stand.model("llama3_rope"))
@@ -174,7 +174,7 @@ CHECKS = (
     optimizer_is_adamw_with_clipping,
     step_without_loss_tokens_is_skipped,
     non_finite_gradient_leaves_the_weights,
-    reference_stays_where_it_began,
+    reference_keeps_its_first_weights,
 )
 CONVERSION = (log_probs_equal_transformers, weights_come_back_exactly)
 OF_LAYOUT = {

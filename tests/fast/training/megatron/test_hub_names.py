@@ -1,4 +1,4 @@
-"""A checkpoint named as on the hub, from the hub's cache: its weights and its generation config are read."""
+"""A checkpoint given by its hub name is read from the hub's cache, with its generation config."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def _in_cache(cache: Path, name: str) -> Path:
     return folder
 
 
-def test_a_name_has_its_generation_config(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+def test_a_hub_name_has_its_generation_config(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (_in_cache(tmp_path, "somebody/says") / "generation_config.json").write_text(TEXT)

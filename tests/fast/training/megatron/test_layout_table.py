@@ -40,7 +40,7 @@ def test_every_layout_is_measured_or_refused(page, folder):
                 assert float(cell) <= RELATIVE_ERROR, f"{row_name(split)}: {cell}"
 
 
-def test_the_page_is_what_the_command_writes(page, folder):
+def test_the_page_equals_the_output_of_the_command(page, folder):
     """Except for the numbers: rows, reasons and other refusals, in the validator's own words."""
     assert page.count(BEGIN) == page.count(END) == 1
     assert replaced(page, Page(folder).section(cells_of(page))) == page

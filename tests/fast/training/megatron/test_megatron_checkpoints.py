@@ -12,7 +12,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
-WRITTEN = 9  # layouts that write; checkpoint_checks.CHANGES
+WRITTEN = 9  # layouts that write, in checkpoint_checks.CHANGES
 READ = 11
 
 
@@ -40,12 +40,12 @@ def _failures(results: dict[str, dict[str, str]], ending: str, count: int) -> st
 
 
 @pytest.mark.timeout(300)
-def test_every_layout_writes(results: dict[str, dict[str, str]]) -> None:
+def test_every_layout_saves(results: dict[str, dict[str, str]]) -> None:
     assert not _failures(results, ": saved", WRITTEN)
 
 
 @pytest.mark.timeout(300)
-def test_every_layout_goes_on_from_the_others(results: dict[str, dict[str, str]]) -> None:
+def test_every_layout_resumes_from_the_others(results: dict[str, dict[str, str]]) -> None:
     assert not _failures(results, ": resumed", READ)
 
 

@@ -48,7 +48,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["seq_aux_loss", "mtp", "mtp and seq_aux_loss"])
-def test_losses_inside_the_model_have_one_gradient(results: Results, kind: str) -> None:
+def test_losses_inside_the_model_have_the_same_gradient_in_every_layout(results: Results, kind: str) -> None:
     """Without other losses, the gradient's norm is the same with the per-token flag on and off, in every layout.
 
     Megatron 0.16.1 by itself has 0.0815, 0.1556, 0.0778 and 10.43 in such a table.

@@ -1,4 +1,4 @@
-"""The tokens ahead for multi-token prediction are aligned with those of the micro-batch, also of an empty one."""
+"""The next tokens for multi-token prediction are aligned with those of the micro-batch, even an empty one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def batch() -> TrainBatch:
-    """Two samples of a prompt of 4 tokens, with responses of 3 and 5."""
+    """Return two samples of a prompt of 4 tokens, with responses of 3 and 5."""
     prompt = Prompt("", (1, 2, 3, 4))
     samples = [
         Sample(
@@ -31,7 +31,9 @@ def batch() -> TrainBatch:
 
 @pytest.mark.parametrize("samples", [(), (0,), (0, 1)])
 @pytest.mark.parametrize("size, row_multiple", [(1, None), (2, None), (1, 4)])
-def test_beside_every_token(batch: TrainBatch, samples: tuple[int, ...], size: int, row_multiple: int | None) -> None:
+def test_next_tokens_align_with_every_token(
+    batch: TrainBatch, samples: tuple[int, ...], size: int, row_multiple: int | None
+) -> None:
     from miles.training.megatron.model.mtp import NextTokens
 
     for rank in range(size):

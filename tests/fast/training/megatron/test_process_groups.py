@@ -1,4 +1,4 @@
-"""ParallelDims against the process groups that Megatron creates, at every way to divide up to eight ranks."""
+"""Compare ParallelDims with the process groups that Megatron creates, for every division of up to eight ranks."""
 
 from __future__ import annotations
 

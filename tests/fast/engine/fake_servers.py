@@ -1,4 +1,4 @@
-"""Engines of stand-in servers: real processes that start at once and misbehave on demand (``stand_in_server``)."""
+"""Engines over fake servers: real processes that start at once and misbehave on demand (``fake_server``)."""
 
 import asyncio
 import os
@@ -22,8 +22,8 @@ QUICK = {"rollout_health_check_interval": 0.3, "rollout_health_check_timeout": 2
 WEIGHTS = [WeightChunk({"w": torch.zeros(3)})]
 
 
-class StandInServer:
-    """One stand-in process; ``miles.engine.host.Server``."""
+class FakeServer:
+    """One fake server in its own process; implements ``miles.engine.host.Server``."""
 
     def __init__(self, number, folder):
         self.name = f"engine {number}"
@@ -36,7 +36,7 @@ class StandInServer:
         port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"
         path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
-        self.process = ChildProcess("stand_in_server", [str(port)], {**os.environ, "PYTHONPATH": path}, self.log)
+        self.process = ChildProcess("fake_server", [str(port)], {**os.environ, "PYTHONPATH": path}, self.log)
         await asyncio.to_thread(self.process.wait_until, lambda: is_ready(self.url), 60)
         return self.url
 
@@ -52,7 +52,7 @@ class StandInServer:
             await http.post(f"{self.url}/misbehave", json={"fault": fault})
 
     async def seen(self):
-        """Counts of what the process of now has been asked: ``served``, ``checked``; and its control calls."""
+        """Return what the current process was asked: the counts ``served`` and ``checked``, and its control calls."""
         async with httpx.AsyncClient() as http:
             return (await http.get(f"{self.url}/seen")).json()
 
@@ -71,11 +71,11 @@ async def ask(engine, prompt):
 def run(folder, num_servers, scenario, updated=True, **flags):
     """Run ``scenario(engine, servers)`` on a started engine, after an update to weights of version 3.
 
-    As in a run, sglang-router is in front of two servers or more.
+    As in a run, two or more servers are behind sglang-router.
     """
 
     async def whole():
-        servers = [StandInServer(number, folder) for number in range(num_servers)]
+        servers = [FakeServer(number, folder) for number in range(num_servers)]
         router = Router((), "127.0.0.1", folder / "router.log", requests=1024) if num_servers > 1 else None
         engine = engine_of(servers, folder, router, **flags)
         try:
@@ -90,6 +90,6 @@ def run(folder, num_servers, scenario, updated=True, **flags):
 
 
 async def until(holds):
-    """Poll until ``holds()``; the scenario has a time limit of its own."""
+    """Poll until ``holds()``. The scenario has its own time limit."""
     while not holds():
         await asyncio.sleep(0.02)

@@ -1,7 +1,7 @@
-"""A process that answers as an SGLang server does, without a model: ``python -m stand_in_server PORT``.
+"""A process that answers like an SGLang server, without a model: ``python -m fake_server PORT``.
 
-It speaks the part of the protocol that ``SglangClient`` uses, starts in a fraction of a second, and misbehaves on
-demand (``POST /misbehave``), which the real one does not. A response to ``input_ids`` is the prompt reversed.
+It implements the part of the protocol that ``SglangClient`` uses, starts in a fraction of a second, and misbehaves on
+demand (``POST /misbehave``). The response to ``input_ids`` is the reversed prompt.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from aiohttp import web
 LATENCY_SECONDS = 0.02
 
 
-class StandIn:
+class FakeSglang:
     def __init__(self):
         self.version = "0"
         self.fault = None
@@ -24,7 +24,7 @@ class StandIn:
         get, post = web.get, web.post
         return [
             get("/ready", self.ok),
-            get("/health", self.ok),  # the router's
+            get("/health", self.ok),  # called by the router
             get("/health_generate", self.health),
             get("/model_info", self.model_info),
             get("/seen", self.seen),
@@ -67,7 +67,7 @@ class StandIn:
         if self.fault == "loses weights":
             self.version = "0"
         if self.fault == "foreign weights":
-            self.version = "default"  # SGLang's own name for those it has loaded itself
+            self.version = "default"  # SGLang's name for weights that it has loaded itself
         return web.json_response({})
 
     async def generate(self, request):
@@ -93,5 +93,5 @@ class StandIn:
 
 if __name__ == "__main__":
     app = web.Application()
-    app.add_routes(StandIn().routes())
+    app.add_routes(FakeSglang().routes())
     web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=None)

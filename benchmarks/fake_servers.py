@@ -1,7 +1,7 @@
-"""Stand-ins for SGLang servers: real sockets, SGLang's answers, scripted latencies, no model.
+"""Fake SGLang servers: real sockets, SGLang's answers, scripted latencies, no model.
 
-One process listens on a port for each engine and answers ``POST`` after a latency drawn from the request's seed. It
-reads no more of a request than that, so that it costs little and a benchmark measures its caller.
+One process listens on one port per engine and answers ``POST`` after a latency drawn from the request's seed. It reads
+nothing else of a request, so that it costs little and a benchmark measures its caller.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from multiprocessing.connection import Connection
 
 from miles.engine.sglang.processes import allow_open_files
 
-SIGMA = 0.5  # of the log of a latency: the slowest of 10,000 takes some six times the median
+SIGMA = 0.5  # std of the log of a latency: the slowest of 10,000 takes about six times the median
 SEED = re.compile(rb'"sampling_seed": ?(\d+)')
 LENGTH = re.compile(rb"content-length: ?(\d+)", re.IGNORECASE)
 
 
 def latency(seed: int, median_seconds: float) -> float:
-    """Log-normal, as response lengths roughly are."""
+    """Return a log-normal latency, the rough distribution of response lengths."""
     return median_seconds * math.exp(random.Random(seed).gauss(0.0, SIGMA))
 
 
 def answer_body(tokens: int) -> bytes:
-    """The same answer to everyone, serialized once."""
+    """Return the answer to every request, serialized."""
     meta = {
         "finish_reason": {"type": "stop", "matched": 7},
         "weight_version": "0",
@@ -38,7 +38,7 @@ def answer_body(tokens: int) -> bytes:
 
 
 class Connected(asyncio.Protocol):
-    """One connection: requests one after the other, each answered when its latency has passed."""
+    """One connection: answer one request after the other, each when its latency has passed."""
 
     def __init__(self, reply: bytes, median_seconds: float) -> None:
         self._reply = reply
@@ -81,7 +81,7 @@ def _main(pipe: Connection, engines: int, tokens: int, median_seconds: float, co
 def start(
     engines: int, tokens: int, median_seconds: float, connections: int
 ) -> tuple[multiprocessing.Process, list[str]]:
-    """The process of the stand-ins, which its caller terminates, and the address of each."""
+    """Start the servers; return their process, which the caller terminates, and the address of each."""
     ours, theirs = multiprocessing.Pipe()
     arguments = (theirs, engines, tokens, median_seconds, connections)
     process = multiprocessing.Process(target=_main, args=arguments, daemon=True)
