@@ -26,7 +26,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles.cluster.stop_requests import StopRequested, StopRequests
 from miles.metrics import Metric
 from miles.tracking.phase_timer import PhaseTimer
 from miles.tracking.tracker import Tracker
@@ -36,6 +35,7 @@ if TYPE_CHECKING:  # the loop itself needs no Ray
     from miles.arguments.cluster import Offload
     from miles.arguments.evaluation import EvaluationArguments
     from miles.cluster.rollout_actor import GeneratedIteration, RolloutDriver
+    from miles.cluster.stop_requests import StopRequests
     from miles.cluster.train_actor import TrainDriver
 
 Metrics = dict[str, Metric]
@@ -113,7 +113,7 @@ class TrainingLoop:
         """Wait for the samples of an iteration; a signal abandons them, and what was trained before is saved."""
         try:
             return self.rollout.generate(iteration)
-        except StopRequested:
+        except KeyboardInterrupt:
             self.save_before_stop(iteration)
             raise
 

@@ -14,24 +14,28 @@ import ray.exceptions
 
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.cluster.liveness import WorkerLost
-from miles.cluster.stop_requests import StopRequested
+from miles.cluster.stop_requests import StopRequests
 from miles.training.checkpoint_folder import newest
 
 
 @contextmanager
-def exit_with_message(checkpoint: CheckpointArguments) -> Iterator[None]:
+def exit_with_message(checkpoint: CheckpointArguments, stop: StopRequests) -> Iterator[None]:
     """Turn whatever ends a run into an exit status and a message that says why and how to resume.
 
     A ``ValueError``, from any process, is a mistake that the user can fix and is printed as one sentence. Any other
     error shows the traceback of the process that failed.
+
+    Args:
+        checkpoint: Where the run saves, for the words on how to resume.
+        stop: Knows which signal has stopped the run.
 
     Raises:
         SystemExit: With the status of the signal that stopped the run (stop_requests.py), else with 1.
     """
     try:
         yield
-    except StopRequested as stop:
-        who = "the user" if stop.number == signal.SIGINT else str(stop)
+    except KeyboardInterrupt:
+        who = "the user" if stop.number == signal.SIGINT else signal.Signals(stop.number).name
         print(f"stopped by {who}; {how_to_resume(checkpoint)}", file=sys.stderr)
         raise SystemExit(stop.exit_status) from None
     except BrokenPipeError:

@@ -23,17 +23,12 @@ from typing import Any
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class StopRequested(BaseException):
-    """A signal asked the run to stop. Not an ``Exception``: nothing on the way out may take it for a failure."""
+class StopRequested(KeyboardInterrupt):
+    """A signal asked the run to stop.
 
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
-    @property
-    def exit_status(self) -> int:
-        """The shell's convention for a process that a signal ended; 0 after the warning SIGUSR1."""
-        return 0 if self.number == signal.SIGUSR1 else 128 + self.number
+    Catch ``KeyboardInterrupt``: Ray raises a plain one instead of what a handler raised during its calls, and treats any
+    other exception there as an error. ``StopRequests.number`` is the signal.
+    """
 
 
 class StopRequests:
@@ -60,6 +55,16 @@ class StopRequests:
                 signal.signal(number, handler)
 
     @property
+    def number(self) -> int:
+        """The signal that asked the run to stop; SIGINT if none did."""
+        return signal.SIGINT if self._requested is None else self._requested
+
+    @property
+    def exit_status(self) -> int:
+        """The shell's convention for a process that a signal ended; 0 after the warning SIGUSR1."""
+        return 0 if self.number == signal.SIGUSR1 else 128 + self.number
+
+    @property
     def is_requested(self) -> bool:
         """Whether a signal asked the run to stop when what must be finished is finished."""
         return self._requested is not None
@@ -74,9 +79,8 @@ class StopRequests:
             self._must_finish = False
 
     def end_run(self) -> None:
-        """Raise ``StopRequested`` for the signal that was received."""
-        assert self._requested is not None
-        raise StopRequested(self._requested)
+        """Raise ``StopRequested``, after what had to be finished."""
+        raise StopRequested
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         again = self._requested in STOPS
@@ -84,7 +88,7 @@ class StopRequests:
         if again or not self._must_finish:
             if not again:
                 self._start_timer()  # a checkpoint may follow
-            raise StopRequested(number)
+            raise StopRequested
         self._start_timer()
         print(
             f"train.py: {signal.Signals(number).name}: finishing the iteration that is training, for up to "
@@ -102,5 +106,4 @@ class StopRequests:
         signal.setitimer(signal.ITIMER_REAL, self._seconds)
 
     def _time_out(self, number: int, frame: FrameType | None) -> None:
-        assert self._requested is not None, "the timer starts with a request"
-        raise StopRequested(self._requested)
+        raise StopRequested

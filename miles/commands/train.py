@@ -34,14 +34,14 @@ def main(argv: Sequence[str]) -> int:
 
     settings = validated.settings
     written = {"--output-dir": settings.tracking.output_dir, "--save": settings.checkpoint.save}
-    stop_requests = StopRequests(settings.cluster.stop_timeout)
-    with exit_with_message(settings.checkpoint), stop_requests.listening() as stop:
+    stop = StopRequests(settings.cluster.stop_timeout)
+    with exit_with_message(settings.checkpoint, stop), stop.listening():
         check_hooks(settings.loss)
         with locked_folders((flag, Path(folder)) for flag, folder in written.items() if folder is not None):
             for note in (*validated.notes, *check_load_folder(settings.checkpoint)):
                 print(f"note: {note}")
             checkpoint = own_save_folder(settings.checkpoint)
-            with exit_with_message(checkpoint):  # --start-over changes where to resume from
+            with exit_with_message(checkpoint, stop):  # --start-over changes where to resume from
                 run(replace(settings, checkpoint=checkpoint), stop)
     return 0
 

@@ -179,7 +179,8 @@ def ended(run, stop, **checkpoint):
     with pytest.raises(StopRequested) as stopped, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recorder, "__init__", lambda self, *a: (sides.append(self), original(self, *a))[1])
         run(stop=stop, **checkpoint)
-    return sides[0], stopped.value.exit_status
+    assert stopped.type is StopRequested
+    return sides[0], stop.exit_status
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])

@@ -23,14 +23,14 @@ def test_how_to_resume_follows_what_is_on_disk(tmp_path):
 
 
 def test_value_error_is_one_sentence(capsys):
-    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED):
+    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED, StopRequests(60.0)):
         raise ValueError("--lr -1: must be at least 0; give 0 or more")
     assert ended.value.code == 1
     assert capsys.readouterr().err == "train.py: error: --lr -1: must be at least 0; give 0 or more\n"
 
 
 def test_other_errors_show_their_traceback(capsys):
-    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED):
+    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED, StopRequests(60.0)):
         raise OSError("disk full")
     shown = capsys.readouterr().err
     assert ended.value.code == 1
@@ -47,8 +47,8 @@ def test_other_errors_show_their_traceback(capsys):
     ],
 )
 def test_a_signal_is_one_sentence_and_the_status_of_its_number(capsys, number, status, who):
-    listening = StopRequests(60.0).listening()
-    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED), listening:
+    stop = StopRequests(60.0)
+    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED, stop), stop.listening():
         signal.raise_signal(number)
     assert ended.value.code == status
     assert capsys.readouterr().err.startswith(who)
@@ -68,7 +68,8 @@ def test_a_reader_that_left_ends_the_run_without_a_traceback():
     script = (
         "from miles.arguments.checkpoint import CheckpointArguments\n"
         "from miles.cluster.failures import exit_with_message\n"
-        "with exit_with_message(CheckpointArguments()):\n"
+        "from miles.cluster.stop_requests import StopRequests\n"
+        "with exit_with_message(CheckpointArguments(), StopRequests(60.0)):\n"
         "    while True: print('x' * 10_000)\n"
     )
     command = [sys.executable, "-c", script]
