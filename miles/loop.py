@@ -34,7 +34,8 @@ if TYPE_CHECKING:  # the loop itself needs no Ray
     from miles.arguments.checkpoint import CheckpointArguments
     from miles.arguments.cluster import Offload
     from miles.arguments.evaluation import EvaluationArguments
-    from miles.cluster.rollout_actor import RolloutDriver
+    from miles.cluster.rollout_actor import GeneratedIteration, RolloutDriver
+    from miles.cluster.stop_requests import StopRequests
     from miles.cluster.train_actor import TrainDriver
 
 Metrics = dict[str, Metric]
@@ -55,6 +56,7 @@ class TrainingLoop:
         steps_per_iteration: int,
         is_synchronous: bool,
         run_state: dict[str, str],
+        stop: StopRequests,
     ) -> None:
         self.rollout = rollout
         self.trainer = trainer
@@ -65,6 +67,8 @@ class TrainingLoop:
         self.steps_per_iteration = steps_per_iteration
         self.is_synchronous = is_synchronous
         self.run_state = run_state  # the identity of the run (cluster/run_identity.py), saved in every checkpoint
+        self.stop = stop
+        self.last_saved = 0  # iterations of the newest checkpoint of this run
         self.timer = PhaseTimer()
 
     def run(self) -> None:
@@ -80,26 +84,38 @@ class TrainingLoop:
             self.log(0, [self.evaluate()])
         for iteration in range(done, self.rollout.num_iterations):
             self.run_iteration(iteration)
+            if self.stop.is_requested:
+                self.save_before_stop(iteration + 1)
+                self.stop.end_run()
         if self.checkpoint.save_hf is not None:
             self.give_gpus_to_trainer()
             self.export_hf(Path(self.checkpoint.save_hf))
 
     def run_iteration(self, iteration: int) -> None:
         """Generate, train, sync weights, and do what is due afterwards."""
-        with self.timer.phase("generate"):
-            generated = self.rollout.generate(iteration)
-        self.give_gpus_to_trainer()
-        with self.timer.phase("train"):
-            steps = self.trainer.train(generated.shards_by_rank, iteration)
         done = iteration + 1
-        self.sync_weights(version=done)
-        steps[-1] |= generated.metrics
-        if self.evaluation.has_sets and self.is_due(self.evaluation.eval_interval, done):
-            steps[-1] |= self.evaluate()
-        self.log(iteration * self.steps_per_iteration + 1, steps)
-        self.tracker.log_samples(done * self.steps_per_iteration, generated.records())
-        if self.checkpoint.save is not None and self.is_due(self.checkpoint.save_interval, done):
-            self.save(done)
+        with self.timer.phase("generate"):
+            generated = self.generate(iteration)
+        with self.stop.finish_first():
+            self.give_gpus_to_trainer()
+            with self.timer.phase("train"):
+                steps = self.trainer.train(generated.shards_by_rank, iteration)
+            self.sync_weights(version=done)
+            steps[-1] |= generated.metrics
+            if self.evaluation.has_sets and self.is_due(self.evaluation.eval_interval, done):
+                steps[-1] |= self.evaluate()
+            self.log(iteration * self.steps_per_iteration + 1, steps)
+            self.tracker.log_samples(done * self.steps_per_iteration, generated.records())
+            if self.checkpoint.save is not None and self.is_due(self.checkpoint.save_interval, done):
+                self.save(done)
+
+    def generate(self, iteration: int) -> GeneratedIteration:
+        """Wait for the samples of an iteration; a signal abandons them, and what was trained before is saved."""
+        try:
+            return self.rollout.generate(iteration)
+        except KeyboardInterrupt:
+            self.save_before_stop(iteration)
+            raise
 
     def is_due(self, interval: int | None, done: int) -> bool:
         """Return whether something is due after ``done`` iterations: every ``interval``, and after the last one."""
@@ -134,8 +150,18 @@ class TrainingLoop:
         with self.timer.phase("save"):
             state = {"rollouts_done": done, "prompts": self.rollout.state(done), "run": self.run_state}
             self.trainer.save(done, state)
+        self.last_saved = done
         if self.offload.train or self.offload.rollout:
             self.sync_weights(version=done)  # gives the engines their memory back
+
+    def save_before_stop(self, done: int) -> None:
+        """Save ``done`` iterations if they are not saved yet, before a signal ends the run.
+
+        Not with engines or trainers that take turns on the GPUs: generation may be using the memory.
+        """
+        if self.checkpoint.save is None or done == self.last_saved or self.offload.train or self.offload.rollout:
+            return
+        self.save(done)
 
     def resume(self) -> int:
         """Load the newest checkpoint of ``--load`` and return the number of iterations already done."""
@@ -143,6 +169,7 @@ class TrainingLoop:
         if state is None:
             return 0
         done: int = state["rollouts_done"]
+        self.last_saved = done
         self.run_state = state.get("run", self.run_state)  # absent in checkpoints of earlier versions
         self.rollout.restore(state["prompts"])
         self.tracker.resume(done * self.steps_per_iteration + 1)

@@ -39,6 +39,9 @@ class ClusterArguments:
         "seconds without a response after which a worker process counts as lost; so does an engine without "
         "--use-fault-tolerance",
     )
+    stop_timeout: float = flag(
+        120.0, "seconds after Ctrl-C, SIGTERM or SIGHUP in which a training iteration is finished and saved"
+    )
     max_restarts: int = flag(
         0, "times that a run restarts from its last checkpoint in --save after a worker process has failed"
     )
@@ -69,7 +72,7 @@ def check_cluster(cluster: ClusterArguments, errors: Errors) -> None:
         cluster, 1, "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "distributed_timeout_minutes"
     )
     errors.at_least(cluster, 0, "max_restarts")
-    errors.above(cluster, 0, "worker_timeout")
+    errors.above(cluster, 0, "worker_timeout", "stop_timeout")
     for name, value in errors.json_object("train_env_vars", cluster.train_env_vars).items():
         if not isinstance(value, str):
             rule = f"the value of {name} is {json.dumps(value)}, but environment variables are strings"

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import ray.exceptions
 
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.cluster.liveness import WorkerLost
+from miles.cluster.stop_requests import StopRequests
 from miles.training.checkpoint_folder import newest
 
 
 @contextmanager
-def exit_with_message(checkpoint: CheckpointArguments) -> Iterator[None]:
+def exit_with_message(checkpoint: CheckpointArguments, stop: StopRequests) -> Iterator[None]:
     """Turn whatever ends a run into an exit status and a message that says why and how to resume.
 
     A ``ValueError``, from any process, is a mistake that the user can fix and is printed as one sentence. Any other
-    error shows the traceback of the process that failed. SIGTERM is handled like Ctrl-C: everything that was started is
-    stopped.
+    error shows the traceback of the process that failed.
+
+    Args:
+        checkpoint: Where the run saves, for the words on how to resume.
+        stop: Knows which signal has stopped the run.
 
     Raises:
-        SystemExit: With status 130 after Ctrl-C or SIGTERM, else with 1.
+        SystemExit: With the status of the signal that stopped the run (stop_requests.py), else with 1.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
     except KeyboardInterrupt:
-        print(f"stopped by the user; {how_to_resume(checkpoint)}", file=sys.stderr)
-        raise SystemExit(130) from None
+        who = "the user" if stop.number == signal.SIGINT else signal.Signals(stop.number).name
+        print(f"stopped by {who}; {how_to_resume(checkpoint)}", file=sys.stderr)
+        raise SystemExit(stop.exit_status) from None
+    except BrokenPipeError:
+        # Nobody reads what is printed any more, as after `| head`. Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"train.py: the run stopped: standard output was closed; {how_to_resume(checkpoint)}", file=sys.stderr)
+        raise SystemExit(1) from None
     except Exception as error:
         cause = cause_of(error)
         if isinstance(cause, ValueError):
@@ -47,10 +56,6 @@ def exit_with_message(checkpoint: CheckpointArguments) -> Iterator[None]:
 def cause_of(error: Exception) -> BaseException:
     """Return the original error of the process that failed."""
     return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def show(error: Exception) -> None:

@@ -16,6 +16,7 @@ from miles.arguments.parser import main_parse
 if TYPE_CHECKING:
     from miles.arguments.settings import Settings
     from miles.cluster.session import Placement
+    from miles.cluster.stop_requests import StopRequests
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,32 +29,34 @@ def main(argv: Sequence[str]) -> int:
     from miles.cluster.failures import exit_with_message  # imports Ray and torch
     from miles.cluster.folder_lock import locked_folders
     from miles.cluster.run_identity import check_load_folder, own_save_folder
+    from miles.cluster.stop_requests import StopRequests
     from miles.objective.hooks import check_hooks
 
     settings = validated.settings
     written = {"--output-dir": settings.tracking.output_dir, "--save": settings.checkpoint.save}
-    with exit_with_message(settings.checkpoint):
+    stop = StopRequests(settings.cluster.stop_timeout)
+    with exit_with_message(settings.checkpoint, stop), stop.listening():
         check_hooks(settings.loss)
         with locked_folders((flag, Path(folder)) for flag, folder in written.items() if folder is not None):
             for note in (*validated.notes, *check_load_folder(settings.checkpoint)):
                 print(f"note: {note}")
             checkpoint = own_save_folder(settings.checkpoint)
-            with exit_with_message(checkpoint):  # --start-over changes where to resume from
-                run(replace(settings, checkpoint=checkpoint))
+            with exit_with_message(checkpoint, stop):  # --start-over changes where to resume from
+                run(replace(settings, checkpoint=checkpoint), stop)
     return 0
 
 
-def run(settings: Settings) -> None:
+def run(settings: Settings, stop: StopRequests) -> None:
     """Start Ray, train, and stop what was started; restart up to ``--max-restarts`` times if a worker process fails."""
     from miles.cluster.restarts import with_restarts
     from miles.cluster.session import EngineLayout, ray_session
 
     engines = EngineLayout(settings.num_engines, settings.sglang.rollout_num_gpus_per_engine)
     with ray_session(settings.cluster, engines) as placement:
-        with_restarts(settings, lambda settings: train(settings, placement))
+        with_restarts(settings, lambda settings: train(settings, placement, stop))
 
 
-def train(settings: Settings, placement: Placement) -> None:
+def train(settings: Settings, placement: Placement, stop: StopRequests) -> None:
     """Start the actors and run the loop, from the newest checkpoint of ``--load`` if there is one."""
     from miles.cluster.liveness import Workers
     from miles.cluster.rollout_actor import RolloutDriver
@@ -90,6 +93,7 @@ def train(settings: Settings, placement: Placement) -> None:
                 offload=offload,
                 steps_per_iteration=settings.steps_per_iteration,
                 run_state=RunIdentity.new().to_state(),
+                stop=stop,
                 is_synchronous=settings.rollout.async_steps == 0,
             )
             loop.run()

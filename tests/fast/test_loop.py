@@ -1,5 +1,6 @@
 """The loop without Ray: the order of events, when saving and evaluation are due, and how a run resumes."""
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.cluster import Offload
 from miles.arguments.evaluation import EvaluationArguments
+from miles.cluster.stop_requests import StopRequested, StopRequests
 from miles.loop import TrainingLoop
 from miles.metrics import Metric
 
@@ -67,7 +69,7 @@ class Recorder:
 
 @pytest.fixture
 def run():
-    def start(resume_from=None, offload=None, **checkpoint):
+    def start(resume_from=None, offload=None, stop=None, **checkpoint):
         sides = Recorder(resume_from)
         loop = TrainingLoop(
             sides,
@@ -79,6 +81,7 @@ def run():
             steps_per_iteration=2,
             is_synchronous=True,
             run_state={"id": "of this run"},
+            stop=stop or StopRequests(60.0),
         )
         loop.run()
         return sides
@@ -148,6 +151,80 @@ def test_a_run_that_is_already_done_says_so(run, capsys):
     sides = run(resume_from={"rollouts_done": 7, "prompts": {}})
     assert sides.of("generate", "train") == []
     assert "note: 7 iterations are done already, and this run has 5: nothing is left" in capsys.readouterr().out
+
+
+@pytest.fixture
+def stop():
+    with StopRequests(60.0).listening() as stop:
+        yield stop
+
+
+def signalled_in(monkeypatch, method, number, at):
+    """Have the process receive a signal while ``method`` of iteration ``at`` runs."""
+    original = getattr(Recorder, method)
+
+    def interrupted(self, *arguments):
+        found = original(self, *arguments)
+        if arguments[-1] == at:
+            signal.raise_signal(number)
+        return found
+
+    monkeypatch.setattr(Recorder, method, interrupted)
+
+
+def ended(run, stop, **checkpoint):
+    """Run until the signal ends it; return its calls and its exit status."""
+    sides = []
+    original = Recorder.__init__
+    with pytest.raises(StopRequested) as stopped, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "__init__", lambda self, *a: (sides.append(self), original(self, *a))[1])
+        run(stop=stop, **checkpoint)
+    assert stopped.type is StopRequested
+    return sides[0], stop.exit_status
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_while_generating_abandons_the_iteration_and_saves_those_before(
+    monkeypatch, run, stop, number, status
+):
+    signalled_in(monkeypatch, "generate", number, at=2)
+    sides, exit_status = ended(run, stop, save="checkpoints")
+    assert sides.of("generate", "train", "save")[-2:] == [("generate", 2), ("save", 2)]
+    assert exit_status == status
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 0)])
+def test_a_signal_while_training_finishes_the_iteration_and_saves_it(monkeypatch, run, stop, number, status):
+    signalled_in(monkeypatch, "train", number, at=2)
+    sides, exit_status = ended(run, stop, save="checkpoints")
+    assert sides.of("train", "sync", "save")[-3:] == [("train", 2), ("sync", 3), ("save", 3)]
+    assert exit_status == status
+
+
+def test_a_second_signal_stops_at_the_last_checkpoint(monkeypatch, run, stop):
+    signalled_in(monkeypatch, "train", signal.SIGINT, at=2)
+    signalled_in(monkeypatch, "update_weights", signal.SIGINT, at=3)
+    sides, exit_status = ended(run, stop, save="checkpoints", save_interval=2)
+    assert sides.of("save") == [("save", 2)]
+    assert exit_status == 130
+
+
+def test_what_is_saved_already_is_not_saved_again(monkeypatch, run, stop):
+    signalled_in(monkeypatch, "generate", signal.SIGTERM, at=2)
+    sides, _ = ended(run, stop, save="checkpoints", save_interval=2)
+    assert sides.of("save") == [("save", 2)]
+
+
+def test_after_the_timeout_the_run_stops(monkeypatch, run):
+    def hangs(self, shards, iteration):
+        signal.raise_signal(signal.SIGTERM)
+        while True:  # only the alarm's handler ends it
+            signal.pause()
+
+    monkeypatch.setattr(Recorder, "train", hangs)
+    with StopRequests(0.2).listening() as stop:
+        sides, exit_status = ended(run, stop, save="checkpoints")
+    assert exit_status == 143 and sides.of("save") == []
 
 
 def test_the_export_has_weights_and_tokenizer(run):

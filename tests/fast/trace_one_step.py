@@ -18,6 +18,7 @@ import torch.distributed as dist
 import miles
 from miles.arguments.parser import main_parse
 from miles.cluster.rollout_actor import GeneratedIteration, RolloutActor, Start
+from miles.cluster.stop_requests import StopRequests
 from miles.cluster.train_actor import TrainActor
 from miles.loop import TrainingLoop
 from miles.tracking.run_header import RunHeader
@@ -92,6 +93,7 @@ def main(model: str, prompts: str, output: str) -> None:
         steps_per_iteration=settings.steps_per_iteration,
         is_synchronous=True,
         run_state={},
+        stop=StopRequests(60.0),
     )
     loop.sync_weights(version=0)
     global is_tracing

@@ -1,20 +1,16 @@
 """Messages of failed runs, tested without a run."""
 
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.cluster.failures import exit_with_message, how_to_resume
+from miles.cluster.stop_requests import StopRequests
 
 NOTHING_SAVED = CheckpointArguments()
-
-
-@pytest.fixture(autouse=True)
-def same_sigterm_afterwards():
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 def test_how_to_resume_follows_what_is_on_disk(tmp_path):
@@ -27,14 +23,14 @@ def test_how_to_resume_follows_what_is_on_disk(tmp_path):
 
 
 def test_value_error_is_one_sentence(capsys):
-    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED):
+    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED, StopRequests(60.0)):
         raise ValueError("--lr -1: must be at least 0; give 0 or more")
     assert ended.value.code == 1
     assert capsys.readouterr().err == "train.py: error: --lr -1: must be at least 0; give 0 or more\n"
 
 
 def test_other_errors_show_their_traceback(capsys):
-    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED):
+    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED, StopRequests(60.0)):
         raise OSError("disk full")
     shown = capsys.readouterr().err
     assert ended.value.code == 1
@@ -42,8 +38,45 @@ def test_other_errors_show_their_traceback(capsys):
     assert shown.splitlines()[-1].startswith("train.py: the run stopped: OSError: disk full; nothing was saved")
 
 
-def test_sigterm_acts_like_ctrl_c(capsys):
-    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED):
-        signal.raise_signal(signal.SIGTERM)
-    assert ended.value.code == 130
-    assert "stopped by the user" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("number", "status", "who"),
+    [
+        (signal.SIGINT, 130, "stopped by the user;"),
+        (signal.SIGTERM, 143, "stopped by SIGTERM;"),
+        (signal.SIGHUP, 129, "stopped by SIGHUP;"),
+    ],
+)
+def test_a_signal_is_one_sentence_and_the_status_of_its_number(capsys, number, status, who):
+    stop = StopRequests(60.0)
+    with pytest.raises(SystemExit) as ended, exit_with_message(NOTHING_SAVED, stop), stop.listening():
+        signal.raise_signal(number)
+    assert ended.value.code == status
+    assert capsys.readouterr().err.startswith(who)
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequests(60.0).listening() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.is_requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_reader_that_left_ends_the_run_without_a_traceback():
+    script = (
+        "from miles.arguments.checkpoint import CheckpointArguments\n"
+        "from miles.cluster.failures import exit_with_message\n"
+        "from miles.cluster.stop_requests import StopRequests\n"
+        "with exit_with_message(CheckpointArguments(), StopRequests(60.0)):\n"
+        "    while True: print('x' * 10_000)\n"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        error = process.stderr.read()
+    assert process.returncode == 1
+    assert error.startswith("train.py: the run stopped: standard output was closed; nothing was saved")
+    assert len(error.splitlines()) == 1

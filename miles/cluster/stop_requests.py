@@ -1,0 +1,109 @@
+"""Signals that stop a run, and what is finished first.
+
+    signal                          what happens                                              exit status
+    SIGINT (Ctrl-C) once            generation is abandoned; an iteration that is training    130
+                                    is finished; with --save a checkpoint is written
+    SIGTERM, SIGHUP once            the same                                                  143, 129
+    any of these, a second time     the run stops at its last checkpoint                      130, 143, 129
+    SIGUSR1 (Slurm's warning)       the iteration is finished and saved                       0
+
+All of this takes at most ``--stop-timeout`` seconds; then the run stops at its last checkpoint. A SIGHUP that is
+ignored (``nohup``) stays ignored. Handlers run in the main thread, which waits for actors in short steps.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopRequested(KeyboardInterrupt):
+    """A signal asked the run to stop.
+
+    Catch ``KeyboardInterrupt``: Ray raises a plain one instead of what a handler raised during its calls, and treats any
+    other exception there as an error. ``StopRequests.number`` is the signal.
+    """
+
+
+class StopRequests:
+    """Receives the signals; the main loop says what must be finished first."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._requested: int | None = None
+        self._must_finish = False
+
+    @contextmanager
+    def listening(self) -> Iterator[StopRequests]:
+        """Handle the signals during the block, and restore the former handlers."""
+        handlers: dict[int, Callable[[int, FrameType | None], Any]] = {number: self._stop for number in STOPS}
+        handlers |= {signal.SIGUSR1: self._warn, signal.SIGALRM: self._time_out}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            del handlers[signal.SIGHUP]
+        former = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield self
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    @property
+    def number(self) -> int:
+        """The signal that asked the run to stop; SIGINT if none did."""
+        return signal.SIGINT if self._requested is None else self._requested
+
+    @property
+    def exit_status(self) -> int:
+        """The shell's convention for a process that a signal ended; 0 after the warning SIGUSR1."""
+        return 0 if self.number == signal.SIGUSR1 else 128 + self.number
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether a signal asked the run to stop when what must be finished is finished."""
+        return self._requested is not None
+
+    @contextmanager
+    def finish_first(self) -> Iterator[None]:
+        """Run a block that a first signal does not interrupt."""
+        self._must_finish = True
+        try:
+            yield
+        finally:
+            self._must_finish = False
+
+    def end_run(self) -> None:
+        """Raise ``StopRequested``, after what had to be finished."""
+        raise StopRequested
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        again = self._requested in STOPS
+        self._requested = number
+        if again or not self._must_finish:
+            if not again:
+                self._start_timer()  # a checkpoint may follow
+            raise StopRequested
+        self._start_timer()
+        print(
+            f"train.py: {signal.Signals(number).name}: finishing the iteration that is training, for up to "
+            f"{self._seconds:g} s (--stop-timeout); a second signal stops at the last checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _warn(self, number: int, frame: FrameType | None) -> None:
+        if self._requested is None:
+            self._requested = number
+            print("train.py: SIGUSR1: stopping at the end of this iteration", file=sys.stderr, flush=True)
+
+    def _start_timer(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+    def _time_out(self, number: int, frame: FrameType | None) -> None:
+        raise StopRequested
