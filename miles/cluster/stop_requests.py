@@ -26,8 +26,8 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class StopRequested(KeyboardInterrupt):
     """A signal asked the run to stop.
 
-    Catch ``KeyboardInterrupt``: during its calls, Ray raises a plain one instead of what a handler raised, and treats any
-    other exception as an error. ``StopRequests.number`` is the signal.
+    Catch ``KeyboardInterrupt``: during its calls, Ray raises a plain one instead of what a handler raised, and treats
+    any other exception as an error. ``StopRequests.number`` is the signal.
     """
 
 
