@@ -8,6 +8,7 @@ model_families/packing.py; all others are compared here, once, with their own we
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,14 +17,16 @@ from transformers import AutoConfig, PreTrainedModel
 
 from miles.arguments.parallel import ParallelArguments
 from miles.batching.collate import collate
+from miles.batching.convert import convert
 from miles.model_families.packing import has_recurrent_state, is_compared_by_test, model_type
+from miles.objective.settings import LossArguments
 from miles.parallel.groups import ALONE
+from miles.sample import Prompt, PromptGroup, Sample
 from miles.train_batch import TrainBatch
 from miles.training.fsdp.models import Policy
 from miles.training.packed_attention import NAME
 
-_PROMPTS = (4, 4, 3)  # tokens; the first two are equal, and kept once in a packed micro-batch
-_RESPONSES = (6, 9, 2)
+_GROUPS = ((4, (6, 9)), (3, (2,)))  # tokens of the prompt, which is kept once when packed, and of its responses
 
 
 def check_layout(flag: str, path: str, parallel: ParallelArguments) -> None:
@@ -147,26 +150,19 @@ def _check_difference(a: torch.Tensor, b: torch.Tensor, allowed: float, rule: st
 
 
 def _tiny_batch(model: PreTrainedModel) -> TrainBatch:
+    """Return a step of three samples of random tokens, two of them of one prompt."""
     embeddings = model.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding)
-    vocabulary = embeddings.num_embeddings
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, vocabulary, length) for length in _PROMPTS]
-    prompts[1] = prompts[0]
-    tokens = [np.concatenate([p, rng.integers(0, vocabulary, n)]) for p, n in zip(prompts, _RESPONSES, strict=True)]
-    counts, samples = [float(n) for n in _RESPONSES], list(range(len(_RESPONSES)))
-    return TrainBatch(
-        tokens=tokens,
-        response_lengths=list(_RESPONSES),
-        loss_masks=[np.ones(n, np.float32) for n in _RESPONSES],
-        rollout_log_probs=[np.zeros(n, np.float32) for n in _RESPONSES],
-        rewards=[0.0] * len(samples),
-        sample_denoms=counts,
-        trajectory_token_counts=counts,
-        group_indices=samples,
-        trajectory_ids=samples,
-        position_in_step=samples,
-        num_trajectories=len(samples),
-        num_loss_tokens=sum(_RESPONSES),
-        expected_loss_mass=1.0,
-    )
+
+    def tokens(count: int) -> list[int]:
+        drawn: list[int] = rng.integers(0, embeddings.num_embeddings, count).tolist()
+        return drawn
+
+    groups, total = [], 0
+    for index, (prompt_length, responses) in enumerate(_GROUPS):
+        prompt = Prompt("", tuple(tokens(prompt_length)))
+        samples = [Sample(prompt, index, total + i, tokens(n), "", [1] * n, [0.0] * n) for i, n in enumerate(responses)]
+        groups.append(PromptGroup(index, prompt, [replace(sample, reward=0.0) for sample in samples]))
+        total += len(samples)
+    return convert(groups, loss=LossArguments(), global_batch_size=total)[0]
