@@ -128,8 +128,9 @@ def explain_ranks(parallel: ParallelArguments, training: TrainingArguments, dims
     """Say how much of a step each rank computes, and how it is cut. The sections must be valid."""
     assert training.global_batch_size is not None
     average = training.global_batch_size / dims.token_ranks
+    trajectories = f"{average:g} {'trajectory' if average == 1 else 'trajectories'}"
     return (
-        f"a rank     {average:g} trajectories per step on average, over {_ranks(dims)}{_sharing(parallel, dims)}, "
+        f"a rank     {trajectories} per step on average, over {_ranks(dims)}{_sharing(parallel, dims)}, "
         f"in micro-batches {_cut(parallel, training)}"
     )
 

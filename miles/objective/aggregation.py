@@ -441,7 +441,7 @@ def _reconcile_per_token(loss: LossArguments, notes: list[str]) -> LossArguments
 def _check_whole_groups(loss: LossArguments, trajectories_per_step: int, samples_per_prompt: int) -> None:
     if loss.loss_aggregation == "prompt_mean" and trajectories_per_step % samples_per_prompt:
         rule = (
-            f"a step of --global-batch-size {trajectories_per_step} rollouts could cut a prompt group of "
+            f"a step of --global-batch-size {trajectories_per_step} trajectories could cut a prompt group of "
             f"--n-samples-per-prompt {samples_per_prompt} in two"
         )
         way_out = f"make --global-batch-size a multiple of {samples_per_prompt}, or use another aggregation"

@@ -75,7 +75,7 @@ def _advantages(objective: Objective, shape: StepShape) -> list[Term]:
 def objective_in_words(loss: LossArguments, shape: StepShape) -> str:
     """Return the same in sentences that a newcomer can read."""
     what = {
-        "policy_loss": "the clipped policy-gradient loss",
+        "policy_loss": f"the policy-gradient loss ({build_objective(loss).policy_loss.summary})",
         "value_loss": "the critic's clipped squared error",
         "sft_loss": "the negative log-likelihood",
         "custom_loss": f"your loss {loss.custom_loss_function_path}",
@@ -86,7 +86,7 @@ def objective_in_words(loss: LossArguments, shape: StepShape) -> str:
         how = MODES[loss.loss_aggregation].words
     sentences = [f"Each step of {shape.num_trajectories} trajectories minimizes {what}, {how}."]
     if loss.has_critic and loss.loss_type == "policy_loss":
-        sentences.append("A critic learns the return of every token beside it.")
+        sentences.append("A critic is trained beside it to predict each token's return.")
     if loss.kl_coef:
         sentences.append(
             f"The KL to the reference model is subtracted from each token's reward, weighted by {loss.kl_coef:g}."

@@ -113,9 +113,9 @@ class AdvantageSamples:
 
     It returns one finite number per sample::
 
-    def centred(samples: AdvantageSamples) -> list[float]:
-        mean = sum(samples.rewards) / len(samples.rewards)
-        return [reward - mean for reward in samples.rewards]
+        def centred(samples: AdvantageSamples) -> list[float]:
+            mean = sum(samples.rewards) / len(samples.rewards)
+            return [reward - mean for reward in samples.rewards]
     """
 
     rewards: Sequence[float]

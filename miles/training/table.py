@@ -33,8 +33,14 @@ def build_backend(settings: Settings, device: torch.device, total_steps: int) ->
     """Build this rank of the backend that ``--train-backend`` names. Collective; the process group is initialized.
 
     Args:
-        settings: all sections of the run.
-        device: where this rank computes.
-        total_steps: optimizer steps of the run, over which the learning rates decay.
+        settings: All sections of the run.
+        device: Where this rank computes.
+        total_steps: Optimizer steps of the run, over which the learning rates decay.
+
+    Raises:
+        ValueError: If no backend has this name, and for what the backend refuses.
     """
-    return BACKENDS[settings.training.train_backend](settings, device, total_steps)
+    name = settings.training.train_backend
+    if name not in BACKENDS:
+        raise ValueError(f"--train-backend {name}: unknown; choose from {', '.join(BACKENDS)}")
+    return BACKENDS[name](settings, device, total_steps)

@@ -52,7 +52,7 @@ def check_megatron(settings: Settings, errors: Errors) -> None:
         rule = "needs a critic, whose experts would be balanced by no loss"
         way_out = "drop the router losses and --enable-mtp-training, or use --advantage-estimator grpo"
         errors.refuse("advantage_estimator", settings.loss.advantage_estimator, rule, way_out)
-    with errors.catching():  # shape.py raises at the first setting that is not computed
+    with errors.catching():  # megatron_shape() raises at the first setting that is not computed
         _check_local_models(settings.model, sizes, overrides, errors)
 
 

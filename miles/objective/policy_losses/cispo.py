@@ -35,8 +35,11 @@ class Cispo(PolicyLoss):
         errors.above(flags, 0, "ratio_max")
 
     def formula(self, flags: Any) -> list[Term]:
-        """Return the loss of a token before its weight."""
-        return [Term(f"-sg(min(ρ, {flags.ratio_max:g})) A log p, ρ = exp(log p - log p_old)", __name__)]
+        """Return the loss of a token before its weight, and the ratio in it."""
+        return [
+            Term(f"-sg(min(ρ, {flags.ratio_max:g})) A log p", __name__),
+            Term("ρ = exp(log p - log p_old), sg() has no gradient", __name__),
+        ]
 
     def idle_on_policy(self, flags: Any) -> list[str]:
         """Name the bound."""

@@ -18,5 +18,5 @@ def test_the_flag_offers_the_backends_of_the_table() -> None:
 
 def test_an_unknown_backend_is_refused() -> None:
     settings = Settings(training=TrainingArguments(train_backend="another"))  # type: ignore[arg-type]
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="--train-backend another: unknown; choose from fsdp, megatron"):
         build_backend(settings, torch.device("cpu"), total_steps=1)
