@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from miles.arguments.optimizer import OptimizerArguments
@@ -64,6 +65,18 @@ class ScheduledOptimizer(ABC):
         """Forget the gradients."""
 
 
+def _between(optimizer: OptimizerArguments, share: float) -> float:
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * share
+
+
+# The rate after the warm-up, by --lr-decay-style, from the part of the decay that is done (0 to 1).
+DECAYS: dict[str, Callable[[OptimizerArguments, float], float]] = {
+    "constant": lambda optimizer, progress: optimizer.lr,
+    "linear": lambda optimizer, progress: _between(optimizer, 1.0 - progress),
+    "cosine": lambda optimizer, progress: _between(optimizer, 0.5 * (1.0 + math.cos(math.pi * progress))),
+}
+
+
 def learning_rate(step: int, optimizer: OptimizerArguments, total_steps: int) -> float:
     """Return the rate of optimizer step ``step`` (from 0): linear warm-up to ``lr``, then the decay to ``min_lr``.
 
@@ -75,8 +88,5 @@ def learning_rate(step: int, optimizer: OptimizerArguments, total_steps: int) ->
         warmup = round(optimizer.lr_warmup_fraction * decay_steps)
     if step < warmup:
         return optimizer.lr * (step + 1) / warmup
-    if optimizer.lr_decay_style == "constant":
-        return optimizer.lr
     progress = min(1.0, (step - warmup) / max(1, decay_steps - warmup))
-    share = 1.0 - progress if optimizer.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * share
+    return DECAYS[optimizer.lr_decay_style](optimizer, progress)

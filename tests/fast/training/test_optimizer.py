@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args, get_type_hints
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.arguments.optimizer import OptimizerArguments
-from miles.training.optimizer import learning_rate
+from miles.training.optimizer import DECAYS, learning_rate
 
 TOTAL = 20
 SCHEDULES = st.builds(
@@ -49,3 +51,7 @@ def test_halfway():
     for style in ("linear", "cosine"):
         schedule = OptimizerArguments(lr=1.0, min_lr=0.2, lr_decay_style=style)
         assert learning_rate(10, schedule, TOTAL) == pytest.approx(0.6)
+
+
+def test_the_flag_offers_the_decays_of_the_table() -> None:
+    assert set(get_args(get_type_hints(OptimizerArguments)["lr_decay_style"])) == set(DECAYS)
