@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from miles.arguments import explain as explanations
 from miles.arguments import settings as sections
 from miles.arguments.checkpoint import CheckpointArguments
-from miles.arguments.config_file import FLAG
+from miles.arguments.files.config_file import FLAG
+from miles.arguments.files.run_config import run_config
 from miles.arguments.launch.notes import grouped
 from miles.arguments.parser import Command, judge, read_command
-from miles.arguments.run_config import run_config
 from miles.arguments.validate import Validated, validate
 from miles.commands import train as command
 from miles.flags import FlagError

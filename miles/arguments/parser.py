@@ -16,10 +16,9 @@ from typing import Any, NoReturn
 from argparse_dataclass import _add_dataclass_options
 
 import miles
-from miles.arguments import config_file, custom_config
-from miles.arguments.config_file import expand_configs, located
-from miles.arguments.deterministic import check_deterministic_on_cpu
 from miles.arguments.explain import explain
+from miles.arguments.files import config_file, custom_config
+from miles.arguments.files.config_file import expand_configs, located
 from miles.arguments.launch.choice import choose_backend, choose_engine, choose_ranks, in_words
 from miles.arguments.launch.machine import has_bf16, has_gpu, num_cores
 from miles.arguments.launch.notes import Note, strict_errors
@@ -40,6 +39,7 @@ from miles.arguments.launch.surprises import surprises
 from miles.arguments.launch.values import words_of_line
 from miles.arguments.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
 from miles.arguments.megatron.settings import MegatronArguments
+from miles.arguments.rules.deterministic import check_deterministic_on_cpu
 from miles.arguments.settings import SECTIONS, Settings
 from miles.arguments.sglang.server_flags import ROUTER, SERVER, ServerFlags, split_server_flags
 from miles.arguments.training import fill_precision

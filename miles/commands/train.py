@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles.arguments.files.run_config import FILE_NAME, run_config
 from miles.arguments.launch.notes import grouped
 from miles.arguments.parser import main_parse
-from miles.arguments.run_config import FILE_NAME, run_config
 from miles.hidden_secrets import hidden_in_output, hide_on_command_line
 from miles.secret_values import secrets_in
 

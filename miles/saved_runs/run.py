@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 
-from miles.arguments.saved import settings_from_json
+from miles.arguments.files.saved import settings_from_json
 from miles.arguments.settings import Settings
 from miles.cluster.folder_lock import is_held
 from miles.input_error import InputError

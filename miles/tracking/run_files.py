@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles.arguments import run_config
+from miles.arguments.files import run_config
 from miles.tracking import jsonl, run_header
 from miles.tracking.sample_file import SampleFile
 

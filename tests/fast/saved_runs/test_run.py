@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from miles.arguments.files.saved import settings_from_json
 from miles.arguments.parser import parse
-from miles.arguments.saved import settings_from_json
 from miles.arguments.validate import validate
 from miles.cluster.folder_lock import locked_folders
 from miles.commands import runs

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from miles.arguments.config_file import MEGATRON_CORE, SERVER_FLAGS
+from miles.arguments.files.config_file import MEGATRON_CORE, SERVER_FLAGS
 from miles.arguments.launch.spelling import group_words
 from miles.arguments.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.arguments.settings import SECTIONS, Settings

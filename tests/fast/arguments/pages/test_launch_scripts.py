@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from miles.arguments.launch.page import launch_page
 from miles.arguments.launch.settle import FOREIGN_FLAGS
 from miles.arguments.megatron.fields import megatron_fields
+from miles.arguments.pages.launch_scripts import launch_page
 from miles.arguments.parser import build_parser
 from miles.arguments.sglang.server_flags import known_server_flags
 
@@ -21,7 +21,7 @@ def page() -> str:
 
 
 def test_page_is_current(page):
-    assert page == launch_page(), "run python -m miles.arguments.launch.page > docs/launch-scripts.md"
+    assert page == launch_page(), "run python -m miles.arguments.pages.launch_scripts > docs/launch-scripts.md"
 
 
 def test_every_flag_of_the_ecosystem_has_a_verdict(page):

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from miles.arguments.config_file import expand_configs
+from miles.arguments.files.config_file import expand_configs
+from miles.arguments.files.run_config import run_config
 from miles.arguments.parser import build_parser, judge, read_command
-from miles.arguments.run_config import run_config
 from miles.arguments.settings import Settings
 from miles.flags import Errors, FlagError
 from miles.secret_values import public_words
 
-REPO = Path(__file__).parents[3]
+REPO = Path(__file__).parents[4]
 
 NESTED = """\
 # a comment

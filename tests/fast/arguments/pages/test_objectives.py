@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from miles.arguments.objectives_reference import TESTS, files_of_tests, objectives_reference, papers
+from miles.arguments.pages.objectives import TESTS, files_of_tests, objectives_reference, papers
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.policy_losses import POLICY_LOSSES
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 CHOICES = [*ESTIMATORS.values(), *POLICY_LOSSES.values()]
 
 
 def test_page_is_up_to_date():
     page = (ROOT / "docs" / "objectives.md").read_text(encoding="utf-8")
-    assert page == objectives_reference(), "run python -m miles.arguments.objectives_reference > docs/objectives.md"
+    assert page == objectives_reference(), "run python -m miles.arguments.pages.objectives > docs/objectives.md"
     assert "objectives.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
