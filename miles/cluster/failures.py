@@ -13,7 +13,7 @@ from pathlib import Path
 import ray.exceptions
 
 from miles.arguments.checkpoint import CheckpointArguments
-from miles.cluster.disk_faults import SaveFailed
+from miles.cluster.folders.disk_faults import SaveFailed
 from miles.cluster.liveness import WorkerLost
 from miles.cluster.stop_requests import StopRequests
 from miles.input_error import InputError

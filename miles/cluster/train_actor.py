@@ -23,8 +23,8 @@ from transformers.utils.logging import disable_progress_bar
 from miles.arguments.cluster import ClusterArguments
 from miles.arguments.settings import Settings
 from miles.cluster.cpu_tuning import use_threads
-from miles.cluster.disk_faults import SaveFailed, disk_fault
 from miles.cluster.failures import cause_of
+from miles.cluster.folders.disk_faults import SaveFailed, disk_fault
 from miles.cluster.liveness import HEARTBEAT, Workers, with_heartbeat
 from miles.cluster.session import Placement
 from miles.cluster.stored_weights import store

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from miles.arguments.files.saved import settings_from_json
 from miles.arguments.settings import Settings
-from miles.cluster.folder_lock import is_held
+from miles.cluster.folders.folder_lock import is_held
 from miles.input_error import InputError
 from miles.report.metrics_file import MetricsFile
 from miles.tracking.run_files import METRICS

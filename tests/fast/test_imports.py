@@ -1,7 +1,8 @@
-"""Check the rules of docs/architecture.md that the source shows: who may import what, and how long a file may be."""
+"""Check the rules of docs/architecture.md that the source shows: who may import what, and how much one place holds."""
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -224,6 +225,12 @@ def test_module_is_small(path: Path) -> None:
         and node.end_lineno - node.lineno + 1 > 60
     }
     assert not long
+
+
+@pytest.mark.parametrize("root", ["miles", "tests/fast"])
+def test_folder_is_small(root: str) -> None:
+    files = Counter(str(path.parent.relative_to(ROOT)) for path in (ROOT / root).rglob("*.py"))
+    assert not {folder: number for folder, number in files.items() if number > 20}, "group its files into folders"
 
 
 def test_no_module_is_called_utils() -> None:

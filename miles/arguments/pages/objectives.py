@@ -35,15 +35,15 @@ def papers(choice: Choice) -> list[str]:
 
 def files_of_tests(choice: Choice) -> list[str]:
     """Return the test files of a choice: those with its name or its family's, else those of its kind."""
-    stems = {path.stem.removeprefix("test_"): path.name for path in sorted(TESTS.glob("test_*.py"))}
-    named = [test for stem, test in stems.items() if f"{choice.name}_".startswith(f"{stem}_")]
+    tests = {path.name: path for path in sorted(TESTS.rglob("test_*.py"), key=lambda path: path.name)}
+    named = [name for name, path in tests.items() if f"test_{choice.name}_".startswith(f"{path.stem}_")]
     if named:
         return named
     if isinstance(choice, Estimator):
         shared = ["test_token_advantages.py" if choice.by_token else "test_advantages.py", "test_group_estimators.py"]
     else:
         shared = ["test_policy_loss.py", "test_every_policy_loss.py"]
-    return [test for test in shared if choice.name in (TESTS / test).read_text(encoding="utf-8")] or shared[1:]
+    return [test for test in shared if choice.name in tests[test].read_text(encoding="utf-8")] or shared[1:]
 
 
 def _lines() -> Iterator[str]:

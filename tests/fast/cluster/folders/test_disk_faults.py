@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from small_checkpoint import one_rank, save_checkpoint
 
 from miles.arguments.checkpoint import CheckpointArguments
-from miles.cluster.disk_faults import SaveFailed, disk_fault
 from miles.cluster.failures import exit_with_message
-from miles.cluster.folder_lock import locked_folders
+from miles.cluster.folders.disk_faults import SaveFailed, disk_fault
+from miles.cluster.folders.folder_lock import locked_folders
 from miles.cluster.stop_requests import StopRequests
 from miles.cluster.train_actor import TrainDriver
 from miles.training.checkpoint_check import check_checkpoint

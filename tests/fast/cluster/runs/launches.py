@@ -13,7 +13,7 @@ from socket import SOCK_DGRAM
 
 import psutil
 
-REPO = Path(__file__).resolve().parents[3]
+REPO = Path(__file__).resolve().parents[4]
 REWARDS = '''
 import os, signal, threading
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from miles.cluster import folder_lock
-from miles.cluster.folder_lock import NAME, STALE_SECONDS, locked_folders
+from miles.cluster.folders.folder_lock import NAME, STALE_SECONDS, locked_folders
 
-REPO = Path(__file__).resolve().parents[3]
+REPO = Path(__file__).resolve().parents[4]
 HOLD = """
 import sys
 from pathlib import Path
-from miles.cluster.folder_lock import locked_folders
+from miles.cluster.folders.folder_lock import locked_folders
 with locked_folders([("--save", Path(sys.argv[1]))]):
     print("held", flush=True)
     sys.stdin.read()

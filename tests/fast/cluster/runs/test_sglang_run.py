@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.fast.cluster.launches import LOCAL_RAY, OF_SERVERS, is_loopback
+from tests.fast.cluster.runs.launches import LOCAL_RAY, OF_SERVERS, is_loopback
 from tests.fast.engine.sglang_servers import KEYS
 
 # The first test of the suite that needs the server starts it.

@@ -15,7 +15,7 @@ from socket import socket
 import psutil
 import pytest
 
-REPO = Path(__file__).resolve().parents[3]
+REPO = Path(__file__).resolve().parents[4]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 # Ray 2.60 wants a token of whoever talks to a cluster.
 ENVIRONMENT = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

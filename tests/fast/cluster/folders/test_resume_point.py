@@ -9,9 +9,9 @@ import pytest
 from small_checkpoint import save_checkpoint
 
 from miles.arguments.checkpoint import CheckpointArguments
-from miles.cluster.resume_point import check_reference, resume_point
+from miles.cluster.folders.resume_point import check_reference, resume_point
 
-REPO = Path(__file__).resolve().parents[3]
+REPO = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture

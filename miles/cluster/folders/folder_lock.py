@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from miles.cluster.disk_faults import disk_fault
+from miles.cluster.folders.disk_faults import disk_fault
 
 NAME = ".miles-lock"
 HEARTBEAT_SECONDS = 10.0

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FAST = Path(__file__).parent
+SUPPORT = Path(__file__).parent
+FAST = SUPPORT.parent
 ROOT = FAST.parents[1]
-IMPORTED = (ROOT, FAST, FAST / "conformance")  # besides the folder of the script itself
+IMPORTED = (ROOT, SUPPORT, FAST / "conformance")  # besides the folder of the script itself
 
 
 def cpu_environment() -> dict[str, str]:

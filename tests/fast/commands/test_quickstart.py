@@ -5,7 +5,7 @@ import json
 import pytest
 
 from miles.arguments.parser import judge, read_command
-from miles.cluster.folder_lock import locked_folders
+from miles.cluster.folders.folder_lock import locked_folders
 from miles.commands import quickstart, train
 from miles.quickstart.data import split_pairs
 from miles.quickstart.summary import summarize

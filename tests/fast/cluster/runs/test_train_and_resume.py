@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fast.cluster.launches import LOCAL_RAY, UMASK, is_loopback
+from tests.fast.cluster.runs.launches import LOCAL_RAY, UMASK, is_loopback
 
 SAVING = ["--use-kl-loss", "--kl-loss-coef", "0.1", "--save-interval", "3", "--eval-interval", "3"]
 IN_EVERY_STEP = {"train/loss", "train/pg_loss", "train/kl_loss", "train/ppo_kl", "train/grad_norm", "train/lr"}
