@@ -30,7 +30,6 @@ from miles.cluster.session import Placement
 from miles.cluster.stored_weights import store
 from miles.metrics import Metric
 from miles.secret_values import is_secret
-from miles.tcp_store import TCPStore, serve_store
 from miles.train_batch import TrainShard
 from miles.training import checkpoint_folder
 from miles.training.backend import TrainBackend, build_backend
@@ -38,6 +37,7 @@ from miles.training.checkpoint_manifest import FileRecord, hash_files_of_rank
 from miles.training.checkpoint_pruning import prune
 from miles.training.determinism import be_deterministic
 from miles.training.trainer import Trainer
+from miles.weight_sync.tcp_store import TCPStore, serve_store
 
 
 class TrainDriver:

@@ -69,7 +69,7 @@ def inside(name: str, package: str) -> bool:
 LAYERS = [
     ("input_error", "one_line"),
     ("strict_json",),
-    ("components", "secret_values", "metrics", "weights", "concurrency", "import_path", "tcp_store", "junit"),
+    ("components", "secret_values", "metrics", "weights", "import_path", "junit"),
     ("flags", "hidden_secrets"),
     ("sample", "train_batch"),
     ("parallel", "model_families", "tiny_models"),
@@ -89,7 +89,7 @@ LAYERS = [
     ("__main__",),
 ]
 BASICS = ("input_error", "one_line", "strict_json")  # what leaves may import
-LEAVES = ("components", "metrics", "weights", "concurrency", "import_path", "secret_values", "tcp_store")
+LEAVES = ("components", "metrics", "weights", "import_path", "secret_values")
 LEAVES += ("sample", "train_batch", "junit")
 
 # (module, what it must not import, exceptions)

@@ -5,7 +5,7 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from miles.tcp_store import TCPStore, serve_store
+from miles.weight_sync.tcp_store import TCPStore, serve_store
 
 SHORT = timedelta(seconds=20)
 
