@@ -24,7 +24,7 @@ from miles.objective.explain import objective_in_words, objective_terms, objecti
 
 WIDTH = 110
 _SHOWN = 4  # groups of ranks that are listed, before and after "..."
-_EXAMPLE_LENGTH = 1024  # of an answer, where none is given: conversations to train on need no limit
+_EXAMPLE_LENGTH = 1024  # tokens of an answer if no limit is given: conversations to train on need none
 
 
 def explain(validated: Validated) -> str:

@@ -29,7 +29,7 @@ def exit_with_message(checkpoint: CheckpointArguments, stop: StopRequests) -> It
     failed.
 
     Args:
-        checkpoint: Where the run saves, for the words on how to resume.
+        checkpoint: The flags of checkpoints, for the words on how to resume.
         stop: Knows which signal has stopped the run.
 
     Raises:

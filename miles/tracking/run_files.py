@@ -33,7 +33,7 @@ class SampleRecord:
         trajectory: ``trajectory_id``.
         train_step: The optimizer step that trains on it.
         advantage: Phase 1 of the advantage, one number per sample; None if the estimator makes them per token.
-        denominator: What the sample's token losses are divided by, besides ``trajectories``.
+        denominator: The sample's token losses are divided by it, and by ``trajectories``.
         trajectories: N, the number of trajectories of the optimizer step.
         tokens: The text of each token.
         mask: The loss mask.

@@ -1,9 +1,9 @@
 """Read settings from a YAML file: ``--config FILE key=value …`` becomes words of the command line.
 
 The keys are flags without ``--``, with ``_`` or ``-``, flat or below the names of the sections of ``--help``. Scalars
-are taken as they are written, so that YAML turns no ``1e-5`` into text and no ``no`` into false. What comes later on
-the command line wins: a flag replaces an entry of a file before it, and an entry with ``false`` or ``null`` takes back
-what was given before it.
+are taken as they are written, so that YAML turns no ``1e-5`` into text and no ``no`` into false. The last value on the
+command line wins: a flag replaces an entry of a file before it, and an entry with ``false`` or ``null`` takes back the
+values before it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def settings_from_json(sections: Mapping[str, Mapping[str, Any]], where: str) ->
     """Return the settings that ``RunHeader.settings`` describes. Secrets are not in it, and stay hidden.
 
     Args:
-        sections: Section to field to value. What is missing has its default.
+        sections: Section to field to value. Missing fields have their defaults.
         where: The file, for messages.
 
     Raises:

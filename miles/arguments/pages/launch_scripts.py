@@ -165,7 +165,7 @@ def _functions() -> Iterator[str]:
 
 def _idle() -> Iterator[str]:
     yield from ("## Obeyed, unless another setting makes them idle", "")
-    yield "These flags are noted where they have no effect."
+    yield "These flags are noted if they have no effect."
     yield from ("", "| flags | no effect |", "|---|---|")
     for rule in IDLE:
         yield f"| {', '.join(f'`{flag_name(name)}`' for name in rule.names)} | {rule.why} |"

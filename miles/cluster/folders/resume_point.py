@@ -61,8 +61,8 @@ def resume_point(checkpoint: CheckpointArguments) -> ResumePoint:
     if not faults:
         if checkpoint_folder.iterations_of(root) is not None:
             raise ValueError(
-                f"{flag}: there is no such checkpoint; give another one, or the folder of the checkpoints, of which "
-                "the newest is taken"
+                f"{flag}: there is no such checkpoint; give another one, or the folder of the checkpoints, whose "
+                "newest is taken"
             )
         return ResumePoint(checkpoint)
     listed = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())

@@ -101,7 +101,7 @@ def test_equal_advantages_whiten_to_zero():
 
 
 def test_explained_variance():
-    """1 for a critic that is right, 0 for a constant one; nothing where there is no variance."""
+    """1 for a critic that is right, 0 for a constant one; nothing without variance."""
     loss = LossArguments(advantage_estimator="ppo")
     right = token_advantages(loss, [sample(0, [1, 1], 1.0, [1.0, 1.0]), sample(1, [1], 3.0, [3.0])])
     constant = token_advantages(loss, [sample(0, [1, 1], 1.0, [2.0, 2.0]), sample(1, [1], 3.0, [2.0])])

@@ -65,5 +65,5 @@ def test_explained(command):
     validated = validate(parse(f"{command} --policy-loss geo_mean".split()))
     text = explain(validated)
     assert "-A exp(mean of d over the sequence)" in text
-    assert "at most 0.4 where A > 0, at least -0.4 where A < 0" in text
+    assert "at most 0.4 if A > 0, at least -0.4 if A < 0" in text
     assert any("--geo-mean-log-clip" in line for line in without_effect(validated.settings))

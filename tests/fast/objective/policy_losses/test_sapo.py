@@ -61,5 +61,5 @@ def test_refused(command, flags, message):
 def test_explained(command):
     validated = validate(parse(f"{command} --policy-loss sapo".split()))
     text = explain(validated)
-    assert "-(4 / τ) sigmoid(τ (ρ - 1)) A" in text and "τ = 1 where A > 0, else 1.05" in text
+    assert "-(4 / τ) sigmoid(τ (ρ - 1)) A" in text and "τ = 1 if A > 0, else 1.05" in text
     assert any("--sapo-tau-pos" in line for line in without_effect(validated.settings))

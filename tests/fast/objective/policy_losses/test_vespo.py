@@ -61,5 +61,5 @@ def test_refused(command, flags, message):
 def test_explained(command):
     validated = validate(parse(f"{command} --policy-loss vespo".split()))
     text = explain(validated)
-    assert "φ = W^c1 exp(c2 (1 - W))" in text and "(c1, c2) = (3, 2) where A < 0, else (2, 3)" in text
+    assert "φ = W^c1 exp(c2 (1 - W))" in text and "(c1, c2) = (3, 2) if A < 0, else (2, 3)" in text
     assert any("--policy-loss vespo" in line for line in without_effect(validated.settings))
