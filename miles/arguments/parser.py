@@ -120,8 +120,8 @@ class FlagParser(argparse.ArgumentParser):
             self._refuse_file(path, f"has more than {LARGEST_FILE} characters", "check the path")
         return text
 
-    def _refuse_file(self, path: str, fault: str, way_out: str) -> NoReturn:
-        self.error(f"@{one_line(path, LONGEST_VALUE)}: the file of flags {fault}; {way_out}")
+    def _refuse_file(self, path: str, fault: str, what_to_do: str) -> NoReturn:
+        self.error(f"@{one_line(path, LONGEST_VALUE)}: the file of flags {fault}; {what_to_do}")
 
     def read(self, words: Sequence[str], known: Iterable[str] = ()) -> argparse.Namespace:
         """Read the words of a command line; wrong values, and flags that do not exist, are added to ``errors``.
