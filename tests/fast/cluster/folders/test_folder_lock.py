@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from miles.cluster import folder_lock
+from miles.cluster.folders import folder_lock
 from miles.cluster.folders.folder_lock import NAME, STALE_SECONDS, locked_folders
 
 REPO = Path(__file__).resolve().parents[4]
