@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from miles.arguments import explain as explanations
 from miles.arguments import settings as sections
 from miles.arguments.checkpoint import CheckpointArguments
-from miles.arguments.config_file import FLAG
+from miles.arguments.files.config_file import FLAG
+from miles.arguments.files.run_config import run_config
 from miles.arguments.launch.notes import grouped
 from miles.arguments.parser import Command, judge, read_command
-from miles.arguments.run_config import run_config
 from miles.arguments.validate import Validated, validate
 from miles.commands import train as command
 from miles.flags import FlagError
@@ -160,7 +160,7 @@ def _raising(checkpoint: CheckpointArguments, stop: StopRequests) -> Iterator[No
 
 
 class Run:
-    """A run's folder, read as data frames. The run may still be going on: each call reads the files again.
+    """A run's folder, read as data frames. The run may be unfinished: each call reads the files again.
 
     Attributes:
         folder: Its ``output_dir``.
@@ -193,7 +193,7 @@ class Run:
         return RunHeader.load(self.folder).provenance
 
     def metrics(self) -> pandas.DataFrame:
-        """Return one row per optimizer step and one column per metric; NaN where a step has none."""
+        """Return one row per optimizer step and one column per metric; NaN if a step has none."""
         import pandas
 
         rows = RunFiles(self.folder).read_metrics()

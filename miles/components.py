@@ -1,4 +1,4 @@
-"""The training backends and the generation engines: what the flags must know of each, and where it is built.
+"""List the training backends and the generation engines: their abilities, and the function that builds each.
 
 To add one, add a row. Validation reads these rows, so they are plain data: ``builder`` is imported by ``build`` only,
 because each backend and engine has libraries of its own.

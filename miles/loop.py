@@ -67,7 +67,7 @@ class TrainingLoop:
         self.offload = offload
         self.steps_per_iteration = steps_per_iteration
         self.is_synchronous = is_synchronous
-        self.run_state = run_state  # the identity of the run (cluster/run_identity.py), saved in every checkpoint
+        self.run_state = run_state  # saved in every checkpoint (cluster/folders/run_identity.py)
         self.stop = stop
         self.last_saved = 0  # iterations of the newest checkpoint of this run
         self.last_exported: int | None = None  # iterations of the newest export, if there is one

@@ -1,7 +1,7 @@
 """JSON from outside, read so that nothing in it is lost or fails later.
 
 ``json.loads`` keeps the last of two equal keys and accepts half of a surrogate pair, which no tokenizer and no file
-takes. Deep nesting raises ``RecursionError``, there or where the value is copied.
+takes. Deep nesting raises ``RecursionError``, here or when the value is copied.
 """
 
 from __future__ import annotations

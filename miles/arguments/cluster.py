@@ -23,7 +23,7 @@ class ClusterArguments:
     )
     actor_num_nodes: int = flag(1, "nodes of the trainer")
     actor_num_gpus_per_node: int = flag(
-        8, "trainer ranks per node: GPUs, or processes on CPU, where a command has one for two cores by default"
+        8, "trainer ranks per node: GPUs; on CPU, processes (default there: one for two cores)"
     )
     rollout_num_gpus: Optional[int] = flag(
         None, "devices of the rollout engines (ignored with --colocate); default: those of one engine"

@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from miles.arguments.custom_config import read_custom_config
+from miles.arguments.files.custom_config import read_custom_config
 from miles.arguments.settings import Settings
 
 

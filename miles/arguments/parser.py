@@ -16,10 +16,9 @@ from typing import Any, NoReturn
 from argparse_dataclass import _add_dataclass_options
 
 import miles
-from miles.arguments import config_file, custom_config
-from miles.arguments.config_file import expand_configs, located
-from miles.arguments.deterministic import check_deterministic_on_cpu
 from miles.arguments.explain import explain
+from miles.arguments.files import config_file, custom_config
+from miles.arguments.files.config_file import expand_configs, located
 from miles.arguments.launch.choice import choose_backend, choose_engine, choose_ranks, in_words
 from miles.arguments.launch.machine import has_bf16, has_gpu, num_cores
 from miles.arguments.launch.notes import Note, strict_errors
@@ -40,6 +39,7 @@ from miles.arguments.launch.surprises import surprises
 from miles.arguments.launch.values import words_of_line
 from miles.arguments.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
 from miles.arguments.megatron.settings import MegatronArguments
+from miles.arguments.rules.deterministic import check_deterministic_on_cpu
 from miles.arguments.settings import SECTIONS, Settings
 from miles.arguments.sglang.server_flags import ROUTER, SERVER, ServerFlags, split_server_flags
 from miles.arguments.training import fill_precision
@@ -120,8 +120,8 @@ class FlagParser(argparse.ArgumentParser):
             self._refuse_file(path, f"has more than {LARGEST_FILE} characters", "check the path")
         return text
 
-    def _refuse_file(self, path: str, fault: str, way_out: str) -> NoReturn:
-        self.error(f"@{one_line(path, LONGEST_VALUE)}: the file of flags {fault}; {way_out}")
+    def _refuse_file(self, path: str, fault: str, what_to_do: str) -> NoReturn:
+        self.error(f"@{one_line(path, LONGEST_VALUE)}: the file of flags {fault}; {what_to_do}")
 
     def read(self, words: Sequence[str], known: Iterable[str] = ()) -> argparse.Namespace:
         """Read the words of a command line; wrong values, and flags that do not exist, are added to ``errors``.

@@ -129,7 +129,7 @@ class RolloutArguments:
 
 
 def fill_over_sampling(rollout: RolloutArguments) -> RolloutArguments:
-    """Fill in ``over_sampling_batch_size`` where a filter makes use of it, and it is not given."""
+    """Fill in ``over_sampling_batch_size`` if a filter uses it and it is not given."""
     uses = rollout.dynamic_sampling_filter_path is not None and not rollout.fully_async
     if not uses or rollout.over_sampling_batch_size is not None:
         return rollout
@@ -180,7 +180,7 @@ def _check_sampling(rollout: RolloutArguments, has_responses: bool, errors: Erro
             why = f"with --rollout-engine {rollout.rollout_engine}"
             errors.refuse_ignored(rollout, engine.own_flags, why, f"use --rollout-engine {name}")
     if rollout.rollout_stop is not None and rollout.partial_rollout:
-        rule = "would miss a text of which --partial-rollout has cut the beginning off"
+        rule = "would miss a text whose beginning --partial-rollout has cut off"
         what_to_do = "give the ids of tokens with --rollout-stop-token-ids"
         errors.refuse("rollout_stop", rollout.rollout_stop, rule, what_to_do)
     if rollout.rollout_stop is not None and ENGINES[rollout.rollout_engine].has_servers:

@@ -18,11 +18,8 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from miles.arguments.checkpoint import check_checkpoint
 from miles.arguments.cluster import check_cluster, check_offload, notes_on_cluster
 from miles.arguments.data import check_data
-from miles.arguments.debug_modes import check_debug_modes
-from miles.arguments.deterministic import check_deterministic
 from miles.arguments.evaluation import check_evaluation, fill_evaluation
 from miles.arguments.launch.notes import Note
-from miles.arguments.loss import check_loss, name_policy_loss, notes_on_loss
 from miles.arguments.megatron.rules import check_megatron
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import check_model
@@ -31,6 +28,9 @@ from miles.arguments.parallel import check_parallel, pad_recurrent_models
 from miles.arguments.rehearsal import check_rehearsal
 from miles.arguments.reward import check_reward
 from miles.arguments.rollout import check_async, check_rollout, fill_over_sampling, notes_on_rollout
+from miles.arguments.rules.debug_modes import check_debug_modes
+from miles.arguments.rules.deterministic import check_deterministic
+from miles.arguments.rules.loss import check_loss, name_policy_loss, notes_on_loss
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.rules import can_count_engines, check_engine, fill_rollout_num_gpus
 from miles.arguments.tracking import check_tracking

@@ -13,7 +13,7 @@ from pathlib import Path
 import ray.exceptions
 
 from miles.arguments.checkpoint import CheckpointArguments
-from miles.cluster.disk_faults import SaveFailed
+from miles.cluster.folders.disk_faults import SaveFailed
 from miles.cluster.liveness import WorkerLost
 from miles.cluster.stop_requests import StopRequests
 from miles.input_error import InputError
@@ -29,7 +29,7 @@ def exit_with_message(checkpoint: CheckpointArguments, stop: StopRequests) -> It
     failed.
 
     Args:
-        checkpoint: Where the run saves, for the words on how to resume.
+        checkpoint: The flags of checkpoints, for the words on how to resume.
         stop: Knows which signal has stopped the run.
 
     Raises:

@@ -30,8 +30,8 @@ def loopback_environment(given: Mapping[str, str]) -> dict[str, str]:
 def loopback_only() -> Iterator[None]:
     """Have a local Ray that the block starts listen on the loopback interface, and not on all of them.
 
-    Ray replaces ``_node_ip_address="127.0.0.1"`` by the host's own address. This is the switch by which it takes
-    127.0.0.1 as that address where it supports one machine only (macOS and Windows).
+    Ray replaces ``_node_ip_address="127.0.0.1"`` by the host's own address. With this switch it keeps
+    127.0.0.1, as it does on systems on which it supports one machine only (macOS and Windows).
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False

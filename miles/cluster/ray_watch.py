@@ -54,7 +54,7 @@ class OwnProcess:
 
 @dataclass
 class Listener:
-    """A process of Ray, known by where it listens."""
+    """A process of Ray, identified by the address at which it listens."""
 
     name: str
     address: str | tuple[str, int]  # a path, or host and port

@@ -11,7 +11,7 @@ import ray.exceptions
 
 from miles.arguments.settings import Settings
 from miles.cluster.failures import cause_of, in_one_line, show
-from miles.cluster.resume_point import resume_point
+from miles.cluster.folders.resume_point import resume_point
 from miles.training.checkpoint_folder import newest
 
 

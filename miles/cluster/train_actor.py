@@ -23,14 +23,13 @@ from transformers.utils.logging import disable_progress_bar
 from miles.arguments.cluster import ClusterArguments
 from miles.arguments.settings import Settings
 from miles.cluster.cpu_tuning import use_threads
-from miles.cluster.disk_faults import SaveFailed, disk_fault
 from miles.cluster.failures import cause_of
+from miles.cluster.folders.disk_faults import SaveFailed, disk_fault
 from miles.cluster.liveness import HEARTBEAT, Workers, with_heartbeat
 from miles.cluster.session import Placement
 from miles.cluster.stored_weights import store
 from miles.metrics import Metric
 from miles.secret_values import is_secret
-from miles.tcp_store import TCPStore, serve_store
 from miles.train_batch import TrainShard
 from miles.training import checkpoint_folder
 from miles.training.backend import TrainBackend, build_backend
@@ -38,6 +37,7 @@ from miles.training.checkpoint_manifest import FileRecord, hash_files_of_rank
 from miles.training.checkpoint_pruning import prune
 from miles.training.determinism import be_deterministic
 from miles.training.trainer import Trainer
+from miles.weight_sync.tcp_store import TCPStore, serve_store
 
 
 class TrainDriver:

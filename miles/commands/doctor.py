@@ -9,11 +9,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles.doctor.finding import can_train
+from miles.doctor.finding import as_json, as_text, can_train
 from miles.doctor.host import check_host
 from miles.doctor.leftovers import check_leftovers
 from miles.doctor.packages import check_packages
-from miles.doctor.report import as_json, as_text
 
 
 def main(argv: Sequence[str]) -> int:

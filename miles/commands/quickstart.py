@@ -15,7 +15,7 @@ from pathlib import Path
 
 from miles.arguments.launch.machine import has_bf16, has_gpu
 from miles.arguments.parser import main_parse
-from miles.cluster.folder_lock import is_held
+from miles.cluster.folders.folder_lock import is_held
 from miles.commands import train
 from miles.hidden_secrets import hide_on_command_line
 from miles.quickstart import data, model

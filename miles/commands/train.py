@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles.arguments.files.run_config import FILE_NAME, run_config
 from miles.arguments.launch.notes import grouped
 from miles.arguments.parser import main_parse
-from miles.arguments.run_config import FILE_NAME, run_config
 from miles.hidden_secrets import hidden_in_output, hide_on_command_line
 from miles.secret_values import secrets_in
 
@@ -63,9 +63,9 @@ def launch(
         validated: What to run.
         ending: Makes the context that handles whatever ends the run early (``exit_with_message``).
     """
-    from miles.cluster.folder_lock import locked_folders
-    from miles.cluster.resume_point import check_reference, resume_point
-    from miles.cluster.run_identity import check_load_folder, own_save_folder
+    from miles.cluster.folders.folder_lock import locked_folders
+    from miles.cluster.folders.resume_point import check_reference, resume_point
+    from miles.cluster.folders.run_identity import check_load_folder, own_save_folder
     from miles.cluster.stop_requests import StopRequests
     from miles.objective.hooks import check_hooks
     from miles.training.checkpoint_folder import remove_unfinished
@@ -120,9 +120,9 @@ def train(settings: Settings, placement: Placement, stop: StopRequests, given: C
         stop: Requests to stop it.
         given: The flags of checkpoints as the user gave them, for run.yaml.
     """
+    from miles.cluster.folders.run_identity import RunIdentity
     from miles.cluster.liveness import Workers
     from miles.cluster.rollout_actor import RolloutDriver
-    from miles.cluster.run_identity import RunIdentity
     from miles.cluster.train_actor import TrainDriver
     from miles.loop import GenerationLoop, TrainingLoop
     from miles.objective.explain import objective_formula, objective_in_words

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from miles.input_error import InputError
-from miles.translate.launchers.registry import all_launchers, launcher_of
+from miles.translate.launchers.base import all_launchers, launcher_of
 from miles.translate.reading.files import read_document
 from miles.translate.report import report
 from miles.translate.translation import Translation

@@ -27,7 +27,7 @@ class Conversation:
     """A conversation as a model is trained on it.
 
     Attributes:
-        prompt: What comes before the first trained token.
+        prompt: The tokens before the first trained one.
         response_ids: The tokens from there to the last trained one.
         loss_mask: 1 for each of them that is trained on, 0 for those of other roles and of the template.
         text: Their text.
@@ -61,8 +61,8 @@ def load_conversations(
         max_context_len: The most tokens of a conversation.
 
     Raises:
-        InputError: For a malformed row, a template that changes the messages it renders, and a set of which nothing
-            remains.
+        InputError: For a malformed row, a template that changes the messages it renders, and a set without a
+            row to train on.
     """
     if not tokenizer.is_fast:
         raise InputError(
@@ -141,11 +141,11 @@ def _read(row: Row, renderer: PromptRenderer, data: DataArguments, tokenizer: Pr
 
 
 def _span(row: Row, render: Render, messages: Sequence[dict[str, Any]], number: int, text: str) -> tuple[int, int]:
-    """Return where the message at ``number`` stands in ``text``: its content and what ends its turn.
+    """Return the span of the message at ``number`` in ``text``: its content and the end of its turn.
 
-    Rendered alone, the messages before it end where it begins, and those up to it where it ends. A template may write
-    earlier turns in another way than the last one (without the reasoning, say): such a message is looked for, with the
-    end of its turn, as a short content may be part of a header too.
+    The messages before it, rendered alone, end at its first character; with it, they end at its last one. A template
+    may write earlier turns in another way than the last one (without the reasoning, say). Such a message is searched
+    for together with the end of its turn, because a short content may be part of a header too.
     """
     message = messages[number]
     before = render(messages[:number], message["role"] == "assistant") if number else ""

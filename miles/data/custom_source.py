@@ -67,7 +67,7 @@ class CustomStream:
     def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
         """Return a position to resume from, at which the groups with the indices ``unfinished`` are drawn again.
 
-        It is a copy, as the source goes on drawing while the position waits to be saved.
+        It is a copy, because the source keeps drawing while the position waits to be saved.
 
         Raises:
             InputError: JSON cannot hold the source's state, or a row.

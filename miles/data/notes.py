@@ -14,7 +14,7 @@ class Notes:
         self._found: dict[str, tuple[int, str]] = {}
 
     def add(self, kind: str, where: str) -> None:
-        """Count a row at ``where``; ``kind`` says what is the matter with it."""
+        """Count the row at ``where`` under ``kind``, which describes what is unusual about it."""
         self.add_all(kind, 1, where)
 
     def add_all(self, kind: str, rows: int, where: str) -> None:

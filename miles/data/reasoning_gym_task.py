@@ -34,8 +34,8 @@ def read_reasoning_gym(source: str) -> Iterator[Row]:
         dataset = reasoning_gym.create_dataset(task, **options)
     except Exception as error:  # each task checks its settings in its own way
         fault = f"reasoning_gym refuses these settings ({type(error).__name__}: {one_line(str(error), 300)})"
-        way_out = f"write reasoning_gym:{task}:size=1000,seed=1 with the settings of this task"
-        raise _refusal(source, f"{fault}; {way_out}") from error
+        what_to_do = f"write reasoning_gym:{task}:size=1000,seed=1 with the settings of this task"
+        raise _refusal(source, f"{fault}; {what_to_do}") from error
     for index in range(len(dataset)):
         entry = dataset[index]
         origin = {"task": task, "options": options, "entry": entry}

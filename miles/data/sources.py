@@ -103,8 +103,8 @@ def _read_hugging_face(source: str) -> Iterator[Row]:
             return
         except Exception as error:  # the library's or pyarrow's, for a broken file
             fault = f"{type(error).__name__}: {one_line(str(error), 300)}"
-            way_out = "save the set again"
-            raise InputError(f"{source}:{number}: datasets cannot read the row ({fault}); {way_out}") from error
+            what_to_do = "save the set again"
+            raise InputError(f"{source}:{number}: datasets cannot read the row ({fault}); {what_to_do}") from error
         yield Row(f"{source}:{number}", columns)
 
 

@@ -1,7 +1,7 @@
 """Text of special tokens inside chat messages, which is read as text.
 
-A tokenizer turns ``<|im_end|>`` into the token that ends a turn wherever it is in a text. In a message it is part of
-what somebody wrote: as a token it would end the turn, and what follows could be a turn of any role. Tokens that are
+A tokenizer turns ``<|im_end|>`` anywhere in a text into the token that ends a turn. In a message it is part of what
+somebody wrote: as a token it would end the turn, and the rest could be a turn of any role. Tokens that are
 added but not special, such as ``<think>``, are left alone: templates and models use them inside messages.
 """
 

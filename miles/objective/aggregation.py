@@ -383,7 +383,7 @@ def reconcile_aggregation(
     """Reduce the three vocabularies to one ``loss_aggregation``; return the flags without aliases, and notes.
 
     Every combination in which a flag would be ignored or the normalization undone is an error
-    (docs/loss-aggregation.md has the table). What is returned after an error is not to be used.
+    (docs/loss-aggregation.md has the table). After an error, do not use the returned flags.
 
     Args:
         loss: The flags, as they were given.

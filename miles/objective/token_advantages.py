@@ -32,7 +32,7 @@ class SampleTokens:
 
 @dataclass(frozen=True)
 class StepAdvantages:
-    """One float32 array [response] per sample, 0 where it is masked; ``returns`` are for a critic."""
+    """One float32 array [response] per sample, 0 for masked tokens; ``returns`` are for a critic."""
 
     advantages: list[np.ndarray]
     returns: list[np.ndarray] | None

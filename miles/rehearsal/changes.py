@@ -1,4 +1,4 @@
-"""Changes of a command that may save memory. Each is tried; what it saves is traced, not estimated."""
+"""Changes of a command that may save memory. Each is tried, and its saving is traced, not estimated."""
 
 from __future__ import annotations
 

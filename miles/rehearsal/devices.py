@@ -16,7 +16,7 @@ class Device:
     """One accelerator in a node of eight.
 
     Attributes:
-        name: What the report calls it.
+        name: Its name in the report.
         memory: GiB that PyTorch can use.
         bf16: Dense matrix products in bf16, TFLOP/s.
         fp32: The same in fp32, without TF32, TFLOP/s.

@@ -2,7 +2,7 @@
 
 Fake tensors have shapes and no values. Numbers that describe the layout (indices, counts, masks) are needed all the
 same, so an operation whose tensors are all real runs for real, and integers are created real. Weights, activations and
-everything computed from them are fake. Where the trainer reads such a value (the gradient norm), it is assumed.
+everything computed from them are fake. If the trainer reads such a value (the gradient norm), a value is assumed.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Meter(TorchDispatchMode):
     """Records every operation of a rank. Enter ``fake`` first, then the meter.
 
     Attributes:
-        phase: What the rank does now.
+        phase: The phase that the rank is in.
         tallies: Operations and collectives by phase.
     """
 
@@ -195,7 +195,7 @@ class Meter(TorchDispatchMode):
                     self._kinds[number] = kind
 
     def forget(self, phases: Iterable[Phase]) -> None:
-        """Drop the work of ``phases`` that was done so far; what is allocated stays."""
+        """Drop the work of ``phases`` that was done so far; allocated memory stays."""
         for phase in phases:
             self.tallies.pop(phase, None)
 

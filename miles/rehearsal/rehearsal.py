@@ -113,7 +113,7 @@ class Rehearsal:
 
     @property
     def training(self) -> Seconds:
-        """The trainer's time of an iteration. What is scored is scored for every step."""
+        """The trainer's time of an iteration, whose steps are all scored."""
         return (self.step + self.phase_seconds(Phase.SCORE)) * self.settings.steps_per_iteration
 
     @property
@@ -145,7 +145,7 @@ def rehearse_settings(settings: Settings) -> Rehearsal:
 
 
 def advise(rehearsal: Rehearsal) -> Iterator[Advice]:
-    """Yield the changes that save most memory on the worst rank, each traced anew, at most ``ADVICE``."""
+    """Yield the changes that save most memory on the worst rank, each traced again, at most ``ADVICE``."""
     found = []
     for change in changes(rehearsal.settings):
         try:

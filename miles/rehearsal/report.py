@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from miles.arguments.layout import explain_layout
+from miles.arguments.explain import explain_layout
 from miles.flags import count
 from miles.objective.aggregation import MODES
 from miles.objective.canary import mass_is_known

@@ -23,7 +23,7 @@ _SEPARATOR = "\n"  # between the number of a run and the name of a metric
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where a metric differs first: the step, and the value of each run there (NaN: not measured)."""
+    """The first difference of a metric: the step, and the value of each run there (NaN: not measured)."""
 
     metric: str
     step: int

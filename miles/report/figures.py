@@ -8,7 +8,7 @@ from typing import Any
 
 from miles.report.metrics_file import MetricsFile
 
-# Metric, title, what the reader should know. They come first, in this order, where the run has them.
+# Metric, title, what the reader should know. They come first, in this order, if the run has them.
 _LEARNING = (
     ("rollout/reward", "Reward", "mean of the iteration"),
     ("rollout/response_length", "Response length", "tokens, mean of the iteration"),

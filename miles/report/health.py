@@ -34,7 +34,7 @@ class Rule:
     """One rule.
 
     Attributes:
-        name: What it watches.
+        name: The problem that it finds.
         metric: The curve to look at.
         threshold: When it fires, in words.
         flag: The flag to look at first.

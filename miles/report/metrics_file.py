@@ -17,7 +17,7 @@ _NUMBERS = {int, float}
 
 
 class MetricsFile:
-    """The metrics of a run, one column per name with one entry per step; NaN where a step lacks the metric.
+    """The metrics of a run, one column per name with one entry per step; NaN if a step lacks the metric.
 
     ``refresh`` reads only what was added. A file that was cut or replaced (a run that resumed) is read again.
     """

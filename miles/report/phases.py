@@ -1,7 +1,7 @@
 """Seconds by phase, each second in one phase only.
 
-The main loop times its phases one after another. The trainer times the parts of ``time/train``, so these take the
-place of it. What no phase has timed is ``other``. With ``--async-steps`` generation overlaps the step: its
+The main loop times its phases one after another. The trainer times the parts of ``time/train``, which
+replace it. Time in no phase is ``other``. With ``--async-steps`` generation overlaps the step: its
 ``time/rollout`` is no part of the step's seconds and is left out.
 """
 

@@ -85,7 +85,7 @@ class Answers:
         return path in self._routes
 
     def read_ahead(self) -> None:
-        """Read the metrics before the page asks for them; what is wrong with them is said when it asks."""
+        """Read the metrics before the page asks for them. Errors are reported when it asks."""
         with suppress(ValueError, OSError):
             self.answer("/api/overview", {})
 

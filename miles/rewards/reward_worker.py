@@ -112,7 +112,7 @@ def _work(requests: BinaryIO, replies: BinaryIO, path: str, key: str, memory: in
             write_message(replies, json.dumps(message).encode())
 
     if memory:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))  # a MemoryError at once, where it arises
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))  # too much memory raises MemoryError at once
     try:
         function = load_function(path, "--custom-rm-path")
     except ValueError as error:

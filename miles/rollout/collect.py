@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
-from miles.concurrency import gather_or_cancel
+from miles.engine.concurrency import gather_or_cancel
 from miles.metrics import Metric
 from miles.rollout.filters import FilterStallGuard
 from miles.rollout.groups import ProducedGroup

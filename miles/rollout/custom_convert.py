@@ -18,7 +18,7 @@ def converted_groups(found: Any, groups: Sequence[PromptGroup], path: str) -> li
     """Return the groups with the rows of ``found`` as their samples.
 
     Args:
-        found: What the function has returned: columns with one entry per row. ``tokens`` are those of prompt and
+        found: The columns that the function has returned, with one entry per row. ``tokens`` are those of prompt and
             response, ``rewards`` the advantages, ``loss_masks`` and ``rollout_log_probs`` have one entry per response
             token; without them, a row has those of the sample whose tokens it repeats. ``sample_indices`` name the
             trajectory of each row, as ``sample.index`` does; without them there is a row for each sample, in order.

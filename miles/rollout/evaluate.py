@@ -15,9 +15,9 @@ from miles import strict_json
 from miles.arguments.data import DataArguments
 from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.rollout import RolloutArguments
-from miles.concurrency import gather_or_cancel
 from miles.data.prompts import load_prompts
 from miles.engine.base import SamplingParams
+from miles.engine.concurrency import gather_or_cancel
 from miles.input_error import InputError
 from miles.metrics import Metric
 from miles.one_line import one_line

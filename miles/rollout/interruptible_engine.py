@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
 
-from miles.concurrency import gather_or_cancel
 from miles.engine.base import Engine, Generation, GenerationRequest
+from miles.engine.concurrency import gather_or_cancel
 from miles.rollout.groups import response_seed
 from miles.weights import WeightChunk
 

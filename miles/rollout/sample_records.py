@@ -35,9 +35,9 @@ class _Weighing:
 class SampleRecorder:
     """Makes the records of one iteration after another, of at most ``max_bytes`` as rows over the whole run.
 
-    After i of n iterations at most i/n of the bytes are used, so that late iterations find room too; what an iteration
-    leaves is there for the next. If not everything fits, whole groups are chosen, spread evenly over the iteration; if
-    no group fits, answers of the first without their tokens.
+    After i of n iterations at most i/n of the bytes are used, so that late iterations find room too; an iteration
+    leaves its unused bytes to the next. If not everything fits, whole groups are chosen, spread evenly over the
+    iteration; if no group fits, answers of the first without their tokens.
 
     Args:
         tokenizer: Gives the text of each token.

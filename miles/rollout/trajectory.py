@@ -11,8 +11,8 @@ from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from miles.arguments.rollout import RolloutArguments
-from miles.concurrency import gather_or_cancel
 from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingParams
+from miles.engine.concurrency import gather_or_cancel
 from miles.import_path import load_function
 from miles.rollout.groups import (
     STATUS,

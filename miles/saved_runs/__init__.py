@@ -1,1 +1,1 @@
-"""Runs that were written to disk: what a run's folder says, its checkpoints, and its model generating again."""
+"""Runs on disk: the settings and state in a run's folder, its checkpoints, and generating with its model."""

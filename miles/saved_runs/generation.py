@@ -71,7 +71,7 @@ def settings_for(settings: Settings, model: Path, logs: Path, engine: str | None
 
 
 def _without_secrets(words: Sequence[str]) -> tuple[str, ...]:
-    """Leave out the flags that run.json holds without their secret values: keys, which are made anew."""
+    """Leave out the flags that run.json holds without their secret values: keys, which are drawn again."""
     kept = ((flag, *values) for flag, values in group_words(words) if HIDDEN not in values)
     return tuple(word for group in kept for word in group)
 

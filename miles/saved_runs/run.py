@@ -12,9 +12,9 @@ from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 
-from miles.arguments.saved import settings_from_json
+from miles.arguments.files.saved import settings_from_json
 from miles.arguments.settings import Settings
-from miles.cluster.folder_lock import is_held
+from miles.cluster.folders.folder_lock import is_held
 from miles.input_error import InputError
 from miles.report.metrics_file import MetricsFile
 from miles.tracking.run_files import METRICS
@@ -36,7 +36,7 @@ class SavedCheckpoint:
     """A checkpoint of a run.
 
     Attributes:
-        folder: Where it is.
+        folder: Its folder.
         iterations: The iterations of the run before it.
         steps: The optimizer steps before it, the ``step`` of the row of metrics.jsonl that was logged last.
         is_complete: Whether every file is there with the size that was saved. The hashes are not compared.
@@ -99,7 +99,7 @@ class SavedRun:
 
     @property
     def state(self) -> RunState:
-        """Whether the run goes on, has finished, or ended before that."""
+        """Whether the run is running, has finished, or ended before that."""
         if is_held(self.folder):
             return RunState.RUNNING
         if self.steps < self.header.total_steps:

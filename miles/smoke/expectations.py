@@ -66,7 +66,7 @@ class Expectation:
         """Say why the run does not meet the expectation; None if it does.
 
         Args:
-            metrics: The values of each metric, of the steps that logged it; NaN where it was not a finite number.
+            metrics: The values of each metric, of the steps that logged it; NaN for values that are not finite.
         """
         values = metrics.get(self.metric, ())
         if not values:

@@ -154,7 +154,7 @@ def _reward(reward: RewardArguments, folder: Path) -> RewardArguments:
 
 
 def _checkpoint(given: CheckpointArguments, folder: Path) -> CheckpointArguments:
-    """Save where the run saves, and load nothing."""
+    """Save if the run saves, and load nothing."""
     saves = given.save is not None
     return CheckpointArguments(
         save=str(folder / "checkpoints") if saves else None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles.arguments import run_config
+from miles.arguments.files import run_config
 from miles.tracking import jsonl, run_header
 from miles.tracking.sample_file import SampleFile
 
@@ -33,7 +33,7 @@ class SampleRecord:
         trajectory: ``trajectory_id``.
         train_step: The optimizer step that trains on it.
         advantage: Phase 1 of the advantage, one number per sample; None if the estimator makes them per token.
-        denominator: What the sample's token losses are divided by, besides ``trajectories``.
+        denominator: The sample's token losses are divided by it, and by ``trajectories``.
         trajectories: N, the number of trajectories of the optimizer step.
         tokens: The text of each token.
         mask: The loss mask.

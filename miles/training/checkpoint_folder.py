@@ -70,7 +70,7 @@ def publish(root: Path, iterations_done: int, known: Mapping[str, FileRecord] | 
 def remove_unfinished(root: Path) -> list[str]:
     """Remove what a killed run has left half-written or half-removed in ``root``, and return the names.
 
-    Only the run that holds the lock of ``root`` (cluster/folder_lock.py) may call it: nobody else writes there then.
+    Only the run that holds the lock of ``root`` (cluster/folders/folder_lock.py) may call it.
     """
     found = [path for path in root.iterdir() if _UNFINISHED.fullmatch(path.name)] if root.is_dir() else []
     for path in found:

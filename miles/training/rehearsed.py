@@ -1,4 +1,4 @@
-"""A backend without weights, for ``miles/rehearsal``: what it has beyond a backend's protocol."""
+"""A backend without weights, for ``miles/rehearsal``: its methods beyond the protocol of backends."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def build_rehearsed(
     Args:
         settings: All sections of the run.
         total_steps: Its optimizer steps.
-        imbalance: How many times the average load the experts of this rank have. What a token's experts are is not
-            known without weights.
+        imbalance: How many times the average load the experts of this rank have. Which experts a token is routed to
+            is not known without weights.
 
     Raises:
         ValueError: The backend refuses the model, or cannot be rehearsed with a flag.

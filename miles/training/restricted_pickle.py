@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from miles.training.checkpoint_files import DamagedFile, in_one_line, read_bytes
 
 INDEX = ".metadata"
-_UNRESTRICTED = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # makes torch.load unpickle anything where a caller says nothing
+_UNRESTRICTED = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # makes torch.load unpickle anything by default
 _ALLOWED = {
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),

@@ -19,8 +19,8 @@ def needs_of(objective: Objective, step: int, trains_policy: bool) -> Needs:
     """Return what must be scored for optimizer step ``step`` (from 0) of an iteration.
 
     Log-probs under the weights that the iteration began with are needed from the second step on; in the first they are
-    the current ones, unless a part of the objective asks for them. What the advantages read is scored for every step,
-    also if only the critic learns.
+    the current ones, unless a part of the objective asks for them. The inputs of the advantages are scored for every
+    step, also if only the critic learns.
     """
     loss, advantages = objective.needs, objective.estimator.needs(objective.flags)
     return Needs(

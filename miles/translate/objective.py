@@ -17,7 +17,7 @@ class Objective:
 
     Attributes:
         setting: The setting that asks for it.
-        formula: What the gradient of a step adds up to, after the framework's own averaging.
+        formula: The sum that the gradient of a step is, after the framework's own averaging.
         source: Version or commit, and source file.
         reduce: The formula, in plain floats.
         mode: Our mode, and the words that ask for it.

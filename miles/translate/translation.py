@@ -24,7 +24,7 @@ class Entry:
 class Translation:
     """Collect what becomes of the settings of one file.
 
-    A launcher takes settings by name. What it never takes is listed as unknown, so that nothing is dropped silently.
+    A launcher takes settings by name. The rest is listed as unknown, so that nothing is dropped silently.
     """
 
     def __init__(self, document: Document) -> None:
@@ -166,7 +166,7 @@ class Row:
     Attributes:
         flag: Our flag; empty if there is none.
         why: What differs in meaning or, without a flag, why there is no counterpart.
-        kind: ``value``, ``number``, or ``switch``, which is a flag without value where it is true.
+        kind: ``value``, ``number``, or ``switch``, which becomes a flag without value if it is true.
         default: The value there, if it differs from ours: it is written even if the file does not have it.
         neutral: Values that ask for nothing, here and there.
     """

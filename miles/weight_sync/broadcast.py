@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, untyped
 
-from miles.tcp_store import TCPStore, serve_store
+from miles.weight_sync.tcp_store import TCPStore, serve_store
 from miles.weight_sync.transport import Delivery, WeightReceiver, stream
 from miles.weights import WeightChunk
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests are no packages; several folders import tiny_llama.py
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # tests are no packages; several folders import from it
 
 # Under nohup the hang-up signal is ignored, here and in the runs that tests start.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

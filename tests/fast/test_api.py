@@ -16,7 +16,7 @@ from miles.arguments.parser import judge, read_command
 from miles.import_path import load_function
 from miles.rewards.built_in.length import length
 from tests.fast.arguments.conftest import minimal
-from tests.fast.run_folder import write_run
+from tests.fast.support.run_folder import write_run
 
 REPO = Path(__file__).parents[2]
 KEYWORDS = {

@@ -86,7 +86,7 @@ def test_the_commands_work_elsewhere(miles, environment, tmp_path):
 
 
 def test_the_page_of_a_run_is_written_by_the_wheel(miles, tmp_path):
-    from tests.fast.run_folder import write_run
+    from tests.fast.support.run_folder import write_run
 
     write_run(tmp_path / "run", steps=10)
     ended = miles("report", "run", "--static", "page.html")

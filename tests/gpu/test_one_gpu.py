@@ -22,7 +22,7 @@ BOUND = 0.05
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_bf16_gradients_equal_those_of_the_fp32_oracle(backend: str, model: str, tmp_path: Path) -> None:
     """Run in a separate process, because Megatron creates its process groups once per process."""
-    own = [str(ROOT), str(ROOT / "tests/fast/conformance"), str(ROOT / "tests/fast")]
+    own = [str(ROOT), str(ROOT / "tests/fast/conformance"), str(ROOT / "tests/fast/support")]
     paths = [*own, *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, str(HERE / "one_gpu.py"), backend, model, str(tmp_path)],

@@ -1,6 +1,6 @@
 """Run ``train.py`` and write a line to the file $ANNOUNCED whenever a phase of the loop begins.
 
-A line has the phase (load, generate, train, sync_weights, eval, save) and the number of times it has begun.
+A line has the phase (load, generate, train, sync_weights, eval, save) and its number: 1 for the first of this kind.
 """
 
 import os
@@ -12,13 +12,13 @@ from miles import loop
 from miles.cli import main
 from miles.tracking.phase_timer import PhaseTimer
 
-begun = Counter()
+starts = Counter()
 
 
 def announce(phase):
-    begun[phase] += 1
+    starts[phase] += 1
     with Path(os.environ["ANNOUNCED"]).open("a") as file:
-        file.write(f"{phase} {begun[phase]}\n")
+        file.write(f"{phase} {starts[phase]}\n")
 
 
 class AnnouncedTimer(PhaseTimer):

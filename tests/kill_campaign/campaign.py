@@ -4,12 +4,12 @@
     python tests/kill_campaign/campaign.py --results outputs/kills.jsonl --table      what was tried so far
 
 A trial starts a run of a tiny model, waits until a phase of its loop begins, sends a signal to one process, and then
-checks that the run ends or goes on within a bound, that the last line blames what was killed, that no process and no
+checks that the run ends or continues within a bound, that the last line blames what was killed, that no process and no
 file is left, and that the run, resumed if it ended early, has the rows of metrics.jsonl of an uninterrupted one (or,
 where responses do not repeat, its prompts) and has trained on every prompt once.
 
-A trial appends one line to the results. Trials that are there already are not tried again, so the campaign goes on
-where it stopped.
+A trial appends one line to the results. Trials that are there already are not tried again, so a campaign
+that was stopped continues.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from itertools import islice
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fast")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fast" / "support")]
 
 import psutil  # noqa: E402
 
 from miles.engine.sglang.leftovers import RUN_FOLDER  # noqa: E402
-from tests.fast.cluster.launches import Launch, importing_from, prepare_workplace, small_run  # noqa: E402
+from tests.fast.cluster.runs.launches import Launch, importing_from, prepare_workplace, small_run  # noqa: E402
 from tests.fast.conftest import save_tiny_model  # noqa: E402
 from tests.kill_campaign.trials import SETUPS, SIGNALS, TARGETS, Trial, trials  # noqa: E402
 
 ITERATIONS, STEPS = 4, 2
-END_SECONDS = 240  # from the signal to the end of the run, whether it stops or goes on; the machine may be busy
+END_SECONDS = 240  # from the signal to the end of the run, whether it stops or continues; the machine may be busy
 LEFT_SECONDS = 5  # from the end of the launcher to the end of everything else
 PAUSE_SECONDS = 3  # a stopped launcher continues after this
 STATUS_OF_TERM = 143
@@ -234,9 +234,9 @@ def table(results: list[dict[str, object]]) -> str:
         assert isinstance(trial, dict) and isinstance(outcome, dict)
         count = cells.setdefault((trial["setup"], trial["target"], trial["signal"]), Counter())
         count["tried"] += 1
-        kind = "problems" if outcome["problems"] else "went on" if outcome["status"] == 0 else "ended and resumed"
+        kind = "problems" if outcome["problems"] else "continued" if outcome["status"] == 0 else "ended and resumed"
         count[kind] += 1
-    columns = ("tried", "went on", "ended and resumed", "problems")
+    columns = ("tried", "continued", "ended and resumed", "problems")
     lines = ["| set-up | target | signal | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
     for key, count in sorted(cells.items()):
         lines.append("| " + " | ".join([*key, *(str(count[column]) for column in columns)]) + " |")

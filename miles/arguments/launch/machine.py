@@ -34,7 +34,7 @@ def num_cores() -> int:
 
 
 def cpu_quota(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> float | None:
-    """Return how many cores' worth of time this process's control group may use; None without a limit."""
+    """Return how many cores this process's control group may keep busy; None without a limit."""
     quotas = []
     for folder in _control_groups("cpu", root, own):
         words = (_text_of(folder / "cpu.max") or "max").split()  # version 2: quota and period

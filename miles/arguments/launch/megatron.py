@@ -32,7 +32,7 @@ class Verdict:
 
 
 def settle_megatron(settings: Settings, errors: Errors) -> tuple[Settings, list[Note]]:
-    """Drop the fields that change nothing, and on FSDP all of them."""
+    """Drop the fields that change nothing; drop all of them if the backend does not read them."""
     if not settings.megatron_overrides:
         return settings, []
     fields = {field.name: field for field in (*MODEL_FLAGS, *megatron_fields().values())}
@@ -43,7 +43,7 @@ def settle_megatron(settings: Settings, errors: Errors) -> tuple[Settings, list[
         if reads_megatron_flags(settings):
             verdict = judge(fields[name], value, shape, given)
         else:
-            verdict = _judge_on_fsdp(fields[name], value, shape, errors)
+            verdict = _judge_without_megatron(fields[name], value, shape, errors)
         notes += [verdict.note] if verdict.note is not None else []
         kept += [(name, verdict.value)] if verdict.value is not None else []
     return replace(settings, megatron_overrides=tuple(kept)), notes
@@ -87,7 +87,7 @@ def _judge_recomputation(name: str, value: Any, shown: str, given: dict[str, Any
     return Verdict(wanted, note)
 
 
-def _judge_on_fsdp(field: MegatronField, value: Any, shape: dict[str, Any], errors: Errors) -> Verdict:
+def _judge_without_megatron(field: MegatronField, value: Any, shape: dict[str, Any], errors: Errors) -> Verdict:
     """Drop a field, or refuse it if it says something else than the model's config or changes the result."""
     shown = _shown(field, value)
     why = "Megatron's, and --train-backend fsdp trains"

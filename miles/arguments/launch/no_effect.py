@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from miles.arguments.cluster import OFFLOAD_FLAGS
-from miles.arguments.debug_modes import NOTHING_IS_GENERATED, NOTHING_IS_TRAINED, OF_GENERATION, OF_TRAINING
 from miles.arguments.evaluation import OF_SETS
 from miles.arguments.launch.abilities import has_servers, reads_megatron_flags
 from miles.arguments.launch.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, REPORTING, Note, note_on
 from miles.arguments.launch.values import environment_strings, set_name
+from miles.arguments.rules.debug_modes import NOTHING_IS_GENERATED, NOTHING_IS_TRAINED, OF_GENERATION, OF_TRAINING
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.settings import SglangArguments
 from miles.flags import changed

@@ -42,7 +42,7 @@ CHANGES_RESULTS = {
 
 
 def settle_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
-    """Rename flags, drop what the launcher sets, and drop all of them where no SGLang server generates."""
+    """Rename flags and drop those that the launcher sets; drop all of them if no SGLang server generates."""
     flags, notes = settings.server_flags, list[Note]()
     if not has_servers(settings):
         kept = [group for group in group_words(flags.server) if group[0] in CHANGES_RESULTS]
@@ -63,7 +63,7 @@ def settle_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
 
 
 def _settle_router(groups: list[Group], settings: Settings) -> tuple[list[Group], list[Note]]:
-    """Drop the flags of a router that is not started; what no router knows is left for its error."""
+    """Drop the flags of a router that is not started. Unknown flags stay, and are refused later."""
     cluster, size = settings.cluster, settings.sglang.rollout_num_gpus_per_engine
     devices = cluster.world_size if cluster.colocate else cluster.rollout_num_gpus or size
     if size < 1 or settings.sglang.rollout_external or devices // size > 1:

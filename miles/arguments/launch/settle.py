@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from miles.arguments.launch.foreign import Foreign
@@ -13,10 +14,11 @@ from miles.arguments.launch.megatron_flags import MEGATRON_SCRIPT_FLAGS
 from miles.arguments.launch.no_effect import settle_idle, settle_values
 from miles.arguments.launch.notes import READ_AS, Note, note_on
 from miles.arguments.launch.paths import HOOKS, missing_function, our_function
-from miles.arguments.launch.reference import settle_reference
 from miles.arguments.launch.server import settle_server_flags
 from miles.arguments.settings import Settings
 from miles.flags import Errors
+
+_CONVERTED = "_torch_dist"  # the ending that converters of related launchers give to a folder
 
 FOREIGN_FLAGS: dict[str, Foreign] = LAUNCHER_FLAGS | MEGATRON_SCRIPT_FLAGS
 
@@ -38,7 +40,7 @@ def settle(settings: Settings, foreign: Mapping[str, Any], errors: Errors) -> tu
     notes += found
     settings, found = settle_megatron(settings, errors)
     notes += found
-    for step in (settle_values, settle_reference, settle_idle, settle_server_flags):
+    for step in (settle_values, _settle_reference, settle_idle, settle_server_flags):
         settings, found = step(settings)
         notes += found
     return settings, notes
@@ -59,3 +61,20 @@ def _settle_paths(settings: Settings, errors: Errors) -> tuple[Settings, list[No
         elif (message := missing_function(field, path)) is not None:
             errors.add(message)
     return settings, notes
+
+
+def _settle_reference(settings: Settings) -> tuple[Settings, list[Note]]:
+    """Read a converted copy of ``--hf-checkpoint`` as that model itself; no copy is needed here.
+
+    Such scripts name ``MODEL`` and ``MODEL_torch_dist``. Another folder is another reference, and stays.
+    """
+    reference, model = settings.model.ref_load, settings.model.hf_checkpoint
+    if reference is None or model is None or not settings.loss.needs_reference:
+        return settings, []
+    if Path(reference).name != Path(model).name + _CONVERTED:
+        return settings, []
+    why = f"--hf-checkpoint {model}, whose converted copy it is by its name"
+    return (
+        replace(settings, model=replace(settings.model, ref_load=None)),
+        [note_on(READ_AS, "ref_load", reference, why)],
+    )

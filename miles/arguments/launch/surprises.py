@@ -1,4 +1,4 @@
-"""Say where a command relies on a default that is another one in related launchers, and on arithmetic of the CPU."""
+"""Note defaults that differ in related launchers, and arithmetic that is slow on this CPU."""
 
 from __future__ import annotations
 

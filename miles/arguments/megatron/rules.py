@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
-from miles.arguments.megatron.bridge import check_bridge
 from miles.arguments.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.arguments.megatron.overrides import Overrides, check_overrides
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import ModelArguments, local_config, reading_config
 from miles.arguments.settings import Settings
 from miles.components import TRAIN_BACKENDS, names_with, train_backend_spec
-from miles.flags import Errors, collect_errors, count, flag_name
+from miles.flags import Errors, collect_errors, count, flag_name, refuse
 from miles.model_families.base import HEADS_IN_CONFIG
 from miles.model_families.registry import BRIDGED, check_bridged, megatron_shape, vocabulary_shape
 
@@ -29,6 +29,12 @@ BALANCED = ("aux_loss", "seq_aux_loss", "none")
 NOT_BALANCED = {
     "global_aux_loss": "its counts accumulate over micro-batches, so the loss depends on their order",
     "sinkhorn": "it routes differently in training than in the engine",
+}
+# Releases that weights/bridge.py was tested with. Megatron-Bridge imports the last, whose kernels are not used.
+BRIDGE_RELEASES = {
+    "megatron-bridge": "0.6.",
+    "megatron-core": "0.19.",
+    "transformer-engine-torch": "2.",
 }
 
 
@@ -246,3 +252,21 @@ def _check_heads(sizes: MegatronArguments, config: dict[str, Any], errors: Error
             "of a tied embedding then, and updates only two of them"
         )
         errors.refuse("mtp_num_layers", sizes.mtp_heads, rule, "give --pipeline-model-parallel-size 1")
+
+
+def check_bridge(sizes: MegatronArguments) -> None:
+    """Raise ``ValueError`` naming the flag if Megatron-Bridge is chosen and cannot be used."""
+    if sizes.megatron_to_hf_mode != "bridge":
+        return
+    what_to_do = "install what docs/megatron.md names, or use raw with a Llama, Qwen2, Qwen3 or Qwen3-MoE"
+    for package, release in BRIDGE_RELEASES.items():
+        try:
+            installed = version(package)
+        except PackageNotFoundError:
+            refuse("megatron_to_hf_mode", "bridge", f"needs {package}, which is not installed", what_to_do)
+        if not installed.startswith(release):
+            rule = f"{package} {installed} is installed, and only {release}* was tested"
+            refuse("megatron_to_hf_mode", "bridge", rule, what_to_do)
+    if sizes.mtp_heads:
+        rule = "with --megatron-to-hf-mode bridge: the names of the heads in a checkpoint were not tested"
+        refuse("mtp_num_layers", sizes.mtp_heads, rule, "drop it")

@@ -1,4 +1,4 @@
-"""End a response where it contains one of some texts: ``--rollout-stop``."""
+"""End a response as soon as it contains one of the texts of ``--rollout-stop``."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from miles.arguments.sglang.settings import SglangArguments
-from miles.concurrency import gather_or_cancel
+from miles.engine.concurrency import gather_or_cancel
 from miles.engine.sglang.client import EngineUnavailable, RequestRefused
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.servers import ManagedServer, Servers, ServerState

@@ -14,7 +14,7 @@ from miles.arguments.sglang.server_flags import ADMIN_KEY, SERVER_KEY, ServerFla
 
 @dataclass(frozen=True)
 class Keys:
-    """Hold the keys of a run; None where there is none.
+    """Hold the keys of a run; None for a key that it does not use.
 
     Attributes:
         server: For generation and for reading a server's state.

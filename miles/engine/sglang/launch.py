@@ -102,8 +102,8 @@ class ServerSpec:
     def environment(self, given: Mapping[str, str], rendezvous: Path) -> dict[str, str]:
         """Return the environment ``given`` with what a server needs in addition.
 
-        Its ranks meet at the file ``rendezvous``. At the address where they would meet otherwise, torch listens on all
-        interfaces, and takes reads and writes from everybody.
+        Its ranks meet at the file ``rendezvous``. Otherwise they would meet at an address, for which torch listens on
+        all interfaces and takes reads and writes from everybody.
         """
         # The router asks /health before it takes a server, and a server must answer that while it is paused or busy.
         # Our own checks ask /health_generate whether it generates.

@@ -1,4 +1,4 @@
-"""Shared-memory segments that SGLang leaves: note which ones a server opens, and remove these and no others.
+"""Remove the shared-memory segments that SGLang leaves: those that its servers have opened, and no others.
 
 SGLang names a segment after a random id and never removes it. So while a server starts, the segments that its processes
 have open are noted in its temporary folder; whoever removes that folder removes them too. This file imports nothing

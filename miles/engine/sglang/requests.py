@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
 from miles.arguments.sglang.settings import SglangArguments
-from miles.concurrency import gather_or_cancel
 from miles.engine.base import Generation, GenerationRequest, SamplingParams
+from miles.engine.concurrency import gather_or_cancel
 from miles.engine.sglang.client import EngineUnavailable, SglangClient
 from miles.engine.sglang.servers import Servers
 

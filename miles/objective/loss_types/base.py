@@ -1,4 +1,4 @@
-"""What a loss type is: what the language model is trained on, and what the rest of a run asks about it."""
+"""Define a loss type: the loss of the language model, and the properties that the rest of a run depends on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LossType(Choice):
         errors.refuse_ignored(flags, self.ignores, f"by --loss-type {self.name}", self.instead_of_ignored)
 
     def needs_of(self, objective: Objective) -> Needs:
-        """Return what the trainer scores: what the estimator reads, and the reference for ``--use-kl-loss``."""
+        """Return what the trainer scores: inputs of the estimator, and the reference for ``--use-kl-loss``."""
         flags = objective.flags
         return objective.estimator.needs(flags) | Needs(ref_log_probs=flags.use_kl_loss)
 

@@ -22,7 +22,7 @@ class DppoTvFlags:
 
 
 class Dppo(PolicyLoss):
-    """``-M rho A`` where the mask M is 0 if the token pushes on outside the trust region (2602.04879).
+    """``-M rho A``; the mask M is 0 if the token pushes further outside the trust region (2602.04879).
 
     M = 0 if D > delta and either A > 0 and rho > 1, or A < 0 and rho < 1. D is a divergence of the two policies on two
     outcomes, the sampled token or any other, so no vocabulary is stored. PPO's clip bounds the ratio instead, which is
@@ -67,7 +67,7 @@ class DppoTv(Dppo):
     """``D = |p - p_old|``, the total variation of the two outcomes (2602.04879, Binary-TV)."""
 
     name = "dppo_tv"
-    summary = "the ratio of each token, dropped where the probability moved by more than a bound (DPPO)"
+    summary = "the ratio of each token, dropped if the probability moved by more than a bound (DPPO)"
     reads = ("dppo_tv_delta",)
     own_flags = DppoTvFlags
     delta = "dppo_tv_delta"

@@ -63,6 +63,7 @@ class Dro(PolicyLoss):
         if flags.dro_level == "token":
             penalty = 0.5 * log_ratio.square()
         else:
+            assert flags.dro_level == "sequence"
             # Summed over the sequence: value d (d - d / 2), gradient d times that of each log ratio.
             penalty = sequence_sums(log_ratio, micro)[micro.sample_index] * (log_ratio - 0.5 * log_ratio.detach())
         return TokenLosses(-tokens.advantages * tokens.log_probs + flags.dro_beta * penalty, None)

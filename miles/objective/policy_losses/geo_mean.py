@@ -22,8 +22,8 @@ class GeoMeanFlags:
 class GeoMean(PolicyLoss):
     """``-A prod_t c(rho_t)^(1/M)`` over the M loss tokens of a sequence (GMPO, 2507.20673, Eq. 4).
 
-    ``c`` clips as PPO does, on the side to which the advantage pushes: to at most e^eps where A > 0, to at least e^-eps
-    where A < 0. The paper uses eps = 0.4. GSPO clips the mean; this clips before the mean, so one token cannot carry a
+    ``c`` clips as PPO does, on the side to which the advantage pushes: to at most e^eps if A > 0, to at least e^-eps
+    if A < 0. The paper uses eps = 0.4. GSPO clips the mean; this clips before the mean, so one token cannot carry a
     sequence, and a clipped token alone loses its gradient. Each token has the sequence's value and its own gradient, so
     that the gradient is the paper's if the tokens of a sequence weigh alike (``sample_mean``). A sample of advantage 0
     has no gradient.
@@ -43,7 +43,7 @@ class GeoMean(PolicyLoss):
         eps = flags.geo_mean_log_clip
         return [
             Term("-A exp(mean of d over the sequence)", __name__),
-            Term(f"d = log p - log p_old, at most {eps:g} where A > 0, at least {-eps:g} where A < 0", __name__),
+            Term(f"d = log p - log p_old, at most {eps:g} if A > 0, at least {-eps:g} if A < 0", __name__),
         ]
 
     def idle_on_policy(self, flags: Any) -> list[str]:

@@ -43,7 +43,7 @@ class PpoClip(PolicyLoss):
         text = f"max(-ρ A, -clip(ρ, {low:g}, {high:g}) A), ρ = {self.ratio}"
         terms = [Term(text, type(self).__module__)]
         if flags.eps_clip_c is not None:
-            terms.append(Term(f"       at most -{flags.eps_clip_c:g} A where A < 0 (dual clip)", __name__))
+            terms.append(Term(f"       at most -{flags.eps_clip_c:g} A if A < 0 (dual clip)", __name__))
         return terms
 
     def idle_on_policy(self, flags: Any) -> list[str]:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class SapoFlags:
     """sapo: the temperatures of the gate."""
 
-    sapo_tau_pos: float = flag(1.0, "temperature of --policy-loss sapo where the advantage is positive")
-    sapo_tau_neg: float = flag(1.05, "temperature of --policy-loss sapo elsewhere; higher drops sooner")
+    sapo_tau_pos: float = flag(1.0, "temperature of --policy-loss sapo for positive advantages")
+    sapo_tau_neg: float = flag(1.05, "temperature of --policy-loss sapo for other advantages; higher drops sooner")
 
 
 class Sapo(PolicyLoss):
@@ -40,7 +40,7 @@ class Sapo(PolicyLoss):
         return [
             Term("-(4 / τ) sigmoid(τ (ρ - 1)) A", __name__),
             Term(
-                f"ρ = exp(log p - log p_old), τ = {flags.sapo_tau_pos:g} where A > 0, else {flags.sapo_tau_neg:g}",
+                f"ρ = exp(log p - log p_old), τ = {flags.sapo_tau_pos:g} if A > 0, else {flags.sapo_tau_neg:g}",
                 __name__,
             ),
         ]

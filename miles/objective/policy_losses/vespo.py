@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 class VespoFlags:
     """vespo: the kernel for positive advantages, and for negative ones."""
 
-    vespo_power_pos: float = flag(2.0, "c1 of --policy-loss vespo where the advantage is not negative")
-    vespo_decay_pos: float = flag(3.0, "c2 of --policy-loss vespo where the advantage is not negative")
-    vespo_power_neg: float = flag(3.0, "c1 of --policy-loss vespo where the advantage is negative")
-    vespo_decay_neg: float = flag(2.0, "c2 of --policy-loss vespo where the advantage is negative")
+    vespo_power_pos: float = flag(2.0, "c1 of --policy-loss vespo for advantages of 0 and above")
+    vespo_decay_pos: float = flag(3.0, "c2 of --policy-loss vespo for advantages of 0 and above")
+    vespo_power_neg: float = flag(3.0, "c1 of --policy-loss vespo for negative advantages")
+    vespo_decay_neg: float = flag(2.0, "c2 of --policy-loss vespo for negative advantages")
 
 
 class Vespo(PolicyLoss):
@@ -45,7 +45,7 @@ class Vespo(PolicyLoss):
             Term("-sg(φ) A log p, φ = W^c1 exp(c2 (1 - W)), sg() has no gradient", __name__),
             Term("W = exp(Σ over the sequence of log p - log p_old)", __name__),
             Term(
-                f"(c1, c2) = ({flags.vespo_power_neg:g}, {flags.vespo_decay_neg:g}) where A < 0, "
+                f"(c1, c2) = ({flags.vespo_power_neg:g}, {flags.vespo_decay_neg:g}) if A < 0, "
                 f"else ({flags.vespo_power_pos:g}, {flags.vespo_decay_pos:g})",
                 __name__,
             ),

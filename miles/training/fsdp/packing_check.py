@@ -60,7 +60,7 @@ def check_untested_model(
         flag: The flag that names it.
         path: Its value.
         parallel: The layout of samples.
-        device: Where it will be trained; a model that is compared is moved there whole.
+        device: The device of training; a model that is compared is moved there whole.
 
     Raises:
         ValueError: As ``compare_with_transformers``.

@@ -11,7 +11,7 @@ from miles.arguments.settings import SECTIONS
 PACKAGE = Path(miles.__file__).parent
 JUDGE = ("check", "notes", "explain", "unused", "refuse", "settle")  # functions that say something, and do nothing
 
-# Switches that only confirm what is so without them; the validator refuses them where they would not be.
+# Switches that confirm a default; the validator refuses them if the default is another one.
 CONFIRM = {
     "offload_train": "the default with --colocate on GPUs",
     "offload_rollout": "the default with --colocate on GPUs",

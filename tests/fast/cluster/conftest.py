@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fast.cluster.launches import Launch, importing_from, prepare_workplace, small_run
+from tests.fast.cluster.runs.launches import Launch, importing_from, prepare_workplace, small_run
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The guard process: what a run leaves is killed and removed, and what is not of the run stays. Starts no Ray."""
+"""The guard kills and removes everything that a run leaves, and nothing else. Starts no Ray."""
 
 import fcntl
 import os
@@ -13,7 +13,7 @@ import pytest
 from miles.cluster.run_guard import LOCK, RunGuard, remove_stale
 from miles.engine.sglang.leftovers import NOTED, RUN_FOLDER, SEGMENTS, note_segments, remove_segments
 
-# A launcher with a guard and two processes of its run, one of which hides: it has an empty environment.
+# A launcher with a guard and two processes of its run. One hides: it has an empty environment.
 LAUNCHER = """
 import subprocess, sys
 from pathlib import Path

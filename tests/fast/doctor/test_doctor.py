@@ -14,9 +14,8 @@ from miles.cluster.leftovers import leftovers
 from miles.cluster.run_guard import LOCK
 from miles.commands import doctor
 from miles.doctor import host, packages
-from miles.doctor.finding import Finding, State, can_train
+from miles.doctor.finding import Finding, State, as_text, can_train
 from miles.doctor.packages import OTHERS, PACKAGES, SGLANG, SMOLLM2, Package, check_package, install_command
-from miles.doctor.report import as_text
 
 REPO = Path(__file__).parents[3]
 

@@ -338,7 +338,7 @@ def test_a_hook_that_would_be_ignored_is_refused(flags, message):
     ],
 )
 def test_explain_names_the_function_without_importing_it(flags, said):
-    """Beside the term, too, where the file of a built-in part would be."""
+    """Also beside the term, in the place of the file of a built-in part."""
     words = re.sub(r"\s+", " ", explain(validate(parse(f"{COMMAND} {flags}".split()))))
     assert re.search(re.escape(said).replace(r"\.\*", ".*"), words)
 

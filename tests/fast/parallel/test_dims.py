@@ -1,6 +1,6 @@
 """The arithmetic of ranks at every way to divide up to eight ranks, and twelve.
 
-tests/fast/training/megatron/test_process_groups.py compares it with the groups that Megatron creates.
+test_megatron_process_groups.py compares it with the groups that Megatron creates.
 """
 
 from __future__ import annotations

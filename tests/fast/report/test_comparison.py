@@ -1,4 +1,4 @@
-"""Two runs: what was set differently, where they part, and one page of both."""
+"""Two runs: settings that differ, the first step at which metrics differ, and one page of both."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run_folder import healthy_row, write_rows
 
-from miles.arguments.flags_reference import flags_reference
+from miles.arguments.pages.flags import flags_reference
 from miles.report.health import RULES, WINDOW, unhealthy, verdicts
 from miles.report.metrics_file import MetricsFile
 from miles.tracking.run_files import METRICS

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from miles.arguments.files.saved import settings_from_json
 from miles.arguments.parser import parse
-from miles.arguments.saved import settings_from_json
 from miles.arguments.validate import validate
-from miles.cluster.folder_lock import locked_folders
+from miles.cluster.folders.folder_lock import locked_folders
 from miles.commands import runs
 from miles.input_error import InputError
 from miles.saved_runs.run import RunState, SavedRun, runs_below

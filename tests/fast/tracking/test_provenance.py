@@ -11,8 +11,8 @@ from pathlib import Path
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.data import DataArguments
 from miles.arguments.evaluation import EvaluationArguments
+from miles.arguments.files.run_config import run_config
 from miles.arguments.parser import read_command
-from miles.arguments.run_config import run_config
 from miles.arguments.settings import Settings
 from miles.arguments.tracking import TrackingArguments
 from miles.commands.train import _config

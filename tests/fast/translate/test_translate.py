@@ -9,7 +9,7 @@ import pytest
 
 from miles import cli
 from miles.arguments.parser import parse
-from miles.translate.launchers.registry import all_launchers, launcher_of
+from miles.translate.launchers.base import all_launchers, launcher_of
 from miles.translate.reading.files import read_document
 from miles.translate.translation import Translation
 

@@ -1,1 +1,1 @@
-"""Checkpoints of the Megatron backend: what is saved, and how shards are written and read."""
+"""Checkpoints of the Megatron backend: their contents, and how shards are written and read."""

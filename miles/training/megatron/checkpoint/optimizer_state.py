@@ -70,7 +70,7 @@ class AdamState:
             name: whole[name].view(-1)[place].view(main.shape).to(main.device, main.dtype, copy=True)
             for name in MOMENTS
         }
-        state[main]["step"] = torch.tensor(float(steps), device=main.device)  # where the fused kernel expects it
+        state[main]["step"] = torch.tensor(float(steps), device=main.device)  # as the fused kernel expects
 
     def _find(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, slice, Any]:
         """Return the tensor that Adam updates for it on this rank (or None), its place in it, and the optimizer."""

@@ -162,7 +162,7 @@ class RawConverter:
     def _gathered(
         self, binding: Binding, location: _Location, shard: torch.Tensor | None, dtype: torch.dtype
     ) -> list[torch.Tensor]:
-        """Return the whole tensors on every rank: gathered over tensor parallel where they are, then broadcast."""
+        """Return the whole tensors on every rank: gathered over tensor parallelism on their stage, then broadcast."""
         group = self._tensor_group(binding)
         device = torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda")
         like = torch.empty(location.shape, dtype=dtype, device="meta")

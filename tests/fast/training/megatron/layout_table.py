@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[3]
 PAGE = ROOT / "docs" / "parallelism.md"
 BEGIN, END = "<!-- layouts: begin -->", "<!-- layouts: end -->"
-sys.path[:0] = [str(ROOT), str(HERE), str(ROOT / "tests/fast/conformance"), str(ROOT / "tests/fast")]
+sys.path[:0] = [str(ROOT), str(HERE), str(ROOT / "tests/fast/conformance"), str(ROOT / "tests/fast/support")]
 
 from layout_grid import ALSO_REFUSED, KINDS, Kind, Split, also_refused, refusal, splits  # noqa: E402
 from rank_scripts import cpu_environment  # noqa: E402

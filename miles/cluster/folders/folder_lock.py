@@ -1,0 +1,167 @@
+"""A lock on the folders that a run writes, so that two launchers never write the same one.
+
+The lock is the file ``.miles-lock`` in the folder. It holds host, process id and start time of its owner, and the owner
+updates it every ``HEARTBEAT_SECONDS``. On one host ``flock`` decides: the kernel releases it when the owner dies, in
+whatever way. Another host may share the folder without sharing ``flock``; there the heartbeat decides, and a lock
+without one for ``STALE_SECONDS`` is taken over. Ages are differences of the folder's own file times, because the clocks
+of two hosts may differ.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+
+from miles.cluster.folders.disk_faults import disk_fault
+
+NAME = ".miles-lock"
+HEARTBEAT_SECONDS = 10.0
+STALE_SECONDS = 60.0
+
+
+@contextmanager
+def locked_folders(folders: Iterable[tuple[str, Path]]) -> Iterator[None]:
+    """Hold the locks of ``folders`` for the length of the block; folders are created if missing.
+
+    Args:
+        folders: Pairs of the flag that names a folder, for messages, and the folder. One folder may be named twice.
+
+    Raises:
+        ValueError: If another launcher that is alive writes to one of them.
+    """
+    by_path = {path.resolve(): (flag, path) for flag, path in folders}
+    with ExitStack() as held:
+        for flag, path in by_path.values():
+            held.enter_context(_locked(flag, path))
+        yield
+
+
+@contextmanager
+def _locked(flag: str, folder: Path) -> Iterator[None]:
+    path = folder / NAME
+    with _flocked(flag, path):
+        owner = _read(path)
+        if owner is not None and owner["host"] != _host() and _age(path) < STALE_SECONDS:
+            raise _in_use(flag, folder, owner)
+        record = {"host": _host(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S"), "id": _new_id()}
+        try:
+            _write(path, record)
+        except OSError as error:
+            raise _not_writable(flag, path, error) from None
+        stop = threading.Event()
+        heartbeat = threading.Thread(target=_beat, args=(path, record, stop), name="folder-lock", daemon=True)
+        heartbeat.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            heartbeat.join()
+            if _read(path) == record:
+                path.unlink()
+
+
+def is_held(folder: Path) -> bool:
+    """Return whether a launcher that is alive writes to ``folder``. The lock is not touched.
+
+    The age of its heartbeat is measured with this host's clock.
+    """
+    path = folder / NAME
+    owner = _read(path)
+    try:
+        if owner is None or time.time() - path.stat().st_mtime > STALE_SECONDS:
+            return False
+    except FileNotFoundError:  # released just now
+        return False
+    return bool(owner["host"] != _host() or psutil.pid_exists(owner["pid"]))
+
+
+def _flocked(flag: str, path: Path) -> TextIO:
+    """Open the lock file and take its ``flock``; closing the file releases it."""
+    while True:
+        file = _open(flag, path)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+                return file
+        except BlockingIOError:
+            file.close()
+            raise _in_use(flag, path.parent, _read(path)) from None
+        except FileNotFoundError:
+            pass
+        file.close()  # its last owner removed it between our two calls: it locks nothing any more
+
+
+def _open(flag: str, path: Path) -> TextIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a+")
+    except OSError as error:
+        raise _not_writable(flag, path, error) from None
+
+
+def _not_writable(flag: str, path: Path, error: OSError) -> ValueError:
+    fault = disk_fault(path.parent, error) or error.strerror
+    return ValueError(f"{flag} {path.parent}: cannot be written, because {fault}; make room, or give another folder")
+
+
+def _beat(path: Path, record: dict[str, Any], stop: threading.Event) -> None:
+    while not stop.wait(HEARTBEAT_SECONDS):
+        if _read(path) != record:  # deleted with the folder, or taken over after this process was stopped for long
+            return
+        os.utime(path)
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    """Write in place: a renamed file would be another inode, which is not the one that is locked."""
+    with path.open("r+") as file:
+        file.truncate()
+        file.write(json.dumps(record))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return the owner's record, or None if there is none (a new or half-written lock)."""
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+        return record if {"host", "pid", "started"} <= record.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _age(path: Path) -> float:
+    """Return the seconds since the last heartbeat, by the clock of the file system."""
+    probe = path.with_name(f"{NAME}.{_new_id()}")
+    probe.touch()
+    now = probe.stat().st_mtime
+    probe.unlink()
+    return now - path.stat().st_mtime
+
+
+def _host() -> str:
+    return socket.gethostname()
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _in_use(flag: str, folder: Path, owner: dict[str, Any] | None) -> ValueError:
+    who = (
+        "another launcher" if owner is None else f"process {owner['pid']} on {owner['host']}, since {owner['started']}"
+    )
+    return ValueError(
+        f"{flag} {folder}: another run is writing to this folder ({who}); wait for it to end, stop it, or give another "
+        "folder"
+    )

@@ -1,0 +1,95 @@
+"""Which checkpoint a run starts from: the one that ``--load`` names, or the newest complete one in its folder.
+
+Every checkpoint is checked before anything starts (training/checkpoint_check.py). A damaged one is passed over with a
+note, unless ``--no-load-fallback`` forbids it or ``--load`` names that checkpoint itself. If all are damaged the run
+stops: starting from the beginning in silence would lose what was trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from miles.arguments.checkpoint import CheckpointArguments
+from miles.training import checkpoint_folder
+from miles.training.checkpoint_check import check_checkpoint
+from miles.training.checkpoint_files import DamagedFile
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The flags with ``--load`` naming one checkpoint, the damaged ones that were passed over, and notes for the user.
+
+    ``checkpoint`` is as given if there is nothing to load.
+    """
+
+    checkpoint: CheckpointArguments
+    damaged: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def resume_point(checkpoint: CheckpointArguments) -> ResumePoint:
+    """Find the checkpoint to load, and check it.
+
+    Raises:
+        ValueError: If the checkpoint is damaged, and there is no other or none may be taken.
+    """
+    if checkpoint.load is None:
+        return ResumePoint(checkpoint)
+    root = Path(checkpoint.load)
+    flag = f"--load {checkpoint.load}"
+    if checkpoint_folder.is_checkpoint(root):
+        try:
+            note = _check(root, flag)
+        except DamagedFile as fault:
+            raise ValueError(f"{flag}: this checkpoint is damaged: {fault}; give another one") from None
+        return ResumePoint(checkpoint, notes=(note,))
+    faults: dict[Path, DamagedFile] = {}
+    for folder in reversed(checkpoint_folder.all_in(root)):
+        try:
+            note = _check(folder, flag)
+        except DamagedFile as fault:
+            if checkpoint.no_load_fallback:
+                raise ValueError(
+                    f"{flag}: the newest checkpoint {folder.name} is damaged: {fault}; drop --no-load-fallback to "
+                    "continue from the newest complete one, or name a checkpoint"
+                ) from None
+            faults[folder] = fault
+        else:
+            skipped = (f"{flag}: {path.name} is damaged and was passed over: {fault}" for path, fault in faults.items())
+            return ResumePoint(replace(checkpoint, load=str(folder)), tuple(faults), (*skipped, note))
+    if not faults:
+        if checkpoint_folder.iterations_of(root) is not None:
+            raise ValueError(
+                f"{flag}: there is no such checkpoint; give another one, or the folder of the checkpoints, whose "
+                "newest is taken"
+            )
+        return ResumePoint(checkpoint)
+    listed = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
+    raise ValueError(
+        f"{flag}: no checkpoint in it is complete ({listed}); restore one from a copy, or drop --load and give another "
+        "--save folder to start from the beginning"
+    )
+
+
+def check_reference(ref_load: str | None) -> list[str]:
+    """Check the checkpoint that ``--ref-load`` names, if it names one, and return notes for the user.
+
+    Raises:
+        ValueError: If it is damaged. No other is taken: the KL would be measured to another model.
+    """
+    folder = None if ref_load is None else checkpoint_folder.at(Path(ref_load))
+    if folder is None:
+        return []
+    flag = f"--ref-load {ref_load}"
+    try:
+        return [_check(folder, flag)]
+    except DamagedFile as fault:
+        raise ValueError(f"{flag}: the checkpoint {folder.name} is damaged: {fault}; give another one") from None
+
+
+def _check(folder: Path, flag: str) -> str:
+    cost = check_checkpoint(folder)
+    if cost is None:
+        return f"{flag}: {folder.name} has no manifest (an earlier version of miles), so its files are not verified"
+    return f"{flag}: {folder.name} is complete ({cost})"

@@ -1,0 +1,46 @@
+"""docs/launch-scripts.md is generated, current, and has a verdict on every flag of the ecosystem."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from miles.arguments.launch.settle import FOREIGN_FLAGS
+from miles.arguments.megatron.fields import megatron_fields
+from miles.arguments.pages.launch_scripts import launch_page
+from miles.arguments.parser import build_parser
+from miles.arguments.sglang.server_flags import known_server_flags
+
+PAGE = Path(__file__).parents[4] / "docs" / "launch-scripts.md"
+FLAGS = Path(__file__).with_name("ecosystem_flags.txt").read_text(encoding="utf-8").split()
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return PAGE.read_text(encoding="utf-8")
+
+
+def test_page_is_current(page):
+    assert page == launch_page(), "run python -m miles.arguments.pages.launch_scripts > docs/launch-scripts.md"
+
+
+def test_every_flag_of_the_ecosystem_has_a_verdict(page):
+    assert len(FLAGS) == 304
+    assert not [flag for flag in FLAGS if f"`{flag}`" not in page]
+
+
+def test_every_flag_of_megatron_and_sglang_has_a_verdict(page):
+    flags = [field.flag for field in megatron_fields().values()] + [f"--sglang-{f[2:]}" for f in known_server_flags()]
+    assert not [flag for flag in flags if f"`{flag}`" not in page]
+
+
+def test_no_flag_has_two_verdicts(page):
+    listed = re.findall(r"^\| `(--[\w-]+)` \| (?:obeyed|noted|refused)", page, flags=re.M)
+    assert len(listed) == len(set(listed))
+    own = {*build_parser()._option_string_actions}
+    assert not own & {*FOREIGN_FLAGS}
+
+
+def test_a_refusal_says_what_to_do():
+    for row in FOREIGN_FLAGS.values():
+        assert row.why and (row.heading is not None or row.what_to_do), row.flag

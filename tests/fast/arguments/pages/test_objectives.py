@@ -1,0 +1,27 @@
+"""docs/objectives.md is generated, complete and up to date."""
+
+from pathlib import Path
+
+import pytest
+
+from miles.arguments.pages.objectives import TESTS, files_of_tests, objectives_reference, papers
+from miles.objective.estimators import ESTIMATORS
+from miles.objective.policy_losses import POLICY_LOSSES
+
+ROOT = Path(__file__).parents[4]
+CHOICES = [*ESTIMATORS.values(), *POLICY_LOSSES.values()]
+
+
+def test_page_is_up_to_date():
+    page = (ROOT / "docs" / "objectives.md").read_text(encoding="utf-8")
+    assert page == objectives_reference(), "run python -m miles.arguments.pages.objectives > docs/objectives.md"
+    assert "objectives.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: f"{choice.flag}-{choice.name}")
+def test_every_choice_has_a_row_a_paper_and_a_test(choice):
+    table = objectives_reference().split("## Policy losses")[choice.flag == "policy_loss"]
+    [row] = [line for line in table.splitlines() if line.startswith(f"| `{choice.name}` |")]
+    assert papers(choice) and all(f"arxiv.org/abs/{paper}" in row for paper in papers(choice))
+    tests = files_of_tests(choice)
+    assert tests and all([*TESTS.rglob(test)] and f"`{test}`" in row for test in tests)

@@ -1,0 +1,103 @@
+"""Two launchers never write to one folder, on the same host or on two hosts that share it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miles.cluster.folders import folder_lock
+from miles.cluster.folders.folder_lock import NAME, STALE_SECONDS, locked_folders
+
+REPO = Path(__file__).resolve().parents[4]
+HOLD = """
+import sys
+from pathlib import Path
+from miles.cluster.folders.folder_lock import locked_folders
+with locked_folders([("--save", Path(sys.argv[1]))]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other_launcher(tmp_path):
+    """Start a process that holds the lock of ``tmp_path`` until it is stopped or killed."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def lock(folder):
+    return locked_folders([("--save", folder)])
+
+
+def test_a_second_launcher_is_refused_and_the_first_is_named(tmp_path, other_launcher):
+    named = rf"--save {tmp_path}: .*process {other_launcher.pid} on .*; wait for it"
+    with pytest.raises(ValueError, match=named), lock(tmp_path):
+        pass
+
+
+def test_the_lock_of_a_killed_launcher_is_free_at_once(tmp_path, other_launcher):
+    other_launcher.kill()
+    other_launcher.wait()
+    with lock(tmp_path):
+        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+
+
+def test_a_lock_that_is_released_leaves_no_file(tmp_path):
+    with lock(tmp_path / "new"):
+        assert (tmp_path / "new" / NAME).is_file()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_other_folders_are_not_affected(tmp_path, other_launcher):
+    with lock(tmp_path / "other"):
+        pass
+
+
+def test_one_folder_under_two_flags_is_locked_once(tmp_path):
+    with locked_folders([("--output-dir", tmp_path), ("--save", tmp_path / "x" / ".."), ("--save", tmp_path)]):
+        pass
+
+
+@pytest.fixture
+def lock_of_another_host(tmp_path):
+    """Write a lock as held by a launcher on another host, which this host's kernel does not know."""
+    record = {"host": "elsewhere", "pid": 17, "started": "2026-01-01 00:00:00", "id": "x"}
+    (tmp_path / NAME).write_text(json.dumps(record))
+    return tmp_path / NAME
+
+
+def test_a_launcher_on_another_host_is_seen_by_its_heartbeat(tmp_path, lock_of_another_host):
+    with pytest.raises(ValueError, match="process 17 on elsewhere, since 2026-01-01"), lock(tmp_path):
+        pass
+
+
+def test_a_lock_without_heartbeat_is_taken_over(tmp_path, lock_of_another_host):
+    last_beat = lock_of_another_host.stat().st_mtime - STALE_SECONDS - 1
+    os.utime(lock_of_another_host, (last_beat, last_beat))
+    with lock(tmp_path):
+        assert json.loads(lock_of_another_host.read_text())["pid"] == os.getpid()
+
+
+def test_the_owner_keeps_its_lock_alive_and_stops_once_it_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_lock, "HEARTBEAT_SECONDS", 0.01)
+    with lock(tmp_path):
+        path = tmp_path / NAME
+        os.utime(path, (1.0, 1.0))
+        while path.stat().st_mtime == 1.0:
+            pass
+        taken = json.dumps({"host": "elsewhere", "pid": 17, "started": "now", "id": "y"})
+        path.write_text(taken)
+    assert path.read_text() == taken, "a lock that another launcher has taken over is not removed"
+
+
+def test_a_half_written_lock_is_ignored(tmp_path):
+    (tmp_path / NAME).write_text('{"host": "els')
+    with lock(tmp_path):
+        pass

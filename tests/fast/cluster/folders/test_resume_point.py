@@ -1,0 +1,120 @@
+"""The newest complete checkpoint is resumed, damaged ones are named, and the launcher ends with one sentence."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_checkpoint import save_checkpoint
+
+from miles.arguments.checkpoint import CheckpointArguments
+from miles.cluster.folders.resume_point import check_reference, resume_point
+
+REPO = Path(__file__).resolve().parents[4]
+
+
+@pytest.fixture
+def root(tmp_path):
+    for iterations in (2, 4, 6):
+        save_checkpoint(tmp_path / "run", iterations)
+    return tmp_path / "run"
+
+
+def damage(folder, name="__0_0.distcp"):
+    os.truncate(folder / name, 10)
+
+
+def test_the_newest_checkpoint_is_loaded_and_its_cost_is_noted(root):
+    point = resume_point(CheckpointArguments(load=str(root)))
+    assert point.checkpoint.load == str(root / "iter_0000006") and point.damaged == ()
+    (note,) = point.notes
+    assert note.startswith(f"--load {root}: iter_0000006 is complete (4 files, ") and note.endswith(" s)")
+
+
+def test_damaged_checkpoints_are_passed_over_with_a_note(root):
+    damage(root / "iter_0000006")
+    (root / "iter_0000008").mkdir()
+    point = resume_point(CheckpointArguments(load=str(root)))
+    assert point.checkpoint.load == str(root / "iter_0000004")
+    assert [path.name for path in point.damaged] == ["iter_0000008", "iter_0000006"]
+    assert point.notes[0] == f"--load {root}: iter_0000008 is damaged and was passed over: the folder is empty"
+    assert "iter_0000006 is damaged and was passed over: __0_0.distcp is truncated (10 bytes, " in point.notes[1]
+
+
+def test_the_fallback_can_be_forbidden(root):
+    given = CheckpointArguments(load=str(root), no_load_fallback=True)
+    assert resume_point(given).checkpoint.load == str(root / "iter_0000006")
+    damage(root / "iter_0000006", "state.json")
+    with pytest.raises(ValueError, match=r"iter_0000006 is damaged: state.json is not valid JSON .*--no-load-fallback"):
+        resume_point(given)
+
+
+def test_a_checkpoint_that_is_named_itself_has_no_substitute(root):
+    named = root / "iter_0000004"
+    assert resume_point(CheckpointArguments(load=str(named))).checkpoint.load == str(named)
+    damage(named, ".metadata")
+    with pytest.raises(ValueError, match=r"--load .*iter_0000004: this checkpoint is damaged: .metadata is truncated"):
+        resume_point(CheckpointArguments(load=str(named)))
+    (named / "state.json").unlink()
+    with pytest.raises(ValueError, match=r"damaged: state.json is missing"):
+        resume_point(CheckpointArguments(load=str(named)))
+
+
+def test_a_run_does_not_start_over_because_all_checkpoints_are_damaged(root):
+    for folder in root.iterdir():
+        damage(folder)
+    with pytest.raises(ValueError, match=r"no checkpoint in it is complete \(iter_0000006: .*; iter_0000004: .*; iter"):
+        resume_point(CheckpointArguments(load=str(root)))
+
+
+def test_a_replaced_checkpoint_is_taken_if_the_one_that_replaces_it_is_damaged(root):
+    (root / "iter_0000004").rename(root / ".replaced_iter_0000006")
+    damage(root / "iter_0000006")
+    assert resume_point(CheckpointArguments(load=str(root))).checkpoint.load == str(root / ".replaced_iter_0000006")
+
+
+def test_without_checkpoints_nothing_is_loaded(tmp_path):
+    for given in (CheckpointArguments(), CheckpointArguments(load=str(tmp_path)), CheckpointArguments(load="missing")):
+        point = resume_point(given)
+        assert point.checkpoint == given and point.notes == ()
+
+
+def test_a_named_checkpoint_that_is_gone_is_not_a_new_run(root):
+    with pytest.raises(ValueError, match=r"--load .*iter_0000099: there is no such checkpoint"):
+        resume_point(CheckpointArguments(load=str(root / "iter_0000099")))
+
+
+def test_a_reference_has_no_substitute(root, tmp_path):
+    assert check_reference(None) == check_reference(str(tmp_path)) == check_reference("owner/model") == []
+    assert check_reference(str(root)) == [note for note in check_reference(str(root)) if "iter_0000006" in note] != []
+    damage(root / "iter_0000006")
+    with pytest.raises(ValueError, match=r"--ref-load .*run: the checkpoint iter_0000006 is damaged: "):
+        check_reference(str(root))
+
+
+def train(root, *flags):
+    words = ["--hf-checkpoint", "m", "--prompt-data", "p", "--rm-type", "math", "--num-rollout", "1", "--device", "cpu"]
+    words += [
+        "--n-samples-per-prompt",
+        "4",
+        "--rollout-batch-size",
+        "4",
+        "--global-batch-size",
+        "16",
+        "--rollout-max-response-len",
+        "8",
+    ]
+    words += ["--load", str(root), "--output-dir", str(root / "output"), *flags]
+    return subprocess.run(
+        [sys.executable, REPO / "train.py", *words], capture_output=True, text=True, env=os.environ, timeout=100
+    )
+
+
+def test_the_command_ends_with_one_sentence_before_anything_starts(root):
+    damage(root / "iter_0000006", "random_state_rank0.pt")
+    run = train(root, "--no-load-fallback")
+    assert run.returncode == 1
+    (line,) = run.stderr.splitlines()
+    fault = "the newest checkpoint iter_0000006 is damaged: random_state_rank0.pt is truncated"
+    assert line.startswith(f"train.py: error: --load {root}: {fault}")

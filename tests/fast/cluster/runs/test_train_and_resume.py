@@ -1,0 +1,148 @@
+"""A complete run of ``train.py``: the files it writes, and the same run killed and resumed."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.fast.cluster.runs.launches import LOCAL_RAY, UMASK, is_loopback
+
+SAVING = ["--use-kl-loss", "--kl-loss-coef", "0.1", "--save-interval", "3", "--eval-interval", "3"]
+IN_EVERY_STEP = {"train/loss", "train/pg_loss", "train/kl_loss", "train/ppo_kl", "train/grad_norm", "train/lr"}
+IN_EVERY_STEP |= {"train/ess_ratio"}
+IN_LAST_STEP = {"rollout/reward", "rollout/response_length", "time/generate", "time/sync_weights"}
+SECRET = "hf-open-sesame"
+STEPS = 2  # optimizer steps per iteration
+
+
+def flags(workplace, name):
+    sets = ["--eval-prompt-data", "held", str(workplace / "prompts.jsonl")]
+    return [*SAVING, *sets, "--save", str(workplace / name)]
+
+
+def trained(row):
+    """Return the metrics that depend only on weights and data. (The canary runs only in the first step of a run.)"""
+    skipped = ("time/", "perf/", "train/loss_mass")
+    return {name: value for name, value in row.items() if not name.startswith(skipped)}
+
+
+@pytest.fixture(scope="module")
+def whole(launch, workplace):
+    saved = [
+        "--save-hf",
+        str(workplace / "hf"),
+        "--save-debug-rollout-data",
+        str(workplace / "debug_{rollout_id}.jsonl"),
+    ]
+    run = launch("whole", *flags(workplace, "whole_checkpoints"), *saved, ranks=2)
+    assert run.wait() == 0, run.err
+    return run
+
+
+def test_every_step_is_logged(whole):
+    rows = whole.rows()
+    assert sorted(rows) == list(range(1 + 6 * STEPS))  # step 0 is the evaluation before training
+    assert all(rows[step].keys() >= IN_EVERY_STEP for step in range(1, 13))
+    assert all(rows[step].keys() >= IN_LAST_STEP for step in range(STEPS, 13, STEPS))
+    assert [step for step, row in rows.items() if "eval/held/accuracy" in row] == [0, 3 * STEPS, 6 * STEPS]
+    assert all(math.isfinite(value) for row in rows.values() for value in row.values())
+    assert all(rows[step]["train/grad_norm"] > 0 for step in range(1, 13))
+
+
+def test_report_and_events_are_written(whole):
+    assert (whole.output / "report.html").stat().st_size > 1000
+    assert list((whole.output / "tensorboard").rglob("events.out.tfevents.*"))
+
+
+def test_checkpoints_are_complete(whole, workplace):
+    folder = workplace / "whole_checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000003", "iter_0000006"]
+
+
+def test_export_is_the_trained_model(whole, workplace, tiny_model):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export = workplace / "hf"
+    assert AutoTokenizer.from_pretrained(export)("1 + 1").input_ids
+    before = dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters())
+    after = dict(AutoModelForCausalLM.from_pretrained(export).named_parameters())
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_files_are_no_wider_than_the_umask(whole, workplace):
+    folders = [whole.output, workplace / "whole_checkpoints", workplace / "hf"]
+    files = [path for folder in folders for path in (folder, *folder.rglob("*"))]
+    assert len(files) > 20
+    assert not [path for path in files[1:] if path.stat().st_mode & UMASK]
+
+
+def test_no_process_is_left(whole):
+    assert whole.none_left()
+
+
+def test_console_shows_only_the_run(whole):
+    assert whole.out.count("step ") >= 13
+    assert whole.err == ""
+
+
+@pytest.fixture(scope="module")
+def held(whole, launch, workplace):
+    """Return the same run, with a secret, which waits forever in an iteration after its first checkpoint."""
+    mark, checkpoints = workplace / "killed.held", workplace / "killed_checkpoints"
+    secret = ["--train-env-vars", json.dumps({"HF_TOKEN": SECRET})]
+    run = launch("killed", *flags(workplace, checkpoints.name), *secret, ranks=2, HOLD_AT="4", HELD=str(mark))
+    run.wait_until(lambda: mark.exists() and (checkpoints / "iter_0000003").exists())
+    return run
+
+
+@pytest.mark.timeout(900)
+def test_a_run_on_one_machine_listens_on_the_loopback_interface_only(held):
+    listening = held.listening()
+    assert listening.keys() <= LOCAL_RAY, "a process that is not in docs/security.md listens"
+    assert {"gcs_server", "raylet", "ray::TrainActor"} <= listening.keys()
+    assert all(is_loopback(address) for addresses in listening.values() for address in addresses), listening
+
+
+@pytest.mark.timeout(900)
+def test_no_other_user_can_see_a_secret(held):
+    lines = [" ".join(words) for _, words in held.command_lines()]
+    assert not [line for line in lines if SECRET in line]
+    [session] = {name for line in lines for name in re.findall(r"(?<![\w/.-])/[^\s=]*/session_2[\w-]+", line)}
+    assert Path(session).parents[1].stat().st_mode & 0o077 == 0, "Ray opens the folders below it for everybody"
+    assert not [path for path in Path(session, "logs").rglob("*") if path.is_file() and SECRET in path.read_text()]
+    assert "hidden" in (held.output / "run.json").read_text()
+    assert not [path for path in held.output.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.timeout(900)
+def test_killed_run_resumes_as_if_it_had_not_been_killed(whole, held, launch, workplace):
+    """Compare every metric of every step after the checkpoint."""
+    held.kill()
+    assert 4 * STEPS in held.rows(), "it was to be killed past its checkpoint"
+
+    checkpoints = workplace / "killed_checkpoints"
+    resumed = launch("killed", *flags(workplace, checkpoints.name), "--load", str(checkpoints), ranks=2)
+    assert resumed.wait() == 0, resumed.err
+    rows, expected = resumed.rows(), whole.rows()
+    assert rows.keys() == expected.keys()
+    for step in expected:
+        assert trained(rows[step]) == pytest.approx(trained(expected[step]), rel=1e-6, abs=1e-6), step
+
+
+@pytest.mark.slow
+def test_saved_samples_train_the_same_first_step_in_another_layout(whole, launch, workplace):
+    """The first run used data parallelism; this one uses context parallelism, with the canary on."""
+    saved = ["--load-debug-rollout-data", str(workplace / "debug_{rollout_id}.jsonl"), "--num-rollout", "1"]
+    split = ["--dynamic-context-parallel", "--max-seqlen-per-dp-cp-rank", "16", "--loss-canary", "always"]
+    run = launch("debug", "--use-kl-loss", "--kl-loss-coef", "0.1", *saved, *split, ranks=2)
+    assert run.wait() == 0, run.err
+    first, expected = run.rows()[1], whole.rows()[1]
+    assert first["train/loss_mass"] == expected["train/loss_mass"] == pytest.approx(1.0, rel=1e-5)
+    names = [name for name in expected if name.startswith("train/") and name != "train/lr"]  # the run is shorter
+    assert {name: first[name] for name in names} == pytest.approx(
+        {name: expected[name] for name in names}, rel=1e-4, abs=1e-6
+    )
