@@ -287,7 +287,7 @@ def token_weights(
     divisor, or ``long`` if it has none; alpha the run's, or the mode's default.
     """
     divisor = loss.loss_aggregation_divisor or float(long)
-    found: dict[Aggregation, tuple[float, float, float]] = {}
+    weights: dict[Aggregation, tuple[float, float, float]] = {}
     for mode in MODES:
         step = step_denominators(
             mode,
@@ -298,8 +298,8 @@ def token_weights(
             alpha=loss.loss_aggregation_alpha,
         )
         a, b, c = (1 / (shape.num_trajectories * denominator) for denominator in step.sample_denoms[:3])
-        found[mode] = (a, b, c)
-    return found
+        weights[mode] = (a, b, c)
+    return weights
 
 
 # From token losses to a scalar ---------------------------------------------------------------------------------------
