@@ -87,7 +87,8 @@ class ShardBuilder:
             raise InputError(
                 f"--load-debug-rollout-data {self._settings.rollout.load_debug_rollout_data}: iteration {iteration} "
                 f"has {collected} trajectories, and --rollout-batch-size x --n-samples-per-prompt is {wanted}; give "
-                "these flags as in the run that saved them, or train one step on all with --use-dynamic-global-batch-size"
+                "these flags as in the run that saved them, or train one step on all with "
+                "--use-dynamic-global-batch-size"
             )
 
 
