@@ -1,4 +1,4 @@
-"""Conversations to fine-tune on: which tokens of a rendered conversation are a message of a role that is trained."""
+"""Load conversations for fine-tuning, and find the tokens of the roles that are trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one device holds over the phases of an iteration: the trainer's trace, the engine, and what neither shows."""
+"""Add up the memory of one device over the phases of an iteration: the trainer's trace, the engine, and the rest."""
 
 from __future__ import annotations
 

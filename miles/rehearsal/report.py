@@ -1,4 +1,4 @@
-"""What a rehearsal prints, and the same figures as JSON."""
+"""Write the figures of a rehearsal as text and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which curves the page shows, and the figures at its head."""
+"""Choose the curves of the page and the figures at its head."""
 
 from __future__ import annotations
 

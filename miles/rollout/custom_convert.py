@@ -1,4 +1,4 @@
-"""What is trained on, made by the user's function: ``--custom-convert-samples-to-train-data-path``."""
+"""Build the training data with the user's function: ``--custom-convert-samples-to-train-data-path``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the prompts of training come from: a file of prompts, of conversations, or the user's own source."""
+"""Build the source of the training prompts: a file of prompts, of conversations, or the user's own source."""
 
 from __future__ import annotations
 

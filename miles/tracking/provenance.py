@@ -1,4 +1,4 @@
-"""What a run ran on and with: versions, git state, checksums of the data, seeds and machine. Part of run.json."""
+"""Record what a run depends on: versions, git state, checksums of the data, seeds and machine. Part of run.json."""
 
 from __future__ import annotations
 

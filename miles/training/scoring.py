@@ -1,4 +1,4 @@
-"""What is scored before the first step of an iteration: log-probs of policy and reference, and the critic's values."""
+"""Score before the first step of an iteration: log-probs of policy and reference, and the critic's values."""
 
 from __future__ import annotations
 

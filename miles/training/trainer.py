@@ -1,4 +1,4 @@
-"""What a rank does with one iteration, whatever the backend.
+"""Train on one iteration, as one rank of any backend.
 
     shards ── score: log-probs, values ── advantages of tokens ──> per step, for the policy and then for the critic:
         forward and backward over the micro-batches ── sums over ranks ── loss mass ── optimizer, or skip ──> metrics

@@ -1,4 +1,4 @@
-"""Which run a checkpoint belongs to, and the refusal to mix two runs in one folder.
+"""Identify the run that a checkpoint belongs to, and refuse to mix two runs in one folder.
 
 Every checkpoint carries the id of its run. A run that resumes keeps the id of the run it continues; ``--finetune``
 starts a new one. A folder of ``--save`` may hold earlier checkpoints only if the run continues from the newest of

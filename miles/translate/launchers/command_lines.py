@@ -1,4 +1,4 @@
-"""What slime and miles share: command lines whose flags are ours, or have a verdict in ``arguments/launch``."""
+"""Read the command lines of slime and miles, whose flags are ours or have a verdict in ``arguments/launch``."""
 
 from __future__ import annotations
 
