@@ -194,7 +194,6 @@ class GenerationLoop:
 
     rollout: RolloutDriver
     tracker: Tracker
-    _: KW_ONLY
     evaluation: EvaluationArguments
     steps_per_iteration: int
     stop: StopRequests

@@ -149,14 +149,7 @@ def train(settings: Settings, placement: Placement, stop: StopRequests, given: C
         config = _config(replace(settings, checkpoint=given), origin)
         if not settings.trains:
             with Tracker(settings.tracking, header, [report], config) as tracker:
-                generation = GenerationLoop(
-                    rollout,
-                    tracker,
-                    evaluation=settings.evaluation,
-                    steps_per_iteration=settings.steps_per_iteration,
-                    stop=stop,
-                )
-                generation.run()
+                GenerationLoop(rollout, tracker, settings.evaluation, settings.steps_per_iteration, stop).run()
             return
         with (
             TrainDriver(settings, placement, workers, total_steps) as trainer,
