@@ -60,7 +60,10 @@ class TrainingLoop:
     stop: StopRequests
     last_saved: int = 0  # iterations of the newest checkpoint of this run
     last_exported: int | None = None  # iterations of the newest export, if there is one
-    timer: PhaseTimer = field(default_factory=lambda: PhaseTimer())
+    timer: PhaseTimer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.timer = PhaseTimer()
 
     def run(self) -> None:
         """Run from the newest checkpoint of ``--load``, if any, to the last iteration."""
@@ -197,7 +200,10 @@ class GenerationLoop:
     evaluation: EvaluationArguments
     steps_per_iteration: int
     stop: StopRequests
-    timer: PhaseTimer = field(default_factory=lambda: PhaseTimer())
+    timer: PhaseTimer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.timer = PhaseTimer()
 
     def run(self) -> None:
         """Run from the first iteration to the last."""

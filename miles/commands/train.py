@@ -137,16 +137,16 @@ def train(settings: Settings, placement: Placement, stop: StopRequests, given: C
         if offload.rollout:
             rollout.release_memory()  # the trainer is built in the memory that this frees
         total_steps = rollout.num_iterations * settings.steps_per_iteration
-        origin = provenance(settings)
+        found = provenance(settings)
         header = RunHeader.from_sections(
             "miles",
             settings,
             objective_in_words(settings.loss, settings.step_shape),
             objective_formula(settings.loss, settings.step_shape),
             total_steps,
-            origin,
+            found,
         )
-        config = _config(replace(settings, checkpoint=given), origin)
+        config = _config(replace(settings, checkpoint=given), found)
         if not settings.trains:
             with Tracker(settings.tracking, header, [report], config) as tracker:
                 GenerationLoop(rollout, tracker, settings.evaluation, settings.steps_per_iteration, stop).run()
@@ -170,7 +170,7 @@ def train(settings: Settings, placement: Placement, stop: StopRequests, given: C
             loop.run()
 
 
-def _config(settings: Settings, origin: dict[str, Any]) -> str:
+def _config(settings: Settings, found: dict[str, Any]) -> str:
     """Return the text of run.yaml."""
     from miles.tracking.provenance import in_words
 
@@ -179,4 +179,4 @@ def _config(settings: Settings, origin: dict[str, Any]) -> str:
     resumes = checkpoint.load is not None and checkpoint.load == checkpoint.save
     more = [" load=null"] * resumes + [" --start-over"] * (checkpoint.save is not None)
     repeat = f"miles train --config {path}{''.join(more)} repeats this run; flags after that win."
-    return run_config(settings, [*in_words(origin), repeat])
+    return run_config(settings, [*in_words(found), repeat])

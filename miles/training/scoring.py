@@ -1,4 +1,4 @@
-"""Score before the first step of an iteration: log-probs of policy and reference, and the critic's values."""
+"""What is scored before the first step of an iteration: log-probs of policy and reference, and the critic's values."""
 
 from __future__ import annotations
 

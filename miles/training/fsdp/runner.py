@@ -29,12 +29,12 @@ class FsdpModel(Generic[Scorer]):
     ) -> list[Result]:
         """Run ``plans`` without a graph; returns what ``function`` makes of each micro-batch."""
         with torch.no_grad():
-            outputs = [function(micro, self.module.scorer(micro)) for micro in self._collated(shard, plans)]
+            found = [function(micro, self.module.scorer(micro)) for micro in self._collated(shard, plans)]
         # FSDP frees gathered weights in the backward pass, and there was none.
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return outputs
+        return found
 
     def _collated(self, shard: TrainShard, plans: Sequence[MicroBatchPlan]) -> Iterator[MicroBatch]:
         for plan in plans:
