@@ -201,7 +201,7 @@ def test_library_is_imported_only_by_its_owner(library: str, owners: tuple[str, 
     assert not {m for m in found if not any(inside(m, owner) for owner in owners)}
 
 
-def test_imports_are_found_wherever_they_are() -> None:
+def test_imports_are_found_anywhere() -> None:
     source = (
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    import hidden\n"
