@@ -23,6 +23,7 @@ versioned by the number of iterations they were trained on.
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from miles.arguments.checkpoint import export_folder
@@ -42,35 +43,26 @@ if TYPE_CHECKING:  # the loop itself needs no Ray
 Metrics = dict[str, Metric]
 
 
+@dataclass
 class TrainingLoop:
     """Runs the iterations of a training run and what is due between them."""
 
-    def __init__(
-        self,
-        rollout: RolloutDriver,
-        trainer: TrainDriver,
-        tracker: Tracker,
-        *,
-        evaluation: EvaluationArguments,
-        checkpoint: CheckpointArguments,
-        offload: Offload,
-        steps_per_iteration: int,
-        is_synchronous: bool,
-        run_state: dict[str, str],
-        stop: StopRequests,
-    ) -> None:
-        self.rollout = rollout
-        self.trainer = trainer
-        self.tracker = tracker
-        self.evaluation = evaluation
-        self.checkpoint = checkpoint
-        self.offload = offload
-        self.steps_per_iteration = steps_per_iteration
-        self.is_synchronous = is_synchronous
-        self.run_state = run_state  # saved in every checkpoint (cluster/folders/run_identity.py)
-        self.stop = stop
-        self.last_saved = 0  # iterations of the newest checkpoint of this run
-        self.last_exported: int | None = None  # iterations of the newest export, if there is one
+    rollout: RolloutDriver
+    trainer: TrainDriver
+    tracker: Tracker
+    _: KW_ONLY
+    evaluation: EvaluationArguments
+    checkpoint: CheckpointArguments
+    offload: Offload  # which sides leave the GPUs while the other one works
+    steps_per_iteration: int
+    is_synchronous: bool  # nothing is generated during a step
+    run_state: dict[str, str]  # saved in every checkpoint (cluster/folders/run_identity.py)
+    stop: StopRequests
+    last_saved: int = 0  # iterations of the newest checkpoint of this run
+    last_exported: int | None = None  # iterations of the newest export, if there is one
+    timer: PhaseTimer = field(init=False)
+
+    def __post_init__(self) -> None:
         self.timer = PhaseTimer()
 
     def run(self) -> None:
@@ -139,11 +131,8 @@ class TrainingLoop:
 
     def log(self, first_step: int, steps: list[Metrics]) -> None:
         """Log one row per optimizer step; the last row also gets the seconds of the phases and the throughput."""
-        steps[-1] |= {name: Metric(seconds) for name, seconds in self.timer.metrics().items()}
-        if "rollout/tokens" in steps[-1]:
-            # Overlapping generation runs during the whole step.
-            seconds = steps[-1]["time/generate" if self.is_synchronous else "time/step"].value
-            steps[-1]["perf/tokens_per_second"] = Metric(steps[-1]["rollout/tokens"].value, seconds)
+        # Overlapping generation runs during the whole step.
+        _add_times(steps[-1], self.timer, generated_during="generate" if self.is_synchronous else "step")
         for step, metrics in enumerate(steps, start=first_step):
             self.tracker.log(step, metrics)
 
@@ -199,25 +188,21 @@ class TrainingLoop:
                 self.trainer.onload()
 
 
+@dataclass
 class GenerationLoop:
     """Runs the iterations of ``--debug-rollout-only``: generate and evaluate, with the weights that engines start with.
 
     Each iteration has one row, at the step that would be the last of its training.
     """
 
-    def __init__(
-        self,
-        rollout: RolloutDriver,
-        tracker: Tracker,
-        evaluation: EvaluationArguments,
-        steps_per_iteration: int,
-        stop: StopRequests,
-    ) -> None:
-        self.rollout = rollout
-        self.tracker = tracker
-        self.evaluation = evaluation
-        self.steps_per_iteration = steps_per_iteration
-        self.stop = stop
+    rollout: RolloutDriver
+    tracker: Tracker
+    evaluation: EvaluationArguments
+    steps_per_iteration: int
+    stop: StopRequests
+    timer: PhaseTimer = field(init=False)
+
+    def __post_init__(self) -> None:
         self.timer = PhaseTimer()
 
     def run(self) -> None:
@@ -245,11 +230,15 @@ class GenerationLoop:
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Log one row, with the seconds of the phases and the throughput."""
-        metrics |= {name: Metric(seconds) for name, seconds in self.timer.metrics().items()}
-        if "rollout/tokens" in metrics:
-            tokens = metrics["rollout/tokens"].value
-            metrics["perf/tokens_per_second"] = Metric(tokens, metrics["time/generate"].value)
+        _add_times(metrics, self.timer, generated_during="generate")
         self.tracker.log(step, metrics)
+
+
+def _add_times(row: Metrics, timer: PhaseTimer, generated_during: str) -> None:
+    """Add the seconds of the phases since the last row, and the tokens per second of the phase that generated them."""
+    row |= {name: Metric(seconds) for name, seconds in timer.metrics().items()}
+    if "rollout/tokens" in row:
+        row["perf/tokens_per_second"] = Metric(row["rollout/tokens"].value, row[f"time/{generated_during}"].value)
 
 
 def _is_due(interval: int | None, done: int, num_iterations: int) -> bool:

@@ -1,4 +1,4 @@
-"""The vocabulary of a rollout: prompts, the samples generated from them, and the groups they form.
+"""Prompts, the samples generated from them, and the groups that these form.
 
 Worked example, used throughout the docstrings: two prompts, two trajectories each. The data source draws prompts 0 and
 1 and gives them ``group_index`` 0 and 1. Generation gives the four trajectories ``trajectory_id`` 0, 1 (group 0) and

@@ -133,10 +133,10 @@ class FlagParser(argparse.ArgumentParser):
         Raises:
             FlagError: The words after an error cannot be read.
         """
-        found, unknown = self.parse_known_args(words)
+        namespace, unknown = self.parse_known_args(words)
         for message in self._describe_unknown(unknown, [*self._option_string_actions, *known]):
             self.errors.add(message)
-        return found
+        return namespace
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Convert the words of one flag; a wrong value is added to ``errors`` and leaves the default."""
@@ -297,11 +297,11 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
 
 def _with_custom_config(parser: FlagParser, words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
     """Return the words with those of ``--custom-config-path`` behind them, and the names in it that are no flags."""
-    found = [values for flag, values in group_words(words) if flag == custom_config.FLAG]
-    if not found or len(found[-1]) != 1:
+    paths = [values for flag, values in group_words(words) if flag == custom_config.FLAG]
+    if not paths or len(paths[-1]) != 1:
         return list(words), []
     try:
-        values = custom_config.read_custom_config(found[-1][0])
+        values = custom_config.read_custom_config(paths[-1][0])
     except ValueError as error:
         parser.errors.add(str(error))
         return list(words), []
@@ -314,10 +314,10 @@ def _with_custom_config(parser: FlagParser, words: Sequence[str], own: Collectio
 
 def _further_flags() -> set[str]:
     """Return the flags that exist beside our own, without those that are passed on to SGLang."""
-    found = {*FOREIGN_FLAGS, *(field.flag for field in MODEL_FLAGS)}
+    flags = {*FOREIGN_FLAGS, *(field.flag for field in MODEL_FLAGS)}
     with suppress(ValueError):  # Megatron is not installed
-        found |= {field.flag for field in megatron_fields().values()}
-    return found
+        flags |= {field.flag for field in megatron_fields().values()}
+    return flags
 
 
 def _megatron_flags(words: Sequence[str], own: Collection[str]) -> list[str]:
@@ -327,12 +327,12 @@ def _megatron_flags(words: Sequence[str], own: Collection[str]) -> list[str]:
     """
     layout = [flag_name(field.name) for field in dataclasses.fields(MegatronArguments)]
     scripts = [row.flag for row in FOREIGN_FLAGS.values() if row.is_megatron]
-    found = [*layout, *scripts, *(field.flag for field in MODEL_FLAGS)]
-    known = {*own, *FOREIGN_FLAGS, *found}
+    flags = [*layout, *scripts, *(field.flag for field in MODEL_FLAGS)]
+    known = {*own, *FOREIGN_FLAGS, *flags}
     if any(flag.split()[0] not in known and not flag.startswith((SERVER, ROUTER)) for flag in flags_in(words)):
         with suppress(ValueError):  # it is not installed: an error if it is chosen
-            found += [field.flag for field in megatron_fields().values()]
-    return [flag for flag in found if flag not in own or flag in layout]
+            flags += [field.flag for field in megatron_fields().values()]
+    return [flag for flag in flags if flag not in own or flag in layout]
 
 
 def _add_flags(parser: FlagParser, words: Sequence[str], megatron: Sequence[str]) -> None:

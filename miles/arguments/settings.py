@@ -1,4 +1,4 @@
-"""Hold all sections of one run, frozen, and what follows from several of them."""
+"""Hold all sections of one run, frozen, and derive what depends on several of them."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -34,10 +34,10 @@ class RewardPostProcess:
             ValueError: The function returns something else.
             Exception: Whatever it raises.
         """
-        found: Any = self._function(self._args, list(samples))
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise ValueError(f"{FLAG} {self._path}: returned {found!r:.80}; return the rewards and the advantages")
-        advantages = [float(advantage) for advantage in found[1]]
+        returned: Any = self._function(self._args, list(samples))
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise ValueError(f"{FLAG} {self._path}: returned {returned!r:.80}; return the rewards and the advantages")
+        advantages = [float(advantage) for advantage in returned[1]]
         if len(advantages) != len(samples) or not all(math.isfinite(advantage) for advantage in advantages):
             raise ValueError(
                 f"{FLAG} {self._path}: returned {len(advantages)} advantages for {len(samples)} samples, or one that "

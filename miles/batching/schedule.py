@@ -82,12 +82,13 @@ class ShardBuilder:
         return [list(of_rank) for of_rank in zip(*steps, strict=True)]
 
     def _check_count(self, iteration: int, groups: Sequence[PromptGroup]) -> None:
-        found, wanted = sum(map(num_trajectories, groups)), self._settings.trajectories_per_iteration
-        if found != wanted:
+        collected, wanted = sum(map(num_trajectories, groups)), self._settings.trajectories_per_iteration
+        if collected != wanted:
             raise InputError(
                 f"--load-debug-rollout-data {self._settings.rollout.load_debug_rollout_data}: iteration {iteration} "
-                f"has {found} trajectories, and --rollout-batch-size x --n-samples-per-prompt is {wanted}; give these "
-                "flags as in the run that saved them, or train one step on all with --use-dynamic-global-batch-size"
+                f"has {collected} trajectories, and --rollout-batch-size x --n-samples-per-prompt is {wanted}; give "
+                "these flags as in the run that saved them, or train one step on all with "
+                "--use-dynamic-global-batch-size"
             )
 
 

@@ -1,4 +1,4 @@
-"""What the launcher prints, and the exit status, when a run ends early."""
+"""End a run that fails: print the message for the user, and choose the exit status."""
 
 from __future__ import annotations
 

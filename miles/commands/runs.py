@@ -33,13 +33,13 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(list(argv))
     if not given.folder.is_dir():
         parser.error(f"{given.folder}: no such folder; give one that holds runs")
-    found = [_described(folder) for folder in runs_below(given.folder)]
+    runs = [_described(folder) for folder in runs_below(given.folder)]
     if given.json:
-        print(json.dumps(found, indent=1))
-    elif not found:
+        print(json.dumps(runs, indent=1))
+    elif not runs:
         print(f"no runs in {given.folder}")
     else:
-        print("\n".join(_table([HEADINGS, *map(_row, found)])))
+        print("\n".join(_table([HEADINGS, *map(_row, runs)])))
     return 0
 
 
@@ -81,11 +81,11 @@ def _row(run: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _checkpoints(found: list[dict[str, Any]], newest: str | None) -> str:
-    if not found:
+def _checkpoints(checkpoints: list[dict[str, Any]], newest: str | None) -> str:
+    if not checkpoints:
         return "-"
-    damaged = sum(not checkpoint["complete"] for checkpoint in found)
-    shown = f"{len(found)}, newest complete: {'none' if newest is None else Path(newest).name}"
+    damaged = sum(not checkpoint["complete"] for checkpoint in checkpoints)
+    shown = f"{len(checkpoints)}, newest complete: {'none' if newest is None else Path(newest).name}"
     return f"{shown} ({damaged} damaged)" if damaged else shown
 
 

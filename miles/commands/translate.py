@@ -27,8 +27,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         document = read_document(arguments.file)
         launcher = launcher_of(document, arguments.source)
-        found = Translation(document)
-        print(report(launcher, found, launcher.translate(found)))
+        translation = Translation(document)
+        print(report(launcher, translation, launcher.translate(translation)))
     except InputError as error:
         print(f"miles translate: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Conversations to fine-tune on: which tokens of a rendered conversation are a message of a role that is trained."""
+"""Load conversations for fine-tuning, and find the tokens of the roles that are trained."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def load_conversations(
             "no fast one; give a folder with a tokenizer.json"
         )
     renderer = PromptRenderer(replace(data, apply_chat_template=True), tokenizer)
-    notes, found, dropped = Notes(), list[Conversation](), 0
+    notes, conversations, dropped = Notes(), list[Conversation](), 0
     rows = list(read_rows(source))
     for row in rows:
         conversation = _read(row, renderer, data, tokenizer)
@@ -87,12 +87,12 @@ def load_conversations(
             dropped += 1
             notes.add(_TOO_LONG, row.where)
         else:
-            found.append(conversation)
-    if not found:
+            conversations.append(conversation)
+    if not conversations:
         why = f"all {dropped} conversations are longer than a limit" if dropped else "it is empty"
         raise InputError(f"prompt source {source}: {why}; give a longer limit, or one with at least one row")
     notes.log(source, len(rows))
-    return found
+    return conversations
 
 
 _TOO_LONG = (
@@ -178,6 +178,6 @@ def _place(render: Render, messages: Sequence[dict[str, Any]], number: int, text
             whole = content + _end_of_turn(render, messages, earlier)
         except InputError:  # some templates refuse a conversation without a user, as far as the system's message
             whole = content
-        found = text.find(whole, position) if content else -1
-        position = found + len(whole) if found >= 0 else position
+        place = text.find(whole, position) if content else -1
+        position = place + len(whole) if place >= 0 else position
     return position

@@ -1,4 +1,4 @@
-"""What may surprise about the rows of a source, counted: one line for each kind, with its first place."""
+"""Count the unusual rows of a source: one line for each kind, with the place of the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where rows come from: JSON lines, Parquet, Hugging Face datasets, reasoning_gym."""
+"""Read rows from JSON lines, Parquet, Hugging Face datasets or reasoning_gym."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol of a generation engine. The rollout knows engines by this protocol only."""
+"""The protocol of a generation engine. The rollout side knows engines by this protocol only."""
 
 from __future__ import annotations
 

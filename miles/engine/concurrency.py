@@ -1,4 +1,4 @@
-"""Many coroutines at once; none is left behind when one fails."""
+"""Run many coroutines at once, and leave none behind when one fails."""
 
 from __future__ import annotations
 

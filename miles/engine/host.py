@@ -1,4 +1,4 @@
-"""What a run offers to its engine: devices, and places for server processes.
+"""The protocol by which a run offers devices, and places for server processes, to its engine.
 
 The cluster implements ``EngineHost``; engines never see Ray.
 """

@@ -1,4 +1,4 @@
-"""What a family of models has to say of itself."""
+"""Describe a family of models: the methods that each family implements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models can be trained on packed samples, as far as a configuration tells.
+"""Decide by its configuration whether a model can be trained on packed samples.
 
 In a packed micro-batch the samples follow each other in one sequence. Attention knows where each begins; a layer with
 recurrent state (linear attention, Mamba, a short convolution) does not: its state passes from one sample to the next.

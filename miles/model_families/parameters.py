@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors a Megatron parameter holds, by the parameter's name in the whole model."""
+"""Find the Hugging Face tensors that a Megatron parameter holds, by its name in the whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one Megatron parameter is made of Hugging Face tensors, and how it is cut over the tensor-parallel ranks.
+"""Convert Hugging Face tensors to Megatron parameters, and cut these over the tensor-parallel ranks.
 
 Layouts only move numbers: both directions are exact, and each is the inverse of the other.
 """

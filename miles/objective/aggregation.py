@@ -287,7 +287,7 @@ def token_weights(
     divisor, or ``long`` if it has none; alpha the run's, or the mode's default.
     """
     divisor = loss.loss_aggregation_divisor or float(long)
-    found: dict[Aggregation, tuple[float, float, float]] = {}
+    weights: dict[Aggregation, tuple[float, float, float]] = {}
     for mode in MODES:
         step = step_denominators(
             mode,
@@ -298,8 +298,8 @@ def token_weights(
             alpha=loss.loss_aggregation_alpha,
         )
         a, b, c = (1 / (shape.num_trajectories * denominator) for denominator in step.sample_denoms[:3])
-        found[mode] = (a, b, c)
-    return found
+        weights[mode] = (a, b, c)
+    return weights
 
 
 # From token losses to a scalar ---------------------------------------------------------------------------------------
@@ -439,7 +439,7 @@ def _from_verl(
             what_to_do = "add --loss-agg-mode seq-mean-token-sum-norm, or use --loss-aggregation-divisor"
             errors.refuse("loss_scale_factor", factor, "would be ignored without --loss-agg-mode", what_to_do)
         return loss
-    _check_verl_stands_alone(loss, name, errors)
+    _check_beside_verl(loss, name, errors)
     mode = VERL_MODES[name]
     divisor: float | None = None
     if name == "seq-mean-token-sum-norm":
@@ -460,7 +460,7 @@ def _from_verl(
     )
 
 
-def _check_verl_stands_alone(loss: "LossArguments", name: str, errors: Errors) -> None:
+def _check_beside_verl(loss: "LossArguments", name: str, errors: Errors) -> None:
     if loss.custom_pg_loss_reducer_function_path is not None:
         rule = "would be ignored: --custom-pg-loss-reducer-function-path takes precedence"
         errors.refuse("loss_agg_mode", name, rule, "drop one of the two")

@@ -70,22 +70,22 @@ def check_loss_mass(shard: TrainShard, metrics: Mapping[str, Metric], ranks: int
     """
     if shard.expected_loss_mass is not None:
         sizes = [plan.context_parallel_size for plan in shard.micro_batches]
-        found = metrics["loss_mass"].value
-        compare_loss_mass(found, shard.expected_loss_mass, ranks, sizes, len(shard.micro_batches))
+        mass = metrics["loss_mass"].value
+        compare_loss_mass(mass, shard.expected_loss_mass, ranks, sizes, len(shard.micro_batches))
 
 
 def compare_loss_mass(
-    found: float, expected: float, ranks: int, context_sizes: Sequence[int], micro_batches: int
+    mass: float, expected: float, ranks: int, context_sizes: Sequence[int], micro_batches: int
 ) -> None:
     """Raise ``LossMassError`` with both numbers and the likely cause if ``found`` is not ``expected``.
 
     ``ranks`` hold the step, cut by ``context_sizes``, in ``micro_batches`` a rank: suspects for a factor.
     """
-    if abs(found - expected) <= TOLERANCE * max(abs(expected), 1e-3):
+    if abs(mass - expected) <= TOLERANCE * max(abs(expected), 1e-3):
         return
-    cause = _likely_cause(found / expected if expected else float("nan"), ranks, context_sizes, micro_batches)
+    cause = _likely_cause(mass / expected if expected else float("nan"), ranks, context_sizes, micro_batches)
     raise LossMassError(
-        f"--loss-canary: the weights of this step's tokens add up to {found:.6g}, and the objective says "
+        f"--loss-canary: the weights of this step's tokens add up to {mass:.6g}, and the objective says "
         f"{expected:.6g}; likely cause: {cause}. The weights of the model were left as they were; "
         "--loss-canary off trains anyway, on another objective than the one asked for"
     )

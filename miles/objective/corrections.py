@@ -204,9 +204,9 @@ def weigh(corrections: Sequence[Correction], loss: LossArguments, ratios: Ratios
     weights = ratios.importance.new_ones(ratios.importance.shape)
     logged: dict[str, torch.Tensor] = {}
     for correction in corrections:
-        found = correction.weigh(loss, ratios)
-        weights = weights * found.weights
-        logged |= found.logged
+        weighed = correction.weigh(loss, ratios)
+        weights = weights * weighed.weights
+        logged |= weighed.logged
     return Weights(weights, logged)
 
 

@@ -1,4 +1,4 @@
-"""What a loss function returns, and how it is reported."""
+"""The output of a loss function, and how it is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute what an objective needs of whole sequences, also where context parallelism has cut them."""
+"""Compute sums and means over whole sequences, also of sequences that context parallelism has cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zig-zag context parallelism: which rank of a group holds which positions of a sequence that the group shares.
+"""Zig-zag context parallelism: the positions of a shared sequence that each rank of a group holds.
 
 A sequence is padded to a multiple of ``2 * size`` and cut into ``2 * size`` chunks. Rank r holds chunk r and its mirror
 image, chunk ``2 * size - 1 - r``. A late chunk attends to many keys and an early one to few, so every rank has the same

@@ -1,4 +1,4 @@
-"""What one device holds over the phases of an iteration: the trainer's trace, the engine, and what neither shows."""
+"""Add up the memory of one device over the phases of an iteration: the trainer's trace, the engine, and the rest."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def phases_of_rank(settings: Settings, trace: RankTrace, generation: Generation)
     offload = settings.offload("cuda")
     engine = {Kind.ENGINE: generation.device_bytes, Kind.KV_CACHE: generation.cache_bytes} if shares else {}
     while_training = {} if offload.rollout else engine
-    found = {Phase.BUILD: _sum(trace.peaks[Phase.BUILD], while_training)}
+    phases = {Phase.BUILD: _sum(trace.peaks[Phase.BUILD], while_training)}
     if generation.engines:
-        found[Phase.GENERATE] = _sum({} if offload.train else trace.resident, engine)
+        phases[Phase.GENERATE] = _sum({} if offload.train else trace.resident, engine)
     for phase in (Phase.SCORE, Phase.TRAIN, Phase.REDUCE, Phase.OPTIMIZE):
         if phase in trace.peaks:
-            found[phase] = _sum(trace.peaks[phase], while_training)
+            phases[phase] = _sum(trace.peaks[phase], while_training)
     if generation.engines:
         weights = {Kind.ENGINE: generation.weight_bytes} if shares and offload.rollout else while_training
-        found[Phase.SYNC] = _sum(trace.resident, weights)
-    return {phase: _with_runtime(usage) for phase, usage in found.items()}
+        phases[Phase.SYNC] = _sum(trace.resident, weights)
+    return {phase: _with_runtime(usage) for phase, usage in phases.items()}
 
 
 def total(usage: Mapping[Kind, int]) -> int:
@@ -49,11 +49,11 @@ def worst_phase(phases: Mapping[Phase, Usage]) -> Phase:
 
 
 def _sum(*usages: Mapping[Kind, int]) -> Usage:
-    found: Usage = {}
+    total: Usage = {}
     for usage in usages:
         for kind, size in usage.items():
-            found[kind] = found.get(kind, 0) + size
-    return found
+            total[kind] = total.get(kind, 0) + size
+    return total
 
 
 def _with_runtime(usage: Usage) -> Usage:

@@ -1,4 +1,4 @@
-"""What a rehearsal prints, and the same figures as JSON."""
+"""Write the figures of a rehearsal as text and as JSON."""
 
 from __future__ import annotations
 
@@ -267,5 +267,5 @@ def _usage_json(usage: Usage) -> dict[str, int]:
     return {kind: size for kind, size in usage.items() if size}
 
 
-def _range(found: Seconds) -> list[float | None]:
-    return [number if number < float("inf") else None for number in (found.low, found.high)]
+def _range(seconds: Seconds) -> list[float | None]:
+    return [number if number < float("inf") else None for number in (seconds.low, seconds.high)]

@@ -1,4 +1,4 @@
-"""How long counted work takes on a device: a range between what is possible and what is usual.
+"""Estimate how long counted work takes on a device: a range from the possible to the usual.
 
 Every operation takes the longer of its arithmetic and its memory traffic (Williams et al., 2009). The short end has
 operations at full speed, memory traffic beside matrix products hidden by fusion, and communication hidden behind

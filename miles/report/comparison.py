@@ -70,7 +70,7 @@ class Comparison:
         common = set.intersection(*(set(metrics.names) for metrics in self.metrics))
         places = [{step: i for i, step in enumerate(metrics.steps)} for metrics in self.metrics]
         steps = sorted(set.intersection(*(set(place) for place in places)))
-        found = []
+        differences = []
         for name in sorted(common):
             if name.startswith(_MEASURED):
                 continue
@@ -78,9 +78,9 @@ class Comparison:
             for step in steps:
                 values = [column[place[step]] for column, place in zip(columns, places, strict=True)]
                 if not self._equal(values):
-                    found.append(FirstDifference(name, step, values))
+                    differences.append(FirstDifference(name, step, values))
                     break
-        return sorted(found, key=lambda difference: (difference.step, difference.metric))
+        return sorted(differences, key=lambda difference: (difference.step, difference.metric))
 
     def _equal(self, values: Sequence[float]) -> bool:
         first = values[0]

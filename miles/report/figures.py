@@ -1,4 +1,4 @@
-"""Which curves the page shows, and the figures at its head."""
+"""Choose the curves of the page and the figures at its head."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def _chart(section: str, title: str, note: str, names: Sequence[str], labels: Se
 def charts(names: Sequence[str]) -> list[Chart]:
     """Return the charts of the metrics ``names``, the usual ones first; the seconds by phase are apart."""
     held_out = evaluation_names(names)
-    found: list[Chart] = []
+    charts: list[Chart] = []
     if held_out:
         sets = [name.removeprefix("eval/").removesuffix("/accuracy") for name in held_out]
-        found.append(_chart("learning", "Held-out accuracy", "evaluation sets", held_out, sets))
-    found += [_chart("learning", title, note, [n], [n]) for n, title, note in _LEARNING if n in names]
-    found += [_chart("engine", title, note, [n], [n]) for n, title, note in _ENGINE if n in names]
-    shown = {series["key"] for chart in found for series in chart["series"]}
+        charts.append(_chart("learning", "Held-out accuracy", "evaluation sets", held_out, sets))
+    charts += [_chart("learning", title, note, [n], [n]) for n, title, note in _LEARNING if n in names]
+    charts += [_chart("engine", title, note, [n], [n]) for n, title, note in _ENGINE if n in names]
+    shown = {series["key"] for chart in charts for series in chart["series"]}
     for name in names:
         if name not in shown and not name.startswith("time/"):
             section = "engine" if name.startswith(_ENGINE_PREFIXES) else "more"
-            found.append(_chart(section, name, "", [name], [name]))
-    return found
+            charts.append(_chart(section, name, "", [name], [name]))
+    return charts
 
 
 def number(value: float) -> str:
@@ -79,18 +79,18 @@ def number(value: float) -> str:
 def tiles(metrics: MetricsFile) -> list[dict[str, str]]:
     """Return the figures that summarize a run: label, value, remark."""
     trained = sum(math.isfinite(v) for v in metrics.column("train/loss")) or len(metrics.steps)
-    found = [_tile("steps", str(trained), "")]
+    tiles = [_tile("steps", str(trained), "")]
     sets = [(name, f"held-out {name.split('/')[1]}") for name in evaluation_names(metrics.names)]
     for name, label in [("rollout/reward", "reward"), *sets]:
         values = [v for v in metrics.column(name) if math.isfinite(v)]
         if values:
             remark = f"from {number(values[0])}, best {number(max(values))}"
-            found.append(_tile(label, number(values[-1]), remark))
+            tiles.append(_tile(label, number(values[-1]), remark))
     seconds = [v for v in metrics.column("time/step") if math.isfinite(v)]
     if seconds:
         total = sum(seconds)
-        found.append(_tile("wall time", _duration(total), f"{number(total / len(seconds))} s per iteration"))
-    return found
+        tiles.append(_tile("wall time", _duration(total), f"{number(total / len(seconds))} s per iteration"))
+    return tiles
 
 
 def _tile(label: str, value: str, remark: str) -> dict[str, str]:

@@ -235,9 +235,9 @@ def verdicts(metrics: MetricsFile) -> list[Verdict]:
     return [_verdict(rule, rule.check(curves)) for rule in RULES]
 
 
-def unhealthy(found: Sequence[Verdict]) -> list[Verdict]:
+def unhealthy(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """Return those that fire."""
-    return [verdict for verdict in found if verdict.state == "unhealthy"]
+    return [verdict for verdict in verdicts if verdict.state == "unhealthy"]
 
 
 def _verdict(rule: Rule, finding: Finding | None) -> Verdict:

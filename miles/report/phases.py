@@ -48,16 +48,16 @@ def iterations(metrics: MetricsFile, rows: range) -> list[tuple[int, dict[str, f
     """Return the step and the phases of each iteration: its rows, up to the one with ``time/step``, added up."""
     names = [name for name in metrics.names if name.startswith("time/")]
     columns = {name: metrics.column(name) for name in names}
-    found: list[tuple[int, dict[str, float]]] = []
+    iterations: list[tuple[int, dict[str, float]]] = []
     summed: dict[str, float] = {}
     for index in rows:
         for name, column in columns.items():
             if math.isfinite(column[index]):
                 summed[name] = summed.get(name, 0.0) + column[index]
         if WALL in summed:
-            found.append((metrics.steps[index], seconds_by_phase(summed)))
+            iterations.append((metrics.steps[index], seconds_by_phase(summed)))
             summed = {}
-    return found
+    return iterations
 
 
 def phase_bars(metrics: MetricsFile, first: float | None, last: float | None, most: int) -> dict[str, Any]:

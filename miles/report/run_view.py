@@ -79,16 +79,16 @@ class RunView:
 
     def samples(self, step: int | None) -> Json:
         """Return the stored answers of an iteration, group by group, long texts cut; ``{}`` if none is stored."""
-        found = self.samples_file.iteration(step)
-        if found is None:
+        iteration = self.samples_file.iteration(step)
+        if iteration is None:
             return {}
         return {
-            "step": found.step,
-            "first": found.first,
-            "last": found.last,
-            "previous": found.previous,
-            "next": found.next,
-            "groups": grouped(found.rows),
+            "step": iteration.step,
+            "first": iteration.first,
+            "last": iteration.last,
+            "previous": iteration.previous,
+            "next": iteration.next,
+            "groups": grouped(iteration.rows),
         }
 
     def sample(self, step: int, index: int) -> Json:
@@ -97,10 +97,10 @@ class RunView:
         Raises:
             ValueError: There is no such sample.
         """
-        found = self.samples_file.iteration(step)
-        if found is None or found.step != step or not 0 <= index < len(found.rows):
+        iteration = self.samples_file.iteration(step)
+        if iteration is None or iteration.step != step or not 0 <= index < len(iteration.rows):
             raise ValueError(f"step {step}, sample {index}: no such sample is stored")
-        return self.detail(found.rows, index)
+        return self.detail(iteration.rows, index)
 
     def detail(self, rows: Sequence[Row], index: int) -> Json:
         """Return what the page shows of ``rows[index]``; ``rows`` are all of its iteration."""

@@ -77,22 +77,22 @@ def _samples(view: RunView, per_iteration: int, room: int) -> tuple[dict[str, An
     tokens: list[tuple[str, dict[str, Any]]] = []
     share = room / max(len(shown), 1)  # of the bytes, so that no long iteration takes those of later ones
     left = 0.0
-    for found in shown:
+    for iteration in shown:
         left += share
         kept: list[Row] = []
-        for index in _chosen(found.rows, per_iteration):
-            whole = view.detail(found.rows, index) | {"index": len(kept)}
+        for index in _chosen(iteration.rows, per_iteration):
+            whole = view.detail(iteration.rows, index) | {"index": len(kept)}
             short = whole | {"tokens": [], "columns": {}}
-            size = len(json_in_html([short, grouped([found.rows[index]])]))
+            size = len(json_in_html([short, grouped([iteration.rows[index]])]))
             if size <= left:
                 left -= size
-                key = f"{found.step}/{len(kept)}"
+                key = f"{iteration.step}/{len(kept)}"
                 details[key] = short
-                kept.append(found.rows[index])
+                kept.append(iteration.rows[index])
                 if whole["tokens"]:
                     tokens.append((key, {name: whole[name] for name in ("tokens", "columns")}))
         if kept:
-            iterations[str(found.step)] = {"step": found.step, "groups": grouped(kept)}
+            iterations[str(iteration.step)] = {"step": iteration.step, "groups": grouped(kept)}
     for position in spread_order(len(tokens)):
         key, columns = tokens[position]
         left -= len(json_in_html(columns))
@@ -115,11 +115,11 @@ def _iterations(view: RunView, most: int) -> list[Iteration]:
         return []
     span = first.last - first.step
     wanted = spread(most, span + 1)
-    found: dict[int, Iteration] = {}
+    by_step: dict[int, Iteration] = {}
     for offset in wanted:
-        if found and first.step + offset <= max(found):
+        if by_step and first.step + offset <= max(by_step):
             continue
         iteration = view.samples_file.iteration(first.step + offset)
         assert iteration is not None, "the file was not empty"
-        found[iteration.step] = iteration
-    return list(found.values())
+        by_step[iteration.step] = iteration
+    return list(by_step.values())

@@ -1,4 +1,4 @@
-"""What is logged when a built-in reward cannot judge an answer."""
+"""Log the answers that a built-in reward cannot judge."""
 
 from __future__ import annotations
 

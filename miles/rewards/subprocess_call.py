@@ -1,4 +1,4 @@
-"""Calls that may hang or crash, made in child processes that die for it.
+"""Make calls that may hang or crash in child processes, which can be killed.
 
 Symbolic algebra on what a model wrote need not end (``9^{9^{9^9}}``), sits in C code that no Python signal interrupts,
 and some scorers ``eval`` their input. Such a call is made in a child process under two kernel timers, whose signals

@@ -1,4 +1,4 @@
-"""What is trained on, made by the user's function: ``--custom-convert-samples-to-train-data-path``."""
+"""Build the training data with the user's function: ``--custom-convert-samples-to-train-data-path``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ OPTIONAL = ("loss_masks", "rollout_log_probs", "sample_indices")
 NOT_READ = ("raw_reward", "truncated", "round_number", "metadata")  # what other launchers log, or pass on
 
 
-def converted_groups(found: Any, groups: Sequence[PromptGroup], path: str) -> list[PromptGroup]:
-    """Return the groups with the rows of ``found`` as their samples.
+def converted_groups(returned: Any, groups: Sequence[PromptGroup], path: str) -> list[PromptGroup]:
+    """Return the groups with the rows of ``returned`` as their samples.
 
     Args:
-        found: The columns that the function has returned, with one entry per row. ``tokens`` are those of prompt and
+        returned: The columns that the function has returned, with one entry per row. ``tokens`` are those of prompt and
             response, ``rewards`` the advantages, ``loss_masks`` and ``rollout_log_probs`` have one entry per response
             token; without them, a row has those of the sample whose tokens it repeats. ``sample_indices`` name the
             trajectory of each row, as ``sample.index`` does; without them there is a row for each sample, in order.
@@ -29,7 +29,7 @@ def converted_groups(found: Any, groups: Sequence[PromptGroup], path: str) -> li
         ValueError: A column is missing, unknown, or of another length, or a row is malformed.
     """
     samples = [sample for group in groups for sample in group.samples]
-    columns = _columns(found, path)
+    columns = _columns(returned, path)
     rows = len(columns["tokens"])
     owners = _owners(columns, samples, rows, path)
     by_group: dict[int, list[Sample]] = {group.group_index: [] for group in groups}
@@ -44,18 +44,18 @@ def converted_groups(found: Any, groups: Sequence[PromptGroup], path: str) -> li
     return made
 
 
-def _columns(found: Any, path: str) -> Mapping[str, Sequence[Any]]:
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{FLAG} {path}: returned {found!r:.80}; return columns by name: {', '.join(REQUIRED)}, …")
-    missing = [name for name in REQUIRED if name not in found]
-    unknown = [str(name) for name in found if name not in (*REQUIRED, *OPTIONAL, *NOT_READ)]
+def _columns(returned: Any, path: str) -> Mapping[str, Sequence[Any]]:
+    if not isinstance(returned, Mapping):
+        raise ValueError(f"{FLAG} {path}: returned {returned!r:.80}; return columns by name: {', '.join(REQUIRED)}, …")
+    missing = [name for name in REQUIRED if name not in returned]
+    unknown = [str(name) for name in returned if name not in (*REQUIRED, *OPTIONAL, *NOT_READ)]
     if missing or unknown:
         what = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(unknown)}, which is not read here"
         raise ValueError(f"{FLAG} {path}: what it returned {what}; the columns are {', '.join((*REQUIRED, *OPTIONAL))}")
-    lengths = {name: len(found[name]) for name in (*REQUIRED, *OPTIONAL) if found.get(name) is not None}
+    lengths = {name: len(returned[name]) for name in (*REQUIRED, *OPTIONAL) if returned.get(name) is not None}
     if len(set(lengths.values())) != 1:
         raise ValueError(f"{FLAG} {path}: its columns have the lengths {lengths}; return one entry per row in each")
-    return found
+    return returned
 
 
 def _owners(columns: Mapping[str, Sequence[Any]], samples: Sequence[Sample], rows: int, path: str) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""Confidence intervals of evaluation metrics. Prompts are what is sampled, so they are what is resampled."""
+"""Confidence intervals of evaluation metrics. Prompts are sampled, so prompts are resampled."""
 
 from __future__ import annotations
 

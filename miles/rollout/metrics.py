@@ -1,4 +1,4 @@
-"""What an iteration reports about its samples: rewards, lengths, pass@k, and how old the weights behind them are."""
+"""Compute the metrics of an iteration's samples: rewards, lengths, pass@k, and the age of the weights behind them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the prompts of training come from: a file of prompts, of conversations, or the user's own source."""
+"""Build the source of the training prompts: a file of prompts, of conversations, or the user's own source."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def build_supply(settings: Settings, tokenizer: Any) -> Supply:
         )
         prompts = [conversation.prompt for conversation in conversations]
     else:
-        found = load_prompts(
+        loaded = load_prompts(
             data.prompt_data, data, tokenizer, labels_optional=labels_optional, max_context_len=context
         )
-        prompts = list(found.prompts)
+        prompts = list(loaded.prompts)
     return Supply(PromptStream(prompts, data.rollout_shuffle, data.rollout_seed), len(prompts), conversations)

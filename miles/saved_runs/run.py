@@ -67,10 +67,10 @@ class SavedRun:
     def settings(self) -> Settings:
         """The settings of the run. Raises ``InputError`` if another version wrote them, or they lack what runs have."""
         where = str(self.folder / FILE_NAME)
-        found = settings_from_json(self.header.settings, where)
-        if found.rollout.rollout_batch_size is None or found.training.global_batch_size is None:
+        settings = settings_from_json(self.header.settings, where)
+        if settings.rollout.rollout_batch_size is None or settings.training.global_batch_size is None:
             raise InputError(f"{where}: lacks the settings of a run; copy the run's folder again")
-        return found
+        return settings
 
     @property
     def steps(self) -> int:
@@ -113,16 +113,16 @@ class SavedRun:
     def checkpoints(self) -> list[SavedCheckpoint]:
         """Return the checkpoints that are there, oldest first."""
         save = self.settings.checkpoint.save
-        found = [] if save is None else all_in(self.inside(save))
+        folders = [] if save is None else all_in(self.inside(save))
         return [
             SavedCheckpoint(path, done, done * self.settings.steps_per_iteration, is_complete(path))
-            for path in found
+            for path in folders
             if (done := iterations_of(path)) is not None
         ]
 
     def newest_complete(self) -> SavedCheckpoint | None:
         """Return the newest complete checkpoint, or None."""
-        return next((found for found in reversed(self.checkpoints()) if found.is_complete), None)
+        return next((checkpoint for checkpoint in reversed(self.checkpoints()) if checkpoint.is_complete), None)
 
     def checkpoint(self, step: int | None) -> SavedCheckpoint:
         """Return the checkpoint after ``step`` optimizer steps; the newest complete one for None.
@@ -130,18 +130,18 @@ class SavedRun:
         Raises:
             InputError: There is none; the message lists those that are there.
         """
-        found = self.checkpoints()
+        checkpoints = self.checkpoints()
         if step is None:
             newest = self.newest_complete()
             if newest is not None:
                 return newest
             what_to_do = "save some with --save, or name an exported folder with --weights"
             raise InputError(f"{self.folder}: no complete checkpoint {self._place()}; {what_to_do}")
-        for each in reversed(found):  # a replaced checkpoint comes before the one that replaces it
+        for each in reversed(checkpoints):  # a replaced checkpoint comes before the one that replaces it
             if each.steps == step:
                 return each
-        there = ", ".join(str(each.steps) for each in found)
-        what_to_do = f"give one of {there}" if found else "the run has saved none"
+        there = ", ".join(str(each.steps) for each in checkpoints)
+        what_to_do = f"give one of {there}" if checkpoints else "the run has saved none"
         raise InputError(f"--step {step}: no checkpoint after that optimizer step {self._place()}; {what_to_do}")
 
     def _place(self) -> str:
@@ -160,9 +160,9 @@ class SavedRun:
 
 def runs_below(folder: Path) -> list[Path]:
     """Return the folders of runs in ``folder`` and below it, by name. Earlier runs of a folder are left out."""
-    found = []
+    folders = []
     for path, names, files in os.walk(folder):  # Path.walk is new in Python 3.12
         if FILE_NAME in files:
-            found.append(Path(path))
+            folders.append(Path(path))
         names[:] = sorted(name for name in names if not name.startswith((".", "earlier-", "iter_")))
-    return sorted(found)
+    return sorted(folders)

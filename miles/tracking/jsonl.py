@@ -1,4 +1,4 @@
-"""One JSON object a line: the form in which a run keeps its numbers and sampled answers."""
+"""One JSON object per line: the form in which a run keeps its numbers and sampled answers."""
 
 from __future__ import annotations
 

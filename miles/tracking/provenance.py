@@ -1,4 +1,4 @@
-"""What a run ran on and with: versions, git state, checksums of the data, seeds and machine. Part of run.json."""
+"""Record what a run depends on: versions, git state, checksums of the data, seeds and machine. Part of run.json."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def provenance(settings: Settings) -> dict[str, Any]:
     }
 
 
-def in_words(found: dict[str, Any]) -> list[str]:
+def in_words(facts: dict[str, Any]) -> list[str]:
     """Return the facts that a reader wants first, as lines."""
-    version = found["versions"]
-    git = found["git"]["miles"]
+    version = facts["versions"]
+    git = facts["git"]["miles"]
     commit = "" if git is None else f", commit {git['commit'][:12]}{' with changes' if git['has_changes'] else ''}"
     others = ", ".join(f"{name} {version[name]}" for name in ("python", "torch", "ray") if version.get(name))
-    host = found["machine"]
-    return [f"miles {version['miles']}{commit}; {others}", f"started {found['started']} on {host['cores']} cores"]
+    host = facts["machine"]
+    return [f"miles {version['miles']}{commit}; {others}", f"started {facts['started']} on {host['cores']} cores"]
 
 
 def versions() -> dict[str, str | None]:
@@ -96,10 +96,10 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 def _git(folder: Path, *words: str) -> str | None:
     command = ["git", "--no-optional-locks", "-C", str(folder), *words]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):  # no git, no checkout, or no answer in time
         return None
-    return found.stdout.strip()
+    return ended.stdout.strip()
 
 
 def data_files(sources: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -115,12 +115,12 @@ def data_files(sources: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _sha256(path: Path) -> str:
-    found, left = hashlib.sha256(), HASHED_BYTES
+    digest, left = hashlib.sha256(), HASHED_BYTES
     with path.open("rb") as file:
         while left and (block := file.read(min(left, 1 << 20))):
-            found.update(block)
+            digest.update(block)
             left -= len(block)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def machine() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is complete and unchanged, before anything of it is loaded."""
+"""Check that a checkpoint is complete and unchanged, before anything of it is loaded."""
 
 from __future__ import annotations
 

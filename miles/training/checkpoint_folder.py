@@ -72,10 +72,10 @@ def remove_unfinished(root: Path) -> list[str]:
 
     Only the run that holds the lock of ``root`` (cluster/folders/folder_lock.py) may call it.
     """
-    found = [path for path in root.iterdir() if _UNFINISHED.fullmatch(path.name)] if root.is_dir() else []
-    for path in found:
+    unfinished = [path for path in root.iterdir() if _UNFINISHED.fullmatch(path.name)] if root.is_dir() else []
+    for path in unfinished:
         shutil.rmtree(path)
-    return sorted(path.name for path in found)
+    return sorted(path.name for path in unfinished)
 
 
 def _remove_replaced(root: Path) -> None:
@@ -117,10 +117,10 @@ def all_in(root: Path) -> list[Path]:
     """Return all checkpoints in ``root``, by their iterations, replaced ones before those that replace them."""
     if not root.is_dir():
         return []
-    found = [
+    checkpoints = [
         (int(match[2]), match[1] is None, path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name))
     ]
-    return [path for _, _, path in sorted(found)]
+    return [path for _, _, path in sorted(checkpoints)]
 
 
 def iterations_of(folder: Path) -> int | None:
@@ -146,13 +146,13 @@ def critic_folder(folder: Path) -> Path:
 
 def saved_critic(folder: Path) -> Path:
     """Return the same, to be read. Raises ``ValueError`` for a checkpoint of a run without a critic."""
-    found = critic_folder(folder)
-    if not found.is_dir():
+    critic = critic_folder(folder)
+    if not critic.is_dir():
         raise ValueError(
             f"--load {folder.parent}: {folder.name} has no critic, and --advantage-estimator ppo needs one; start from "
             "the model that --save-hf exported, as --hf-checkpoint, or load a checkpoint of a run with a critic"
         )
-    return found
+    return critic
 
 
 def write_run_state(folder: Path, backend: str, launcher: dict[str, Any], schedule: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and the removal of the others (``--save-keep-last``, ``--save-retain-interval``).
+"""Choose the checkpoints of a run that stay, and remove the others (``--save-keep-last``, ``--save-retain-interval``).
 
 A checkpoint stays if it is one of the newest N complete ones, or if its iterations are a multiple of K. With only the
 interval, the newest complete one stays too. So a run always keeps one that it can resume from. Not counted and not

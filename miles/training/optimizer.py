@@ -1,4 +1,4 @@
-"""What an optimizer step does on either backend: the learning rate's schedule, and the refusal of a broken gradient."""
+"""Take an optimizer step on either backend: schedule the learning rate, and refuse a gradient that is not finite."""
 
 from __future__ import annotations
 

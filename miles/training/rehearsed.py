@@ -53,11 +53,11 @@ class RehearsedBackend(TrainBackend, Protocol):
         ...
 
     def traced_micro_batches(self, micro_batches: int) -> int:
-        """Return how many of a step's micro-batches must run for every operation to be seen."""
+        """Return how many of a step's micro-batches must run to include every operation."""
         ...
 
     def micro_batches_in_flight(self, micro_batches: int) -> int:
-        """Return how many of a step's micro-batches this rank holds the activations of at a time."""
+        """Return the number of a step's micro-batches whose activations this rank holds at once."""
         ...
 
 

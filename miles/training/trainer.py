@@ -1,4 +1,4 @@
-"""What a rank does with one iteration, whatever the backend.
+"""Train on one iteration, as one rank of any backend.
 
     shards ── score: log-probs, values ── advantages of tokens ──> per step, for the policy and then for the critic:
         forward and backward over the micro-batches ── sums over ranks ── loss mass ── optimizer, or skip ──> metrics
@@ -116,10 +116,10 @@ class Trainer:
 
     def _policy_step(self, policy: Role[PolicyScorer], shard: TrainShard) -> dict[str, Metric]:
         started = time.perf_counter()
-        found = self._accumulate(policy, shard)
-        check_loss_mass(shard, found, self.token_ranks)
+        measured = self._accumulate(policy, shard)
+        check_loss_mass(shard, measured, self.token_ranks)
         computed = time.perf_counter()
-        metrics = _under("train/", found) | self._update(policy, shard)
+        metrics = _under("train/", measured) | self._update(policy, shard)
         metrics["time/forward_backward"] = Metric(computed - started)
         metrics["time/optimizer"] = Metric(time.perf_counter() - computed)
         return metrics
@@ -132,9 +132,9 @@ class Trainer:
 
     def _accumulate(self, role: Role[Scorer], shard: TrainShard) -> dict[str, Metric]:
         """Accumulate the step's gradient; returns the metrics of the whole step, the same on every rank."""
-        found = role.model.forward_backward(shard, role.loss_function)
+        results = role.model.forward_backward(shard, role.loss_function)
         totals: dict[str, torch.Tensor] = {}
-        for of_micro_batch in found.metrics:
+        for of_micro_batch in results.metrics:
             add_metrics(totals, of_micro_batch)
         sums = {name: totals[name] for name in sorted(totals)}
         mass = role.model.take_loss_mass()
@@ -143,12 +143,12 @@ class Trainer:
         metrics = reported(reduced, shard.batch, is_per_token(self.loss))
         if shard.expected_loss_mass is not None:
             metrics["loss_mass"] = Metric(loss_mass)
-        return metrics | found.inside_model
+        return metrics | results.inside_model
 
     def _update(self, role: Role[Scorer], shard: TrainShard) -> dict[str, Metric]:
         """Let the optimizer step, unless the step has no loss token."""
-        found = role.optimizer.step() if shard.batch.num_loss_tokens else role.optimizer.skip()
-        return _under(f"train/{role.prefix}", found)
+        metrics = role.optimizer.step() if shard.batch.num_loss_tokens else role.optimizer.skip()
+        return _under(f"train/{role.prefix}", metrics)
 
 
 def _under(prefix: str, metrics: dict[str, Metric]) -> dict[str, Metric]:

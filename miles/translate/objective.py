@@ -1,4 +1,4 @@
-"""What another trainer's aggregation is, and which of our modes computes it or comes nearest."""
+"""Describe another trainer's aggregation, and find our mode that computes it or comes nearest."""
 
 from __future__ import annotations
 

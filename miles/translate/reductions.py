@@ -1,4 +1,4 @@
-"""How trainers reduce token losses to the loss of a step, in plain floats. Each is linear in the losses."""
+"""Reduce token losses to the loss of a step as other trainers do, in plain floats. Each is linear in the losses."""
 
 from __future__ import annotations
 

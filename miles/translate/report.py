@@ -18,30 +18,30 @@ REQUIRED = {
 }
 
 
-def report(launcher: Launcher, found: Translation, objective: Objective) -> str:
+def report(launcher: Launcher, translation: Translation, objective: Objective) -> str:
     """Return the text of ``miles translate``."""
-    settings = len(found.document.settings)
+    settings = len(translation.document.settings)
     parts = [
-        ("Read", [f"{found.document.path} as {launcher.name} ({settings} settings), by {launcher.version}"]),
-        ("Command", _command(found)),
-        ("Carries over", _entries(found.carried)),
-        ("Differs in meaning", _entries(found.differing)),
-        ("Read for the flags above, or null", _settings(found.read_along)),
-        ("Has no counterpart, or no effect", _entries(found.missing)),
-        ("Computed when the file is run, not read here", _settings(found.expressions())),
-        ("Not in the table of this translation: check these by hand", _settings(found.unknown)),
+        ("Read", [f"{translation.document.path} as {launcher.name} ({settings} settings), by {launcher.version}"]),
+        ("Command", _command(translation)),
+        ("Carries over", _entries(translation.carried)),
+        ("Differs in meaning", _entries(translation.differing)),
+        ("Read for the flags above, or null", _settings(translation.read_along)),
+        ("Has no counterpart, or no effect", _entries(translation.missing)),
+        ("Computed when the file is run, not read here", _settings(translation.expressions())),
+        ("Not in the table of this translation: check these by hand", _settings(translation.unknown)),
         ("Objective", _objective(objective)),
         ("Objective in numbers", _numbers(objective)),
     ]
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in parts if lines)
 
 
-def _command(found: Translation) -> list[str]:
-    lines = ["python train.py"] + [f"  {shlex.join(group)}" for group in found.groups]
-    missing = [f"{flag} ({what})" for flag, what in REQUIRED.items() if flag not in found.words]
-    if not {"--rm-type", "--custom-rm-path"} & {*found.words}:
+def _command(translation: Translation) -> list[str]:
+    lines = ["python train.py"] + [f"  {shlex.join(group)}" for group in translation.groups]
+    missing = [f"{flag} ({what})" for flag, what in REQUIRED.items() if flag not in translation.words]
+    if not {"--rm-type", "--custom-rm-path"} & {*translation.words}:
         missing.append("--rm-type or --custom-rm-path (the reward)")
-    if not {"--num-rollout", "--num-epoch"} & {*found.words}:
+    if not {"--num-rollout", "--num-epoch"} & {*translation.words}:
         missing.append("--num-rollout or --num-epoch (the end)")
     lines = [f"{line} \\" for line in lines[:-1]] + lines[-1:]
     return lines + ([f"still to add: {', '.join(missing)}"] if missing else [])

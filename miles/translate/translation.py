@@ -131,11 +131,11 @@ class Translation:
     @property
     def groups(self) -> list[tuple[str, ...]]:
         """Our flags in the order of the report, each with its values. A flag that is given again has the last value."""
-        found = dict[str, tuple[str, ...]]()
+        groups = dict[str, tuple[str, ...]]()
         for entry in (*self.carried, *self.differing):
             for group in _flag_groups(entry.words):
-                found[group[0]] = group
-        return list(found.values())
+                groups[group[0]] = group
+        return list(groups.values())
 
     @property
     def words(self) -> list[str]:
@@ -178,40 +178,40 @@ class Row:
     neutral: tuple[Any, ...] = ()
 
 
-def apply(rows: Mapping[str, Row], found: Translation) -> None:
+def apply(rows: Mapping[str, Row], translation: Translation) -> None:
     """Translate the settings of a table that the file has, or whose defaults differ."""
     for key, row in rows.items():
-        if not found.has(key):
-            found.take([key])
+        if not translation.has(key):
+            translation.take([key])
             if row.default is not None:
-                _write(found, key, row, row.default)
+                _write(translation, key, row, row.default)
             continue
-        if isinstance(found.document.settings[key].value, Expression):
-            found.take([key])
+        if isinstance(translation.document.settings[key].value, Expression):
+            translation.take([key])
         elif row.kind == "switch":
-            _write_switch(found, key, row)
+            _write_switch(translation, key, row)
         else:
-            _write(found, key, row, found.number(key, 0) if row.kind == "number" else found.raw(key))
+            _write(translation, key, row, translation.number(key, 0) if row.kind == "number" else translation.raw(key))
 
 
-def _write_switch(found: Translation, key: str, row: Row) -> None:
-    is_on = found.switch(key)
+def _write_switch(translation: Translation, key: str, row: Row) -> None:
+    is_on = translation.switch(key)
     if not row.flag and is_on not in row.neutral:
-        found.miss(key, row.why)
+        translation.miss(key, row.why)
     elif row.why and is_on:
-        found.differ(key, row.why, row.flag)
+        translation.differ(key, row.why, row.flag)
     else:
-        found.carry(key, *([row.flag] if is_on and row.flag else []))
+        translation.carry(key, *([row.flag] if is_on and row.flag else []))
 
 
-def _write(found: Translation, key: str, row: Row, value: Any) -> None:
+def _write(translation: Translation, key: str, row: Row, value: Any) -> None:
     if value in row.neutral:
-        found.carry(key)
+        translation.carry(key)
     elif not row.flag:
-        found.miss(key, row.why)
+        translation.miss(key, row.why)
     else:
         words = [row.flag, *(value if isinstance(value, list) else [value])]
         if row.why:
-            found.differ(key, row.why, *words)
+            translation.differ(key, row.why, *words)
         else:
-            found.carry(key, *words)
+            translation.carry(key, *words)

@@ -201,7 +201,7 @@ def test_library_is_imported_only_by_its_owner(library: str, owners: tuple[str, 
     assert not {m for m in found if not any(inside(m, owner) for owner in owners)}
 
 
-def test_imports_are_found_wherever_they_are() -> None:
+def test_imports_are_found_anywhere() -> None:
     source = (
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    import hidden\n"
@@ -229,7 +229,8 @@ def test_module_is_small(path: Path) -> None:
 
 @pytest.mark.parametrize("root", ["miles", "tests/fast"])
 def test_folder_is_small(root: str) -> None:
-    files = Counter(str(path.parent.relative_to(ROOT)) for path in (ROOT / root).rglob("*.py"))
+    """At most 20 files beside ``__init__.py`` on one level."""
+    files = Counter(str(p.parent.relative_to(ROOT)) for p in (ROOT / root).rglob("*.py") if p.name != "__init__.py")
     assert not {folder: number for folder, number in files.items() if number > 20}, "group its files into folders"
 
 

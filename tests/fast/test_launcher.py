@@ -14,7 +14,7 @@ VALID = (
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "expected"),
     [
         ("", "--hf-checkpoint"),
         (VALID + "--rollout-bach-size 4", "--rollout-batch-size"),
@@ -23,11 +23,11 @@ VALID = (
         (VALID + "--lr fast", "--lr"),
     ],
 )
-def test_wrong_flags_exit_2(flags, told):
+def test_wrong_flags_exit_2(flags, expected):
     script = "import sys, runpy; sys.argv[0] = 'train.py'\ntry:\n    runpy.run_path('train.py', run_name='__main__')\n"
     script += "finally:\n    assert not {'ray', 'torch'} & sys.modules.keys()"
     command = [sys.executable, "-c", script, *flags.split()]
     ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert ended.returncode == 2
-    assert told in ended.stderr
+    assert expected in ended.stderr
     assert "Traceback" not in ended.stderr

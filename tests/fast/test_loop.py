@@ -249,7 +249,7 @@ def test_shared_gpus_are_given_to_the_trainer_before_it_trains_and_back_with_the
 def test_without_a_trainer_every_iteration_is_generated_evaluated_and_logged_with_the_first_weights():
     sides = Recorder()
     evaluation = EvaluationArguments(eval_prompt_data=("held_out", "x.jsonl"), eval_interval=2)
-    GenerationLoop(sides, sides, evaluation, steps_per_iteration=2, stop=StopRequests(60.0)).run()
+    GenerationLoop(sides, sides, evaluation=evaluation, steps_per_iteration=2, stop=StopRequests(60.0)).run()
     assert sides.of("generate") == [("generate", iteration) for iteration in range(5)]
     assert sides.of("sync") == [("sync", version) for version in range(6)]
     assert not sides.of("train", "save", "export_weights")

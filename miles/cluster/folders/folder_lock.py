@@ -1,4 +1,4 @@
-"""A lock on the folders that a run writes, so that two launchers never write the same one.
+"""Lock the folders that a run writes, so that two launchers never write the same one.
 
 The lock is the file ``.miles-lock`` in the folder. It holds host, process id and start time of its owner, and the owner
 updates it every ``HEARTBEAT_SECONDS``. On one host ``flock`` decides: the kernel releases it when the owner dies, in

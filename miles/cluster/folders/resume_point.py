@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from: the one that ``--load`` names, or the newest complete one in its folder.
+"""Find the checkpoint that a run starts from: the one that ``--load`` names, or the newest complete one in its folder.
 
 Every checkpoint is checked before anything starts (training/checkpoint_check.py). A damaged one is passed over with a
 note, unless ``--no-load-fallback`` forbids it or ``--load`` names that checkpoint itself. If all are damaged the run

@@ -1,4 +1,4 @@
-"""Which run a checkpoint belongs to, and the refusal to mix two runs in one folder.
+"""Identify the run that a checkpoint belongs to, and refuse to mix two runs in one folder.
 
 Every checkpoint carries the id of its run. A run that resumes keeps the id of the run it continues; ``--finetune``
 starts a new one. A folder of ``--save`` may hold earlier checkpoints only if the run continues from the newest of
@@ -55,19 +55,19 @@ def check_load_folder(checkpoint: CheckpointArguments) -> list[str]:
     """
     if checkpoint.load is None:
         return []
-    found = checkpoint_folder.at(Path(checkpoint.load))
-    if found is None:
+    start = checkpoint_folder.at(Path(checkpoint.load))
+    if start is None:
         return []
-    if found != Path(checkpoint.load):  # a folder of checkpoints
+    if start != Path(checkpoint.load):  # a folder of checkpoints
         last = _last_of_each_run(Path(checkpoint.load))
         if len(last) > 1:
             runs = "; ".join(f"{_shown(run)} up to {folder.name}" for run, folder in last.items())
             raise ValueError(
                 f"--load {checkpoint.load}: holds checkpoints of {len(last)} runs ({runs}), and the newest may not be "
-                f"the one you mean; name one, for example --load {found}"
+                f"the one you mean; name one, for example --load {start}"
             )
-    if _has_state(found) and _run_of(found) is None:
-        return [f"--load {checkpoint.load}: {found.name} does not say which run wrote it (an earlier version of miles)"]
+    if _has_state(start) and _run_of(start) is None:
+        return [f"--load {checkpoint.load}: {start.name} does not say which run wrote it (an earlier version of miles)"]
     return []
 
 
@@ -84,8 +84,8 @@ def own_save_folder(checkpoint: CheckpointArguments, damaged: Collection[Path] =
         ValueError: If ``--save`` holds checkpoints that this run does not continue from.
     """
     passed_over = {folder.resolve() for folder in damaged}
-    found = [] if checkpoint.save is None else checkpoint_folder.all_in(Path(checkpoint.save))
-    newest = next((folder for folder in reversed(found) if folder.resolve() not in passed_over), None)
+    checkpoints = [] if checkpoint.save is None else checkpoint_folder.all_in(Path(checkpoint.save))
+    newest = next((folder for folder in reversed(checkpoints) if folder.resolve() not in passed_over), None)
     if newest is None or _continues_from(newest, checkpoint):
         return checkpoint
     assert checkpoint.save is not None

@@ -266,7 +266,7 @@ class UnresponsiveServerMonitor:
         if name not in self._since:
             self._since[name] = began
             log.warning(
-                "%s does not pass its health check (%s); requests to it may wait in vain. Unless it recovers, the run "
+                "%s does not pass its health check (%s); requests to it may get no answer. Unless it recovers, the run "
                 "stops in %g s (--worker-timeout); with --use-fault-tolerance it would be restarted",
                 name,
                 failure,

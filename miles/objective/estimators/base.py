@@ -1,4 +1,4 @@
-"""What an advantage estimator is, and the group statistics that several of them share.
+"""Define an advantage estimator, and the group statistics that several of them share.
 
 Advantages are made in two phases. Phase 1 runs on the rollout side, over whole groups, before steps are cut: one number
 per sample. Phase 2 runs on the trainer after scoring, over a whole step: one number per token (token_advantages.py).

@@ -1,4 +1,4 @@
-"""What a policy loss is: from ratios and advantages to the loss of each token."""
+"""Define a policy loss: from ratios and advantages to the loss of each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How micro-batches run through a sharded model. Gradients are plain sums over micro-batches and ranks."""
+"""Run micro-batches through a sharded model. Gradients are plain sums over micro-batches and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a micro-batch's share of the loss is returned to Megatron's schedule, so that gradients are plain sums.
+"""Return a micro-batch's share of the loss to Megatron's schedule, so that gradients are plain sums.
 
 The loss functions return shares whose sum over micro-batches and ranks is the step's loss (docs/loss-aggregation.md).
 Megatron averages on the way, in one of two ways, and this is the one place that cancels it. versions.py has the lines

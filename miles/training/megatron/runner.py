@@ -1,4 +1,4 @@
-"""How micro-batches run through Megatron's schedule, which owns the loop over them.
+"""Run micro-batches through Megatron's schedule, which owns the loop over them.
 
 Only the last pipeline stage has a loss: results are there, and empty lists on the other stages.
 """

@@ -30,19 +30,19 @@ class Launcher(ABC):
         """Return whether a file of one of these kinds is a configuration of this trainer."""
 
     @abstractmethod
-    def translate(self, found: Translation) -> Objective:
+    def translate(self, translation: Translation) -> Objective:
         """Record what becomes of the settings, and return the objective that they ask for."""
 
 
 def all_launchers() -> dict[str, Launcher]:
     """Return the trainers by name, from the files of this folder."""
-    found = dict[str, Launcher]()
+    by_name = dict[str, Launcher]()
     for file in sorted(module.name for module in pkgutil.iter_modules(launchers.__path__)):
         module = importlib.import_module(f"{launchers.__name__}.{file}")
         for value in vars(module).values():
             if isinstance(value, Launcher):
-                found[value.name] = value
-    return found
+                by_name[value.name] = value
+    return by_name
 
 
 def launcher_of(document: Document, name: str | None) -> Launcher:

@@ -1,4 +1,4 @@
-"""What slime and miles share: command lines whose flags are ours, or have a verdict in ``arguments/launch``."""
+"""Read the command lines of slime and miles, whose flags are ours or have a verdict in ``arguments/launch``."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ class CommandLine(Launcher):
     reads = ("shell",)
     source: str
 
-    def translate(self, found: Translation) -> Objective:
+    def translate(self, translation: Translation) -> Objective:
         """Sort the flags by their verdict here."""
         own = _own_flags()
-        for flag, setting in found.document.settings.items():
+        for flag, setting in translation.document.settings.items():
             value = setting.value
             if isinstance(value, Expression):
-                found.take([flag])
+                translation.take([flag])
             elif flag in FOREIGN_FLAGS:
                 row = FOREIGN_FLAGS[flag]
                 if row.heading is None:
-                    found.miss(flag, f"{row.why}; {row.what_to_do}")
+                    translation.miss(flag, f"{row.why}; {row.what_to_do}")
                 else:
-                    found.differ(flag, f"accepted, without effect: {row.why}", *_words(flag, value))
+                    translation.differ(flag, f"accepted, without effect: {row.why}", *_words(flag, value))
             elif flag in own or flag.startswith(("--sglang-", "--router-")):
-                found.carry(flag, *_words(flag, value))
-        return self._objective(found)
+                translation.carry(flag, *_words(flag, value))
+        return self._objective(translation)
 
-    def _objective(self, found: Translation) -> Objective:
+    def _objective(self, translation: Translation) -> Objective:
         remarks = ["Tokens are counted for the whole trajectory, before the batch is split; older revisions by sample."]
-        if found.has(REDUCER):
+        if translation.has(REDUCER):
             remarks.append(f"{REDUCER} replaces this for pg_loss: the function is not evaluated here.")
-        if found.has("--calculate-per-token-loss"):
+        if translation.has("--calculate-per-token-loss"):
             return Objective(
                 "--calculate-per-token-loss",
                 "Σ m l / Σ_i max(M_i, 1)",

@@ -85,70 +85,70 @@ class NemoRl(Launcher):
         """By the tables of its GRPO configuration."""
         return any(key.startswith(("grpo.", "loss_fn.")) for key in document.settings)
 
-    def translate(self, found: Translation) -> Objective:
+    def translate(self, translation: Translation) -> Objective:
         """Translate a configuration of GRPO."""
-        apply(ROWS, found)
+        apply(ROWS, translation)
         key = "grpo.normalize_rewards"
-        if found.has(key) and not found.switch(key):
-            found.carry(key, "--disable-grpo-std-normalization")
-        elif found.has(key):
-            found.carry(key)
-        if found.has(OPTIMIZER + "betas"):
-            betas = found.raw(OPTIMIZER + "betas")
+        if translation.has(key) and not translation.switch(key):
+            translation.carry(key, "--disable-grpo-std-normalization")
+        elif translation.has(key):
+            translation.carry(key)
+        if translation.has(OPTIMIZER + "betas"):
+            betas = translation.raw(OPTIMIZER + "betas")
             if not isinstance(betas, list) or len(betas) != 2:
-                found.fail(OPTIMIZER + "betas", "must be a list of two numbers; correct it")
-            found.carry(OPTIMIZER + "betas", "--adam-beta1", betas[0], "--adam-beta2", betas[1])
-        if found.has("policy.precision"):
-            is_bf16 = found.text("policy.precision") == "bfloat16"
-            found.carry("policy.precision", "--bf16" if is_bf16 else "--fp32")
-        _kl(found)
-        _correction(found)
-        return _objective(found)
+                translation.fail(OPTIMIZER + "betas", "must be a list of two numbers; correct it")
+            translation.carry(OPTIMIZER + "betas", "--adam-beta1", betas[0], "--adam-beta2", betas[1])
+        if translation.has("policy.precision"):
+            is_bf16 = translation.text("policy.precision") == "bfloat16"
+            translation.carry("policy.precision", "--bf16" if is_bf16 else "--fp32")
+        _kl(translation)
+        _correction(translation)
+        return _objective(translation)
 
 
-def _kl(found: Translation) -> None:
+def _kl(translation: Translation) -> None:
     weight, kind = "loss_fn.reference_policy_kl_penalty", "loss_fn.reference_policy_kl_type"
-    coefficient = found.number(weight, 0.01)
+    coefficient = translation.number(weight, 0.01)
     if not coefficient:
-        found.carry(weight)
-    elif found.switch("loss_fn.use_kl_in_reward"):
-        found.carry(weight, "--kl-coef", coefficient)
-        found.carry("loss_fn.use_kl_in_reward", "--kl-loss-type", found.text(kind, "k3"))
+        translation.carry(weight)
+    elif translation.switch("loss_fn.use_kl_in_reward"):
+        translation.carry(weight, "--kl-coef", coefficient)
+        translation.carry("loss_fn.use_kl_in_reward", "--kl-loss-type", translation.text(kind, "k3"))
     else:
         why = "its mean follows token_level_loss there, a sample mean here; its inputs are clamped there"
-        found.differ(weight, why, "--use-kl-loss", "--kl-loss-coef", coefficient)
-        found.carry(kind, "--kl-loss-type", found.text(kind, "k3"))
+        translation.differ(weight, why, "--use-kl-loss", "--kl-loss-coef", coefficient)
+        translation.carry(kind, "--kl-loss-type", translation.text(kind, "k3"))
 
 
-def _correction(found: Translation) -> None:
+def _correction(translation: Translation) -> None:
     key, kind = "loss_fn.use_importance_sampling_correction", "loss_fn.truncated_importance_sampling_type"
     high, low = (f"loss_fn.truncated_importance_sampling_ratio{end}" for end in ("", "_min"))
     modes = {"tis": "truncate", "icepop": "icepop"}
-    if found.has(key) and not found.switch(key):
-        found.carry(key)
-    elif found.has(key) and found.text(kind) in modes:
-        found.carry(key, "--use-tis", "--tis-mode", modes[found.text(kind)])
-        if found.has(high):
-            found.carry(high, "--tis-clip", found.number(high, 2.0))
-        if found.has(low):
-            found.carry(low, "--tis-clip-low", found.number(low, 0.0))
-    elif found.has(key):
-        found.miss(key, "the weight is always bounded here (--use-tis with --tis-mode and --tis-clip)")
+    if translation.has(key) and not translation.switch(key):
+        translation.carry(key)
+    elif translation.has(key) and translation.text(kind) in modes:
+        translation.carry(key, "--use-tis", "--tis-mode", modes[translation.text(kind)])
+        if translation.has(high):
+            translation.carry(high, "--tis-clip", translation.number(high, 2.0))
+        if translation.has(low):
+            translation.carry(low, "--tis-clip-low", translation.number(low, 0.0))
+    elif translation.has(key):
+        translation.miss(key, "the weight is always bounded here (--use-tis with --tis-mode and --tis-clip)")
 
 
-def _objective(found: Translation) -> Objective:
+def _objective(translation: Translation) -> Objective:
     key = "loss_fn.token_level_loss"
-    if found.has("loss_fn.sequence_level_importance_ratios"):
-        if found.switch("loss_fn.sequence_level_importance_ratios"):
-            found.carry("loss_fn.sequence_level_importance_ratios", "--policy-loss", "gspo")
+    if translation.has("loss_fn.sequence_level_importance_ratios"):
+        if translation.switch("loss_fn.sequence_level_importance_ratios"):
+            translation.carry("loss_fn.sequence_level_importance_ratios", "--policy-loss", "gspo")
         else:
-            found.carry("loss_fn.sequence_level_importance_ratios")
-    if found.switch(key, True):
-        found.carry(key, "--loss-aggregation", "token_mean")
+            translation.carry("loss_fn.sequence_level_importance_ratios")
+    if translation.switch(key, True):
+        translation.carry(key, "--loss-aggregation", "token_mean")
         words = ("--loss-aggregation", "token_mean")
         return Objective(f"{key} = true", "Σ m l / (T + 1e-8)", SOURCE, token_mean, "token_mean", words)
     depends = "samples that sample_mask drops: they are left out of B'"
-    found.differ(key, f"depends on {depends}", "--loss-aggregation", "sample_mean")
+    translation.differ(key, f"depends on {depends}", "--loss-aggregation", "sample_mean")
     return Objective(
         f"{key} = false",
         "1/B' Σ_i 1/(M_i + 1e-8) Σ_t m l, B' = samples that sample_mask keeps",

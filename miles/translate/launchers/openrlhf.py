@@ -79,62 +79,62 @@ class OpenRlhf(Launcher):
         """By its module in the command."""
         return any(word.startswith("openrlhf.") or "train_ppo_ray" in word for word in document.words)
 
-    def translate(self, found: Translation) -> Objective:
+    def translate(self, translation: Translation) -> Objective:
         """Translate the flags of version 0.11, which are written with dots."""
-        if found.has("--train.async_enable"):
-            found.differ("--train.async_enable", "see --train.async_queue_size there", "--async-steps", 1)
-        apply({key: row for key, row in ROWS.items() if row.kind != "flag"}, found)
-        _estimator(found)
-        _kl(found)
-        if found.has("--actor.eps_clip_low_high"):
-            bounds = found.raw("--actor.eps_clip_low_high")
+        if translation.has("--train.async_enable"):
+            translation.differ("--train.async_enable", "see --train.async_queue_size there", "--async-steps", 1)
+        apply({key: row for key, row in ROWS.items() if row.kind != "flag"}, translation)
+        _estimator(translation)
+        _kl(translation)
+        if translation.has("--actor.eps_clip_low_high"):
+            bounds = translation.raw("--actor.eps_clip_low_high")
             if not isinstance(bounds, list) or len(bounds) != 2:
-                found.fail("--actor.eps_clip_low_high", "must be two numbers; correct it")
-            found.carry("--actor.eps_clip_low_high", "--eps-clip", bounds[0], "--eps-clip-high", bounds[1])
-        if found.has("--actor.policy_loss_type"):
-            found.carry("--actor.policy_loss_type", "--policy-loss", found.text("--actor.policy_loss_type"))
-        return _objective(found)
+                translation.fail("--actor.eps_clip_low_high", "must be two numbers; correct it")
+            translation.carry("--actor.eps_clip_low_high", "--eps-clip", bounds[0], "--eps-clip-high", bounds[1])
+        if translation.has("--actor.policy_loss_type"):
+            translation.carry("--actor.policy_loss_type", "--policy-loss", translation.text("--actor.policy_loss_type"))
+        return _objective(translation)
 
 
-def _estimator(found: Translation) -> None:
+def _estimator(translation: Translation) -> None:
     key = "--algo.advantage.estimator"
-    name = found.text(key, "gae")
+    name = translation.text(key, "gae")
     if name == "dr_grpo":
-        found.carry(key, "--advantage-estimator", "grpo", "--disable-grpo-std-normalization")
+        translation.carry(key, "--advantage-estimator", "grpo", "--disable-grpo-std-normalization")
     elif name == "group_norm":
-        found.carry(key, "--advantage-estimator", "grpo")
+        translation.carry(key, "--advantage-estimator", "grpo")
     elif name == "gae":
         why = "advantages are whitened over the whole rollout there, over the tokens of a step here"
-        found.differ(key, why, "--advantage-estimator", "ppo", "--normalize-advantages")
-        if found.has("--algo.advantage.no_std_norm"):
-            found.miss("--algo.advantage.no_std_norm", "whitening always divides by the std here")
+        translation.differ(key, why, "--advantage-estimator", "ppo", "--normalize-advantages")
+        if translation.has("--algo.advantage.no_std_norm"):
+            translation.miss("--algo.advantage.no_std_norm", "whitening always divides by the std here")
     elif name in ESTIMATORS:
         why = "the estimator of the same name; its whitening was not compared"
-        found.differ(key, why, "--advantage-estimator", ESTIMATORS[name])
+        translation.differ(key, why, "--advantage-estimator", ESTIMATORS[name])
     else:
-        found.miss(key, f"{name} is no estimator here (--custom-advantage-function-path)")
+        translation.miss(key, f"{name} is no estimator here (--custom-advantage-function-path)")
 
 
-def _kl(found: Translation) -> None:
+def _kl(translation: Translation) -> None:
     weight, kind = "--algo.kl.init_coef", "--algo.kl.estimator"
-    coefficient = found.number(weight, 0.01)
-    found.take([kind, "--algo.kl.use_loss"])
+    coefficient = translation.number(weight, 0.01)
+    translation.take([kind, "--algo.kl.use_loss"])
     if coefficient:
-        if found.has("--algo.kl.use_loss"):
+        if translation.has("--algo.kl.use_loss"):
             why = "a token mean there, a sample mean here"
-            found.differ(weight, why, "--use-kl-loss", "--kl-loss-coef", coefficient)
+            translation.differ(weight, why, "--use-kl-loss", "--kl-loss-coef", coefficient)
         else:
-            found.carry(weight, "--kl-coef", coefficient)
-        found.carry(kind, "--kl-loss-type", found.text(kind, "k1"))
-    elif found.has(weight):
-        found.carry(weight)
+            translation.carry(weight, "--kl-coef", coefficient)
+        translation.carry(kind, "--kl-loss-type", translation.text(kind, "k1"))
+    elif translation.has(weight):
+        translation.carry(weight)
 
 
-def _objective(found: Translation) -> Objective:
+def _objective(translation: Translation) -> Objective:
     key = "--actor.loss_agg_mode"
-    name = found.text(key, "token-mean")
+    name = translation.text(key, "token-mean")
     if name == "token-mean":
-        found.carry(key, "--loss-aggregation", "token_mean")
+        translation.carry(key, "--loss-aggregation", "token_mean")
         return Objective(
             f"{key} {name}",
             "1/T Σ m l",
@@ -144,9 +144,9 @@ def _objective(found: Translation) -> Objective:
             ("--loss-aggregation", "token_mean"),
         )
     if name != "seq-mean-token-mean":
-        found.fail(key, f"is no mode of {SOURCE}; it has token-mean, seq-mean-token-mean")
+        translation.fail(key, f"is no mode of {SOURCE}; it has token-mean, seq-mean-token-mean")
     depends = "fully masked samples: they are left out of B'"
-    found.differ(key, f"depends on {depends}", "--loss-aggregation", "sample_mean")
+    translation.differ(key, f"depends on {depends}", "--loss-aggregation", "sample_mean")
     return Objective(
         f"{key} {name}",
         "1/B' Σ_i 1/(M_i + 1e-8) Σ_t m l, B' = samples with a loss token",

@@ -53,34 +53,38 @@ class PrimeRl(Launcher):
         """By the tables of its processes."""
         return any(key.startswith(("orchestrator.", "trainer.")) for key in document.settings)
 
-    def translate(self, found: Translation) -> Objective:
+    def translate(self, translation: Translation) -> Objective:
         """Translate the settings that were found in its configurations."""
-        apply(ROWS, found)
-        if found.has("trainer.model.seq_len"):
-            found.carry("trainer.model.seq_len", "--use-dynamic-batch-size")
+        apply(ROWS, translation)
+        if translation.has("trainer.model.seq_len"):
+            translation.carry("trainer.model.seq_len", "--use-dynamic-batch-size")
         key, group = "orchestrator.batch_size", "orchestrator.group_size"
-        group = group if found.has(group) else "orchestrator.rollouts_per_example"
-        if found.has(key):
-            batch = found.count(key, 1)
-            found.carry(key, "--global-batch-size", batch)
-            size = found.count(group, 1)
-            if found.has(group) and batch % size == 0:
-                found.differ(key, "samples there, prompts here", "--rollout-batch-size", batch // size)
-        for name in found.document.settings:
+        group = group if translation.has(group) else "orchestrator.rollouts_per_example"
+        if translation.has(key):
+            batch = translation.count(key, 1)
+            translation.carry(key, "--global-batch-size", batch)
+            size = translation.count(group, 1)
+            if translation.has(group) and batch % size == 0:
+                translation.differ(key, "samples there, prompts here", "--rollout-batch-size", batch // size)
+        for name in translation.document.settings:
             if name.startswith("trainer.loss.") and not name.endswith("ratio_type"):
-                found.miss(name, "its token loss (tokens dropped by their mismatch, without a clip) is not one of ours")
-        return _objective(found)
+                translation.miss(
+                    name, "its token loss (tokens dropped by their mismatch, without a clip) is not one of ours"
+                )
+        return _objective(translation)
 
 
-def _objective(found: Translation) -> Objective:
+def _objective(translation: Translation) -> Objective:
     words = ("--loss-aggregation", "token_mean")
     key = "trainer.loss.ratio_type"
-    if not found.has(key):
+    if not translation.has(key):
         return Objective("every RL loss", "1/T Σ m l", SOURCE, token_mean, "token_mean", words)
-    if found.text(key) != "token":
-        found.fail(key, "divides by the packed micro-batches, which are not in the file: not evaluated; drop the key")
+    if translation.text(key) != "token":
+        translation.fail(
+            key, "divides by the packed micro-batches, which are not in the file: not evaluated; drop the key"
+        )
     depends = "ranks: each divides by its own tokens"
-    found.differ(key, f"depends on {depends}", *words)
+    translation.differ(key, f"depends on {depends}", *words)
     formula = "mean over ranks of (Σ m l / Σ m) of each"
     return Objective(
         f"{key} = token", formula, OLD_SOURCE, token_mean_of_ranks, "token_mean", words, depends=depends, exact=False

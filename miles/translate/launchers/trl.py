@@ -102,165 +102,170 @@ class Trl(Launcher):
         known = {*ROWS, "loss_type", "beta", "epsilon", "per_device_train_batch_size", "scale_rewards"}
         return document.kind == "python" or bool(known & document.settings.keys())
 
-    def translate(self, found: Translation) -> Objective:
+    def translate(self, translation: Translation) -> Objective:
         """Translate ``GRPOConfig``."""
-        apply(ROWS, found)
-        _batch(found)
-        _sampling(found)
-        _schedule(found)
-        _policy(found)
-        _correction(found)
-        return _objective(found)
+        apply(ROWS, translation)
+        _batch(translation)
+        _sampling(translation)
+        _schedule(translation)
+        _policy(translation)
+        _correction(translation)
+        return _objective(translation)
 
 
-def _batch(found: Translation) -> None:
-    group = found.count("num_generations", 8)
-    per_device = found.count("per_device_train_batch_size", 8)
-    accumulation = found.count("gradient_accumulation_steps", 1)
+def _batch(translation: Translation) -> None:
+    group = translation.count("num_generations", 8)
+    per_device = translation.count("per_device_train_batch_size", 8)
+    accumulation = translation.count("gradient_accumulation_steps", 1)
     note = (
         f"{per_device} · {accumulation} samples on each process make a step; the number of processes is not in the "
         "file, and the flags are for one: multiply --global-batch-size by it, and --rollout-batch-size as well unless "
         "generation_batch_size is set"
     )
-    per_generation = found.count("steps_per_generation", accumulation)
-    generation = found.count("generation_batch_size", per_device * per_generation)
-    found.differ(
+    per_generation = translation.count("steps_per_generation", accumulation)
+    generation = translation.count("generation_batch_size", per_device * per_generation)
+    translation.differ(
         "per_device_train_batch_size",
         note,
         *("--global-batch-size", per_device * accumulation, "--micro-batch-size", per_device),
     )
     key = next(
-        (k for k in ("generation_batch_size", "steps_per_generation") if found.has(k)), "gradient_accumulation_steps"
+        (k for k in ("generation_batch_size", "steps_per_generation") if translation.has(k)),
+        "gradient_accumulation_steps",
     )
     if generation % group:
         why = (
             f"{generation} samples of a generation are no whole number of groups of {group}: other processes add to it"
         )
-        found.differ(key, why + "; give --rollout-batch-size, the prompts of an iteration")
+        translation.differ(key, why + "; give --rollout-batch-size, the prompts of an iteration")
     else:
         why = "samples there, prompts here: divided by num_generations"
-        found.differ(key, why, "--rollout-batch-size", generation // group)
+        translation.differ(key, why, "--rollout-batch-size", generation // group)
 
 
-def _sampling(found: Translation) -> None:
-    top_k = found.number("top_k", 0)
-    if found.has("top_k"):
-        found.carry("top_k", "--rollout-top-k", int(top_k) if top_k > 0 else -1)
-    if found.has("use_vllm") and found.switch("use_vllm"):
-        found.differ("use_vllm", "SGLang generates here", "--rollout-engine", "sglang")
-    elif found.has("use_vllm"):
-        found.carry("use_vllm")
-    found.take(["max_steps", "num_train_epochs"])
-    if found.has("max_steps") and found.number("max_steps", -1) > 0:
+def _sampling(translation: Translation) -> None:
+    top_k = translation.number("top_k", 0)
+    if translation.has("top_k"):
+        translation.carry("top_k", "--rollout-top-k", int(top_k) if top_k > 0 else -1)
+    if translation.has("use_vllm") and translation.switch("use_vllm"):
+        translation.differ("use_vllm", "SGLang generates here", "--rollout-engine", "sglang")
+    elif translation.has("use_vllm"):
+        translation.carry("use_vllm")
+    translation.take(["max_steps", "num_train_epochs"])
+    if translation.has("max_steps") and translation.number("max_steps", -1) > 0:
         why = "optimizer steps there, iterations here; they are equal with one step for each generation"
-        found.differ("max_steps", why, "--num-rollout", found.number("max_steps", 1))
-        if found.has("num_train_epochs"):
-            found.miss("num_train_epochs", "max_steps takes precedence")
+        translation.differ("max_steps", why, "--num-rollout", translation.number("max_steps", 1))
+        if translation.has("num_train_epochs"):
+            translation.miss("num_train_epochs", "max_steps takes precedence")
     else:
-        found.carry("num_train_epochs", "--num-epoch", found.number("num_train_epochs", 3))
+        translation.carry("num_train_epochs", "--num-epoch", translation.number("num_train_epochs", 3))
 
 
-def _schedule(found: Translation) -> None:
+def _schedule(translation: Translation) -> None:
     names = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-    style = found.text("lr_scheduler_type", "linear")
+    style = translation.text("lr_scheduler_type", "linear")
     if style in names:
-        found.carry("lr_scheduler_type", "--lr-decay-style", names[style])
+        translation.carry("lr_scheduler_type", "--lr-decay-style", names[style])
     else:
-        found.miss("lr_scheduler_type", f"the shapes here are {', '.join(sorted({*names.values()}))}")
+        translation.miss("lr_scheduler_type", f"the shapes here are {', '.join(sorted({*names.values()}))}")
 
 
-def _policy(found: Translation) -> None:
-    if found.has("bf16"):
-        found.carry("bf16", "--bf16" if found.switch("bf16") else "--fp32")
-    scale = found.text("scale_rewards", "group").lower()
+def _policy(translation: Translation) -> None:
+    if translation.has("bf16"):
+        translation.carry("bf16", "--bf16" if translation.switch("bf16") else "--fp32")
+    scale = translation.text("scale_rewards", "group").lower()
     if scale in ("none", "false"):
-        found.carry("scale_rewards", "--advantage-estimator", "grpo", "--disable-grpo-std-normalization")
+        translation.carry("scale_rewards", "--advantage-estimator", "grpo", "--disable-grpo-std-normalization")
     elif scale in ("group", "true"):
         why = "A = (r - mean) / (std + 1e-4) there, 1e-6 here"
-        found.differ("scale_rewards", why, "--advantage-estimator", "grpo")
+        translation.differ("scale_rewards", why, "--advantage-estimator", "grpo")
     else:
         why = "the std of the whole batch there, of the group here; --custom-advantage-function-path can compute it"
-        found.differ("scale_rewards", why, "--advantage-estimator", "grpo")
-    loss, level = found.text("loss_type", "dapo"), found.text("importance_sampling_level", "token")
-    low = found.number("epsilon", 0.2)
-    high = found.number("epsilon_high", low)
+        translation.differ("scale_rewards", why, "--advantage-estimator", "grpo")
+    loss, level = translation.text("loss_type", "dapo"), translation.text("importance_sampling_level", "token")
+    low = translation.number("epsilon", 0.2)
+    high = translation.number("epsilon_high", low)
     if loss == "cispo":
-        found.carry("epsilon_high", "--policy-loss", "cispo", "--ratio-max", high)
-        if found.has("epsilon"):
-            found.miss("epsilon", "cispo has no lower bound")
+        translation.carry("epsilon_high", "--policy-loss", "cispo", "--ratio-max", high)
+        if translation.has("epsilon"):
+            translation.miss("epsilon", "cispo has no lower bound")
     elif loss not in OWN_TOKEN_LOSS:
-        if found.has("epsilon"):
-            found.carry("epsilon", "--eps-clip", low)
-        if found.has("epsilon_high"):
-            found.carry("epsilon_high", "--eps-clip-high", high)
-    elif found.has("epsilon") or found.has("epsilon_high"):
-        found.miss("epsilon" if found.has("epsilon") else "epsilon_high", f"belongs to the token loss of {loss}")
+        if translation.has("epsilon"):
+            translation.carry("epsilon", "--eps-clip", low)
+        if translation.has("epsilon_high"):
+            translation.carry("epsilon_high", "--eps-clip-high", high)
+    elif translation.has("epsilon") or translation.has("epsilon_high"):
+        translation.miss(
+            "epsilon" if translation.has("epsilon") else "epsilon_high", f"belongs to the token loss of {loss}"
+        )
     if level == "sequence" and loss not in OWN_TOKEN_LOSS:
-        found.carry("importance_sampling_level", "--policy-loss", "gspo")
-    elif found.has("importance_sampling_level"):
-        found.carry("importance_sampling_level")
-    _delta(found, 1 + high)
-    if found.number("beta", 0.0):
+        translation.carry("importance_sampling_level", "--policy-loss", "gspo")
+    elif translation.has("importance_sampling_level"):
+        translation.carry("importance_sampling_level")
+    _delta(translation, 1 + high)
+    if translation.number("beta", 0.0):
         why = "added to the token losses there, so it follows loss_type; a sample mean here"
-        beta = found.number("beta", 0.0)
-        found.differ("beta", why, "--use-kl-loss", "--kl-loss-coef", beta, "--kl-loss-type", "k3")
-    elif found.has("beta"):
-        found.carry("beta")
+        beta = translation.number("beta", 0.0)
+        translation.differ("beta", why, "--use-kl-loss", "--kl-loss-coef", beta, "--kl-loss-type", "k3")
+    elif translation.has("beta"):
+        translation.carry("beta")
 
 
-def _delta(found: Translation, bound: float) -> None:
-    if not found.has("delta"):
+def _delta(translation: Translation, bound: float) -> None:
+    if not translation.has("delta"):
         return
-    delta = found.number("delta", 0.0)
+    delta = translation.number("delta", 0.0)
     if delta > bound:
-        found.carry("delta", "--eps-clip-c", delta)
+        translation.carry("delta", "--eps-clip-c", delta)
     else:
-        found.miss("delta", f"at or below 1 + epsilon_high = {bound:g} it also cuts the ratios of positive advantages")
+        translation.miss(
+            "delta", f"at or below 1 + epsilon_high = {bound:g} it also cuts the ratios of positive advantages"
+        )
 
 
-def _correction(found: Translation) -> None:
+def _correction(translation: Translation) -> None:
     keys = ("mode", "clip_max", "clip_min")
     names = [f"vllm_importance_sampling_{key}" for key in keys]
-    found.take([*names, "vllm_importance_sampling_correction"])
-    if not found.has("use_vllm") or not found.switch("use_vllm"):
+    translation.take([*names, "vllm_importance_sampling_correction"])
+    if not translation.has("use_vllm") or not translation.switch("use_vllm"):
         for name in ("vllm_importance_sampling_correction", *names):
-            if found.has(name):
-                found.miss(name, "without use_vllm it has no effect")
+            if translation.has(name):
+                translation.miss(name, "without use_vllm it has no effect")
         return
-    if not found.switch("vllm_importance_sampling_correction", True):
-        found.carry("vllm_importance_sampling_correction")
+    if not translation.switch("vllm_importance_sampling_correction", True):
+        translation.carry("vllm_importance_sampling_correction")
         return
-    mode = found.text(names[0], "sequence_mask")
+    mode = translation.text(names[0], "sequence_mask")
     level, _, kind = mode.partition("_")
     if level not in ("token", "sequence") or kind not in ("mask", "truncate"):
-        found.fail(names[0], "must be token_ or sequence_, then truncate or mask; correct the value")
+        translation.fail(names[0], "must be token_ or sequence_, then truncate or mask; correct the value")
     words: list[object] = ["--use-tis", "--tis-level", level, "--tis-mode", "icepop" if kind == "mask" else "truncate"]
-    found.carry(names[0], *words)
-    explicit_none = names[1] in found.document.settings and not found.has(names[1])
+    translation.carry(names[0], *words)
+    explicit_none = names[1] in translation.document.settings and not translation.has(names[1])
     if explicit_none:
-        found.miss(names[1], "the weight always has an upper bound here (--tis-clip)")
+        translation.miss(names[1], "the weight always has an upper bound here (--tis-clip)")
     else:
-        found.carry(names[1], "--tis-clip", found.number(names[1], 3.0))
-    if found.has(names[2]):
-        found.carry(names[2], "--tis-clip-low", found.number(names[2], 0.0))
+        translation.carry(names[1], "--tis-clip", translation.number(names[1], 3.0))
+    if translation.has(names[2]):
+        translation.carry(names[2], "--tis-clip-low", translation.number(names[2], 0.0))
 
 
-def _objective(found: Translation) -> Objective:
-    loss = found.text("loss_type", "dapo")
+def _objective(translation: Translation) -> Objective:
+    loss = translation.text("loss_type", "dapo")
     if loss not in LOSSES:
-        found.fail("loss_type", f"is no loss of {SOURCE}; it has {', '.join(LOSSES)}")
+        translation.fail("loss_type", f"is no loss of {SOURCE}; it has {', '.join(LOSSES)}")
     mode, reduce, formula = LOSSES[loss]
     words = ["--loss-aggregation", mode]
     divisor = 8.0
     if loss == "dr_grpo":
-        words += ["--loss-aggregation-divisor", str(found.count("max_completion_length", 512))]
+        words += ["--loss-aggregation-divisor", str(translation.count("max_completion_length", 512))]
     if loss == "luspo":
         words += ["--loss-aggregation-divisor", "1"]
         divisor = 1.0
-    accumulation = found.count("gradient_accumulation_steps", 1)
-    per_device = found.count("per_device_train_batch_size", 8)
-    per_generation = found.count("steps_per_generation", accumulation)
-    samples = found.count("generation_batch_size", per_device * per_generation)
+    accumulation = translation.count("gradient_accumulation_steps", 1)
+    per_device = translation.count("per_device_train_batch_size", 8)
+    per_generation = translation.count("steps_per_generation", accumulation)
+    samples = translation.count("generation_batch_size", per_device * per_generation)
     several = per_generation != accumulation or samples != per_device * accumulation
     depends, exact, remarks = "", loss != "bnpo", []
     if loss == "bnpo":
@@ -273,12 +278,12 @@ def _objective(found: Translation) -> Objective:
         depends = "the other steps of the generation, if it has several: each divides by the average number of tokens"
     if loss in OWN_TOKEN_LOSS:
         why = f"the loss of a token differs too: {loss} is not a policy loss here (--custom-policy-loss-function-path)"
-        found.differ("loss_type", why, *words)
+        translation.differ("loss_type", why, *words)
     elif exact:
-        found.carry("loss_type", *words)
+        translation.carry("loss_type", *words)
     else:
-        found.differ("loss_type", f"depends on {depends}", *words)
-    if found.number("beta", 0.0):
+        translation.differ("loss_type", f"depends on {depends}", *words)
+    if translation.number("beta", 0.0):
         remarks.append(KL_FOLLOWS)
     return Objective(
         f"loss_type = {loss}",

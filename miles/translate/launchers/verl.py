@@ -163,182 +163,182 @@ class Verl(Launcher):
         names = ("actor_rollout_ref.", "algorithm.adv_estimator")
         return any(key.startswith(names) for key in document.settings) or any("verl." in w for w in document.words)
 
-    def translate(self, found: Translation) -> Objective:
+    def translate(self, translation: Translation) -> Objective:
         """Translate the settings of ``ppo_trainer.yaml``."""
-        for key in list(found.document.settings):
+        for key in list(translation.document.settings):
             if key.startswith("defaults") or key.endswith("_target_"):
-                found.take([key])
-        apply(ROWS, found)
-        _prompts(found)
-        if found.has("data.train_files"):
+                translation.take([key])
+        apply(ROWS, translation)
+        _prompts(translation)
+        if translation.has("data.train_files"):
             why = "prompts are chat messages; the answer is reward_model.ground_truth there, a column of its own here"
-            found.differ("data.train_files", why, "--apply-chat-template")
-        _batch(found)
-        _estimator(found)
-        _policy(found)
-        _kl(found)
-        _engine(found)
-        _correction(found)
-        return _objective(found)
+            translation.differ("data.train_files", why, "--apply-chat-template")
+        _batch(translation)
+        _estimator(translation)
+        _policy(translation)
+        _kl(translation)
+        _engine(translation)
+        _correction(translation)
+        return _objective(translation)
 
 
-def _prompts(found: Translation) -> None:
-    files = found.raw("data.train_files")
+def _prompts(translation: Translation) -> None:
+    files = translation.raw("data.train_files")
     names = files if isinstance(files, list) else [files]
     if len(names) > 1:
-        found.miss("data.train_files", "one file of prompts here: join them, and give it with --prompt-data")
+        translation.miss("data.train_files", "one file of prompts here: join them, and give it with --prompt-data")
     elif files:
-        found.carry("data.train_files", "--prompt-data", *names)
+        translation.carry("data.train_files", "--prompt-data", *names)
 
 
-def _batch(found: Translation) -> None:
-    group, prompts = found.count(ROLLOUT + "n", 1), found.count(ACTOR + "ppo_mini_batch_size", 256)
+def _batch(translation: Translation) -> None:
+    group, prompts = translation.count(ROLLOUT + "n", 1), translation.count(ACTOR + "ppo_mini_batch_size", 256)
     why = f"prompts there, trajectories here: {prompts} · {group}"
-    found.differ(ACTOR + "ppo_mini_batch_size", why, "--global-batch-size", prompts * group)
+    translation.differ(ACTOR + "ppo_mini_batch_size", why, "--global-batch-size", prompts * group)
     key = ACTOR + "ppo_max_token_len_per_gpu"
-    if found.has(ACTOR + "use_dynamic_bsz") and found.switch(ACTOR + "use_dynamic_bsz"):
-        found.carry(key, "--max-tokens-per-gpu", found.count(key, 16384))
-    elif found.has(key):
-        found.miss(key, "without use_dynamic_bsz it has no effect")
-    found.take(["trainer.total_epochs"])
-    if not found.has("trainer.total_training_steps"):
-        found.carry("trainer.total_epochs", "--num-epoch", found.count("trainer.total_epochs", 30))
-    elif found.has("trainer.total_epochs"):
-        found.miss("trainer.total_epochs", "total_training_steps takes precedence")
-    if found.has(ACTOR + "optim.betas"):
-        betas = found.raw(ACTOR + "optim.betas")
+    if translation.has(ACTOR + "use_dynamic_bsz") and translation.switch(ACTOR + "use_dynamic_bsz"):
+        translation.carry(key, "--max-tokens-per-gpu", translation.count(key, 16384))
+    elif translation.has(key):
+        translation.miss(key, "without use_dynamic_bsz it has no effect")
+    translation.take(["trainer.total_epochs"])
+    if not translation.has("trainer.total_training_steps"):
+        translation.carry("trainer.total_epochs", "--num-epoch", translation.count("trainer.total_epochs", 30))
+    elif translation.has("trainer.total_epochs"):
+        translation.miss("trainer.total_epochs", "total_training_steps takes precedence")
+    if translation.has(ACTOR + "optim.betas"):
+        betas = translation.raw(ACTOR + "optim.betas")
         if not isinstance(betas, list) or len(betas) != 2:
-            found.fail(ACTOR + "optim.betas", "must be a list of two numbers; correct it")
-        found.carry(ACTOR + "optim.betas", "--adam-beta1", betas[0], "--adam-beta2", betas[1])
-    style = found.text(ACTOR + "optim.lr_scheduler_type", "constant")
+            translation.fail(ACTOR + "optim.betas", "must be a list of two numbers; correct it")
+        translation.carry(ACTOR + "optim.betas", "--adam-beta1", betas[0], "--adam-beta2", betas[1])
+    style = translation.text(ACTOR + "optim.lr_scheduler_type", "constant")
     if style in ("constant", "cosine"):
-        found.carry(ACTOR + "optim.lr_scheduler_type", "--lr-decay-style", style)
+        translation.carry(ACTOR + "optim.lr_scheduler_type", "--lr-decay-style", style)
     else:
-        found.miss(ACTOR + "optim.lr_scheduler_type", "the shapes here are constant, linear, cosine")
+        translation.miss(ACTOR + "optim.lr_scheduler_type", "the shapes here are constant, linear, cosine")
 
 
-def _estimator(found: Translation) -> None:
-    name = found.text("algorithm.adv_estimator", "gae")
+def _estimator(translation: Translation) -> None:
+    name = translation.text("algorithm.adv_estimator", "gae")
     if name in ESTIMATORS:
-        found.carry("algorithm.adv_estimator", "--advantage-estimator", ESTIMATORS[name])
+        translation.carry("algorithm.adv_estimator", "--advantage-estimator", ESTIMATORS[name])
     else:
-        found.miss("algorithm.adv_estimator", f"{name} is no estimator here (--custom-advantage-function-path)")
+        translation.miss("algorithm.adv_estimator", f"{name} is no estimator here (--custom-advantage-function-path)")
     key = "algorithm.norm_adv_by_std_in_grpo"
-    if found.has(key):
-        is_on = found.switch(key)
-        found.carry(key, *([] if is_on else ["--disable-grpo-std-normalization"]))
+    if translation.has(key):
+        is_on = translation.switch(key)
+        translation.carry(key, *([] if is_on else ["--disable-grpo-std-normalization"]))
     for key, flag in (("algorithm.gamma", "--gamma"), ("algorithm.lam", "--lambd")):
-        if found.has(key):
+        if translation.has(key):
             reads = name == "gae" or (flag == "--gamma" and name == "reinforce_plus_plus")
             if reads:
-                found.carry(key, flag, found.number(key, 1.0))
+                translation.carry(key, flag, translation.number(key, 1.0))
             else:
-                found.miss(key, f"{name} does not read it")
+                translation.miss(key, f"{name} does not read it")
     key = "algorithm.filter_groups.enable"
-    if found.has(key) and found.switch(key):
+    if translation.has(key) and translation.switch(key):
         path = "miles.rollout.filters:check_reward_nonzero_std"
         why = "drops groups whose rewards are all equal; there by algorithm.filter_groups.metric"
-        found.differ(key, why, "--dynamic-sampling-filter-path", path)
-    elif found.has(key):
-        found.carry(key)
+        translation.differ(key, why, "--dynamic-sampling-filter-path", path)
+    elif translation.has(key):
+        translation.carry(key)
 
 
-def _policy(found: Translation) -> None:
-    mode = found.text(ACTOR + "policy_loss.loss_mode", "vanilla")
-    low, high = (found.number(ACTOR + f"clip_ratio_{end}", 0.2) for end in ("low", "high"))
+def _policy(translation: Translation) -> None:
+    mode = translation.text(ACTOR + "policy_loss.loss_mode", "vanilla")
+    low, high = (translation.number(ACTOR + f"clip_ratio_{end}", 0.2) for end in ("low", "high"))
     key = ACTOR + "policy_loss.loss_mode"
     if mode == "vanilla":
-        if found.has(key):
-            found.carry(key)
-        found.carry(ACTOR + "clip_ratio_c", "--eps-clip-c", found.number(ACTOR + "clip_ratio_c", 3.0))
+        if translation.has(key):
+            translation.carry(key)
+        translation.carry(ACTOR + "clip_ratio_c", "--eps-clip-c", translation.number(ACTOR + "clip_ratio_c", 3.0))
     elif mode == "gspo":
-        found.carry(key, "--policy-loss", "gspo")
+        translation.carry(key, "--policy-loss", "gspo")
     elif mode == "cispo":
         why = "the ratio has a lower bound as well there, 1 - clip_ratio_low"
-        found.differ(key, why, "--policy-loss", "cispo", "--ratio-max", 1 + high)
+        translation.differ(key, why, "--policy-loss", "cispo", "--ratio-max", 1 + high)
     else:
-        found.miss(key, f"{mode} is no policy loss here (--custom-policy-loss-function-path)")
-    if found.has(ACTOR + "clip_ratio"):
-        clip = found.number(ACTOR + "clip_ratio", 0.2)
-        if found.has(ACTOR + "clip_ratio_low") and found.has(ACTOR + "clip_ratio_high"):
-            found.miss(ACTOR + "clip_ratio", "clip_ratio_low and clip_ratio_high take precedence")
+        translation.miss(key, f"{mode} is no policy loss here (--custom-policy-loss-function-path)")
+    if translation.has(ACTOR + "clip_ratio"):
+        clip = translation.number(ACTOR + "clip_ratio", 0.2)
+        if translation.has(ACTOR + "clip_ratio_low") and translation.has(ACTOR + "clip_ratio_high"):
+            translation.miss(ACTOR + "clip_ratio", "clip_ratio_low and clip_ratio_high take precedence")
         else:
             why = (
                 f"clip_ratio_low and clip_ratio_high are 0.2 by default and take precedence, so {clip:g} has no effect"
             )
-            found.miss(ACTOR + "clip_ratio", why)
+            translation.miss(ACTOR + "clip_ratio", why)
     if mode in ("vanilla", "gspo"):
-        found.carry(ACTOR + "clip_ratio_low", "--eps-clip", low)
-        found.carry(ACTOR + "clip_ratio_high", "--eps-clip-high", high)
+        translation.carry(ACTOR + "clip_ratio_low", "--eps-clip", low)
+        translation.carry(ACTOR + "clip_ratio_high", "--eps-clip-high", high)
 
 
-def _kl(found: Translation) -> None:
+def _kl(translation: Translation) -> None:
     key, kind_key = ACTOR + "use_kl_loss", ACTOR + "kl_loss_type"
-    coefficient = found.number(ACTOR + "kl_loss_coef", 0.001)
-    kind = found.text(kind_key, "low_var_kl")
-    if found.has(key) and found.switch(key):
-        found.differ(key, FOLLOWS, "--use-kl-loss", "--kl-loss-coef", coefficient)
+    coefficient = translation.number(ACTOR + "kl_loss_coef", 0.001)
+    kind = translation.text(kind_key, "low_var_kl")
+    if translation.has(key) and translation.switch(key):
+        translation.differ(key, FOLLOWS, "--use-kl-loss", "--kl-loss-coef", coefficient)
         if kind in KL_TYPES:
-            found.carry(kind_key, "--kl-loss-type", KL_TYPES[kind])
+            translation.carry(kind_key, "--kl-loss-type", KL_TYPES[kind])
         else:
-            found.miss(kind_key, f"{kind} is no estimator of the KL here; give --kl-loss-type")
+            translation.miss(kind_key, f"{kind} is no estimator of the KL here; give --kl-loss-type")
     else:
-        if found.has(key):
-            found.carry(key)
+        if translation.has(key):
+            translation.carry(key)
         for name in ("kl_loss_coef", "kl_loss_type"):
-            if found.has(ACTOR + name):
-                found.miss(ACTOR + name, "without use_kl_loss it has no effect")
+            if translation.has(ACTOR + name):
+                translation.miss(ACTOR + name, "without use_kl_loss it has no effect")
     reward, weight = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
-    if found.has(reward) and found.switch(reward):
-        found.carry(weight, "--kl-coef", found.number(weight, 0.001))
-        penalty = found.text("algorithm.kl_penalty", "kl")
+    if translation.has(reward) and translation.switch(reward):
+        translation.carry(weight, "--kl-coef", translation.number(weight, 0.001))
+        penalty = translation.text("algorithm.kl_penalty", "kl")
         if penalty in KL_TYPES:
-            found.carry("algorithm.kl_penalty", "--kl-loss-type", KL_TYPES[penalty])
+            translation.carry("algorithm.kl_penalty", "--kl-loss-type", KL_TYPES[penalty])
         else:
-            found.miss("algorithm.kl_penalty", f"{penalty} is no estimator of the KL here")
+            translation.miss("algorithm.kl_penalty", f"{penalty} is no estimator of the KL here")
     else:
         for name in (weight, "algorithm.kl_penalty"):
-            if found.has(name):
-                found.miss(name, "without algorithm.use_kl_in_reward it has no effect")
-    if found.has(reward) and not found.switch(reward):
-        found.carry(reward)
+            if translation.has(name):
+                translation.miss(name, "without algorithm.use_kl_in_reward it has no effect")
+    if translation.has(reward) and not translation.switch(reward):
+        translation.carry(reward)
 
 
-def _engine(found: Translation) -> None:
+def _engine(translation: Translation) -> None:
     key = ROLLOUT + "name"
-    if found.has(key):
-        name = found.text(key)
+    if translation.has(key):
+        name = translation.text(key)
         if name == "sglang":
-            found.carry(key, "--rollout-engine", "sglang")
+            translation.carry(key, "--rollout-engine", "sglang")
         else:
-            found.differ(key, "SGLang generates here", "--rollout-engine", "sglang")
+            translation.differ(key, "SGLang generates here", "--rollout-engine", "sglang")
     hybrid = "actor_rollout_ref.hybrid_engine"
-    if found.switch(hybrid, True):
-        found.carry(hybrid, "--colocate")
+    if translation.switch(hybrid, True):
+        translation.carry(hybrid, "--colocate")
     else:
-        found.carry(hybrid)
+        translation.carry(hybrid)
 
 
-def _correction(found: Translation) -> None:
+def _correction(translation: Translation) -> None:
     key, bound = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"
-    if found.has(key):
-        level = found.text(key)
+    if translation.has(key):
+        level = translation.text(key)
         if level not in ("token", "sequence"):
-            found.miss(key, "the levels here are token, sequence and geometric (--tis-level)")
+            translation.miss(key, "the levels here are token, sequence and geometric (--tis-level)")
         else:
-            found.carry(key, "--use-tis", "--tis-level", level)
-            found.carry(bound, "--tis-clip", found.number(bound, 2.0))
-    elif found.has(bound):
-        found.miss(bound, "without rollout_is it has no effect")
+            translation.carry(key, "--use-tis", "--tis-level", level)
+            translation.carry(bound, "--tis-clip", translation.number(bound, 2.0))
+    elif translation.has(bound):
+        translation.miss(bound, "without rollout_is it has no effect")
 
 
-def _objective(found: Translation) -> Objective:
+def _objective(translation: Translation) -> Objective:
     key, factor = ACTOR + "loss_agg_mode", ACTOR + "loss_scale_factor"
-    name = found.text(key, "token-mean")
+    name = translation.text(key, "token-mean")
     if name not in MODES:
-        found.fail(key, f"is no mode of {SOURCE}; it has {', '.join(MODES)}")
+        translation.fail(key, f"is no mode of {SOURCE}; it has {', '.join(MODES)}")
     mode, reduce, formula, local = MODES[name]
-    n = found.count(ACTOR + "ppo_mini_batch_size", 256) * found.count(ROLLOUT + "n", 1)
+    n = translation.count(ACTOR + "ppo_mini_batch_size", 256) * translation.count(ROLLOUT + "n", 1)
     words, divisor, depends, remarks, exact = ["--loss-aggregation", mode], 8.0, "", [], True
     if name == "token-sum":
         words += ["--loss-aggregation-divisor", repr(1 / n)]
@@ -347,18 +347,18 @@ def _objective(found: Translation) -> Objective:
         words += ["--loss-aggregation-divisor", "1"]
         divisor = 1.0
     elif name == "seq-mean-token-sum-norm":
-        if found.has(factor):
-            words += ["--loss-aggregation-divisor", str(found.raw(factor))]
-            found.number(factor, 1)
-            found.carry(factor)
+        if translation.has(factor):
+            words += ["--loss-aggregation-divisor", str(translation.raw(factor))]
+            translation.number(factor, 1)
+            translation.carry(factor)
         else:
-            longest = found.count("data.max_response_length", 512)
+            longest = translation.count("data.max_response_length", 512)
             words += ["--loss-aggregation-divisor", str(longest)]
             reduce, exact = over_padded_width, False
             formula = "1/B Σ_micro-batches 1/W Σ m l, W = padded width of the micro-batch's responses"
             depends = "padding and micro-batches, because loss_scale_factor is not set"
-    if found.has(factor) and name != "seq-mean-token-sum-norm":
-        found.miss(factor, f"{name} does not read it")
+    if translation.has(factor) and name != "seq-mean-token-sum-norm":
+        translation.miss(factor, f"{name} does not read it")
     if name.startswith("seq"):
         remarks.append(
             "B is the configured mini-batch. Without a global batch size (one rank, own loop) the mean leaves fully "
@@ -366,9 +366,9 @@ def _objective(found: Translation) -> Objective:
         )
     remarks.append("Entropy and KL terms follow the mode there; here they are sample means.")
     if exact:
-        found.carry(key, *words)
+        translation.carry(key, *words)
     else:
-        found.differ(key, f"depends on {depends}", *words)
+        translation.differ(key, f"depends on {depends}", *words)
     variants = {} if name == "token-sum" or not exact else {LOCAL: local}
     return Objective(
         f"{key} = {name}",

@@ -114,11 +114,11 @@ def _expand(text: str, variables: dict[str, list[str]]) -> list[str]:
     if whole and (whole[1] or whole[2]) in variables:
         return variables[whole[1] or whole[2]]
 
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[2]
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
         if name in variables:
             return " ".join(variables[name])
-        return found[4] if found[4] is not None else found[0]
+        return match[4] if match[4] is not None else match[0]
 
     return [_VARIABLE.sub(value, text)]
 

@@ -70,16 +70,16 @@ def _leaves(path: str, node: yaml.Node, prefix: str, depth: int) -> list[Setting
         fail(path, node.start_mark.line + 1, "is no object of names and values; give one")
     if depth > strict_json.MAX_DEPTH:
         fail(path, node.start_mark.line + 1, f"is nested more than {strict_json.MAX_DEPTH} levels deep")
-    found: list[Setting] = []
+    settings: list[Setting] = []
     for name, part in node.value:
         key, line = f"{prefix}{getattr(name, 'value', '?')}", name.start_mark.line + 1
         if isinstance(part, yaml.MappingNode) and part.value:
-            found += _leaves(path, part, f"{key}.", depth + 1)
-            if len(found) > 100_000:  # aliases can multiply an object without end
+            settings += _leaves(path, part, f"{key}.", depth + 1)
+            if len(settings) > 100_000:  # aliases can multiply an object without end
                 fail(path, line, "has more than 100000 settings")
         else:
-            found.append(Setting(key, _plain(path, part, line), line))
-    return found
+            settings.append(Setting(key, _plain(path, part, line), line))
+    return settings
 
 
 def _plain(path: str, node: yaml.Node, line: int) -> Any:

@@ -52,7 +52,7 @@ def test_a_death_just_before_the_end_is_reported(process, monkeypatch):
     assert len(losses) == 1
 
 
-def test_a_stopped_process_is_reported_after_a_while_and_not_when_it_goes_on(process, monkeypatch):
+def test_a_stopped_process_is_reported_after_a_while_and_not_when_it_continues(process, monkeypatch):
     part = OwnProcess("Ray's raylet", psutil.Process(process.pid))
     now = time.monotonic()
     monkeypatch.setattr(ray_watch.time, "monotonic", lambda: now)

@@ -120,9 +120,9 @@ def test_the_next_attempt_resumes_what_was_saved(settings_with, tmp_path, capsys
 
     with_restarts(settings_with(3), saving)
     assert attempt.loads == [None, None, str(tmp_path / "ckpt" / "iter_0000001")]
-    told = capsys.readouterr().err
-    assert "restarting from the beginning, as nothing was saved yet (2 restarts left)" in told
-    assert "restarting from its last checkpoint (1 restarts left)" in told
+    printed = capsys.readouterr().err
+    assert "restarting from the beginning, as nothing was saved yet (2 restarts left)" in printed
+    assert "restarting from its last checkpoint (1 restarts left)" in printed
 
 
 def test_the_last_failure_is_raised(settings_with):

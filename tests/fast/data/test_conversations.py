@@ -86,7 +86,7 @@ def test_a_short_answer_is_not_found_in_a_header_or_in_another_turn(trained, ans
 
 
 @pytest.mark.parametrize(
-    ("messages", "limits", "told"),
+    ("messages", "limits", "expected"),
     [
         (CHAT[:2], {}, "no message has a role of --sft-roles assistant"),
         ("text", {}, "trains on a list of chat messages"),
@@ -96,6 +96,6 @@ def test_a_short_answer_is_not_found_in_a_header_or_in_another_turn(trained, ans
         ([{"role": "user", "content": "a <s> b"}, CHAT[2]], {}, "the text of a special token"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused(trained, messages, limits, told):
-    with pytest.raises(InputError, match=told):
+def test_what_cannot_be_trained_on_is_refused(trained, messages, limits, expected):
+    with pytest.raises(InputError, match=expected):
         trained(messages, **limits)

@@ -41,7 +41,7 @@ def stream(monkeypatch):
     return lambda name: CustomStream(f"own_sources:{name}", SimpleNamespace(), lambda row, i: Prompt(row["x"], (1,)))
 
 
-def test_a_position_stays_while_the_source_goes_on(stream):
+def test_a_position_stays_while_the_source_continues(stream):
     source = stream("Drawn")
     source.draw(2)
     position = source.state()

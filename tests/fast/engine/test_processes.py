@@ -87,9 +87,9 @@ def test_early_end_shows_the_log_of_this_start_only(start):
     with pytest.raises(ServerFailed, match="of the first start"):
         first.wait_until(lambda: False, 60)
     second = start("raise SystemExit('no such model')")
-    with pytest.raises(ServerFailed, match="(?s)ended with status 1 .*server.log ends:\nno such model") as told:
+    with pytest.raises(ServerFailed, match="(?s)ended with status 1 .*server.log ends:\nno such model") as failure:
         second.wait_until(lambda: False, 60)
-    assert "first" not in str(told.value)
+    assert "first" not in str(failure.value)
 
 
 def test_server_that_never_serves_is_stopped(start):

@@ -18,7 +18,7 @@ from miles.train_batch import MicroBatch
 
 
 def _make_micro(masks: list[list[float]], **given: Any) -> MicroBatch:
-    """Samples with these loss masks and prompts of two tokens; by default the whole step, one sample a rollout."""
+    """Samples with these masks, each a trajectory, and prompts of two tokens; by default they are the whole step."""
     counts = [sum(m) for m in masks]
     lengths = [len(m) for m in masks]
     size = sum(lengths)
@@ -56,7 +56,7 @@ def make_micro() -> Callable[..., MicroBatch]:
 def _advantages_of(
     loss: LossArguments, groups: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]] | None = None
 ) -> list[list[float]]:
-    """Phase 1 for groups of rewards, one sample a trajectory of one loss token; advantages in the same shape."""
+    """Phase 1 for groups of rewards: one sample per trajectory, one loss token per sample; in the same shape."""
     rewards = [reward for group in groups for reward in group]
     indices = [number for number, group in enumerate(groups) for _ in group]
     tokens = [1] * len(rewards) if lengths is None else [length for group in lengths for length in group]

@@ -141,7 +141,9 @@ from miles.arguments.parser import main_parse
 main_parse(sys.argv[1:])
 """
     common = "--hf-checkpoint some/model --prompt-data reasoning_gym:products --rm-type last_number --num-rollout 4"
-    for flags in ("", *(f"--advantage-estimator {name} --normalize-advantages" for name in ESTIMATORS)):
+    normalized = ESTIMATORS.readers("normalize_advantages")
+    chosen = [f"--advantage-estimator {name}{' --normalize-advantages' * (name in normalized)}" for name in ESTIMATORS]
+    for flags in ("", *chosen):
         words = f"{common} --rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 8 {flags}"
         command = [sys.executable, "-c", program, *words.split(), "--explain"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

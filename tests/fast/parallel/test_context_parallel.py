@@ -12,7 +12,7 @@ SIZES = st.sampled_from([1, 2, 3, 4, 8])
 
 
 @given(st.integers(1, 200), SIZES)
-def test_every_position_stands_on_one_rank(length, size):
+def test_every_position_is_on_one_rank(length, size):
     parts = [zigzag_positions(length, size, rank) for rank in range(size)]
     assert sorted(np.concatenate(parts).tolist()) == list(range(padded_length(length, size)))
     assert len({len(part) for part in parts}) == 1

@@ -36,7 +36,7 @@ def holders(dims: ParallelDims, token_rank: int) -> tuple[int, ...]:
     return tuple(rank for rank in range(dims.world_size) if dims.token_rank(rank) == token_rank)
 
 
-def test_every_rank_stands_in_one_group_of_each_kind() -> None:
+def test_every_rank_belongs_to_one_group_of_each_kind() -> None:
     for dims in every_split():
         everyone = list(range(dims.world_size))
         sharing = [holders(dims, token_rank) for token_rank in range(dims.token_ranks)]
@@ -63,7 +63,7 @@ def test_the_picture_of_the_docstring() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "expected"),
     [
         (dict(tensor_model_parallel_size=0), ["--tensor-model-parallel-size 0", "at least 1"]),
         (dict(context_parallel_size=0), ["--context-parallel-size 0", "at least 1"]),
@@ -86,11 +86,11 @@ def test_the_picture_of_the_docstring() -> None:
         ),
     ],
 )
-def test_a_split_that_is_not_possible_names_its_flag(given: dict[str, int], told: list[str]) -> None:
+def test_a_split_that_is_not_possible_names_its_flag(given: dict[str, int], expected: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         ParallelDims(8, **given)  # type: ignore[arg-type]
-    assert str(error.value).startswith(told[0])
-    assert all(words in str(error.value) for words in told), error.value
+    assert str(error.value).startswith(expected[0])
+    assert all(words in str(error.value) for words in expected), error.value
 
 
 def test_all_sizes_that_do_not_fit_are_named_at_once() -> None:

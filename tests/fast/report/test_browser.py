@@ -112,7 +112,7 @@ def test_the_page_shows_every_section_of_a_run(tmp_path: Path, open_page: Any, s
     picture(page, "report")
 
 
-def test_the_page_follows_a_run_that_goes_on(tmp_path: Path, open_page: Any, serve: Any) -> None:
+def test_the_page_follows_a_run_that_continues(tmp_path: Path, open_page: Any, serve: Any) -> None:
     page = open_page(serve(write_run(tmp_path, steps=5)))
     page.get_by_text("live · step 5 of 5").wait_for()
     page.get_by_text("Step 5:").wait_for()

@@ -69,6 +69,6 @@ def test_one_run_and_a_folder_without_one_are_refused(tmp_path: Path, capsys: py
     assert "run.json" in capsys.readouterr().err
 
 
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_distinguished_by_their_paths(tmp_path: Path) -> None:
     folders = [write(tmp_path / "one" / "run"), write(tmp_path / "two" / "run")]
     assert Comparison(folders).names == [str(folder) for folder in folders]

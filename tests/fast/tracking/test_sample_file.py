@@ -33,7 +33,7 @@ stored = st.dictionaries(st.integers(1, 60), st.lists(st.text(max_size=80), min_
 
 @settings(max_examples=60, deadline=None)
 @given(stored, st.integers(0, 70))
-def test_an_iteration_is_found_wherever_it_is(tmp_path_factory: pytest.TempPathFactory, texts, wanted: int) -> None:
+def test_an_iteration_is_found_anywhere(tmp_path_factory: pytest.TempPathFactory, texts, wanted: int) -> None:
     samples = write(tmp_path_factory.mktemp("run"), texts)
     steps = sorted(texts)
     expected = next((step for step in steps if step >= wanted), steps[-1])

@@ -81,8 +81,8 @@ def translated(tmp_path, name, text=None):
     path.write_text(FILES[name] if text is None else text)
     document = read_document(str(path))
     launcher = launcher_of(document, None)
-    found = Translation(document)
-    return launcher, found, launcher.translate(found)
+    translation = Translation(document)
+    return launcher, translation, launcher.translate(translation)
 
 
 def test_every_launcher_has_a_case():
@@ -91,10 +91,10 @@ def test_every_launcher_has_a_case():
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_becomes_flags_and_an_objective(tmp_path, name):
-    launcher, found, objective = translated(tmp_path, name)
+    launcher, translation, objective = translated(tmp_path, name)
     expected, flags, uneven, exact = EXPECTED[name]
     assert launcher.name == expected
-    command = " ".join(found.words)
+    command = " ".join(translation.words)
     assert [flag for flag in flags if flag not in command] == []
     values = objective.values()
     assert values["there"][1] == pytest.approx(uneven, rel=1e-12)
@@ -109,11 +109,11 @@ def test_the_printed_flags_exist_here(tmp_path, name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_no_setting_is_dropped(tmp_path, name, capsys):
-    _, found, _ = translated(tmp_path, name)
-    assert [re.sub(r"\W", "", setting.key).replace("_", "") for setting in found.unknown] == ["madeup"]
+    _, translation, _ = translated(tmp_path, name)
+    assert [re.sub(r"\W", "", setting.key).replace("_", "") for setting in translation.unknown] == ["madeup"]
     assert cli.main(["translate", str(tmp_path / name)]) == 0
     shown = capsys.readouterr().out
-    assert [key for key in found.document.settings if key not in shown] == []
+    assert [key for key in translation.document.settings if key not in shown] == []
 
 
 @pytest.mark.parametrize("kind", ["json", "yaml"])
@@ -127,22 +127,24 @@ def test_every_setting_of_trl_that_is_known_has_a_line(tmp_path, kind, capsys):
 
 
 def test_python_is_parsed_and_never_run(tmp_path):
-    _, found, _ = translated(tmp_path, "trl.py")
-    assert [setting.key for setting in found.expressions()] == ["learning_rate"]
-    assert "--lr" not in found.words
+    _, translation, _ = translated(tmp_path, "trl.py")
+    assert [setting.key for setting in translation.expressions()] == ["learning_rate"]
+    assert "--lr" not in translation.words
 
 
 def test_a_variable_that_the_script_does_not_set_is_listed(tmp_path, monkeypatch):
     monkeypatch.setenv("MODEL", "from-the-environment")
-    _, found, _ = translated(tmp_path, "verl.sh")
-    assert [(setting.key, setting.line) for setting in found.expressions()] == [("actor_rollout_ref.model.path", 9)]
+    _, translation, _ = translated(tmp_path, "verl.sh")
+    assert [(setting.key, setting.line) for setting in translation.expressions()] == [
+        ("actor_rollout_ref.model.path", 9)
+    ]
 
 
 def test_verl_ignores_clip_ratio_beside_its_defaults(tmp_path):
     text = "actor_rollout_ref: {actor: {clip_ratio: 0.3}}\n"
-    _, found, _ = translated(tmp_path, "verl.yaml", text)
-    assert "--eps-clip 0.2" in " ".join(found.words)
-    assert [entry.shown for entry in found.missing] == ["actor_rollout_ref.actor.clip_ratio = 0.3"]
+    _, translation, _ = translated(tmp_path, "verl.yaml", text)
+    assert "--eps-clip 0.2" in " ".join(translation.words)
+    assert [entry.shown for entry in translation.missing] == ["actor_rollout_ref.actor.clip_ratio = 0.3"]
 
 
 def test_verl_without_a_scale_factor_divides_by_the_padded_width(tmp_path):
@@ -154,11 +156,11 @@ def test_verl_without_a_scale_factor_divides_by_the_padded_width(tmp_path):
 
 @pytest.mark.parametrize(("files", "words"), [("[a, b]", 0), ("[a]", 1), ("a", 1)])
 def test_several_files_of_prompts_become_no_flag(tmp_path, files, words):
-    _, found, _ = translated(
+    _, translation, _ = translated(
         tmp_path, "verl.yaml", f"algorithm: {{adv_estimator: grpo}}\ndata: {{train_files: {files}}}\n"
     )
-    assert found.words.count("--prompt-data") == words
-    parse(found.words)
+    assert translation.words.count("--prompt-data") == words
+    parse(translation.words)
 
 
 def test_trl_token_mean_with_several_steps_per_generation_is_not_ours(tmp_path):

@@ -49,15 +49,15 @@ def test_other_names_are_for_functions_of_the_users(read):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("- a\n", "holds no object"),
         ("a: [\n", "is not YAML"),
         ("tis_clip: high\nuse_tis: true\n", "--tis-clip high: must be a number"),
     ],
 )
-def test_a_wrong_file_is_refused(read, text, told):
-    with pytest.raises(FlagError, match=told):
+def test_a_wrong_file_is_refused(read, text, expected):
+    with pytest.raises(FlagError, match=expected):
         read(text)
 
 

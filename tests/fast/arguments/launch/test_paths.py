@@ -33,7 +33,7 @@ def test_their_default_is_our_default(accepted):
 
 
 @pytest.mark.parametrize(
-    ("flag", "path", "told"),
+    ("flag", "path", "expected"),
     [
         (
             "--custom-generate-function-path",
@@ -45,9 +45,9 @@ def test_their_default_is_our_default(accepted):
         ("--dynamic-sampling-filter-path", "miles.rollout.filter_hub.other.keep", "def keep(group"),
     ],
 )
-def test_unknown_function(refusals, flag, path, told):
+def test_unknown_function(refusals, flag, path, expected):
     (message,) = refusals(f"{flag} {path}", without="--rm-type" if "rm" in flag else "")
-    assert message.startswith(f"{flag} {path}: this function is part of another launcher") and told in message
+    assert message.startswith(f"{flag} {path}: this function is part of another launcher") and expected in message
 
 
 def test_functions_of_the_user_are_left_alone(accepted, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ KNOWN = sorted({*build_parser()._option_string_actions, *FOREIGN_FLAGS, *(f.flag
 
 
 @pytest.mark.parametrize(
-    ("flag", "told"),
+    ("flag", "expected"),
     [
         ("--rolout-batch-size", "did you mean --rollout-batch-size?"),
         ("--rollout-batch", "did you mean --rollout-batch-size?"),
@@ -24,8 +24,8 @@ KNOWN = sorted({*build_parser()._option_string_actions, *FOREIGN_FLAGS, *(f.flag
         ("--disable-balance-data", "--help lists all flags"),
     ],
 )
-def test_suggestion(flag, told):
-    assert suggestion(flag, KNOWN) == told
+def test_suggestion(flag, expected):
+    assert suggestion(flag, KNOWN) == expected
 
 
 @given(st.sampled_from(KNOWN), st.sampled_from(["no", "disable"]))

@@ -71,7 +71,7 @@ def test_models_that_were_compared_with_transformers(bridge, installed):
 
 
 @pytest.mark.parametrize(
-    ("config", "flags", "told"),
+    ("config", "flags", "expected"),
     [
         (MISTRAL | {"model_type": "gemma"}, "", ["model_type gemma", "mistral, nemotron", "--train-backend fsdp"]),
         (MISTRAL | {"hidden_act": "gelu"}, "", ["hidden_act gelu", "only silu"]),
@@ -84,16 +84,16 @@ def test_models_that_were_compared_with_transformers(bridge, installed):
         (MISTRAL, "--mtp-num-layers 1 --enable-mtp-training", ["--mtp-num-layers 1", "bridge", "drop it"]),
     ],
 )
-def test_refused(bridge, installed, config, flags, told):
+def test_refused(bridge, installed, config, flags, expected):
     installed(COMPLETE)
     with pytest.raises(ValueError) as error:
         bridge(config, flags)
-    assert all(word in str(error.value) for word in told), error.value
+    assert all(word in str(error.value) for word in expected), error.value
 
 
 @pytest.mark.skipif(_is_here("megatron-bridge"), reason="Megatron-Bridge is installed here")
 @pytest.mark.parametrize(
-    ("releases", "told"),
+    ("releases", "expected"),
     [
         ({}, "needs megatron-bridge, which is not installed"),
         (COMPLETE | {"megatron-bridge": "0.3.1"}, "megatron-bridge 0.3.1 is installed, and only 0.6.* was tested"),
@@ -101,11 +101,11 @@ def test_refused(bridge, installed, config, flags, told):
         ({p: r for p, r in COMPLETE.items() if p[0] == "m"}, "transformer-engine-torch, which is not installed"),
     ],
 )
-def test_packages(bridge, installed, releases, told):
+def test_packages(bridge, installed, releases, expected):
     installed(releases)
     with pytest.raises(ValueError, match="--megatron-to-hf-mode bridge: .*; install .*, or use raw") as error:
         bridge(MISTRAL)
-    assert told in str(error.value)
+    assert expected in str(error.value)
 
 
 def test_a_script_may_say_how_much_of_a_head_is_rotated():

@@ -23,7 +23,7 @@ def test_a_run_without_an_engine(validated):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "expected"),
     [
         ("--debug-train-only", "needs samples to train on"),
         (f"--debug-train-only {SAVED} {EVALUATED}", "with --debug-train-only"),
@@ -34,9 +34,9 @@ def test_a_run_without_an_engine(validated):
         (f"--debug-rollout-only {CONVERSATIONS}", "would generate nothing"),
     ],
 )
-def test_flags_of_the_half_that_does_not_run_are_refused(refused, flags, told):
+def test_flags_of_the_half_that_does_not_run_are_refused(refused, flags, expected):
     (message,) = refused(flags, without="--rm-type --n-samples-per-prompt" if CONVERSATIONS in flags else "")
-    assert told in message
+    assert expected in message
 
 
 def test_conversations_are_trained_on_as_they_are(validated):

@@ -28,7 +28,7 @@ def test_the_torch_engine_repeats_anywhere_and_servers_do_on_gpus(validated):
     assert validated("--deterministic-mode --rollout-engine sglang --device cuda").settings.training.deterministic_mode
 
 
-def test_servers_are_told(tmp_path):
+def test_servers_get_the_flag(tmp_path):
     def words(is_deterministic: bool) -> set[str]:
         spec = ServerSpec("model", "bfloat16", "cuda", 1, 0, is_deterministic=is_deterministic)
         return {*spec.arguments("127.0.0.1", 1)}

@@ -7,7 +7,7 @@ EXTERNAL = SGLANG + "--rollout-external --rollout-external-engine-addrs h:1 "
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "expected"),
     [
         ("--rollout-engine torch --sglang-dtype float32", "--sglang-dtype: would be ignored by --rollout-engine torch"),
         (
@@ -46,9 +46,9 @@ EXTERNAL = SGLANG + "--rollout-external --rollout-external-engine-addrs h:1 "
         (SGLANG + "--rollout-num-gpus 2 --router-api-key ø", "--router-api-key: a key must be one word"),
     ],
 )
-def test_refused_with_one_error(refused, flags, told):
+def test_refused_with_one_error(refused, flags, expected):
     (message,) = refused(flags)
-    assert told in message
+    assert expected in message
 
 
 @pytest.mark.parametrize(

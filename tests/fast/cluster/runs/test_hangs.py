@@ -1,4 +1,4 @@
-"""A worker dies or is stopped while a rollout waits forever: the run does not wait for the rollout."""
+"""A worker dies or is stopped while generation waits forever: the run does not wait for it."""
 
 import json
 import signal
