@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from miles.arguments.flags_view import flags_view
 from miles.arguments.settings import Settings
-from miles.concurrency import gather_or_cancel
 from miles.engine.base import Engine
+from miles.engine.concurrency import gather_or_cancel
 from miles.import_path import load_function
 from miles.metrics import Metric
 from miles.rewards.base import RewardFunction

@@ -31,6 +31,7 @@ from miles.engine.base import Engine, ReleasesMemory, start_engine
 from miles.engine.host import EngineHost
 from miles.engine.sglang.teacher import ServedTeacher
 from miles.metrics import Metric
+from miles.objective.settings import LossArguments
 from miles.rewards.registry import get_reward_function
 from miles.rollout.collect import BurstCollector, GroupCollector, PromptSource, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
@@ -234,12 +235,9 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
         tools = GroupTools(
             engine, tokenizer, generate, reward_function, reward.reward_error_value, reward.on_error == "drop"
         )
-    evaluation, teacher = None, None
+    teacher = _teacher(settings.loss)
     try:
-        if tools is not None:
-            evaluation = own_evaluation(settings, eval_sets, tools)
-            if settings.loss.teacher_is_served:
-                teacher = ServedTeacher(settings.loss.teachers, settings.loss.opd_teacher_key)
+        evaluation = own_evaluation(settings, eval_sets, tools) if tools is not None else None
         collector = build_collector(
             supply.stream,
             None if tools is None else replace(tools, teacher=teacher),
@@ -269,6 +267,10 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
         evaluation=evaluation,
         teacher=teacher,
     )
+
+
+def _teacher(loss: LossArguments) -> ServedTeacher | None:
+    return ServedTeacher(loss.teachers, loss.opd_teacher_key) if loss.teacher_is_served else None
 
 
 def _num_iterations(rollout: RolloutArguments, num_prompts: int) -> int:

@@ -137,6 +137,11 @@ _HOOKS = [
         "this function of yours is not called in this version",
         "drop it, or do its work in --rollout-function-path: async def rollout(iteration: int, tools: RolloutTools)",
         "--buffer-filter-path V",
+    ),
+    *refused(
+        "what the trainer has scored is not changed afterwards: denominators are computed before",
+        "use --custom-advantage-function-path for advantages, --custom-tis-function-path for weights of tokens, or "
+        "--rollout-sample-filter-path for samples that are not trained on",
         "--rollout-data-postprocess-path V",
     ),
     *refused(

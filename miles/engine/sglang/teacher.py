@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles.concurrency import gather_or_cancel
+from miles.engine.concurrency import gather_or_cancel
 from miles.engine.sglang.client import EngineUnavailable, SglangClient
 from miles.sample import Sample
 
