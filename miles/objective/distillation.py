@@ -87,6 +87,9 @@ def check_distillation(flags: Any, errors: "Errors") -> None:
     if not (flags.type.uses_advantages and flags.type.trains_policy):
         rule = f"would be ignored by --loss-type {flags.loss_type}: the policy learns from no advantages"
         errors.refuse("use_opd", True, rule, "use --loss-type policy_loss, or drop it")
+    if flags.use_opsm:
+        rule = "drops sequences of negative advantage, and --use-opd gives each token an advantage of its own"
+        errors.refuse("use_opsm", True, rule, "drop one of the two")
     if flags.teacher_is_served:
         _check_servers(flags, errors)
     else:

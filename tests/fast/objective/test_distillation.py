@@ -49,6 +49,7 @@ def test_teachers_are_named_or_single():
         ({"opd_kl_coef": 0.5}, "--opd-kl-coef 0.5: would be ignored without --use-opd"),
         ({"use_opd": True, "opd_kl_coef": -1.0}, "--opd-kl-coef -1.0: must be"),
         ({"use_opd": True, "loss_type": "sft_loss"}, "--use-opd: would be ignored by --loss-type sft_loss"),
+        ({"use_opd": True, "use_opsm": True}, "--use-opsm: drops sequences of negative advantage"),
         ({"use_opd": True, "opd_type": "server"}, "--opd-type server: needs the teacher's address"),
         ({"use_opd": True, "opd_teacher_urls": ("h:1",)}, "h:1 is no address"),
         ({"use_opd": True, "opd_teacher_urls": ("http://a", "http://b")}, "several teachers need a name each"),
