@@ -75,7 +75,7 @@ def check_lora(lora: LoraArguments, backend: str, loss: LossArguments, model: Mo
     Args:
         lora: The section.
         backend: The value of ``--train-backend``.
-        loss: What is trained.
+        loss: The flags of the objective.
         model: The model that gets the adapter.
         errors: Collects what is wrong.
     """

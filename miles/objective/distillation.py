@@ -27,7 +27,7 @@ class DistillationFlags:
     opd_type: Optional[str] = flag(
         None,
         "who computes the teacher's log-probs: a frozen model beside the policy (--opd-teacher-load), or SGLang "
-        "servers (--opd-teacher-urls); default: what is given",
+        "servers (--opd-teacher-urls); default: as the other two flags say",
         choices=("trainer", "server"),
         type=str,
     )

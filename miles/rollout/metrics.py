@@ -122,7 +122,7 @@ def with_own_metrics(
         name: What errors call it.
 
     Raises:
-        ValueError: What it adds is no finite number.
+        ValueError: It adds something other than a finite number.
     """
     given = {metric: found.value for metric, found in metrics.items()}
     extra: dict[str, Any] = dict(given)

@@ -1,4 +1,4 @@
-"""Where a checkpoint or an export holds an adapter, and whether it is the one that a run's flags describe.
+"""The adapter in a checkpoint or an export: its place, and a comparison with the flags of a run.
 
 The files are peft's. They lie in a folder of their own, because transformers would add an adapter that it finds beside
 ``config.json`` to weights that hold it already.

@@ -63,7 +63,7 @@ class AdvantageEstimator:
 
 
 def _log_ratio(batch: TrainBatch, other: list[np.ndarray] | None, i: int) -> np.ndarray:
-    """Return the policy's log-probs less another model's, of the response of sample ``i``; 0 where it is masked."""
+    """Return the policy's log-probs less another model's, of the response of sample ``i``; masked tokens have 0."""
     assert batch.old_log_probs is not None and other is not None, "both are scored before"
     columns = (batch.old_log_probs[i], other[i], batch.loss_masks[i])
     policy, model, mask = (torch.tensor(column) for column in columns)  # copies: Ray's memory is read-only

@@ -40,7 +40,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraArguments, seed: int) -> None:
     _check_layers(model, lora)
     config = _config(lora, list(lora.targets) or ALL_LINEAR, exclude_modules=list(lora.excluded) or None)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # every rank draws the same A, of which it keeps its part
+        torch.manual_seed(seed)  # every rank draws the same A, and keeps its part
         inject_adapter_in_model(config, model)
     model.requires_grad_(False)
     for layer in adapted_layers(model).values():
@@ -69,7 +69,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 def without_adapter(model: nn.Module) -> Iterator[None]:
     """Compute without the adapter within the block.
 
-    peft's own switch (``enable_adapters``) freezes the adapter too, which FSDP would take over for good.
+    peft's own switch (``enable_adapters``) freezes the adapter too, and FSDP would never undo that.
     """
     layers = adapted_layers(model).values()
     for layer in layers:

@@ -1,4 +1,4 @@
-"""A teacher in servers: what is asked, which server is asked, and answers that are none."""
+"""A teacher in servers: the requests, the choice of a server, and answers that are not sound."""
 
 from contextlib import asynccontextmanager
 

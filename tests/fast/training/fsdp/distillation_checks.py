@@ -29,7 +29,7 @@ def _log_probs(model: Any, tokens: torch.Tensor, response: int) -> torch.Tensor:
 
 
 def gradient_of_distillation_is_that_of_the_formula(stage: Stage) -> None:
-    """Compare with float64: A_t less coef (log p_old - log p_teacher), in every sample, also where A is 0."""
+    """Compare with float64: A_t less coef (log p_old - log p_teacher), in every sample, also those whose A is 0."""
     loss = LossArguments(use_opd=True, opd_kl_coef=COEF)
     settings = make_backend(stage, loss=LossArguments()).settings
     settings = replace(settings, loss=loss, model=replace(settings.model, opd_teacher_load=stage.model("tied")))
