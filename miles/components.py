@@ -23,6 +23,7 @@ class TrainBackendSpec:
         reads_megatron_flags: Whether it reads the section ``megatron``, and accepts megatron-core's own fields.
         offloads: Whether its state can wait in host memory while engines use the GPU.
         trains_recurrent_models: Whether it trains models with recurrent layers, whose samples must be padded.
+        trains_adapters: Whether it trains low-rank adapters (``--lora-rank``).
         checkpoint_json: The JSON files that it adds to a checkpoint.
         rehearsal: The function that builds it without weights, with the arguments of ``builder``: ``--rehearse``.
     """
@@ -33,6 +34,7 @@ class TrainBackendSpec:
     reads_megatron_flags: bool = False
     offloads: bool = False
     trains_recurrent_models: bool = False
+    trains_adapters: bool = False
     checkpoint_json: tuple[str, ...] = ()
 
 
@@ -59,6 +61,7 @@ TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
         "miles.training.fsdp.rehearsed:build",
         offloads=True,
         trains_recurrent_models=True,
+        trains_adapters=True,
     ),
     "megatron": TrainBackendSpec(
         "miles.training.megatron:build",

@@ -60,6 +60,7 @@ class Sample:
     loss_mask: list[int] = field(default_factory=list)  # one 0/1 per response token
     rollout_log_probs: list[float] = field(default_factory=list)  # the engine's, of logits / temperature
     status: SampleStatus = SampleStatus.PENDING
+    teacher_log_probs: list[float] = field(default_factory=list)  # of a teacher in servers; empty without one
     reward: float | None = None
     # Version of the weights behind each response token, NO_WEIGHTS for a tool's; empty if not recorded.
     weight_versions: list[int] = field(default_factory=list)
@@ -118,6 +119,7 @@ class Sample:
         columns: dict[str, Sequence[float]] = {
             "loss_mask": self.loss_mask,
             "rollout_log_probs": self.rollout_log_probs,
+            "teacher_log_probs": self.teacher_log_probs or [0.0] * n,
             "weight_versions": self.weight_versions or [NO_WEIGHTS] * n,
         }
         for name, column in columns.items():

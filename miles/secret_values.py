@@ -20,7 +20,14 @@ _CREDENTIALS = ("key", "keys", "token", "secret", "secrets", "passwd", "passphra
 _CREDENTIALS_ANYWHERE = ("password", "secret")
 _IN_ENVIRONMENT_NAMES = ("KEY", "TOKEN", "SECRET", "PASSW", "CREDENTIAL")
 _IN_QUERIES = ("sig", "signature", "auth")
-_COLUMNS = ("input_key", "label_key", "metadata_key", "reward_key", "tool_key")  # fields of a data row or a reward
+_COLUMNS = (
+    "input_key",
+    "label_key",
+    "metadata_key",
+    "opd_teacher_key",
+    "reward_key",
+    "tool_key",
+)  # fields of a data row or a reward
 _MEASURES = ("per_token", "first_token")
 _ENVIRONMENTS = ("train_env_vars",)  # JSON objects of environment variables
 

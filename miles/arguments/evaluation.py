@@ -25,6 +25,9 @@ class EvaluationArguments:
     eval_function_path: Optional[str] = flag(
         None, "your evaluation, in the place of the built-in one (docs/rollout.md), module:function"
     )
+    custom_eval_rollout_log_function_path: Optional[str] = flag(
+        None, "your metrics of each evaluation (docs/rollout.md), module:function"
+    )
     eval_interval: Optional[int] = flag(
         None, "iterations between evaluations; also before the first and after the last"
     )
@@ -73,6 +76,9 @@ def check_evaluation(evaluation: EvaluationArguments, errors: Errors) -> None:
     if evaluation.eval_config is not None:
         errors.refuse_ignored(evaluation, ["eval_prompt_data"], "beside --eval-config", "list the set in that file")
         errors.existing_file("eval_config", evaluation.eval_config)
+    if evaluation.eval_function_path is not None:
+        why = "beside --eval-function-path, which returns its own metrics"
+        errors.refuse_ignored(evaluation, ["custom_eval_rollout_log_function_path"], why, "return them there")
     errors.require("eval_interval", evaluation.eval_interval, "iterations between evaluations of the given sets")
     errors.at_least(evaluation, 1, "eval_interval", "n_samples_per_eval_prompt", "eval_max_response_len")
     errors.at_least(evaluation, 0, "eval_temperature")

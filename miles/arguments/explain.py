@@ -10,6 +10,7 @@ from miles.arguments.cluster import explain_cluster
 from miles.arguments.critic import explain_critic
 from miles.arguments.launch.abilities import reads_megatron_flags
 from miles.arguments.launch.notes import grouped
+from miles.arguments.lora import explain_lora
 from miles.arguments.parallel import explain_ranks
 from miles.arguments.rollout import explain_generation, explain_length, explain_saved_samples, unused_in_rollout
 from miles.arguments.settings import Settings
@@ -36,7 +37,10 @@ def explain(validated: Validated) -> str:
         ("Batch", _batch(settings)),
         ("Backend and engine", [validated.choice] if validated.choice else []),
         ("Layout", explain_layout(settings)),
-        ("Precision and memory", [explain_precision(settings), *explain_memory(settings)]),
+        (
+            "Precision and memory",
+            [explain_precision(settings), *explain_memory(settings), *explain_lora(settings.lora)],
+        ),
         ("Read as", list(validated.notes)),
         ("Accepted (--strict-flags refuses what has no effect)", grouped(validated.accepted)),
         ("Without effect in this run", without_effect(settings)),
@@ -181,6 +185,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 def explain_precision(settings: Settings) -> str:
     """Return in which precision the run computes."""
     repeats = "; deterministic kernels" if settings.training.deterministic_mode else ""
+    if settings.training.bf16 and settings.lora.trains_adapter:
+        return f"precision  bf16 compute and frozen weights; fp32 adapter, gradients, reductions and loss{repeats}"
     if settings.training.bf16:
         return f"precision  bf16 compute; fp32 master weights, gradients, reductions and loss{repeats}"
     return f"precision  fp32 everywhere{repeats}"

@@ -1,4 +1,4 @@
-"""Choose the model that is trained, and the one it is compared with."""
+"""Choose the model that is trained, and those it is compared with."""
 
 import os
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from miles.flags import Errors, flag, refuse
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """model: initial weights and the reference model."""
+    """model: initial weights, the reference model and the teacher."""
 
     hf_checkpoint: Optional[str] = flag(
         None, "Hugging Face folder or name: tokenizer, configuration and initial weights (required)", metavar="PATH"
@@ -24,6 +24,11 @@ class ModelArguments:
         "default: --hf-checkpoint",
         metavar="PATH",
     )
+    opd_teacher_load: Optional[str] = flag(
+        None,
+        "teacher of --use-opd in the trainer: a Hugging Face folder, or a checkpoint of the same backend",
+        metavar="PATH",
+    )
 
 
 def check_model(model: ModelArguments, errors: Errors) -> None:
@@ -31,6 +36,7 @@ def check_model(model: ModelArguments, errors: Errors) -> None:
     errors.require("hf_checkpoint", model.hf_checkpoint, "tokenizer, configuration and initial weights")
     errors.existing_folder("hf_checkpoint", model.hf_checkpoint)
     errors.existing_folder("ref_load", model.ref_load)
+    errors.existing_folder("opd_teacher_load", model.opd_teacher_load)
     if model.hf_checkpoint is not None and errors.none_about("hf_checkpoint") and os.path.isdir(model.hf_checkpoint):
         with errors.catching():
             if local_config(model, "hf_checkpoint") is None:

@@ -116,7 +116,7 @@ def pad_recurrent_models(
     """
     if not train_backend_spec(training.train_backend).trains_recurrent_models:
         return parallel, []
-    for name in ("hf_checkpoint", "ref_load"):
+    for name in ("hf_checkpoint", "ref_load", "opd_teacher_load"):
         path, config = getattr(model, name), None
         with errors.catching():
             config = local_config(model, name)

@@ -9,6 +9,7 @@ from miles.arguments.cluster import ClusterArguments, Offload, check_offload_on_
 from miles.arguments.critic import CriticArguments, critic_optimizer
 from miles.arguments.data import DataArguments
 from miles.arguments.evaluation import EvaluationArguments
+from miles.arguments.lora import LoraArguments
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
@@ -32,6 +33,7 @@ class Settings:
 
     cluster: ClusterArguments = ClusterArguments()
     model: ModelArguments = ModelArguments()
+    lora: LoraArguments = LoraArguments()
     data: DataArguments = DataArguments()
     reward: RewardArguments = RewardArguments()
     rollout: RolloutArguments = RolloutArguments()

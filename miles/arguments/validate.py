@@ -20,6 +20,7 @@ from miles.arguments.cluster import check_cluster, check_offload, notes_on_clust
 from miles.arguments.data import check_data
 from miles.arguments.evaluation import check_evaluation, fill_evaluation
 from miles.arguments.launch.notes import Note
+from miles.arguments.lora import check_lora, notes_on_lora
 from miles.arguments.megatron.rules import check_megatron
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import check_model
@@ -87,6 +88,7 @@ def _check_choices(settings: Settings, errors: Errors) -> None:
 def _check_sections(settings: Settings, errors: Errors) -> None:
     rollout, cluster = settings.rollout, settings.cluster
     check_model(settings.model, errors)
+    check_lora(settings.lora, settings.training.train_backend, settings.loss, settings.model, errors)
     evaluation = settings.evaluation
     has_eval_sets = evaluation.eval_prompt_data is not None or evaluation.eval_config is not None
     check_data(settings.data, rollout.loads_samples, settings.reads_conversations, has_eval_sets, errors)
@@ -163,3 +165,4 @@ def _notes(settings: Settings) -> Iterator[str]:
     if longest is not None:
         yield from notes_on_training(settings.training, settings.parallel.context_parallel_size, longest)
     yield from notes_on_loss(settings.loss)
+    yield from notes_on_lora(settings.lora, settings.model)

@@ -168,9 +168,21 @@ def _train_batch(rows: Sequence[_Row], loss: LossArguments) -> TrainBatch:
         response_lengths=[len(s.response_ids) for s in samples],
         loss_masks=[np.asarray(mask, dtype=np.float32) for mask in masks],
         rollout_log_probs=[np.asarray(s.rollout_log_probs, dtype=np.float32) for s in samples],
+        teacher_log_probs=_teacher_log_probs(samples) if loss.teacher_is_served else None,
         rewards=[row.reward for row in rows],
         group_indices=group_indices,
         trajectory_ids=trajectory_ids,
         position_in_step=list(range(len(rows))),
         **vars(denominators),
     )
+
+
+def _teacher_log_probs(samples: Sequence[Sample]) -> list[np.ndarray]:
+    for sample in samples:
+        if len(sample.teacher_log_probs) != sample.response_length:
+            raise ValueError(
+                f"--opd-type server: trajectory {sample.trajectory_id} of group {sample.group_index} has no log-probs "
+                "of the teacher; saved samples have them if their run had --opd-type server, and samples of your own "
+                "need teacher_log_probs, one per response token"
+            )
+    return [np.asarray(sample.teacher_log_probs, dtype=np.float32) for sample in samples]

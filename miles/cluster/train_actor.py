@@ -106,9 +106,10 @@ class TrainDriver:
     def _prune(self, saved: Path) -> None:
         """Remove the checkpoints that the flags do not keep. One that cannot be removed does not stop the run."""
         given = self.settings.checkpoint
-        reference = self.settings.model.ref_load
+        model = self.settings.model
+        frozen = [Path(path) for path in (model.ref_load, model.opd_teacher_load) if path is not None]
         try:
-            in_use = None if reference is None else checkpoint_folder.at(Path(reference))
+            in_use = [folder for path in frozen if (folder := checkpoint_folder.at(path)) is not None]
             prune(saved, given.save_keep_last, given.save_retain_interval, in_use)
         except OSError as error:
             print(f"note: --save {given.save}: an older checkpoint stays, as it cannot be removed ({error})")

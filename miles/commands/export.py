@@ -1,4 +1,7 @@
-"""Export a checkpoint of a run as a Hugging Face folder, which transformers and engines load."""
+"""Export a checkpoint of a run as a Hugging Face folder, which transformers and engines load.
+
+Of a run with --lora-rank, that is the weights with the adapter added to them; --to peft writes the adapter alone.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,13 @@ from pathlib import Path
 
 from miles.input_error import InputError
 from miles.saved_runs.run import SavedRun
-from miles.saved_runs.weights import export
+from miles.saved_runs.weights import export, export_adapter
+
+# --to: what writes the folder, and what is in it
+WRITERS = {
+    "hf": (export, "weights, configuration and tokenizer of"),
+    "peft": (export_adapter, "the adapter of"),
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,17 +35,21 @@ def main(argv: Sequence[str]) -> int:
         metavar="N",
         help="the checkpoint after N optimizer steps (default: the newest complete one)",
     )
-    parser.add_argument("--to", choices=("hf",), default="hf", help="the format: a Hugging Face folder")
+    parser.add_argument(
+        "--to",
+        choices=("hf", "peft"),
+        default="hf",
+        help="the format: a Hugging Face folder, or the adapter of a run with --lora-rank as peft reads it",
+    )
     given = parser.parse_args(list(argv))
     if given.out.exists():
         parser.error(f"{given.out}: is there already; give a new folder, or remove it")
     try:
         run = SavedRun(given.run)
         checkpoint = run.checkpoint(given.step)
-        export(run, checkpoint.folder, given.out)
+        write, what = WRITERS[given.to]
+        write(run, checkpoint.folder, given.out)
     except (InputError, ValueError, OSError) as error:
         parser.error(str(error))
-    print(
-        f"{given.out}: the weights of {checkpoint.folder} (step {checkpoint.steps}), with configuration and tokenizer"
-    )
+    print(f"{given.out}: {what} {checkpoint.folder} (step {checkpoint.steps})")
     return 0

@@ -64,7 +64,7 @@ def launch(
         ending: Makes the context that handles whatever ends the run early (``exit_with_message``).
     """
     from miles.cluster.folders.folder_lock import locked_folders
-    from miles.cluster.folders.resume_point import check_reference, resume_point
+    from miles.cluster.folders.resume_point import check_frozen_models, resume_point
     from miles.cluster.folders.run_identity import check_load_folder, own_save_folder
     from miles.cluster.stop_requests import StopRequests
     from miles.objective.hooks import check_hooks
@@ -79,7 +79,7 @@ def launch(
         with locked_folders((flag, Path(folder)) for flag, folder in written.items() if folder is not None):
             notes = [*validated.notes, *check_load_folder(settings.checkpoint)]
             point = resume_point(settings.checkpoint)
-            for note in (*notes, *point.notes, *check_reference(settings.model.ref_load)):
+            for note in (*notes, *point.notes, *check_frozen_models(settings.model)):
                 print(f"note: {note}")
             if validated.accepted:
                 print("\n".join(["note: flags of the command that were accepted:", *_indented(validated.accepted)]))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from miles.flags import collect_errors
 from miles.objective.canary import check_canary
 from miles.objective.corrections import Correction, check_corrections, corrections_of
+from miles.objective.distillation import check_distillation, distillation_needs
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.estimators.base import Estimator, SampleRewards
 from miles.objective.hook_calls import CustomAdvantages, CustomPolicyLoss
@@ -44,6 +45,11 @@ class Objective:
         """What the trainer scores before the loss is computed."""
         return self.loss_type.needs_of(self)
 
+    @property
+    def advantages_need(self) -> Needs:
+        """What the trainer scores before it makes advantages of tokens."""
+        return self.estimator.needs(self.flags) | distillation_needs(self.flags)
+
     def sample_advantages(self, samples: SampleRewards) -> list[float]:
         """Compute phase 1 of the advantages: one number per sample, from whole groups.
 
@@ -74,6 +80,7 @@ class Objective:
             or self.policy_loss.zero_advantage_has_gradient(flags)
             or flags.kl_loss_coef != 0.0
             or flags.entropy_coef != 0.0
+            or flags.use_opd
             or flags.custom_pg_loss_reducer_function_path is not None
         )
 
@@ -126,6 +133,7 @@ def check_objective(loss: LossArguments, shape: StepShape, errors: Errors) -> No
     objective = find_objective(loss)
     objective.policy_loss.check(loss, shape, errors)
     check_kl(loss, errors)
+    check_distillation(loss, errors)
     check_corrections(loss, errors)
     check_canary(loss, errors)
     errors.finite(loss, "entropy_coef")
@@ -166,7 +174,7 @@ def check_chunk_size(loss: LossArguments, errors: Errors) -> None:
 
 def _check_group(objective: Objective, shape: StepShape, errors: Errors) -> None:
     smallest, name = objective.estimator.smallest_group(objective.flags), objective.estimator.name
-    if objective.estimator.accepts_one:
+    if objective.estimator.accepts_one or objective.flags.use_opd:
         return
     if 1 <= shape.samples_per_prompt < smallest:
         rule = f"with --advantage-estimator {name} every advantage is 0: it compares {smallest} or more of a group"

@@ -130,6 +130,21 @@ class ReducerHook(Hook):
         self.num_arguments(function, path)
 
 
+class WholeLossHook(Hook):
+    """The hook of a whole loss. Related launchers call theirs with whole logits, which never exist here."""
+
+    def check_signature(self, function: Callable[..., Any], path: str) -> None:
+        """Raise ``ValueError`` if ``function`` cannot be called with one argument; say what takes the others' place."""
+        if _accepts(function, 4) and not _accepts(function, 1):
+            wanted = (
+                "one LossInputs (miles.objective.hooks) in place of (args, batch, logits, sum_of_sample_mean): its "
+                "log_probs and entropy are computed of the logits already, its settings are args, and its mean is "
+                "sum_of_sample_mean, over N"
+            )
+            raise self.wrong_signature(function, path, wanted, "this signature")
+        super().check_signature(function, path)
+
+
 def _accepts(function: Callable[..., Any], count: int) -> bool:
     try:
         inspect.signature(function).bind(*range(count))
@@ -140,7 +155,7 @@ def _accepts(function: Callable[..., Any], count: int) -> bool:
 
 ADVANTAGES = AdvantageHook("custom_advantage_function_path", "AdvantageSamples")
 POLICY_LOSS = Hook("custom_policy_loss_function_path", "PolicyLossInputs")
-WHOLE_LOSS = Hook("custom_loss_function_path", "LossInputs")
+WHOLE_LOSS = WholeLossHook("custom_loss_function_path", "LossInputs")
 IMPORTANCE = Hook("custom_tis_function_path", "ImportanceInputs")
 REDUCER = ReducerHook("custom_pg_loss_reducer_function_path", "ReducerInputs")
 HOOKS: tuple[Hook, ...] = (REDUCER, ADVANTAGES, POLICY_LOSS, WHOLE_LOSS, IMPORTANCE)

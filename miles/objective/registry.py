@@ -47,12 +47,14 @@ class Needs:
         old_log_probs: Log-probs of the policy before the first step of the iteration, in every step. Without this they
             are scored from the second step on; in the first step they are the current ones.
         ref_log_probs: Log-probs of the reference model.
+        teacher_log_probs: Log-probs of the teacher that is distilled.
         values: Values of a critic, which is trained beside the policy.
         entropy: The entropy of the policy, with the current log-probs.
     """
 
     old_log_probs: bool = False
     ref_log_probs: bool = False
+    teacher_log_probs: bool = False
     values: bool = False
     entropy: bool = False
 

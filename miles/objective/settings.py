@@ -10,6 +10,7 @@ from miles.flags import flag
 from miles.objective.aggregation import AggregationFlags
 from miles.objective.chosen import find_objective
 from miles.objective.corrections import ImportanceLevel
+from miles.objective.distillation import DistillationFlags
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.kl import KlEstimator
 from miles.objective.loss_types import LOSS_TYPES
@@ -106,7 +107,7 @@ _OWN_FLAGS = (*reversed(POLICY_LOSSES.own_flags), *reversed(ESTIMATORS.own_flags
 
 
 @dataclass(frozen=True)
-class LossArguments(*_OWN_FLAGS, AggregationFlags, CommonFlags):  # type: ignore[misc]
+class LossArguments(*_OWN_FLAGS, DistillationFlags, AggregationFlags, CommonFlags):  # type: ignore[misc]
     """loss: advantages, policy loss, aggregation, KL and entropy."""
 
     @property
@@ -122,12 +123,15 @@ class LossArguments(*_OWN_FLAGS, AggregationFlags, CommonFlags):  # type: ignore
     @property
     def estimates_by_token(self) -> bool:
         """Whether a token has an advantage of its own, made by the trainer before the first step of an iteration."""
-        return find_objective(self).estimator.estimates_by_token(self)
+        return self.use_opd or find_objective(self).estimator.estimates_by_token(self)
 
     @property
     def normalizes_rewards(self) -> bool:
-        """Whether rewards are compared within their prompt group, so that a group of one has no advantage."""
-        return find_objective(self).estimator.smallest_group(self) > 1
+        """Whether rewards are compared within their prompt group, so that a group of one has no advantage.
+
+        Its tokens have one with a teacher all the same.
+        """
+        return not self.use_opd and find_objective(self).estimator.smallest_group(self) > 1
 
     @property
     def needs_reference(self) -> bool:

@@ -28,6 +28,7 @@ class SampleTokens:
     loss_mask: np.ndarray
     values: np.ndarray | None = None  # the critic's; V of the state in which the token is chosen
     log_ratio: np.ndarray | None = None  # log policy - log reference, both before the first step; with --kl-coef
+    teacher_log_ratio: np.ndarray | None = None  # log policy - log teacher, before the first step; with --use-opd
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ def token_advantages(objective: Objective, samples: Sequence[SampleTokens]) -> S
 
     A trajectory's loss tokens get rewards: the trajectory's (the mean of its samples') on the last token, or each
     sample's on every token, as the estimator says, less ``kl_coef KL_t``. The estimator makes advantages of these and
-    of the critic's values; returns are ``A + V``. ``--normalize-advantages`` then whitens over all loss tokens of the
-    step.
+    of the critic's values; returns are ``A + V``. ``--use-opd`` subtracts the KL to the teacher, and
+    ``--normalize-advantages`` then whitens over all loss tokens of the step.
 
     Args:
         objective: The run's objective.
@@ -59,6 +60,8 @@ def token_advantages(objective: Objective, samples: Sequence[SampleTokens]) -> S
     returns = None
     if objective.needs.values:
         returns = [a + t.values for a, t in zip(found, trajectories, strict=True)]
+    if loss.use_opd:
+        found = [a - loss.opd_kl_coef * t.teacher_kl for a, t in zip(found, trajectories, strict=True)]
     metrics = _metrics(loss, trajectories, found, returns)
     if loss.normalize_advantages:
         found = whitened(found)
@@ -86,6 +89,7 @@ class _Trajectory:
     rewards: np.ndarray
     values: np.ndarray
     kl: np.ndarray
+    teacher_kl: np.ndarray
 
 
 def _trajectories(objective: Objective, samples: Sequence[SampleTokens]) -> Iterator[_Trajectory]:
@@ -103,7 +107,8 @@ def _trajectories(objective: Objective, samples: Sequence[SampleTokens]) -> Iter
         else:
             rewards += np.concatenate([np.full(int(k.sum()), p.reward) for p, k in zip(parts, kept, strict=True)])
         values = [np.zeros(0) if p.values is None else p.values[k] for p, k in zip(parts, kept, strict=True)]
-        yield _Trajectory(members, rewards, np.concatenate(values).astype(np.float64), kl)
+        teacher_kl = np.concatenate([_teacher_kl(loss, part)[k] for part, k in zip(parts, kept, strict=True)])
+        yield _Trajectory(members, rewards, np.concatenate(values).astype(np.float64), kl, teacher_kl)
 
 
 def _kl(loss: LossArguments, sample: SampleTokens) -> np.ndarray:
@@ -111,6 +116,13 @@ def _kl(loss: LossArguments, sample: SampleTokens) -> np.ndarray:
         return np.zeros(len(sample.loss_mask))
     assert sample.log_ratio is not None, "--kl-coef needs the log-probs of policy and reference"
     return approximate_kl(torch.from_numpy(sample.log_ratio).double(), loss.kl_loss_type).numpy()
+
+
+def _teacher_kl(loss: LossArguments, sample: SampleTokens) -> np.ndarray:
+    if not loss.use_opd:
+        return np.zeros(len(sample.loss_mask))
+    assert sample.teacher_log_ratio is not None, "--use-opd needs the log-probs of policy and teacher"
+    return sample.teacher_log_ratio.astype(np.float64)
 
 
 def _by_sample(
@@ -145,6 +157,8 @@ def _metrics(
     metrics = {"advantages": mean(everything)}
     if loss.kl_coef:
         metrics["reward_kl"] = mean(np.concatenate([t.kl for t in trajectories]))
+    if loss.use_opd:
+        metrics["opd_kl"] = mean(np.concatenate([t.teacher_kl for t in trajectories]))
     if returns is not None:
         target, predicted = np.concatenate(list(returns)), np.concatenate([t.values for t in trajectories])
         metrics |= {"returns": mean(target), "values": mean(predicted)}

@@ -67,6 +67,9 @@ def _groups(samples: int, per_prompt: int, prompt_tokens: int, response_tokens: 
         ids = (*head, *[0] * prompt_tokens)[:prompt_tokens] if prompt_tokens >= 8 else (index % 16,) * prompt_tokens
         prompt = Prompt("", ids)
         members = range(first, min(first + per_prompt, samples))
-        made = [Sample(prompt, index, i, response, "", ones, zeros, reward=float(i % 2)) for i in members]
+        made = [
+            Sample(prompt, index, i, response, "", ones, zeros, teacher_log_probs=zeros, reward=float(i % 2))
+            for i in members
+        ]
         groups.append(PromptGroup(index, prompt, made))
     return groups

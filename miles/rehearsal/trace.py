@@ -207,6 +207,8 @@ class _Run:
         models = []
         if needs.ref_log_probs and self.backend.reference is not None:
             models.append(self.backend.reference)
+        if needs.teacher_log_probs and self.backend.teacher is not None:
+            models.append(self.backend.teacher)
         if needs.old_log_probs:
             models.append(self.backend.policy)
         if models or needs.values:

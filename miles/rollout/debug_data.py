@@ -161,6 +161,8 @@ def _encode_prompt(prompt: Prompt) -> dict[str, Any]:
 def _encode_sample(sample: Sample, group: PromptGroup) -> dict[str, Any]:
     assert sample.group_index == group.group_index, "a sample is in a group that is not its own"
     record = {"status": sample.status.value} | {name: getattr(sample, name) for name in _SAMPLE_FIELDS}
+    if sample.teacher_log_probs:
+        record["teacher_log_probs"] = sample.teacher_log_probs
     return record if sample.prompt == group.prompt else record | {"prompt": _encode_prompt(sample.prompt)}
 
 
@@ -214,6 +216,7 @@ def _decode_sample(record: dict[str, Any], group: PromptGroup, end: int) -> Samp
         response=_text(record["response"], "response"),
         loss_mask=_integers(record["loss_mask"], "loss_mask", 0, 2),
         rollout_log_probs=_numbers(record["rollout_log_probs"], "rollout_log_probs"),
+        teacher_log_probs=_numbers(record.get("teacher_log_probs", []), "teacher_log_probs"),
         status=SampleStatus(record["status"]),
         reward=_numbers([record["reward"]], "reward")[0],
         weight_versions=_integers(record["weight_versions"], "weight_versions", NO_WEIGHTS, _LARGEST),

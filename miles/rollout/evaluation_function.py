@@ -1,7 +1,8 @@
-"""The user's own evaluation: ``--eval-function-path``."""
+"""The user's own evaluation, ``--eval-function-path``, or own metrics of the built-in one."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,17 @@ from typing import Any, Protocol
 from miles.arguments.flags_view import flags_view
 from miles.arguments.settings import Settings
 from miles.engine.base import Engine
+from miles.engine.concurrency import gather_or_cancel
 from miles.import_path import load_function
 from miles.metrics import Metric
 from miles.rewards.base import RewardFunction
 from miles.rollout.evaluate import EvalSet, evaluate
 from miles.rollout.groups import GroupTools
+from miles.rollout.metrics import with_own_metrics
+from miles.sample import SampleStatus
 
 FLAG = "--eval-function-path"
+LOG = "--custom-eval-rollout-log-function-path"
 
 
 @dataclass(frozen=True)
@@ -74,14 +79,14 @@ def as_metrics(found: Any, path: str) -> dict[str, Metric]:
 def own_evaluation(
     settings: Settings, eval_sets: list[EvalSet], tools: GroupTools
 ) -> Callable[[int], Awaitable[dict[str, Metric]]] | None:
-    """Return a call of ``--eval-function-path``; None without the flag.
+    """Return a call of the function that a flag names: an evaluation, or metrics of one; None without such a flag.
 
     Raises:
         ValueError: The function cannot be imported.
     """
     path, seed = settings.evaluation.eval_function_path, settings.data.rollout_seed
     if path is None:
-        return None
+        return _logged_evaluation(settings, eval_sets, tools)
     function, args = load_evaluation_function(path), flags_view(settings)
 
     async def evaluate_sets() -> dict[str, float]:
@@ -94,5 +99,32 @@ def own_evaluation(
             EvaluationTools(version, eval_sets, evaluate_sets, tools.engine, tools.tokenizer, tools.reward_function),
         )
         return as_metrics(found, path)
+
+    return call
+
+
+def _logged_evaluation(
+    settings: Settings, eval_sets: list[EvalSet], tools: GroupTools
+) -> Callable[[int], Awaitable[dict[str, Metric]]] | None:
+    """Return the built-in evaluation with the metrics of ``--custom-eval-rollout-log-function-path``."""
+    path, seed = settings.evaluation.custom_eval_rollout_log_function_path, settings.data.rollout_seed
+    if path is None:
+        return None
+    function, args = load_function(path, LOG), flags_view(settings)
+
+    async def call(version: int) -> dict[str, Metric]:
+        per_set = await gather_or_cancel(evaluate([eval_set], tools, seed) for eval_set in eval_sets)
+        metrics = {name: metric for of_set, _ in per_set for name, metric in of_set.items()}
+        data = {
+            eval_set.name: {
+                "rewards": [sample.reward for sample in samples],
+                "truncated": [sample.status is SampleStatus.TRUNCATED for sample in samples],
+                "samples": samples,
+            }
+            for eval_set, (_, samples) in zip(eval_sets, per_set, strict=True)
+        }
+        return await asyncio.to_thread(
+            with_own_metrics, metrics, lambda extra: function(version, args, data, extra), f"{LOG} {path}"
+        )
 
     return call

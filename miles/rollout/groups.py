@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -29,6 +29,14 @@ class Detokenizer(Protocol):
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
         """Return the text of one sequence."""
+        ...
+
+
+class Teacher(Protocol):
+    """Scores samples for distillation."""
+
+    async def score(self, samples: Sequence[Sample]) -> None:
+        """Give every sample ``teacher_log_probs``."""
         ...
 
 
@@ -59,7 +67,7 @@ class GroupTools:
     """What produces groups, in training and in evaluation.
 
     ``reward_error_value`` is the reward of samples that the reward function fails on; None raises instead, unless
-    ``drops_reward_errors``.
+    ``drops_reward_errors``. ``teacher`` scores the samples of groups that are trained on.
     """
 
     engine: Engine
@@ -68,6 +76,7 @@ class GroupTools:
     reward_function: RewardFunction
     reward_error_value: float | None = None
     drops_reward_errors: bool = False
+    teacher: Teacher | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,7 @@ class ProducedGroup:
 
 
 async def produce_group(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> ProducedGroup:
-    """Generate, score and filter one group; many calls run at once.
+    """Generate, score and filter one group, and have a teacher score it if it is kept; many calls run at once.
 
     Truncated and aborted samples are kept, and scored like the others.
 
@@ -130,6 +139,8 @@ async def produce_group(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) 
         if not group.samples:
             return ProducedGroup(group, errors, "reward_error")
     decision = None if spec.group_filter is None else spec.group_filter(group)
+    if tools.teacher is not None and (decision is None or decision.keep):
+        await tools.teacher.score(group.samples)
     return ProducedGroup(group, errors, None if decision is None or decision.keep else decision.reason)
 
 

@@ -7,10 +7,8 @@ is given ``args``, the settings by their flags' names (``miles/arguments/flags_v
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +18,7 @@ from miles.import_path import load_function
 from miles.metrics import Metric
 from miles.rollout import custom_convert
 from miles.rollout.collect import ScoredGroups
+from miles.rollout.metrics import with_own_metrics
 from miles.sample import PromptGroup, Sample
 
 FILTER = "--rollout-sample-filter-path"
@@ -103,20 +102,15 @@ class IterationHooks:
     def _logged(
         self, iteration: int, groups: Sequence[PromptGroup], metrics: dict[str, Metric], seconds: float
     ) -> dict[str, Metric]:
-        """Return the metrics with those that the function adds; only these if it returns true, as it has logged."""
-        assert self._log is not None
-        given = {name: metric.value for name, metric in metrics.items()}
-        extra: dict[str, Any] = dict(given)
+        """Return the metrics as the function leaves them (``with_own_metrics``)."""
+        log = self._log
+        assert log is not None
         samples = [sample for group in groups for sample in group.samples]
-        replaces = bool(self._log(iteration, self._args, samples, extra, seconds))
-        added = {name: value for name, value in extra.items() if given.get(name) != value}
-        for name, value in added.items():
-            if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-                raise ValueError(
-                    f"{LOG} {self._log_path}: the metric {name} is {value!r:.80}; give finite numbers, or leave it out"
-                )
-        own = {name: Metric(float(value), 1.0) for name, value in added.items()}
-        return own if replaces else metrics | own
+        return with_own_metrics(
+            metrics,
+            lambda extra: log(iteration, self._args, samples, extra, seconds),
+            f"{LOG} {self._log_path}",
+        )
 
 
 def _load(path: str | None, flag: str) -> Callable[..., Any] | None:

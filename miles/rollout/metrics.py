@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import comb
+from numbers import Real
 from statistics import stdev
+from typing import Any
 
 from miles.metrics import Metric
 from miles.rollout.filters import has_reward_spread
@@ -106,3 +109,27 @@ def pass_at_k_metrics(rewards_by_prompt: Iterable[Sequence[float]]) -> dict[str,
             estimate = Metric(pass_at_k(len(rewards), passes, k), 1.0)
             metrics[name] = metrics[name] + estimate if name in metrics else estimate
     return metrics
+
+
+def with_own_metrics(
+    metrics: Mapping[str, Metric], log: Callable[[dict[str, Any]], Any], name: str
+) -> dict[str, Metric]:
+    """Return ``metrics`` with those that a function of the user's adds; only these if it returns true: it has logged.
+
+    Args:
+        metrics: The metrics.
+        log: The function. It is given their values by name, and may add to them or replace some.
+        name: What errors call it.
+
+    Raises:
+        ValueError: It adds something other than a finite number.
+    """
+    given = {metric: found.value for metric, found in metrics.items()}
+    extra: dict[str, Any] = dict(given)
+    replaces = bool(log(extra))
+    added = {metric: value for metric, value in extra.items() if given.get(metric) != value}
+    for metric, value in added.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            raise ValueError(f"{name}: the metric {metric} is {value!r:.80}; give finite numbers, or leave it out")
+    own = {metric: Metric(float(value), 1.0) for metric, value in added.items()}
+    return own if replaces else {**metrics, **own}

@@ -29,7 +29,9 @@ from miles.data.stream import PromptStream
 from miles.data.tokenizer import load_tokenizer
 from miles.engine.base import Engine, ReleasesMemory, start_engine
 from miles.engine.host import EngineHost
+from miles.engine.sglang.teacher import ServedTeacher
 from miles.metrics import Metric
+from miles.objective.settings import LossArguments
 from miles.rewards.registry import get_reward_function
 from miles.rollout.collect import BurstCollector, GroupCollector, PromptSource, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
@@ -88,6 +90,7 @@ class RolloutPipeline:
         num_iterations: How many iterations the run has.
         hooks: The user's functions on each iteration.
         evaluation: The user's evaluation, of a version of the weights; None for that of ``eval_sets``.
+        teacher: The servers of a teacher, which ``close`` disconnects from.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class RolloutPipeline:
         num_iterations: int,
         hooks: IterationHooks | None = None,
         evaluation: Callable[[int], Awaitable[dict[str, Metric]]] | None = None,
+        teacher: ServedTeacher | None = None,
     ) -> None:
         self.engine = engine
         self.num_iterations = num_iterations
@@ -118,6 +122,7 @@ class RolloutPipeline:
         self._seed = seed
         self._hooks = None if hooks is None or hooks.is_idle else hooks
         self._evaluation = evaluation
+        self._teacher = teacher
         self._gate = RolloutGate()
         self._positions: dict[int, dict[str, Any]] = {}  # in the prompts, before each iteration in progress
 
@@ -196,6 +201,8 @@ class RolloutPipeline:
 
     async def close(self) -> None:
         """Close the engine. No call may follow."""
+        if self._teacher is not None:
+            await self._teacher.close()
         if self.engine is not None:
             await self.engine.close()
 
@@ -228,13 +235,12 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
         tools = GroupTools(
             engine, tokenizer, generate, reward_function, reward.reward_error_value, reward.on_error == "drop"
         )
-    evaluation = None
+    teacher = _teacher(settings.loss)
     try:
-        if tools is not None:
-            evaluation = own_evaluation(settings, eval_sets, tools)
+        evaluation = own_evaluation(settings, eval_sets, tools) if tools is not None else None
         collector = build_collector(
             supply.stream,
-            tools,
+            None if tools is None else replace(tools, teacher=teacher),
             rollout,
             reward,
             data.rollout_seed,
@@ -259,7 +265,12 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
         num_iterations=num_iterations,
         hooks=hooks,
         evaluation=evaluation,
+        teacher=teacher,
     )
+
+
+def _teacher(loss: LossArguments) -> ServedTeacher | None:
+    return ServedTeacher(loss.teachers, loss.opd_teacher_key) if loss.teacher_is_served else None
 
 
 def _num_iterations(rollout: RolloutArguments, num_prompts: int) -> int:

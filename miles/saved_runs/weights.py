@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import shutil
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +19,9 @@ from pathlib import Path
 from miles.arguments.settings import Settings
 from miles.input_error import InputError
 from miles.saved_runs.run import SavedRun
+from miles.training.adapter_folder import adapter_folder, holds_adapter
+from miles.training.checkpoint_files import DamagedFile, appearing_whole
+from miles.training.checkpoint_manifest import check_against_manifest
 
 
 def add_weights_flags(parser: argparse.ArgumentParser) -> None:
@@ -88,11 +92,28 @@ def export(run: SavedRun, checkpoint: Path, folder: Path) -> None:
             ) from None
 
 
+def export_adapter(run: SavedRun, checkpoint: Path, folder: Path) -> None:
+    """Write the adapter of a checkpoint as peft reads it; ``folder`` appears whole or not at all.
+
+    Raises:
+        InputError: The checkpoint has no adapter, or is damaged.
+        OSError: ``folder`` cannot be written.
+    """
+    if not holds_adapter(checkpoint):
+        raise InputError(f"--to peft: {checkpoint} holds all weights and no adapter; use --to hf")
+    try:
+        check_against_manifest(checkpoint)
+    except DamagedFile as fault:
+        raise InputError(f"the checkpoint {checkpoint} is damaged: {fault}; give another one") from None
+    with appearing_whole(folder) as staged:
+        for path in adapter_folder(checkpoint).iterdir():
+            shutil.copyfile(path, staged / path.name)
+
+
 def _export(settings: Settings, checkpoint: Path, folder: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from miles.data.tokenizer import load_tokenizer
-    from miles.training.checkpoint_files import appearing_whole
     from miles.training.one_process import export_checkpoint
 
     assert settings.model.hf_checkpoint is not None

@@ -16,12 +16,14 @@ from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.launch.machine import has_bf16
 from miles.arguments.megatron.overrides import TRIED
+from miles.arguments.model import ModelArguments
 from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.server_flags import ServerFlags
 from miles.arguments.tracking import TrackingArguments
 from miles.components import engine_spec
+from miles.objective.settings import LossArguments
 from miles.smoke.reward import write_module
 
 PROMPTS = 4
@@ -44,7 +46,11 @@ def shrink(settings: Settings, folder: Path, iterations: int) -> tuple[Settings,
     rollout = _rollout(settings.rollout, folder, iterations)
     small = replace(
         _on_two_ranks(settings),
-        model=replace(settings.model, hf_checkpoint=str(folder / MODEL), ref_load=None),
+        model=ModelArguments(
+            hf_checkpoint=str(folder / MODEL),
+            opd_teacher_load=str(folder / MODEL) if settings.loss.use_opd else None,
+        ),
+        loss=_loss(settings.loss),
         data=replace(settings.data, prompt_data=_cut(settings.data.prompt_data, folder, "prompts", ROWS)),
         reward=_reward(settings.reward, folder),
         rollout=rollout,
@@ -201,6 +207,17 @@ def _cut(source: str | None, folder: Path, name: str, rows: int) -> str | None:
     return str(path)
 
 
+def _loss(loss: LossArguments) -> LossArguments:
+    """Return the objective with a teacher in the trainer, if there is one."""
+    default = LossArguments()
+    return replace(
+        loss,
+        opd_type="trainer" if loss.use_opd else None,
+        opd_teacher_urls=None,
+        opd_teacher_key=default.opd_teacher_key,
+    )
+
+
 def _notes(given: Settings, small: Settings) -> Iterator[str]:
     """Yield in words what a smaller run does not check."""
     ranks = (given.cluster.world_size, small.cluster.world_size)
@@ -210,6 +227,8 @@ def _notes(given: Settings, small: Settings) -> Iterator[str]:
         yield "--bf16 becomes --fp32: this CPU has no bf16 arithmetic"
     if given.model.ref_load is not None:
         yield "--ref-load is left out: the reference is the tiny model"
+    if given.loss.use_opd:
+        yield "the teacher is the tiny model, in the trainer"
     if given.checkpoint.load is not None:
         yield "--load is left out: the run starts fresh"
     if given.tracking.use_wandb:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -28,11 +29,6 @@ class AdvantageEstimator:
 
     loss: LossArguments
     group: dist.ProcessGroup | None = None
-
-    @property
-    def reads_kl(self) -> bool:
-        """Whether log-probs of policy and reference must be in the batch."""
-        return self.loss.kl_coef != 0
 
     def advantages(self, shard: TrainShard) -> tuple[TrainShard, dict[str, Metric]]:
         """Return ``shard`` with advantages (and returns), and metrics that are the step's on every rank. Collective.
@@ -60,11 +56,15 @@ class AdvantageEstimator:
                     yield shard.batch.position_in_step[sample], self._tokens(shard.batch, sample)
 
     def _tokens(self, batch: TrainBatch, i: int) -> SampleTokens:
-        log_ratio = None
-        if self.reads_kl:
-            assert batch.old_log_probs is not None and batch.ref_log_probs is not None
-            columns = (batch.old_log_probs[i], batch.ref_log_probs[i], batch.loss_masks[i])
-            policy, reference, mask = (torch.tensor(column) for column in columns)  # copies: Ray's memory is read-only
-            log_ratio = masked_log_ratio(policy, reference, mask).numpy()
+        reference = _log_ratio(batch, batch.ref_log_probs, i) if self.loss.kl_coef else None
+        teacher = _log_ratio(batch, batch.teacher_log_probs, i) if self.loss.use_opd else None
         values = None if batch.values is None else batch.values[i]
-        return SampleTokens(batch.trajectory_ids[i], batch.rewards[i], batch.loss_masks[i], values, log_ratio)
+        return SampleTokens(batch.trajectory_ids[i], batch.rewards[i], batch.loss_masks[i], values, reference, teacher)
+
+
+def _log_ratio(batch: TrainBatch, other: list[np.ndarray] | None, i: int) -> np.ndarray:
+    """Return the policy's log-probs less another model's, of the response of sample ``i``; masked tokens have 0."""
+    assert batch.old_log_probs is not None and other is not None, "both are scored before"
+    columns = (batch.old_log_probs[i], other[i], batch.loss_masks[i])
+    policy, model, mask = (torch.tensor(column) for column in columns)  # copies: Ray's memory is read-only
+    return masked_log_ratio(policy, model, mask).numpy()

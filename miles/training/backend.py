@@ -74,7 +74,7 @@ class Optimizer(Protocol):
 
 
 class ScoredModel(Protocol[Scorer_co]):
-    """A model that is read and not trained here: the reference; or the policy and critic while they are scored."""
+    """A model that is read and not trained here: reference, teacher, or policy and critic while they are scored."""
 
     def forward(
         self, shard: TrainShard, plans: Sequence[MicroBatchPlan], function: Callable[[MicroBatch, Scorer_co], Result]
@@ -126,6 +126,11 @@ class TrainBackend(Protocol):
     @property
     def reference(self) -> ScoredModel[PolicyScorer] | None:
         """The frozen model that a KL is measured to, if the objective reads one."""
+        ...
+
+    @property
+    def teacher(self) -> ScoredModel[PolicyScorer] | None:
+        """The frozen model that is distilled, if the trainer holds it."""
         ...
 
     @property

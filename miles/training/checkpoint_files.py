@@ -58,6 +58,8 @@ def appearing_whole(folder: Path) -> Iterator[Path]:
         for old in folder.glob("*.safetensors*"):
             old.unlink()
         for path in sorted(staged.iterdir(), key=lambda path: path.name == "config.json"):
+            if path.is_dir():  # a folder takes the place of an empty one only
+                shutil.rmtree(folder / path.name, ignore_errors=True)
             path.replace(folder / path.name)
         staged.rmdir()
         sync(folder)

@@ -3,11 +3,12 @@
 A checkpoint stays if it is one of the newest N complete ones, or if its iterations are a multiple of K. With only the
 interval, the newest complete one stays too. So a run always keeps one that it can resume from. Not counted and not
 removed are damaged checkpoints, those of more iterations than the one that was just saved (a run that resumed from an
-older one has passed them over as damaged), and the one that ``--ref-load`` names.
+older one has passed them over as damaged), and those that ``--ref-load`` and ``--opd-teacher-load`` name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from miles.training.checkpoint_files import DamagedFile
@@ -15,7 +16,7 @@ from miles.training.checkpoint_folder import all_in, iterations_of, remove
 from miles.training.checkpoint_manifest import check_sizes
 
 
-def prune(saved: Path, keep_last: int | None, retain_interval: int | None, reference: Path | None = None) -> list[str]:
+def prune(saved: Path, keep_last: int | None, retain_interval: int | None, in_use: Collection[Path] = ()) -> list[str]:
     """Remove the checkpoints beside ``saved`` that are not kept, oldest first, and return their names.
 
     Only the run that holds the lock of that folder may call it.
@@ -24,7 +25,7 @@ def prune(saved: Path, keep_last: int | None, retain_interval: int | None, refer
         saved: The checkpoint that the run has just published.
         keep_last: How many of the newest complete checkpoints stay; None: one, if there is an interval.
         retain_interval: Checkpoints after a multiple of so many iterations stay too; None: none.
-        reference: A checkpoint that the run reads at every start.
+        in_use: Checkpoints that the run reads at every start.
 
     Raises:
         OSError: A checkpoint cannot be removed.
@@ -36,8 +37,8 @@ def prune(saved: Path, keep_last: int | None, retain_interval: int | None, refer
     complete = [folder for folder in known if is_complete(folder)]
     removed = []
     for folder in complete[: -(keep_last or 1)]:
-        is_reference = reference is not None and reference.resolve() == folder.resolve()
-        if not is_reference and (retain_interval is None or _iterations(folder) % retain_interval):
+        is_used = folder.resolve() in (path.resolve() for path in in_use)
+        if not is_used and (retain_interval is None or _iterations(folder) % retain_interval):
             remove(folder)
             removed.append(folder.name)
     return removed

@@ -1,4 +1,4 @@
-"""What is scored before the first step of an iteration: log-probs of policy and reference, and the critic's values."""
+"""What is scored before the first step of an iteration: log-probs of the models, and the critic's values."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def needs_of(objective: Objective, step: int, trains_policy: bool) -> Needs:
     the current ones, unless a part of the objective asks for them. The inputs of the advantages are scored for every
     step, also if only the critic learns.
     """
-    loss, advantages = objective.needs, objective.estimator.needs(objective.flags)
+    loss, advantages = objective.needs, objective.advantages_need
     return Needs(
         old_log_probs=(trains_policy and (step > 0 or loss.old_log_probs)) or advantages.old_log_probs,
         ref_log_probs=(trains_policy and loss.ref_log_probs) or advantages.ref_log_probs,
+        teacher_log_probs=advantages.teacher_log_probs,
         values=advantages.values,
     )
 
@@ -36,6 +37,9 @@ def score(backend: TrainBackend, shard: TrainShard, needs: Needs) -> TrainShard:
     if needs.ref_log_probs and batch.ref_log_probs is None:
         assert backend.reference is not None, "reference log-probs need --use-kl-loss or --kl-coef"
         batch = replace(batch, ref_log_probs=log_probs(backend, backend.reference, shard))
+    if needs.teacher_log_probs and batch.teacher_log_probs is None:
+        assert backend.teacher is not None, "a teacher in the trainer, or a column of its servers' log-probs"
+        batch = replace(batch, teacher_log_probs=log_probs(backend, backend.teacher, shard))
     if needs.old_log_probs and batch.old_log_probs is None:
         batch = replace(batch, old_log_probs=log_probs(backend, backend.policy, shard))
     if needs.values and batch.values is None:

@@ -14,12 +14,12 @@ def _has_no_advantages(settings: Settings, given: Mapping[str, Any]) -> bool:
     return not settings.loss.type.uses_advantages
 
 
-def _has_no_teacher(settings: Settings, given: Mapping[str, Any]) -> bool:
-    return "--use-opd" not in given
+def _samples_teacher_tokens(settings: Settings, given: Mapping[str, Any]) -> bool:
+    return str(given.get("--opd-log-prob-top-k", "0")) == "0"
 
 
 def _has_no_adapter(settings: Settings, given: Mapping[str, Any]) -> bool:
-    return str(given.get("--lora-rank", "0")) == "0"
+    return not settings.lora.trains_adapter
 
 
 _PLUMBING = [
@@ -137,8 +137,12 @@ _HOOKS = [
         "this function of yours is not called in this version",
         "drop it, or do its work in --rollout-function-path: async def rollout(iteration: int, tools: RolloutTools)",
         "--buffer-filter-path V",
+    ),
+    *refused(
+        "what the trainer has scored is not changed afterwards: denominators are computed before",
+        "use --custom-advantage-function-path for advantages, --custom-tis-function-path for weights of tokens, or "
+        "--rollout-sample-filter-path for samples that are not trained on",
         "--rollout-data-postprocess-path V",
-        "--custom-eval-rollout-log-function-path V",
     ),
     *refused(
         "models are built from --hf-checkpoint",
@@ -151,23 +155,18 @@ _HOOKS = [
 ]
 _OBJECTIVE = [
     *refused(
-        "distillation from a teacher is not part of this version",
-        "drop it and the other --opd flags",
-        "--use-opd",
+        "the KL to the teacher is estimated from the sampled tokens",
+        "drop it",
+        "--opd-log-prob-top-k V",
+        neutral=("0",),
     ),
     *refused(
-        "distillation from a teacher is not part of this version",
+        "the KL to the teacher is estimated from the sampled tokens",
         "drop it",
-        "--opd-type V",
-        "--opd-kl-coef V",
-        "--opd-teacher-load V",
-        "--opd-teacher-key V",
-        "--opd-teacher-urls V...",
-        "--opd-log-prob-top-k V",
         "--opd-reward-weight-mode V",
         "--opd-top-k-strategy V",
-        accepted_if=_has_no_teacher,
-        accepted_why="without --use-opd",
+        accepted_if=_samples_teacher_tokens,
+        accepted_why="without --opd-log-prob-top-k",
     ),
     *refused(
         "advantages are part of the policy loss",
@@ -179,22 +178,16 @@ _OBJECTIVE = [
     *refused("the reference model stays as it is", "drop it", "--ref-update-interval V"),
 ]
 _ADAPTERS = [
+    *noted(MEMORY, "engines receive the weights with the adapter added to them", "--lora-base-cpu-backup"),
     *refused(
-        "adapters are not trained in this version",
-        "give --lora-rank 0 to train all weights",
-        "--lora-rank V",
-        neutral=("0",),
+        "a run starts with a new adapter",
+        "add the adapter to its model with peft (merge_and_unload), and give that model as --hf-checkpoint",
+        "--lora-adapter-path V",
     ),
     *refused(
-        "adapters are not trained in this version",
+        "the weights of experts get no adapter in this version",
         "drop it",
-        "--lora-alpha V",
-        "--lora-dropout V",
-        "--target-modules V...",
-        "--exclude-modules V...",
-        "--lora-adapter-path V",
         "--experts-shared-outer-loras",
-        "--lora-base-cpu-backup",
         accepted_if=_has_no_adapter,
         accepted_why="without --lora-rank",
     ),

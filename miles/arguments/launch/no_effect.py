@@ -18,6 +18,7 @@ from miles.arguments.rules.debug_modes import NOTHING_IS_GENERATED, NOTHING_IS_T
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.settings import SglangArguments
 from miles.flags import changed
+from miles.objective.distillation import TEACHER_FLAGS
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Idle:
 
 
 EVALUATION = (
+    "custom_eval_rollout_log_function_path",
     "eval_interval",
     "skip_eval_before_train",
     "n_samples_per_eval_prompt",
@@ -58,6 +60,7 @@ WANDB = (
     "wandb_key",
     "wandb_host",
 )
+OF_ADAPTER = ("lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
 _SHARES_NOTHING = "the trainer and the engines have their own devices, or no SGLang server is started"
 
 
@@ -90,6 +93,9 @@ IDLE = (
         lambda s: not s.loss.needs_reference,
         "no reference is read without --use-kl-loss or --kl-coef; initial weights are those of --hf-checkpoint",
     ),
+    Idle("loss", ("opd_kl_coef", *TEACHER_FLAGS), lambda s: not s.loss.use_opd, "without --use-opd"),
+    Idle("model", ("opd_teacher_load",), lambda s: not s.loss.use_opd, "without --use-opd"),
+    Idle("lora", OF_ADAPTER, lambda s: s.lora.lora_rank == 0, "without --lora-rank"),
     Idle(
         "training",
         ("max_tokens_per_gpu",),

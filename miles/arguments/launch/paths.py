@@ -56,6 +56,9 @@ HOOKS = {
         "evaluation",
         "async def evaluate(args, tools: EvaluationTools) -> dict[str, float] (miles.rollout.evaluation_function)",
     ),
+    "custom_eval_rollout_log_function_path": Hook(
+        "evaluation", "def log(version: int, args, data: dict[str, dict], metrics: dict[str, float]) -> bool"
+    ),
     "data_source_path": Hook(
         "data", "class Source: __init__(args), draw(n), state() and restore(state) (miles.data.custom_source)"
     ),
@@ -81,6 +84,8 @@ KNOWN = {
     ),
     ("rollout_function_path", "rollout.sglang_rollout.generate_rollout"): None,
     ("custom_generate_function_path", "rollout.sglang_rollout.generate"): None,
+    ("custom_rm_path", "rollout.on_policy_distillation.reward_func"): "miles.rewards.built_in.zero:zero",
+    ("custom_reward_post_process_path", "rollout.on_policy_distillation.post_process_rewards"): None,
     ("eval_function_path", "rollout.sglang_rollout.generate_rollout"): None,
     ("data_source_path", "rollout.data_source.RolloutDataSource"): None,
     ("data_source_path", "rollout.data_source.RolloutDataSourceWithBuffer"): None,
@@ -98,12 +103,6 @@ FLAGS_INSTEAD = {
     ),
     ("custom_tis_function_path", "compute_mis_weights"): (
         "use --use-tis with --tis-level and --tis-mode, and --use-rs with --rs-level and its bounds"
-    ),
-    ("custom_rm_path", "rollout.on_policy_distillation.reward_func"): (
-        "distillation from a teacher is not part of this version; score the answers with --rm-type"
-    ),
-    ("custom_reward_post_process_path", "rollout.on_policy_distillation.post_process_rewards"): (
-        "distillation from a teacher is not part of this version; drop it"
     ),
 }
 _PACKAGES = ("miles", "slime", "miles_plugins", "slime_plugins", "examples")

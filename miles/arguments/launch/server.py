@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from miles.arguments.launch.abilities import has_servers
-from miles.arguments.launch.notes import NO_EFFECT, OTHER_PART, READ_AS, SPEED, Note, written
+from miles.arguments.launch.notes import NO_EFFECT, OTHER_PART, READ_AS, SAME, SPEED, Note, written
 from miles.arguments.launch.spelling import Group, group_words
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.server_flags import (
@@ -39,11 +39,20 @@ CHANGES_RESULTS = {
     "--lora-paths",
     "--sampling-defaults",
 }
+# Of adapters that a server holds. Here it receives the weights with the trained adapter added to them.
+OF_ADAPTERS = {
+    "--enable-lora",
+    "--lora-backend",
+    "--lora-target-modules",
+    "--lora-use-virtual-experts",
+    "--max-lora-rank",
+    "--max-loras-per-batch",
+}
 
 
 def settle_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
     """Rename flags and drop those that the launcher sets; drop all of them if no SGLang server generates."""
-    flags, notes = settings.server_flags, list[Note]()
+    flags, notes = _settle_adapters(settings.server_flags)
     if not has_servers(settings):
         kept = [group for group in group_words(flags.server) if group[0] in CHANGES_RESULTS]
         dropped = [group for group in group_words(flags.server) if group not in kept]
@@ -60,6 +69,17 @@ def settle_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
         notes += [note] if note is not None else []
     router, router_notes = _settle_router(group_words(flags.router), settings)
     return replace(settings, server_flags=ServerFlags(_words(server), _words(router))), [*notes, *router_notes]
+
+
+def _settle_adapters(flags: ServerFlags) -> tuple[ServerFlags, list[Note]]:
+    """Drop the flags of adapters, unless the servers are given adapters of their own."""
+    groups = group_words(flags.server)
+    if any(flag == "--lora-paths" for flag, _ in groups):
+        return flags, []
+    idle = [group for group in groups if group[0] in OF_ADAPTERS]
+    why = "engines receive the weights with the adapter added to them"
+    kept = [group for group in groups if group not in idle]
+    return replace(flags, server=_words(kept)), [_note(SAME, group, why) for group in idle]
 
 
 def _settle_router(groups: list[Group], settings: Settings) -> tuple[list[Group], list[Note]]:

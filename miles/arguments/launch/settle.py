@@ -34,8 +34,9 @@ def settle(settings: Settings, foreign: Mapping[str, Any], errors: Errors) -> tu
     Returns:
         The settings to validate, and a note on every flag that was replaced or dropped.
     """
+    settings, foreign, of_teacher = _settle_teacher(settings, foreign)
     judged = (FOREIGN_FLAGS[flag].judge(value, settings, foreign, errors) for flag, value in foreign.items())
-    notes = [note for note in judged if note is not None]
+    notes = of_teacher + [note for note in judged if note is not None]
     settings, found = _settle_paths(settings, errors)
     notes += found
     settings, found = settle_megatron(settings, errors)
@@ -78,3 +79,17 @@ def _settle_reference(settings: Settings) -> tuple[Settings, list[Note]]:
         replace(settings, model=replace(settings.model, ref_load=None)),
         [note_on(READ_AS, "ref_load", reference, why)],
     )
+
+
+def _settle_teacher(settings: Settings, foreign: Mapping[str, Any]) -> tuple[Settings, Mapping[str, Any], list[Note]]:
+    """Read ``--rm-url`` as the address of the teacher in a run that distils one from a server.
+
+    Returns:
+        The settings, the flags of other launchers that are left to judge, and a note if it was read so.
+    """
+    loss, url = settings.loss, foreign.get("--rm-url")
+    if url is None or loss.opd_type != "server" or not loss.use_opd or loss.opd_teacher_urls is not None:
+        return settings, foreign, []
+    left = {flag: value for flag, value in foreign.items() if flag != "--rm-url"}
+    note = note_on(READ_AS, "rm_url", url, f"--opd-teacher-urls {url}: with --use-opd it is the teacher's")
+    return replace(settings, loss=replace(loss, opd_teacher_urls=(url,))), left, [note]

@@ -14,6 +14,8 @@ Group: TypeAlias = tuple[str, tuple[str, ...]]  # a flag, and the words after it
 # (flag, value elsewhere) -> (value here, why it means the same)
 OTHER_VALUES = {
     ("--update-weight-transfer-mode", "p2p"): ("broadcast", "weights reach the engines by a broadcast"),
+    ("--opd-type", "megatron"): ("trainer", "the trainer holds the teacher, whichever backend it is"),
+    ("--opd-type", "sglang"): ("server", "the teacher is in servers of its own"),
     ("--update-weight-transfer-mode", "disk-delta"): ("disk", "all weights are written, not only what has changed"),
 }
 

@@ -113,10 +113,11 @@ def _check_local_models(model: ModelArguments, sizes: MegatronArguments, overrid
     with reading_config("hf_checkpoint", model.hf_checkpoint):
         shape = megatron_shape(config)
         _check_with_model(sizes, overrides, config, shape, errors)
-    reference = local_config(model, "ref_load")
-    if reference is not None and reference.get("model_type") not in left_to_the_backend:
-        with reading_config("ref_load", model.ref_load):
-            _check_reference(model.ref_load, (reference, megatron_shape(reference)), (config, shape), errors)
+    for field in ("ref_load", "opd_teacher_load"):
+        path, other = getattr(model, field), local_config(model, field)
+        if other is not None and other.get("model_type") not in left_to_the_backend:
+            with reading_config(field, path):
+                _check_same_shape(field, path, (other, megatron_shape(other)), (config, shape), errors)
 
 
 def check_with_model(
@@ -137,19 +138,20 @@ def check_with_model(
         _check_with_model(sizes, overrides, config, shape, errors)
 
 
-def check_reference(path: str | None, reference: ConfigAndShape, policy: ConfigAndShape) -> None:
-    """Check at run time that the reference model has the shape of the policy.
+def check_same_shape(flag: str, path: str | None, other: ConfigAndShape, policy: ConfigAndShape) -> None:
+    """Check at run time that a reference model or a teacher has the shape of the policy.
 
     Args:
-        path: The value of ``--ref-load``.
-        reference: Config and shape of the reference model.
+        flag: The flag that names it.
+        path: The value of the flag.
+        other: Config and shape of the model.
         policy: Config and shape of the policy.
 
     Raises:
         FlagError: It has another shape.
     """
     with collect_errors() as errors:
-        _check_reference(path, reference, policy, errors)
+        _check_same_shape(flag[2:].replace("-", "_"), path, other, policy, errors)
 
 
 def _check_with_model(
@@ -173,13 +175,15 @@ def _check_with_model(
     check_overrides(overrides, {**shape, **vocabulary_shape(config)}, _flags(), errors)
 
 
-def _check_reference(path: str | None, reference: ConfigAndShape, policy: ConfigAndShape, errors: Errors) -> None:
-    found, wanted = ({**shape, **vocabulary_shape(config)} for config, shape in (reference, policy))
+def _check_same_shape(
+    field: str, path: str | None, other: ConfigAndShape, policy: ConfigAndShape, errors: Errors
+) -> None:
+    found, wanted = ({**shape, **vocabulary_shape(config)} for config, shape in (other, policy))
     for name, value in wanted.items():
         if found.get(name) != value:
             rule = f"its config gives {name} {found.get(name)}, that of --hf-checkpoint {value}"
-            what_to_do = "give a reference of the same shape, or use --train-backend fsdp"
-            errors.refuse("ref_load", path, rule, what_to_do)
+            what_to_do = "give a model of the same shape, or use --train-backend fsdp"
+            errors.refuse(field, path, rule, what_to_do)
 
 
 def _flags() -> dict[str, str]:

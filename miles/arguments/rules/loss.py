@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from miles.arguments.critic import check_critic, check_no_critic
 from miles.arguments.settings import Settings
-from miles.flags import Errors
+from miles.flags import Errors, changed
 from miles.objective.chosen import check_objective, find_objective
 from miles.objective.estimators.base import Estimator
 from miles.objective.settings import LossArguments, StepShape
@@ -28,6 +28,7 @@ def check_loss(settings: Settings, errors: Errors) -> None:
         errors.refuse_ignored(settings.reward, ["custom_reward_post_process_path"], why, what_to_do)
     if not loss.needs_reference:
         errors.refuse_ignored(settings.model, ["ref_load"], "without --use-kl-loss", "add that switch")
+    _check_teacher(settings, errors)
     if not loss.type.uses_advantages:
         _check_given_samples(settings, errors)
         check_no_critic(settings.critic, f"by --loss-type {loss.loss_type}", errors)
@@ -36,6 +37,31 @@ def check_loss(settings: Settings, errors: Errors) -> None:
     else:
         why = f"by --advantage-estimator {loss.advantage_estimator}, which has no critic"
         check_no_critic(settings.critic, why, errors)
+
+
+def _check_teacher(settings: Settings, errors: Errors) -> None:
+    """Check that a teacher in the trainer has weights, and that servers can give what the trainer compares."""
+    loss, rollout = settings.loss, settings.rollout
+    if not loss.teacher_is_loaded:
+        why, what_to_do = ("by --opd-type server", "use --opd-type trainer")
+        if not loss.use_opd:
+            why, what_to_do = "without --use-opd", "add that switch"
+        errors.refuse_ignored(settings.model, ["opd_teacher_load"], why, what_to_do)
+    elif settings.model.opd_teacher_load is None:
+        rule, what_to_do = "needs a teacher", "add --opd-teacher-load PATH, or --opd-teacher-urls URL"
+        errors.refuse("use_opd", True, rule, what_to_do)
+    if not loss.teacher_is_served:
+        return
+    if rollout.rollout_temperature != 1:
+        rule = "the teacher's servers give log-probs at temperature 1"
+        what_to_do = "give 1, or load the teacher with --opd-teacher-load"
+        errors.refuse("rollout_temperature", rollout.rollout_temperature, rule, what_to_do)
+    why = "with --opd-type server, whose teachers score the samples that are generated"
+    names = ["custom_convert_samples_to_train_data_path", "rollout_function_path"]
+    what_to_do = "load the teacher with --opd-teacher-load"
+    for name in changed(rollout, names):
+        rule = f"makes samples that no teacher has scored {why}"
+        errors.refuse(name, getattr(rollout, name), rule, what_to_do)
 
 
 def name_policy_loss(loss: LossArguments) -> tuple[LossArguments, list[str]]:

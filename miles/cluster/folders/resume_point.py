@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from miles.arguments.checkpoint import CheckpointArguments
+from miles.arguments.model import ModelArguments
 from miles.training import checkpoint_folder
 from miles.training.checkpoint_check import check_checkpoint
 from miles.training.checkpoint_files import DamagedFile
@@ -72,20 +73,23 @@ def resume_point(checkpoint: CheckpointArguments) -> ResumePoint:
     )
 
 
-def check_reference(ref_load: str | None) -> list[str]:
-    """Check the checkpoint that ``--ref-load`` names, if it names one, and return notes for the user.
+def check_frozen_models(model: ModelArguments) -> list[str]:
+    """Check the checkpoints that ``--ref-load`` and ``--opd-teacher-load`` name, if they do; return notes for the user.
 
     Raises:
-        ValueError: If it is damaged. No other is taken: the KL would be measured to another model.
+        ValueError: If one is damaged. No other is taken: the KL would be measured to another model.
     """
-    folder = None if ref_load is None else checkpoint_folder.at(Path(ref_load))
-    if folder is None:
-        return []
-    flag = f"--ref-load {ref_load}"
-    try:
-        return [_check(folder, flag)]
-    except DamagedFile as fault:
-        raise ValueError(f"{flag}: the checkpoint {folder.name} is damaged: {fault}; give another one") from None
+    notes = []
+    for name, path in (("--ref-load", model.ref_load), ("--opd-teacher-load", model.opd_teacher_load)):
+        folder = None if path is None else checkpoint_folder.at(Path(path))
+        if folder is None:
+            continue
+        flag = f"{name} {path}"
+        try:
+            notes.append(_check(folder, flag))
+        except DamagedFile as fault:
+            raise ValueError(f"{flag}: the checkpoint {folder.name} is damaged: {fault}; give another one") from None
+    return notes
 
 
 def _check(folder: Path, flag: str) -> str:

@@ -72,6 +72,16 @@ class SglangClient:
         }
         return read_generation(await self._post("/generate", body, seconds=None), vocab)
 
+    async def input_log_probs(self, token_ids: Sequence[int], first: int) -> dict[str, Any]:
+        """Return an answer with the log-probs of the tokens from position ``first`` on, at temperature 1."""
+        body = {
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": max(0, first - 1),  # SGLang gives none of the first token of these
+        }
+        return await self._post("/generate", body, self._seconds)
+
     async def probe(self, version: int | None, vocab: int) -> None:
         """Generate one token, and check that the weights ``version`` generated it (None: any weights)."""
         body = {

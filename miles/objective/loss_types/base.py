@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from miles.objective.distillation import distillation_formula
 from miles.objective.registry import Choice, Needs, Term
 from miles.objective.value_loss import value_loss_formula
 
@@ -79,6 +80,7 @@ def advantage_terms(objective: Objective, shape: StepShape) -> list[Term]:
     flags = objective.flags
     terms = value_loss_formula(flags, shape) if objective.needs.values else []
     terms += objective.estimator.formula(flags)
+    terms += distillation_formula(flags)
     if flags.normalize_advantages:
         text = "A is whitened: (A - mean) / std over the loss tokens of the step"
         terms.append(Term(text, "miles.objective.token_advantages"))

@@ -10,18 +10,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from miles.arguments.lora import LoraArguments
 from miles.arguments.settings import Settings
 from miles.parallel.groups import ContextGroups
 from miles.training import checkpoint_folder
+from miles.training.adapter_folder import adapter_folder, check_adapter
 from miles.training.backend import PolicyScorer, TrainBackend, ValueScorer
 from miles.training.fsdp import checkpoint
+from miles.training.fsdp.adapter import add_adapter, merged_weights, names_on_disk, save_adapter
 from miles.training.fsdp.models import Policy, load_model, load_policy, load_value_model, shard_model
 from miles.training.fsdp.optimizer import ShardedOptimizer
 from miles.training.fsdp.packing_check import check_layout, check_untested_model
-from miles.training.fsdp.runner import FsdpModel, FsdpTrainedModel
+from miles.training.fsdp.runner import FsdpBaseModel, FsdpModel, FsdpTrainedModel
 from miles.weights import WeightChunk, in_chunks
 
 
@@ -29,7 +31,7 @@ class FsdpBackend:
     """One rank. The process group must be initialized.
 
     It has all settings, because what it builds reads most of them: the models (model, training, parallel, rollout,
-    loss), their optimizers (optimizer, critic) and the ranks (cluster).
+    loss, lora), their optimizers (optimizer, critic) and the ranks (cluster).
     """
 
     def __init__(self, settings: Settings, device: torch.device, total_steps: int) -> None:
@@ -48,10 +50,15 @@ class FsdpBackend:
             self.critic = self._build_critic(settings.model.hf_checkpoint, total_steps)
         self.reference: FsdpModel[PolicyScorer] | None = None
         if settings.loss.needs_reference:
-            self.reference = self._build_reference(settings.model.hf_checkpoint, settings.model.ref_load)
+            self.reference = self._build_reference(settings.model.ref_load)
+        self.teacher: FsdpModel[PolicyScorer] | None = None
+        if settings.loss.teacher_is_loaded:
+            self.teacher = self._build_frozen("--opd-teacher-load", settings.model.opd_teacher_load)
 
     def _build_policy(self, path: str, total_steps: int) -> FsdpTrainedModel[PolicyScorer]:
-        policy = self._load_policy("--hf-checkpoint", path, torch.float32)
+        lora = self.settings.lora
+        dtype = self.compute_dtype if lora.trains_adapter else torch.float32  # weights that are updated need fp32
+        policy = self._load_policy("--hf-checkpoint", path, dtype, lora)
         policy.train()
         optimizer = ShardedOptimizer(policy.language_model, self.settings.optimizer, total_steps)
         return FsdpTrainedModel(policy, optimizer, self.groups, self.device)
@@ -63,23 +70,36 @@ class FsdpBackend:
         optimizer = ShardedOptimizer(model, self.settings.critic_optimizer, total_steps, rate_flag="--critic-lr")
         return FsdpTrainedModel(model, optimizer, self.groups, self.device)
 
-    def _build_reference(self, hf_checkpoint: str, ref_load: str | None) -> FsdpModel[PolicyScorer]:
-        """Freeze a model with the weights of ``--ref-load``: a Hugging Face folder, or a checkpoint of this backend."""
-        folder = checkpoint_folder.at(Path(ref_load)) if ref_load is not None else None
-        flag, path = "--hf-checkpoint", hf_checkpoint
-        if ref_load is not None and folder is None:
-            flag, path = "--ref-load", ref_load
-            check_layout(flag, path, self.settings.parallel)
-        reference = self._load_policy(flag, path, self.compute_dtype)
-        if folder is not None:
-            self._read_reference(folder, reference, f"--ref-load {ref_load}")
-        reference.eval().requires_grad_(False)
-        return FsdpModel(reference, self.groups, self.device)
+    def _build_reference(self, ref_load: str | None) -> FsdpModel[PolicyScorer]:
+        """Return the model of ``--ref-load``, or the one that training starts from.
 
-    def _load_policy(self, flag: str, path: str, dtype: torch.dtype) -> Policy:
+        Under an adapter that one is frozen already.
+        """
+        if ref_load is None and self.settings.lora.trains_adapter:
+            return FsdpBaseModel(self.policy.module, self.groups, self.device)
+        return self._build_frozen("--ref-load", ref_load)
+
+    def _build_frozen(self, flag: str, path: str | None) -> FsdpModel[PolicyScorer]:
+        """Freeze a model: a Hugging Face folder, or a checkpoint of this backend; None is ``--hf-checkpoint``."""
+        hf_checkpoint = self.settings.model.hf_checkpoint
+        assert hf_checkpoint is not None
+        folder = checkpoint_folder.at(Path(path)) if path is not None else None
+        if path is None or folder is not None:
+            model = self._load_policy("--hf-checkpoint", hf_checkpoint, self.compute_dtype)
+        else:
+            check_layout(flag, path, self.settings.parallel)
+            model = self._load_policy(flag, path, self.compute_dtype)
+        if folder is not None:
+            self._read_frozen(folder, model, f"{flag} {path}")
+        model.eval().requires_grad_(False)
+        return FsdpModel(model, self.groups, self.device)
+
+    def _load_policy(self, flag: str, path: str, dtype: torch.dtype, lora: LoraArguments | None = None) -> Policy:
         temperature, chunk_size = self.settings.rollout.rollout_temperature, self.settings.loss.log_probs_chunk_size
         policy = load_policy(path, temperature, chunk_size, dtype, self._read)
         self._check(policy, flag, path)
+        if lora is not None and lora.trains_adapter:
+            add_adapter(policy.language_model, lora, self.settings.training.seed)
         shard_model(policy, self.mesh, self.compute_dtype, self.settings.training.gradient_checkpointing)
         return policy
 
@@ -88,8 +108,9 @@ class FsdpBackend:
     def _read(self, path: str, dtype: torch.dtype) -> PreTrainedModel:
         return load_model(path, dtype)
 
-    def _read_reference(self, folder: Path, reference: Policy, name: str) -> None:
-        checkpoint.load_weights(folder, reference.language_model, name)
+    def _read_frozen(self, folder: Path, model: Policy, name: str) -> None:
+        check_adapter(folder, LoraArguments(), [], name)
+        checkpoint.load_weights(folder, model.language_model, name)
 
     def _check(self, policy: Policy, flag: str, path: str) -> None:
         check_untested_model(policy, flag, path, self.settings.parallel, self.device)
@@ -111,11 +132,8 @@ class FsdpBackend:
 
     def _full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather one parameter at a time, in compute dtype; a tied head is the embedding, and yielded once."""
-        for name, parameter in self.policy.module.language_model.named_parameters():
-            shard = parameter.detach()
-            shard = shard.to(self.compute_dtype)
-            full = shard.full_tensor() if isinstance(shard, DTensor) else shard
-            yield name, full.cpu()
+        for name, weight in merged_weights(self.policy.module.language_model, self.compute_dtype):
+            yield name, weight.cpu()
 
     def offload(self) -> None:
         """Move models and optimizers to host memory."""
@@ -129,8 +147,9 @@ class FsdpBackend:
 
     def _move(self, device: torch.device) -> None:
         self.policy.module.to(device)
-        if self.reference is not None:
-            self.reference.module.to(device)
+        for frozen in (self.reference, self.teacher):
+            if frozen is not None:
+                frozen.module.to(device)
         if self.critic is not None:
             self.critic.module.to(device)
             self.critic.optimizer.to(device)
@@ -140,10 +159,13 @@ class FsdpBackend:
         """Write the critic, if there is one, and the policy."""
         if self.critic is not None:
             checkpoint.save_critic(folder, self.critic.module, self.critic.optimizer)
+        self._save_adapter(folder)
         checkpoint.save(folder, self.policy.module.language_model, self.policy.optimizer, state)
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
         """Read what ``save`` wrote, on any number of ranks."""
+        language_model, lora = self.policy.module.language_model, self.settings.lora
+        check_adapter(folder, lora, names_on_disk(language_model), "--load")
         state = checkpoint.load(folder, self.policy.module.language_model, self.policy.optimizer, optimizer, rng)
         if self.critic is not None:
             checkpoint.load_critic(folder, self.critic.module, self.critic.optimizer, optimizer)
@@ -152,6 +174,13 @@ class FsdpBackend:
     def export_hf(self, folder: Path) -> None:
         """Write weights (in compute dtype), config and generation config as transformers would. Rank 0 writes."""
         checkpoint.export_hf(folder, self.policy.module.language_model, self._full_weights(), self.compute_dtype)
+        self._save_adapter(folder)
+
+    def _save_adapter(self, folder: Path) -> None:
+        lora, base = self.settings.lora, self.settings.model.hf_checkpoint
+        if lora.trains_adapter:
+            assert base is not None
+            save_adapter(adapter_folder(folder), self.policy.module.language_model, lora, base)
 
 
 def build(settings: Settings, device: torch.device, total_steps: int) -> TrainBackend:

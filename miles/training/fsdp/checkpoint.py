@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -60,7 +61,7 @@ def load_critic(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, wit
 
 
 def _save_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
-    tensors = {"model": get_model_state_dict(model), "optimizer": _optimizer_state(model, optimizer)}
+    tensors = {"model": _trained_state(model), "optimizer": _optimizer_state(model, optimizer)}
     with save_errors(folder):
         dcp.save(tensors, checkpoint_id=folder)
     if dist.get_rank() == 0:
@@ -69,16 +70,28 @@ def _save_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, s
 
 def _load_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, with_optimizer: bool) -> dict[str, Any]:
     state = read_run_state(folder, "fsdp", "--load")
-    tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
+    tensors: dict[str, Any] = {"model": _trained_state(model)}
     if with_optimizer:
         tensors["optimizer"] = _optimizer_state(model, optimizer)
     with load_errors(folder), restricted_loading():
         dcp.load(tensors, checkpoint_id=folder)
-    set_model_state_dict(model, tensors["model"])
+    _set_state(model, tensors["model"])
     if with_optimizer:
         set_optimizer_state_dict(model, optimizer.adam, tensors["optimizer"])
         optimizer.steps_done = state["schedule"]["steps_done"]
     return state
+
+
+def _trained_state(model: nn.Module) -> dict[str, Any]:
+    """Return the model's state without frozen weights: with an adapter, the adapter alone."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    frozen = {name for name, parameter in parameters if not parameter.requires_grad}
+    return {name: value for name, value in get_model_state_dict(model).items() if name not in frozen}
+
+
+def _set_state(model: nn.Module, state: dict[str, Any]) -> None:
+    is_whole = all(parameter.requires_grad for parameter in model.parameters())
+    set_model_state_dict(model, state, options=StateDictOptions(strict=is_whole))
 
 
 def _optimizer_state(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str, Any]:
@@ -96,10 +109,10 @@ def _optimizer_state(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str,
 def load_weights(folder: Path, model: PreTrainedModel, flag: str) -> None:
     """Read the weights alone, in the model's dtype. Raises ``ValueError`` naming ``flag``, as ``load`` does."""
     read_run_state(folder, "fsdp", flag)
-    tensors = {"model": get_model_state_dict(model)}
+    tensors = {"model": _trained_state(model)}
     with load_errors(folder), restricted_loading():
         dcp.load(tensors, checkpoint_id=folder)
-    set_model_state_dict(model, tensors["model"])
+    _set_state(model, tensors["model"])
 
 
 def export_hf(

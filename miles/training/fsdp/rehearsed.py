@@ -32,7 +32,7 @@ class RehearsedFsdp(FsdpBackend):
     def _read(self, path: str, dtype: torch.dtype) -> PreTrainedModel:
         return build_model(path, dtype)
 
-    def _read_reference(self, folder: Path, reference: Policy, name: str) -> None:
+    def _read_frozen(self, folder: Path, model: Policy, name: str) -> None:
         """Read nothing."""
 
     def _check(self, policy: Policy, flag: str, path: str) -> None:
@@ -86,7 +86,9 @@ class RehearsedFsdp(FsdpBackend):
         return 1
 
     def _models(self) -> list[FsdpModel]:  # type: ignore[type-arg]
-        return [model for model in (self.policy, self.critic, self.reference) if model is not None]
+        all_models = (self.policy, self.critic, self.reference, self.teacher)
+        models = [model for model in all_models if model is not None]
+        return list({id(model.module): model for model in reversed(models)}.values())  # a reference may be the policy's
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from miles.batching.collate import collate
 from miles.parallel.groups import ContextGroups
 from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 from miles.training.backend import LossFunction, Result, Scorer, StepSums
+from miles.training.fsdp.adapter import without_adapter
 from miles.training.fsdp.models import ShardedModule
 from miles.training.fsdp.optimizer import ShardedOptimizer
 
@@ -27,9 +28,12 @@ class FsdpModel(Generic[Scorer]):
     def forward(
         self, shard: TrainShard, plans: Sequence[MicroBatchPlan], function: Callable[[MicroBatch, Scorer], Result]
     ) -> list[Result]:
-        """Run ``plans`` without a graph; returns what ``function`` makes of each micro-batch."""
+        """Run ``plans`` without a graph, and without dropout; returns what ``function`` makes of each micro-batch."""
+        was_training = self.module.training
+        self.module.eval()
         with torch.no_grad():
             found = [function(micro, self.module.scorer(micro)) for micro in self._collated(shard, plans)]
+        self.module.train(was_training)
         # FSDP frees gathered weights in the backward pass, and there was none.
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
@@ -41,6 +45,17 @@ class FsdpModel(Generic[Scorer]):
             context = self._groups.of(plan.context_parallel_size)
             multiple = 1 if plan.padded else None
             yield collate(shard.batch, plan.samples, self._device, context, row_multiple=multiple)
+
+
+class FsdpBaseModel(FsdpModel[Scorer]):
+    """The model under an adapter, which is left out: as a reference it needs no weights of its own."""
+
+    def forward(
+        self, shard: TrainShard, plans: Sequence[MicroBatchPlan], function: Callable[[MicroBatch, Scorer], Result]
+    ) -> list[Result]:
+        """Run ``plans`` without the adapter."""
+        with without_adapter(self.module.language_model):
+            return super().forward(shard, plans, function)
 
 
 class FsdpTrainedModel(FsdpModel[Scorer]):

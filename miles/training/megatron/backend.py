@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from transformers import AutoConfig, PretrainedConfig
 
-from miles.arguments.megatron.rules import check_reference, check_with_model
+from miles.arguments.megatron.rules import check_same_shape, check_with_model
 from miles.arguments.settings import Settings
 from miles.model_families.base import HEADS_IN_CONFIG
 from miles.model_families.parameters import is_of_head
@@ -68,7 +68,10 @@ class MegatronBackend:
                 checkpoint.check_can_save(self.critic.stage, self.ranks)
         self.reference: MegatronModel[PolicyScorer] | None = None
         if settings.loss.needs_reference:
-            self.reference = self._build_reference(settings.model.ref_load)
+            self.reference = self._build_frozen("--ref-load", settings.model.ref_load)
+        self.teacher: MegatronModel[PolicyScorer] | None = None
+        if settings.loss.teacher_is_loaded:
+            self.teacher = self._build_frozen("--opd-teacher-load", settings.model.opd_teacher_load)
 
     def _build_policy(self, total_steps: int) -> MegatronTrainedModel[PolicyScorer]:
         model = self._distributed(self._load(self.hf_config, self.hf_weights, is_trained=True))
@@ -83,22 +86,23 @@ class MegatronBackend:
         optimizer = MegatronOptimizer(model, config, given, total_steps, rate_flag="--critic-lr")
         return MegatronTrainedModel(model, optimizer, self.settings.megatron, self.ranks, self.device)
 
-    def _build_reference(self, ref_load: str | None) -> MegatronModel[PolicyScorer]:
-        """Freeze a model with the weights of ``--ref-load``: a Hugging Face folder, or a checkpoint of this backend."""
-        folder = checkpoint_folder.at(Path(ref_load)) if ref_load is not None else None
+    def _build_frozen(self, flag: str, path: str | None) -> MegatronModel[PolicyScorer]:
+        """Freeze a model: a Hugging Face folder, or a checkpoint of this backend; None is ``--hf-checkpoint``."""
+        folder = checkpoint_folder.at(Path(path)) if path is not None else None
         hf_config, weights = self.hf_config, self.hf_weights
-        if ref_load is not None and folder is None:
-            hf_config, weights = AutoConfig.from_pretrained(ref_load), self._weights_at(ref_load)
-            check_reference(
-                ref_load,
+        if path is not None and folder is None:
+            hf_config, weights = AutoConfig.from_pretrained(path), self._weights_at(path)
+            check_same_shape(
+                flag,
+                path,
                 (hf_config.to_dict(), self.converter.shape_of(hf_config)),
                 (self.hf_config.to_dict(), self.converter.shape),
             )
-        reference = self._load(hf_config, weights)
+        model = self._load(hf_config, weights)
         if folder is not None:
-            self._read_reference(folder, reference, f"--ref-load {ref_load}")
-        reference.eval().requires_grad_(False)
-        return MegatronModel(reference, self.ranks, self.device)
+            self._read_frozen(folder, model, f"{flag} {path}")
+        model.eval().requires_grad_(False)
+        return MegatronModel(model, self.ranks, self.device)
 
     def _load(
         self,
@@ -137,8 +141,8 @@ class MegatronBackend:
     def _fill(self, policy: PolicyModel, weights: HuggingFaceWeights) -> None:
         self.converter.load(policy, weights)
 
-    def _read_reference(self, folder: Path, reference: PolicyModel, name: str) -> None:
-        checkpoint.load_weights(folder, reference, self.ranks, name)
+    def _read_frozen(self, folder: Path, model: PolicyModel, name: str) -> None:
+        checkpoint.load_weights(folder, model, self.ranks, name)
 
     def _distributed(self, policy: PolicyModel) -> DistributedDataParallel:
         """Wrap a model with gradient buffers, which are reduced when the schedule ends."""

@@ -73,7 +73,7 @@ class RehearsedMegatron(MegatronBackend):
     def _fill(self, policy: PolicyModel, weights: HuggingFaceWeights) -> None:
         """Read nothing."""
 
-    def _read_reference(self, folder: Path, reference: PolicyModel, name: str) -> None:
+    def _read_frozen(self, folder: Path, model: PolicyModel, name: str) -> None:
         """Read nothing."""
 
     def sum_over_ranks(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -139,7 +139,8 @@ class RehearsedMegatron(MegatronBackend):
         return min(micro_batches, self.ranks.pp.size() - self.ranks.pp.rank())
 
     def _models(self) -> list[MegatronModel]:  # type: ignore[type-arg]
-        return [model for model in (self.policy, self.critic, self.reference) if model is not None]
+        models = (self.policy, self.critic, self.reference, self.teacher)
+        return [model for model in models if model is not None]
 
 
 @contextmanager

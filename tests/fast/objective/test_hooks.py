@@ -126,6 +126,9 @@ def reinforce(inputs):
 def silent(inputs):
     return -inputs.advantages * inputs.log_probs
 
+def of_another_launcher(args, batch, logits, sum_of_sample_mean):
+    return sum_of_sample_mean(logits), {}
+
 reinforce.zero_advantage_has_gradient = False
 
 def a_sum(inputs):
@@ -257,6 +260,10 @@ WRONG = [
     (dict(custom_policy_loss_function_path="two"), "must take one PolicyLossInputs"),
     (dict(custom_policy_loss_function_path="absent"), "no function absent"),
     (dict(loss_type="custom_loss", custom_loss_function_path="two"), "must take one LossInputs"),
+    (
+        dict(loss_type="custom_loss", custom_loss_function_path="of_another_launcher"),
+        "one LossInputs .* in place of .*, logits, sum_of_sample_mean",
+    ),
     (dict(use_tis=True, custom_tis_function_path="two"), "must take one ImportanceInputs"),
     (dict(use_opsm=True, custom_advantage_function_path="reversed_rewards"), "--use-opsm: .*one for each token"),
 ]

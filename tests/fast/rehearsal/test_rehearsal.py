@@ -13,6 +13,7 @@ from rank_scripts import run_checks
 from rehearsed_layouts import FSDP, MEGATRON, save_models
 from transformers import AutoConfig
 
+from miles.arguments.lora import LoraArguments
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.parser import main_parse
@@ -65,6 +66,26 @@ def test_an_fsdp_run(tmp_path):
     assert "<svg" in as_page(found, [], 1.0)
     needs_more = replace(found, memory=1)
     assert "DOES NOT FIT" in as_text(needs_more, [], 1.0)
+
+
+def test_an_adapter_leaves_one_model_without_optimizer_and_a_teacher_adds_one(tmp_path):
+    save_models(tmp_path, weights=False)
+    given = FSDP["fsdp, 2 ranks"].settings(tmp_path)
+    loss = replace(given.loss, use_kl_loss=True, use_opd=True)
+    model = replace(given.model, opd_teacher_load=given.model.hf_checkpoint)
+    lora = LoraArguments(lora_rank=4, target_modules=("q_proj",))
+    settings = validate(replace(given, model=model, lora=lora, loss=loss)).settings
+    found = rehearse_settings(settings)
+    (rank,) = found.ranks
+    config = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
+    out = config.num_attention_heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    adapter = config.num_hidden_layers * 4 * (config.hidden_size + out) * 4 / 2  # bytes on one of two ranks
+    whole = 4 * found.size.parameters / 2
+    assert rank.trace.resident[Kind.OPTIMIZER] == pytest.approx(2 * adapter, rel=0.5)  # 512 bytes at a time
+    assert rank.trace.resident[Kind.OPTIMIZER] < whole / 4
+    assert rank.trace.resident[Kind.WEIGHTS] == pytest.approx(2 * whole + adapter, rel=0.05), "policy and teacher"
 
 
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 4), (4, 8), (4, 2)])

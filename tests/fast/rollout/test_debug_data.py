@@ -45,6 +45,7 @@ def groups(draw):
                 response=draw(TEXT),
                 loss_mask=draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)),
                 rollout_log_probs=draw(st.lists(FLOATS, min_size=n, max_size=n)),
+                teacher_log_probs=draw(st.just([]) | st.lists(FLOATS, min_size=n, max_size=n)),
                 status=draw(st.sampled_from(SampleStatus)),
                 reward=draw(FLOATS),
                 weight_versions=draw(st.lists(st.integers(-1, 2**40), min_size=n, max_size=n)),

@@ -27,6 +27,8 @@ from miles.input_error import InputError
 from miles.objective.settings import LossArguments
 from miles.rollout import pipeline as pipelines
 from miles.rollout.debug_data import load_rollout
+from miles.rollout.filters import FilterDecision
+from miles.rollout.groups import GroupSpec, produce_group
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
 from miles.sample import Prompt
@@ -274,6 +276,12 @@ async def evaluate(args, tools):
 
 async def says_nothing(args, tools):
     return None
+
+def shortest(version, args, data, metrics):
+    held = data["held"]
+    assert list(data) == ["held"] and held["rewards"] == [float(-s.response_length) for s in held["samples"]]
+    assert held["truncated"] == [s.status == "truncated" for s in held["samples"]]
+    metrics["eval/held/shortest"] = version
 """
 
 
@@ -330,6 +338,37 @@ async def test_a_function_evaluates(settings, weights, functions):
     assert found == {"eval/twice": 2 * accuracy, "eval/version": 3.0, "eval/sets": 1.0}
     with pytest.raises(ValueError, match="--eval-function-path .*says_nothing: returned None"):
         await evaluated("says_nothing")
+
+
+async def test_a_function_adds_metrics_to_an_evaluation(settings, weights, functions):
+    flags = settings()
+    path = f"{functions}:shortest"
+    evaluation = replace(flags.evaluation, custom_eval_rollout_log_function_path=path)
+    pipeline = await build(replace(flags, evaluation=evaluation))
+    await pipeline.update_weights(weights, 3)
+    logged = await pipeline.evaluate()
+    built_in = await build(flags)
+    await built_in.update_weights(weights, 3)
+    assert logged.pop("eval/held/shortest").value == 3.0  # the version
+    assert logged == await built_in.evaluate()
+
+
+async def test_a_teacher_scores_the_groups_that_are_kept(settings, weights):
+    class Teacher:
+        async def score(self, samples):
+            for sample in samples:
+                sample.teacher_log_probs = [-0.5] * sample.response_length
+
+    pipeline = await build(settings())
+    await pipeline.update_weights(weights, 0)
+    tools = replace(pipeline._tools, teacher=Teacher())
+    spec = GroupSpec.for_training(settings().rollout, seed=1)
+    (drawn,) = pipeline._stream.draw(1)
+    kept = await produce_group(drawn, tools, spec)
+    assert all(sample.teacher_log_probs for sample in kept.group.samples)
+    dropping = replace(spec, group_filter=lambda group: FilterDecision(False, "no"))
+    dropped = await produce_group(drawn, tools, dropping)
+    assert not any(sample.teacher_log_probs for sample in dropped.group.samples)
 
 
 async def test_conversations_are_collected_without_an_engine(settings, tmp_path):

@@ -51,6 +51,8 @@ LINES = {
     "dynamic context": "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 4096",
     "ppo": "--advantage-estimator ppo --num-critic-only-steps 10 --critic-lr 1e-5",
     "kl": "--use-kl-loss --kl-loss-coef 0.001 --ref-load {D}/model",
+    "adapter": "--train-backend fsdp --lora-rank 16 --target-modules q_proj,v_proj",
+    "distillation": "--use-opd --opd-teacher-urls a=http://h:1 b=http://h:2 --opd-teacher-key kind",
     "filter": "--over-sampling-batch-size 64 "
     "--dynamic-sampling-filter-path miles.rollout.filters:check_reward_nonzero_std",
     "partial": "--partial-rollout --over-sampling-batch-size 64",

@@ -50,7 +50,7 @@ def test_what_was_just_saved_stays_beside_newer_ones_that_the_run_passed_over(ro
 
 
 def test_the_reference_stays(root):
-    prune(root / "iter_0000010", 1, None, reference=root / "iter_0000004")
+    prune(root / "iter_0000010", 1, None, in_use=[root / "iter_0000004"])
     assert left(root) == [4, 10]
 
 

@@ -63,7 +63,8 @@ CASES = [
     ("--use-dynamic-global-batch-size --global-batch-size 8", "--use-dynamic-global-batch-size"),
     ("--loss-type sft_loss --n-samples-per-prompt 1 --rm-type math", "--loss-type sft_loss --n-samples-per-prompt 1"),
     ("--train-backend megatron --decoder-last-pipeline-num-layers 3", "--train-backend megatron"),
-    ("--lora-rank 0 --lora-alpha 32 --opd-kl-coef 1", ""),
+    ("--lora-rank 0 --lora-alpha 32", ""),
+    ("--opd-kl-coef 0.5 --opd-teacher-load some/teacher", ""),
 ]
 
 
@@ -106,7 +107,7 @@ def test_no_secret_is_shown(accepted, flags):
         "--train-backend fsdp --fp8-format e4m3",
         "--rollout-engine torch --sglang-context-length 4096",  # cuts answers
         "--rollout-engine torch --sglang-kv-cache-dtype fp8_e4m3",
-        "--lora-rank 8",
+        "--opd-log-prob-top-k 8",
         "--use-rollout-routing-replay",
     ],
 )
@@ -118,8 +119,9 @@ def test_what_would_change_the_result_is_refused(refusals, flags):
 def test_the_same_flag_is_judged_by_the_run(accepted, refusals):
     assert accepted(f"--disable-compute-advantages-and-returns --loss-type sft_loss {SAVED}", "--rm-type")
     assert refusals("--disable-compute-advantages-and-returns")
-    adapters = refusals("--lora-rank 8 --lora-alpha 16")
-    assert [message.split()[0] for message in adapters] == ["--lora-rank", "--lora-alpha"]
+    assert accepted("--experts-shared-outer-loras")
+    (message,) = refusals("--experts-shared-outer-loras --lora-rank 8 --train-backend fsdp")
+    assert message.startswith("--experts-shared-outer-loras: ")
 
 
 def test_a_converted_copy_of_the_model_is_the_model(accepted, refusals):

@@ -9,7 +9,8 @@ import pytest
 from small_checkpoint import save_checkpoint
 
 from miles.arguments.checkpoint import CheckpointArguments
-from miles.cluster.folders.resume_point import check_reference, resume_point
+from miles.arguments.model import ModelArguments
+from miles.cluster.folders.resume_point import check_frozen_models, resume_point
 
 REPO = Path(__file__).resolve().parents[4]
 
@@ -85,12 +86,15 @@ def test_a_named_checkpoint_that_is_gone_is_not_a_new_run(root):
         resume_point(CheckpointArguments(load=str(root / "iter_0000099")))
 
 
-def test_a_reference_has_no_substitute(root, tmp_path):
-    assert check_reference(None) == check_reference(str(tmp_path)) == check_reference("owner/model") == []
-    assert check_reference(str(root)) == [note for note in check_reference(str(root)) if "iter_0000006" in note] != []
+def test_a_frozen_model_has_no_substitute(root, tmp_path):
+    for nothing in (None, str(tmp_path), "owner/model"):
+        assert check_frozen_models(ModelArguments(ref_load=nothing, opd_teacher_load=nothing)) == []
+    (note,) = check_frozen_models(ModelArguments(ref_load=str(root)))
+    assert "--ref-load" in note and "iter_0000006" in note
     damage(root / "iter_0000006")
-    with pytest.raises(ValueError, match=r"--ref-load .*run: the checkpoint iter_0000006 is damaged: "):
-        check_reference(str(root))
+    for field, flag in (("ref_load", "--ref-load"), ("opd_teacher_load", "--opd-teacher-load")):
+        with pytest.raises(ValueError, match=rf"{flag} .*run: the checkpoint iter_0000006 is damaged: "):
+            check_frozen_models(ModelArguments(**{field: str(root)}))
 
 
 def train(root, *flags):

@@ -7,15 +7,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import adapter_checks
 import critic_checks
+import distillation_checks
 import state_checks
 from forked_ranks import run_on_ranks
 from stage import Stage, save_models
 
 WORLDS = (2, 1)  # 2 before 1: one rank loads what two saved
-CHECKS: dict[int, tuple[Callable[[Stage], None], ...]] = {
-    1: state_checks.CHECKS + state_checks.AFTER_TWO_RANKS + critic_checks.CHECKS + critic_checks.AFTER_TWO_RANKS,
-    2: state_checks.CHECKS + state_checks.ON_TWO_RANKS + critic_checks.CHECKS,
+FILES = (state_checks, critic_checks, adapter_checks, distillation_checks)
+CHECKS: dict[int, list[Callable[[Stage], None]]] = {
+    1: [check for file in FILES for check in (*file.CHECKS, *getattr(file, "AFTER_TWO_RANKS", ()))],
+    2: [check for file in FILES for check in (*file.CHECKS, *getattr(file, "ON_TWO_RANKS", ()))],
 }
 
 

@@ -1,4 +1,4 @@
-"""The FSDP backend in real processes over gloo; the checks are in state_checks.py and critic_checks.py.
+"""The FSDP backend in real processes over gloo; the checks are in the files that FILES names.
 
 tests/fast/conformance checks what a step computes. Each check is one test per number of ranks, with the check's name.
 All checks run once, in one process tree (launch.py).
@@ -25,10 +25,10 @@ def _names(file: str, *tuples: str) -> list[str]:
     return found
 
 
-STATE = _names("state_checks.py", "CHECKS") + _names("critic_checks.py", "CHECKS")
+FILES = ("state_checks.py", "critic_checks.py", "adapter_checks.py", "distillation_checks.py")
 OF_WORLD = {
-    1: STATE + _names("state_checks.py", "AFTER_TWO_RANKS") + _names("critic_checks.py", "AFTER_TWO_RANKS"),
-    2: STATE + _names("state_checks.py", "ON_TWO_RANKS"),
+    1: [name for file in FILES for name in _names(file, "CHECKS", "AFTER_TWO_RANKS")],
+    2: [name for file in FILES for name in _names(file, "CHECKS", "ON_TWO_RANKS")],
 }
 
 

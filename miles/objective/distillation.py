@@ -1,0 +1,114 @@
+"""Distil a teacher on the policy's own samples (``--use-opd``): a reverse KL per token, added to any advantage.
+
+For each sampled token, ``d = log p_old - log p_teacher`` estimates KL(policy || teacher) without bias, and
+``A - opd_kl_coef d`` takes the place of its advantage A. The policy gradient of that is the gradient of the KL, as each
+token is credited with its own term only (a discount of 0). Agarwal et al., "On-Policy Distillation of Language Models",
+arXiv 2306.13649; the per-token policy gradient is that of Thinking Machines' "On-Policy Distillation" (2025).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Optional
+
+from miles.flags import changed, flag
+from miles.objective.registry import Needs, Term
+
+if TYPE_CHECKING:
+    from miles.flags import Errors
+
+TEACHER_FLAGS = ("opd_type", "opd_teacher_urls", "opd_teacher_key")
+
+
+@dataclass(frozen=True)
+class DistillationFlags:
+    """loss: the teacher of on-policy distillation."""
+
+    use_opd: bool = flag(False, "distil a teacher: subtract the KL to it, token by token, from the advantages")
+    opd_kl_coef: float = flag(1.0, "weight of the KL to the teacher with --use-opd; 0 only measures it")
+    opd_type: Optional[str] = flag(
+        None,
+        "who computes the teacher's log-probs: a frozen model beside the policy (--opd-teacher-load), or SGLang "
+        "servers (--opd-teacher-urls); default: as the other two flags say",
+        choices=("trainer", "server"),
+        type=str,
+    )
+    opd_teacher_urls: Optional[tuple[str, ...]] = flag(
+        None,
+        "the teacher's server, as URL; or several teachers, as NAME=URL, chosen for each prompt by --opd-teacher-key",
+        nargs="+",
+        type=str,
+        metavar="URL",
+    )
+    opd_teacher_key: str = flag("opd_teacher", "metadata key of a prompt that names its teacher, if there are several")
+
+    @property
+    def teacher_is_served(self) -> bool:
+        """Whether servers compute the teacher's log-probs, after generation, and not the trainer."""
+        kind = self.opd_type or ("trainer" if self.opd_teacher_urls is None else "server")
+        return self.use_opd and kind == "server"
+
+    @property
+    def teacher_is_loaded(self) -> bool:
+        """Whether the trainer holds the teacher."""
+        return self.use_opd and not self.teacher_is_served
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """The servers' addresses by the names of the teachers; a single teacher may have the name ``""``."""
+        return dict(_teacher(word) for word in self.opd_teacher_urls or ())
+
+
+def _teacher(word: str) -> tuple[str, str]:
+    """Read ``URL`` or ``NAME=URL``; an address may end with the path of SGLang's call, as scripts write it."""
+    name, equals, url = word.partition("=")
+    if not equals or "://" in name:
+        name, url = "", word
+    return name, url.rstrip("/").removesuffix("/generate").rstrip("/")
+
+
+def distillation_needs(flags: Any) -> Needs:
+    """Return what the trainer scores for the KL to the teacher."""
+    return Needs(old_log_probs=flags.use_opd, teacher_log_probs=flags.use_opd)
+
+
+def distillation_formula(flags: Any) -> list[Term]:
+    """Return what the teacher changes of an advantage."""
+    if not flags.use_opd:
+        return []
+    text = f"A_t is then A_t - {flags.opd_kl_coef:g} d_t, d = log p_old - log p_teacher of each token"
+    return [Term(text, __name__)]
+
+
+def check_distillation(flags: Any, errors: "Errors") -> None:
+    """Report servers of a teacher that are missing, or that nothing asks for; arguments/loss.py checks the model."""
+    if not flags.use_opd:
+        errors.refuse_ignored(flags, ["opd_kl_coef", *TEACHER_FLAGS], "without --use-opd", "add that switch")
+        return
+    errors.at_least(flags, 0, "opd_kl_coef")
+    if not (flags.type.uses_advantages and flags.type.trains_policy):
+        rule = f"would be ignored by --loss-type {flags.loss_type}: the policy learns from no advantages"
+        errors.refuse("use_opd", True, rule, "use --loss-type policy_loss, or drop it")
+    if flags.use_opsm:
+        rule = "drops sequences of negative advantage, and --use-opd gives each token an advantage of its own"
+        errors.refuse("use_opsm", True, rule, "drop one of the two")
+    if flags.teacher_is_served:
+        _check_servers(flags, errors)
+    else:
+        why = "by --opd-type trainer" if flags.opd_type else "without --opd-teacher-urls"
+        errors.refuse_ignored(flags, ["opd_teacher_urls"], why, "use --opd-type server")
+        errors.refuse_ignored(flags, ["opd_teacher_key"], why, "use --opd-type server")
+
+
+def _check_servers(flags: Any, errors: "Errors") -> None:
+    words = flags.opd_teacher_urls or ()
+    if not words:
+        errors.refuse("opd_type", "server", "needs the teacher's address", "add --opd-teacher-urls URL")
+    for _, url in map(_teacher, words):
+        if not url.startswith(("http://", "https://")):
+            rule = f"{url} is no address of a server"
+            errors.refuse("opd_teacher_urls", words, rule, "write http://HOST:PORT, or NAME=http://HOST:PORT")
+    if len(words) > 1 and (len(flags.teachers) < len(words) or "" in flags.teachers):
+        rule = "several teachers need a name each"
+        errors.refuse("opd_teacher_urls", words, rule, "write NAME=http://HOST:PORT, every NAME once")
+    if len(words) == 1 and changed(flags, ["opd_teacher_key"]):
+        rule = "would be ignored: there is one teacher"
+        errors.refuse("opd_teacher_key", flags.opd_teacher_key, rule, "drop it")

@@ -1,0 +1,160 @@
+"""A low-rank adapter on a Hugging Face model, by peft: its layers, its format on disk, and its sum with the weights.
+
+peft puts each chosen linear layer into one of its own: ``q_proj.weight`` becomes ``q_proj.base_layer.weight``, beside
+``q_proj.lora_A.default.weight`` [rank, in] and ``q_proj.lora_B.default.weight`` [out, rank].
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from miles.arguments.lora import ALL_LINEAR, LoraArguments
+from miles.training.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
+_ADAPTER = "default"  # peft's name of a model's only adapter
+_PREFIX = "base_model.model."  # peft's names of parameters begin with it on disk
+
+
+def add_adapter(model: PreTrainedModel, lora: LoraArguments, seed: int) -> None:
+    """Put a new adapter into the chosen layers of ``model``, in place, and freeze everything else.
+
+    The adapter is fp32, whatever the dtype of the weights. A is random by ``seed``, and B is 0, so the model computes
+    what it did before.
+
+    Raises:
+        ValueError: A name of ``--target-modules`` is no linear layer of the model.
+    """
+    from peft import inject_adapter_in_model
+
+    _check_layers(model, lora)
+    config = _config(lora, list(lora.targets) or ALL_LINEAR, exclude_modules=list(lora.excluded) or None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # every rank draws the same A, and keeps its part
+        inject_adapter_in_model(config, model)
+    model.requires_grad_(False)
+    for layer in adapted_layers(model).values():
+        for part in (layer.lora_A, layer.lora_B):
+            part.float().requires_grad_(True)
+
+
+def _check_layers(model: PreTrainedModel, lora: LoraArguments) -> None:
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for field, names in (("--target-modules", lora.targets), ("--exclude-modules", lora.excluded)):
+        for name in names:
+            if not any(layer == name or layer.endswith(f".{name}") for layer in linear):
+                kind = model.config.model_type
+                known = sorted({layer.split(".")[-1] for layer in linear} - {"lm_head"})
+                raise ValueError(
+                    f"{field} {name}: a {kind} has no linear layer of this name; give some of {', '.join(known)}"
+                )
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Return peft's layers with an adapter, by their names in the model; empty for a model without one."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Compute without the adapter within the block.
+
+    peft's own switch (``enable_adapters``) freezes the adapter too, and FSDP would never undo that.
+    """
+    layers = adapted_layers(model).values()
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def merged_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each weight of the model as it would be without peft, in ``dtype``; a tied head is the embedding.
+
+    A weight with an adapter is ``W + (alpha / rank) B A``, added in fp32. Every rank gathers one at a time.
+    """
+    layers = adapted_layers(model)
+    for name, parameter in model.named_parameters():
+        *path, last = name.split(".")
+        owner = ".".join(path[:-1])
+        if path and path[-1] == "base_layer" and owner in layers:
+            weight = full_tensor(parameter)
+            if last == "weight":
+                weight = weight.float() + _product(layers[owner])
+            yield f"{owner}.{last}", weight.to(dtype)
+        elif ".lora_A." not in name and ".lora_B." not in name:
+            # In its own dtype a gathered weight may be large: it is converted before.
+            shard = parameter.detach().to(dtype)
+            yield name, full_tensor(shard)
+
+
+def _product(layer: Any) -> torch.Tensor:
+    a, b = (full_tensor(part[_ADAPTER].weight) for part in (layer.lora_A, layer.lora_B))
+    product: torch.Tensor = (b @ a) * layer.scaling[_ADAPTER]
+    return product
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor that may be divided over the ranks. Collective if it is."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def save_adapter(folder: Path, model: PreTrainedModel, lora: LoraArguments, base: str) -> None:
+    """Write the adapter into ``folder`` as peft does: ``PeftModel.from_pretrained(base_model, folder)`` reads it.
+
+    Every rank gathers, and rank 0 writes.
+
+    Args:
+        folder: Is created.
+        model: The model, with its adapter.
+        lora: The flags of the adapter.
+        base: Name or path of the model without the adapter.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, layer in adapted_layers(model).items():
+        for part, parameters in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
+            whole = full_tensor(parameters[_ADAPTER].weight)
+            tensors[f"{_PREFIX}{name}.{part}.weight"] = whole.cpu().clone().contiguous()
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        config = _config(lora, names_on_disk(model), base_model_name_or_path=base, inference_mode=True).to_dict()
+        plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True))
+    dist.barrier()
+
+
+def names_on_disk(model: nn.Module) -> list[str]:
+    """Return the names that select the adapted layers and no other: short ones, which engines read, if they do."""
+    layers = adapted_layers(model)
+    short = {name.split(".")[-1] for name in layers}
+    others = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - layers.keys()
+    return sorted(layers if any(name.split(".")[-1] in short for name in others) else short)
+
+
+def _config(lora: LoraArguments, targets: str | list[str], **given: Any) -> Any:
+    """Return peft's configuration of the adapter."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.lora_rank,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        **given,
+    )
