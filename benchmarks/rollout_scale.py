@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 from fake_servers import answer_body, latency, start
 
-from miles.arguments.reward import RewardArguments
+from miles.rewards.settings import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.sglang.settings import SglangArguments
 from miles.data.stream import PromptStream

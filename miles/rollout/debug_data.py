@@ -161,6 +161,8 @@ def _encode_prompt(prompt: Prompt) -> dict[str, Any]:
 def _encode_sample(sample: Sample, group: PromptGroup) -> dict[str, Any]:
     assert sample.group_index == group.group_index, "a sample is in a group that is not its own"
     record = {"status": sample.status.value} | {name: getattr(sample, name) for name in _SAMPLE_FIELDS}
+    if sample.reward_parts:
+        record["reward_parts"] = sample.reward_parts
     return record if sample.prompt == group.prompt else record | {"prompt": _encode_prompt(sample.prompt)}
 
 
@@ -216,6 +218,7 @@ def _decode_sample(record: dict[str, Any], group: PromptGroup, end: int) -> Samp
         rollout_log_probs=_numbers(record["rollout_log_probs"], "rollout_log_probs"),
         status=SampleStatus(record["status"]),
         reward=_numbers([record["reward"]], "reward")[0],
+        reward_parts=_reward_parts(record.get("reward_parts", {})),
         weight_versions=_integers(record["weight_versions"], "weight_versions", NO_WEIGHTS, _LARGEST),
     )
     sample.check()
@@ -226,6 +229,11 @@ def _object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name} is of type {type(value).__name__}, not an object")
     return value
+
+
+def _reward_parts(value: Any) -> dict[str, float]:
+    parts = _object(value, "reward_parts")
+    return dict(zip(parts, _numbers(list(parts.values()), "reward_parts"), strict=True))
 
 
 def _list(value: Any, name: str) -> list[Any]:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import reasoning_gym as gym
 
-from miles.arguments.reward import BUILT_IN_REWARDS
+from miles.rewards.built_in import REWARDS
 from miles.rewards.subprocess_call import MAX_CHILDREN
 
 SECONDS = 2.0
@@ -57,7 +57,7 @@ def samples_of(name, make_sample, response):
     return samples
 
 
-@pytest.fixture(params=BUILT_IN_REWARDS)
+@pytest.fixture(params=REWARDS)
 def reward(request, make_sample):
     """Return name and function of a built-in reward whose processes, if it has any, are started."""
     function = getattr(importlib.import_module(f"miles.rewards.built_in.{request.param}"), request.param)
