@@ -72,6 +72,9 @@ class Registry(Mapping[str, C]):
             raise ValueError(f"{flag} {name}: no such choice; give one of {', '.join(self._choices)}")
         return self._choices[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._choices
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._choices)
 

@@ -99,12 +99,12 @@ class JsonClient:
                     return self._decoded(response.text)
                 fault = f"status {response.status_code}: {one_line(response.text, 120)!r}"
                 if response.status_code not in _BUSY:
-                    raise self._failure(fault)
+                    raise self.failure(fault)
                 asked = _seconds_asked(response.headers.get("Retry-After"))
             except (httpx.HTTPError, TimeoutError) as error:
                 fault = f"{type(error).__name__} {error}".strip()
             if not left:
-                raise self._failure(f"{fault} (attempt {self._retries + 1} of {self._retries + 1})")
+                raise self.failure(f"{fault} (attempt {self._retries + 1} of {self._retries + 1})")
             pause = wait * (0.5 + random.random()) if asked is None else asked
             await asyncio.sleep(min(pause, _LONGEST_WAIT))
             wait *= 2
@@ -114,9 +114,10 @@ class JsonClient:
         try:
             return strict_json.loads(text)
         except strict_json.StrictJsonError as error:
-            raise self._failure(f"{error}: {one_line(text, 120)!r}") from None
+            raise self.failure(f"{error}: {one_line(text, 120)!r}") from None
 
-    def _failure(self, fault: str) -> HttpCallError:
+    def failure(self, fault: str) -> HttpCallError:
+        """Return the error for an answer that is of no use, without secrets."""
         return HttpCallError(hide_in_text(f"{self._shown} answered with {fault}", self._secrets))
 
 

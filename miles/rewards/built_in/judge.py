@@ -33,7 +33,7 @@ Answer to grade:
 Explain in a few sentences, then end with a line "Score: N".
 """
 _PLACE = re.compile(r"\{(prompt|response|label|max_score)\}")
-_SCORE = re.compile(r"score\W{0,6}([+-]?[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9])", re.IGNORECASE)
+_SCORE = re.compile(r"score[\s:=*_]{0,6}([+-]?[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class JudgeScorer:
         except (KeyError, IndexError, TypeError):
             reply = None
         if not isinstance(reply, str):
-            raise HttpCallError(f"the answer has no choices[0].message.content: {one_line(repr(answer), 120)}")
+            raise self._client.failure(f"no choices[0].message.content: {one_line(repr(answer), 120)}")
         return reply
 
 

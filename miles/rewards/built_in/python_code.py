@@ -84,7 +84,7 @@ class PythonCode(Reward):
 
 
 def _score(sample: Sample, flags: Any) -> float:
-    tests, expected = tests_of(sample.prompt)
+    tests, expected = read_tests(sample.prompt)
     program = last_code_block(sample.response, "python", "py", "python3")
     if program is None:
         return 0.0
@@ -129,7 +129,7 @@ def is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def tests_of(prompt: Prompt) -> tuple[list[CodeTest], list[Any]]:
+def read_tests(prompt: Prompt) -> tuple[list[CodeTest], list[Any]]:
     """Return the tests of a prompt, and the result that each expects.
 
     Raises:
