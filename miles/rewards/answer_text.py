@@ -38,7 +38,7 @@ def last_code_block(response: str, *languages: str) -> str | None:
 
     Args:
         response: The response.
-        languages: The names that may stand behind the opening fence, in lower case; a block may also have none.
+        languages: The names that an opening fence may have, in lower case; a block without a name counts too.
 
     >>> last_code_block("so\n```python\nprint(1)\n```\n", "python")
     'print(1)\n'

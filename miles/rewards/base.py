@@ -49,13 +49,13 @@ class RewardFunction(Protocol):
 class Reward(Choice):
     """A reward that ``--rm-type`` names. Objects have no state; ``flags`` are the run's ``RewardArguments``.
 
-    A reward reads no flags but those of its own dataclass, ``own_flags``. What an answer may do is bounded by the
-    reward itself: what could take more than linear time runs in ``subprocess_call``, under its limits.
+    A reward reads no flags but those of its own dataclass, ``own_flags``. Each reward bounds what an answer can cost:
+    what could take more than linear time runs in ``subprocess_call``, under its limits.
 
     Attributes:
         data: What it needs of a prompt's row, in words; empty for nothing.
         limit: The time that an answer may take, in words; empty for linear time.
-        libraries: The packages beyond those of a plain install, as ``module`` or ``module (pip install NAME)``.
+        libraries: Modules beyond those of a plain install, each as ``module with pip install NAME``.
     """
 
     flag = "rm_type"

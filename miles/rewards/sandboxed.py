@@ -4,7 +4,7 @@ It is three kinds of processes. The outermost moves into namespaces of its own (
 the processes and the memory below it, and answers. Its child is process 1 of the new namespace, so that everything ends
 with it: it makes the file system read-only but for one small folder in memory, and starts the third, the program, once
 per test, under rlimits and without privileges. Results are files that the program cannot see by name. Imports nothing
-of miles: what the program could reach is the standard library.
+of miles.
 """
 
 from __future__ import annotations

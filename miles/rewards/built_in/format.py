@@ -15,7 +15,7 @@ class Format(Reward):
     """1 if the response is ``<think>…</think>`` and then ``<answer>…</answer>``, each once and not empty, else 0.
 
     This is the format reward of DeepSeek-R1-Zero (2501.12948). ``<think>`` may be missing, since chat templates often
-    end the prompt with it. White space may stand around the parts; anything else may not, so that a model gains nothing
+    end the prompt with it. White space is allowed around the parts and nothing else is, so that a model gains nothing
     by repeating tags.
     """
 

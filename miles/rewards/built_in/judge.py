@@ -73,7 +73,7 @@ class Judge(Reward):
 
     name = "judge"
     summary = "the score of a model behind an OpenAI-compatible URL (--judge-url)"
-    data = "label: what the template shows (optional)"
+    data = "label, if the template shows it"
     limit = "`--judge-timeout` per attempt"
     reads = (
         "judge_url",

@@ -45,7 +45,7 @@ class PythonCode(Reward):
     - ``tests``: statements that follow the program, such as ``assert f(2) == 4``; one text, or a list. They run in the
       program's own process, so a program that sets out to can forge their success: prefer the other forms.
 
-    ``sandbox.py`` says what a program cannot do. Where the kernel permits no namespaces the run stops, unless
+    ``sandbox.py`` says what a program cannot do. If the kernel permits no namespaces, the run stops, unless
     ``--allow-unsandboxed-code`` is given.
     """
 

@@ -49,7 +49,12 @@ ANSWERS = {
 
 PROMPTS = {  # what a row holds, if not the label 42
     "gpqa": {"label": "A"},
-    "ifeval": {"metadata": {"instruction_id_list": ["detectable_format:json_format"], "kwargs": [{}]}},
+    "ifeval": {
+        "metadata": {
+            "instruction_id_list": ["startend:end_checker", "language:response_language"],
+            "kwargs": [{"end_phrase": "that is 42"}, {"language": "en"}],
+        }
+    },
     "json_schema": {"label": {"type": "integer", "const": 42}},
     "python_code": {"metadata": {"inputs": [""], "outputs": ["42"]}},
     "regex": {"label": r"\A(\W|\d+)*42\Z"},
@@ -61,7 +66,7 @@ ASKS_SERVERS = ("judge", "remote_rm")  # test_http_rewards.py
 def samples_of(name, make_sample, response):
     if name != "reasoning_gym":
         sample = make_sample(response, **{"label": "42", **PROMPTS.get(name, {})})
-        if name in PENALTIES:  # they look at tokens, of which a response has at most so many
+        if name in PENALTIES:  # they read tokens, and a response has no more than this
             sample.response_ids = sample.response_ids[:10_000]
         return [sample]
     samples = []
