@@ -25,7 +25,6 @@ from typing import Any
 import psutil
 from fake_servers import answer_body, latency, start
 
-from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.sglang.settings import SglangArguments
 from miles.data.stream import PromptStream
@@ -33,6 +32,7 @@ from miles.engine.base import Generation, GenerationRequest
 from miles.engine.sglang.client import read_generation
 from miles.engine.sglang.engine import SglangEngine
 from miles.engine.sglang.router import Router
+from miles.rewards.settings import RewardArguments
 from miles.rollout.groups import GroupTools, generate_group
 from miles.rollout.pipeline import build_collector
 from miles.sample import Prompt, Sample

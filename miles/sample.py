@@ -62,6 +62,7 @@ class Sample:
     status: SampleStatus = SampleStatus.PENDING
     teacher_log_probs: list[float] = field(default_factory=list)  # of a teacher in servers; empty without one
     reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)  # of a weighted sum: each reward by name, unweighted
     # Version of the weights behind each response token, NO_WEIGHTS for a tool's; empty if not recorded.
     weight_versions: list[int] = field(default_factory=list)
     remove_sample: bool = False  # set by a function of the user's: the sample is not trained on

@@ -15,7 +15,6 @@ from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.rehearsal import RehearsalArguments
-from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.sglang.server_flags import ServerFlags
 from miles.arguments.sglang.settings import SglangArguments
@@ -25,6 +24,7 @@ from miles.components import engine_spec, train_backend_spec
 from miles.flags import collect_errors, refuse
 from miles.objective.settings import LossArguments, StepShape
 from miles.parallel.dims import ParallelDims
+from miles.rewards.settings import RewardArguments
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from miles.arguments.model import check_model
 from miles.arguments.optimizer import check_optimizer
 from miles.arguments.parallel import check_parallel, pad_recurrent_models
 from miles.arguments.rehearsal import check_rehearsal
-from miles.arguments.reward import check_reward
 from miles.arguments.rollout import check_async, check_rollout, fill_over_sampling, notes_on_rollout
 from miles.arguments.rules.debug_modes import check_debug_modes
 from miles.arguments.rules.deterministic import check_deterministic
@@ -40,6 +39,7 @@ from miles.components import train_backend_spec
 from miles.flags import Errors
 from miles.objective.aggregation import reconcile_aggregation
 from miles.parallel.dims import ParallelDims
+from miles.rewards.settings import check_reward
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Check a reward function on cases: answers with the rewards that they should get.
 
-The function runs as in a run: in its own process, with the time and memory limits. Exit status 0: all cases get the
+The function runs as in a run: in its own process, with the time and memory limits. A built-in reward takes its flags,
+as in a run. Exit status 0: all cases get the
 expected reward; 1: some do not; 2: the function or the cases cannot be read.
 """
 
@@ -9,14 +10,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 
-from miles.arguments.reward import BUILT_IN_REWARDS, RewardArguments
+# A private name of a pinned version (argparse-dataclass 2.0), as in arguments/parser.py.
+from argparse_dataclass import _add_dataclass_options
+
+from miles.arguments.launch.machine import memory_limit
+from miles.flags import Errors
 from miles.input_error import InputError
 from miles.junit import CheckResult, write_junit
 from miles.one_line import one_line
+from miles.rewards.built_in import REWARDS
 from miles.rewards.cases import check_cases, read_cases
 from miles.rewards.registry import get_reward_function
+from miles.rewards.settings import CUSTOM, RewardArguments, check_reward, reward_weights
 from miles.sample import Sample
 
 SECONDS = 60.0
@@ -29,7 +37,9 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: With status 2 for wrong arguments, cases that are malformed, or a function that cannot be imported.
     """
     parser = argparse.ArgumentParser(prog="miles check-reward", description=__doc__, allow_abbrev=False)
-    parser.add_argument("function", metavar="FUNCTION", help="module:function, or the name of a built-in reward")
+    parser.add_argument(
+        "function", metavar="FUNCTION", help="module:function, or what --rm-type names: math, or math:1,repetition:0.2"
+    )
     parser.add_argument(
         "--cases", type=Path, required=True, metavar="FILE", help="JSON lines: response, label, expected"
     )
@@ -38,6 +48,9 @@ def main(argv: Sequence[str]) -> int:
         "--reward-timeout", type=float, default=SECONDS, help=f"seconds that a call may take (default: {SECONDS:g})"
     )
     parser.add_argument("--reward-memory", type=float, metavar="GIB", help="GiB that its processes may use together")
+    parser.add_argument("--custom-rm-path", metavar="PATH", help="the function that custom names in a weighted sum")
+    for flags in REWARDS.own_flags:
+        _add_dataclass_options(flags, parser.add_argument_group(*(flags.__doc__ or "").split(": ", 1)))
     parser.add_argument("--tolerance", type=float, default=1e-6, help="difference that still counts as equal (1e-6)")
     parser.add_argument("--tokenizer", metavar="PATH", help="fills response_ids, which are empty otherwise")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="also write the results as JUnit XML")
@@ -56,11 +69,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(given: argparse.Namespace) -> list[CheckResult]:
     cases = read_cases(given.cases)
-    reward = RewardArguments(custom_rm_path=given.function, reward_key=given.reward_key)
-    if given.function in BUILT_IN_REWARDS:
-        reward = RewardArguments(rm_type=given.function, reward_key=given.reward_key)
-    limits = {"reward_timeout": given.reward_timeout, "reward_memory": given.reward_memory}
-    function = get_reward_function(RewardArguments(**(vars(reward) | limits)))
+    reward = _reward(given)
+    errors = Errors()
+    check_reward(reward, True, errors)
+    errors.raise_if_any()
+    function = get_reward_function(reward, memory_limit(reward.reward_memory))
     token_ids: list[list[int]] = [[] for _ in cases]
     if given.tokenizer is not None:
         from miles.data.tokenizer import load_tokenizer  # transformers takes seconds
@@ -71,6 +84,20 @@ def _check(given: argparse.Namespace) -> list[CheckResult]:
         case.sample(number, ids) for number, (case, ids) in enumerate(zip(cases, token_ids, strict=True))
     ]
     return asyncio.run(check_cases(cases, samples, function, given.tolerance))
+
+
+def _reward(given: argparse.Namespace) -> RewardArguments:
+    """Return the section that the arguments describe."""
+    names = {field.name for field in fields(RewardArguments)}
+    values = {name: value for name, value in vars(given).items() if name in names and value is not MISSING}
+    words = given.function.split(",")
+    if all(word.partition(":")[0] in (*REWARDS, CUSTOM) for word in words):
+        values["rm_type"] = given.function
+        if CUSTOM not in reward_weights(given.function):  # the command's own limits are for functions of the user's
+            values = {name: value for name, value in values.items() if name not in ("reward_timeout", "reward_memory")}
+    else:
+        values["custom_rm_path"] = given.function
+    return RewardArguments(**values)
 
 
 def _report(results: Sequence[CheckResult]) -> int:

@@ -1,16 +1,94 @@
-"""The protocol of reward functions."""
+"""What a reward is: the protocol of reward functions, and the base of the built-in ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from miles.choices import Choice
+from miles.input_error import InputError
 from miles.sample import Sample
+
+if TYPE_CHECKING:
+    from miles.flags import Errors
+
+
+class NotAReward(str):
+    """Why a sample has no reward: in the list that a reward function returns, in the place of the number."""
+
+
+class RewardSum(float):
+    """The weighted sum of several rewards, which remembers its parts.
+
+    Attributes:
+        parts: Each reward by its name, before it is weighted.
+    """
+
+    parts: Mapping[str, float]
+
+    def __new__(cls, total: float, parts: Mapping[str, float]) -> RewardSum:
+        """Return ``total`` with its ``parts``."""
+        self = super().__new__(cls, total)
+        self.parts = parts
+        return self
+
+
+Rewards = Sequence[float | NotAReward]
 
 
 class RewardFunction(Protocol):
     """Scores a batch of generated samples: one number per sample, in order. May await a server or a subprocess."""
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """Return one finite number per sample, in order."""
+        """Return one finite number per sample, in order; ``NotAReward`` for a sample that cannot be scored."""
         ...
+
+
+class Reward(Choice):
+    """A reward that ``--rm-type`` names. Objects have no state; ``flags`` are the run's ``RewardArguments``.
+
+    A reward reads no flags but those of its own dataclass, ``own_flags``. Each reward bounds what an answer can cost:
+    what could take more than linear time runs in ``subprocess_call``, under its limits.
+
+    Attributes:
+        data: What it needs of a prompt's row, in words; empty for nothing.
+        limit: The time that an answer may take, in words; empty for linear time.
+        libraries: Modules beyond those of a plain install, each as ``module with pip install NAME``.
+    """
+
+    flag = "rm_type"
+    data: ClassVar[str] = ""
+    limit: ClassVar[str] = ""
+    libraries: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Return one finite number per sample, in order; ``NotAReward`` for a sample that cannot be scored.
+
+        Raises:
+            ValueError: A prompt lacks what the reward compares with; the message names the prompt.
+        """
+
+    def check(self, flags: Any, errors: Errors) -> None:
+        """Report the rules that ``flags`` break."""
+        return None
+
+    def build(self, flags: Any) -> Callable[[Sequence[Sample]], Rewards | Awaitable[Rewards]]:
+        """Return the function that scores samples in this run, on the machine that scores.
+
+        Raises:
+            InputError: A library is missing, or the machine does not permit what the reward does.
+        """
+        for library in self.libraries:
+            module, _, install = library.partition(" ")
+            if find_spec(module) is None:
+                raise InputError(
+                    f"--rm-type {self.name}: the package {module} is not installed; install it {install}".rstrip()
+                )
+        return lambda samples: self.score(samples, flags)
+
+    def __call__(self, samples: Sequence[Sample]) -> Rewards:
+        """Return the rewards with the default flags."""
+        return self.score(samples, None if self.own_flags is None else self.own_flags())

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import Any
+
+from miles import strict_json
 from miles.sample import Prompt
 
 
@@ -22,3 +26,22 @@ def reference_text(prompt: Prompt, rm_type: str) -> str:
             f"name another column with --label-key, or correct the row"
         )
     return str(label).strip()
+
+
+def reference_object(prompt: Prompt, rm_type: str, *keys: str) -> dict[str, Any]:
+    """Return the object with one of ``keys`` that the prompt's metadata or label holds; a label may be its JSON text.
+
+    Raises:
+        ValueError: Neither holds one.
+    """
+    label = prompt.label
+    if isinstance(label, str):
+        with suppress(ValueError):
+            label = strict_json.loads(label)
+    for found in (prompt.metadata, label):
+        if isinstance(found, dict) and any(key in found for key in keys):
+            return found
+    raise ValueError(
+        f"--rm-type {rm_type}: the prompt {prompt.source} has no {' or '.join(keys)} in its metadata or label; name "
+        f"their columns with --metadata-key or --label-key"
+    )

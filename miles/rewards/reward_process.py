@@ -24,6 +24,7 @@ from typing import Any
 
 from miles.input_error import InputError
 from miles.one_line import one_line
+from miles.rewards.base import NotAReward
 from miles.rewards.messages import read_message, write_message
 from miles.rewards.user_code import UserCodeError, UserCodeTimeout, call_slots
 from miles.sample import Sample
@@ -36,10 +37,6 @@ LONGEST_LINE = 500
 
 class RewardProcessDied(Exception):
     """The process of the reward function ended during the call; the message says how."""
-
-
-class NotAReward(str):
-    """What is wrong with the result for one sample."""
 
 
 class RewardProcess:

@@ -27,6 +27,7 @@ import psutil
 
 from miles.import_path import load_function
 from miles.one_line import one_line
+from miles.rewards.base import NotAReward
 from miles.rewards.messages import read_message, write_message
 from miles.rewards.user_code import UserCall
 
@@ -154,6 +155,8 @@ def rewards_of(results: Any, wanted: int, key: str) -> list[float | str]:
 
 
 def _reward(result: Any, key: str) -> float | str:
+    if isinstance(result, NotAReward):
+        return result
     if key:
         if not isinstance(result, Mapping):
             return f"returned {_shown(result)}, not an object with the key {key} of --reward-key"

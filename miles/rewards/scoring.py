@@ -10,8 +10,8 @@ from numbers import Real
 from typing import Any
 
 from miles.one_line import one_line
-from miles.rewards.base import RewardFunction
-from miles.rewards.reward_process import NotAReward, RewardProcessDied
+from miles.rewards.base import NotAReward, RewardFunction, RewardSum
+from miles.rewards.reward_process import RewardProcessDied
 from miles.rewards.user_code import UserCodeError, UserCodeTimeout
 from miles.sample import Sample
 
@@ -51,7 +51,8 @@ async def score(
     for failure in failures:
         _logger.warning("%s: %s", "dropped by --reward-error" if drop else f"reward {error_value}", failure)
     for sample, outcome in zip(samples, outcomes, strict=True):
-        sample.reward = outcome if isinstance(outcome, float) else None if drop else error_value
+        sample.reward = float(outcome) if isinstance(outcome, float) else None if drop else error_value
+        sample.reward_parts = dict(outcome.parts) if isinstance(outcome, RewardSum) else {}
     return len(failures)
 
 
@@ -79,13 +80,17 @@ async def _one_by_one(
 
 
 def _per_sample(samples: Sequence[Sample], results: Any, name: str) -> list[float | RewardError]:
-    """Return a float for each finite number; raise ``TypeError`` unless there is one result per sample."""
+    """Return a float (a ``RewardSum`` as it is) for each finite number.
+
+    Raises:
+        TypeError: There is not one result per sample.
+    """
     if isinstance(results, (str, bytes, dict)) or not hasattr(results, "__len__"):
         raise TypeError(f"it returned {type(results).__name__} {results!r:.80}; return a list, one number per sample")
     if len(results) != len(samples):
         raise TypeError(f"it returned {len(results)} rewards for {len(samples)} samples; return one per sample")
     return [
-        float(result)
+        (result if isinstance(result, RewardSum) else float(result))
         if isinstance(result, Real) and math.isfinite(result)
         else _failure([sample], _not_a_number(result), name)
         for sample, result in zip(samples, results, strict=True)

@@ -66,7 +66,7 @@ def subprocess_call(
     ``function`` is a top-level function; it, ``args`` and the result must pickle. Raises what ``function`` raises,
     ``SubprocessCallTimeout`` after ``seconds`` of processor time or ``WALL_SECONDS`` times as many of wall time,
     ``SubprocessDied`` if the process ends another way, and ``PreparationError`` if the preparation raises. The time
-    starts once the child has imported the function's module and made the ``preparation``.
+    starts once the child has imported the function's module with its ``SLOW_IMPORTS``, and made the ``preparation``.
     """
     child = _idle.get() or _Child(function.__module__)  # waits while all are busy
     try:
@@ -132,8 +132,8 @@ for _ in range(MAX_CHILDREN):
 
 def _fork_workers(module: str, replies: BinaryIO) -> None:
     """Import ``module``, and have one worker after another answer requests until the parent closes the pipe."""
-    with suppress(Exception):  # the worker imports it again, and reports the error
-        importlib.import_module(module)
+    with suppress(Exception):  # the worker imports them again, and reports the error
+        _import_with_libraries(module)
     while True:
         worker = os.fork()
         if worker == 0:
@@ -144,6 +144,11 @@ def _fork_workers(module: str, replies: BinaryIO) -> None:
             return
         replies.write(pickle.dumps((_DIED, os.waitstatus_to_exitcode(status))))
         replies.flush()
+
+
+def _import_with_libraries(module: str) -> None:
+    for slow in getattr(importlib.import_module(module), "SLOW_IMPORTS", ()):
+        importlib.import_module(slow)
 
 
 def _is_closed(pipe: int) -> bool:
@@ -161,6 +166,7 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
         except EOFError:
             return
         try:
+            _import_with_libraries(function.__module__)
             if preparation is not None:
                 _prepare(preparation)
             _limit(seconds)

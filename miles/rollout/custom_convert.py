@@ -111,6 +111,7 @@ def _sample(columns: Mapping[str, Sequence[Any]], row: int, owner: Sample, path:
         rollout_log_probs=list(owner.rollout_log_probs) if log_probs is None else [float(p) for p in log_probs[row]],
         status=owner.status,
         reward=owner.reward,
+        reward_parts=owner.reward_parts,
         weight_versions=list(owner.weight_versions) if is_unchanged else [],
         remove_sample=owner.remove_sample,
         advantage=advantage,

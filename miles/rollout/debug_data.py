@@ -163,6 +163,8 @@ def _encode_sample(sample: Sample, group: PromptGroup) -> dict[str, Any]:
     record = {"status": sample.status.value} | {name: getattr(sample, name) for name in _SAMPLE_FIELDS}
     if sample.teacher_log_probs:
         record["teacher_log_probs"] = sample.teacher_log_probs
+    if sample.reward_parts:
+        record["reward_parts"] = sample.reward_parts
     return record if sample.prompt == group.prompt else record | {"prompt": _encode_prompt(sample.prompt)}
 
 
@@ -219,6 +221,7 @@ def _decode_sample(record: dict[str, Any], group: PromptGroup, end: int) -> Samp
         teacher_log_probs=_numbers(record.get("teacher_log_probs", []), "teacher_log_probs"),
         status=SampleStatus(record["status"]),
         reward=_numbers([record["reward"]], "reward")[0],
+        reward_parts=_reward_parts(record.get("reward_parts", {})),
         weight_versions=_integers(record["weight_versions"], "weight_versions", NO_WEIGHTS, _LARGEST),
     )
     sample.check()
@@ -229,6 +232,11 @@ def _object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name} is of type {type(value).__name__}, not an object")
     return value
+
+
+def _reward_parts(value: Any) -> dict[str, float]:
+    parts = _object(value, "reward_parts")
+    return dict(zip(parts, _numbers(list(parts.values()), "reward_parts"), strict=True))
 
 
 def _list(value: Any, name: str) -> list[Any]:

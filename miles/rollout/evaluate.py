@@ -22,7 +22,7 @@ from miles.input_error import InputError
 from miles.metrics import Metric
 from miles.one_line import one_line
 from miles.rollout.groups import GroupSpec, GroupTools, produce_group, response_seed
-from miles.rollout.metrics import pass_at_k_metrics, response_metrics
+from miles.rollout.metrics import pass_at_k_metrics, response_metrics, reward_part_metrics
 from miles.sample import Prompt, PromptGroup, Sample
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ async def evaluate(
 ) -> tuple[dict[str, Metric], list[Sample]]:
     """Return the metrics of every set, and all scored samples in the order of sets, prompts and seeds.
 
-    The metrics are ``eval/<name>/…``: accuracy (the mean reward), response_length, truncated_fraction,
-    aborted_fraction, reward_errors and, with more than one sample per prompt, pass@k for powers of two. The prompts of
-    all sets are in flight together.
+    The metrics are ``eval/<name>/…``: accuracy (the mean reward), reward_parts/NAME, response_length,
+    truncated_fraction, aborted_fraction, reward_errors and, with more than one sample per prompt, pass@k for powers of
+    two. The prompts of all sets are in flight together.
     """
     per_set = await gather_or_cancel(_evaluate_set(eval_set, tools, seed) for eval_set in eval_sets)
     metrics: dict[str, Metric] = {}
@@ -84,6 +84,7 @@ async def _evaluate_set(eval_set: EvalSet, tools: GroupTools, seed: int) -> tupl
     samples = [sample for group in groups for sample in group.samples]
     metrics = {
         "accuracy": Metric.mean(value for group in groups for value in group.rewards),
+        **reward_part_metrics(samples),
         **response_metrics(samples),
         "reward_errors": Metric(sum(p.reward_errors for p in produced), 1.0),
     }

@@ -23,8 +23,9 @@ def rollout_metrics(
     """Return the metrics ``rollout/…`` of one iteration.
 
     Args:
-        kept: The groups that are trained on. They give reward, reward_std (unbiased, within a group, averaged over
-            groups), the lengths of prompts and responses in tokens, and the truncated and aborted fractions.
+        kept: The groups that are trained on. They give reward, reward_parts/NAME, reward_std (unbiased, within a group,
+            averaged over groups), the lengths of prompts and responses in tokens, and the truncated and aborted
+            fractions.
         generated: All groups, so that a filter does not bias zero_std_groups (a fraction), pass@k and tokens (a total).
         reward_errors: Samples that the reward function failed on. dropped_trajectories counts those that kept groups
             have lost by it (--reward-error drop).
@@ -34,6 +35,7 @@ def rollout_metrics(
     generated = [group for group in generated if group.samples]  # others have no rewards
     metrics = {
         "reward": Metric.mean(reward for group in kept for reward in group.rewards),
+        **reward_part_metrics(samples),
         "reward_std": Metric.mean(_reward_std(group) for group in kept),
         "prompt_length": Metric.mean(len(s.prompt.token_ids) for s in samples),
         **response_metrics(samples),
@@ -55,6 +57,15 @@ def response_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
         "response_length": Metric.mean(len(s.response_ids) for s in samples),
         "truncated_fraction": Metric.mean(s.status is SampleStatus.TRUNCATED for s in samples),
         "aborted_fraction": Metric.mean(s.status is SampleStatus.ABORTED for s in samples),
+    }
+
+
+def reward_part_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
+    """Return ``reward_parts/NAME``: means of the parts of a weighted sum, over the samples that have them."""
+    names = dict.fromkeys(name for sample in samples for name in sample.reward_parts)
+    return {
+        f"reward_parts/{name}": Metric.mean(s.reward_parts[name] for s in samples if name in s.reward_parts)
+        for name in names
     }
 
 

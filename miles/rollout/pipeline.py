@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from miles.arguments.launch.machine import memory_limit
 from miles.arguments.model import local_vocab_size
-from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.data.conversations import Conversation
@@ -33,6 +33,7 @@ from miles.engine.sglang.teacher import ServedTeacher
 from miles.metrics import Metric
 from miles.objective.settings import LossArguments
 from miles.rewards.registry import get_reward_function
+from miles.rewards.settings import RewardArguments
 from miles.rollout.collect import BurstCollector, GroupCollector, PromptSource, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
 from miles.rollout.debug_data import SavedGroups, save_rollout
@@ -221,7 +222,7 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
     assert settings.model.hf_checkpoint is not None, "validate() requires --hf-checkpoint"
     tokenizer = load_tokenizer(settings.model.hf_checkpoint)
     scores = reward.rm_type is not None or reward.custom_rm_path is not None
-    reward_function = get_reward_function(reward) if scores else None
+    reward_function = get_reward_function(reward, memory_limit(reward.reward_memory)) if scores else None
     is_custom = reward.custom_rm_path is not None
     eval_sets = load_eval_sets(settings.evaluation, data, rollout, tokenizer, labels_optional=is_custom)
     supply = build_supply(settings, tokenizer)

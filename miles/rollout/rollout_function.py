@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.engine.base import Engine
 from miles.import_path import load_function
 from miles.rewards.base import RewardFunction
+from miles.rewards.settings import RewardArguments
 from miles.rollout.collect import PromptSource, ScoredGroups
 from miles.rollout.groups import ProducedGroup
 from miles.rollout.metrics import rollout_metrics

@@ -109,6 +109,7 @@ class SampleRecorder:
             prompt=sample.prompt.text,
             response=sample.response,
             reward=sample.reward,
+            reward_parts=sample.reward_parts or None,
             label=sample.prompt.label,
             status=sample.status.value,
             group=sample.group_index,

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.metrics import Metric
+from miles.rewards.settings import RewardArguments
 from miles.rollout.collect import ProduceGroup, PromptSource, ScoredGroups, Tally
 from miles.rollout.filters import FilterStallGuard
 from miles.rollout.groups import ProducedGroup

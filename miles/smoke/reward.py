@@ -6,35 +6,54 @@ call have one reward, every second one gets 1 more.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from miles.flags import changed
 from miles.import_path import load_function
+from miles.rewards.registry import get_reward_function
+from miles.rewards.settings import RewardArguments
 from miles.sample import Sample
 
 MODULE = "miles_smoke_reward"
 
 
-def write_module(folder: Path, path: str, key: str | None) -> str:
-    """Write a module into ``folder`` whose function calls the one at ``path``; return its import path.
+def write_module(folder: Path, reward: RewardArguments) -> str:
+    """Write a module into ``folder`` whose function gives the rewards of ``reward``; return its import path.
 
     Args:
         folder: A folder on the import path of the run's processes.
-        path: The import path of the user's function, or of a built-in one.
-        key: ``--reward-key``.
+        reward: The section of the run. A key in it is in the file too, so that only this user may read that.
     """
+    set_here = changed(reward, [field.name for field in dataclasses.fields(reward)])
+    values = {name: getattr(reward, name) for name in set_here}
     text = '"""Written by miles smoke."""\nfrom miles.smoke.reward import with_spread\n\n'
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{MODULE}.py").write_text(f"{text}reward = with_spread({path!r}, {key!r})\n", encoding="utf-8")
+    file = folder / f"{MODULE}.py"
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as opened:
+        opened.write(f"{text}reward = with_spread({values!r})\n")
     return f"{MODULE}:reward"
 
 
-def with_spread(path: str, key: str | None) -> Callable[[Sequence[Sample]], Any]:
-    """Return the reward function at ``path``, whose rewards differ within a call of two or more samples."""
-    function = load_function(path, "--custom-rm-path")
+def with_spread(values: Mapping[str, Any]) -> Callable[[Sequence[Sample]], Any]:
+    """Return the reward function of a section, whose rewards differ within a call of two or more samples.
+
+    Args:
+        values: The fields of ``RewardArguments`` that are not their defaults.
+    """
+    given = RewardArguments(**values)
+    key = given.reward_key if given.rm_type is None else None
+    function: Callable[[Sequence[Sample]], Any]
+    if given.rm_type is None:
+        assert given.custom_rm_path is not None, "written for a section with a reward"
+        function = load_function(given.custom_rm_path, "--custom-rm-path")
+    else:
+        function = get_reward_function(given)
 
     def reward(samples: Sequence[Sample]) -> Any:
         results = function(samples)

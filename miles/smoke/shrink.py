@@ -17,13 +17,13 @@ from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.launch.machine import has_bf16
 from miles.arguments.megatron.overrides import TRIED
 from miles.arguments.model import ModelArguments
-from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.server_flags import ServerFlags
 from miles.arguments.tracking import TrackingArguments
 from miles.components import engine_spec
 from miles.objective.settings import LossArguments
+from miles.rewards.settings import RewardArguments
 from miles.smoke.reward import write_module
 
 PROMPTS = 4
@@ -154,9 +154,16 @@ def _rollout(rollout: RolloutArguments, folder: Path, iterations: int) -> Rollou
 def _reward(reward: RewardArguments, folder: Path) -> RewardArguments:
     if reward.rm_type is None and reward.custom_rm_path is None:
         return reward
-    path = reward.custom_rm_path or f"miles.rewards.built_in.{reward.rm_type}:{reward.rm_type}"
-    module = write_module(folder / REWARD, path, reward.reward_key)
-    return replace(reward, rm_type=None, custom_rm_path=module, reward_key=None)
+    module = write_module(folder / REWARD, reward)
+    return RewardArguments(
+        custom_rm_path=module,
+        custom_reward_post_process_path=reward.custom_reward_post_process_path,
+        reward_error=reward.reward_error,
+        reward_error_value=reward.reward_error_value,
+        reward_timeout=reward.reward_timeout,
+        reward_memory=reward.reward_memory,
+        log_passrate=reward.log_passrate,
+    )
 
 
 def _checkpoint(given: CheckpointArguments, folder: Path) -> CheckpointArguments:

@@ -29,6 +29,7 @@ class SampleRecord:
     pairs, ``[[value, count], ...]``; version -1 is a token of a tool or an environment.
 
     Attributes:
+        reward_parts: The parts of a reward that is a weighted sum, by name.
         group: The prompt draw, ``group_index``.
         trajectory: ``trajectory_id``.
         train_step: The optimizer step that trains on it.
@@ -46,6 +47,7 @@ class SampleRecord:
     reward: float | None
     label: Any
     status: str
+    reward_parts: dict[str, float] | None = None
     group: int | None = None
     trajectory: int | None = None
     train_step: int | None = None

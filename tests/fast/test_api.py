@@ -14,7 +14,7 @@ import pytest
 import miles
 from miles.arguments.parser import judge, read_command
 from miles.import_path import load_function
-from miles.rewards.built_in.length import length
+from miles.rewards.built_in.f1 import f1
 from tests.fast.arguments.conftest import minimal
 from tests.fast.support.run_folder import write_run
 
@@ -71,10 +71,10 @@ def test_a_reward_is_required_once():
     with pytest.raises(ValueError, match="^reward: int is not a function"):
         miles.train(settings, reward=3)
     with pytest.raises(ValueError, match="^reward: the settings name a second one, length"):
-        miles.train(miles.Settings.from_flags(**KEYWORDS, rm_type="length"), reward=length)
+        miles.train(miles.Settings.from_flags(**KEYWORDS, rm_type="length"), reward=f1)
     assert "custom_rm_path" not in settings.to_yaml()
     with pytest.raises(ValueError, match="^rehearse=True: miles.train does not rehearse"):
-        miles.train(miles.Settings.from_flags(**KEYWORDS, rehearse=True), reward=length)
+        miles.train(miles.Settings.from_flags(**KEYWORDS, rehearse=True), reward=f1)
 
 
 def test_checking_settings_imports_neither_torch_nor_ray(tmp_path):
@@ -87,7 +87,7 @@ def test_checking_settings_imports_neither_torch_nor_ray(tmp_path):
 def test_functions_reach_another_process(tmp_path):
     from miles.cluster.function_file import function_path
 
-    assert function_path(length, tmp_path, "reward") == "miles.rewards.built_in.length:length"
+    assert function_path(f1, tmp_path, "reward") == "miles.rewards.built_in.f1:f1"
     bonus = 2.5
     added = function_path(lambda samples: [bonus for _ in samples], tmp_path, "reward")
     code = f"from miles.import_path import load_function\nprint(load_function({added!r}, '--x')([1, 2]))"

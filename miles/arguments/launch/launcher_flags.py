@@ -121,11 +121,6 @@ _ROLLOUT = [
         "--group-rm",
     ),
     *refused(
-        "there is no reward server here",
-        "ask it in your own reward function, which may be async, with --custom-rm-path",
-        "--rm-url V",
-    ),
-    *refused(
         "the routing of experts at generation is not reported to the trainer in this version",
         "drop it; --use-tis corrects for the difference between engine and trainer",
         "--use-rollout-routing-replay",

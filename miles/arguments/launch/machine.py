@@ -56,6 +56,11 @@ def memory_bytes(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -
     return min(limits)
 
 
+def memory_limit(gib: float | None) -> int:
+    """Return ``gib`` in bytes; by default half of the memory that this process may use."""
+    return memory_bytes() // 2 if gib is None else int(gib * 2**30)
+
+
 def available_bytes(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int:
     """Return the memory that this process can still take without swapping: of the machine, or less under a limit.
 

@@ -163,7 +163,7 @@ IDLE = (
         "without --apply-chat-template",
     ),
     Idle("loss", ("tis_clip", "tis_clip_low"), lambda s: not s.loss.use_tis, "without --use-tis"),
-    Idle("reward", ("reward_key",), lambda s: s.reward.rm_type is not None, "built-in rewards are plain numbers"),
+    Idle("reward", ("reward_key",), lambda s: s.reward.custom_rm_path is None, "built-in rewards are plain numbers"),
     Idle("cluster", OFFLOAD_FLAGS, lambda s: not _shares(s), _SHARES_NOTHING, MEMORY),
     Idle(
         "cluster",

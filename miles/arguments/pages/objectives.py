@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from miles.choices import Registry
 from miles.flags import flag_name
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.estimators.base import Estimator
 from miles.objective.policy_losses import POLICY_LOSSES
 from miles.objective.policy_losses.base import PolicyLoss
-from miles.objective.registry import Choice, Registry, Term
+from miles.objective.registry import Choice, Term
 from miles.objective.settings import LossArguments
 
 TESTS = Path(__file__).parents[3] / "tests" / "fast" / "objective"

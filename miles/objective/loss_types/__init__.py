@@ -1,6 +1,6 @@
 """Loss types: ``--loss-type``."""
 
+from miles.choices import Registry
 from miles.objective.loss_types.base import LossType
-from miles.objective.registry import Registry
 
 LOSS_TYPES = Registry(__name__, LossType)  # type: ignore[type-abstract]

@@ -1,5 +1,10 @@
 """The rewards that ``--rm-type`` names: one file each, found by its name.
 
-A file ``NAME.py`` has a function ``NAME(samples: Sequence[Sample]) -> list[float]``, which may be ``async``. A run
-imports only the file of the reward that it uses.
+A file ends with ``REWARD = Name()``, an object of a subclass of ``Reward``. Validation imports every file for its
+flags, so a file imports slow libraries inside the functions that use them.
 """
+
+from miles.choices import Registry
+from miles.rewards.base import Reward
+
+REWARDS = Registry(__name__, Reward)  # type: ignore[type-abstract]

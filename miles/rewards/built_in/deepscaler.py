@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from miles.rewards.built_in.math import score_answer
+from miles.rewards.base import Reward, Rewards
+from miles.rewards.built_in.math import LIMIT, score_answer
 from miles.rewards.subprocess_call import in_parallel
 from miles.sample import Sample
 
@@ -12,13 +14,21 @@ _ENDS_OF_REASONING = ("</think>", "###Response")
 _BOX = "\\boxed{"
 
 
-def deepscaler(samples: Sequence[Sample]) -> list[float]:
-    r"""Score 1 if the last ``\boxed{}`` after the reasoning equals the label mathematically, else 0.
+class DeepScaler(Reward):
+    r"""1 if the last ``\boxed{}`` after the reasoning equals the label mathematically, else 0.
 
     Reasoning ends at the last ``</think>``, or at ``###Response``. A response that does not end its reasoning, or boxes
     no answer after it, scores 0. Equality is that of ``--rm-type math``.
     """
-    return in_parallel(_score, samples)
+
+    name = "deepscaler"
+    summary = "math, of the last box after the reasoning"
+    data = "label: LaTeX or a number"
+    limit = LIMIT
+
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Compare boxes."""
+        return in_parallel(_score, samples)
 
 
 def _score(sample: Sample) -> float:
@@ -58,3 +68,6 @@ def last_box(text: str) -> str | None:
         if depth == 0:
             return text[start + len(_BOX) : index]
     return None  # cut off inside the box
+
+
+REWARD = DeepScaler()

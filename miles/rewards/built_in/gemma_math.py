@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from miles.rewards.base import Reward, Rewards
 from miles.rewards.built_in.deepscaler import last_box, score_box
+from miles.rewards.built_in.math import LIMIT
 from miles.rewards.subprocess_call import in_parallel
 from miles.sample import Sample
 
 _END_OF_THINKING = "<channel|>"
 
 
-def gemma_math(samples: Sequence[Sample]) -> list[float]:
-    r"""Score 1 if the last ``\boxed{}`` after the thinking equals the label mathematically, else 0.
+class GemmaMath(Reward):
+    r"""1 if the last ``\boxed{}`` after the thinking equals the label mathematically, else 0.
 
     Thinking ends at the last ``<channel|>``. Unlike ``--rm-type deepscaler``, a response without this mark is an answer
     as a whole. Equality is that of ``--rm-type math``.
     """
-    return in_parallel(_score, samples)
+
+    name = "gemma_math"
+    summary = "math, of the last box after the thinking of a Gemma model"
+    data = "label: LaTeX or a number"
+    limit = LIMIT
+
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Compare boxes."""
+        return in_parallel(_score, samples)
 
 
 def _score(sample: Sample) -> float:
     return score_box(sample, last_box(sample.response.rpartition(_END_OF_THINKING)[2]), "gemma_math")
+
+
+REWARD = GemmaMath()

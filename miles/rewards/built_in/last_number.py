@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from decimal import Decimal
+from typing import Any
 
+from miles.rewards.base import Reward, Rewards
 from miles.rewards.reference import reference_text
 from miles.sample import Sample
 
@@ -22,13 +24,20 @@ _NUMBER = re.compile(
 )
 
 
-def last_number(samples: Sequence[Sample]) -> list[float]:
-    """Score 1 if the last number in the response equals the last number in the label, else 0.
+class LastNumber(Reward):
+    """1 if the last number in the response equals the last number in the label, else 0.
 
     Numbers are compared as exact decimals: 6, 6.0, 006 and 0.6e1 are equal, 1,234 is 1234. So a label may hold a
-    whole derivation that ends with its answer. Raises ``ValueError`` for a label without a number.
+    whole derivation that ends with its answer.
     """
-    return [float(find_last_number(s.response) == _reference(s)) for s in samples]
+
+    name = "last_number"
+    summary = "1 if the last number of the response is that of the label"
+    data = "label: text with a number, or a number"
+
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Compare numbers."""
+        return [float(find_last_number(s.response) == _reference(s)) for s in samples]
 
 
 def find_last_number(text: str) -> Decimal | None:
@@ -54,3 +63,6 @@ def _reference(sample: Sample) -> Decimal:
             f"name the column of numeric answers with --label-key, or use --rm-type exact_match"
         )
     return number
+
+
+REWARD = LastNumber()

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from miles.rewards.base import Reward, Rewards
 from miles.sample import Sample
 
 
-def length(samples: Sequence[Sample]) -> list[float]:
-    """Minus the number of response tokens: the shorter, the better. Needs no label.
+class Length(Reward):
+    """Minus the number of response tokens: the shorter, the better.
 
     A reward that any model can raise within a few steps, so a check of a new set-up rather than a goal.
     """
-    return [-float(len(s.response_ids)) for s in samples]
+
+    name = "length"
+    summary = "minus the number of response tokens"
+
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Count the tokens."""
+        return [-float(len(s.response_ids)) for s in samples]
+
+
+REWARD = Length()

@@ -6,27 +6,35 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from math_verify import parse, verify
-
+from miles.rewards.base import Reward, Rewards
 from miles.rewards.no_verdict import log_no_verdict
 from miles.rewards.reference import reference_text
 from miles.rewards.subprocess_call import SubprocessCallTimeout, SubprocessDied, in_parallel, subprocess_call
 from miles.sample import Sample
 
 SECONDS = 1.0  # of processor time per sample; an ordinary one takes about ten milliseconds
+LIMIT = f"{SECONDS:g} s"
+SLOW_IMPORTS = ("math_verify",)  # subprocess_call imports them before the time starts
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off; ours are on
 
 
-def math(samples: Sequence[Sample]) -> list[float]:
-    r"""Score 1 if the answer found in the response equals the label mathematically, else 0.
+class Math(Reward):
+    r"""1 if the answer found in the response equals the label mathematically, else 0.
 
     math-verify decides what the answer is (``\boxed{}`` first, then other LaTeX and plain expressions) and what is
     equal. A comparison that does not end within ``SECONDS``, or kills its process, is logged and scored 0: no equality
-    was shown.
-    Raises ``ValueError`` for a label that is not mathematics.
+    was shown. A label that is not mathematics is an error.
     """
-    return in_parallel(_score, samples)
+
+    name = "math"
+    summary = "1 if the answer equals the label mathematically (math-verify)"
+    data = "label: LaTeX or a number"
+    limit = LIMIT
+
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Compare mathematically."""
+        return in_parallel(_score, samples)
 
 
 def _score(sample: Sample) -> float:
@@ -60,6 +68,8 @@ def score_answer(sample: Sample, answer: str, rm_type: str) -> float:
 
 def is_equal(label: str, response: str) -> bool | None:
     """Whether ``response`` gives the value of ``label``; None if the label cannot be read. May never return."""
+    from math_verify import verify  # takes a second
+
     # A bare label such as x^2 is read as mathematics only inside LaTeX delimiters.
     marked = label if "\\boxed" in label or "$" in label else f"\\boxed{{{label}}}"
     try:
@@ -75,5 +85,10 @@ def is_equal(label: str, response: str) -> bool | None:
 
 
 def _parse(text: str) -> list[Any]:
+    from math_verify import parse
+
     parsed: list[Any] = parse(text, parsing_timeout=None)  # its timeouts do not stop C code; ``subprocess_call`` does
     return parsed
+
+
+REWARD = Math()

@@ -6,29 +6,37 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import reasoning_gym as gym
-from reasoning_gym.dataset import ProceduralDataset
-from reasoning_gym.utils import extract_answer
-
+from miles.rewards.base import Reward, Rewards
 from miles.rewards.no_verdict import log_no_verdict
 from miles.rewards.subprocess_call import Preparation, PreparationError, in_parallel, subprocess_call
 from miles.sample import Sample
 
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
+SLOW_IMPORTS = ("reasoning_gym",)  # subprocess_call imports them before the time starts
 SECONDS = 1.0  # of processor time per sample
 SECONDS_TO_PREPARE = 60.0  # for making the task's data set, once per process
 
 
-def reasoning_gym(samples: Sequence[Sample]) -> list[float]:
-    """Return what the scorer of the prompt's task gives, mostly from 0 to 1 and in parts for a part of the answer.
+class ReasoningGym(Reward):
+    """What the scorer of the prompt's task gives, mostly from 0 to 1 and in parts for a part of the answer.
 
     The answer is the content of the last ``<answer>`` element of the response, else the whole stripped response.
-    Prompts come from ``--prompt-data reasoning_gym:TASK``, which keeps the task's entry in their metadata. Raises
-    ``ValueError`` for prompts without one. An answer on which the scorer takes more than ``SECONDS``, raises or dies is
-    logged and scored 0.
+    Prompts come from ``--prompt-data reasoning_gym:TASK``, which keeps the task's entry in their metadata. An answer on
+    which the scorer takes more than ``SECONDS``, raises or dies is logged and scored 0.
     """
-    return in_parallel(_score, samples)
+
+    name = "reasoning_gym"
+    summary = "what the scorer of the prompt's reasoning_gym task gives"
+    data = "metadata that `--prompt-data reasoning_gym:TASK` makes"
+    limit = f"{SECONDS:g} s"
+
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Call the task's scorer."""
+        return in_parallel(_score, samples)
 
 
 def _score(sample: Sample) -> float:
@@ -67,6 +75,8 @@ def score_response(task: str, options: str, response: str, entry: dict[str, Any]
     The answer is searched for here, in the child process: the library's pattern takes quadratic time on tags that are
     not closed, and no other thread runs meanwhile.
     """
+    from reasoning_gym.utils import extract_answer
+
     tagged = extract_answer(response)
     return float(_dataset(task, options).score_answer(response.strip() if tagged is None else tagged, entry))
 
@@ -74,4 +84,9 @@ def score_response(task: str, options: str, response: str, entry: dict[str, Any]
 @lru_cache
 def _dataset(task: str, options: str) -> ProceduralDataset:
     # Scorers read settings (the precision asked for, the size of a board), so the data set must be the prompt's own.
+    import reasoning_gym as gym
+
     return gym.create_dataset(task, **json.loads(options))
+
+
+REWARD = ReasoningGym()

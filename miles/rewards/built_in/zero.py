@@ -1,12 +1,23 @@
-"""No reward: for runs that learn from a teacher alone (``--use-opd``)."""
+"""``--rm-type zero``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from miles.rewards.base import Reward, Rewards
 from miles.sample import Sample
 
 
-def zero(samples: Sequence[Sample]) -> list[float]:
-    """Return 0 for every sample."""
-    return [0.0] * len(samples)
+class Zero(Reward):
+    """No reward: for runs that learn from a teacher alone (``--use-opd``)."""
+
+    name = "zero"
+    summary = "0, for runs that learn from a teacher alone (--use-opd)"
+
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Return 0 for every sample."""
+        return [0.0] * len(samples)
+
+
+REWARD = Zero()

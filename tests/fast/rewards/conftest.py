@@ -2,7 +2,20 @@
 
 import pytest
 
+from miles.rewards.settings import RewardArguments
 from miles.sample import Prompt, Sample
+
+NEEDED_FLAGS = {
+    "judge": {"judge_url": "http://127.0.0.1:1/v1", "judge_model": "m"},
+    "overlong": {"overlong_max_len": 4096},
+    "remote_rm": {"rm_url": "http://127.0.0.1:1/"},
+}
+
+
+@pytest.fixture(scope="session")
+def section_of():
+    """Return the section of a built-in reward, with the flags that it cannot do without."""
+    return lambda name: RewardArguments(rm_type=name, **NEEDED_FLAGS.get(name, {}))
 
 
 @pytest.fixture(scope="session")

@@ -67,6 +67,14 @@ def test_cases_that_get_what_they_expect_pass(check):
         assert shown.startswith("3 of 3 checks passed"), "the third is all cases in one call"
 
 
+def test_built_in_rewards_take_their_flags_and_weights(check):
+    cases = [{"response": "abc", "label": "abc", "expected": 1.25}, {"response": "ab", "label": "abc", "expected": 0}]
+    flags = ("--reward-regex", "c$", "--custom-rm-path", "my_rewards:exact")
+    assert check("custom:1,regex:0.25", cases, *flags)[0] == 0
+    status, shown, _ = check("regex", cases, "--repetition-ngram", "2")
+    assert status == 2 and "--repetition-ngram 2: would be ignored" in shown
+
+
 def test_a_wrong_reward_fails_and_names_the_case(check):
     status, shown, failures = check("my_rewards:exact", [*GOOD, {"response": "x", "expected": 0.25}])
     assert status == 1

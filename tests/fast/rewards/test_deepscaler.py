@@ -1,6 +1,7 @@
 import pytest
 
-from miles.rewards.built_in.deepscaler import boxed_answer, deepscaler
+from miles.rewards.built_in.deepscaler import REWARD as deepscaler
+from miles.rewards.built_in.deepscaler import boxed_answer
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 import pytest
 
-from miles.rewards.built_in.gemma_math import gemma_math
+from miles.rewards.built_in.gemma_math import REWARD as gemma_math
 
 
 @pytest.mark.parametrize(

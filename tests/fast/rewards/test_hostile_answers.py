@@ -3,14 +3,16 @@
 import importlib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import reasoning_gym as gym
 
-from miles.arguments.reward import BUILT_IN_REWARDS
+from miles.rewards.built_in import REWARDS
 from miles.rewards.subprocess_call import MAX_CHILDREN
 
 SECONDS = 2.0
+LIMITED = ("ifeval", "json_schema", "math", "reasoning_gym", "regex")
 SLACK = 10.0  # for a busy machine; without limits these answers take from 10 s to hours
 
 TOWER = "9^{9^{9^{9}}}"
@@ -45,9 +47,28 @@ ANSWERS = {
 }
 
 
+PROMPTS = {  # what a row holds, if not the label 42
+    "gpqa": {"label": "A"},
+    "ifeval": {
+        "metadata": {
+            "instruction_id_list": ["startend:end_checker", "language:response_language"],
+            "kwargs": [{"end_phrase": "that is 42"}, {"language": "en"}],
+        }
+    },
+    "json_schema": {"label": {"type": "integer", "const": 42}},
+    "python_code": {"metadata": {"inputs": [""], "outputs": ["42"]}},
+    "regex": {"label": r"\A(\W|\d+)*42\Z"},
+}
+PENALTIES = ("length", "overlong", "repetition")
+ASKS_SERVERS = ("judge", "remote_rm")  # test_http_rewards.py
+
+
 def samples_of(name, make_sample, response):
     if name != "reasoning_gym":
-        return [make_sample(response, "42")]
+        sample = make_sample(response, **{"label": "42", **PROMPTS.get(name, {})})
+        if name in PENALTIES:  # they read tokens, and a response has no more than this
+            sample.response_ids = sample.response_ids[:10_000]
+        return [sample]
     samples = []
     for task in ("gcd", "countdown", "simple_equations"):
         options = {"size": 1, "seed": 1}
@@ -57,10 +78,10 @@ def samples_of(name, make_sample, response):
     return samples
 
 
-@pytest.fixture(params=BUILT_IN_REWARDS)
-def reward(request, make_sample):
+@pytest.fixture(params=[name for name in REWARDS if name not in ASKS_SERVERS])
+def reward(request, make_sample, section_of):
     """Return name and function of a built-in reward whose processes, if it has any, are started."""
-    function = getattr(importlib.import_module(f"miles.rewards.built_in.{request.param}"), request.param)
+    function = partial(REWARDS[request.param].score, flags=section_of(request.param))
     with ThreadPoolExecutor(MAX_CHILDREN) as threads:
         warm_up = samples_of(request.param, make_sample, "7")
         list(threads.map(function, [warm_up] * MAX_CHILDREN))
@@ -68,7 +89,7 @@ def reward(request, make_sample):
 
 
 def is_wrong(name, value):
-    return value < 1.0 if name != "length" else value <= 0.0
+    return value < 1.0 if name not in PENALTIES else value <= 0.0
 
 
 def timed(function, samples):
@@ -78,8 +99,8 @@ def timed(function, samples):
 
 
 def test_the_limits_are_within_two_seconds():
-    limits = [importlib.import_module(f"miles.rewards.built_in.{name}").SECONDS for name in ("math", "reasoning_gym")]
-    assert all(0 < limit < SECONDS for limit in limits)
+    limits = [importlib.import_module(f"miles.rewards.built_in.{name}").SECONDS for name in LIMITED]
+    assert all(0 < limit <= SECONDS for limit in limits)
 
 
 @pytest.mark.slow  # most answers take the whole of the limit
@@ -105,6 +126,6 @@ def test_four_hostile_answers_at_a_time(reward, make_sample):
 
 
 def test_a_right_answer_among_hostile_ones_is_right(make_sample):
-    function = importlib.import_module("miles.rewards.built_in.math").math
+    function = REWARDS["math"]
     hostile = [make_sample(ANSWERS["tower"], "42")] * 3
     assert function([*hostile, make_sample(r"\boxed{42}", "42"), *hostile]) == [0.0] * 3 + [1.0] + [0.0] * 3

@@ -3,7 +3,7 @@ import logging
 import pytest
 
 from miles.rewards.built_in import math as math_module
-from miles.rewards.built_in.math import math
+from miles.rewards.built_in.math import REWARD as math
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 import reasoning_gym as gym
 
-from miles.rewards.built_in.reasoning_gym import reasoning_gym
+from miles.rewards.built_in.reasoning_gym import REWARD as reasoning_gym
 
 
 @pytest.mark.parametrize("task", ["gcd", "n_queens", "decimal_arithmetic"])

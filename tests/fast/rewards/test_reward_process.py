@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from miles.arguments.reward import RewardArguments
 from miles.input_error import InputError
 from miles.rewards import reward_process
 from miles.rewards.registry import get_reward_function
 from miles.rewards.reward_process import RewardProcess
 from miles.rewards.scoring import RewardError, score
+from miles.rewards.settings import RewardArguments
 
 MODULE = "reward_functions_for_test"
 CODE = """

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.rewards.built_in.exact_match import exact_match
-from miles.rewards.built_in.last_number import find_last_number, last_number
-from miles.rewards.built_in.length import length
+from miles.rewards.built_in.exact_match import REWARD as exact_match
+from miles.rewards.built_in.last_number import REWARD as last_number
+from miles.rewards.built_in.last_number import find_last_number
+from miles.rewards.built_in.length import REWARD as length
 
 padding = st.text(" \n\t", max_size=3)
 words = st.text("abcxyz =,.!?$()\n", max_size=12)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments, fill_over_sampling
 from miles.engine.base import SamplingParams
+from miles.rewards.settings import RewardArguments
 from miles.rollout import filters
 from miles.rollout.collect import BurstCollector
 from miles.rollout.filters import MAX_STALLED_BURSTS, MIN_STALLED_BURSTS, FilterDecision

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from scored_groups import scored_group
 
-from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.batching.convert import convert
 from miles.batching.reward_post_process import RewardPostProcess
 from miles.metrics import Metric
 from miles.objective.settings import LossArguments
+from miles.rewards.settings import RewardArguments
 from miles.rollout.collect import ScoredGroups
 from miles.rollout.iteration_hooks import IterationHooks
 

@@ -16,7 +16,6 @@ from miles.arguments.cluster import ClusterArguments
 from miles.arguments.data import DataArguments
 from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.model import ModelArguments
-from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.arguments.training import TrainingArguments
@@ -25,6 +24,7 @@ from miles.batching.schedule import ShardBuilder
 from miles.data.custom_source import CustomStream
 from miles.input_error import InputError
 from miles.objective.settings import LossArguments
+from miles.rewards.settings import RewardArguments
 from miles.rollout import pipeline as pipelines
 from miles.rollout.debug_data import load_rollout
 from miles.rollout.filters import FilterDecision

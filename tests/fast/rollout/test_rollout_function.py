@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.metrics import Metric
+from miles.rewards.settings import RewardArguments
 from miles.rollout import rollout_function
 from miles.rollout.collect import Rollout
 from miles.rollout.groups import GroupTools, generate_group

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.data.stream import PromptStream
 from miles.engine.base import Generation
+from miles.rewards.settings import RewardArguments
 from miles.rollout.groups import GroupTools, generate_group
 from miles.rollout.metrics import staleness_metrics
 from miles.rollout.pipeline import build_collector

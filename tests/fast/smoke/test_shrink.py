@@ -121,6 +121,7 @@ def lines(path):
 class Answer:
     def __init__(self, response):
         self.response = response
+        self.response_ids = [1]
 
 
 def test_rewards_without_spread_get_some(tmp_path, monkeypatch):
@@ -131,7 +132,10 @@ def test_rewards_without_spread_get_some(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     answers = [Answer("a"), Answer("bb"), Answer("cc")]
-    assert asyncio.run(with_spread("given_rewards:equal", "r")(answers)) == [2.0, 3.0, 2.0]
-    assert asyncio.run(with_spread("given_rewards:equal", "r")(answers[:1])) == [2.0]
-    assert with_spread("given_rewards:differ", None)(answers) == [1.0, 2.0, 2.0]
-    assert with_spread("given_rewards:wrong", None)(answers) == "no", "the reward process reports it"
+    equal = with_spread({"custom_rm_path": "given_rewards:equal", "reward_key": "r"})
+    assert asyncio.run(equal(answers)) == [2.0, 3.0, 2.0]
+    assert asyncio.run(equal(answers[:1])) == [2.0]
+    assert with_spread({"custom_rm_path": "given_rewards:differ"})(answers) == [1.0, 2.0, 2.0]
+    wrong = with_spread({"custom_rm_path": "given_rewards:wrong"})
+    assert wrong(answers) == "no", "the reward process reports it"
+    assert asyncio.run(with_spread({"rm_type": "format:2,repetition:1"})(answers)) == [0.0, 1.0, 0.0]

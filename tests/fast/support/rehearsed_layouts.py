@@ -14,11 +14,11 @@ from miles.arguments.data import DataArguments
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.parallel import ParallelArguments
-from miles.arguments.reward import RewardArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.arguments.training import TrainingArguments
 from miles.objective.settings import LossArguments
+from miles.rewards.settings import RewardArguments
 
 LARGER = SHAPE | dict(vocab_size=512, hidden_size=64, intermediate_size=160, head_dim=16)
 DENSE = LARGER | dict(num_hidden_layers=4)

@@ -1,0 +1,59 @@
+"""``--rm-type f1``: the overlap of words between answer and label, as SQuAD scores it (arXiv 1606.05250)."""
+
+from __future__ import annotations
+
+import string
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from miles.rewards.answer_text import final_answer
+from miles.rewards.base import Reward, Rewards
+from miles.rewards.reference import reference_text
+from miles.sample import Prompt, Sample
+
+_ARTICLES = {"a", "an", "the"}
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+class F1(Reward):
+    """F1 of the words of answer and label: 2 P R / (P + R), with P and R the shares of words in common.
+
+    Case, ASCII punctuation, and the articles a, an and the do not count; a word that is repeated counts as often as the
+    other side has it. Several labels, as a list, are alternatives: the best counts. The answer is the content of
+    ``<answer>`` if there is one, else what follows the reasoning. For yes-or-no questions prefer ``exact_match``.
+    """
+
+    name = "f1"
+    summary = "F1 of the words of answer and label, as in question answering"
+    data = "label: text, a number, or a list of them"
+
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Compare words; the best of the labels counts."""
+        return [max(f1(final_answer(s.response), label) for label in _labels(s.prompt)) for s in samples]
+
+
+def f1(answer: str, label: str) -> float:
+    """Return the F1 of two texts; 1 if neither has a word.
+
+    >>> f1("The Eiffel Tower, Paris", "Eiffel tower")
+    0.8
+    """
+    given, wanted = _words(answer), _words(label)
+    if not given or not wanted:
+        return float(given == wanted)
+    common = (given & wanted).total()
+    return 2 * common / (given.total() + wanted.total())
+
+
+def _words(text: str) -> Counter[str]:
+    words = text.lower().translate(_NO_PUNCTUATION).split()
+    return Counter(word for word in words if word not in _ARTICLES)
+
+
+def _labels(prompt: Prompt) -> list[str]:
+    alternatives = prompt.label if isinstance(prompt.label, list) and prompt.label else [prompt.label]
+    return [reference_text(Prompt("", (), label, source=prompt.source), "f1") for label in alternatives]
+
+
+REWARD = F1()

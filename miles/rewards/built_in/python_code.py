@@ -1,0 +1,160 @@
+"""``--rm-type python_code``: whether a Python program that the model wrote passes tests, in a sandbox."""
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isclose
+from typing import Any
+
+from miles import strict_json
+from miles.flags import Errors, flag
+from miles.input_error import InputError
+from miles.rewards.answer_text import last_code_block
+from miles.rewards.base import Reward, Rewards
+from miles.rewards.reference import reference_object
+from miles.rewards.sandbox import CodeTest, Limits, Outcome, SandboxRefused, run_tests
+from miles.rewards.subprocess_call import in_parallel
+from miles.sample import Prompt, Sample
+
+TOLERANCE = 1e-6  # relative, between numbers with a fraction
+
+
+@dataclass(frozen=True)
+class PythonCodeFlags:
+    """python_code: the flags of ``--rm-type python_code``."""
+
+    code_share: bool = flag(False, "reward of --rm-type python_code: the share of tests passed, not 1 for all of them")
+    code_seconds: int = flag(4, "seconds of processor time that a program may take per test (8 times as many in all)")
+    code_memory: float = flag(1.0, "GiB that the processes of a program may use together")
+    code_processes: int = flag(16, "processes and threads that a program may have at a time")
+    allow_unsandboxed_code: bool = flag(
+        False, "run the model's programs without namespaces: with limits, but also with the network and your files"
+    )
+
+
+class PythonCode(Reward):
+    """1 if the program passes all tests, else 0; the share of tests with ``--code-share``.
+
+    The program is the last closed block of code marked ``python``, ``py`` or not at all, after the reasoning; none
+    scores 0. The metadata or the label holds the tests, in one of three forms:
+
+    - ``inputs`` and ``outputs``: texts for standard input, and the output of each; white space at the ends of lines
+      does not count.
+    - ``fn_name``, ``inputs`` and ``outputs``: lists of arguments, and what the function returns for each.
+    - ``tests``: statements that follow the program, such as ``assert f(2) == 4``; one text, or a list. They run in the
+      program's own process, so a program that sets out to can forge their success: prefer the other forms.
+
+    ``sandbox.py`` says what a program cannot do. If the kernel permits no namespaces, the run stops, unless
+    ``--allow-unsandboxed-code`` is given.
+    """
+
+    name = "python_code"
+    summary = "1 if the program in the answer passes all tests, in a sandbox"
+    data = "metadata or label: `inputs` and `outputs` (and `fn_name`), or `tests`"
+    limit = "`--code-seconds` per test"
+    reads = ("code_share", "code_seconds", "code_memory", "code_processes", "allow_unsandboxed_code")
+    own_flags = PythonCodeFlags
+
+    def check(self, flags: Any, errors: Errors) -> None:
+        """Check the limits."""
+        errors.at_least(flags, 1, "code_seconds", "code_processes")
+        errors.above(flags, 0, "code_memory")
+
+    def build(self, flags: Any) -> Callable[[Sequence[Sample]], Rewards | Awaitable[Rewards]]:
+        """Return the scoring function, after a first program has run.
+
+        Raises:
+            InputError: The kernel does not permit the sandbox.
+        """
+        if not flags.allow_unsandboxed_code:
+            try:
+                run_tests("", [CodeTest(stdin="")], Limits(), isolated=True)
+            except SandboxRefused as error:
+                raise InputError(
+                    f"--rm-type python_code: this machine does not permit the sandbox ({error}); permit user "
+                    f"namespaces (sysctl user.max_user_namespaces, the container's seccomp profile), or give "
+                    f"--allow-unsandboxed-code if the programs may use the network and your files"
+                ) from error
+        return super().build(flags)
+
+    def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
+        """Run the programs."""
+        return in_parallel(partial(_score, flags=flags), samples)
+
+
+def _score(sample: Sample, flags: Any) -> float:
+    tests, expected = read_tests(sample.prompt)
+    program = last_code_block(sample.response, "python", "py", "python3")
+    if program is None:
+        return 0.0
+    limits = Limits(flags.code_seconds, int(flags.code_memory * 2**30), flags.code_processes)
+    outcomes = run_tests(program, tests, limits, isolated=not flags.allow_unsandboxed_code)
+    passed = [_passes(*row) for row in zip(outcomes, tests, expected, strict=True)]
+    return sum(passed) / len(passed) if flags.code_share else float(all(passed))
+
+
+def _passes(outcome: Outcome, test: CodeTest, expected: Any) -> bool:
+    if outcome.result is None:
+        return False
+    if test.stdin is not None:
+        return _lines(outcome.result) == _lines(expected)
+    if test.function:
+        try:
+            return is_same(strict_json.loads(outcome.result), expected)
+        except ValueError:
+            return False
+    return True
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two JSON values are the same; numbers with a fraction up to ``TOLERANCE``.
+
+    >>> is_same([1, 0.1 + 0.2], [1, 0.3]), is_same(1, True)
+    (True, False)
+    """
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, float) or isinstance(other, float):
+        numbers = isinstance(one, int | float) and isinstance(other, int | float)
+        return numbers and isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
+    return type(one) is type(other) and bool(one == other)
+
+
+def read_tests(prompt: Prompt) -> tuple[list[CodeTest], list[Any]]:
+    """Return the tests of a prompt, and the result that each expects.
+
+    Raises:
+        ValueError: There are none, or they are malformed.
+    """
+    row = reference_object(prompt, "python_code", "inputs", "tests")
+    if "inputs" not in row:
+        codes = row["tests"] if isinstance(row["tests"], list) else [row["tests"]]
+        if not codes or not all(isinstance(code, str) for code in codes):
+            raise _refused(prompt, "tests must be a text of statements, or a list of them, not empty")
+        return [CodeTest(code=code) for code in codes], [""] * len(codes)
+    inputs, outputs, function = row["inputs"], row.get("outputs"), row.get("fn_name")
+    if not isinstance(inputs, list) or not inputs or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise _refused(prompt, "inputs and outputs must be lists of one length, not empty")
+    if function:
+        if not isinstance(function, str) or not all(isinstance(arguments, list) for arguments in inputs):
+            raise _refused(prompt, "with fn_name, each of inputs must be the list of arguments")
+        return [CodeTest(function=function, arguments=a) for a in inputs], json.loads(json.dumps(outputs))
+    if not all(isinstance(text, str) for text in (*inputs, *outputs)):
+        raise _refused(prompt, "inputs and outputs must be texts; give fn_name if they are arguments")
+    return [CodeTest(stdin=text) for text in inputs], outputs
+
+
+def _refused(prompt: Prompt, fault: str) -> ValueError:
+    return ValueError(f"--rm-type python_code: the tests of the prompt {prompt.source}: {fault}; correct the row")
+
+
+REWARD = PythonCode()

@@ -1,0 +1,145 @@
+"""Run Python programs that a model wrote, each in processes of its own (``sandboxed.py``).
+
+With namespaces, a program has no network and sees no other processes, everything but an empty folder is read-only, and
+whatever it starts ends with it. In any case its processor time, wall time, memory, output, open files and processes are
+limited. It can read the files that this user can read. This bounds mistakes and mischief; the kernel is shared with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles.one_line import one_line
+from miles.rewards.subprocess_call import MAX_CHILDREN, WALL_SECONDS
+
+_START_SECONDS = 30.0  # of wall time, for the processes around the program
+_slots = threading.BoundedSemaphore(MAX_CHILDREN)  # sandboxes at a time
+
+
+class SandboxRefused(Exception):
+    """The kernel does not permit the namespaces; the message says which."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use, per test.
+
+    Attributes:
+        seconds: Processor time; ``WALL_SECONDS`` times as many of wall time.
+        memory: Bytes, over all its processes.
+        processes: Processes and threads at a time.
+    """
+
+    seconds: int = 4
+    memory: int = 1 << 30
+    processes: int = 16
+
+
+@dataclass(frozen=True)
+class CodeTest:
+    """One run of a program. Give ``stdin``, or ``function``, or ``code``.
+
+    Attributes:
+        stdin: The program is run as a script, with this as its standard input; the result is its output.
+        function: This function of the program, or of its class ``Solution``, is called; the result is JSON.
+        arguments: Its arguments, as JSON values.
+        code: Statements that follow the program, such as ``assert f(2) == 4``; the result is empty.
+    """
+
+    stdin: str | None = None
+    function: str = ""
+    arguments: Sequence[Any] = ()
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a test: ``result``, or what went wrong."""
+
+    result: str | None
+    fault: str = ""
+
+
+def run_tests(program: str, tests: Sequence[CodeTest], limits: Limits, *, isolated: bool) -> list[Outcome]:
+    """Run ``program`` once per test and return the outcomes in order.
+
+    Args:
+        program: The text of a Python program.
+        tests: The tests. Statements (``code``) run in the program's own process, which could forge their success.
+        limits: What each may use.
+        isolated: In namespaces of its own.
+
+    Raises:
+        SandboxRefused: The kernel does not permit the namespaces.
+    """
+    marks = [secrets.token_hex(16) for _ in tests]
+    with _slots, tempfile.TemporaryDirectory(prefix="miles-sandbox-") as folder:
+        request = {
+            "program": program.encode("utf-8", "replace").decode(),
+            "tests": [_request(test, mark) for test, mark in zip(tests, marks, strict=True)],
+            "isolated": isolated,
+            "folder": folder,
+            "cpu_seconds": limits.seconds,
+            "wall_seconds": limits.seconds * WALL_SECONDS,
+            "memory": limits.memory,
+            "processes": limits.processes,
+        }
+        reply = _reply(json.dumps(request), _START_SECONDS + len(tests) * limits.seconds * WALL_SECONDS)
+    if "refused" in reply:
+        raise SandboxRefused(reply["refused"])
+    if "ended" in reply:
+        return [Outcome(None, one_line(reply["ended"], 300))] * len(tests)
+    return [_outcome(*row) for row in zip(reply["runs"], tests, marks, strict=True)]
+
+
+def _request(test: CodeTest, mark: str) -> dict[str, Any]:
+    if test.stdin is not None:
+        return {"kind": "input", "input": test.stdin}
+    if test.function:
+        return {"kind": "call", "function": test.function, "arguments": list(test.arguments)}
+    return {"kind": "code", "function": "", "test": test.code, "mark": mark}
+
+
+def _reply(request: str, seconds: float) -> dict[str, Any]:
+    process = subprocess.Popen(
+        [sys.executable, "-I", str(Path(__file__).with_name("sandboxed.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PATH": os.defpath},
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(request, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()  # process 1 of the namespace ends with it, and all others with that
+        process.communicate()
+        return {"ended": f"took more than {seconds:g} s"}
+    if process.returncode != 0 or not output:
+        return {"ended": f"its sandbox ended with exit code {process.returncode}: {one_line(errors[-200:], 200)}"}
+    reply: dict[str, Any] = json.loads(output)
+    return reply
+
+
+def _outcome(run: dict[str, Any], test: CodeTest, mark: str) -> Outcome:
+    if run["status"] is None:
+        return Outcome(None, "took too long")
+    if run["status"] != 0:
+        last = (run["errors"].strip().splitlines() or [""])[-1]
+        return Outcome(None, one_line(f"exit code {run['status']} {last}", 200))
+    if test.stdin is not None:
+        return Outcome(run["output"])
+    if test.function:
+        return Outcome(run["result"]) if run["result"] else Outcome(None, "ended before the function returned")
+    return Outcome("") if run["result"] == mark else Outcome(None, "ended before the test did")

@@ -1,0 +1,145 @@
+"""Rewards that compare text: what counts as the answer, and that nobody gains by flooding it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.rewards.answer_text import last_code_block
+from miles.rewards.built_in import REWARDS
+from miles.rewards.built_in.dapo import plain_value
+from miles.rewards.built_in.f1 import f1
+from miles.rewards.built_in.format import has_format
+from miles.rewards.built_in.gpqa import chosen_letter
+from miles.rewards.built_in.overlong import overlong_penalty
+from miles.rewards.built_in.repetition import repeated_share
+
+anything = st.text(st.sampled_from("ABCD answeris():,.\n*$\\boxed{}<>/think0123"), max_size=200)
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        ("2+2.\nAnswer: 4", "4", 1),
+        ("**Answer:** $\\boxed{1,234}$.", "1234", 1),
+        ("Answer: $x = 12$", 12, 1),
+        ("Answer: 012.0", "12", 1),
+        ("Answer: $\\dfrac{1}{2}$", "\\frac{1}{2}", 1),
+        ("Answer: 5\nno, Answer: 6", "6", 1),
+        ("Answer: 6\nno, Answer: 5", "6", -1),
+        ("Answer: 5 or 6", "6", -1),
+        ("\\boxed{6}", "6", -1),  # not in the form that the prompt asks for
+        ("Answer:\n6", "6", -1),
+        ("Answer: 6" + " " * 300, "6", -1),  # only the last 300 characters count
+        ("Answer:", "6", -1),
+        ("", "6", -1),
+    ],
+)
+def test_dapo_scores_the_last_answer_line(make_sample, response, label, reward):
+    assert REWARDS["dapo"]([make_sample(response, label)]) == [reward]
+
+
+@given(st.integers(-(10**12), 10**12))
+def test_dapo_reads_a_whole_number_in_every_spelling(number):
+    spellings = {f"{number}", f"{number:,}", f"${number}$", f"\\boxed{{{number}}}", f"x = {number}.", f" {number}.0 "}
+    assert {plain_value(text) for text in spellings} == {str(number)}
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("B", "B"),
+        ("(B) because of C", "B"),
+        ("B. Boron", "B"),
+        ("The correct answer is **(C)**.", "C"),
+        ("Answer: A\nOn reflection, Answer: D", "D"),
+        ("<think>Answer: A</think> It is \\boxed{\\text{B}}", "B"),
+        ("Answer: B <answer>C</answer>", "C"),
+        ("the right choice is option D", "D"),
+        ("Answer: A, B, C, D", None),
+        ("The answer is A or B", None),
+        ("\\boxed{A, B}", None),
+        ("<answer>A/B</answer>", None),
+        ("The answer is a mess", None),
+        ("A quick thing", None),
+        ("Boron", None),
+        ("A\nB\nC\nD", None),
+        ("", None),
+    ],
+)
+def test_gpqa_reads_one_letter(response, letter):
+    assert chosen_letter(response) == letter
+
+
+@given(anything)
+def test_gpqa_never_accepts_one_response_for_two_letters(make_sample, response):
+    rewards = [REWARDS["gpqa"]([make_sample(response, letter)])[0] for letter in "ABCD"]
+    assert sum(rewards) <= 1
+
+
+def test_gpqa_checks_the_label(make_sample):
+    with pytest.raises(ValueError, match="'E' of the prompt prompts.jsonl:17 is none of the letters A to D"):
+        REWARDS["gpqa"]([make_sample("E", "E")])
+    assert REWARDS["gpqa"]([make_sample("E", "(e)", metadata={"choices": list("12345")})]) == [1.0]
+
+
+def test_f1_is_that_of_squad(make_sample):
+    assert f1("The Eiffel Tower, Paris", "eiffel tower!") == pytest.approx(2 * (2 / 3) / (2 / 3 + 1))
+    assert f1("", "Paris") == 0 and f1("the", "a") == 1
+    best = make_sample("<think>Rome</think><answer>New York</answer>", ["Rome", "New York City"])
+    assert REWARDS["f1"]([best]) == [pytest.approx(0.8)]
+
+
+@given(st.lists(st.sampled_from(["paris", "rome", "oslo", "the"]), max_size=8), st.integers(2, 50))
+def test_f1_gains_nothing_by_repetition(words, times):
+    answer, label = " ".join(words), "rome oslo"
+    once = " ".join(dict.fromkeys(words))
+    assert 0 <= f1(answer, label) <= 1
+    assert f1(" ".join([once] * times), label) <= f1(once, label)
+
+
+@pytest.mark.parametrize(
+    ("response", "good"),
+    [
+        ("<think>a</think><answer>b</answer>", True),
+        (" a </think>\n<answer>b</answer>\n", True),  # the prompt has opened the thought
+        ("<think>a</think> so <answer>b</answer>", False),
+        ("<think>a</think><answer>b</answer> bye", False),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", False),
+        ("<think>a<think>b</think><answer>c</answer>", False),
+        ("<answer>b</answer><think>a</think>", False),
+        ("<think></think><answer>b</answer>", False),
+        ("<think>a</think><answer> </answer>", False),
+        ("", False),
+    ],
+)
+def test_format_asks_for_each_part_once(response, good):
+    assert has_format(response) == good
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 5))
+def test_repetition_counts_ngrams_that_came_before(tokens, n):
+    seen, repeated, total = set(), 0, 0
+    for start in range(len(tokens) - n + 1):
+        ngram = tuple(tokens[start : start + n])
+        repeated, total = repeated + (ngram in seen), total + 1
+        seen.add(ngram)
+    assert repeated_share(tokens, n) == pytest.approx(repeated / total if total else 0)
+
+
+@given(st.integers(0, 400), st.integers(1, 200), st.integers(0, 200))
+def test_overlong_is_equation_13_of_dapo(tokens, cache, rest):
+    limit = cache + rest
+    if tokens <= limit - cache:
+        expected = 0.0
+    elif tokens <= limit:
+        expected = ((limit - cache) - tokens) / cache
+    else:
+        expected = -1.0
+    assert overlong_penalty(tokens, limit, cache) == pytest.approx(expected)
+
+
+def test_the_last_closed_block_of_code_counts():
+    text = "```python\na\n```\n```\nb\n```\n```json\nc\n```\n```python\ncut off"
+    assert last_code_block(text, "python") == "b\n"
+    assert last_code_block(text, "json") == "c\n"
+    assert last_code_block("<think>```\na\n```</think>", "python") is None
