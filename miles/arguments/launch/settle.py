@@ -34,9 +34,9 @@ def settle(settings: Settings, foreign: Mapping[str, Any], errors: Errors) -> tu
     Returns:
         The settings to validate, and a note on every flag that was replaced or dropped.
     """
-    settings, foreign, of_teacher = _settle_teacher(settings, foreign)
+    settings, notes = _settle_teacher(settings)
     judged = (FOREIGN_FLAGS[flag].judge(value, settings, foreign, errors) for flag, value in foreign.items())
-    notes = of_teacher + [note for note in judged if note is not None]
+    notes += [note for note in judged if note is not None]
     settings, found = _settle_paths(settings, errors)
     notes += found
     settings, found = settle_megatron(settings, errors)
@@ -81,15 +81,14 @@ def _settle_reference(settings: Settings) -> tuple[Settings, list[Note]]:
     )
 
 
-def _settle_teacher(settings: Settings, foreign: Mapping[str, Any]) -> tuple[Settings, Mapping[str, Any], list[Note]]:
-    """Read ``--rm-url`` as the address of the teacher in a run that distils one from a server.
-
-    Returns:
-        The settings, the flags of other launchers that are left to judge, and a note if it was read so.
-    """
-    loss, url = settings.loss, foreign.get("--rm-url")
-    if url is None or loss.opd_type != "server" or not loss.use_opd or loss.opd_teacher_urls is not None:
-        return settings, foreign, []
-    left = {flag: value for flag, value in foreign.items() if flag != "--rm-url"}
-    note = note_on(READ_AS, "rm_url", url, f"--opd-teacher-urls {url}: with --use-opd it is the teacher's")
-    return replace(settings, loss=replace(loss, opd_teacher_urls=(url,))), left, [note]
+def _settle_teacher(settings: Settings) -> tuple[Settings, list[Note]]:
+    """Read ``--rm-url`` as the address of the teacher if one is distilled from a server and no reward asks a server."""
+    loss, reward = settings.loss, settings.reward
+    distils_from_server = loss.use_opd and loss.opd_type == "server" and loss.opd_teacher_urls is None
+    if reward.rm_url is None or not distils_from_server or "remote_rm" in (reward.rm_type or ""):
+        return settings, []
+    note = note_on(
+        READ_AS, "rm_url", reward.rm_url, f"--opd-teacher-urls {reward.rm_url}: with --use-opd it is the teacher's"
+    )
+    loss, reward = replace(loss, opd_teacher_urls=(reward.rm_url,)), replace(reward, rm_url=None)
+    return replace(settings, loss=loss, reward=reward), [note]
