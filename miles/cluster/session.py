@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,10 +192,27 @@ def _connect(
         environment |= loopback_environment(os.environ)
         # On GPUs Ray chooses both: a weight update puts a whole model into the object store.
         cpus, store_bytes = (num_cpus, 1024**3) if device == "cpu" else (None, None)
-        _start_local({"env_vars": environment}, cpus, store_bytes, guard.folder)
+        # Inherited by Ray's processes: a runtime environment would not fit the workers that Ray starts beforehand.
+        with _in_environment(environment):
+            _start_local(cpus, store_bytes, guard.folder)
 
 
-def _start_local(runtime_env: dict[str, Any], num_cpus: int | None, store_bytes: int | None, folder: Path) -> None:
+@contextmanager
+def _in_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that the block starts."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _start_local(num_cpus: int | None, store_bytes: int | None, folder: Path) -> None:
     """Start Ray on this machine, and try again if its 30 s are not enough on a busy one."""
     make_token_private()
     for attempt in range(1, START_TRIES + 1):
@@ -205,7 +222,6 @@ def _start_local(runtime_env: dict[str, Any], num_cpus: int | None, store_bytes:
                     address="local",  # not the cluster that was started last on this host, which Ray notes in a file
                     num_cpus=num_cpus,
                     include_dashboard=False,
-                    runtime_env=runtime_env,
                     log_to_driver=True,
                     logging_level=logging.WARNING,
                     object_store_memory=store_bytes,

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.training import checkpoint_folder
-from miles.training.checkpoint_check import check_checkpoint
 from miles.training.checkpoint_files import DamagedFile
 
 
@@ -89,6 +88,8 @@ def check_reference(ref_load: str | None) -> list[str]:
 
 
 def _check(folder: Path, flag: str) -> str:
+    from miles.training.checkpoint_check import check_checkpoint  # imports torch
+
     cost = check_checkpoint(folder)
     if cost is None:
         return f"{flag}: {folder.name} has no manifest (an earlier version of miles), so its files are not verified"
