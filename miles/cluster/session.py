@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles.arguments.cluster import ClusterArguments
+from miles.arguments.launch.machine import has_gpu
 from miles.cluster.cpu_tuning import malloc_environment
 from miles.cluster.device_slots import Slot, check_engines, find_slots
 from miles.cluster.local_access import loopback_environment, loopback_only, make_token_private, private_session_root
@@ -239,7 +240,9 @@ def resolve_device(cluster: ClusterArguments) -> str:
     """Return ``--device``, with auto resolved to cuda if PyTorch sees a GPU."""
     if cluster.device != "auto":
         return cluster.device
-    import torch
+    if not has_gpu():
+        return "cpu"
+    import torch  # not at the top: it takes seconds
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 

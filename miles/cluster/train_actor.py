@@ -208,9 +208,9 @@ class TrainActor:
         import torch
         import torch.distributed as dist
 
-        from miles.weight_sync.tcp_store import TCPStore
         from miles.training.backend import build_backend
         from miles.training.trainer import Trainer
+        from miles.weight_sync.tcp_store import TCPStore
 
         # Here, in the thread that computes: some libraries keep the number for each thread.
         generates_meanwhile = self.settings.rollout.async_steps > 0
