@@ -28,6 +28,7 @@ START_TRIES = 3
 SENDER_SHARE = 0.1  # of a GPU, for a process that broadcasts weights from it
 _RAY_DEFAULTS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_prestart_worker_first_driver": "0",  # Ray would start a worker per CPU, and further ones for the actors
     "RAY_worker_niceness": "0",  # Ray's own 15 starves trainer and engine beside anything else that runs
 }
 
@@ -193,7 +194,7 @@ def _connect(
         environment |= loopback_environment(os.environ)
         # On GPUs Ray chooses both: a weight update puts a whole model into the object store.
         cpus, store_bytes = (num_cpus, 1024**3) if device == "cpu" else (None, None)
-        # Inherited by Ray's processes: a runtime environment would not fit the workers that Ray starts beforehand.
+        # Inherited by Ray's processes, so that Ray need not set up a runtime environment for each worker.
         with _in_environment(environment):
             _start_local(cpus, store_bytes, guard.folder)
 

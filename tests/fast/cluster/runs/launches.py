@@ -89,9 +89,7 @@ class Launch:
         self.output = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.mark = uuid.uuid4().hex
-        # Threads that wait for work sleep: many processes share few cores here.
-        threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        environ = {**os.environ, "LAUNCH_MARK": self.mark, **threads, **environment}
+        environ = {**os.environ, "LAUNCH_MARK": self.mark, "OMP_NUM_THREADS": "1", **environment}
         command = [sys.executable, program, *flags, "--output-dir", folder]
         self.process = subprocess.Popen(
             list(map(str, command)),
