@@ -20,6 +20,8 @@ class TrainBackendSpec:
         builder: The function ``build(settings, device, total_steps) -> TrainBackend``, as ``module:function``.
         exporter: The function ``export(settings, checkpoint, folder)`` that writes the weights of a checkpoint as a
             Hugging Face folder, on one rank, as ``module:function``.
+        importer: The function ``import(device)`` that imports what ``builder`` needs beyond its own module, as
+            ``module:function``; empty if there is nothing.
         reads_megatron_flags: Whether it reads the section ``megatron``, and accepts megatron-core's own fields.
         offloads: Whether its state can wait in host memory while engines use the GPU.
         trains_recurrent_models: Whether it trains models with recurrent layers, whose samples must be padded.
@@ -31,6 +33,7 @@ class TrainBackendSpec:
     builder: str
     exporter: str
     rehearsal: str
+    importer: str = ""
     reads_megatron_flags: bool = False
     offloads: bool = False
     trains_recurrent_models: bool = False
@@ -67,6 +70,7 @@ TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
         "miles.training.megatron:build",
         "miles.training.megatron:export",
         "miles.training.megatron:build_rehearsed",
+        importer="miles.training.megatron:import_backend",
         reads_megatron_flags=True,
         checkpoint_json=("metadata.json",),
     ),
@@ -99,6 +103,13 @@ def _row(rows: Mapping[str, Spec], flag: str, name: str) -> Spec:
 def names_with(rows: Mapping[str, Spec], ability: str) -> str:
     """Return the names of the rows with ``ability``, as an error offers them: ``fsdp or another``."""
     return " or ".join(name for name, row in rows.items() if getattr(row, ability))
+
+
+def import_code(spec: TrainBackendSpec, device: Any) -> None:
+    """Import what a backend's builder needs on ``device``, which takes seconds."""
+    pkgutil.resolve_name(spec.builder)
+    if spec.importer:
+        pkgutil.resolve_name(spec.importer)(device)
 
 
 def build(spec: TrainBackendSpec | EngineSpec, *arguments: Any) -> Any:

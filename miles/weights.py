@@ -5,9 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:  # the launcher handles weights by reference, and torch takes seconds to import
+    import torch
 
 BUCKET_BYTES = 256 * 1024**2
 
@@ -42,6 +45,8 @@ class PackedChunk:
 
 def pack(chunk: WeightChunk) -> PackedChunk:
     """Pack a chunk. NumPy has no bfloat16, hence bytes and a dtype name."""
+    import torch
+
     entries = {}
     for name, tensor in chunk.tensors.items():
         flat = tensor.contiguous().reshape(-1)
@@ -51,6 +56,8 @@ def pack(chunk: WeightChunk) -> PackedChunk:
 
 def unpack(packed: PackedChunk) -> WeightChunk:
     """Return the tensors, on the store's read-only memory: copy from them, never write to them."""
+    import torch
+
     tensors = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the suite stage-a-cpu: style, types, spelling, docs, then tests/fast. pytest's summary is printed last.
 #   bash tests/run.sh            all checks and tests except the slow tests
-#   bash tests/run.sh --all      include the slow tests
+#   bash tests/run.sh --all      include the slow tests, and list those that take longest
 #   bash tests/run.sh -k loss    pass further arguments to pytest (-n 0: in one process)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,41 +9,52 @@ source scripts/venv.sh || exit 1
 
 pytest_args=()
 for arg in "$@"; do
-    if [ "$arg" = --all ]; then pytest_args+=(-m ""); else pytest_args+=("$arg"); fi
+    if [ "$arg" = --all ]; then pytest_args+=(-m "" --durations=100); else pytest_args+=("$arg"); fi
 done
 
 # The tests of the report's page open it in Chromium; without one they are skipped, and say so. Only the download may be
 # cut off: a package manager that is killed while it installs leaves a broken system.
 install_chromium() {
+    command -v chromium google-chrome >/dev/null || [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null && return
     timeout 45 bash -c 'apt-get update -qq && apt-get install -y -qq --no-install-recommends --download-only chromium' &&
-        apt-get install -y -qq --no-install-recommends chromium
+        apt-get install -y -qq --no-install-recommends chromium && return
+    echo "no chromium: apt-get could not download it within 45 s"
 }
-if ! command -v chromium google-chrome >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    install_chromium >/dev/null 2>&1 || echo "no chromium: apt-get could not download it within 45 s" >&2
-fi
 
-site="$(mktemp -d)"
-trap 'rm -rf "$site"' EXIT
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+names=()
 failed=()
-check() { # check NAME COMMAND...: run it; print its output only if it fails
-    local name="$1" output
+start() { # start NAME COMMAND...: run it beside the others
+    local name="$1"
     shift
-    if output="$("$@" 2>&1)"; then
+    names+=("$name")
+    {
+        "$@" >"$work/$name.output" 2>&1
+        echo $? >"$work/$name.status"
+    } &
+}
+
+install_chromium >"$work/chromium" 2>&1 &
+start "mypy" "$VENV/bin/mypy" # takes longest
+start "ruff check" "$VENV/bin/ruff" check .
+start "ruff format" "$VENV/bin/ruff" format --check .
+start "codespell" "$VENV/bin/codespell"
+# Not --quiet: it hides warnings from --strict as well.
+start "mkdocs" "$VENV/bin/mkdocs" build --strict --site-dir "$work/site"
+wait
+for name in "${names[@]}"; do
+    if [ "$(cat "$work/$name.status")" = 0 ]; then
         echo "ok      $name"
     else
-        printf '%s\nFAILED  %s\n' "$output" "$name"
+        cat "$work/$name.output"
+        echo "FAILED  $name"
         failed+=("$name")
     fi
-}
-
-check "ruff check" "$VENV/bin/ruff" check .
-check "ruff format" "$VENV/bin/ruff" format --check .
-check "mypy" "$VENV/bin/mypy"
-check "codespell" "$VENV/bin/codespell"
-# Not --quiet: it hides warnings from --strict as well.
-check "mkdocs" "$VENV/bin/mkdocs" build --strict --site-dir "$site"
+done
+grep "^no chromium" "$work/chromium" >&2
 [ ${#failed[@]} -eq 0 ] || echo "FAILED before the tests: ${failed[*]}"
 
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$PYTHON" -m pytest -n 2 --dist loadfile "${pytest_args[@]}"
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$PYTHON" -m pytest -n 2 --dist loadfile --durations=20 "${pytest_args[@]}"
 status=$?
 [ $status -eq 0 ] && [ ${#failed[@]} -eq 0 ]

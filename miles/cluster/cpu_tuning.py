@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-import torch
-
 # glibc keeps freed blocks of up to 32 MiB in one fragmenting heap per thread. One heap, and returning blocks above
 # 2 MiB at once, saves memory and costs time (docs/performance.md has the figures). glibc reads these variables when a
 # process starts, so they must be in its environment.
@@ -25,4 +23,6 @@ def use_threads(device: str, sharers: int) -> None:
     set directly.
     """
     if device == "cpu":
+        import torch  # not at the top: the launcher imports this module
+
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // sharers))

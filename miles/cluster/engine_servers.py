@@ -6,14 +6,16 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 from ray.exceptions import RayActorError, RayTaskError
 
 from miles.cluster.session import Placement
 from miles.engine.host import ServerFailed, ServerProcess
+
+if TYPE_CHECKING:
+    import torch
 
 STOP_SECONDS = 15.0  # for a server to end, which takes it a few
 
@@ -122,6 +124,8 @@ class RayHost:
 
     def broadcast_device(self) -> torch.device:
         """Return this worker's own GPU if no engine is on it; else the CPU."""
+        import torch  # not at the top: the launcher imports this module
+
         if self._placement.device == "cuda" and not self._placement.cluster.colocate:
             return torch.device("cuda", 0 if "CUDA_VISIBLE_DEVICES" in os.environ else int(ray.get_gpu_ids()[0]))
         return torch.device("cpu")

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import ray
 import ray.exceptions
-from transformers.utils.logging import disable_progress_bar
 
 from miles.arguments.settings import Settings
 from miles.batching.schedule import ShardBuilder
@@ -221,6 +220,8 @@ class RolloutActor:
         Raises:
             ValueError: See ``build_pipeline``.
         """
+        from transformers.utils.logging import disable_progress_bar  # not at the top: the launcher needs none of it
+
         # The progress bar of loading weights: the screen belongs to the launcher.
         disable_progress_bar()
         cluster = self._settings.cluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles.arguments.cluster import ClusterArguments
+from miles.arguments.launch.machine import has_gpu
 from miles.cluster.cpu_tuning import malloc_environment
 from miles.cluster.device_slots import Slot, check_engines, find_slots
 from miles.cluster.local_access import loopback_environment, loopback_only, make_token_private, private_session_root
@@ -27,6 +28,7 @@ START_TRIES = 3
 SENDER_SHARE = 0.1  # of a GPU, for a process that broadcasts weights from it
 _RAY_DEFAULTS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_prestart_worker_first_driver": "0",  # Ray would start a worker per CPU, and further ones for the actors
     "RAY_worker_niceness": "0",  # Ray's own 15 starves trainer and engine beside anything else that runs
 }
 
@@ -192,10 +194,27 @@ def _connect(
         environment |= loopback_environment(os.environ)
         # On GPUs Ray chooses both: a weight update puts a whole model into the object store.
         cpus, store_bytes = (num_cpus, 1024**3) if device == "cpu" else (None, None)
-        _start_local({"env_vars": environment}, cpus, store_bytes, guard.folder)
+        # Inherited by Ray's processes, so that Ray need not set up a runtime environment for each worker.
+        with _in_environment(environment):
+            _start_local(cpus, store_bytes, guard.folder)
 
 
-def _start_local(runtime_env: dict[str, Any], num_cpus: int | None, store_bytes: int | None, folder: Path) -> None:
+@contextmanager
+def _in_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that the block starts."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _start_local(num_cpus: int | None, store_bytes: int | None, folder: Path) -> None:
     """Start Ray on this machine, and try again if its 30 s are not enough on a busy one."""
     make_token_private()
     for attempt in range(1, START_TRIES + 1):
@@ -205,7 +224,6 @@ def _start_local(runtime_env: dict[str, Any], num_cpus: int | None, store_bytes:
                     address="local",  # not the cluster that was started last on this host, which Ray notes in a file
                     num_cpus=num_cpus,
                     include_dashboard=False,
-                    runtime_env=runtime_env,
                     log_to_driver=True,
                     logging_level=logging.WARNING,
                     object_store_memory=store_bytes,
@@ -223,7 +241,9 @@ def resolve_device(cluster: ClusterArguments) -> str:
     """Return ``--device``, with auto resolved to cuda if PyTorch sees a GPU."""
     if cluster.device != "auto":
         return cluster.device
-    import torch
+    if not has_gpu():
+        return "cpu"
+    import torch  # not at the top: it takes seconds
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 

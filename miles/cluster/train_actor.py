@@ -1,6 +1,7 @@
 """The processes of the trainer: ``TrainDriver`` starts one ``TrainActor`` per rank, and has every rank do the same.
 
-The work of a rank is in miles/training; an actor holds its backend and trainer, and passes calls on.
+The work of a rank is in miles/training; an actor holds its backend and trainer, and passes calls on. The launcher
+imports this module too, so torch and what needs it are imported where they are used.
 """
 
 from __future__ import annotations
@@ -13,12 +14,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
-import torch.distributed as dist
-from transformers.utils.logging import disable_progress_bar
 
 from miles.arguments.cluster import ClusterArguments
 from miles.arguments.settings import Settings
@@ -28,23 +26,25 @@ from miles.cluster.folders.disk_faults import SaveFailed, disk_fault
 from miles.cluster.liveness import HEARTBEAT, Workers, with_heartbeat
 from miles.cluster.session import Placement
 from miles.cluster.stored_weights import store
+from miles.components import import_code, train_backend_spec
 from miles.metrics import Metric
 from miles.secret_values import is_secret
 from miles.train_batch import TrainShard
 from miles.training import checkpoint_folder
-from miles.training.backend import TrainBackend, build_backend
 from miles.training.checkpoint_manifest import FileRecord, hash_files_of_rank
 from miles.training.checkpoint_pruning import prune
 from miles.training.determinism import be_deterministic
-from miles.training.trainer import Trainer
-from miles.weight_sync.tcp_store import TCPStore, serve_store
+
+if TYPE_CHECKING:
+    from miles.training.backend import TrainBackend
+    from miles.training.trainer import Trainer
 
 
 class TrainDriver:
-    """All trainer ranks, as the loop sees them."""
+    """All trainer ranks, as the loop sees them. ``build`` comes before everything else."""
 
-    def __init__(self, settings: Settings, placement: Placement, workers: Workers, total_steps: int) -> None:
-        """Start the ranks and build their models; ``total_steps`` are the optimizer steps of the run."""
+    def __init__(self, settings: Settings, placement: Placement, workers: Workers) -> None:
+        """Start the processes of the ranks, and return before they have imported what they need."""
         env, _ = _environment(settings.cluster)
         self.settings = settings
         self._workers = workers
@@ -56,12 +56,12 @@ class TrainDriver:
         ]
         for rank, actor in enumerate(self.actors):
             workers.add(f"trainer rank {rank}", actor)
-        try:
-            address = workers.result(self.actors[0].serve_store.remote())
-            self._on_all("connect", address, total_steps)
-        except BaseException:
-            self.stop()
-            raise
+            actor.import_code.remote()
+
+    def build(self, total_steps: int) -> None:
+        """Connect the ranks and build their models; ``total_steps`` are the optimizer steps of the run."""
+        address = self._workers.result(self.actors[0].serve_store.remote())
+        self._on_all("connect", address, total_steps)
 
     def train(self, shards_by_token_rank: list[ray.ObjectRef[Any]], iteration: int) -> list[dict[str, Metric]]:
         """Take one optimizer step for each shard in a rank's list; returns each step's metrics."""
@@ -174,6 +174,9 @@ class TrainActor:
     trainer: Trainer
 
     def __init__(self, rank: int, settings: Settings, device: str) -> None:
+        import torch
+        from transformers.utils.logging import disable_progress_bar
+
         _, secrets = _environment(settings.cluster)
         os.environ.update(secrets)
         self.rank = rank
@@ -183,8 +186,16 @@ class TrainActor:
             be_deterministic()
         disable_progress_bar()
 
+    def import_code(self) -> None:
+        """Import what ``connect`` needs, while the rollout worker starts. ``connect`` reports what fails."""
+        import miles.training.trainer  # noqa: F401
+
+        import_code(train_backend_spec(self.settings.training.train_backend), self.device)
+
     def serve_store(self) -> tuple[str, int]:
         """Open the rendezvous on a free port of this node's address; returns both. Rank 0 only."""
+        from miles.weight_sync.tcp_store import serve_store
+
         host = ray.util.get_node_ip_address()
         self.store = serve_store(host, self._timeout)
         return host, self.store.port
@@ -195,6 +206,13 @@ class TrainActor:
 
     def connect(self, address: tuple[str, int], total_steps: int) -> None:
         """Join the process group, and build the backend and the trainer."""
+        import torch
+        import torch.distributed as dist
+
+        from miles.training.backend import build_backend
+        from miles.training.trainer import Trainer
+        from miles.weight_sync.tcp_store import TCPStore
+
         # Here, in the thread that computes: some libraries keep the number for each thread.
         generates_meanwhile = self.settings.rollout.async_steps > 0
         use_threads(self.device.type, self.settings.cluster.actor_num_gpus_per_node + generates_meanwhile)

@@ -7,7 +7,7 @@ Ray are imported.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,7 +133,12 @@ def train(settings: Settings, placement: Placement, stop: StopRequests, given: C
 
     offload = settings.offload(placement.device)
     workers = Workers(settings.cluster.worker_timeout)
-    with ReportSink(settings.tracking) as report, RolloutDriver(settings, placement, workers) as rollout:
+    with (
+        ReportSink(settings.tracking) as report,
+        # First, so that the trainer's processes import while the rollout worker starts its engines.
+        TrainDriver(settings, placement, workers) if settings.trains else nullcontext() as trainer,
+        RolloutDriver(settings, placement, workers) as rollout,
+    ):
         if offload.rollout:
             rollout.release_memory()  # the trainer is built in the memory that this frees
         total_steps = rollout.num_iterations * settings.steps_per_iteration
@@ -147,14 +152,12 @@ def train(settings: Settings, placement: Placement, stop: StopRequests, given: C
             found,
         )
         config = _config(replace(settings, checkpoint=given), found)
-        if not settings.trains:
-            with Tracker(settings.tracking, header, [report], config) as tracker:
+        if trainer is not None:
+            trainer.build(total_steps)
+        with Tracker(settings.tracking, header, [report], config) as tracker:
+            if trainer is None:
                 GenerationLoop(rollout, tracker, settings.evaluation, settings.steps_per_iteration, stop).run()
-            return
-        with (
-            TrainDriver(settings, placement, workers, total_steps) as trainer,
-            Tracker(settings.tracking, header, [report], config) as tracker,
-        ):
+                return
             loop = TrainingLoop(
                 rollout,
                 trainer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,14 +26,22 @@ class TensorBoardSink:
     """Writes event files into ``folder``; TensorBoard hides older events from ``resume_step`` on."""
 
     def __init__(self, folder: Path, resume_step: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # lazily: slow to import, and only the driver writes
+        # Lazily: slow to import, and only the launcher writes. Not torch's SummaryWriter, which needs torch.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = SummaryWriter(log_dir=str(folder), purge_step=resume_step)
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(folder))
+        if resume_step is not None:  # TensorBoard takes a start of this version as the end of later steps
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(step=resume_step, file_version="brain.Event:2"))
+            self._writer.add_event(Event(wall_time=time.time(), step=resume_step, session_log=start))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write every value as a scalar of its own name."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
         self._writer.flush()
 
     def close(self) -> None:

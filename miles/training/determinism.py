@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 # Read by cuBLAS and NCCL when they start: one workspace for each stream, and one order of a sum over ranks.
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
@@ -15,6 +13,8 @@ def be_deterministic() -> None:
 
     What the user has set in the environment stays.
     """
+    import torch  # not at the top: the launcher imports this module
+
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)

@@ -1,5 +1,6 @@
 """Fixtures for tests of several folders: a tiny trainable model with a tokenizer, and one SGLang server."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -9,6 +10,10 @@ from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))  # tests are no packages; several folders import from it
+
+# Here and in the processes that tests start, threads without work sleep. Many processes share few cores, and a thread
+# that waits actively for another, which has no core, made a run's step take 17 s instead of 1 s.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Under nohup the hang-up signal is ignored, here and in the runs that tests start.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -23,12 +28,51 @@ CHAT_TEMPLATE = (
 )
 
 
+# Files that take longest, in the order in which they start; all others follow. A long file that starts last would run
+# beside an idle worker. Those that compute in many processes alternate with those that mostly wait.
+LONGEST = (
+    "training/megatron/test_megatron_layouts.py",
+    "cluster/runs/test_train_and_resume.py",
+    "engine/test_sglang_engine.py",  # and all that share its server
+    "training/megatron/test_megatron_checkpoints.py",
+    "cluster/runs/test_train_backends.py",
+    "conformance/test_matrix.py",
+    "cluster/runs/test_run_failures.py",
+    "engine/test_engine_failures.py",
+    "cluster/runs/test_async.py",
+    "cluster/test_restarts.py",
+    "training/fsdp/test_fsdp_ranks.py",
+    "conformance/test_mutations.py",
+    "cluster/runs/test_hangs.py",
+    "engine/test_server_states.py",
+    "cluster/runs/test_ppo_run.py",
+    "cluster/test_liveness.py",
+    "conformance/test_critic.py",
+    "rewards/test_reward_process.py",
+    "rewards/test_hostile_answers.py",
+    "report/test_browser.py",
+    "test_reading_path.py",
+)
+
+
 class FileScheduling(LoadFileScheduling):
-    """Keep each file, and all files that share the SGLang server, on one worker of pytest-xdist."""
+    """Keep each file, and all files that share the SGLang server, on one worker of pytest-xdist; longest first."""
+
+    def schedule(self):
+        """Hand out files in the order of collection, which is that of ``LONGEST``."""
+        self.config.option.loadscopereorder = False
+        super().schedule()
 
     def _split_scope(self, nodeid):
         file = super()._split_scope(nodeid)
         return "the SGLang server" if Path(file).name.startswith("test_sglang") else file
+
+
+def pytest_collection_modifyitems(config, items):
+    """Under pytest-xdist, put the longest files first."""
+    if hasattr(config, "workerinput"):
+        place = {Path(__file__).parent / file: number for number, file in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
 
 
 def pytest_xdist_make_scheduler(config, log):

@@ -10,6 +10,7 @@ import asyncio
 import json
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,12 +33,17 @@ is_tracing = False
 
 
 def profile(frame, event, argument):
-    if is_tracing and event == "call":
-        file = Path(frame.f_code.co_filename)
-        if PACKAGE in file.parents and frame.f_code.co_name != "<module>":
-            name = str(file.relative_to(PACKAGE))
-            if name not in entered:
-                entered.append(name)
+    if is_tracing and event == "call" and frame.f_code.co_name != "<module>":
+        name = own_file(frame.f_code.co_filename)
+        if name is not None and name not in entered:
+            entered.append(name)
+
+
+@cache
+def own_file(path: str) -> str | None:
+    """Return the path of a file of miles below the package; None for another file."""
+    file = Path(path)
+    return str(file.relative_to(PACKAGE)) if PACKAGE in file.parents else None
 
 
 class InProcess:

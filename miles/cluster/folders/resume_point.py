@@ -13,7 +13,6 @@ from pathlib import Path
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.model import ModelArguments
 from miles.training import checkpoint_folder
-from miles.training.checkpoint_check import check_checkpoint
 from miles.training.checkpoint_files import DamagedFile
 
 
@@ -93,6 +92,8 @@ def check_frozen_models(model: ModelArguments) -> list[str]:
 
 
 def _check(folder: Path, flag: str) -> str:
+    from miles.training.checkpoint_check import check_checkpoint  # imports torch
+
     cost = check_checkpoint(folder)
     if cost is None:
         return f"{flag}: {folder.name} has no manifest (an earlier version of miles), so its files are not verified"

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from miles.arguments.settings import Settings
     from miles.training.backend import TrainBackend
+    from miles.training.megatron.backend import MegatronBackend
     from miles.training.rehearsed import RehearsedBackend
 
 # When it is imported, Megatron warns of every optional package that is not there; nothing here needs one.
@@ -28,15 +29,20 @@ def export(settings: Settings, checkpoint: Path, folder: Path) -> None:
     export_on_cpu(settings, checkpoint, folder)
 
 
-def build(settings: Settings, device: torch.device, total_steps: int) -> TrainBackend:
-    """Build the backend of this rank. On CPU, what Megatron needs there comes before Megatron is imported."""
+def import_backend(device: torch.device) -> type[MegatronBackend]:
+    """Import the backend. On CPU, what Megatron needs there comes before Megatron is imported."""
     if device.type == "cpu":
         from miles.training.megatron.cpu_support import support_cpu
 
         support_cpu()
     from miles.training.megatron.backend import MegatronBackend
 
-    return MegatronBackend(settings, device, total_steps)
+    return MegatronBackend
+
+
+def build(settings: Settings, device: torch.device, total_steps: int) -> TrainBackend:
+    """Build the backend of this rank."""
+    return import_backend(device)(settings, device, total_steps)
 
 
 def build_rehearsed(

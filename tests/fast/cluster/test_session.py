@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,27 @@ import ray
 from miles.arguments.cluster import ClusterArguments
 from miles.cluster.device_slots import Slot
 from miles.cluster.session import EngineLayout, Placement, ray_session
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+import miles.cluster.failures, miles.cluster.folders.resume_point, miles.cluster.restarts, miles.cluster.rollout_actor
+import miles.cluster.session, miles.cluster.train_actor, miles.loop, miles.report.sink
+from miles.arguments.cluster import ClusterArguments
+from miles.tracking.sinks import TensorBoardSink
+
+miles.cluster.session.resolve_device(ClusterArguments(device="cpu"))
+sink = TensorBoardSink(Path(sys.argv[1]), resume_step=3)
+sink.log(3, {"train/loss": 0.5})
+sink.close()
+print({"torch", "transformers"} & sys.modules.keys())
+"""
+
+
+def test_the_launcher_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    """Its processes import them while it starts Ray and waits."""
+    ended = subprocess.run([sys.executable, "-c", LAUNCHER, str(tmp_path)], capture_output=True, text=True)
+    assert ended.stdout == "set()\n", ended.stderr
 
 
 class Started(Exception):
