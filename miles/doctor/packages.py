@@ -122,6 +122,7 @@ OTHERS = (
     "httpx",
     "math-verify",
     "numpy",
+    "peft",
     "psutil",
     "pyarrow",
     "pyyaml",
