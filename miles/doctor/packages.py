@@ -60,6 +60,8 @@ class Package:
         extra: The extra of miles that installs it.
         no_deps: Packages to install after the extra, without their dependencies.
         is_imported: Whether to import it; others are only looked for.
+        needs_gpu: Whether only a machine with a GPU has a use for it.
+        remedy_on_gpu: What to do on a machine with a GPU, in the place of that command.
         facts: Code that prints what PyTorch sees, as JSON.
     """
 
@@ -69,12 +71,14 @@ class Package:
     extra: str = ""
     no_deps: Sequence[str] = ()
     is_imported: bool = True
+    needs_gpu: bool = False
+    remedy_on_gpu: str = ""
     facts: str = ""
 
     @property
     def remedy(self) -> str:
-        """The command that installs it."""
-        return install_command(self.extra, self.no_deps)
+        """The command that installs it on this machine, or what to do instead."""
+        return self.remedy_on_gpu if self.remedy_on_gpu and has_gpu() else install_command(self.extra, self.no_deps)
 
 
 PACKAGES = (
@@ -89,6 +93,15 @@ PACKAGES = (
         "--rollout-engine sglang (torch works without it)",
         "sglang",
         SGLANG,
+        # Its kernels for CUDA, sglang-kernel 0.4.10, ask for torch 2.14.1.
+        remedy_on_gpu="use SGLang's own image or environment, and install miles into it (docs/engine.md#installation)",
+    ),
+    Package(
+        "torch-memory-saver",
+        "torch_memory_saver",
+        "--colocate with --rollout-engine sglang on GPUs",
+        "gpu",
+        needs_gpu=True,
     ),
     Package("sglang-router", "sglang_router.launch_router", "more than one SGLang engine", "sglang", SGLANG),
     Package("wandb", "wandb", "--use-wandb", "wandb", is_imported=False),
@@ -109,6 +122,7 @@ OTHERS = (
     "httpx",
     "math-verify",
     "numpy",
+    "peft",
     "psutil",
     "pyarrow",
     "pyyaml",
@@ -149,7 +163,8 @@ def check_packages(quick: bool, seconds: float) -> Iterator[Finding]:
     yield Finding("miles", State.OK, f"{miles.__version__}, {folder}", facts=facts)
     yield check_others()
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        yield from pool.map(lambda package: check_package(package, quick, seconds), PACKAGES)
+        useful = [package for package in PACKAGES if has_gpu() or not package.needs_gpu]
+        yield from pool.map(lambda package: check_package(package, quick, seconds), useful)
 
 
 def check_others() -> Finding:

@@ -108,7 +108,8 @@ def _attention(config: Mapping[str, Any]) -> dict[str, int]:
     small_keys = min(keys, 2)
     small_heads = 4 if keys == heads else small_keys * min(max(heads // keys, 1), 4)
     small_keys = small_heads if keys == heads else small_keys
-    found = {"num_attention_heads": small_heads, "hidden_size": HIDDEN}
+    hidden = HIDDEN if HIDDEN % small_heads == 0 else small_heads * HEAD_DIM  # 6 heads: three queries share a key
+    found = {"num_attention_heads": small_heads, "hidden_size": hidden}
     if config.get("num_key_value_heads"):
         found["num_key_value_heads"] = small_keys
     if config.get("kv_lora_rank"):

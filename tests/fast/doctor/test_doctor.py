@@ -100,6 +100,16 @@ def test_torch_without_the_gpus_of_the_machine_is_reported(monkeypatch):
     assert packages._torch(facts | {"cuda": "13", "devices": [gpu, gpu]}).found == "2; 2 x H of 128 GiB"
 
 
+def test_a_machine_with_a_gpu_is_asked_for_more(monkeypatch):
+    assert "torch-memory-saver" not in {found.name for found in packages.check_packages(quick=True, seconds=1)}
+    monkeypatch.setattr(packages, "has_gpu", lambda: True)
+    found = {found.name: found for found in packages.check_packages(quick=True, seconds=1)}
+    assert found["torch-memory-saver"].effect == "disables --colocate with --rollout-engine sglang on GPUs"
+    assert found["torch-memory-saver"].remedy.endswith("[gpu]'")
+    (sglang,) = [package for package in PACKAGES if package.name == "sglang"]
+    assert sglang.remedy.startswith("use SGLang's own image"), "its kernels need another torch"
+
+
 def test_commands_name_versions_that_are_tested(monkeypatch, tmp_path):
     pinned = (REPO / "constraints.txt").read_text().splitlines()
     assert {*SGLANG, SMOLLM2} <= {*pinned}

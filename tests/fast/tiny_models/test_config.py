@@ -72,12 +72,17 @@ FAMILIES = {
         LLAMA,
     )
 }
+FAMILIES["llama of 9 heads and 3 keys"] = LLAMA | dict(  # SmolLM2-135M
+    hidden_size=576, num_attention_heads=9, num_key_value_heads=3, head_dim=64, num_hidden_layers=30
+)
 
 
 def test_what_matters_stays():
     dense, latent, mixed = shrunk_config(LLAMA), shrunk_config(DEEPSEEK_V3), shrunk_config(QWEN3_NEXT)
     assert dense["num_attention_heads"] == dense["num_key_value_heads"], "no grouped queries"
     assert dense["rope_scaling"] == LLAMA["rope_scaling"] and dense["vocab_size"] == LLAMA["vocab_size"]
+    odd = shrunk_config(FAMILIES["llama of 9 heads and 3 keys"])
+    assert odd["num_attention_heads"] == 6 and odd["hidden_size"] % 6 == 0, "three queries share a key"
     assert (latent["first_k_dense_replace"], latent["num_hidden_layers"]) == (1, 2), "a dense layer, then experts"
     assert (latent["n_group"], latent["topk_group"], latent["n_shared_experts"]) == (2, 1, 1)
     assert "quantization_config" not in latent and latent["num_nextn_predict_layers"] == 0
