@@ -9,12 +9,14 @@ from typing import Any
 from miles import model_families
 from miles.model_families.base import Config, ConvertedFamily, Family, Shape, refusal
 
+_NOT_FAMILIES = ("reading", "registry")  # they import this file
+
 
 def families(kind: str) -> dict[str, Any]:
     """Return what the files of this package list under ``kind``, by ``model_type``, in the order of their names."""
     found: dict[str, Any] = {}
     for file in iter_modules(model_families.__path__):
-        if file.name == "registry":
+        if file.name in _NOT_FAMILIES:
             continue
         for family in getattr(import_module(f"{model_families.__name__}.{file.name}"), kind, ()):
             assert family.model_type not in found, f"{family.model_type} is defined twice"
@@ -25,6 +27,7 @@ def families(kind: str) -> dict[str, Any]:
 CONVERTED: dict[str, ConvertedFamily] = families("CONVERTED")
 BRIDGED: dict[str, Family] = families("BRIDGED")
 FAMILIES: dict[str, Family] = {**CONVERTED, **BRIDGED}
+READ_AS = {"kimi_k2": "deepseek_v3"}  # transformers does not know the first; the layers are those of the second
 
 
 def family_of(config: Config) -> Family:

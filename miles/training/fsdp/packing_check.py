@@ -13,12 +13,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from miles.arguments.parallel import ParallelArguments
 from miles.batching.collate import collate
 from miles.batching.convert import convert
 from miles.model_families.packing import has_recurrent_state, is_compared_by_test, model_type
+from miles.model_families.reading import read_config
 from miles.objective.settings import LossArguments
 from miles.parallel.groups import ALONE
 from miles.sample import Prompt, PromptGroup, Sample
@@ -42,7 +43,7 @@ def check_layout(flag: str, path: str, parallel: ParallelArguments) -> None:
     Raises:
         ValueError: The samples would be packed.
     """
-    config = AutoConfig.from_pretrained(path).to_dict()
+    config = read_config(path).to_dict()
     if not parallel.pads and has_recurrent_state(config):
         raise ValueError(
             f"{flag} {path}: a {model_type(config)} has recurrent state, which would pass from one packed sample to "

@@ -184,4 +184,8 @@ OF_LAYOUT = {
     "tp2 with sp, ep2": CONVERSION,
     "tp2 with sp, ep2, experts cut": CONVERSION,
     "tp2 with sp, pp2": CONVERSION,
+    "one, sigmoid": CONVERSION,
+    "tp2 with sp, ep2, sigmoid": CONVERSION,
+    "cp2 with ep2, sigmoid": CONVERSION,
+    "pp2, dp2, sigmoid": CONVERSION,
 }
