@@ -6,7 +6,7 @@ from miles.model_families.base import Config, Shape, refusal
 from miles.model_families.experts import check_sigmoid_router, sigmoid_experts, sigmoid_shape
 from miles.model_families.llama import Llama
 from miles.model_families.parameters import Binding
-from miles.model_families.tensor_layouts import Replicated, Split
+from miles.model_families.tensor_layouts import Replicated, Split, TensorLayout
 
 
 class DeepseekV3(Llama):
@@ -55,7 +55,7 @@ class DeepseekV3(Llama):
 
     def layer(self, shape: Shape) -> dict[str, Binding]:
         """Return the parameters of a decoder layer, dense or with experts, both names relative to it."""
-        attention = {
+        attention: dict[str, tuple[TensorLayout, str]] = {
             "linear_q_proj": (Split(0), "q_proj"),
             "linear_q_down_proj": (Replicated(), "q_a_proj"),
             "q_layernorm": (Replicated(), "q_a_layernorm"),
