@@ -25,6 +25,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "recompute_method": ("uniform", "every layer is recomputed"),
     "recompute_num_layers": (1, "every layer is recomputed by itself"),
     "moe_token_dispatcher_type": ("alltoall", "the others take no micro-batches of differing length"),
+    "moe_router_bias_update_rate": (0.0, "biases of experts stay those of the checkpoint, as on fsdp"),
     "rope_fusion": (False, "the rotary embedding is that of each token's own position"),
     "position_embedding_table": (False, "positions are rotary"),
     "use_rotary_position_embeddings": (True, "positions are rotary"),
@@ -71,7 +72,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "moe_router_topk_scaling_factor": (1.0,),
     "moe_router_score_function": ("softmax",),
     "moe_token_drop_policy": ("probs",),
-    "moe_router_bias_update_rate": (0.0,),
     "moe_shared_expert_intermediate_size": (0,),
     "virtual_pipeline_model_parallel_size": (1,),
     "num_distributed_optimizer_instances": (1,),
@@ -82,7 +82,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 _UNTESTED = "megatron-core has this setting, but training with it has not been tested here, so it is not accepted"
 _REASONS = {
     ("fp8_", "fp4_"): "training in 8 or 4 bits is not part of this version, which has bf16 and fp32",
-    ("moe_router_bias_update_rate",): "biases of experts stay those of the checkpoint, on both backends",
 }
 
 

@@ -136,7 +136,7 @@ class LatentAttention(MegatronModule):
         return self._by_head(self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))[0])
 
     def _by_head(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(-1, (self.heads, -1))
+        return states.view(*states.shape[:-1], self.heads, -1)
 
 
 def rotate_pairs(states: torch.Tensor, angles: torch.Tensor, factor: float) -> torch.Tensor:
