@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from miles.model_families.parameters import ParameterNames
 
@@ -60,6 +60,8 @@ def refusal(
 @dataclass(frozen=True)
 class Family:
     """The models of one ``model_type``."""
+
+    can_be_bridged: ClassVar[bool] = True  # compared with transformers through Megatron-Bridge as well
 
     model_type: str
     activation: str = "silu"  # of the MLPs, as configs name it

@@ -12,6 +12,8 @@ from miles.model_families.tensor_layouts import Replicated, Split, TensorLayout
 class DeepseekV3(Llama):
     """Llama's layout outside of attention, which is latent (training/megatron/model/latent_attention.py)."""
 
+    can_be_bridged = False
+
     def check(self, config: Config) -> None:
         """Raise ``ValueError`` for a setting of ``config`` that the layers do not compute."""
         super().check(config)

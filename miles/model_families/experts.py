@@ -1,4 +1,9 @@
-"""Layers with experts: what the families that have them share. A routed expert is a gated MLP of its own tensors."""
+"""Layers with experts: what the families that have them share. A routed expert is a gated MLP of its own tensors.
+
+Routing by sigmoid scores is that of DeepSeek-V3 (arXiv 2412.19437 §2.1.2). A bias per expert, which no gradient
+reaches, is added to the scores when experts are chosen, within the groups of experts with the highest scores. The
+weights of the chosen are their scores without bias, normalized and scaled. All tokens also go through shared experts.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +23,6 @@ def routed_experts() -> dict[str, Binding]:
         f"{experts}.linear_fc1.weight": Binding(GateUp(), hf_gate_up, is_expert=True),
         f"{experts}.linear_fc2.weight": Binding(Split(1), ("mlp.experts.*.down_proj.weight",), is_expert=True),
     }
-
-
-# Routing by sigmoid scores, as in DeepSeek-V3 (arXiv 2412.19437 §2.1.2). A bias per expert, which no gradient reaches,
-# is added to the scores when experts are chosen, within the groups of experts with the highest scores. The weights of
-# the chosen are their scores without bias, normalized and scaled. All tokens also go through shared experts.
-
-SIGMOID_FIELDS = (
-    "moe_router_score_function",
-    "moe_router_enable_expert_bias",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_topk_scaling_factor",
-    "moe_shared_expert_intermediate_size",
-)
 
 
 def sigmoid_experts() -> dict[str, Binding]:

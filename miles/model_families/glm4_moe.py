@@ -11,6 +11,8 @@ from miles.model_families.parameters import Binding
 class Glm4Moe(Llama):
     """Llama's layout, with a router, experts and shared experts; biases and norms as the config says."""
 
+    can_be_bridged = False
+
     def check(self, config: Config) -> None:
         """Raise ``ValueError`` for a setting of ``config`` that the layers do not compute."""
         super().check(config)

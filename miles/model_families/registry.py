@@ -37,9 +37,13 @@ def family_of(config: Config) -> Family:
     if kind not in FAMILIES:
         raise refusal(
             f"model_type {kind}",
-            f"through Megatron-Bridge only {', '.join(FAMILIES)} have been compared with transformers",
+            f"through Megatron-Bridge only {', '.join(_bridged())} have been compared with transformers",
         )
     return FAMILIES[kind]
+
+
+def _bridged() -> list[str]:
+    return [kind for kind, family in FAMILIES.items() if family.can_be_bridged]
 
 
 def converted_family(config: Config) -> ConvertedFamily:
@@ -77,6 +81,9 @@ def check_bridged(config: Config) -> None:
     Raises ``ValueError`` for another, as far as its config tells.
     """
     family = family_of(config)
+    if not family.can_be_bridged:
+        rule = f"through Megatron-Bridge only {', '.join(_bridged())} have been compared with transformers"
+        raise refusal(f"model_type {family.model_type}", rule, "drop --megatron-to-hf-mode bridge: miles converts it")
     if not any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ()):
         raise refusal(f"architectures {config.get('architectures')}", "Megatron-Bridge needs a …ForCausalLM there")
     family.check(config)

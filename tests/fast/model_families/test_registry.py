@@ -204,3 +204,5 @@ def test_a_bridged_model_needs_its_architecture() -> None:
     check_bridged(nemotron | {"architectures": ["NemotronForCausalLM"]})
     with pytest.raises(ValueError, match="architectures None"):
         check_bridged(nemotron)
+    with pytest.raises(ValueError, match=r"model_type glm4_moe, .* drop --megatron-to-hf-mode bridge: miles converts"):
+        check_bridged(config_of("glm4_moe"))

@@ -202,6 +202,7 @@ def biases_of_experts_are_exported_sent_and_saved(stage: Stage) -> None:
     backend.export_hf(folder)
     exported = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(exported.state_dict()[name], expected)
+    assert exported.config.num_nextn_predict_layers == 0  # the export has no heads of multi-token prediction
     assert name in get_model_state_dict(backend.policy.module.language_model)  # what checkpoints have
 
 
