@@ -7,7 +7,7 @@ from miles.arguments.model import ModelArguments, local_config
 from miles.arguments.training import TrainingArguments
 from miles.components import train_backend_spec
 from miles.flags import Errors, count, flag, flag_name
-from miles.model_families.packing import has_recurrent_state, model_type
+from miles.model_families.packing import has_recurrent_state, model_type, why_untrained
 from miles.parallel.dims import ParallelDims
 
 
@@ -109,7 +109,7 @@ def pad_recurrent_models(
         parallel: The section.
         training: The section with the backend; some train no such model.
         model: The section with the models. Of a name on a hub, the backend checks it at run time.
-        errors: Collects ranks that would share a sequence, which must be packed.
+        errors: Collects models that are not trained, and ranks that would share a sequence, which must be packed.
 
     Returns:
         The section with ``qkv_format`` replaced, and a note if it was.
@@ -120,6 +120,9 @@ def pad_recurrent_models(
         path, config = getattr(model, name), None
         with errors.catching():
             config = local_config(model, name)
+        if config is not None and (why := why_untrained(config)):
+            errors.refuse(name, path, why, "choose another model")
+            continue
         if config is None or not has_recurrent_state(config):
             continue
         what = f"{flag_name(name)} {path}, a {model_type(config)} with recurrent state"

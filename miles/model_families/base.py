@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from miles.model_families.parameters import ParameterNames
 
@@ -61,12 +61,17 @@ def refusal(
 class Family:
     """The models of one ``model_type``."""
 
+    can_be_bridged: ClassVar[bool] = True  # compared with transformers through Megatron-Bridge as well
+
     model_type: str
     activation: str = "silu"  # of the MLPs, as configs name it
     has_qkv_bias: bool = False
 
     def check(self, config: Config) -> None:
         """Raise ``ValueError`` for a setting of ``config`` that the layers do not compute."""
+        if config.get("quantization_config"):
+            what_to_do = "give a folder with its weights in bf16, without this entry"
+            raise refusal("a quantization_config", "quantized weights are not trained", what_to_do)
         if config.get("hidden_act") not in (None, self.activation):
             rule = f"for {self.model_type} --train-backend megatron computes only {self.activation}"
             raise refusal(f"hidden_act {config['hidden_act']}", rule)

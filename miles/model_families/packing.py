@@ -42,6 +42,9 @@ RECURRENT = (
     "qwen3_next",
 )
 
+# Types whose attention chooses the keys that a query sees by scores of its own. No backend trains them.
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
+
 # Fields of a configuration that name the kind of each layer, and the kinds that have a state.
 _LAYER_LISTS = ("layer_types", "layers_block_type")
 _RECURRENT_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid"))
@@ -57,6 +60,13 @@ def has_recurrent_state(config: dict[str, Any]) -> bool:
     text = config.get("text_config") or config
     layers = {layer for name in _LAYER_LISTS for layer in text.get(name) or ()}
     return model_type(config) in RECURRENT or bool(layers & _RECURRENT_LAYERS)
+
+
+def why_untrained(config: dict[str, Any]) -> str | None:
+    """Return why no backend trains this type of model; None if one may."""
+    if model_type(config) not in SPARSE:
+        return None
+    return f"a {model_type(config)} has sparse attention, which neither training backend computes for several samples"
 
 
 def model_type(config: dict[str, Any]) -> str:

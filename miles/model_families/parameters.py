@@ -16,12 +16,14 @@ LAYERS_HF, MTP_HF = "model.layers.", "model.mtp_layers."
 class Binding:
     """One parameter: its layout, the Hugging Face tensors in the order of the layout, and whether it is an expert's.
 
-    ``*`` in a family's names is the number of an expert.
+    ``*`` in a family's names is the number of an expert. A buffer is fp32 whatever the dtype of the rest, and has no
+    gradient.
     """
 
     layout: TensorLayout
     hf_names: tuple[str, ...]
     is_expert: bool = False
+    is_buffer: bool = False
 
 
 # What a head of multi-token prediction has around its decoder layer, as the checkpoints of MiMo-7B (a Qwen2 with such

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from miles.model_families.base import Config, Shape
+from miles.model_families.experts import routed_experts
 from miles.model_families.llama import Llama
 from miles.model_families.parameters import Binding
-from miles.model_families.tensor_layouts import GateUp, Replicated, Split
 
 
 class Qwen3Moe(Llama):
@@ -26,13 +26,7 @@ class Qwen3Moe(Llama):
 
     def layer(self, shape: Shape) -> dict[str, Binding]:
         """Return the parameters of a decoder layer, dense or with experts, both names relative to it."""
-        experts = "mlp.experts.local_experts.*"
-        gate_up = ("mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight")
-        return super().layer(shape) | {
-            "mlp.router.weight": Binding(Replicated(), ("mlp.gate.weight",)),
-            f"{experts}.linear_fc1.weight": Binding(GateUp(), gate_up, is_expert=True),
-            f"{experts}.linear_fc2.weight": Binding(Split(1), ("mlp.experts.*.down_proj.weight",), is_expert=True),
-        }
+        return super().layer(shape) | routed_experts()
 
 
 CONVERTED = (Qwen3Moe("qwen3_moe", has_qk_norm=True),)

@@ -8,13 +8,16 @@ from typing import Any
 
 from miles import model_families
 from miles.model_families.base import Config, ConvertedFamily, Family, Shape, refusal
+from miles.model_families.packing import why_untrained
+
+_NOT_FAMILIES = ("reading", "registry")  # they import this file
 
 
 def families(kind: str) -> dict[str, Any]:
     """Return what the files of this package list under ``kind``, by ``model_type``, in the order of their names."""
     found: dict[str, Any] = {}
     for file in iter_modules(model_families.__path__):
-        if file.name == "registry":
+        if file.name in _NOT_FAMILIES:
             continue
         for family in getattr(import_module(f"{model_families.__name__}.{file.name}"), kind, ()):
             assert family.model_type not in found, f"{family.model_type} is defined twice"
@@ -25,6 +28,7 @@ def families(kind: str) -> dict[str, Any]:
 CONVERTED: dict[str, ConvertedFamily] = families("CONVERTED")
 BRIDGED: dict[str, Family] = families("BRIDGED")
 FAMILIES: dict[str, Family] = {**CONVERTED, **BRIDGED}
+READ_AS = {"kimi_k2": "deepseek_v3"}  # transformers does not know the first; the layers are those of the second
 
 
 def family_of(config: Config) -> Family:
@@ -33,9 +37,13 @@ def family_of(config: Config) -> Family:
     if kind not in FAMILIES:
         raise refusal(
             f"model_type {kind}",
-            f"through Megatron-Bridge only {', '.join(FAMILIES)} have been compared with transformers",
+            f"through Megatron-Bridge only {', '.join(_bridged())} have been compared with transformers",
         )
     return FAMILIES[kind]
+
+
+def _bridged() -> list[str]:
+    return [kind for kind, family in FAMILIES.items() if family.can_be_bridged]
 
 
 def converted_family(config: Config) -> ConvertedFamily:
@@ -50,6 +58,8 @@ def converted_family(config: Config) -> ConvertedFamily:
             "add --megatron-to-hf-mode bridge, or choose another model",
         )
         raise refusal(f"model_type {kind}", rule, what_to_do)
+    if why := why_untrained(config):
+        raise refusal(f"model_type {kind}", why, "choose another model")
     if kind not in CONVERTED:
         raise refusal(f"model_type {kind}", f"only {', '.join(CONVERTED)} are converted")
     family = CONVERTED[kind]
@@ -71,6 +81,9 @@ def check_bridged(config: Config) -> None:
     Raises ``ValueError`` for another, as far as its config tells.
     """
     family = family_of(config)
+    if not family.can_be_bridged:
+        rule = f"through Megatron-Bridge only {', '.join(_bridged())} have been compared with transformers"
+        raise refusal(f"model_type {family.model_type}", rule, "drop --megatron-to-hf-mode bridge: miles converts it")
     if not any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ()):
         raise refusal(f"architectures {config.get('architectures')}", "Megatron-Bridge needs a …ForCausalLM there")
     family.check(config)

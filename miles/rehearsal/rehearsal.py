@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from miles.arguments.settings import Settings
 from miles.flags import FlagError
+from miles.model_families.reading import read_config
 from miles.model_families.registry import CONVERTED, megatron_shape
 from miles.rehearsal import memory
 from miles.rehearsal.changes import Change, changes
@@ -132,7 +133,7 @@ def rehearse_settings(settings: Settings) -> Rehearsal:
     device = device_of(settings.rehearsal.rehearse_device)
     available = int((settings.rehearsal.gpu_memory or device.memory) * 2**30)
     assert settings.model.hf_checkpoint is not None
-    config = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
+    config = read_config(settings.model.hf_checkpoint)
     size = model_size(config)
     text = config.get_text_config().to_dict()
     generation = foresee_generation(settings, text, size.parameters, size.active, device, available)
@@ -161,7 +162,7 @@ def advise(rehearsal: Rehearsal) -> Iterator[Advice]:
 def rehearse_settings_at(settings: Settings, before: Rehearsal) -> Rehearsal:
     """Rehearse changed settings, with the engines of ``before``. Another stage may be the worst one now."""
     assert settings.model.hf_checkpoint is not None
-    config = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
+    config = read_config(settings.model.hf_checkpoint)
     ranks = tuple(_forecast(settings, stage, before.generation) for stage in _stages(settings, config.to_dict()))
     return replace(before, settings=settings, ranks=ranks, imbalanced=None)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles.model_families.reading import read_config
 from miles.tiny_models.config import shrunk_config
 
 if TYPE_CHECKING:
@@ -48,13 +49,13 @@ def write_model(config: Mapping[str, Any], folder: Path, seed: int = 1) -> None:
         ValueError: It is none that transformers builds a causal language model of.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     torch.manual_seed(seed)
     try:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(read_config(str(folder)), dtype=torch.float32)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise ValueError(
             f"transformers makes no tiny model of the family {config.get('model_type')} "

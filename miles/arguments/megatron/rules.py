@@ -160,6 +160,8 @@ def _check_with_model(
     if errors.none_about(*SIZES):
         _check_sizes(sizes, shape, errors)
     _check_heads(sizes, config, errors)
+    if shape.get("moe_router_score_function") == "sigmoid":
+        _check_sigmoid_model(sizes, config, errors)
     if "num_moe_experts" not in shape:
         names = [
             "moe_router_load_balancing_type",
@@ -200,6 +202,10 @@ def _check_sizes(sizes: MegatronArguments, shape: dict[str, Any], errors: Errors
     if groups % tp:
         rule = f"must divide the model's {groups} key and value heads"
         errors.refuse("tensor_model_parallel_size", tp, rule, f"give a divisor of {groups}")
+    shared = shape.get("moe_shared_expert_intermediate_size", 0)
+    if shared % tp and errors.none_about("tensor_model_parallel_size"):
+        rule = f"must divide the {shared} rows of the model's shared experts"
+        errors.refuse("tensor_model_parallel_size", tp, rule, "give a common divisor")
     _check_stages(sizes, layers, errors)
     if "num_moe_experts" in shape:
         _check_experts(sizes, shape["num_moe_experts"], errors)
@@ -242,6 +248,18 @@ def _check_experts(sizes: MegatronArguments, experts: int, errors: Errors) -> No
         )
         what_to_do = "drop it, or divide the experts with --expert-model-parallel-size"
         errors.refuse("expert_tensor_parallel_size", 1, rule, what_to_do)
+
+
+def _check_sigmoid_model(sizes: MegatronArguments, config: dict[str, Any], errors: Errors) -> None:
+    """Refuse the losses inside the model that were not compared for routing by sigmoid scores."""
+    kind = config.get("model_type")
+    if sizes.mtp_heads and errors.none_about("mtp_num_layers"):
+        rule = f"the heads of a {kind} have another layout in checkpoints than those that are converted"
+        errors.refuse("mtp_num_layers", sizes.mtp_heads, rule, "drop it, and --enable-mtp-training")
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if getattr(sizes, name):
+            rule = f"this loss was not tested for a {kind}, whose biases balance its experts"
+            errors.refuse(name, getattr(sizes, name), rule, "drop it")
 
 
 def _check_heads(sizes: MegatronArguments, config: dict[str, Any], errors: Errors) -> None:

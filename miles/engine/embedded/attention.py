@@ -16,7 +16,10 @@ WIDTH_STEP = 64  # row lengths grow in steps of this, so that buffers are seldom
 
 
 class KVCache:
-    """Hold keys and values in one buffer per layer, ``[2 (key, value), rows, kv_heads, width, head_dim]``.
+    """Hold keys and values in two buffers per layer, ``[rows, kv_heads, width, head_dim]``.
+
+    Values may be narrower than keys, as with latent attention, whose keys and values are stored as attention reads
+    them.
 
     Rows ``0 .. n - 1`` belong to the n running sequences, in their order; the tokens of a row start at position 0.
     Values beyond a row's length are finite but meaningless: attention masks them out. Buffers are written in place, in
@@ -24,7 +27,7 @@ class KVCache:
     """
 
     def __init__(self) -> None:
-        self._layers: dict[int, torch.Tensor] = {}
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._rows = 0
         self._width = 0
 
@@ -41,18 +44,17 @@ class KVCache:
             self._rows = rows
         if width > self._width:
             self._width = -(-max(width, 2 * self._width) // WIDTH_STEP) * WIDTH_STEP
-        for layer, old in self._layers.items():
-            self._layers[layer] = new = old.new_zeros(2, self._rows, old.shape[2], self._width, old.shape[4])
-            new[:, : old.shape[1], :, : old.shape[3]] = old
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = self._grown(keys), self._grown(values)
 
     def write_prompts(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, prompt_of_row: torch.Tensor, first_row: int
     ) -> None:
         """Store prompts [P, kv_heads, T, D]: prompt ``prompt_of_row[i]`` goes to row ``first_row + i``."""
-        buffer = self._layer(layer, key)
+        keys, values = self._layer(layer, key, value)
         rows = slice(first_row, first_row + len(prompt_of_row))
-        buffer[0, rows, :, : key.shape[2]] = key[prompt_of_row]
-        buffer[1, rows, :, : key.shape[2]] = value[prompt_of_row]
+        keys[rows, :, : key.shape[2]] = key[prompt_of_row]
+        values[rows, :, : key.shape[2]] = value[prompt_of_row]
 
     def append(
         self,
@@ -68,7 +70,7 @@ class KVCache:
         Returns:
             Views of the keys and values of these rows, [B, kv_heads, width, D].
         """
-        keys, values = self._layer(layer, key)
+        keys, values = self._layer(layer, key, value)
         keys[rows, :, positions] = key[:, :, 0]
         values[rows, :, positions] = value[:, :, 0]
         n = len(rows)
@@ -76,19 +78,28 @@ class KVCache:
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` tokens of row ``source`` over row ``target``."""
-        for buffer in self._layers.values():
-            buffer[:, target, :, :length] = buffer[:, source, :, :length]
+        for buffers in self._layers.values():
+            for buffer in buffers:
+                buffer[target, :, :length] = buffer[source, :, :length]
 
     def clear(self) -> None:
         """Free the memory."""
         self._layers.clear()
         self._rows = self._width = 0
 
-    def _layer(self, layer: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the buffer of a layer. A new one is zeros, because a masked NaN is still a NaN."""
+    def _layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the buffers of a layer. New ones are zeros, because a masked NaN is still a NaN."""
         if layer not in self._layers:
-            self._layers[layer] = like.new_zeros(2, self._rows, like.shape[1], self._width, like.shape[3])
+            self._layers[layer] = self._zeros(key), self._zeros(value)
         return self._layers[layer]
+
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_zeros(self._rows, like.shape[1], self._width, like.shape[3])
+
+    def _grown(self, old: torch.Tensor) -> torch.Tensor:
+        new = self._zeros(old)
+        new[: old.shape[0], :, : old.shape[2]] = old
+        return new
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from miles.engine.base import eos_token_ids
 from miles.engine.embedded import attention
 from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep
+from miles.model_families.reading import read_config
 from miles.weights import WeightChunk
 
 
@@ -24,11 +25,13 @@ class ModelRunner:
         Raises:
             ValueError: If some layers would be computed wrongly (sliding windows, recurrent layers, sinks).
         """
-        config = AutoConfig.from_pretrained(model_path)
+        config = read_config(model_path)
         _check_full_attention(config, model_path)
         self.device = torch.device(device)
         # Any, because the wrappers around transformers' methods hide their types.
-        model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation=attention.NAME)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            model_path, config=config, dtype=dtype, attn_implementation=attention.NAME
+        )
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
         self.cache = KVCache()
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.settings import SglangArguments
@@ -28,6 +28,7 @@ from miles.engine.sglang.requests import Requests
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.servers import Servers
 from miles.engine.sglang.weight_updates import WeightUpdates
+from miles.model_families.reading import read_config
 from miles.weight_sync.sender import WeightSender
 from miles.weights import WeightChunk
 
@@ -157,7 +158,7 @@ async def start(settings: Settings, host: EngineHost) -> SglangEngine:
     engine = SglangEngine(
         processes,
         settings.sglang,
-        vocab_size=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
+        vocab_size=read_config(model).get_text_config().vocab_size,
         sender=WeightSender(settings.sglang, settings.weights_folder, host.broadcast_device()),
         router=router,
         eos_ids=model_eos_ids(model),
@@ -197,4 +198,4 @@ def model_eos_ids(model: str) -> frozenset[int]:
     try:
         return eos_token_ids(GenerationConfig.from_pretrained(model).eos_token_id)
     except OSError:  # the model has no generation config
-        return eos_token_ids(AutoConfig.from_pretrained(model).get_text_config().eos_token_id)
+        return eos_token_ids(read_config(model).get_text_config().eos_token_id)

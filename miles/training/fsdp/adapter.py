@@ -84,7 +84,8 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 def merged_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each weight of the model as it would be without peft, in ``dtype``; a tied head is the embedding.
 
-    A weight with an adapter is ``W + (alpha / rank) B A``, added in fp32. Every rank gathers one at a time.
+    A weight with an adapter is ``W + (alpha / rank) B A``, added in fp32. Every rank gathers one at a time. The buffers
+    that checkpoints have (the biases of experts) follow, in their own dtype: no gradient reaches them.
     """
     layers = adapted_layers(model)
     for name, parameter in model.named_parameters():
@@ -99,6 +100,8 @@ def merged_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, 
             # In its own dtype a gathered weight may be large: it is converted before.
             shard = parameter.detach().to(dtype)
             yield name, full_tensor(shard)
+    saved = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def _product(layer: Any) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedModel
 
+from miles.model_families.base import HEADS_IN_CONFIG
 from miles.training.checkpoint_folder import (
     critic_folder,
     read_run_state,
@@ -126,6 +127,8 @@ def export_hf(
         folder.mkdir(parents=True, exist_ok=True)
         config = type(model.config).from_dict(model.config.to_dict())
         config.dtype = dtype
+        if getattr(config, HEADS_IN_CONFIG, None):
+            setattr(config, HEADS_IN_CONFIG, 0)  # transformers leaves the heads of a checkpoint out
         config.save_pretrained(folder)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(folder)

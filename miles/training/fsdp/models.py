@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from miles.model_families.reading import read_config
 from miles.objective.token_log_probs import chunked_log_probs
 from miles.train_batch import MicroBatch
 from miles.training.backend import PolicyScorer, PolicyScores, Scorer, ValueScorer
@@ -155,12 +156,14 @@ def hidden_states(language_model: PreTrainedModel, micro: MicroBatch) -> torch.T
 
 def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Load weights and configuration."""
-    return _with_experts(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=NAME))
+    return _with_experts(
+        AutoModelForCausalLM.from_pretrained(path, config=read_config(path), dtype=dtype, attn_implementation=NAME)
+    )
 
 
 def build_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build the same model from its configuration alone. Its weights are random."""
-    config = AutoConfig.from_pretrained(path)
+    config = read_config(path)
     return _with_experts(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME))
 
 
@@ -179,7 +182,7 @@ def load_policy(
     path: str, temperature: float, chunk_size: int, dtype: torch.dtype, read: ModelReader = load_model
 ) -> Policy:
     """Load the model at ``path`` in ``dtype``. Raises ``ValueError`` if its logits are not the head's plain product."""
-    config = AutoConfig.from_pretrained(path)
+    config = read_config(path)
     for name in _LOGIT_CHANGES:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(

@@ -13,12 +13,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from miles.arguments.parallel import ParallelArguments
 from miles.batching.collate import collate
 from miles.batching.convert import convert
-from miles.model_families.packing import has_recurrent_state, is_compared_by_test, model_type
+from miles.model_families.packing import has_recurrent_state, is_compared_by_test, model_type, why_untrained
+from miles.model_families.reading import read_config
 from miles.objective.settings import LossArguments
 from miles.parallel.groups import ALONE
 from miles.sample import Prompt, PromptGroup, Sample
@@ -30,9 +31,9 @@ _GROUPS = ((4, (6, 9)), (3, (2,)))  # tokens of the prompt, which is kept once w
 
 
 def check_layout(flag: str, path: str, parallel: ParallelArguments) -> None:
-    """Refuse a model with recurrent state unless its samples are padded.
+    """Refuse a model with sparse attention, and one with recurrent state unless its samples are padded.
 
-    Validation pads by itself if it can read the config; of a model on a hub it is known only here.
+    Validation does so, and pads by itself, if it can read the config; of a model on a hub it is known only here.
 
     Args:
         flag: The flag that names the model.
@@ -40,9 +41,11 @@ def check_layout(flag: str, path: str, parallel: ParallelArguments) -> None:
         parallel: The layout of samples.
 
     Raises:
-        ValueError: The samples would be packed.
+        ValueError: The model has sparse attention, or its samples would be packed.
     """
-    config = AutoConfig.from_pretrained(path).to_dict()
+    config = read_config(path).to_dict()
+    if why := why_untrained(config):
+        raise ValueError(f"{flag} {path}: {why}; choose another model")
     if not parallel.pads and has_recurrent_state(config):
         raise ValueError(
             f"{flag} {path}: a {model_type(config)} has recurrent state, which would pass from one packed sample to "

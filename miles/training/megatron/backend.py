@@ -13,12 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from miles.arguments.megatron.rules import check_same_shape, check_with_model
 from miles.arguments.settings import Settings
 from miles.model_families.base import HEADS_IN_CONFIG
 from miles.model_families.parameters import is_of_head
+from miles.model_families.reading import read_config
 from miles.training import checkpoint_folder
 from miles.training.backend import PolicyScorer, ValueScorer
 from miles.training.checkpoint_folder import critic_folder, saved_critic
@@ -49,7 +50,7 @@ class MegatronBackend:
         self.settings = settings
         self.compute_dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
         self.ranks = initialize_process_groups(settings.dims, settings.training.seed)
-        self.hf_config = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
+        self.hf_config = read_config(settings.model.hf_checkpoint)
         # Read now: the hub may not be there when the run ends.
         self.hf_weights = self._weights_at(settings.model.hf_checkpoint)
         self.generation_config = self.hf_weights.generation_config()
@@ -91,7 +92,7 @@ class MegatronBackend:
         folder = checkpoint_folder.at(Path(path)) if path is not None else None
         hf_config, weights = self.hf_config, self.hf_weights
         if path is not None and folder is None:
-            hf_config, weights = AutoConfig.from_pretrained(path), self._weights_at(path)
+            hf_config, weights = read_config(path), self._weights_at(path)
             check_same_shape(
                 flag,
                 path,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from miles.arguments.settings import Settings
 from miles.model_families.base import HEADS_IN_CONFIG
+from miles.model_families.reading import read_config
 from miles.training.megatron.checkpoint.save_load import load_weights
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.model.transformer_config import transformer_config
@@ -24,7 +24,7 @@ def export(settings: Settings, checkpoint: Path, folder: Path) -> None:
     megatron_version()
     dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
     ranks = initialize_process_groups(settings.dims, settings.training.seed)
-    hf_config = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
+    hf_config = read_config(settings.model.hf_checkpoint)
     hf_weights = HuggingFaceWeights(settings.model.hf_checkpoint)
     converter = build_converter(settings.megatron.megatron_to_hf_mode, hf_config, hf_weights, ranks)
     config = transformer_config(

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import BATCHES, FULL, LAYOUTS, MODES, TEMPERATURE, Case, loss_of, rows_of, without_loss_tokens
+from cases import BATCHES, FULL, LAYOUTS, MODES, TEMPERATURE, VOCABULARY, Case, loss_of, rows_of, without_loss_tokens
 from compare import differences, off_policy, samples_of, wanted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import load_oracle, token_scores
+from tiny_llama import SHAPE
+from transformers import AutoConfig, AutoModelForCausalLM
 
 DRAWN = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 CORRECTIONS = {
@@ -97,6 +99,44 @@ def test_rows_too_long_for_their_scores(ranks, oracle, layout):
     for batch in ("uneven", "compacted"):
         case = Case(BATCHES[batch], loss_of("sample_mean"), LAYOUTS[layout], long_rows=True, watch=True)
         assert_conforms(case, ranks, oracle)
+
+
+SIGMOID = dict(
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    n_group=2,
+    topk_group=1,
+    first_k_dense_replace=1,
+    n_shared_experts=1,
+)
+LATENT = SIGMOID | dict(
+    num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=6
+)
+
+
+@pytest.fixture(scope="module", params=[("glm4_moe", SIGMOID), ("deepseek_v3", LATENT)], ids=lambda kind: kind[0])
+def sigmoid_model(request, ranks) -> tuple[str, torch.nn.Module]:
+    """Return the name of a model with sigmoid routing among those of the ranks, and its oracle."""
+    kind, given = request.param
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(kind, **(SHAPE | {"vocab_size": VOCABULARY} | dict(initializer_range=0.15) | given))
+    model = AutoModelForCausalLM.from_config(config)
+    model.model.layers[1].mlp.gate.e_score_correction_bias.normal_()
+    model.save_pretrained(ranks.folder / kind)
+    oracle = AutoModelForCausalLM.from_pretrained(
+        ranks.folder / kind, dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager"
+    )
+    return kind, oracle.train()
+
+
+@pytest.mark.parametrize("long_rows", [False, True])
+@pytest.mark.parametrize("layout", ["alone, packed", "cp2"])
+def test_sigmoid_routing_and_latent_attention(ranks, sigmoid_model, layout, long_rows):
+    """Rows of latent attention are short and long; values are narrower than keys."""
+    name, oracle = sigmoid_model
+    case = Case(BATCHES["compacted"], loss_of("sample_mean"), LAYOUTS[layout], long_rows=long_rows, model=name)
+    assert_conforms(case, ranks, oracle)
 
 
 @pytest.mark.parametrize("layout", ["alone, packed", "dp2", "cp2", "dp2 x cp2", "dynamic cp, 4 ranks"])

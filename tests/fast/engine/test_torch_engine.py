@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from tolerance import log_prob_error
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -41,6 +42,20 @@ CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig(
         **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
     ),
+    "deepseek_v3": DeepseekV3Config(  # values are narrower than keys
+        **(SHAPE | {"num_key_value_heads": 4, "head_dim": 4}),
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+    ),
 }
 PROMPTS = [(5, 6, 7), (9,), tuple(range(20, 37)), (5, 6, 8), (1, 2)]
 
@@ -57,8 +72,16 @@ def llama_path(tmp_path_factory):
 
 def save(config, folder):
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    random_model(config).save_pretrained(folder)
     return str(folder)
+
+
+def random_model(config):
+    model = AutoModelForCausalLM.from_config(config)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.normal_()
+    return model
 
 
 def make_engine(path, max_batch_size=64):
@@ -209,10 +232,11 @@ async def test_a_cancelled_caller_frees_its_rows(llama_path):
 async def test_update_weights_replaces_the_model(model_path, tmp_path):
     config = AutoModelForCausalLM.from_pretrained(model_path).config
     torch.manual_seed(1)
-    other = AutoModelForCausalLM.from_config(config)
+    other = random_model(config)
     other.save_pretrained(tmp_path)
     reqs = requests(SamplingParams(10))
-    named = list(other.named_parameters())  # without lm_head.weight if it is tied
+    biases = [(name, b) for name, b in other.named_buffers() if name in other.state_dict()]
+    named = [*other.named_parameters(), *biases]  # without lm_head.weight if it is tied
     chunks = [WeightChunk({name: p.double()}) for name, p in named]
     engine = make_engine(model_path)
     [[first]] = await generate_all(engine, requests(SamplingParams(3), (0,), PROMPTS[:1]))

@@ -44,6 +44,18 @@ DEEPSEEK_V3 = QWEN3 | dict(
     num_nextn_predict_layers=1,
     quantization_config={"quant_method": "fp8"},
 )
+GLM4_MOE = QWEN3 | dict(
+    model_type="glm4_moe",
+    partial_rotary_factor=0.5,
+    attention_bias=True,
+    n_routed_experts=128,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=3,
+    moe_intermediate_size=1408,
+)
 QWEN3_NEXT = QWEN3_MOE | dict(
     model_type="qwen3_next",
     num_key_value_heads=2,
@@ -69,6 +81,9 @@ FAMILIES = {
         QWEN3_MOE,
         QWEN3_NEXT,
         DEEPSEEK_V3,
+        DEEPSEEK_V3 | {"model_type": "kimi_k2", "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+        DEEPSEEK_V3 | {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"] + ["sparse"] * 35},
+        GLM4_MOE,
         LLAMA,
     )
 }

@@ -29,7 +29,10 @@ class Piece:
 
 
 class AdamState:
-    """The state of the optimizers behind ``adam``. ``parameter`` is always a parameter of the model."""
+    """The state of the optimizers behind ``adam``.
+
+    ``parameter`` is a parameter of the model, or a buffer, which the optimizer does not have and every rank has whole.
+    """
 
     def __init__(self, adam: Any) -> None:
         parts = adam.chained_optimizers if isinstance(adam, ChainedOptimizer) else [adam]
@@ -37,8 +40,10 @@ class AdamState:
         self._sharded = {p: part for part in parts if isinstance(part, DistributedOptimizer) for p in _tracked(part)}
         self._owner = {main: part for part in parts for group in _groups(part) for main in group["params"]}
 
-    def piece(self, parameter: torch.nn.Parameter) -> Piece:
+    def piece(self, parameter: torch.Tensor) -> Piece:
         """Return this rank's part of the state of ``parameter``. Nothing is copied or sent."""
+        if not isinstance(parameter, torch.nn.Parameter):
+            return Piece(0, parameter.numel(), False, {MASTER: parameter.view(-1)})
         main, place, part = self._find(parameter)
         is_cut = parameter in self._sharded
         if main is None:
@@ -49,15 +54,17 @@ class AdamState:
         return Piece(start, stop, is_cut, {kind: tensor.detach().view(-1) for kind, tensor in held.items()})
 
     @torch.no_grad()
-    def restore(self, parameter: torch.nn.Parameter, whole: dict[str, torch.Tensor], steps: int) -> None:
+    def restore(self, parameter: torch.Tensor, whole: dict[str, torch.Tensor], steps: int) -> None:
         """Restore the state of ``parameter``. Not collective.
 
         Args:
-            parameter: The model's parameter, which is set too.
+            parameter: The model's parameter or buffer, which is set too.
             whole: Tensors of the parameter's shape by kind. Without the moments, Adam starts again.
             steps: Steps taken when they were saved.
         """
         parameter.copy_(whole[MASTER])
+        if not isinstance(parameter, torch.nn.Parameter):
+            return
         main, place, part = self._find(parameter)
         if main is None:
             return

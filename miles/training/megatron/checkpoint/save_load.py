@@ -27,6 +27,7 @@ from miles.training.checkpoint_io import load_errors, save_errors
 from miles.training.megatron.checkpoint.optimizer_state import MASTER, MOMENTS, AdamState
 from miles.training.megatron.checkpoint.writer import DirectWriter
 from miles.training.megatron.model.policy_model import PolicyModel
+from miles.training.megatron.moe.router import expert_biases
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import Ranks
 from miles.training.random_state import restore_random_state, write_random_state
@@ -106,7 +107,7 @@ def load_weights(folder: Path, policy: PolicyModel, ranks: Ranks, flag: str) -> 
 
 def _read(
     folder: Path, policy: PolicyModel, ranks: Ranks, kinds: tuple[str, ...]
-) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
+) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """Yield each parameter with its whole fp32 tensors, on CPU. Collective: all ranks read equally often."""
     sharded = _sharded(policy, ranks)
     buckets = list(_buckets(sharded.items(), 4 * len(kinds)))
@@ -148,24 +149,25 @@ def _empty(sharded: dict[str, Sharded], kinds: tuple[str, ...], device: str) -> 
     return {
         name: {
             kind: _holding(described, kind, torch.zeros(described.data.shape, dtype=torch.float32, device=device))
-            for kind in kinds
+            for kind in (kinds if isinstance(described.data, torch.nn.Parameter) else (MASTER,))
         }
         for name, described in sharded.items()
     }
 
 
 def _sharded(policy: PolicyModel, ranks: Ranks) -> dict[str, Sharded]:
-    """Return Megatron's description of each parameter on this rank; its ``data`` is the parameter itself.
+    """Return Megatron's description of each parameter, and of the experts' biases; ``data`` is the tensor itself.
 
     Shards are singletons: every layer and every expert has its own tensor, whatever the pipeline and expert sizes. The
     canary (objective/canary.py) is always 0 and is not saved.
     """
     described = policy.sharded_state_dict(metadata={"dp_cp_group": ranks.token_group, "singleton_local_shards": True})
-    parameters = {id(p) for p in policy.parameters() if p is not policy.canary}
-    found = {name: sharded for name, sharded in described.items() if id(sharded.data) in parameters}
-    missing = parameters - {id(sharded.data) for sharded in found.values()}
+    named = dict(policy.named_parameters()) | dict(expert_biases(policy))
+    tensors = {id(tensor): name for name, tensor in named.items() if tensor is not policy.canary}
+    found = {name: sharded for name, sharded in described.items() if id(sharded.data) in tensors}
+    missing = tensors.keys() - {id(sharded.data) for sharded in found.values()}
     if missing:
-        raise _refusal(", ".join(name for name, p in policy.named_parameters() if id(p) in missing))
+        raise _refusal(", ".join(name for number, name in tensors.items() if number in missing))
     return found
 
 

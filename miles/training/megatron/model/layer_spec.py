@@ -1,15 +1,13 @@
 """The modules of a decoder layer.
 
-Linear layers and experts are Megatron's. Attention goes through ``PackedCoreAttention``. Norms are torch's: Megatron's
-wrapper of them refuses sequence parallel, which needs nothing but a mark on the weight.
+Linear layers and experts are Megatron's. Attention goes through ``PackedCoreAttention``, latent attention through
+``LatentAttention`` before it. Norms are torch's (norms.py).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
@@ -20,44 +18,15 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
+from miles.training.megatron.model.latent_attention import LatentAttention
 from miles.training.megatron.model.mtp import mtp_spec
+from miles.training.megatron.model.norms import LayerNorm, RMSNorm
 from miles.training.megatron.model.packed_tokens import PackedCoreAttention
 from miles.training.megatron.moe.router import BalancedRouter, RoutedLayer
 from miles.training.megatron.versions import parts_of_experts
-
-
-def _mark(norm: torch.nn.Module, config: TransformerConfig) -> None:
-    """Mark the parameters, so that Megatron sums their gradients over ranks that share a sequence."""
-    parameter: Any
-    for parameter in norm.parameters():
-        parameter.sequence_parallel = config.sequence_parallel
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMS norm with Megatron's signature."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        _mark(self, config)
-
-
-class LayerNorm(torch.nn.LayerNorm):
-    """torch's layer norm with Megatron's signature.
-
-    With ``layernorm_zero_centered_gamma`` the weight is the difference from 1.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self._centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-        _mark(self, config)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the normalized ``input`` [..., hidden]."""
-        return F.layer_norm(input, self.normalized_shape, self.weight + self._centre, self.bias, self.eps)
 
 
 def _norm(config: TransformerConfig) -> type:
@@ -84,32 +53,34 @@ def heads_spec(config: TransformerConfig) -> Any:
 
 def _layer_spec(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     norm = _norm(config)
+    is_latent = isinstance(config, MLATransformerConfig)
+    # Checkpoints use the names of Transformer Engine's fused layers, as Megatron's own specs do.
+    fused = {} if is_latent else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    fused |= {} if has_experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    return ModuleSpec(
+        module=RoutedLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(module=LatentAttention) if is_latent else _attention_spec(config, norm),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=_expert_spec(config) if has_experts else _dense_spec(),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=fused,
+        ),
+    )
+
+
+def _attention_spec(config: TransformerConfig, norm: type) -> ModuleSpec:
     head_norm: type = norm if config.qk_layernorm else IdentityOp
-    attention = SelfAttentionSubmodules(
+    submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=PackedCoreAttention,
         linear_proj=RowParallelLinear,
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
-    return ModuleSpec(
-        module=RoutedLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=_expert_spec(config) if has_experts else _dense_spec(),
-            mlp_bda=get_bias_dropout_add,
-            # Checkpoints use the names of Transformer Engine's fused layers, as Megatron's own specs do.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                **({} if has_experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}),
-            },
-        ),
-    )
+    return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
 
 
 def _dense_spec() -> ModuleSpec:

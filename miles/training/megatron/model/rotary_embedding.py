@@ -11,8 +11,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from miles.model_families.registry import family_of
 from miles.training.megatron.model.packed_tokens import PackedTokens
 
-# Kinds whose frequencies depend on nothing but the config, and which leave cosine and sine unscaled.
+# Kinds whose frequencies depend on nothing but the config. Cosine and sine are scaled by yarn only, which only latent
+# attention has (latent_attention.py, yarn_factors).
 FIXED_KINDS = ("linear", "llama3")
+OF_LATENT_ATTENTION = ("yarn",)
 
 
 def inverse_frequencies(config: PretrainedConfig) -> torch.Tensor:
@@ -28,13 +30,14 @@ def inverse_frequencies(config: PretrainedConfig) -> torch.Tensor:
         exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
         inverse: torch.Tensor = 1.0 / (rope["rope_theta"] ** exponents)
         return inverse
-    if kind not in FIXED_KINDS:
+    kinds = FIXED_KINDS + OF_LATENT_ATTENTION * (getattr(config, "kv_lora_rank", None) is not None)
+    if kind not in kinds:
         raise ValueError(
             f"--hf-checkpoint: its config has rope_type {kind}, and --train-backend megatron computes default, "
-            f"{', '.join(FIXED_KINDS)}; choose another model, or --train-backend fsdp"
+            f"{', '.join(kinds)}; choose another model, or --train-backend fsdp"
         )
     frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    assert scaling == 1.0
+    assert scaling == 1.0 or kind in OF_LATENT_ATTENTION
     return frequencies
 
 

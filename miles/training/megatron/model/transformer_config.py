@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from miles.arguments.megatron.overrides import TRIED, Overrides
 from miles.arguments.megatron.settings import MegatronArguments
@@ -43,10 +43,16 @@ def transformer_config(
             "moe_router_load_balancing_type": "none",  # moe/router.py computes the losses
             "expert_model_parallel_size": sizes.expert_model_parallel_size,
             "expert_tensor_parallel_size": sizes.expert_tensor_parallel_size,
+            "moe_router_bias_update_rate": 0.0,  # biases of experts stay those of the checkpoint
         }
-    return TransformerConfig(
-        **({"activation_func": F.silu} | shape),
-        **experts,
+    of_model = {"activation_func": F.silu} | shape | experts
+    kind = TransformerConfig
+    if shape.get("multi_latent_attention"):
+        # If this says so, GPTModel leaves the rotary angles to Megatron's own layer; latent_attention.py is given them.
+        kind, of_model = MLATransformerConfig, of_model | {"multi_latent_attention": False}
+    given = _recomputation(gradient_checkpointing, overrides) | _given(overrides, TransformerConfig)
+    return kind(
+        **of_model,
         tensor_model_parallel_size=sizes.tensor_model_parallel_size,
         pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
         num_layers_in_first_pipeline_stage=sizes.decoder_first_pipeline_num_layers,
@@ -65,7 +71,7 @@ def transformer_config(
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
-        **(_recomputation(gradient_checkpointing, overrides) | _given(overrides, TransformerConfig)),
+        **{name: value for name, value in given.items() if name not in of_model},  # a flag may repeat the model's
     )
 
 

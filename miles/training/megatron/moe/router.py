@@ -12,6 +12,7 @@ ST-MoE (arXiv 2202.08906 eq. 5). Groups are weighted by their tokens. Every laye
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +114,9 @@ class BalancedRouter(TopKRouter):
             probabilities = attach(probabilities, loss)
         return probabilities, routing_map
 
+    def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
+        """Count nothing: the biases of experts stay those of the checkpoint. Megatron's own would be compiled."""
+
     def _loss(self, logits: torch.Tensor, routing_map: torch.Tensor, tokens: RoutedTokens) -> torch.Tensor:
         """Return this rank's share of the layer's losses, scaled for its gradient. ``logits`` [S * B, E], fp32."""
         step, groups, experts = tokens.step, len(tokens.group_tokens), logits.shape[-1]
@@ -130,6 +134,17 @@ class BalancedRouter(TopKRouter):
         sizes = step.sizes
         loss: torch.Tensor = sizes.moe_aux_loss_coeff * balance + sizes.moe_z_loss_coeff * z_loss
         return step.auxiliary_loss_factor * loss
+
+
+def expert_biases(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the biases of the experts of each layer that has them, by name; fp32 [E], in the order of the layers.
+
+    They are buffers: no gradient reaches them.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, BalancedRouter) and module.expert_bias is not None:
+            module._maintain_float32_expert_bias()  # a cast of the whole model reaches them
+            yield f"{name}.expert_bias", module.expert_bias
 
 
 class RoutedLayer(TransformerLayer):

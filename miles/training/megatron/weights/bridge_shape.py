@@ -63,7 +63,7 @@ WITHOUT_EFFECT = (
     "hf_model_id",
     "make_vocab_size_divisible_by",
 )
-NORMS = (("RMSNorm", False), ("LayerNorm", True))  # layer_spec.py
+NORMS = (("RMSNorm", False), ("LayerNorm", True))  # norms.py
 MLPS = ((F.silu, True), (squared_relu, False))
 
 

@@ -22,6 +22,7 @@ from miles.model_families.base import HEADS_IN_CONFIG
 from miles.model_families.parameters import HEAD, Binding, is_of_head
 from miles.model_families.registry import converted_family, megatron_shape
 from miles.training.megatron.model.policy_model import PolicyModel
+from miles.training.megatron.moe.router import expert_biases
 from miles.training.megatron.process_groups import Ranks
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights
 
@@ -125,6 +126,7 @@ class RawConverter:
         """Yield whole tensors by Hugging Face name, in the order of the layers, on every rank; a tied head once.
 
         ``value`` returns what is exported of a parameter: its data or its gradient, in its shape and any dtype.
+        Buffers (the biases of experts) are exported as they are.
         """
         local = self._local(model)
         for name, location in self._whole_model(local).items():
@@ -132,21 +134,26 @@ class RawConverter:
                 continue
             binding = self.names.binding(name)
             here = location.pp_rank == self.ranks.pp.rank() and location.ep_rank in (-1, self.ranks.ep.rank())
-            shard = value(local[name]).detach().to(dtype).contiguous() if here else None
-            tensors = self._gathered(binding, location, shard, dtype)
+            own_dtype = torch.float32 if binding.is_buffer else dtype
+            shard = None
+            if here:
+                held = local[name]
+                whole_or_part = value(held) if isinstance(held, torch.nn.Parameter) else held
+                shard = whole_or_part.detach().to(own_dtype).contiguous()
+            tensors = self._gathered(binding, location, shard, own_dtype)
             yield from zip(binding.hf_names, tensors, strict=True)
 
-    def _local(self, model: PolicyModel) -> dict[str, torch.nn.Parameter]:
-        """Return this rank's parameters by their names in the whole model."""
+    def _local(self, model: PolicyModel) -> dict[str, torch.Tensor]:
+        """Return this rank's parameters, and the biases of its experts, by their names in the whole model."""
         first_layer = get_transformer_layer_offset(model.config, pp_rank=self.ranks.pp.rank())
         first_expert = self.ranks.ep.rank() * self._experts_per_rank
         return {
-            _global_name(n, first_layer, first_expert): p
-            for n, p in model.named_parameters()
+            _global_name(n, first_layer, first_expert): tensor
+            for n, tensor in (*model.named_parameters(), *expert_biases(model))
             if n not in model.NOT_IN_CHECKPOINT
         }
 
-    def _whole_model(self, local: dict[str, torch.nn.Parameter]) -> dict[str, _Location]:
+    def _whole_model(self, local: dict[str, torch.Tensor]) -> dict[str, _Location]:
         """Return where every parameter of the model is, in order."""
         pp_rank, ep_rank = self.ranks.pp.rank(), self.ranks.ep.rank()
         mine = {

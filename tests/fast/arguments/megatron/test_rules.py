@@ -23,6 +23,33 @@ LLAMA = dict(
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
 )
 EXPERTS = LLAMA | dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+SIGMOID = dict(
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    n_shared_experts=1,
+    n_group=2,
+    topk_group=1,
+    first_k_dense_replace=1,
+    routed_scaling_factor=2.5,
+)
+LATENT = (
+    LLAMA
+    | SIGMOID
+    | dict(
+        model_type="kimi_k2",
+        tie_word_embeddings=False,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        rope_parameters=None,
+        rope_scaling=dict(type="yarn", factor=4, original_max_position_embeddings=32, mscale=1, mscale_all_dim=1),
+        auto_map={"AutoConfig": "code.Config"},
+    )
+)
 RANKS4 = "--actor-num-gpus-per-node 4 "
 
 
@@ -50,6 +77,22 @@ def test_launch_scripts_may_say_the_models_shape(megatron):
     assert dict(settings.megatron_overrides)["recompute_granularity"] == "full"
     dims = settings.dims
     assert dims.token_ranks == 2 and [dims.token_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+
+
+def test_launch_scripts_of_latent_models(megatron):
+    """The flags of public scripts for DeepSeek-V3 and Kimi-K2, at another size."""
+    settings = megatron(
+        "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+        "--v-head-dim 6 --kv-channels 8 --qk-layernorm --rope-type yarn --rotary-scaling-factor 4 --mscale 1.0 "
+        "--mscale-all-dim 1.0 --num-experts 8 --moe-layer-freq [0]*1+[1]*3 --moe-ffn-hidden-size 16 "
+        "--moe-router-topk 2 --moe-shared-expert-intermediate-size 16 --moe-router-pre-softmax "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0 "
+        "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5 "
+        "--moe-router-dtype fp32 --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1 --untie-embeddings-and-output-weights",
+        LATENT,
+    )
+    assert dict(settings.megatron_overrides)["kv_lora_rank"] == 16
 
 
 def test_pipeline_stages_repeat_the_shards(megatron):
@@ -123,6 +166,15 @@ def test_pipeline_stages_repeat_the_shards(megatron):
             "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
             EXPERTS,
             ["--expert-tensor-parallel-size 1", "wrong gradients"],
+        ),
+        ("--v-head-dim 8", LATENT, ["--v-head-dim 8", "v_head_dim 6"]),
+        ("--moe-router-bias-update-rate 1e-3", LATENT, ["--moe-router-bias-update-rate 0.001", "of the checkpoint"]),
+        ("--moe-aux-loss-coeff 0.1", LATENT, ["--moe-aux-loss-coeff 0.1", "not tested for a kimi_k2"]),
+        ("--enable-mtp-training --mtp-num-layers 1", LATENT, ["--mtp-num-layers 1", "heads of a kimi_k2"]),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
+            LATENT | {"n_shared_experts": 1, "moe_intermediate_size": 15},
+            ["--tensor-model-parallel-size 2", "15 rows of the model's shared experts"],
         ),
         ("", LLAMA | {"model_type": "gemma"}, ["model_type gemma", "llama, qwen2"]),
         ("", LLAMA | {"model_type": "mistral"}, ["model_type mistral", "--megatron-to-hf-mode bridge"]),

@@ -36,6 +36,7 @@ PACKED, PADDED = ParallelArguments(), ParallelArguments(qkv_format="bshd")
 CPU = torch.device("cpu")
 
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
+SIGMOID = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1)
 LINEAR = EXPERTS | dict(
     moe_intermediate_size=16,
     shared_expert_intermediate_size=16,
@@ -73,10 +74,14 @@ class Stage:
 def save_models(folder: Path) -> None:
     for name, tied in (("tied", True), ("untied", False)):
         save_tiny_llama(folder / name, tied)
-    for name, kind, given in (("recurrent", "qwen3_next", LINEAR), ("untested", "jamba", EXPERTS)):
+    kinds = (("recurrent", "qwen3_next", LINEAR), ("untested", "jamba", EXPERTS), ("sigmoid", "glm4_moe", SIGMOID))
+    for name, kind, given in kinds:
         torch.manual_seed(7)
         config = AutoConfig.for_model(kind, **(SHAPE | dict(initializer_range=0.15) | given))
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        model = AutoModelForCausalLM.from_config(config)
+        if name == "sigmoid":
+            model.model.layers[1].mlp.gate.e_score_correction_bias.normal_()
+        model.save_pretrained(folder / name)
 
 
 def make_backend(

@@ -28,15 +28,17 @@ from stage import (
     weights,
 )
 from tolerance import RELATIVE_ERROR, log_prob_error
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from transformers import AutoModelForCausalLM
 
+from miles.engine.embedded.model_runner import ModelRunner
 from miles.metrics import values
 from miles.objective.settings import LossArguments
 from miles.train_batch import TrainShard
 from miles.training.fsdp.backend import FsdpBackend
 from miles.training.fsdp.runner import FsdpTrainedModel
 from miles.training.trainer import Trainer
+from miles.weights import WeightChunk
 
 
 def _plain(stage: Stage, dtype: torch.dtype = torch.float32) -> Any:
@@ -185,6 +187,23 @@ def export_is_read_by_transformers(stage: Stage) -> None:
         assert exported.dtype == torch.float32
         with torch.no_grad():
             torch.testing.assert_close(exported(ids).logits, plain(ids).logits, rtol=0, atol=log_prob_error(plain, ids))
+
+
+def biases_of_experts_are_exported_sent_and_saved(stage: Stage) -> None:
+    """They are buffers in fp32, which training leaves as they are."""
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    backend = make_backend(stage, "sigmoid", **ADAM)
+    train(backend, [shard_of(stage, make_batch(PLAIN), FIXED)])
+    expected = AutoModelForCausalLM.from_pretrained(stage.model("sigmoid")).state_dict()[name]
+    sent = {n: t for chunk in backend.export_weights() for n, t in chunk.tensors.items()}
+    assert torch.equal(sent[name], expected) and expected.abs().min() > 0
+    ModelRunner(stage.model("sigmoid"), torch.float32, "cpu").load_weights([WeightChunk(sent)])
+    folder = stage.folder / f"export_sigmoid_{stage.world}"
+    backend.export_hf(folder)
+    exported = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(exported.state_dict()[name], expected)
+    assert exported.config.num_nextn_predict_layers == 0  # the export has no heads of multi-token prediction
+    assert name in get_model_state_dict(backend.policy.module.language_model)  # what checkpoints have
 
 
 def _train_two_steps(stage: Stage, backend: FsdpBackend) -> None:
@@ -352,6 +371,7 @@ CHECKS = (
     reference_keeps_its_first_weights,
     log_probs_come_back_in_the_order_of_the_shard,
     export_is_read_by_transformers,
+    biases_of_experts_are_exported_sent_and_saved,
     random_state_comes_back,
     saving_before_the_first_step_changes_nothing,
     going_to_host_memory_and_back_changes_nothing,

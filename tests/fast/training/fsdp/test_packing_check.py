@@ -144,6 +144,12 @@ def test_gradients_of_padded_rows_equal_transformers(tmp_path, kind):
     assert (gradient(layout_log_probs(policy, "", packed=True)) - wanted).norm() > 0.1 * wanted.norm()
 
 
+def test_sparse_attention_is_refused_by_name(tmp_path):
+    AutoConfig.for_model("glm_moe_dsa", **(SHAPE | LATENT)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^--ref-load .* a glm_moe_dsa has sparse attention.*; choose another model$"):
+        check_layout("--ref-load", str(tmp_path), PADDED)
+
+
 def test_other_types_are_compared_at_start(tmp_path):
     right = make_policy(tmp_path / "attention", "starcoder2")
     check_untested_model(right, "--hf-checkpoint", "right", PACKED, torch.device("cpu"))

@@ -46,6 +46,7 @@ from miles.training.checkpoint_folder import at, newest, publish, staging
 from miles.training.megatron.backend import MegatronBackend
 from miles.training.megatron.checkpoint import save_load as checkpoint
 from miles.training.megatron.checkpoint.save_load import check_can_save
+from miles.training.megatron.moe.router import expert_biases
 
 BF16 = replace(FIXED, bf16=True)
 LAYOUTS |= {
@@ -81,6 +82,7 @@ CHANGES = (
     Change("odd", "one", ("tp2",)),
     Change("qwen3_moe", "tp2 with sp, ep2", ("one", "ep2")),
     Change("qwen3_moe", "ep2 with cp2", ("tp2 with sp, ep2",)),
+    Change("deepseek_v3", "tp2 with sp, ep2, sigmoid", ("one", "pp2")),
     Change(with_heads("untied"), "tp2 with sp, pp2", ("dp2, distributed optimizer",)),
     Change("qwen3", "bf16, dp2", ("bf16, dp2, distributed optimizer", "one")),
     Change("qwen3", "bf16, dp2, distributed optimizer", ("bf16, dp2",)),
@@ -101,6 +103,8 @@ def saves(process: RankProcess) -> None:
         backend = _backend(process, change.model)
         for _ in range(2):
             _train(backend, batch_of(CASE))
+        for _, bias in expert_biases(backend.policy.stage):
+            bias.add_(0.125)  # no longer that of the model's folder
         root = change.root(process.folder)
         _save(process, backend, root, 2)
         dist.barrier()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,9 @@ class Expected:
     metrics: dict[str, float]
 
 
-def expectations(folder: Path) -> dict[str, list[Expected]]:
-    """Compute them for all models that layouts name."""
-    return expectations_of(folder, sorted({name for layout in LAYOUTS.values() for name in layout.models}))
+def expectations(folder: Path, layouts: Iterable[str] = LAYOUTS) -> dict[str, list[Expected]]:
+    """Compute them for all models that ``layouts`` name."""
+    return expectations_of(folder, sorted({name for layout in layouts for name in LAYOUTS[layout].models}))
 
 
 def expectations_of(folder: Path, models: list[str]) -> dict[str, list[Expected]]:

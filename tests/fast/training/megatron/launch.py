@@ -58,7 +58,7 @@ def _write_measured(process: RankProcess) -> None:
 def main(folder: Path, names: list[str]) -> None:
     save_models(folder)
     auxiliary_checks.save_models(folder)
-    expected = conformance_checks.expectations(folder)
+    expected = conformance_checks.expectations(folder, names or LAYOUTS)
     of_critic = critic_checks.expectations(folder)
     auxiliary = auxiliary_checks.Oracle(folder)
     results = {

@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 from cases import BUDGET, FIXED, PADDED, TEMPERATURE, context, dynamic
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.auto import AutoModelForCausalLM
 
 from miles.arguments.cluster import ClusterArguments
@@ -75,7 +84,24 @@ LAYOUTS = {
     ),
     "tp2 with sp, ep2, experts cut": Layout(4, replace(SP, expert_model_parallel_size=2), models=("qwen3_moe",)),
     "pp2, dynamic cp": Layout(4, PP, dynamic(10), TrainingArguments()),
+    "one, sigmoid": Layout(1, models=("glm4_moe", "deepseek_v3")),
+    "one, sigmoid, padded and recomputed": Layout(
+        1, parallel=PADDED, models=("glm4_moe", "deepseek_v3"), given=RECOMPUTED
+    ),
+    "tp2 with sp, ep2, sigmoid": Layout(
+        2,
+        replace(SP, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
+        models=("glm4_moe", "deepseek_v3", "glm4_moe_lite"),
+    ),
+    "cp2 with ep2, sigmoid": Layout(2, EP, context(2), models=("glm4_moe", "deepseek_v3")),
+    "pp2, dp2, sigmoid": Layout(
+        4,
+        replace(PP, use_distributed_optimizer=True),
+        training=BUDGET,
+        models=("glm4_moe", "deepseek_v3", "glm4_moe_lite"),
+    ),
 }
+SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
 
 
 @dataclass(frozen=True)
@@ -95,7 +121,7 @@ class RankProcess:
 
 
 def small(**given: Any) -> dict[str, Any]:
-    return dict(
+    shape: dict[str, Any] = dict(
         vocab_size=66,  # a multiple of 2, not of 4
         hidden_size=32,
         intermediate_size=48,
@@ -106,8 +132,8 @@ def small(**given: Any) -> dict[str, Any]:
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
-        **given,
     )
+    return shape | given
 
 
 LLAMA3_ROPE = dict(
@@ -118,6 +144,36 @@ LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=4.0,
+    original_max_position_embeddings=16,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale=1.0,
+    mscale_all_dim=0.7,
+)
+# Values are narrower than keys, and their widths differ from hidden_size / num_attention_heads.
+LATENT = dict(
+    num_key_value_heads=4, kv_lora_rank=10, q_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8
+)
+
+
+def experts(groups: int, chosen_groups: int) -> dict[str, Any]:
+    """Return the fields of sigmoid routing."""
+    return dict(
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=2,
+        n_group=groups,
+        topk_group=chosen_groups,
+        routed_scaling_factor=1.7,
+        norm_topk_prob=True,
+    ) | (dict(first_k_dense_replace=1))
+
+
 MODELS: dict[str, PretrainedConfig] = {
     "tied": LlamaConfig(**small(tie_word_embeddings=True)),
     "untied": LlamaConfig(**small(head_dim=8)),
@@ -127,6 +183,13 @@ MODELS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**small(head_dim=16)),
     "qwen3_moe": Qwen3MoeConfig(
         **small(head_dim=8, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
+    ),
+    "glm4_moe": Glm4MoeConfig(
+        **small(head_dim=8, attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5, **experts(1, 1))
+    ),
+    "deepseek_v3": DeepseekV3Config(**small(rope_parameters=YARN, **experts(2, 1), **LATENT)),
+    "glm4_moe_lite": Glm4MoeLiteConfig(
+        **small(mlp_layer_types=["sparse", "dense"], **(experts(1, 1) | LATENT | {"q_lora_rank": None}))
     ),
 }
 
@@ -146,12 +209,15 @@ def models_of(process: RankProcess) -> list[str]:
     Three layers are for stages that differ.
     """
     sizes = process.layout.sizes
+    if set(process.layout.models) <= set(SIGMOID):
+        return list(SIGMOID)
     if sizes.decoder_last_pipeline_num_layers is not None:
         return ["three_layers"]
     if sizes.expert_model_parallel_size > 1:
         return ["qwen3_moe"]
     refused = sizes.tensor_model_parallel_size > 1 and not sizes.sequence_parallel
-    return [name for name in MODELS if name != "three_layers" and not (refused and name == "qwen3_moe")]
+    left_out = {*SIGMOID, "three_layers"} | ({"qwen3_moe"} if refused else set())
+    return [name for name in MODELS if name not in left_out]
 
 
 def save_models(folder: Path, models: dict[str, PretrainedConfig] = MODELS) -> None:
@@ -160,7 +226,7 @@ def save_models(folder: Path, models: dict[str, PretrainedConfig] = MODELS) -> N
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("_bias"))):
                 if parameter.ndim == 1:
                     parameter.add_(0.3 * torch.randn_like(parameter))
         model.save_pretrained(folder / name)
@@ -214,7 +280,7 @@ def shard_of(
 def gradients(backend: MegatronBackend) -> dict[str, torch.Tensor]:
     """Return whole gradients by Hugging Face name. With a distributed optimizer a rank has only its own part."""
     exported = backend.converter.export(backend.policy.stage, lambda p: p.main_grad, torch.float32)  # type: ignore[attr-defined]
-    return {name: gradient.clone() for name, gradient in exported}
+    return {name: gradient.clone() for name, gradient in exported if not name.endswith("e_score_correction_bias")}
 
 
 def weights(backend: MegatronBackend) -> dict[str, torch.Tensor]:

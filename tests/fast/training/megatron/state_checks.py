@@ -18,6 +18,7 @@ from oracle import token_scores
 from tolerance import log_prob_error
 from transformers import AutoModelForCausalLM
 
+from miles.engine.embedded.model_runner import ModelRunner
 from miles.metrics import values
 from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
@@ -79,6 +80,25 @@ def weights_come_back_exactly(process: RankProcess, models: Sequence[str] | None
         )
         with torch.no_grad():
             assert torch.equal(exported(ids).logits, plain(ids).logits)
+
+
+def engine_takes_the_weights(process: RankProcess) -> None:
+    """The engine checks that it gets every tensor of its model; it then scores as the trainer does."""
+    batch = batch_of(CASE)
+    for model in models_of(process):
+        backend = make_backend(process, model, PLAIN, **ADAM)
+        _train(backend, batch)
+        chunks = list(backend.export_weights())
+        engine = ModelRunner(process.model(model), torch.float32, "cpu")
+        engine.load_weights(chunks)
+        shard = shard_of(backend, batch)
+        scores = log_probs(backend, shard)
+        i = int(np.argmax([len(column) for column in scores]))
+        tokens, response = shard.batch.tokens[i], shard.batch.response_lengths[i]
+        prompt = [int(token) for token in tokens[: len(tokens) - response]]
+        first = engine.prefill([prompt], [0], 0)[0].div(TEMPERATURE).log_softmax(-1)[tokens[len(prompt)]]
+        tolerance = log_prob_error(plain_model(process.folder, model, torch.float64), [tokens], TEMPERATURE)
+        assert abs(float(first) - float(scores[i][0])) < 10 * tolerance, model
 
 
 # The large epsilon keeps Adam from taking full steps on gradients that are only rounding errors.
@@ -184,4 +204,8 @@ OF_LAYOUT = {
     "tp2 with sp, ep2": CONVERSION,
     "tp2 with sp, ep2, experts cut": CONVERSION,
     "tp2 with sp, pp2": CONVERSION,
+    "one, sigmoid": (*CONVERSION, engine_takes_the_weights),
+    "tp2 with sp, ep2, sigmoid": (*CONVERSION, engine_takes_the_weights),
+    "cp2 with ep2, sigmoid": CONVERSION,
+    "pp2, dp2, sigmoid": CONVERSION,
 }

@@ -21,6 +21,7 @@ SECONDS = 1500.0  # for all layouts, on a busy machine
 QUICK = (
     "one",
     "one, padded",
+    "one, sigmoid",
     "dp2, distributed optimizer",
     "tp2 with sp",
     "pp2",

@@ -1,0 +1,71 @@
+"""A configuration that transformers does not know is read as a known one, and no code of its folder is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import DeepseekV3ForCausalLM
+
+from miles.engine.embedded.model_runner import ModelRunner
+from miles.model_families.reading import read_config
+from miles.tiny_models.config import shrunk_config
+from miles.tiny_models.write import write_model
+from miles.training.fsdp.models import load_policy
+
+KIMI_K2 = dict(
+    model_type="kimi_k2",
+    architectures=["DeepseekV3ForCausalLM"],
+    auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
+    vocab_size=64,
+    hidden_size=7168,
+    intermediate_size=18432,
+    num_hidden_layers=61,
+    num_attention_heads=64,
+    num_key_value_heads=64,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    n_routed_experts=384,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    moe_intermediate_size=2048,
+    routed_scaling_factor=2.827,
+    max_position_embeddings=131072,
+    rope_theta=50000.0,
+    rope_scaling=dict(
+        type="yarn",
+        factor=32.0,
+        original_max_position_embeddings=4096,
+        beta_fast=1.0,
+        beta_slow=1.0,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+    ),
+)
+
+
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
+    small = shrunk_config(KIMI_K2)
+    write_model(small, tmp_path)
+    plain = DeepseekV3ForCausalLM.from_pretrained(tmp_path)
+    (tmp_path / "code.py").write_text("raise SystemExit('code of the folder was run')\n")
+    original = small | {"auto_map": KIMI_K2["auto_map"]}
+    (tmp_path / "config.json").write_text(json.dumps(original))
+
+    config = read_config(str(tmp_path))
+    assert config.model_type == "deepseek_v3" and config.architectures == ["DeepseekV3ForCausalLM"]
+    assert config.rope_parameters["factor"] == 32.0 and config.rope_parameters["rope_theta"] == 50000.0
+    policy = load_policy(str(tmp_path), 1.0, -1, torch.float32).language_model
+    engine = ModelRunner(str(tmp_path), torch.float32, "cpu")
+    assert type(policy) is type(engine.model) is DeepseekV3ForCausalLM
+    prompt = [3, 9, 27, 17]
+    with torch.no_grad():
+        expected = plain(torch.tensor([prompt])).logits[0, -1]
+    torch.testing.assert_close(engine.prefill([prompt], [0], 0)[0], expected, rtol=0, atol=1e-5)
