@@ -73,6 +73,7 @@ def collate(
         context=context,
         values=if_given(part.values),
         returns=if_given(part.returns),
+        selected=if_given(part.selected),
         padded=row_multiple is not None,
     )
 

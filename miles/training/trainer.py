@@ -34,6 +34,7 @@ from miles.training.backend import (
     ValueScorer,
 )
 from miles.training.scoring import needs_of, score
+from miles.training.token_selection import TokenSelector
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Trainer:
         self.objective = build_objective(loss)
         self.policy = policy_role(backend.policy, self.objective)
         self.critic = None if backend.critic is None else critic_role(backend.critic, loss)
+        self.selector = TokenSelector(self.objective, backend.token_group) if self.objective.selects_tokens else None
         self.estimator = AdvantageEstimator(loss, backend.token_group) if loss.estimates_by_token else None
 
     def train(self, shards: Sequence[TrainShard], trains_policy: bool = True) -> list[dict[str, Metric]]:
@@ -97,9 +99,9 @@ class Trainer:
         estimated = [self._with_advantages(shard) for shard in scored]
         scoring = time.perf_counter() - started
         steps = []
-        for shard, metrics in estimated:
+        for step, (shard, metrics) in enumerate(estimated):
             if trains_policy:
-                metrics |= self._policy_step(self.policy, shard)
+                metrics |= self._policy_step(self.policy, self._with_selection(shard, step))
             if self.critic is not None:
                 metrics |= self._critic_step(self.critic, shard)
             steps.append(metrics)
@@ -113,6 +115,10 @@ class Trainer:
             return shard, {}
         shard, metrics = self.estimator.advantages(shard)
         return shard, _under("train/", metrics)
+
+    def _with_selection(self, shard: TrainShard, step: int) -> TrainShard:
+        """Return the shard with the tokens that the policy loss treats apart, if it chooses any from the whole step."""
+        return shard if self.selector is None else self.selector.select(self.backend, shard, step)
 
     def _policy_step(self, policy: Role[PolicyScorer], shard: TrainShard) -> dict[str, Metric]:
         started = time.perf_counter()

@@ -165,6 +165,24 @@ def test_several_steps_per_iteration(ranks, oracle, mode, layout):
     check_steps(case, results, samples_of(case), oracle)
 
 
+BY_COVARIANCE = {
+    "kl_cov": dict(policy_loss="kl_cov", kl_cov_fraction=0.2, kl_cov_coef=0.5),
+    "clip_cov": dict(policy_loss="clip_cov", clip_cov_fraction=1.0, clip_cov_min=0.05, clip_cov_max=1.0),
+}
+
+
+@pytest.mark.parametrize("layout", ["alone, packed", "dp2", "dp2 x cp2", "dynamic cp, 4 ranks"])
+@pytest.mark.parametrize("policy_loss", BY_COVARIANCE)
+def test_tokens_are_chosen_from_the_whole_step(ranks, oracle, policy_loss, layout):
+    """Not from a micro-batch or a rank; by the current log-probs, also in the second step."""
+    spec = (*BATCHES["uneven"][1:2], *BATCHES["even"], *BATCHES["uneven"][1:2])
+    loss = loss_of("prompt_mean", **BY_COVARIANCE[policy_loss])
+    case = Case(spec, loss, LAYOUTS[layout], trajectories_per_step=4, watch=True)
+    results = ranks.run(case)
+    assert len(results) == 2
+    check_steps(case, results, samples_of(case), oracle)
+
+
 def check_steps(case, results, samples, oracle) -> None:
     """Compare every step with an oracle that has its weights, and the first weights for the old log-probs."""
     initial = {name: p.detach().clone() for name, p in oracle.named_parameters()}
