@@ -121,6 +121,11 @@ class LossArguments(*_OWN_FLAGS, DistillationFlags, AggregationFlags, CommonFlag
         return ESTIMATORS[self.advantage_estimator].needs(self).values
 
     @property
+    def reads_greedy_baseline(self) -> bool:
+        """Whether a greedy response to each prompt is generated and scored, for the estimator."""
+        return self.type.uses_advantages and ESTIMATORS[self.advantage_estimator].greedy_baseline
+
+    @property
     def estimates_by_token(self) -> bool:
         """Whether a token has an advantage of its own, made by the trainer before the first step of an iteration."""
         return self.use_opd or find_objective(self).estimator.estimates_by_token(self)

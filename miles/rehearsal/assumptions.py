@@ -71,5 +71,5 @@ def _groups(samples: int, per_prompt: int, prompt_tokens: int, response_tokens: 
             Sample(prompt, index, i, response, "", ones, zeros, teacher_log_probs=zeros, reward=float(i % 2))
             for i in members
         ]
-        groups.append(PromptGroup(index, prompt, made))
+        groups.append(PromptGroup(index, prompt, made, baseline_reward=0.5))
     return groups

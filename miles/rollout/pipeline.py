@@ -248,6 +248,7 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
             num_iterations,
             local_vocab_size(settings.model),
             supply.conversations,
+            settings.loss.reads_greedy_baseline,
         )
     except BaseException:
         if engine is not None:
@@ -291,6 +292,7 @@ def build_collector(
     num_iterations: int,
     vocab_size: int | None = None,
     conversations: Sequence[Conversation] = (),
+    greedy_baseline: bool = False,
 ) -> GroupCollector:
     """Return the collector that the flags choose: saved groups, the user's function, bursts, or a stream of groups.
 
@@ -305,6 +307,7 @@ def build_collector(
         num_iterations: How many iterations the run has.
         vocab_size: The end of the token ids of saved groups, if it is known.
         conversations: The conversations that ``stream`` draws, in a run that trains on them.
+        greedy_baseline: Whether each group has a greedy response too, whose reward the estimator reads.
 
     Raises:
         ValueError: A function or a filter cannot be imported.
@@ -316,7 +319,7 @@ def build_collector(
         return ConversationCollector(stream, conversations, rollout.rollout_batch_size)
     assert stream is not None and tools is not None, "validate() requires --prompt-data"
     rule = OrderingRule.from_flags(rollout)
-    spec = GroupSpec.for_training(rollout, seed)
+    spec = GroupSpec.for_training(rollout, seed, greedy_baseline)
     path = rollout.rollout_function_path
     if path is not None:
         make_group = partial(produce_group, tools=tools, spec=spec)
