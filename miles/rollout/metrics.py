@@ -24,8 +24,8 @@ def rollout_metrics(
 
     Args:
         kept: The groups that are trained on. They give reward, reward_parts/NAME, reward_std (unbiased, within a group,
-            averaged over groups), the lengths of prompts and responses in tokens, and the truncated and aborted
-            fractions.
+            averaged over groups), the lengths of prompts and responses in tokens, the truncated and aborted
+            fractions, and greedy_reward if greedy responses were generated.
         generated: All groups, so that a filter does not bias zero_std_groups (a fraction), pass@k and tokens (a total).
         reward_errors: Samples that the reward function failed on. dropped_trajectories counts those that kept groups
             have lost by it (--reward-error drop).
@@ -43,6 +43,9 @@ def rollout_metrics(
         "tokens": Metric(sum(len(s.response_ids) for group in generated for s in group.samples), 1.0),
         "reward_errors": Metric(reward_errors, 1.0),
     }
+    baselines = [group.baseline_reward for group in kept if group.baseline_reward is not None]
+    if baselines:
+        metrics["greedy_reward"] = Metric.mean(baselines)
     dropped = sum(group.dropped_trajectories for group in kept)
     if dropped:
         metrics["dropped_trajectories"] = Metric(dropped, 1.0)

@@ -10,7 +10,7 @@ import math
 import statistics
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from miles.objective.registry import Choice, Needs, Term
@@ -29,7 +29,8 @@ class SampleRewards:
         group_indices: Its prompt group.
         trajectory_ids: Its trajectory.
         loss_tokens: Its number of loss tokens.
-        parts: Weight and value of each reward of a sample by name, if ``--reward-weights`` gives it several.
+        parts: Each reward of a sample by name, unweighted, if ``--rm-type`` names several.
+        part_weights: The weight of each.
         baselines: The reward of its prompt's greedy response, if the estimator asks for one.
     """
 
@@ -37,7 +38,8 @@ class SampleRewards:
     group_indices: Sequence[int]
     trajectory_ids: Sequence[int]
     loss_tokens: Sequence[int] = ()
-    parts: Sequence[Mapping[str, tuple[float, float]]] = ()
+    parts: Sequence[Mapping[str, float]] = ()
+    part_weights: Mapping[str, float] = field(default_factory=dict)
     baselines: Sequence[float] = ()
 
     def __post_init__(self) -> None:
