@@ -15,16 +15,16 @@ from miles.train_batch import MicroBatch, TrainShard
 from miles.training.backend import PolicyScorer, ScoredModel, Scorer, TrainBackend, ValueScorer
 
 
-def needs_of(objective: Objective, step: int, trains_policy: bool) -> Needs:
+def needs_of(objective: Objective, step: int, trains_policy: bool, passes: int = 1) -> Needs:
     """Return what must be scored for optimizer step ``step`` (from 0) of an iteration.
 
     Log-probs under the weights that the iteration began with are needed from the second step on; in the first they are
-    the current ones, unless a part of the objective asks for them. The inputs of the advantages are scored for every
-    step, also if only the critic learns.
+    the current ones, unless a part of the objective asks for them or a later pass takes the step again. The inputs of
+    the advantages are scored for every step, also if only the critic learns.
     """
     loss, advantages = objective.needs, objective.advantages_need
     return Needs(
-        old_log_probs=(trains_policy and (step > 0 or loss.old_log_probs)) or advantages.old_log_probs,
+        old_log_probs=(trains_policy and (step > 0 or passes > 1 or loss.old_log_probs)) or advantages.old_log_probs,
         ref_log_probs=(trains_policy and loss.ref_log_probs) or advantages.ref_log_probs,
         teacher_log_probs=advantages.teacher_log_probs,
         values=advantages.values,

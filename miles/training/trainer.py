@@ -69,11 +69,12 @@ def critic_role(model: TrainedModel[ValueScorer], loss: LossArguments) -> Role[V
 class Trainer:
     """One rank of the trainer. Every method is collective."""
 
-    def __init__(self, backend: TrainBackend, loss: LossArguments, token_ranks: int) -> None:
-        """``token_ranks`` hold a step between them, data and context parallel together."""
+    def __init__(self, backend: TrainBackend, loss: LossArguments, token_ranks: int, passes: int = 1) -> None:
+        """``token_ranks`` hold a step between them; each iteration has ``passes`` over its samples (--ppo-epochs)."""
         self.backend = backend
         self.loss = loss
         self.token_ranks = token_ranks
+        self.passes = passes
         self.objective = build_objective(loss)
         self.policy = policy_role(backend.policy, self.objective)
         self.critic = None if backend.critic is None else critic_role(backend.critic, loss)
@@ -81,11 +82,12 @@ class Trainer:
         self.estimator = AdvantageEstimator(loss, backend.token_group) if loss.estimates_by_token else None
 
     def train(self, shards: Sequence[TrainShard], trains_policy: bool = True) -> list[dict[str, Metric]]:
-        """Take one optimizer step per shard; returns each step's metrics, with seconds under ``time/``.
+        """Take one optimizer step per shard and pass; returns each step's metrics, with seconds under ``time/``.
 
-        Everything that the steps read of the models' first weights is scored before the first step. The policy goes
-        before the critic, so that neither a wrong loss mass nor a gradient that is not finite finds the critic a step
-        ahead. Without ``trains_policy`` only the critic learns.
+        Everything that the steps read of the models' first weights is scored before the first step, and advantages are
+        made, once for all passes over the shards. The policy goes before the critic, so that neither a wrong loss mass
+        nor a gradient that is not finite finds the critic a step ahead. Without ``trains_policy`` only the critic
+        learns.
 
         Raises:
             LossMassError: before any optimizer steps, if the weights of a watched step's tokens do not add up.
@@ -93,13 +95,14 @@ class Trainer:
         """
         started = time.perf_counter()
         scored = [
-            score(self.backend, shard, needs_of(self.objective, step, trains_policy))
+            score(self.backend, shard, needs_of(self.objective, step, trains_policy, self.passes))
             for step, shard in enumerate(shards)
         ]
         estimated = [self._with_advantages(shard) for shard in scored]
         scoring = time.perf_counter() - started
         steps = []
-        for step, (shard, metrics) in enumerate(estimated):
+        for step, (shard, found) in enumerate(estimated * self.passes):
+            metrics = dict(found)
             if trains_policy:
                 metrics |= self._policy_step(self.policy, self._with_selection(shard, step))
             if self.critic is not None:

@@ -54,7 +54,7 @@ ROWS = {
     "mask_truncated_completions": Row(
         why="no such mask here; a filter or your own generation can set the loss mask", kind="switch", neutral=(False,)
     ),
-    "num_iterations": Row(why="each sample is trained on once here", kind="number", neutral=(1,)),
+    "num_iterations": Row("--ppo-epochs", kind="number", neutral=(1,)),
     "sync_ref_model": Row(why="the reference does not follow the policy here", kind="switch", neutral=(False,)),
     "ref_model_mixup_alpha": Row(why="the reference does not follow the policy here"),
     "ref_model_sync_steps": Row(why="the reference does not follow the policy here"),
