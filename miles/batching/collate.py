@@ -74,6 +74,7 @@ def collate(
         values=if_given(part.values),
         returns=if_given(part.returns),
         selected=if_given(part.selected),
+        top_entropy=if_given(part.top_entropy),
         padded=row_multiple is not None,
     )
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = (
     *("loss_mask", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "returns"),
-    "selected",
+    *("selected", "top_entropy"),
 )
 
 

@@ -80,6 +80,9 @@ class CommonFlags:
     rs_lower_bound: float = flag(0.5, "lower bound of the ratio with --use-rs")
     rs_upper_bound: float = flag(2.0, "upper bound of the ratio with --use-rs")
     rs_level: ImportanceLevel = flag("token", "what --use-rs drops: tokens, or sequences")
+    top_entropy_quantile: float = flag(
+        1.0, "fraction of the step's tokens, those of the largest entropy, whose policy loss counts; 1 is all"
+    )
     get_mismatch_metrics: bool = flag(
         False, "log how far the trainer's log-probs are from the engine's (KL, chi2, ...)"
     )

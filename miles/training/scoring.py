@@ -53,6 +53,17 @@ def log_probs(backend: TrainBackend, model: ScoredModel[PolicyScorer], shard: Tr
     return _by_sample(backend, model, shard, lambda scorer: scorer(with_entropy=False).log_probs)
 
 
+def entropies(backend: TrainBackend, model: ScoredModel[PolicyScorer], shard: TrainShard) -> list[np.ndarray]:
+    """Return the entropy of the policy at each response token, in nats, float32 [response], on every rank."""
+
+    def read(scorer: PolicyScorer) -> torch.Tensor:
+        found = scorer(with_entropy=True).entropy
+        assert found is not None, "it was asked for"
+        return found
+
+    return _by_sample(backend, model, shard, read)
+
+
 def values(backend: TrainBackend, model: ScoredModel[ValueScorer], shard: TrainShard) -> list[np.ndarray]:
     """Return the value of the state in which each response token is chosen, float32 [response], on every rank."""
     return _by_sample(backend, model, shard, lambda scorer: scorer())

@@ -78,7 +78,7 @@ class Trainer:
         self.objective = build_objective(loss)
         self.policy = policy_role(backend.policy, self.objective)
         self.critic = None if backend.critic is None else critic_role(backend.critic, loss)
-        self.selector = TokenSelector(self.objective, backend.token_group) if self.objective.selects_tokens else None
+        self.selector = TokenSelector(self.objective, backend.token_group)
         self.estimator = AdvantageEstimator(loss, backend.token_group) if loss.estimates_by_token else None
 
     def train(self, shards: Sequence[TrainShard], trains_policy: bool = True) -> list[dict[str, Metric]]:
@@ -120,8 +120,10 @@ class Trainer:
         return shard, _under("train/", metrics)
 
     def _with_selection(self, shard: TrainShard, step: int) -> TrainShard:
-        """Return the shard with the tokens that the policy loss treats apart, if it chooses any from the whole step."""
-        return shard if self.selector is None else self.selector.select(self.backend, shard, step)
+        """Return the shard with the tokens that are chosen from the whole step, if any are."""
+        if self.objective.selects_tokens:
+            shard = self.selector.select(self.backend, shard, step)
+        return self.selector.rank_entropies(self.backend, shard) if self.objective.ranks_entropies else shard
 
     def _policy_step(self, policy: Role[PolicyScorer], shard: TrainShard) -> dict[str, Metric]:
         started = time.perf_counter()

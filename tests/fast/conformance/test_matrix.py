@@ -26,6 +26,7 @@ CORRECTIONS = {
     "mismatch metrics": dict(get_mismatch_metrics=True),
     "gspo": dict(advantage_estimator="gspo", eps_clip=0.05),
     "opsm": dict(use_opsm=True, opsm_delta=0.01),
+    "top entropy": dict(top_entropy_quantile=0.4),
     "unbiased kl": dict(use_kl_loss=True, kl_loss_coef=0.05, kl_loss_type="k3", use_unbiased_kl=True),
 }
 
