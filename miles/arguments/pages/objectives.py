@@ -77,8 +77,9 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "`clip_cov` and `kl_cov` choose tokens from the whole step, by the current log-probs. These need one more"
     yield "forward pass over the step, about a third of the cost of forward and backward: `clip_cov` in every step,"
-    yield "`kl_cov` from the second step of an iteration on. No other policy loss has that pass. `--top-entropy-quantile`,"
-    yield "which keeps the most uncertain tokens of the step under any policy loss, has one in every step."
+    yield "`kl_cov` from the second step of an iteration on. No other policy loss has that pass."
+    yield "`--top-entropy-quantile`, which keeps the most uncertain tokens of the step under any policy loss, has one"
+    yield "in every step."
 
 
 def _table(title: str, registry: Registry[Estimator] | Registry[PolicyLoss]) -> Iterator[str]:
