@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from miles.arguments.rollout import RolloutArguments
-from miles.concurrency import gather_or_cancel
 from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams
+from miles.engine.concurrency import gather_or_cancel
 from miles.rewards.base import RewardFunction
 from miles.rewards.scoring import score
 from miles.rollout.filters import FilterDecision, load_group_filter

@@ -70,7 +70,7 @@ class Row:
         curl: Asymmetry of the expected gradient's derivative, over its size: 0 if it is the gradient of anything.
             On-policy and without a critic, which would have to follow the policy.
         noise: The variance of a step's gradient, summed over parameters, over the squared length of its mean.
-        objective: What it is exactly the gradient of, up to a factor, if that has a name.
+        objective: The function that it is exactly the gradient of, up to a factor, if that has a name.
     """
 
     kind: str

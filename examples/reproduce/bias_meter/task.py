@@ -1,8 +1,8 @@
 """Two prompts whose responses can be listed, so that an expected gradient is a finite sum.
 
-A response is a path of up to three tokens: *go on* or *stop*. Its four forms have 1, 2, 3 and 3 tokens. The policy has
-one parameter for each prompt and place, the log-odds of going on, so six in all. A step draws a group of four responses
-for each prompt: 35 multisets each, 1225 steps in all, each with a probability.
+A response is a path of up to three tokens: *continue* or *stop*. Its four forms have 1, 2, 3 and 3 tokens. The policy
+has one parameter for each prompt and place, the log-odds to continue, so six in all. A step draws a group of four
+responses for each prompt: 35 multisets each, 1225 steps in all, each with a probability.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from math import factorial, prod
 import numpy as np
 
 PROMPTS, PLACES, GROUP = 2, 3, 4
-RESPONSES = ((0,), (1, 0), (1, 1, 0), (1, 1, 1))  # 1 goes on, 0 stops
+RESPONSES = ((0,), (1, 0), (1, 1, 0), (1, 1, 1))  # 1 continues, 0 stops
 # Right answers: long ones of the first prompt, and short and long ones of the second.
 RIGHT = np.array([[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]])
 SHORT = np.array([[1.0, 1.0, 0.0, 0.0]] * PROMPTS)  # a second reward, for gdpo
-POLICY = np.array([[0.2, -0.3, 0.4], [0.5, 0.1, -0.2]])  # log-odds of going on
+POLICY = np.array([[0.2, -0.3, 0.4], [0.5, 0.1, -0.2]])  # log-odds to continue
 SAMPLER = POLICY + np.array([[0.3, -0.4, 0.2], [-0.3, 0.35, -0.25]])  # what an engine might sample from instead
 
 
