@@ -90,6 +90,7 @@ class GroupSpec:
     seed_of: SeedOf
     max_context_len: int | None = None  # prompt and response together, in tokens
     group_filter: Callable[[PromptGroup], FilterDecision] | None = None
+    scored: Callable[[PromptGroup], None] | None = None  # is shown every scored group, before the filter
     greedy_baseline: bool = False  # generate and score a greedy response too, for ``PromptGroup.baseline_reward``
 
     @classmethod
@@ -106,7 +107,7 @@ class GroupSpec:
             partial(response_seed, seed),
             rollout.rollout_max_context_len,
             None if path is None else load_group_filter(path),
-            greedy_baseline,
+            greedy_baseline=greedy_baseline,
         )
 
 
@@ -141,6 +142,8 @@ async def produce_group(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) 
         _drop_unscored(group)
         if not group.samples:
             return ProducedGroup(group, errors, "reward_error")
+    if spec.scored is not None:
+        spec.scored(group)
     decision = None if spec.group_filter is None else spec.group_filter(group)
     if tools.teacher is not None and (decision is None or decision.keep):
         await tools.teacher.score(group.samples)

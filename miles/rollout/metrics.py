@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import comb
 from numbers import Real
 from statistics import stdev
-from typing import Any
+from typing import Any, Protocol
 
 from miles.metrics import Metric
 from miles.rollout.filters import has_reward_spread
@@ -52,6 +52,27 @@ def rollout_metrics(
     if log_passrate:
         metrics |= pass_at_k_metrics(group.rewards for group in generated)
     return {f"rollout/{name}": metric for name, metric in metrics.items()}
+
+
+class LeavesOut(Protocol):
+    """A source of prompts that need not be drawn for ever."""
+
+    def leave_out(self, group_index: int) -> None:
+        """Do not draw the prompt of that group again."""
+        ...
+
+
+def leave_out_mastered(prompts: LeavesOut, rate: float) -> Callable[[PromptGroup], None]:
+    """Return a function that leaves the prompt of a group out, if the fraction ``rate`` of its samples has passed.
+
+    ScaleRL drops prompts at 0.9 (arXiv 2510.13786, no-positive-resampling).
+    """
+
+    def look_at(group: PromptGroup) -> None:
+        if sum(reward >= PASS_REWARD for reward in group.rewards) >= rate * len(group.samples):
+            prompts.leave_out(group.group_index)
+
+    return look_at
 
 
 def response_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:

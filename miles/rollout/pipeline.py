@@ -42,7 +42,7 @@ from miles.rollout.evaluation_function import own_evaluation
 from miles.rollout.groups import GroupSpec, GroupTools, produce_group
 from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.rollout.iteration_hooks import IterationHooks
-from miles.rollout.metrics import staleness_metrics
+from miles.rollout.metrics import leave_out_mastered, staleness_metrics
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, RolloutGate, Start
 from miles.rollout.rollout_function import FunctionCollector, RolloutTools, load_rollout_function
 from miles.rollout.stream_collector import StreamCollector
@@ -320,6 +320,9 @@ def build_collector(
     assert stream is not None and tools is not None, "validate() requires --prompt-data"
     rule = OrderingRule.from_flags(rollout)
     spec = GroupSpec.for_training(rollout, seed, greedy_baseline)
+    if rollout.max_prompt_pass_rate is not None:
+        assert isinstance(stream, PromptStream), "validate() refuses it with --data-source-path"
+        spec = replace(spec, scored=leave_out_mastered(stream, rollout.max_prompt_pass_rate))
     path = rollout.rollout_function_path
     if path is not None:
         make_group = partial(produce_group, tools=tools, spec=spec)

@@ -60,15 +60,14 @@ class TokenSelector:
             advantages = [np.full(n, reward) for n, reward in zip(batch.response_lengths, batch.rewards, strict=True)]
         samples = self._whole_step(shard, current, old, advantages)
         seed = zlib.crc32(np.asarray([step, *(s.trajectory_id for s in samples)], np.int64).tobytes())
-        columns = [np.concatenate([*(sample.columns[c] for sample in samples), np.zeros(0)]) for c in range(3)]
-        chosen = self.objective.policy_loss.select_tokens(self.objective.flags, StepTokens(*columns, seed=seed))
+        tokens = StepTokens(_of_step(samples, 0), _of_step(samples, 1), _of_step(samples, 2), seed)
+        chosen = self.objective.policy_loss.select_tokens(self.objective.flags, tokens)
         return replace(shard, batch=replace(batch, selected=_own_part(shard, samples, chosen)))
 
     def rank_entropies(self, backend: TrainBackend, shard: TrainShard) -> TrainShard:
         """Return ``shard`` with the column ``top_entropy``: the tokens of ``--top-entropy-quantile``."""
         samples = self._whole_step(shard, entropies(backend, backend.policy, shard))
-        everything = np.concatenate([*(sample.columns[0] for sample in samples), np.zeros(0)])
-        kept = top_entropy_tokens(everything, self.objective.flags.top_entropy_quantile)
+        kept = top_entropy_tokens(_of_step(samples, 0), self.objective.flags.top_entropy_quantile)
         return replace(shard, batch=replace(shard.batch, top_entropy=_own_part(shard, samples, kept)))
 
     def _whole_step(self, shard: TrainShard, *columns: Sequence[np.ndarray]) -> list[_Sample]:
@@ -87,6 +86,11 @@ class TokenSelector:
                 kept = batch.loss_masks[i] != 0
                 found = [column[i][kept].astype(np.float64) for column in columns]
                 yield _Sample(batch.position_in_step[i], batch.trajectory_ids[i], found)
+
+
+def _of_step(samples: Sequence[_Sample], column: int) -> np.ndarray:
+    """Return one column of all samples, float64 [loss tokens of the step]."""
+    return np.concatenate([*(sample.columns[column] for sample in samples), np.zeros(0)])
 
 
 def _own_part(shard: TrainShard, samples: Sequence[_Sample], chosen: np.ndarray) -> list[np.ndarray]:

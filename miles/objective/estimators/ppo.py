@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, ClassVar, Optional
 
 from miles.flags import Errors, flag
 from miles.objective.estimators.base import Estimator
@@ -35,8 +35,8 @@ class Ppo(Estimator):
 
     name = "ppo"
     summary = "generalized advantages (GAE) on a critic that is trained beside the policy"
-    reads = ("normalize_advantages", "gamma", "lambd", "critic_lambd", "value_clip", "kl_coef")
-    own_flags = PpoFlags
+    reads: tuple[str, ...] = ("normalize_advantages", "gamma", "lambd", "critic_lambd", "value_clip", "kl_coef")
+    own_flags: ClassVar[type | None] = PpoFlags
     by_token = True
     reward_at_last_token = True
 
