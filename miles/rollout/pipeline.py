@@ -319,10 +319,7 @@ def build_collector(
         return ConversationCollector(stream, conversations, rollout.rollout_batch_size)
     assert stream is not None and tools is not None, "validate() requires --prompt-data"
     rule = OrderingRule.from_flags(rollout)
-    spec = GroupSpec.for_training(rollout, seed, greedy_baseline)
-    if rollout.max_prompt_pass_rate is not None:
-        assert isinstance(stream, PromptStream), "validate() refuses it with --data-source-path"
-        spec = replace(spec, scored=leave_out_mastered(stream, rollout.max_prompt_pass_rate))
+    spec = _group_spec(stream, rollout, seed, greedy_baseline)
     path = rollout.rollout_function_path
     if path is not None:
         make_group = partial(produce_group, tools=tools, spec=spec)
@@ -344,3 +341,11 @@ def build_collector(
         engine=engine,
         interruptible=interruptible,
     )
+
+
+def _group_spec(stream: PromptSource, rollout: RolloutArguments, seed: int, greedy_baseline: bool) -> GroupSpec:
+    spec = GroupSpec.for_training(rollout, seed, greedy_baseline)
+    if rollout.max_prompt_pass_rate is None:
+        return spec
+    assert isinstance(stream, PromptStream), "validate() refuses it with --data-source-path"
+    return replace(spec, scored=leave_out_mastered(stream, rollout.max_prompt_pass_rate))
