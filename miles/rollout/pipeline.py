@@ -233,9 +233,8 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
     tools: GroupTools | None = None
     if engine is not None:
         assert reward_function is not None, "validate() requires a reward if samples are generated"
-        tools = GroupTools(
-            engine, tokenizer, generate, reward_function, reward.reward_error_value, reward.on_error == "drop"
-        )
+        on_error = reward.reward_error_value, reward.on_error == "drop"
+        tools = GroupTools(engine, tokenizer, generate, reward_function, *on_error)
     teacher = _teacher(settings.loss)
     try:
         evaluation = own_evaluation(settings, eval_sets, tools) if tools is not None else None
