@@ -115,7 +115,8 @@ def advantages_of(steps: Steps, loss: LossArguments, logits: np.ndarray) -> np.n
                 [x for x, _ in places],
                 range(N),
                 [len(RESPONSES[k]) for _, k in places],
-                parts=[{"right": (1.0, RIGHT[x, k]), "short": (0.5, SHORT[x, k])} for x, k in places],
+                parts=[{"right": RIGHT[x, k], "short": SHORT[x, k]} for x, k in places],
+                part_weights={"right": 1.0, "short": 0.5},
                 baselines=[float(table[x, task.greedy(logits, x)]) for x, _ in places],
             )
         )

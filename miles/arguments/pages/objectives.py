@@ -71,7 +71,7 @@ def _lines() -> Iterator[str]:
     yield "nothing is compared within it."
     yield ""
     yield "`remax` has one more response generated per prompt, at temperature 0, which is scored and not trained on."
-    yield "`gdpo` reads the rewards of `--reward-weights` ([Rewards](rewards.md#several-rewards))."
+    yield "`gdpo` reads the several rewards of `--rm-type a:1,b:0.2` ([Rewards](rewards.md))."
     yield "[Reproductions](reproductions.md) has what each estimator is the gradient of, and how noisy it is."
     yield from _table("Policy losses", POLICY_LOSSES)
     yield ""

@@ -47,9 +47,9 @@ ROWS = {
     "fp16": Row(why="this version computes in bf16 or fp32", kind="switch", neutral=(False,)),
     "min_p": Row(why="no such sampling here", neutral=(0,)),
     "repetition_penalty": Row(why="no such sampling here", neutral=(1, 1.0)),
-    "reward_weights": Row(why="one function here that returns all rewards by name; weigh them by --reward-weights"),
+    "reward_weights": Row(why="weights are written with the names here: --rm-type a:1,b:0.2"),
     "multi_objective_aggregation": Row(
-        why="normalize_then_sum is --advantage-estimator gdpo with --reward-weights", neutral=("sum_then_normalize",)
+        why="normalize_then_sum is --advantage-estimator gdpo here", neutral=("sum_then_normalize",)
     ),
     "mask_truncated_completions": Row(
         why="no such mask here; a filter or your own generation can set the loss mask", kind="switch", neutral=(False,)
