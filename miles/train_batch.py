@@ -54,6 +54,8 @@ class TrainBatch:
     values: list[np.ndarray] | None = None  # float32 [response], by the critic before the iteration's first step
     advantages: list[np.ndarray] | None = None  # float32 [response]; None: every token has its sample's reward
     returns: list[np.ndarray] | None = None  # float32 [response], the critic's targets
+    selected: list[np.ndarray] | None = None  # float32 0/1 [response], tokens that the policy loss treats apart
+    top_entropy: list[np.ndarray] | None = None  # float32 0/1 [response], tokens of --top-entropy-quantile
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -148,6 +150,8 @@ class MicroBatch:
     context: ContextGroup  # the ranks that share these samples
     values: torch.Tensor | None = None  # float32 [R], the critic's before the iteration's first step
     returns: torch.Tensor | None = None  # float32 [R], the critic's targets
+    selected: torch.Tensor | None = None  # float32 0/1 [R], tokens that the policy loss treats apart
+    top_entropy: torch.Tensor | None = None  # float32 0/1 [R], tokens of --top-entropy-quantile
     padded: bool = False
 
     @property

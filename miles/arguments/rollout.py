@@ -40,6 +40,11 @@ class RolloutArguments:
         None, "token ids that end a response, in addition to the model's own", nargs="+", type=int
     )
     torch_engine_max_batch_size: int = flag(256, "sequences that the embedded engine decodes at the same time")
+    max_prompt_pass_rate: Optional[float] = flag(
+        None,
+        "do not draw a prompt again once this fraction of a group of its responses, or more, has passed (a reward of 1 "
+        "or more); remembered in checkpoints",
+    )
     over_sampling_batch_size: Optional[int] = flag(
         None,
         "prompts submitted at a time if a filter drops groups, or if an iteration may stop early; "
@@ -175,6 +180,11 @@ def _check_sampling(rollout: RolloutArguments, has_responses: bool, errors: Erro
         "num_epoch",
     )
     errors.at_least(rollout, 0, "rollout_temperature", "async_steps")
+    errors.above(rollout, 0, "max_prompt_pass_rate")
+    errors.within(rollout, 0, 1, "max_prompt_pass_rate")
+    if rollout.max_prompt_pass_rate is not None and rollout.num_epoch is not None and rollout.num_rollout is None:
+        rule = "cannot be counted with --max-prompt-pass-rate, which makes later passes shorter"
+        errors.refuse("num_epoch", rollout.num_epoch, rule, "give --num-rollout instead")
     for name, engine in ENGINES.items():
         if name != rollout.rollout_engine:
             why = f"with --rollout-engine {rollout.rollout_engine}"
@@ -284,6 +294,7 @@ def _check_debug_files(rollout: RolloutArguments, errors: Errors) -> None:
 
 
 _GENERATION = (
+    "max_prompt_pass_rate",
     "over_sampling_batch_size",
     "dynamic_sampling_filter_path",
     "over_sampling_early_stop",

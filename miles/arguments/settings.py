@@ -65,7 +65,12 @@ class Settings:
 
     @property
     def steps_per_iteration(self) -> int:
-        """Optimizer steps per iteration."""
+        """Optimizer steps per iteration, in all passes over its samples."""
+        return self.steps_per_pass * self.training.ppo_epochs
+
+    @property
+    def steps_per_pass(self) -> int:
+        """Optimizer steps of one pass over the samples of an iteration."""
         return self.trajectories_per_iteration // self.global_batch_size
 
     @property

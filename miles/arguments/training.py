@@ -25,6 +25,10 @@ class TrainingArguments:
         False, "take one optimizer step per iteration, over all of its trajectories, whatever --global-batch-size says"
     )
     num_steps_per_rollout: Optional[int] = flag(None, "optimizer steps per iteration, instead of --global-batch-size")
+    ppo_epochs: int = flag(
+        1,
+        "passes over the samples of an iteration, each of all its optimizer steps; verl's name, num_iterations of TRL",
+    )
     micro_batch_size: int = flag(1, "samples per micro-batch, without --use-dynamic-batch-size")
     use_dynamic_batch_size: bool = flag(False, "fill each micro-batch with up to --max-tokens-per-gpu tokens")
     max_tokens_per_gpu: Optional[int] = flag(
@@ -44,7 +48,8 @@ class TrainingArguments:
 
 def check_training(training: TrainingArguments, errors: Errors) -> None:
     """Check sizes, and that one way of cutting micro-batches is chosen."""
-    errors.at_least(training, 1, "global_batch_size", "num_steps_per_rollout", "micro_batch_size", "max_tokens_per_gpu")
+    sizes = ("global_batch_size", "num_steps_per_rollout", "ppo_epochs", "micro_batch_size", "max_tokens_per_gpu")
+    errors.at_least(training, 1, *sizes)
     if training.use_dynamic_global_batch_size and training.num_steps_per_rollout not in (None, 1):
         rule = "contradicts --use-dynamic-global-batch-size, which takes one step per iteration"
         errors.refuse("num_steps_per_rollout", training.num_steps_per_rollout, rule, "keep one of the two")
@@ -127,4 +132,5 @@ def explain_step(training: TrainingArguments, steps_per_iteration: int) -> str:
     """Say how many trajectories a step has. The section must be valid."""
     assert training.global_batch_size is not None
     trajectories = count(training.global_batch_size, "trajectory")
-    return f"a step     N = {trajectories}, {count(steps_per_iteration, 'step')} per iteration"
+    passes = f", in {training.ppo_epochs} passes over its samples" if training.ppo_epochs > 1 else ""
+    return f"a step     N = {trajectories}, {count(steps_per_iteration, 'step')} per iteration{passes}"

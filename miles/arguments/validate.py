@@ -98,6 +98,9 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
     if settings.data.data_source_path is not None and rollout.num_epoch is not None and rollout.num_rollout is None:
         rule = "cannot be counted in the rows of --data-source-path, which has no end"
         errors.refuse("num_epoch", rollout.num_epoch, rule, "give --num-rollout instead")
+    if settings.data.data_source_path is not None:
+        why = "with --data-source-path, which decides by itself what it draws"
+        errors.refuse_ignored(rollout, ["max_prompt_pass_rate"], why, "give --prompt-data")
     check_debug_modes(settings, errors)
     check_cluster(cluster, errors)
     check_async(rollout, cluster, errors)

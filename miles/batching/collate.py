@@ -72,7 +72,7 @@ def collate(
         num_loss_tokens=part.num_loss_tokens,
         context=context,
         values=if_given(part.values),
-        returns=if_given(part.returns),
+        **{name: if_given(getattr(part, name)) for name in ("returns", "selected", "top_entropy")},
         padded=row_multiple is not None,
     )
 

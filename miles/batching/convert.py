@@ -5,8 +5,9 @@ Rewards are normalized over whole groups before steps are cut; denominators are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -35,6 +36,7 @@ def convert(
     loss: LossArguments,
     global_batch_size: int | None,
     advantages_of: AdvantagesOf | None = None,
+    reward_weights: Mapping[str, float] = MappingProxyType({}),
 ) -> list[TrainBatch]:
     """Return one ``TrainBatch`` per optimizer step.
 
@@ -47,12 +49,13 @@ def convert(
         loss: The flags of the objective.
         global_batch_size: N, the number of trajectories of a step; None: one step of all of them.
         advantages_of: Makes the advantages of phase 1, in the place of the estimator.
+        reward_weights: The weight of each reward by name, if there are several.
 
     Raises:
         ValueError: The aggregation would have a group cut in two, a reward is not finite, or the columns of a sample
             differ in length.
     """
-    places = _places(groups, _trajectories(groups, loss, advantages_of))
+    places = _places(groups, _trajectories(groups, loss, advantages_of, reward_weights))
     global_batch_size = max(1, len(places)) if global_batch_size is None else global_batch_size
     assert global_batch_size >= 1
     cut = [places[i : i + global_batch_size] for i in range(0, len(places), global_batch_size)]
@@ -74,13 +77,24 @@ def convert(
 
 
 def _trajectories(
-    groups: Sequence[PromptGroup], loss: LossArguments, advantages_of: AdvantagesOf | None
+    groups: Sequence[PromptGroup],
+    loss: LossArguments,
+    advantages_of: AdvantagesOf | None,
+    reward_weights: Mapping[str, float],
 ) -> list[list[_Row]]:
     """Return the rows of each trajectory, in the order of groups and of the trajectory's first sample."""
     samples = [sample for group in groups for sample in group.samples]
     trajectory_ids = [_checked_trajectory_id(sample) for sample in samples]
     group_indices, loss_tokens = [s.group_index for s in samples], [s.num_loss_tokens for s in samples]
-    rewards = SampleRewards(_raw_rewards(groups, loss), group_indices, trajectory_ids, loss_tokens)
+    rewards = SampleRewards(
+        _raw_rewards(groups, loss),
+        group_indices,
+        trajectory_ids,
+        loss_tokens,
+        parts=[sample.reward_parts for sample in samples],
+        part_weights=reward_weights,
+        baselines=_baselines(groups),
+    )
     given = [sample.advantage for sample in samples if sample.advantage is not None]
     if given:
         assert len(given) == len(samples), "--custom-convert-samples-to-train-data-path makes every sample"
@@ -118,6 +132,12 @@ def _raw_rewards(groups: Sequence[PromptGroup], loss: LossArguments) -> list[flo
     if not loss.type.uses_advantages:  # rewards are not read, and samples need not have any
         return [0.0 for group in groups for _ in group.samples]
     return [reward for group in groups for reward in group.rewards]
+
+
+def _baselines(groups: Sequence[PromptGroup]) -> list[float]:
+    """Return the greedy reward of each sample's prompt; nothing if they were not generated."""
+    found = [group.baseline_reward for group in groups for _ in group.samples]
+    return [baseline for baseline in found if baseline is not None] if None not in found else []
 
 
 def _check_groups_whole(

@@ -63,6 +63,7 @@ class ShardBuilder:
             loss=settings.loss,
             global_batch_size=None if is_dynamic else settings.global_batch_size,
             advantages_of=self._advantages_of,
+            reward_weights=settings.reward.weights,
         )
         objective = build_objective(settings.loss)
         inside_model = settings.megatron.has_auxiliary_loss  # MoE balancing or MTP: every sample has a gradient

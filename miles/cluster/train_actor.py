@@ -231,7 +231,8 @@ class TrainActor:
             timeout=timeout,
         )
         self.backend = build_backend(self.settings, self.device, total_steps)
-        self.trainer = Trainer(self.backend, self.settings.loss, self.settings.dims.token_ranks)
+        passes = self.settings.training.ppo_epochs
+        self.trainer = Trainer(self.backend, self.settings.loss, self.settings.dims.token_ranks, passes)
 
     def train(self, shards: Sequence[TrainShard], trains_policy: bool) -> list[dict[str, Metric]]:
         """Take one optimizer step per shard, of policy and critic or of the critic alone."""

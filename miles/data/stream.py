@@ -14,7 +14,8 @@ class PromptStream:
     """Draws the prompts of a set, pass after pass; each pass in an order of its own with ``shuffle``.
 
     The order of a pass is a pure function of the number of prompts, ``seed`` and the pass, so a position is three
-    numbers, and a group can be drawn again from its index. Every prompt is drawn once a pass.
+    numbers, and a group can be drawn again from its index. Every prompt is drawn once a pass, unless ``leave_out`` has
+    named it; then its index is not used.
 
     >>> stream = PromptStream([Prompt("a", (1,)), Prompt("b", (2,))], shuffle=False, seed=0)
     >>> [(g.group_index, g.prompt.text) for g in stream.draw(3)], stream.epoch
@@ -29,12 +30,27 @@ class PromptStream:
         self._shuffle = shuffle
         self._seed = seed
         self._unfinished: list[int] = []  # group indices to draw again, before new ones
+        self._mastered: set[int] = set()  # positions in ``prompts`` that are not drawn in new draws
         self._move_to(epoch=0, position=0, next_group_index=0)
 
     @property
     def epoch(self) -> int:
         """The pass that the last drawn prompt belongs to, counted from 0."""
         return self._epoch
+
+    def leave_out(self, group_index: int) -> None:
+        """Do not draw the prompt of that group again, in this pass or a later one.
+
+        Raises:
+            ValueError: No prompt would be left.
+        """
+        epoch, position = divmod(group_index, len(self._prompts))
+        self._mastered.add(self._order_of(epoch)[position])
+        if len(self._mastered) == len(self._prompts):
+            raise ValueError(
+                f"--max-prompt-pass-rate: all {len(self._prompts)} prompts have reached it, so there is nothing left "
+                "to train on; stop here, raise the rate, or give harder prompts"
+            )
 
     def draw(self, n: int) -> list[PromptGroup]:
         """Return the next ``n`` prompts as groups without samples; ``group_index`` counts all draws of the run."""
@@ -55,6 +71,7 @@ class PromptStream:
             "position": self._position,
             "next_group_index": self._next_group_index,
             "unfinished": sorted({*self._unfinished, *unfinished}),
+            "mastered": sorted(self._mastered),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -79,6 +96,7 @@ class PromptStream:
                 )
         self._move_to(state["epoch"], state["position"], state["next_group_index"])
         self._unfinished = list(state.get("unfinished", ()))  # absent in earlier checkpoints, which have none
+        self._mastered = set(state.get("mastered", ()))
 
     def _order_key(self) -> dict[str, Any]:
         return {"num_prompts": len(self._prompts), "shuffle": self._shuffle, "seed": self._seed}
@@ -98,8 +116,13 @@ class PromptStream:
         return PromptGroup(group_index, self._prompts[self._order_of(epoch)[position]])
 
     def _draw_one(self) -> PromptGroup:
-        if self._position == len(self._order):
-            self._move_to(self._epoch + 1, 0, self._next_group_index)
+        while True:
+            if self._position == len(self._order):
+                self._move_to(self._epoch + 1, 0, self._next_group_index)
+            if self._order[self._position] not in self._mastered:
+                break
+            self._position += 1
+            self._next_group_index += 1
         group = PromptGroup(self._next_group_index, self._prompts[self._order[self._position]])
         self._position += 1
         self._next_group_index += 1

@@ -50,6 +50,16 @@ class Objective:
         """What the trainer scores before it makes advantages of tokens."""
         return self.estimator.needs(self.flags) | distillation_needs(self.flags)
 
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether the policy loss chooses tokens from the whole step before it."""
+        return self.loss_type.uses_policy_loss and self.policy_loss.selects_tokens
+
+    @property
+    def ranks_entropies(self) -> bool:
+        """Whether tokens are chosen from the whole step by their entropy before it."""
+        return self.loss_type.uses_policy_loss and self.flags.top_entropy_quantile != 1
+
     def sample_advantages(self, samples: SampleRewards) -> list[float]:
         """Compute phase 1 of the advantages: one number per sample, from whole groups.
 

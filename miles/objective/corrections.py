@@ -21,6 +21,7 @@ from miles.objective.registry import Term
 from miles.objective.sequences import sequence_means, sequence_sums
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from miles.objective.settings import LossArguments
@@ -180,7 +181,52 @@ class OffPolicyMasking(Correction):
         return Weights(1.0 - dropped, {"opsm_clipfrac": dropped})
 
 
-CORRECTIONS: tuple[Correction, ...] = (Truncation(), Rejection(), OffPolicyMasking())
+class TopEntropy(Correction):
+    """Keep the loss of the fraction of the step's tokens in which the policy is most uncertain (arXiv 2506.01939).
+
+    A token counts if its entropy is at least the (1 - fraction) quantile over the loss tokens of the whole step. The
+    policy is scored once more before each step for it. As for the other corrections, denominators stay those of all
+    tokens, as in the paper and in TRL, whose name the flag has.
+    """
+
+    switch = "top_entropy_quantile"
+    reads = ()
+
+    def is_on(self, loss: LossArguments) -> bool:
+        """Return whether any token is left out."""
+        return loss.top_entropy_quantile != 1
+
+    def check(self, loss: LossArguments, errors: Errors) -> None:
+        """Check the fraction."""
+        errors.above(loss, 0, "top_entropy_quantile")
+        errors.within(loss, 0, 1, "top_entropy_quantile")
+
+    def formula(self, loss: LossArguments) -> list[Term]:
+        """Return where the weight is 0."""
+        share = f"{100 * loss.top_entropy_quantile:g} %"
+        return [Term(f"w = 0 except in the {share} of the step's tokens with the largest entropy", __name__)]
+
+    def weigh(self, loss: LossArguments, ratios: Ratios) -> Weights:
+        """Give weight 0 to the other tokens; ``top_entropy_tokens``, the fraction that is kept, is logged."""
+        kept = ratios.micro.top_entropy
+        assert kept is not None, "the trainer chooses these tokens before each step"
+        return Weights(kept, {"top_entropy_tokens": kept})
+
+
+def top_entropy_tokens(entropies: np.ndarray, fraction: float) -> np.ndarray:
+    """Return which of a step's loss tokens have an entropy of at least the ``1 - fraction`` quantile, bool [T].
+
+    >>> import numpy as np
+    >>> top_entropy_tokens(np.array([0.1, 0.4, 0.2, 0.3, 0.0]), 0.4).tolist()
+    [False, True, False, True, False]
+    """
+    import numpy as np
+
+    kept: np.ndarray = entropies >= (np.quantile(entropies, 1.0 - fraction) if len(entropies) else 0.0)
+    return kept
+
+
+CORRECTIONS: tuple[Correction, ...] = (Truncation(), Rejection(), OffPolicyMasking(), TopEntropy())
 
 
 def corrections_of(loss: LossArguments) -> tuple[Correction, ...]:

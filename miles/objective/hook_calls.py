@@ -49,6 +49,7 @@ class CustomAdvantages(Estimator):
         self.instead = estimator.instead
         self.default_policy_loss = estimator.default_policy_loss
         self.reward_at_last_token = estimator.reward_at_last_token
+        self.greedy_baseline = estimator.greedy_baseline
 
     def needs(self, flags: Any) -> Needs:
         """Return what the chosen estimator needs."""
@@ -98,6 +99,16 @@ class CustomAdvantages(Estimator):
                 "return one finite number per loss token"
             )
         return found
+
+    def returns(
+        self,
+        flags: Any,
+        rewards: Sequence[np.ndarray],
+        values: Sequence[np.ndarray],
+        advantages: Sequence[np.ndarray],
+    ) -> list[np.ndarray]:
+        """Return the chosen estimator's."""
+        return self.estimator.returns(flags, rewards, values, advantages)
 
 
 class CustomPolicyLoss(PolicyLoss):

@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
     from miles.train_batch import MicroBatch
 
-_COLUMNS = ("loss_mask", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "returns")
+_COLUMNS = (
+    *("loss_mask", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "returns"),
+    *("selected", "top_entropy"),
+)
 
 
 def whole_responses(values: torch.Tensor, micro: MicroBatch) -> torch.Tensor:

@@ -80,6 +80,9 @@ class CommonFlags:
     rs_lower_bound: float = flag(0.5, "lower bound of the ratio with --use-rs")
     rs_upper_bound: float = flag(2.0, "upper bound of the ratio with --use-rs")
     rs_level: ImportanceLevel = flag("token", "what --use-rs drops: tokens, or sequences")
+    top_entropy_quantile: float = flag(
+        1.0, "fraction of the step's tokens, those of the largest entropy, whose policy loss counts; 1 is all"
+    )
     get_mismatch_metrics: bool = flag(
         False, "log how far the trainer's log-probs are from the engine's (KL, chi2, ...)"
     )
@@ -119,6 +122,11 @@ class LossArguments(*_OWN_FLAGS, DistillationFlags, AggregationFlags, CommonFlag
     def has_critic(self) -> bool:
         """Whether a critic is trained."""
         return ESTIMATORS[self.advantage_estimator].needs(self).values
+
+    @property
+    def reads_greedy_baseline(self) -> bool:
+        """Whether a greedy response to each prompt is generated and scored, for the estimator."""
+        return self.type.uses_advantages and ESTIMATORS[self.advantage_estimator].greedy_baseline
 
     @property
     def estimates_by_token(self) -> bool:

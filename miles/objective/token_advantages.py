@@ -45,8 +45,8 @@ def token_advantages(objective: Objective, samples: Sequence[SampleTokens]) -> S
 
     A trajectory's loss tokens get rewards: the trajectory's (the mean of its samples') on the last token, or each
     sample's on every token, as the estimator says, less ``kl_coef KL_t``. The estimator makes advantages of these and
-    of the critic's values; returns are ``A + V``. ``--use-opd`` subtracts the KL to the teacher, and
-    ``--normalize-advantages`` then whitens over all loss tokens of the step.
+    of the critic's values, and the returns that the critic learns. ``--use-opd`` subtracts the KL to the teacher, and
+    ``--normalize-advantages`` then whitens the advantages over all loss tokens of the step.
 
     Args:
         objective: The run's objective.
@@ -54,12 +54,9 @@ def token_advantages(objective: Objective, samples: Sequence[SampleTokens]) -> S
     """
     loss = objective.flags
     trajectories = list(_trajectories(objective, samples))
-    found = objective.estimator.token_advantages(
-        loss, [t.rewards for t in trajectories], [t.values for t in trajectories]
-    )
-    returns = None
-    if objective.needs.values:
-        returns = [a + t.values for a, t in zip(found, trajectories, strict=True)]
+    rewards, values = [t.rewards for t in trajectories], [t.values for t in trajectories]
+    found = objective.estimator.token_advantages(loss, rewards, values)
+    returns = objective.estimator.returns(loss, rewards, values, found) if objective.needs.values else None
     if loss.use_opd:
         found = [a - loss.opd_kl_coef * t.teacher_kl for a, t in zip(found, trajectories, strict=True)]
     metrics = _metrics(loss, trajectories, found, returns)

@@ -20,7 +20,7 @@ def value_loss_formula(loss: LossArguments, shape: StepShape) -> list[Term]:
     mode, clip = diagnostic_mode(loss), f"clip(V, V_old ± {loss.value_clip:g})"
     lines = [
         f"value_loss = {mode.formula.replace('l_it', 'v_it')}, N = {shape.num_trajectories}, {mode.symbols}",
-        f"v_it = max((V - G)², ({clip} - G)²), G = A + V_old before any whitening",
+        f"v_it = max((V - G)², ({clip} - G)²), G = A + V_old before any whitening, unless G_t is given",
     ]
     if shape.critic_only_iterations:
         lines.append(f"the first {shape.critic_only_iterations} iterations train the critic alone")

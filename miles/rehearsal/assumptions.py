@@ -10,6 +10,7 @@ from miles.arguments.settings import Settings
 from miles.batching.convert import convert
 from miles.batching.schedule import schedule_step
 from miles.objective.aggregation import AggregationFlags
+from miles.objective.chosen import build_objective
 from miles.sample import Prompt, PromptGroup, Sample
 from miles.train_batch import TrainShard
 
@@ -54,6 +55,8 @@ def step_of_one_rank(settings: Settings) -> TrainShard:
         values=columns if settings.loss.has_critic else None,
         returns=columns if settings.loss.has_critic else None,
         advantages=columns if settings.loss.estimates_by_token else None,
+        selected=columns if build_objective(settings.loss).selects_tokens else None,
+        top_entropy=columns if build_objective(settings.loss).ranks_entropies else None,
     )
     return replace(shard, batch=scored)
 
@@ -71,5 +74,5 @@ def _groups(samples: int, per_prompt: int, prompt_tokens: int, response_tokens: 
             Sample(prompt, index, i, response, "", ones, zeros, teacher_log_probs=zeros, reward=float(i % 2))
             for i in members
         ]
-        groups.append(PromptGroup(index, prompt, made))
+        groups.append(PromptGroup(index, prompt, made, baseline_reward=0.5))
     return groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from miles.sample import Prompt, PromptGroup, Sample
@@ -40,7 +41,7 @@ def converted_groups(returned: Any, groups: Sequence[PromptGroup], path: str) ->
         kept = by_group[group.group_index]
         missing = {s.trajectory_id for s in group.samples} - {s.trajectory_id for s in kept}
         dropped = group.dropped_trajectories + len(missing)
-        made.append(PromptGroup(group.group_index, group.prompt, kept, dropped, len(missing)))
+        made.append(replace(group, samples=kept, dropped_trajectories=dropped, unconverted_trajectories=len(missing)))
     return made
 
 

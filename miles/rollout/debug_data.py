@@ -145,6 +145,8 @@ def _encode(group: PromptGroup) -> str:
     }
     if group.dropped_trajectories:
         record["dropped_trajectories"] = group.dropped_trajectories
+    if group.baseline_reward is not None:
+        record["baseline_reward"] = group.baseline_reward
     try:
         return json.dumps(record) + "\n"
     except (TypeError, ValueError) as error:
@@ -178,6 +180,8 @@ def _decode(line: bytes, vocab_size: int | None) -> PromptGroup:
     group = PromptGroup(group_index, _decode_prompt(_object(record["prompt"], "prompt"), end))
     dropped = record.get("dropped_trajectories", 0)
     group.dropped_trajectories = _integers([dropped], "dropped_trajectories", 0, _LARGEST)[0]
+    if "baseline_reward" in record:
+        group.baseline_reward = _numbers([record["baseline_reward"]], "baseline_reward")[0]
     samples = _list(record["samples"], "samples")
     if not samples:
         raise ValueError("it has no samples")

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
+from statistics import fmean
 from typing import Any, Protocol
 
 from miles.arguments.rollout import RolloutArguments
 from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams
+from miles.engine.concurrency import gather_or_cancel
 from miles.rewards.base import RewardFunction
 from miles.rewards.scoring import score
 from miles.rollout.filters import FilterDecision, load_group_filter
@@ -88,10 +90,12 @@ class GroupSpec:
     seed_of: SeedOf
     max_context_len: int | None = None  # prompt and response together, in tokens
     group_filter: Callable[[PromptGroup], FilterDecision] | None = None
+    scored: Callable[[PromptGroup], None] | None = None  # is shown every scored group, before the filter
+    greedy_baseline: bool = False  # generate and score a greedy response too, for ``PromptGroup.baseline_reward``
 
     @classmethod
-    def for_training(cls, rollout: RolloutArguments, seed: int) -> GroupSpec:
-        """Return what the flags of training ask for.
+    def for_training(cls, rollout: RolloutArguments, seed: int, greedy_baseline: bool = False) -> GroupSpec:
+        """Return what the flags of training ask for, and the greedy response if the estimator reads one.
 
         Raises:
             ValueError: ``--dynamic-sampling-filter-path`` cannot be imported.
@@ -103,6 +107,7 @@ class GroupSpec:
             partial(response_seed, seed),
             rollout.rollout_max_context_len,
             None if path is None else load_group_filter(path),
+            greedy_baseline=greedy_baseline,
         )
 
 
@@ -123,7 +128,31 @@ async def produce_group(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) 
     Raises:
         Exception: Whatever generation, the reward function and the filter raise.
     """
-    group = await tools.generate(
+    greedy = [_generate_greedy(drawn, tools, spec)] if spec.greedy_baseline else []
+    group, *others = await gather_or_cancel([_generate(drawn, tools, spec), *greedy])
+    drops = tools.drops_reward_errors
+    errors = await score(group.samples, tools.reward_function, tools.reward_error_value, drop=drops)
+    for other in others:
+        errors += await score(other.samples, tools.reward_function, tools.reward_error_value, drop=drops)
+        rewards = [sample.reward for sample in other.samples if sample.reward is not None]
+        if len(rewards) < len(other.samples):
+            return ProducedGroup(group, errors, "reward_error")
+        group.baseline_reward = fmean(rewards)
+    if errors and drops:
+        _drop_unscored(group)
+        if not group.samples:
+            return ProducedGroup(group, errors, "reward_error")
+    if spec.scored is not None:
+        spec.scored(group)
+    decision = None if spec.group_filter is None else spec.group_filter(group)
+    if tools.teacher is not None and (decision is None or decision.keep):
+        await tools.teacher.score(group.samples)
+    return ProducedGroup(group, errors, None if decision is None or decision.keep else decision.reason)
+
+
+async def _generate(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> PromptGroup:
+    """Generate the trajectories of ``spec``."""
+    return await tools.generate(
         drawn,
         tools.engine,
         spec.sampling,
@@ -132,16 +161,12 @@ async def produce_group(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) 
         seed_of=spec.seed_of,
         max_context_len=spec.max_context_len,
     )
-    drops = tools.drops_reward_errors
-    errors = await score(group.samples, tools.reward_function, tools.reward_error_value, drop=drops)
-    if errors and drops:
-        _drop_unscored(group)
-        if not group.samples:
-            return ProducedGroup(group, errors, "reward_error")
-    decision = None if spec.group_filter is None else spec.group_filter(group)
-    if tools.teacher is not None and (decision is None or decision.keep):
-        await tools.teacher.score(group.samples)
-    return ProducedGroup(group, errors, None if decision is None or decision.keep else decision.reason)
+
+
+async def _generate_greedy(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> PromptGroup:
+    """Generate one trajectory at temperature 0. Its trajectory_id is of no use: it is scored and not trained on."""
+    sampling = replace(spec.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+    return await _generate(drawn, tools, replace(spec, sampling=sampling, n_samples=1))
 
 
 def _drop_unscored(group: PromptGroup) -> None:

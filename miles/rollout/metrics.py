@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import comb
 from numbers import Real
 from statistics import stdev
-from typing import Any
+from typing import Any, Protocol
 
 from miles.metrics import Metric
 from miles.rollout.filters import has_reward_spread
@@ -24,8 +24,8 @@ def rollout_metrics(
 
     Args:
         kept: The groups that are trained on. They give reward, reward_parts/NAME, reward_std (unbiased, within a group,
-            averaged over groups), the lengths of prompts and responses in tokens, and the truncated and aborted
-            fractions.
+            averaged over groups), the lengths of prompts and responses in tokens, the truncated and aborted
+            fractions, and greedy_reward if greedy responses were generated.
         generated: All groups, so that a filter does not bias zero_std_groups (a fraction), pass@k and tokens (a total).
         reward_errors: Samples that the reward function failed on. dropped_trajectories counts those that kept groups
             have lost by it (--reward-error drop).
@@ -43,12 +43,36 @@ def rollout_metrics(
         "tokens": Metric(sum(len(s.response_ids) for group in generated for s in group.samples), 1.0),
         "reward_errors": Metric(reward_errors, 1.0),
     }
+    baselines = [group.baseline_reward for group in kept if group.baseline_reward is not None]
+    if baselines:
+        metrics["greedy_reward"] = Metric.mean(baselines)
     dropped = sum(group.dropped_trajectories for group in kept)
     if dropped:
         metrics["dropped_trajectories"] = Metric(dropped, 1.0)
     if log_passrate:
         metrics |= pass_at_k_metrics(group.rewards for group in generated)
     return {f"rollout/{name}": metric for name, metric in metrics.items()}
+
+
+class LeavesOut(Protocol):
+    """A source of prompts that need not be drawn for ever."""
+
+    def leave_out(self, group_index: int) -> None:
+        """Do not draw the prompt of that group again."""
+        ...
+
+
+def leave_out_mastered(prompts: LeavesOut, rate: float) -> Callable[[PromptGroup], None]:
+    """Return a function that leaves the prompt of a group out, if the fraction ``rate`` of its samples has passed.
+
+    ScaleRL drops prompts at 0.9 (arXiv 2510.13786, no-positive-resampling).
+    """
+
+    def look_at(group: PromptGroup) -> None:
+        if sum(reward >= PASS_REWARD for reward in group.rewards) >= rate * len(group.samples):
+            prompts.leave_out(group.group_index)
+
+    return look_at
 
 
 def response_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:

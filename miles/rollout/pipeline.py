@@ -42,7 +42,7 @@ from miles.rollout.evaluation_function import own_evaluation
 from miles.rollout.groups import GroupSpec, GroupTools, produce_group
 from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.rollout.iteration_hooks import IterationHooks
-from miles.rollout.metrics import staleness_metrics
+from miles.rollout.metrics import leave_out_mastered, staleness_metrics
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, RolloutGate, Start
 from miles.rollout.rollout_function import FunctionCollector, RolloutTools, load_rollout_function
 from miles.rollout.stream_collector import StreamCollector
@@ -233,9 +233,8 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
     tools: GroupTools | None = None
     if engine is not None:
         assert reward_function is not None, "validate() requires a reward if samples are generated"
-        tools = GroupTools(
-            engine, tokenizer, generate, reward_function, reward.reward_error_value, reward.on_error == "drop"
-        )
+        on_error = reward.reward_error_value, reward.on_error == "drop"
+        tools = GroupTools(engine, tokenizer, generate, reward_function, *on_error)
     teacher = _teacher(settings.loss)
     try:
         evaluation = own_evaluation(settings, eval_sets, tools) if tools is not None else None
@@ -248,6 +247,7 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
             num_iterations,
             local_vocab_size(settings.model),
             supply.conversations,
+            settings.loss.reads_greedy_baseline,
         )
     except BaseException:
         if engine is not None:
@@ -291,6 +291,7 @@ def build_collector(
     num_iterations: int,
     vocab_size: int | None = None,
     conversations: Sequence[Conversation] = (),
+    greedy_baseline: bool = False,
 ) -> GroupCollector:
     """Return the collector that the flags choose: saved groups, the user's function, bursts, or a stream of groups.
 
@@ -305,6 +306,7 @@ def build_collector(
         num_iterations: How many iterations the run has.
         vocab_size: The end of the token ids of saved groups, if it is known.
         conversations: The conversations that ``stream`` draws, in a run that trains on them.
+        greedy_baseline: Whether each group has a greedy response too, whose reward the estimator reads.
 
     Raises:
         ValueError: A function or a filter cannot be imported.
@@ -316,7 +318,7 @@ def build_collector(
         return ConversationCollector(stream, conversations, rollout.rollout_batch_size)
     assert stream is not None and tools is not None, "validate() requires --prompt-data"
     rule = OrderingRule.from_flags(rollout)
-    spec = GroupSpec.for_training(rollout, seed)
+    spec = _group_spec(stream, rollout, seed, greedy_baseline)
     path = rollout.rollout_function_path
     if path is not None:
         make_group = partial(produce_group, tools=tools, spec=spec)
@@ -338,3 +340,11 @@ def build_collector(
         engine=engine,
         interruptible=interruptible,
     )
+
+
+def _group_spec(stream: PromptSource, rollout: RolloutArguments, seed: int, greedy_baseline: bool) -> GroupSpec:
+    spec = GroupSpec.for_training(rollout, seed, greedy_baseline)
+    if rollout.max_prompt_pass_rate is None:
+        return spec
+    assert isinstance(stream, PromptStream), "validate() refuses it with --data-source-path"
+    return replace(spec, scored=leave_out_mastered(stream, rollout.max_prompt_pass_rate))

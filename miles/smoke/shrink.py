@@ -42,7 +42,7 @@ def shrink(settings: Settings, folder: Path, iterations: int) -> tuple[Settings,
         folder: Takes everything that the run reads and writes; the model is expected in its folder ``model``.
         iterations: The iterations of the small run.
     """
-    steps = min(settings.steps_per_iteration, 2)
+    steps = min(settings.steps_per_pass, 2)
     rollout = _rollout(settings.rollout, folder, iterations)
     small = replace(
         _on_two_ranks(settings),
@@ -76,7 +76,7 @@ def shrink(settings: Settings, folder: Path, iterations: int) -> tuple[Settings,
         server_flags=ServerFlags(),
     )
     if settings.rollout.loads_samples:  # their number is given
-        small = replace(small, training=replace(small.training, num_steps_per_rollout=settings.steps_per_iteration))
+        small = replace(small, training=replace(small.training, num_steps_per_rollout=settings.steps_per_pass))
     return small, list(_notes(settings, small))
 
 

@@ -15,16 +15,16 @@ from miles.train_batch import MicroBatch, TrainShard
 from miles.training.backend import PolicyScorer, ScoredModel, Scorer, TrainBackend, ValueScorer
 
 
-def needs_of(objective: Objective, step: int, trains_policy: bool) -> Needs:
+def needs_of(objective: Objective, step: int, trains_policy: bool, passes: int = 1) -> Needs:
     """Return what must be scored for optimizer step ``step`` (from 0) of an iteration.
 
     Log-probs under the weights that the iteration began with are needed from the second step on; in the first they are
-    the current ones, unless a part of the objective asks for them. The inputs of the advantages are scored for every
-    step, also if only the critic learns.
+    the current ones, unless a part of the objective asks for them or a later pass takes the step again. The inputs of
+    the advantages are scored for every step, also if only the critic learns.
     """
     loss, advantages = objective.needs, objective.advantages_need
     return Needs(
-        old_log_probs=(trains_policy and (step > 0 or loss.old_log_probs)) or advantages.old_log_probs,
+        old_log_probs=(trains_policy and (step > 0 or passes > 1 or loss.old_log_probs)) or advantages.old_log_probs,
         ref_log_probs=(trains_policy and loss.ref_log_probs) or advantages.ref_log_probs,
         teacher_log_probs=advantages.teacher_log_probs,
         values=advantages.values,
@@ -51,6 +51,17 @@ def score(backend: TrainBackend, shard: TrainShard, needs: Needs) -> TrainShard:
 def log_probs(backend: TrainBackend, model: ScoredModel[PolicyScorer], shard: TrainShard) -> list[np.ndarray]:
     """Return the log-probs of each sample's response tokens, float32 [response], on every rank."""
     return _by_sample(backend, model, shard, lambda scorer: scorer(with_entropy=False).log_probs)
+
+
+def entropies(backend: TrainBackend, model: ScoredModel[PolicyScorer], shard: TrainShard) -> list[np.ndarray]:
+    """Return the entropy of the policy at each response token, in nats, float32 [response], on every rank."""
+
+    def read(scorer: PolicyScorer) -> torch.Tensor:
+        found = scorer(with_entropy=True).entropy
+        assert found is not None, "it was asked for"
+        return found
+
+    return _by_sample(backend, model, shard, read)
 
 
 def values(backend: TrainBackend, model: ScoredModel[ValueScorer], shard: TrainShard) -> list[np.ndarray]:

@@ -34,6 +34,7 @@ from miles.training.backend import (
     ValueScorer,
 )
 from miles.training.scoring import needs_of, score
+from miles.training.token_selection import TokenSelector
 
 
 @dataclass(frozen=True)
@@ -68,22 +69,25 @@ def critic_role(model: TrainedModel[ValueScorer], loss: LossArguments) -> Role[V
 class Trainer:
     """One rank of the trainer. Every method is collective."""
 
-    def __init__(self, backend: TrainBackend, loss: LossArguments, token_ranks: int) -> None:
-        """``token_ranks`` hold a step between them, data and context parallel together."""
+    def __init__(self, backend: TrainBackend, loss: LossArguments, token_ranks: int, passes: int = 1) -> None:
+        """``token_ranks`` hold a step between them; each iteration has ``passes`` over its samples (--ppo-epochs)."""
         self.backend = backend
         self.loss = loss
         self.token_ranks = token_ranks
+        self.passes = passes
         self.objective = build_objective(loss)
         self.policy = policy_role(backend.policy, self.objective)
         self.critic = None if backend.critic is None else critic_role(backend.critic, loss)
+        self.selector = TokenSelector(self.objective, backend.token_group)
         self.estimator = AdvantageEstimator(loss, backend.token_group) if loss.estimates_by_token else None
 
     def train(self, shards: Sequence[TrainShard], trains_policy: bool = True) -> list[dict[str, Metric]]:
-        """Take one optimizer step per shard; returns each step's metrics, with seconds under ``time/``.
+        """Take one optimizer step per shard and pass; returns each step's metrics, with seconds under ``time/``.
 
-        Everything that the steps read of the models' first weights is scored before the first step. The policy goes
-        before the critic, so that neither a wrong loss mass nor a gradient that is not finite finds the critic a step
-        ahead. Without ``trains_policy`` only the critic learns.
+        Everything that the steps read of the models' first weights is scored before the first step, and advantages are
+        made, once for all passes over the shards. The policy goes before the critic, so that neither a wrong loss mass
+        nor a gradient that is not finite finds the critic a step ahead. Without ``trains_policy`` only the critic
+        learns.
 
         Raises:
             LossMassError: before any optimizer steps, if the weights of a watched step's tokens do not add up.
@@ -91,15 +95,16 @@ class Trainer:
         """
         started = time.perf_counter()
         scored = [
-            score(self.backend, shard, needs_of(self.objective, step, trains_policy))
+            score(self.backend, shard, needs_of(self.objective, step, trains_policy, self.passes))
             for step, shard in enumerate(shards)
         ]
         estimated = [self._with_advantages(shard) for shard in scored]
         scoring = time.perf_counter() - started
         steps = []
-        for shard, metrics in estimated:
+        for step, (shard, found) in enumerate(estimated * self.passes):
+            metrics = dict(found)
             if trains_policy:
-                metrics |= self._policy_step(self.policy, shard)
+                metrics |= self._policy_step(self.policy, self._with_selection(shard, step))
             if self.critic is not None:
                 metrics |= self._critic_step(self.critic, shard)
             steps.append(metrics)
@@ -113,6 +118,12 @@ class Trainer:
             return shard, {}
         shard, metrics = self.estimator.advantages(shard)
         return shard, _under("train/", metrics)
+
+    def _with_selection(self, shard: TrainShard, step: int) -> TrainShard:
+        """Return the shard with the tokens that are chosen from the whole step, if any are."""
+        if self.objective.selects_tokens:
+            shard = self.selector.select(self.backend, shard, step)
+        return self.selector.rank_entropies(self.backend, shard) if self.objective.ranks_entropies else shard
 
     def _policy_step(self, policy: Role[PolicyScorer], shard: TrainShard) -> dict[str, Metric]:
         started = time.perf_counter()

@@ -37,6 +37,12 @@ def papers(choice: Choice) -> list[str]:
 def files_of_tests(choice: Choice) -> list[str]:
     """Return the test files of a choice: those with its name or its family's, else those of its kind."""
     tests = {path.name: path for path in sorted(TESTS.rglob("test_*.py"), key=lambda path: path.name)}
+    package = type(choice).__module__.rpartition(".")[0]
+    family = [cls.__module__ for cls in type(choice).__mro__ if cls.__module__.startswith(f"{package}.")]
+    for module in family:
+        own = f"test_{module.rpartition('.')[2]}.py"
+        if own in tests:
+            return [own]
     named = [name for name, path in tests.items() if f"test_{choice.name}_".startswith(f"{path.stem}_")]
     if named:
         return named
@@ -61,8 +67,19 @@ def _lines() -> Iterator[str]:
     yield from _table("Advantages", ESTIMATORS)
     yield ""
     yield "Smaller groups than *group* says have advantages of exactly 0, and a smaller `--n-samples-per-prompt` is"
-    yield "refused (by `grpo` and `gspo`: noted)."
+    yield "refused (by `grpo` and `gspo`: noted). verl returns the raw reward for a group of one. Where *group* is 1,"
+    yield "nothing is compared within it."
+    yield ""
+    yield "`remax` has one more response generated per prompt, at temperature 0, which is scored and not trained on."
+    yield "`gdpo` reads the several rewards of `--rm-type a:1,b:0.2` ([Rewards](rewards.md))."
+    yield "[Reproductions](reproductions.md) has what each estimator is the gradient of, and how noisy it is."
     yield from _table("Policy losses", POLICY_LOSSES)
+    yield ""
+    yield "`clip_cov` and `kl_cov` choose tokens from the whole step, by the current log-probs. These need one more"
+    yield "forward pass over the step, about a third of the cost of forward and backward: `clip_cov` in every step,"
+    yield "`kl_cov` from the second step of an iteration on. No other policy loss has that pass."
+    yield "`--top-entropy-quantile`, which keeps the most uncertain tokens of the step under any policy loss, has one"
+    yield "in every step."
 
 
 def _table(title: str, registry: Registry[Estimator] | Registry[PolicyLoss]) -> Iterator[str]:

@@ -10,7 +10,7 @@ import math
 import statistics
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from miles.objective.registry import Choice, Needs, Term
@@ -29,16 +29,22 @@ class SampleRewards:
         group_indices: Its prompt group.
         trajectory_ids: Its trajectory.
         loss_tokens: Its number of loss tokens.
+        parts: Each reward of a sample by name, unweighted, if ``--rm-type`` names several.
+        part_weights: The weight of each.
+        baselines: The reward of its prompt's greedy response, if the estimator asks for one.
     """
 
     rewards: Sequence[float]
     group_indices: Sequence[int]
     trajectory_ids: Sequence[int]
     loss_tokens: Sequence[int] = ()
+    parts: Sequence[Mapping[str, float]] = ()
+    part_weights: Mapping[str, float] = field(default_factory=dict)
+    baselines: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         assert len(self.rewards) == len(self.group_indices) == len(self.trajectory_ids)
-        assert len(self.loss_tokens) in (0, len(self.rewards))
+        assert all(len(column) in (0, len(self.rewards)) for column in (self.loss_tokens, self.parts, self.baselines))
 
     def check_finite(self) -> None:
         """Raise ``ValueError``, naming trajectory and group, for the first reward that is NaN or infinite."""
@@ -76,6 +82,7 @@ class Estimator(Choice):
         default_policy_loss: The policy loss of a run without ``--policy-loss``.
         by_token: Whether it implements phase 2. If not, every token has its sample's number of phase 1.
         reward_at_last_token: Whether phase 2 puts the reward on the last token of the trajectory, or on every token.
+        greedy_baseline: Whether it reads the reward of a greedy response to each prompt, which is generated for it.
     """
 
     flag: ClassVar[str] = "advantage_estimator"
@@ -83,6 +90,7 @@ class Estimator(Choice):
     default_policy_loss: str = "ppo"
     by_token: bool = False
     reward_at_last_token: bool = False
+    greedy_baseline: bool = False
     accepts_one: bool = False  # a group of one, whose advantage is 0, is allowed, with a note
 
     @abstractmethod
@@ -110,6 +118,16 @@ class Estimator(Choice):
         Only loss tokens are there. ``values`` are empty arrays without a critic. By default the rewards as they are.
         """
         return list(rewards)
+
+    def returns(
+        self,
+        flags: Any,
+        rewards: Sequence[np.ndarray],
+        values: Sequence[np.ndarray],
+        advantages: Sequence[np.ndarray],
+    ) -> list[np.ndarray]:
+        """Compute what a critic is to predict, in the form of ``token_advantages``. By default ``A + V``."""
+        return [of_policy + of_critic for of_policy, of_critic in zip(advantages, values, strict=True)]
 
     def estimates_by_token(self, flags: Any) -> bool:
         """Return whether phase 2 runs: for estimators that implement it, and for whitening."""

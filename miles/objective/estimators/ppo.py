@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Optional
 
 from miles.flags import Errors, flag
 from miles.objective.estimators.base import Estimator
@@ -21,15 +21,22 @@ class PpoFlags:
 
     gamma: float = flag(1.0, "discount per response token; for ppo and reinforce_plus_plus")
     lambd: float = flag(1.0, "lambda of GAE (ppo): 1 trusts the reward alone, 0 the critic's next value")
+    critic_lambd: Optional[float] = flag(
+        None, "lambda of the returns that the critic learns (ppo, vapo); default: --lambd for ppo, 1 for vapo"
+    )
 
 
 class Ppo(Estimator):
-    """GAE over the loss tokens t = 1..T of a trajectory, of ``r_t = [t = T] reward - kl_coef KL_t``."""
+    """GAE over the loss tokens t = 1..T of a trajectory, of ``r_t = [t = T] reward - kl_coef KL_t``.
+
+    With ``--critic-lambd`` the critic's returns are those of another lambda (decoupled GAE, VC-PPO, 2503.01491).
+    A group of one is as good as any: nothing is compared within a group.
+    """
 
     name = "ppo"
     summary = "generalized advantages (GAE) on a critic that is trained beside the policy"
-    reads = ("normalize_advantages", "gamma", "lambd", "value_clip", "kl_coef")
-    own_flags = PpoFlags
+    reads: tuple[str, ...] = ("normalize_advantages", "gamma", "lambd", "critic_lambd", "value_clip", "kl_coef")
+    own_flags: ClassVar[type | None] = PpoFlags
     by_token = True
     reward_at_last_token = True
 
@@ -39,17 +46,22 @@ class Ppo(Estimator):
 
     def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
         """Check the ranges."""
-        errors.within(flags, 0, 1, "gamma", "lambd")
+        errors.within(flags, 0, 1, "gamma", "lambd", "critic_lambd")
         errors.above(flags, 0, "value_clip")
 
     def formula(self, flags: Any) -> list[Term]:
-        """Return what A and the token rewards are."""
+        """Return what A and the token rewards are, and the critic's returns if they are not A + V."""
+        critic = []
+        if flags.critic_lambd is not None:
+            text = f"G_t = V_t + Σ_k ({flags.gamma:g} · {flags.critic_lambd:g})^k δ_(t+k), the critic's return"
+            critic = [Term(text, __name__)]
         return [
             Term(
                 f"A_t = Σ_k ({flags.gamma:g} · {flags.lambd:g})^k δ_(t+k), "
                 f"δ_t = r_t + {flags.gamma:g} V_(t+1) - V_t with V = V_old",
                 __name__,
             ),
+            *critic,
             Term(f"r_t = [t = T] reward{reward_penalty(flags)}", "miles.objective.token_advantages"),
         ]
 
@@ -59,14 +71,33 @@ class Ppo(Estimator):
         """Compute GAE."""
         return generalized_advantages(rewards, values, flags.gamma, flags.lambd)
 
+    def critic_lambd(self, flags: Any) -> float | None:
+        """Return the lambda of the critic's returns; None if these are ``A + V``."""
+        lambd: float | None = flags.critic_lambd
+        return lambd
+
+    def returns(
+        self,
+        flags: Any,
+        rewards: "Sequence[np.ndarray]",
+        values: "Sequence[np.ndarray]",
+        advantages: "Sequence[np.ndarray]",
+    ) -> "list[np.ndarray]":
+        """Compute ``A + V``, with the A of the critic's own lambda if it has one."""
+        lambd = self.critic_lambd(flags)
+        if lambd is not None:
+            advantages = generalized_advantages(rewards, values, flags.gamma, lambd)
+        return super().returns(flags, rewards, values, advantages)
+
 
 def generalized_advantages(
-    rewards: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]", gamma: float, lambd: float
+    rewards: "Sequence[np.ndarray]", values: "Sequence[np.ndarray]", gamma: float, lambd: float | Sequence[float]
 ) -> "list[np.ndarray]":
     """Compute ``A_t = sum_k (gamma lambd)^k delta_(t+k)`` with ``delta_t = r_t + gamma V_(t+1) - V_t``; float64.
 
     GAE (arXiv 1506.02438 Eq. 16). One array per trajectory, all [its tokens]; the value after the last token is 0, as
-    the trajectory ends there. With values of 0 and ``lambd`` 1 this is the discounted return.
+    the trajectory ends there. ``lambd`` is one number, or one per trajectory. With values of 0 and ``lambd`` 1 this is
+    the discounted return.
 
     >>> import numpy as np
     >>> generalized_advantages([np.array([0.0, 1.0])], [np.array([0.5, 0.25])], gamma=1.0, lambd=1.0)[0].tolist()
@@ -87,9 +118,10 @@ def generalized_advantages(
     reward, value = at_the_end(rewards), at_the_end(values)
     advantages = np.zeros_like(reward)
     following = np.zeros((2, len(rewards)))  # advantage and value of the token after
+    decay = gamma * np.asarray(lambd, np.float64)
     for t in reversed(range(longest)):
         delta = reward[:, t] + gamma * following[1] - value[:, t]
-        advantages[:, t] = delta + gamma * lambd * following[0]
+        advantages[:, t] = delta + decay * following[0]
         following[0], following[1] = advantages[:, t], value[:, t]
     return [row[longest - len(r) :] for row, r in zip(advantages, rewards, strict=True)]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from miles.objective.registry import Choice, Needs, Term
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from miles.train_batch import MicroBatch
@@ -31,6 +32,23 @@ class PolicyTokens:
     micro: MicroBatch
 
 
+@dataclass(frozen=True)
+class StepTokens:
+    """The loss tokens of a whole step, as a selection among them reads them: float64 [T], in the order of the step.
+
+    Attributes:
+        log_probs: Log-probs of the current policy.
+        old_log_probs: Log-probs of the policy before the first step of the iteration.
+        advantages: Their advantages.
+        seed: For random choices. It depends on the trajectories of the step and its place in the iteration alone.
+    """
+
+    log_probs: np.ndarray
+    old_log_probs: np.ndarray
+    advantages: np.ndarray
+    seed: int
+
+
 class TokenLosses(NamedTuple):
     """Losses [R], and whether each token was clipped (0/1, without a graph), [R], if it is known; both fp32."""
 
@@ -44,10 +62,13 @@ class PolicyLoss(Choice):
     Attributes:
         sees_whole_samples: Whether it must be given whole responses also where context parallelism has cut them. Then
             every rank of the context group evaluates all of them.
+        selects_tokens: Whether it chooses tokens from the whole step before the step: ``select_tokens``. Its losses
+            read the choice as ``MicroBatch.selected``, which is None if the policy was not scored for it.
     """
 
     flag: ClassVar[str] = "policy_loss"
     sees_whole_samples: ClassVar[bool] = False
+    selects_tokens: ClassVar[bool] = False
 
     @abstractmethod
     def formula(self, flags: Any) -> list[Term]:
@@ -60,6 +81,10 @@ class PolicyLoss(Choice):
     def idle_on_policy(self, flags: Any) -> list[str]:
         """Say which of its flags have no effect if an iteration has one step, so that every ratio is 1."""
         return []
+
+    def select_tokens(self, flags: Any, tokens: StepTokens) -> np.ndarray:
+        """Choose tokens of a step, bool [T], the same on every rank. Only called if it ``selects_tokens``."""
+        raise NotImplementedError
 
     @abstractmethod
     def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:

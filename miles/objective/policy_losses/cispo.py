@@ -1,4 +1,4 @@
-"""CISPO: the policy gradient weighted by a ratio that is bounded above and has no gradient (arXiv 2506.13585)."""
+"""CISPO: the policy gradient weighted by a ratio that is bounded and has no gradient (arXiv 2506.13585)."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,43 +13,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CispoFlags:
-    """cispo: the bound of the ratio."""
+    """cispo: the bounds of the ratio."""
 
     # TRL recommends 5, after ScaleRL (arXiv 2510.13786): the help of GRPOConfig.epsilon_high.
     ratio_max: float = flag(5.0, "upper bound of the ratio in --policy-loss cispo; absolute, not 1 + eps")
+    ratio_min: float = flag(0.0, "lower bound of the ratio in --policy-loss cispo; absolute, not 1 - eps; 0 is none")
 
 
 class Cispo(PolicyLoss):
-    """``-sg(min(ratio, ratio_max)) A log p``: a clipped token keeps its gradient, with a bounded weight.
+    """``-sg(clip(ratio, ratio_min, ratio_max)) A log p``: a clipped token keeps its gradient, with a bounded weight.
 
-    2506.13585 Eq. 4, without a lower bound, as its authors use it; ``sg`` stops the gradient.
+    2506.13585 Eq. 4 and 5, whose clip has two sides; ``sg`` stops the gradient. Its authors set no lower bound, and
+    ScaleRL has none: ``ratio_min`` 0, the default. verl 0.9.1 clips below too, at ``1 - clip_ratio_low`` with a default
+    of 0.2: ``--ratio-min 0.8 --ratio-max 1.2`` is its loss. A token below the bound then weighs more than its ratio.
     """
 
     name = "cispo"
     summary = "the policy gradient, weighted by a bounded ratio without a gradient"
-    reads = ("ratio_max",)
+    reads = ("ratio_max", "ratio_min")
     own_flags = CispoFlags
 
     def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
-        """Check the bound."""
+        """Check the bounds."""
         errors.above(flags, 0, "ratio_max")
+        errors.at_least(flags, 0, "ratio_min")
+        if errors.none_about("ratio_min", "ratio_max") and flags.ratio_min > flags.ratio_max:
+            rule = f"is above --ratio-max {flags.ratio_max:g}"
+            errors.refuse("ratio_min", flags.ratio_min, rule, "give a lower bound that is below the upper")
 
     def formula(self, flags: Any) -> list[Term]:
         """Return the loss of a token before its weight, and the ratio in it."""
+        low, high = flags.ratio_min, flags.ratio_max
+        bounded = f"clip(ρ, {low:g}, {high:g})" if low else f"min(ρ, {high:g})"
         return [
-            Term(f"-sg(min(ρ, {flags.ratio_max:g})) A log p", __name__),
+            Term(f"-sg({bounded}) A log p", __name__),
             Term("ρ = exp(log p - log p_old), sg() has no gradient", __name__),
         ]
 
     def idle_on_policy(self, flags: Any) -> list[str]:
-        """Name the bound."""
-        return ["--ratio-max: one step per iteration, so every ratio is 1"] if flags.ratio_max >= 1 else []
+        """Name the bounds that a ratio of 1 does not reach."""
+        reason = "one step per iteration, so every ratio is 1"
+        idle = [f"--ratio-max: {reason}"] if flags.ratio_max >= 1 else []
+        return [*idle, f"--ratio-min: {reason}"] if 0 < flags.ratio_min <= 1 else idle
 
     def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
-        """Weight each token's log-prob; a ratio above the bound counts as clipped."""
+        """Weight each token's log-prob; a ratio outside the bounds counts as clipped."""
         ratio = tokens.log_ratio.detach().exp()
-        losses = -ratio.clamp(max=flags.ratio_max) * tokens.advantages * tokens.log_probs
-        return TokenLosses(losses, (ratio > flags.ratio_max).float())
+        losses = -ratio.clamp(flags.ratio_min, flags.ratio_max) * tokens.advantages * tokens.log_probs
+        return TokenLosses(losses, ((ratio > flags.ratio_max) | (ratio < flags.ratio_min)).float())
 
 
 POLICY_LOSS = Cispo()

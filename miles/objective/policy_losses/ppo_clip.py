@@ -1,7 +1,7 @@
 """PPO's clipped ratio (arXiv 1707.06347), with clip-higher (2503.14476) and dual clip (1912.09729)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, ClassVar, Optional
 
 from miles.flags import Errors, flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, TokenLosses
@@ -27,8 +27,8 @@ class PpoClip(PolicyLoss):
 
     name = "ppo"
     summary = "the clipped ratio of each token"
-    reads = ("eps_clip", "eps_clip_high", "eps_clip_c")
-    own_flags = ClipFlags
+    reads: tuple[str, ...] = ("eps_clip", "eps_clip_high", "eps_clip_c")
+    own_flags: ClassVar[type | None] = ClipFlags
     ratio = "exp(log p - log p_old)"
 
     def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:

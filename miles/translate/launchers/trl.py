@@ -47,14 +47,14 @@ ROWS = {
     "fp16": Row(why="this version computes in bf16 or fp32", kind="switch", neutral=(False,)),
     "min_p": Row(why="no such sampling here", neutral=(0,)),
     "repetition_penalty": Row(why="no such sampling here", neutral=(1, 1.0)),
-    "reward_weights": Row(why="one reward function here; weigh the parts inside it (--custom-rm-path)"),
+    "reward_weights": Row(why="weights are written with the names here: --rm-type a:1,b:0.2"),
     "multi_objective_aggregation": Row(
-        why="one reward function here; weigh the parts inside it", neutral=("sum_then_normalize",)
+        why="normalize_then_sum is --advantage-estimator gdpo here", neutral=("sum_then_normalize",)
     ),
     "mask_truncated_completions": Row(
         why="no such mask here; a filter or your own generation can set the loss mask", kind="switch", neutral=(False,)
     ),
-    "num_iterations": Row(why="each sample is trained on once here", kind="number", neutral=(1,)),
+    "num_iterations": Row("--ppo-epochs", kind="number", neutral=(1,)),
     "sync_ref_model": Row(why="the reference does not follow the policy here", kind="switch", neutral=(False,)),
     "ref_model_mixup_alpha": Row(why="the reference does not follow the policy here"),
     "ref_model_sync_steps": Row(why="the reference does not follow the policy here"),

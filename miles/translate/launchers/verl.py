@@ -79,7 +79,7 @@ ROWS = {
     ACTOR + "strategy": Row("--train-backend", "its own sharding there", neutral=("fsdp2",)),
     ACTOR + "ppo_micro_batch_size_per_gpu": Row("--micro-batch-size", kind="number"),
     ACTOR + "use_dynamic_bsz": Row("--use-dynamic-batch-size", kind="switch"),
-    ACTOR + "ppo_epochs": Row("", "each sample is trained on once here", "number", neutral=(1,)),
+    ACTOR + "ppo_epochs": Row("--ppo-epochs", kind="number", neutral=(1,)),
     ACTOR + "entropy_coeff": Row("--entropy-coef", FOLLOWS, "number", neutral=(0,)),
     ACTOR + "ulysses_sequence_parallel_size": Row(
         "--context-parallel-size", "another way to share a sequence", "number"

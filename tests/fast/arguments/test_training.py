@@ -15,6 +15,7 @@ from miles.arguments.validate import validate
     [
         ("--global-batch-size 5", "8 x --n-samples-per-prompt 4 = 32"),
         ("--global-batch-size 0", "--global-batch-size 0: must be a finite number of at least 1"),
+        ("--ppo-epochs 0", "--ppo-epochs 0: must be a finite number of at least 1"),
         ("--num-steps-per-rollout 5", "give a divisor of 32"),
         ("--global-batch-size 8 --num-steps-per-rollout 2", "makes 16 trajectories, but .* = 32"),
         ("--use-dynamic-batch-size", "--max-tokens-per-gpu"),
@@ -57,3 +58,11 @@ def test_step_arithmetic(prompts, samples, size, steps):
     assert result.global_batch_size * result.steps_per_iteration == collected
     assert size in (None, result.global_batch_size)
     assert steps in (None, result.steps_per_iteration)
+
+
+def test_passes_over_the_samples_multiply_the_steps():
+    command = "--hf-checkpoint m --prompt-data reasoning_gym:products --rm-type last_number --num-rollout 3 "
+    command += "--rollout-batch-size 8 --n-samples-per-prompt 4 --rollout-max-response-len 8 --ppo-epochs 3"
+    settings = validate(parse(f"{command} --num-steps-per-rollout 2".split())).settings
+    assert (settings.steps_per_pass, settings.steps_per_iteration, settings.global_batch_size) == (2, 6, 16)
+    assert settings.step_shape.steps_per_iteration == 6, "ratios differ from 1 in the second pass"

@@ -106,6 +106,7 @@ class Case:
     seed: int = 0
     off_policy: bool = False  # old and reference log-probs differ from the current ones
     trajectories_per_step: int | None = None
+    passes: int = 1  # over the steps of the iteration
     shuffled: bool = False  # groups, and trajectories within them, in another order
     mutation: str | None = None
     equal_rewards: bool = False  # in ``equal_group``: its samples have no advantage, and are only scored

@@ -106,15 +106,24 @@ def objective(
     ]
     engine = [torch.as_tensor(s.rollout_log_probs).double() for s in samples]
     losses, clipped, dropped = _policy_losses(loss, samples, log_probs, old)
+    if loss.policy_loss in ("clip_cov", "kl_cov"):
+        losses, clipped = _losses_by_covariance(loss, samples, log_probs, old, losses, clipped)
     weights, values = _weights(loss, samples, old, engine)
     metrics = {name: mean(columns) for name, columns in values.items()}
     if loss.use_opsm:
         metrics["opsm_clipfrac"] = mean(dropped)
         weights = [w * (1 - d) for w, d in zip(weights, dropped, strict=True)]
+    if loss.top_entropy_quantile != 1:
+        masks = [torch.as_tensor(s.mask) != 0 for s in samples]
+        of_step = torch.cat([h.detach()[m] for h, m in zip(entropy, masks, strict=True)])
+        bound = of_step.quantile(1 - loss.top_entropy_quantile) if len(of_step) else 0.0
+        kept = [(h.detach() >= bound).double() for h in entropy]
+        metrics["top_entropy_tokens"] = mean(kept)
+        weights = [w * k for w, k in zip(weights, kept, strict=True)]
     ratios = [(o - e).exp() for o, e in zip(old, engine, strict=True)]
     metrics |= {
         "pg_loss": aggregate(loss.loss_aggregation, [x * w for x, w in zip(losses, weights, strict=True)]),
-        "pg_clipfrac": mean(clipped),
+        **({} if clipped is None else {"pg_clipfrac": mean(clipped)}),
         "ppo_kl": mean([o - p for o, p in zip(old, log_probs, strict=True)]),
         "entropy_loss": mean(entropy),
         "train_rollout_logprob_abs_diff": mean([(o - e).abs() for o, e in zip(old, engine, strict=True)]),
@@ -147,6 +156,34 @@ def _policy_losses(loss: LossArguments, samples, log_probs, old):
         drop = loss.use_opsm and sample.advantage < 0 and -mean_log_ratio.item() > loss.opsm_delta
         dropped.append(torch.full((len(p),), float(drop), dtype=torch.float64))
     return losses, clipped, dropped
+
+
+def _losses_by_covariance(loss: LossArguments, samples, log_probs, old, ppo_losses, ppo_clipped):
+    """Return the losses of clip_cov, which must draw all tokens in its range, or kl_cov, and what is clipped."""
+    flat = [
+        (i, t, float(p), float(o), float(torch.as_tensor(s.advantage).expand(len(row))[t]))
+        for i, (s, row, before) in enumerate(zip(samples, log_probs, old, strict=True))
+        for t, (p, o) in enumerate(zip(row.detach(), before, strict=True))
+        if s.mask[t]
+    ]
+    means = [sum(token[c] for token in flat) / len(flat) for c in (2, 4)]
+    covariance = {(i, t): (p - means[0]) * (a - means[1]) for i, t, p, _, a in flat}
+    chosen = [torch.zeros(len(p), dtype=torch.float64) for p in log_probs]
+    if loss.policy_loss == "clip_cov":
+        assert loss.clip_cov_fraction == 1
+        for (i, t), c in covariance.items():
+            chosen[i][t] = float(loss.clip_cov_min < c < loss.clip_cov_max and not ppo_clipped[i][t])
+        return (
+            [x * (1 - k) for x, k in zip(ppo_losses, chosen, strict=True)],
+            [torch.maximum(x, k) for x, k in zip(ppo_clipped, chosen, strict=True)],
+        )
+    for i, t in sorted(covariance, key=covariance.__getitem__)[-max(1, int(loss.kl_cov_fraction * len(flat))) :]:
+        chosen[i][t] = 1.0
+    losses = [
+        -s.advantage * (p - o).exp() + loss.kl_cov_coef * k * (p - o).abs()
+        for s, p, o, k in zip(samples, log_probs, old, chosen, strict=True)
+    ]
+    return losses, None
 
 
 def _weights(loss: LossArguments, samples, old, engine):

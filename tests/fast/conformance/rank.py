@@ -118,7 +118,7 @@ class Rank:
             for batch in batches_of(case)
         ]
         backend = self._backend(case)
-        trainer = Trainer(backend, case.loss, dist.get_world_size())
+        trainer = Trainer(backend, case.loss, dist.get_world_size(), case.passes)
         of_policy = dict(backend.policy.module.language_model.named_parameters())
         trainer.policy, policy = recorded(trainer.policy, of_policy)
         critic = None

@@ -26,6 +26,7 @@ CORRECTIONS = {
     "mismatch metrics": dict(get_mismatch_metrics=True),
     "gspo": dict(advantage_estimator="gspo", eps_clip=0.05),
     "opsm": dict(use_opsm=True, opsm_delta=0.01),
+    "top entropy": dict(top_entropy_quantile=0.4),
     "unbiased kl": dict(use_kl_loss=True, kl_loss_coef=0.05, kl_loss_type="k3", use_unbiased_kl=True),
 }
 
@@ -165,6 +166,37 @@ def test_several_steps_per_iteration(ranks, oracle, mode, layout):
     check_steps(case, results, samples_of(case), oracle)
 
 
+@pytest.mark.parametrize("layout", ["alone, packed", "dp2 x cp2"])
+@pytest.mark.parametrize("policy_loss", ["ppo", "kl_cov"])
+def test_a_second_pass_has_the_old_log_probs_of_the_first(ranks, oracle, policy_loss, layout):
+    """Also in the steps that were on-policy, and with weights that have moved."""
+    given = BY_COVARIANCE.get(policy_loss, {})
+    spec = (*BATCHES["uneven"][1:2], *BATCHES["even"], *BATCHES["uneven"][1:2])
+    loss = loss_of("sample_mean", **given)
+    case = Case(spec, loss, LAYOUTS[layout], trajectories_per_step=4, passes=2, watch=True)
+    results = ranks.run(case)
+    assert len(results) == 4
+    check_steps(case, results, samples_of(case), oracle)
+
+
+BY_COVARIANCE = {
+    "kl_cov": dict(policy_loss="kl_cov", kl_cov_fraction=0.2, kl_cov_coef=0.5),
+    "clip_cov": dict(policy_loss="clip_cov", clip_cov_fraction=1.0, clip_cov_min=0.05, clip_cov_max=1.0),
+}
+
+
+@pytest.mark.parametrize("layout", ["alone, packed", "dp2", "dp2 x cp2", "dynamic cp, 4 ranks"])
+@pytest.mark.parametrize("policy_loss", BY_COVARIANCE)
+def test_tokens_are_chosen_from_the_whole_step(ranks, oracle, policy_loss, layout):
+    """Not from a micro-batch or a rank; by the current log-probs, also in the second step."""
+    spec = (*BATCHES["uneven"][1:2], *BATCHES["even"], *BATCHES["uneven"][1:2])
+    loss = loss_of("prompt_mean", **BY_COVARIANCE[policy_loss])
+    case = Case(spec, loss, LAYOUTS[layout], trajectories_per_step=4, watch=True)
+    results = ranks.run(case)
+    assert len(results) == 2
+    check_steps(case, results, samples_of(case), oracle)
+
+
 def check_steps(case, results, samples, oracle) -> None:
     """Compare every step with an oracle that has its weights, and the first weights for the old log-probs."""
     initial = {name: p.detach().clone() for name, p in oracle.named_parameters()}
@@ -179,7 +211,7 @@ def check_steps(case, results, samples, oracle) -> None:
             part = [
                 replace(s, old_log_probs=o) if number else s
                 for s, o in zip(samples, old, strict=True)
-                if s.rollout // size == number
+                if s.rollout // size == number % (len(results) // case.passes)
             ]
             assert differences(result, *wanted(case, oracle, part)) == [], f"step {number}"
             moved = any(abs(result.weights[n] - w.numpy()).max() > 1e-4 for n, w in initial.items())

@@ -93,3 +93,29 @@ def test_a_position_in_the_users_own_source_is_refused():
 def test_no_prompts():
     with pytest.raises(ValueError, match="at least one prompt"):
         PromptStream([], shuffle=False, seed=0)
+
+
+@given(st.integers(2, 7), st.booleans(), seeds, st.data())
+def test_a_prompt_that_is_left_out_is_not_drawn_again(size, shuffle, seed, data):
+    """Also after a restart; the others are drawn once a pass, and an index is never used twice."""
+    stream, restored = stream_of(size, shuffle, seed), stream_of(size, shuffle, seed)
+    first = stream.draw(size)
+    out = data.draw(st.lists(st.sampled_from(first), min_size=1, max_size=size - 1, unique_by=lambda g: g.group_index))
+    for group in out:
+        stream.leave_out(group.group_index)
+    restored.restore(json.loads(json.dumps(stream.state())))
+    left = size - len(out)
+    drawn = stream.draw(3 * left)
+    assert facts(drawn) == facts(restored.draw(3 * left))
+    assert set(Counter(g.prompt.text for g in drawn).values()) == {3}
+    assert not {g.prompt.text for g in drawn} & {g.prompt.text for g in out}
+    indices = [g.group_index for g in (*first, *drawn)]
+    assert indices == sorted(set(indices))
+
+
+def test_leaving_all_prompts_out_ends_the_run():
+    stream = stream_of(2)
+    first, second = stream.draw(2)
+    stream.leave_out(first.group_index)
+    with pytest.raises(ValueError, match="--max-prompt-pass-rate: all 2 prompts have reached it"):
+        stream.leave_out(second.group_index)

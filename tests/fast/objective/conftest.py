@@ -114,7 +114,7 @@ class OffPolicy:
 
 
 def _off_policy(seed: int, scale: float = 0.5) -> OffPolicy:
-    """Four samples, one of them fully masked; masked tokens hold NaN."""
+    """Four samples, one of them fully masked; masked tokens hold NaN. Every second token is selected."""
     rng = torch.Generator().manual_seed(seed)
     masks = [[1, 1, 0, 1], [1, 1, 1, 1, 1], [1], [0, 0]]
     samples, columns = [], []
@@ -128,7 +128,13 @@ def _off_policy(seed: int, scale: float = 0.5) -> OffPolicy:
         samples.append((p[keep], old[keep], advantage))
         columns.append([c.masked_fill(~keep, torch.nan) for c in (p, old, torch.full_like(p, advantage))])
     p, old, advantages = (torch.cat(column).float() for column in zip(*columns, strict=True))
-    micro = _make_micro([[float(x) for x in mask] for mask in masks], old_log_probs=old, advantages=advantages)
+    selected = torch.arange(len(p)) % 2
+    micro = _make_micro(
+        [[float(x) for x in mask] for mask in masks],
+        old_log_probs=old,
+        advantages=advantages,
+        selected=selected.float(),
+    )
     return OffPolicy(micro, p.tolist(), samples)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from miles.objective.corrections import corrections_of, ratios_of, weigh
+from miles.objective.corrections import corrections_of, ratios_of, top_entropy_tokens, weigh
 from miles.objective.settings import LossArguments
 
 
@@ -46,3 +49,14 @@ def test_off_policy_masking_drops_what_is_above_the_bound_not_at_it(make_micro):
     found = weigh(corrections_of(loss), loss, ratios_of(micro, log_ratio, old_log_probs=torch.zeros(5)))
     assert found.weights.tolist() == [1, 1, 0, 0, 1]
     assert found.logged["opsm_clipfrac"].tolist() == [0, 0, 1, 1, 0]
+
+
+@given(st.lists(st.floats(0, 12), max_size=30), st.floats(0.01, 1.0))
+def test_the_most_uncertain_tokens_are_kept(entropies, fraction):
+    """As many as the fraction says, up to the interpolation between two tokens and equal entropies."""
+    kept = top_entropy_tokens(np.array(entropies), fraction)
+    least = int(fraction * len(entropies))
+    assert len(kept) == len(entropies) and sum(kept) >= min(least, len(entropies))
+    left = [e for e, is_kept in zip(entropies, kept, strict=True) if not is_kept]
+    assert not left or max(left) < min(e for e, is_kept in zip(entropies, kept, strict=True) if is_kept)
+    assert len(set(entropies)) < len(entropies) or sum(kept) <= least + 1

@@ -49,9 +49,11 @@ def groups(draw):
                 status=draw(st.sampled_from(SampleStatus)),
                 reward=draw(FLOATS),
                 weight_versions=draw(st.lists(st.integers(-1, 2**40), min_size=n, max_size=n)),
+                reward_parts=draw(st.dictionaries(TEXT, FLOATS, max_size=2)),
             )
         )
     group.dropped_trajectories = draw(st.integers(0, 2))
+    group.baseline_reward = draw(st.none() | FLOATS)
     return group
 
 

@@ -40,6 +40,17 @@ def test_a_clipped_token_keeps_its_gradient_with_the_bounded_weight(micro):
     assert output.metrics["pg_clipfrac"].item() == 0.5, "whatever the sign of the advantage"
 
 
+def test_a_lower_bound_raises_the_weight_of_rare_tokens(micro):
+    """verl 0.9.1 clips below too; the bounds are absolute."""
+    loss = LossArguments(policy_loss="cispo", ratio_min=0.8, ratio_max=1.2)
+    log_probs = torch.tensor([-1.0, -1.0, -1.0, -1.0, math.nan], requires_grad=True)
+    output = policy_loss_function(build_objective(loss), micro, log_probs, None)
+    output.loss.backward()
+    expected = -torch.tensor([1.0, 1.2, 0.8, 1.2]) * micro.advantages[:4]
+    torch.testing.assert_close(log_probs.grad, torch.cat([expected / 4, torch.zeros(1)]))
+    assert output.metrics["pg_clipfrac"].item() == 0.75
+
+
 def test_on_policy_it_is_the_policy_gradient(make_micro):
     """One step per iteration: every ratio is 1, and the gradient that of PPO."""
     micro = make_micro([[1, 1], [1]], advantages=torch.tensor([0.5, 0.5, -1.0]))
@@ -60,6 +71,8 @@ def test_a_sample_without_advantage_has_no_gradient():
     [
         ("--ratio-max 0", "--ratio-max 0.0: .*above 0"),
         ("--ratio-max nan", "--ratio-max nan: .*above 0"),
+        ("--ratio-min 6", "--ratio-min 6.0: is above --ratio-max 5; give a lower bound"),
+        ("--ratio-min -1", "--ratio-min -1.0: .*at least 0"),
         ("--eps-clip 0.1", "--eps-clip 0.1: would be ignored by --policy-loss cispo; use --policy-loss"),
         ("--eps-clip-c 3", "--eps-clip-c 3.0: would be ignored by --policy-loss cispo"),
         ("--policy-loss ppo --ratio-max 4", "--ratio-max 4.0: would be ignored by --policy-loss ppo; use .* cispo"),

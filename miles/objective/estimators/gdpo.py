@@ -1,0 +1,70 @@
+"""GDPO: several rewards, each normalized within its group by itself (reward-decoupled normalization, 2601.05242)."""
+
+import statistics
+from dataclasses import replace
+from typing import Any
+
+from miles.objective.estimators.base import Estimator, SampleRewards, less_group_mean
+from miles.objective.registry import Term
+
+EPS = 1e-6
+
+
+class Gdpo(Estimator):
+    """``A = S / (std of S + 1e-6)``, ``S_i = sum_k w_k (r_ik - mean_k) / (std_k + 1e-6)`` (2601.05242).
+
+    Mean and standard deviation (the unbiased one) of reward k are those of the prompt group, std of S is that of the
+    iteration's trajectories. The paper also subtracts the mean of S, which is 0, as it is in each group. GRPO adds the
+    rewards first, so that different combinations with the same sum have the same advantage, and the reward that varies
+    most decides. The rewards and weights are those of ``--rm-type a:1,b:0.2``; a run with one reward has one k.
+
+    verl divides by the spread over the tokens of the step instead: add ``--normalize-advantages``, which undoes the
+    division by std of S. A group of one, and equal rewards, have advantages of exactly 0 and no gradient.
+    """
+
+    name = "gdpo"
+    summary = "several rewards (--rm-type a:1,b:0.2), each normalized within its prompt group by itself"
+    reads = ("normalize_advantages",)
+
+    def smallest_group(self, flags: Any) -> int:
+        """Return 2: a group of one has no spread."""
+        return 2
+
+    def formula(self, flags: Any) -> list[Term]:
+        """Return what A is."""
+        return [
+            Term("A = S / (std of S over the iteration)", __name__),
+            Term("S = Σ_k w_k (reward_k - mean of its prompt group) / std of its prompt group", __name__),
+        ]
+
+    def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
+        """Normalize each reward within each group, add them up, and divide by one spread.
+
+        Raises:
+            ValueError: Some samples have several rewards, and others have not.
+        """
+        sums = [0.0] * len(samples.rewards)
+        for weight, rewards in _rewards_with_weights(samples):
+            normalized = less_group_mean(replace(samples, rewards=rewards), std=True, eps=EPS)
+            sums = [total + weight * advantage for total, advantage in zip(sums, normalized, strict=True)]
+        by_trajectory = [s for group in replace(samples, rewards=sums).by_group().values() for s in group.values()]
+        spread = statistics.stdev(by_trajectory) if len(by_trajectory) > 1 else 0.0
+        return [total / (spread + EPS) for total in sums]
+
+
+def _rewards_with_weights(samples: SampleRewards) -> list[tuple[float, list[float]]]:
+    """Return each reward's weight and its value for every sample."""
+    names = dict.fromkeys(name for parts in samples.parts for name in parts)
+    if not names:
+        return [(1.0, list(samples.rewards))]
+    for parts, group, trajectory in zip(samples.parts, samples.group_indices, samples.trajectory_ids, strict=True):
+        if parts.keys() != names.keys():
+            raise ValueError(
+                f"--advantage-estimator gdpo: trajectory {trajectory} of prompt group {group} has the rewards "
+                f"{', '.join(parts) or 'of no name'}, others have {', '.join(names)}; a sample that the reward "
+                "function failed on has none: use --reward-error drop"
+            )
+    return [(samples.part_weights[name], [parts[name] for parts in samples.parts]) for name in names]
+
+
+ESTIMATOR = Gdpo()

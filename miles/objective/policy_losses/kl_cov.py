@@ -1,0 +1,99 @@
+"""KL-Cov: a penalty on the few tokens whose probability and advantage vary together most (arXiv 2505.22617)."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from miles.flags import Errors, flag
+from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, StepTokens, TokenLosses
+from miles.objective.registry import Term
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from miles.objective.settings import StepShape
+
+
+@dataclass(frozen=True)
+class KlCovFlags:
+    """kl_cov: how many tokens, and how strong the penalty is."""
+
+    kl_cov_fraction: float = flag(2e-4, "fraction of the step's loss tokens that --policy-loss kl_cov penalizes")
+    kl_cov_coef: float = flag(1.0, "weight of |log ratio| of the tokens that --policy-loss kl_cov penalizes")
+
+
+class SelectsByCovariance(PolicyLoss):
+    """A loss that treats some tokens of a step apart, chosen by ``(log p - mean log p) (A - mean A)`` (2505.22617).
+
+    The means are over the loss tokens of the whole step. That covariance is what lowers the entropy of the policy. The
+    policy is scored once more for it before each step but the first of an iteration, in which the scores of the
+    iteration's start are the current ones.
+    """
+
+    selects_tokens = True
+
+
+class KlCov(SelectsByCovariance):
+    """``-rho A``, plus ``coef |log rho|`` for the k T tokens of the largest covariance (2505.22617, KL-Cov).
+
+    The paper's equation has ``KL(p_old, p)`` of these tokens; the authors' code, and this, the absolute log ratio of
+    the sampled one. Nothing is clipped. At least one token is chosen, from the whole step; verl chooses in each
+    micro-batch. In the first step of an iteration every log ratio is 0, and nothing is chosen. In later ones the policy
+    is scored once more. A sample of advantage 0 can be chosen, and then has a gradient.
+    """
+
+    name = "kl_cov"
+    summary = "the ratio, with a penalty on the few tokens of the largest covariance of log-prob and advantage"
+    reads = ("kl_cov_fraction", "kl_cov_coef")
+    own_flags = KlCovFlags
+
+    def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
+        """Check the ranges."""
+        errors.within(flags, 0, 1, "kl_cov_fraction")
+        errors.above(flags, 0, "kl_cov_coef")
+
+    def formula(self, flags: Any) -> list[Term]:
+        """Return the loss of a token before its weight, and which tokens are penalized."""
+        return [
+            Term(f"-ρ A + {flags.kl_cov_coef:g} |log ρ| [t in K], ρ = exp(log p - log p_old)", __name__),
+            Term(
+                f"K = the {flags.kl_cov_fraction:g} T tokens of the step with the largest c, at least one, "
+                "c = (log p - its mean) (A - its mean)",
+                __name__,
+            ),
+        ]
+
+    def idle_on_policy(self, flags: Any) -> list[str]:
+        """Name the penalty."""
+        return ["--policy-loss kl_cov: one step per iteration, so every log ratio is 0, and the penalty too"]
+
+    def zero_advantage_has_gradient(self, flags: Any) -> bool:
+        """Return true: the penalty does not read the advantage."""
+        return True
+
+    def select_tokens(self, flags: Any, tokens: StepTokens) -> "np.ndarray":
+        """Choose the largest covariances; the earlier token of equal ones."""
+        import numpy as np
+
+        chosen = np.zeros(len(tokens.log_probs), bool)
+        number = max(1, int(flags.kl_cov_fraction * len(chosen)))
+        chosen[np.argsort(-covariances(tokens), kind="stable")[:number]] = True
+        return chosen
+
+    def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
+        """Add the penalty to the chosen tokens."""
+        losses = -tokens.advantages * tokens.log_ratio.exp()
+        chosen = tokens.micro.selected
+        if chosen is not None:
+            losses = losses + flags.kl_cov_coef * chosen * tokens.log_ratio.abs()
+        return TokenLosses(losses, None)
+
+
+def covariances(tokens: StepTokens) -> "np.ndarray":
+    """Return ``(log p - mean) (A - mean)`` of each token, [T]: its part of their covariance over the step."""
+    if not len(tokens.log_probs):
+        return tokens.log_probs
+    found: np.ndarray = (tokens.log_probs - tokens.log_probs.mean()) * (tokens.advantages - tokens.advantages.mean())
+    return found
+
+
+POLICY_LOSS = KlCov()

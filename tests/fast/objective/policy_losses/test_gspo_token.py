@@ -1,0 +1,40 @@
+"""GSPO-token against Eq. 13 and 14 of 2507.18071, with advantages that differ within a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from miles.objective.settings import LossArguments
+
+
+def sequence_loss(p, old, a, low=0.8, high=1.2):
+    ratio = ((p - old).mean()).exp().detach() * (p - p.detach()).exp()
+    return torch.maximum(-ratio * a, -ratio.clamp(low, high) * a).mean()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_token_has_its_own_advantage_and_the_sequences_ratio(off_policy, gradient_of, seed):
+    case = off_policy(seed, 0.3)
+    advantages = torch.randn(len(case.log_probs), generator=torch.Generator().manual_seed(seed))
+    case = replace(case, micro=replace(case.micro, advantages=advantages))
+    kept, start = case.micro.loss_mask != 0, 0
+    samples = []
+    for (p, old, _), length in zip(case.samples, case.micro.response_lengths, strict=True):
+        own = slice(start, start + length)
+        samples.append((p, old, advantages[own][kept[own]].double()))
+        start += length
+    expected_loss, expected = replace(case, samples=samples).expected(sequence_loss)
+    loss, gradient, _ = gradient_of(LossArguments(policy_loss="gspo_token"), case.micro, case.log_probs)
+    assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_it_is_gspo_if_a_sequence_has_one_advantage(off_policy, gradient_of):
+    case = off_policy(1)
+    found = [
+        gradient_of(LossArguments(policy_loss=name), case.micro, case.log_probs) for name in ("gspo", "gspo_token")
+    ]
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])

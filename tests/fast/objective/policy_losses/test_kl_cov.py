@@ -1,0 +1,119 @@
+"""Clip-Cov and KL-Cov: their losses against 2505.22617, and which tokens of a step they choose."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.arguments.explain import explain, without_effect
+from miles.arguments.parser import parse
+from miles.arguments.validate import validate
+from miles.objective.chosen import build_objective
+from miles.objective.policy_losses.base import StepTokens
+from miles.objective.settings import LossArguments
+
+NUMBERS = st.floats(-4, 4).map(lambda x: float(np.float32(x)))
+TOKENS = st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), max_size=40)  # log p, log p_old, A
+
+
+def step(tokens, seed=0):
+    columns = np.array(tokens, np.float64).reshape(-1, 3).T
+    return StepTokens(*columns, seed=seed)
+
+
+def chosen(loss, tokens):
+    return build_objective(loss).policy_loss.select_tokens(loss, tokens).tolist()
+
+
+def covariance(tokens):
+    mean_p, mean_a = (sum(token[c] for token in tokens) / len(tokens) for c in (0, 2))
+    return [(p - mean_p) * (a - mean_a) for p, _, a in tokens]
+
+
+@given(TOKENS, st.sampled_from([1e-4, 0.1, 0.5, 1.0]))
+def test_kl_cov_takes_the_largest_covariances(tokens, fraction):
+    found = chosen(LossArguments(policy_loss="kl_cov", kl_cov_fraction=fraction), step(tokens))
+    if not tokens:
+        assert found == []
+        return
+    assert sum(found) == max(1, int(fraction * len(tokens)))
+    cov = covariance(tokens)
+    taken = [c for c, is_taken in zip(cov, found, strict=True) if is_taken]
+    left = [c for c, is_taken in zip(cov, found, strict=True) if not is_taken]
+    assert not left or min(taken) >= max(left) - 1e-12
+
+
+@given(TOKENS, st.sampled_from([1e-4, 0.2, 1.0]), st.integers(0, 2**32 - 1))
+def test_clip_cov_draws_from_its_range_what_ppo_leaves(tokens, fraction, seed):
+    loss = LossArguments(policy_loss="clip_cov", clip_cov_fraction=fraction, clip_cov_min=0.5, clip_cov_max=3.0)
+    found = chosen(loss, step(tokens, seed))
+    assert found == chosen(loss, step(tokens, seed)), "a draw repeats"
+    eligible = [
+        0.5 < c < 3.0 and not ((a > 0 and np.exp(p - old) > 1.2) or (a < 0 and np.exp(p - old) < 0.8))
+        for c, (p, old, a) in zip(covariance(tokens) if tokens else [], tokens, strict=True)
+    ]
+    assert all(e for e, is_taken in zip(eligible, found, strict=True) if is_taken)
+    assert sum(found) == min(sum(eligible), max(1, int(fraction * len(tokens))))
+
+
+def test_draws_differ_by_seed():
+    tokens = [(float(i % 2), 0.0, float(i % 2)) for i in range(100)]
+    loss = LossArguments(policy_loss="clip_cov", clip_cov_fraction=0.1, clip_cov_min=0.0)
+    assert len({str(chosen(loss, step(tokens, seed))) for seed in range(5)}) > 1
+
+
+def kl_cov(p, old, a, selected):
+    return (-a * (p - old).exp() + 0.5 * selected * (p - old).abs()).mean()
+
+
+def clip_cov(p, old, a, selected):
+    ratio = (p - old).exp()
+    return (torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)) * (1 - selected)).mean()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", ["kl_cov", "clip_cov"])
+def test_loss_and_gradient(off_policy, gradient_of, name, seed):
+    case, given = off_policy(seed), {"kl_cov_coef": 0.5} if name == "kl_cov" else {}
+    parts = case.micro.selected.double().split(list(case.micro.response_lengths))
+    masks = case.micro.loss_mask.split(list(case.micro.response_lengths))
+    selected = iter([part[mask != 0] for part, mask in zip(parts, masks, strict=True) if mask.any()])
+    formula = {"kl_cov": kl_cov, "clip_cov": clip_cov}[name]
+    expected_loss, expected = case.expected(lambda p, old, a: formula(p, old, a, next(selected)))
+    loss, gradient, metrics = gradient_of(LossArguments(policy_loss=name, **given), case.micro, case.log_probs)
+    assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+    assert ("pg_clipfrac" in metrics) == (name == "clip_cov")
+
+
+def test_clip_cov_scores_the_first_step_too_and_kl_cov_does_not():
+    """A second forward pass per step, but kl_cov has nothing to penalize in the first step of an iteration."""
+    asks = {n: build_objective(LossArguments(policy_loss=n)).needs.old_log_probs for n in ("kl_cov", "clip_cov", "ppo")}
+    assert asks == {"kl_cov": False, "clip_cov": True, "ppo": False}
+    assert not build_objective(LossArguments()).selects_tokens
+    assert build_objective(LossArguments(policy_loss="kl_cov")).selects_tokens
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--policy-loss kl_cov --kl-cov-fraction 2", "--kl-cov-fraction 2.0: .* 0 to 1"),
+        ("--policy-loss kl_cov --kl-cov-coef 0", "--kl-cov-coef 0.0: .*above 0"),
+        ("--policy-loss kl_cov --eps-clip 0.1", "--eps-clip 0.1: would be ignored by --policy-loss kl_cov"),
+        ("--policy-loss clip_cov --clip-cov-min 6", "--clip-cov-min 6.0: leaves no covariance below --clip-cov-max 5"),
+        ("--policy-loss ppo --clip-cov-fraction 0.1", "--clip-cov-fraction 0.1: would be ignored by --policy-loss ppo"),
+    ],
+)
+def test_refused(command, flags, message):
+    with pytest.raises(ValueError, match=message):
+        validate(parse(f"{command} {flags}".split()))
+
+
+def test_explained(command):
+    kl, clip = (validate(parse(f"{command} --policy-loss {name}".split())) for name in ("kl_cov", "clip_cov"))
+    assert "-ρ A + 1 |log ρ| [t in K]" in explain(kl) and "policy_losses/kl_cov.py" in explain(kl)
+    assert any("kl_cov" in line for line in without_effect(kl.settings))
+    assert "0 for 0.0002 T tokens of the step, at least one" in explain(clip)

@@ -1,0 +1,76 @@
+"""The bias meter's figures: identities that must hold, the committed results, and random steps."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parents[3] / "examples" / "reproduce" / "bias_meter"
+sys.path.insert(0, str(FOLDER))
+
+import measure  # noqa: E402
+import task  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def meter():
+    return measure.Meter(task.Steps.all(), task.POLICY, task.POLICY, task.POLICY)
+
+
+@pytest.fixture(scope="module")
+def engine(meter):
+    return measure.Meter(meter.steps, task.POLICY, task.POLICY, task.SAMPLER)
+
+
+@pytest.fixture(scope="module")
+def committed():
+    with (FOLDER / "results.csv").open(encoding="utf-8") as file:
+        return {(r["kind"], r["estimator"], r["aggregation"], r["correction"]): r for r in csv.DictReader(file)}
+
+
+def test_all_steps_together_are_certain(meter):
+    assert meter.steps.probabilities(task.SAMPLER).sum() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo, no std", "raw reward"])
+def test_with_a_constant_divisor_it_is_the_gradient_of_the_mean_reward(meter, committed, estimator):
+    names = (estimator, "constant", "none")
+    row = meter.measure("on-policy", names, measure.loss_of(measure.ESTIMATOR_ROWS[estimator]), with_curl=True)
+    own = 1 - 1 / task.GROUP if estimator == "grpo, no std" else 1.0
+    assert row.objective == "mean reward" and row.scale == pytest.approx(own / task.PLACES, rel=1e-6)
+    assert row.curl == pytest.approx(0.0, abs=1e-6)
+    assert committed["on-policy", *names]["noise"] == f"{row.noise:.4g}"
+
+
+def test_only_the_ratio_of_the_sequence_corrects_for_another_sampler(engine, committed):
+    for correction, more in measure.CORRECTIONS.items():
+        row = engine.measure(
+            "", ("rloo", "constant", correction), measure.loss_of(dict(advantage_estimator="rloo"), **more)
+        )
+        assert (row.objective == "mean reward") is (correction == "tis, sequence")
+        stored = committed["another sampler", "rloo", "constant", correction]
+        assert float(stored["bias"]) == pytest.approx(row.bias, rel=2e-3, abs=measure.EXACT)
+
+
+def test_random_steps_have_the_expected_mean(engine):
+    """The z-scores of six parameters, with a fixed seed."""
+    loss = measure.loss_of(dict(advantage_estimator="rloo"), "sample_mean")
+    drawn = task.Steps.drawn(np.random.default_rng(1), task.POLICY, 1500)
+    found = []
+    for steps in (engine.steps, drawn):
+        advantages, denominators = measure.advantages_of(steps, loss, task.POLICY), measure.denominators_of(steps, loss)
+        weights = measure.token_weights(steps, loss, advantages, denominators, *[task.POLICY] * 3)
+        found.append(steps.gradients(weights, task.POLICY))
+    exact = np.tensordot(engine.steps.probabilities(task.POLICY), found[0], 1)
+    z = (found[1].mean(0) - exact) / (found[1].std(0, ddof=1) / np.sqrt(len(drawn.draws)))
+    assert np.abs(z).max() < 4
+
+
+def test_the_committed_results_are_complete(committed):
+    modes, estimators = len(measure.MODES), len(measure.ESTIMATOR_ROWS)
+    rows = estimators * modes * (1 + len(measure.CORRECTIONS)) + len(measure.POLICY_LOSSES) * modes
+    assert len(committed) == rows, "run examples/reproduce/bias_meter/run.sh and commit results.csv and bias.png"
