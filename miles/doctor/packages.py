@@ -120,6 +120,7 @@ OTHERS = (
     "aiohttp",
     "argparse-dataclass",
     "httpx",
+    "jsonschema",
     "math-verify",
     "numpy",
     "peft",

@@ -90,5 +90,6 @@ def _settle_teacher(settings: Settings) -> tuple[Settings, list[Note]]:
     note = note_on(
         READ_AS, "rm_url", reward.rm_url, f"--opd-teacher-urls {reward.rm_url}: with --use-opd it is the teacher's"
     )
-    loss, reward = replace(loss, opd_teacher_urls=(reward.rm_url,)), replace(reward, rm_url=None)
+    without_url: dict[str, Any] = {"rm_url": None}  # a flag of a reward's own file, which types do not see
+    loss, reward = replace(loss, opd_teacher_urls=(reward.rm_url,)), replace(reward, **without_url)
     return replace(settings, loss=loss, reward=reward), [note]
