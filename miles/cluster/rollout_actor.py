@@ -224,12 +224,9 @@ class RolloutActor:
         Raises:
             ValueError: See ``build_pipeline``.
         """
-<<<<<<< HEAD
         from transformers.utils.logging import disable_progress_bar  # not at the top: the launcher needs none of it
 
-=======
         self._loop = asyncio.get_running_loop()
->>>>>>> 952104a (Report hangs, keep Ray's logs, and restart in another Ray)
         # The progress bar of loading weights: the screen belongs to the launcher.
         disable_progress_bar()
         cluster = self._settings.cluster

@@ -175,13 +175,10 @@ class TrainActor:
     trainer: Trainer
 
     def __init__(self, rank: int, settings: Settings, device: str) -> None:
-<<<<<<< HEAD
         import torch
         from transformers.utils.logging import disable_progress_bar
 
-=======
         answer_requests()
->>>>>>> 952104a (Report hangs, keep Ray's logs, and restart in another Ray)
         _, secrets = _environment(settings.cluster)
         os.environ.update(secrets)
         self.rank = rank

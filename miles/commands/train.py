@@ -9,13 +9,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-<<<<<<< HEAD
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
-=======
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
->>>>>>> 952104a (Report hangs, keep Ray's logs, and restart in another Ray)
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,9 +236,9 @@ def train(settings: Settings, placement: Placement, launch: Launch) -> None:
     from miles.loop import GenerationLoop, TrainingLoop
     from miles.report.sink import ReportSink
 
-<<<<<<< HEAD
-    offload = settings.offload(placement.device)
-    workers = Workers(settings.cluster.worker_timeout)
+    offload, stop = settings.offload(placement.device), launch.stop
+    workers = Workers(settings.cluster.worker_timeout, settings.cluster.wait_timeout, launch.files.report_hang)
+    launch.files.workers = workers
     with (
         ReportSink(settings.tracking) as report,
         # First, so that the trainer's processes import while the rollout worker starts its engines.
@@ -253,40 +248,13 @@ def train(settings: Settings, placement: Placement, launch: Launch) -> None:
         if offload.rollout:
             rollout.release_memory()  # the trainer is built in the memory that this frees
         total_steps = rollout.num_iterations * settings.steps_per_iteration
-        found = provenance(settings)
-        header = RunHeader.from_sections(
-            "miles",
-            settings,
-            objective_in_words(settings.loss, settings.step_shape),
-            objective_formula(settings.loss, settings.step_shape),
-            total_steps,
-            found,
-        )
-        config = _config(replace(settings, checkpoint=given), found)
         if trainer is not None:
             trainer.build(total_steps)
-        with Tracker(settings.tracking, header, [report], config) as tracker:
+        with _tracker(settings, launch, report, total_steps) as tracker:
             if trainer is None:
-                GenerationLoop(rollout, tracker, settings.evaluation, settings.steps_per_iteration, stop).run()
-                return
-=======
-    offload, stop = settings.offload(placement.device), launch.stop
-    workers = Workers(settings.cluster.worker_timeout, settings.cluster.wait_timeout, launch.files.report_hang)
-    launch.files.workers = workers
-    with ReportSink(settings.tracking) as report, RolloutDriver(settings, placement, workers) as rollout:
-        if offload.rollout:
-            rollout.release_memory()  # the trainer is built in the memory that this frees
-        total_steps = rollout.num_iterations * settings.steps_per_iteration
-        if not settings.trains:
-            with _tracker(settings, launch, report, total_steps) as tracker:
                 steps = settings.steps_per_iteration
                 GenerationLoop(rollout, tracker, settings.evaluation, steps, stop, tracker.phase).run()
-            return
-        with (
-            TrainDriver(settings, placement, workers, total_steps) as trainer,
-            _tracker(settings, launch, report, total_steps) as tracker,
-        ):
->>>>>>> 952104a (Report hangs, keep Ray's logs, and restart in another Ray)
+                return
             loop = TrainingLoop(
                 rollout,
                 trainer,
