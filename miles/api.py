@@ -35,6 +35,7 @@ from miles.tracking.sample_file import SampleFile
 if TYPE_CHECKING:
     import pandas
 
+    from miles.cluster.failure_files.folder import FailureFiles
     from miles.cluster.stop_requests import StopRequests
 
 REWARD_LATER = "given:later"  # stands for the function that ``train`` will be given
@@ -146,7 +147,7 @@ def _with_reward(settings: sections.Settings, reward: Callable[..., Any] | None,
 
 
 @contextmanager
-def _raising(checkpoint: CheckpointArguments, stop: StopRequests) -> Iterator[None]:
+def _raising(checkpoint: CheckpointArguments, stop: StopRequests, files: FailureFiles) -> Iterator[None]:
     """Raise what ended a run, from the process that failed."""
     from miles.cluster.failures import cause_of
 

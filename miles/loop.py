@@ -23,6 +23,7 @@ versioned by the number of iterations they were trained on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,10 @@ if TYPE_CHECKING:  # the loop itself needs no Ray
 Metrics = dict[str, Metric]
 
 
+def _show_nothing(phase: str | None) -> None:
+    """Take the phases of a loop that nobody watches."""
+
+
 @dataclass
 class TrainingLoop:
     """Runs the iterations of a training run and what is due between them."""
@@ -60,10 +65,11 @@ class TrainingLoop:
     stop: StopRequests
     last_saved: int = 0  # iterations of the newest checkpoint of this run
     last_exported: int | None = None  # iterations of the newest export, if there is one
+    on_phase: Callable[[str | None], None] = _show_nothing  # of ``PhaseTimer``
     timer: PhaseTimer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.timer = PhaseTimer()
+        self.timer = PhaseTimer(self.on_phase)
 
     def run(self) -> None:
         """Run from the newest checkpoint of ``--load``, if any, to the last iteration."""
@@ -200,10 +206,11 @@ class GenerationLoop:
     evaluation: EvaluationArguments
     steps_per_iteration: int
     stop: StopRequests
+    on_phase: Callable[[str | None], None] = _show_nothing  # of ``PhaseTimer``
     timer: PhaseTimer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.timer = PhaseTimer()
+        self.timer = PhaseTimer(self.on_phase)
 
     def run(self) -> None:
         """Run from the first iteration to the last."""

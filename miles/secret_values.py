@@ -29,6 +29,7 @@ _COLUMNS = (
     "tool_key",
 )  # fields of a data row or a reward
 _MEASURES = ("per_token", "first_token")
+_ADDRESSES = ("notify_url",)  # which hold their token in the path
 _ENVIRONMENTS = ("train_env_vars",)  # JSON objects of environment variables
 
 # The length of the scheme is bounded, or the search would take the square of the length of a long word.
@@ -44,6 +45,8 @@ def is_secret(name: str) -> bool:
     field = "_".join(words).lower()
     if field.removeprefix("eval_") in _COLUMNS or field.endswith(_MEASURES):
         return False
+    if field in _ADDRESSES:
+        return True
     if name.isupper():
         return any(part in name for part in _IN_ENVIRONMENT_NAMES)
     return words[-1].lower().endswith(_CREDENTIALS) or any(part in field for part in _CREDENTIALS_ANYWHERE)

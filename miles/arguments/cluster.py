@@ -43,6 +43,11 @@ class ClusterArguments:
         "seconds without a response after which a worker process counts as lost; so does an engine without "
         "--use-fault-tolerance",
     )
+    wait_timeout: float = flag(
+        21600.0,
+        "seconds that one call of a worker may take (an iteration's samples, its training, a checkpoint) before the "
+        "stacks of all processes are written and the run ends; 0 is no limit",
+    )
     stop_timeout: float = flag(
         120.0, "seconds after Ctrl-C, SIGTERM or SIGHUP in which a training iteration is finished and saved"
     )
@@ -81,7 +86,7 @@ def check_cluster(cluster: ClusterArguments, errors: Errors) -> None:
     errors.at_least(
         cluster, 1, "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "distributed_timeout_minutes"
     )
-    errors.at_least(cluster, 0, "max_restarts")
+    errors.at_least(cluster, 0, "max_restarts", "wait_timeout")
     if cluster.ray_address is not None and cluster.ray_address.startswith(("http://", "https://")):
         rule = "is the address of Ray's dashboard, which takes jobs (given here, or as RAY_ADDRESS)"
         what_to_do = "give HOST:PORT of the cluster itself, or auto; or start the run with ray job submit"

@@ -1,8 +1,9 @@
 """Choose the files and services for the metrics of a run."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Optional
+from typing import Literal, Optional
 
 from miles.flags import Errors, changed, flag, flag_name
 
@@ -20,6 +21,22 @@ class TrackingArguments:
     samples_max_mb: float = flag(
         1000.0, "bound of samples.jsonl in MB, shared by the iterations; 0 stores no answers", metavar="MB"
     )
+    log_format: Literal["text", "json"] = flag(
+        "text", "what the launcher prints: text, or one JSON object per line with time, level and event"
+    )
+    notify_url: Optional[str] = flag(
+        None, "post a JSON object to this address when the run ends or fails, and when a health verdict is bad"
+    )
+    prometheus_port: Optional[int] = flag(
+        None,
+        "serve the newest metrics for Prometheus on this port of the loopback address; 0 takes a free one "
+        "(extra prometheus)",
+    )
+    use_mlflow: bool = flag(False, "log to MLflow too (extra mlflow)")
+    mlflow_tracking_uri: Optional[str] = flag(
+        None, "MLflow server or folder; default: MLFLOW_TRACKING_URI in the environment, or else the folder mlruns"
+    )
+    mlflow_experiment: str = flag("miles", "MLflow experiment")
     use_wandb: bool = flag(False, "log to Weights & Biases too (extra wandb)")
     wandb_project: Optional[str] = flag(None, "W&B project")
     wandb_group: Optional[str] = flag(None, "W&B group")
@@ -36,6 +53,15 @@ def check_tracking(tracking: TrackingArguments, errors: Errors) -> None:
     errors.at_least(tracking, 0, "report_samples", "samples_max_mb")
     if tracking.report_port is not None and not 0 <= tracking.report_port <= 65535:
         errors.refuse("report_port", tracking.report_port, "is not a port", "give one from 1024 to 65535, or 0 for any")
+    if tracking.prometheus_port is not None and not 0 <= tracking.prometheus_port <= 65535:
+        errors.refuse(
+            "prometheus_port", tracking.prometheus_port, "is not a port", "give one from 1024 to 65535, or 0 for any"
+        )
+    if tracking.notify_url is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", tracking.notify_url):
+        errors.refuse("notify_url", None, "is not an address of the web", "give one that begins with https://")
+    if not tracking.use_mlflow:
+        names = ["mlflow_tracking_uri", "mlflow_experiment"]
+        errors.refuse_ignored(tracking, names, "without --use-mlflow", "add that switch")
     if tracking.no_report:
         errors.refuse_ignored(tracking, ["report_samples"], "with --no-report", "drop that switch")
     if not tracking.use_wandb:
@@ -51,3 +77,9 @@ def explain_tracking(tracking: TrackingArguments) -> Iterator[str]:
     yield f"{tracking.output_dir}: metrics.jsonl, samples.jsonl, run.yaml, run.json, tensorboard/{report}"
     if tracking.report_port is not None:
         yield f"live report on http://127.0.0.1:{tracking.report_port or '(a free port)'}/ during the run"
+    if tracking.prometheus_port is not None:
+        yield f"metrics for Prometheus on http://127.0.0.1:{tracking.prometheus_port or '(a free port)'}/metrics"
+    if tracking.notify_url is not None:
+        yield "--notify-url gets the end of the run, its failure, and bad health verdicts"
+    if tracking.use_mlflow:
+        yield f"MLflow: the experiment {tracking.mlflow_experiment}"

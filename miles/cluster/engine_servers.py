@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from miles.cluster.session import Placement
 from miles.engine.host import ServerFailed, ServerProcess
+from miles.stacks import answer_requests
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,7 @@ class EngineActor:
 
     def __init__(self, build: Callable[[str], ServerProcess], host: str | None, gpus: tuple[str, ...] = ()) -> None:
         """Show the server ``gpus`` of this node, if any are named; Ray shows this process one of them only."""
+        answer_requests()
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self.server = build(host or ray.util.get_node_ip_address())

@@ -7,21 +7,25 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import ray.exceptions
 
 from miles.arguments.checkpoint import CheckpointArguments
+from miles.cluster.failure_files.folder import FailureFiles
 from miles.cluster.folders.disk_faults import SaveFailed
 from miles.cluster.liveness import WorkerLost
 from miles.cluster.stop_requests import StopRequests
 from miles.input_error import InputError
+from miles.tracking.notifications import Notifier
 from miles.training.checkpoint_folder import newest
 
 
 @contextmanager
-def exit_with_message(checkpoint: CheckpointArguments, stop: StopRequests) -> Iterator[None]:
+def exit_with_message(
+    checkpoint: CheckpointArguments, stop: StopRequests, files: FailureFiles | None = None
+) -> Iterator[None]:
     """Turn whatever ends a run into an exit status and a message that says why and how to resume.
 
     A ``ValueError``, from any process, is a mistake that the user can fix and is printed as one sentence; the status is
@@ -31,6 +35,7 @@ def exit_with_message(checkpoint: CheckpointArguments, stop: StopRequests) -> It
     Args:
         checkpoint: The flags of checkpoints, for the words on how to resume.
         stop: Knows which signal has stopped the run.
+        files: What was kept of the failure, for the last line.
 
     Raises:
         SystemExit: With the status of the signal that stopped the run (stop_requests.py), with 2 for an
@@ -57,14 +62,28 @@ def exit_with_message(checkpoint: CheckpointArguments, stop: StopRequests) -> It
             print(f"train.py: the run stopped: {cause}; {how_to_resume(checkpoint)}", file=sys.stderr)
         else:
             show(error)
-            print(f"train.py: the run stopped: {in_one_line(error)}; {how_to_resume(checkpoint)}", file=sys.stderr)
+            print(stopped(in_one_line(error), checkpoint, files), file=sys.stderr)
         raise SystemExit(1) from None
 
 
-def report_loss(loss: str, checkpoint: CheckpointArguments) -> None:
-    """Print that the run stops because of ``loss``, the end of a process that every run needs."""
-    with suppress(OSError):  # nobody reads it any more
-        print(f"train.py: the run stopped: {loss}; {how_to_resume(checkpoint)}", file=sys.stderr, flush=True)
+@contextmanager
+def notifying(notifier: Notifier, stop: StopRequests) -> Iterator[None]:
+    """Send the end of the block, or its failure, to ``--notify-url``."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        notifier.send("end", f"stopped by {signal.Signals(stop.number).name}")
+        raise
+    except Exception as error:
+        notifier.send("failure", in_one_line(error))
+        raise
+    notifier.send("end", "finished")
+
+
+def stopped(why: str, checkpoint: CheckpointArguments, files: FailureFiles | None) -> str:
+    """Return the last line of a run that has failed: why, how to resume, and what was kept of the failure."""
+    kept = "" if files is None else files.in_words()
+    return f"train.py: the run stopped: {why}; {how_to_resume(checkpoint)}{kept}"
 
 
 def cause_of(error: Exception) -> BaseException:

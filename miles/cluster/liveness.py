@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import ray.exceptions
 
+from miles.cluster.ray_watch import look_at_node
+
 # A heartbeat is a call that sleeps for HEARTBEAT_SECONDS in the worker, in its own concurrency group (a thread). It
 # returns in time whatever else the worker does, and Ray fails it at once if the process dies.
 HEARTBEAT = "heartbeat"
+REPORT = "report"  # the concurrency group of ``describe()``, which returns the worker's stacks while it works
 HEARTBEAT_SECONDS = 10.0
 LOOK_SECONDS = 1.0  # between two checks for missing heartbeats
 ASLEEP_SECONDS = 10.0  # between two checks: the launcher itself was stopped or busy
@@ -20,13 +25,18 @@ BLAME_SECONDS = 5.0  # a peer's failed collective may be reported before the dea
 
 
 def with_heartbeat(worker: type) -> Any:
-    """Return ``ray.remote`` of a class whose method ``heartbeat(seconds)``, in that group, returns its process id."""
+    """Return ``ray.remote`` of a class whose method ``heartbeat(seconds)``, in that group, returns its process id.
+
+    The group ``REPORT`` is for ``describe()``.
+    """
     remote: Any = ray.remote  # whose stubs do not know concurrency groups
-    return remote(concurrency_groups={HEARTBEAT: 1})(worker)
+    return remote(concurrency_groups={HEARTBEAT: 1, REPORT: 1})(worker)
 
 
 # Ray errors that the death of another worker may cause: a lost object is one that the dead worker owned.
 _OF_A_DEATH = (ray.exceptions.RaySystemError, ray.exceptions.RayActorError, ray.exceptions.ObjectLostError)
+# A failure that is the end of a wait: of a collective operation, a store, an engine. The others may wait still.
+_TIME_OUT = re.compile(r"tim(?:ed|e) ?-?out|\(--worker-timeout\)", re.IGNORECASE)
 
 
 class WorkerLost(ray.exceptions.RayError):
@@ -61,8 +71,19 @@ class Workers:
     import.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(
+        self, seconds: float, longest_wait: float = 0.0, on_hang: Callable[[str], None] = lambda why: None
+    ) -> None:
+        """Watch no worker yet.
+
+        Args:
+            seconds: How long a worker may show no sign of life.
+            longest_wait: How long a call may take, in seconds; 0 is no limit.
+            on_hang: Called with the sentence about a wait that has exceeded its limit, before anything is ended.
+        """
         self._seconds = seconds
+        self._longest_wait = longest_wait
+        self._on_hang = on_hang
         self._watched: list[_Watched] = []
         self._looked = time.monotonic()
 
@@ -79,6 +100,20 @@ class Workers:
             self._watched.remove(watched)
         ray.kill(worker)
 
+    def pids(self) -> dict[int, str]:
+        """Return the names of the workers by process id, as far as these are known."""
+        return {watched.pid: watched.name for watched in self._watched if watched.pid is not None}
+
+    def describe(self, seconds: float) -> dict[str, str]:
+        """Return the ``describe()`` of each worker, by name; without those that do not answer in time."""
+        calls = {watched.worker.describe.remote(): watched.name for watched in self._watched if watched.lost is None}
+        ready = ray.wait(list(calls), num_returns=len(calls), timeout=seconds)[0] if calls else []
+        found = {}
+        for call in ready:
+            with suppress(ray.exceptions.RayError):  # it has died
+                found[calls[call]] = ray.get(call)
+        return found
+
     def results(
         self, calls: Sequence[ray.ObjectRef[Any]], beside: Sequence[ray.ObjectRef[Any]] = (), whose: Any = None
     ) -> list[Any]:
@@ -87,12 +122,18 @@ class Workers:
         The first failure of any call, or of a call in ``beside``, is raised at once, because its peers may hang.
 
         Raises:
-            WorkerLost: If a worker of the run dies or hangs (a replaceable one: only if the calls are ``whose``). It is
-                also raised instead of a failure that the loss caused in another worker.
+            WorkerLost: If a worker of the run dies or hangs (a replaceable one: only if the calls are ``whose``), and
+                if a call takes longer than the longest wait. It is also raised instead of a failure that the loss
+                caused in another worker.
         """
         pending = [*calls, *beside]
+        began = time.monotonic()
         while any(call in pending for call in calls):
             self._look(whose)
+            if self._longest_wait and time.monotonic() - began > self._longest_wait:
+                raise self._hangs(
+                    whose, f"a step of the run has not ended within {self._longest_wait:g} s (--wait-timeout)"
+                )
             done, _ = ray.wait([*pending, *self._heartbeats()], timeout=LOOK_SECONDS)
             for call in [call for call in done if call in pending]:
                 self._checked(call, whose)
@@ -115,7 +156,14 @@ class Workers:
             while (heartbeats := self._heartbeats()) and (left := until - time.monotonic()) > 0:
                 ray.wait(heartbeats, timeout=left)
                 self._look(whose)
+            if _TIME_OUT.search(str(failure)):
+                cause = failure.cause if isinstance(failure, ray.exceptions.RayTaskError) else failure
+                self._on_hang(str(cause).partition("\n")[0])
             raise failure
+
+    def _hangs(self, worker: Any, why: str) -> WorkerLost:
+        self._on_hang(why)
+        return WorkerLost(worker, why)
 
     def _look(self, whose: Any) -> None:
         """Read the heartbeats; raise ``WorkerLost`` for a lost worker."""
@@ -137,7 +185,7 @@ class Workers:
         if not answered:
             if watched.pid is None or time.monotonic() - watched.sent <= HEARTBEAT_SECONDS + self._seconds:
                 return None
-            return WorkerLost(
+            return self._hangs(
                 watched.worker,
                 f"{watched.name} (process {watched.pid}) has shown no sign of life for {self._seconds:g} s: it was "
                 "stopped, its host hangs, or code in it holds Python's lock, as a regular expression may "
@@ -146,6 +194,7 @@ class Workers:
         try:
             watched.pid = ray.get(watched.heartbeat)
         except ray.exceptions.RayActorError as death:
+            look_at_node()  # does not return if Ray itself was lost
             lost = WorkerLost(watched.worker, f"{watched.name} died (out of memory, or killed from outside)")
             lost.__cause__ = death
             return lost

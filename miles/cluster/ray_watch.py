@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
+import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 
@@ -110,15 +111,78 @@ def parts_of_ray() -> list[OwnProcess | Listener]:
     return [*own, *listeners]
 
 
-class RayWatch:
-    """Look at parts of Ray in a thread, and call ``on_loss`` once with what happened to the first that is lost."""
+@dataclass
+class OwnNode:
+    """This machine as Ray's GCS knows it, and the raylet that stands for it.
 
-    def __init__(self, parts: Iterable[OwnProcess | Listener], on_loss: Callable[[str], None]) -> None:
+    A raylet that gets SIGTERM first signs off there, then ends its workers, and itself last.
+    """
+
+    raylet: int  # process id
+    node_id: str
+
+    def loss(self) -> str | None:
+        """Return that the raylet has signed off, or None. Asks the GCS, which may take as long as Ray waits for it."""
+        for node in ray.nodes():
+            if node["NodeID"] == self.node_id and not node["Alive"]:
+                why = node.get("DeathReasonMessage") or "out of memory, or killed from outside"
+                return f"Ray's raylet (process {self.raylet}) died ({why}), and its workers with it"
+        return None
+
+
+def is_hang(loss: str) -> bool:
+    """Return whether a loss is that of a process that is still there."""
+    return " died (" not in loss
+
+
+def own_node() -> OwnNode | None:
+    """Return this machine in a Ray that this process has started; None in a cluster that it has joined."""
+    node: Any = ray_worker._global_node
+    if not node.head:
+        return None
+    raylet = node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process
+    return OwnNode(raylet.pid, ray.get_runtime_context().get_node_id())
+
+
+_current: list[RayWatch] = []  # at most one: a process is connected to one Ray
+
+
+def look_at_node() -> None:
+    """Report the loss of Ray now if that is why a worker has died, before its death is taken for the cause."""
+    for watch in _current:
+        watch.look_at_node()
+
+
+class RayWatch:
+    """Look at parts of Ray in a thread, and call ``on_loss`` once with what happened to the first that is lost.
+
+    Args:
+        parts: What the thread looks at.
+        on_loss: Called with a sentence, in the thread that has found the loss.
+        node: What ``look_at_node`` asks.
+    """
+
+    def __init__(
+        self,
+        parts: Iterable[OwnProcess | Listener],
+        on_loss: Callable[[str], None],
+        node: OwnNode | None = None,
+    ) -> None:
         self._parts = list(parts)
+        self._node = node
         self._on_loss = on_loss
         self._ended = threading.Event()
+        _current.append(self)
         self._looking = threading.Lock()
         threading.Thread(target=self._run, name="ray-watch", daemon=True).start()
+
+    def look_at_node(self) -> None:
+        """Report that this machine has left Ray's cluster, if it has."""
+        loss = None if self._node is None else self._node.loss()
+        with self._looking:
+            if loss is not None and not self._ended.is_set():
+                self._ended.set()
+                self._on_loss(loss)
 
     def look(self) -> None:
         """Report a loss now, if there is one that was not reported."""
@@ -138,6 +202,7 @@ class RayWatch:
                 part.before_shutdown()
         self.look()
         self._ended.set()
+        _current.remove(self)
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_SECONDS):

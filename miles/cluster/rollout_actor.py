@@ -25,14 +25,16 @@ from miles.batching.schedule import ShardBuilder
 from miles.cluster.cpu_tuning import use_threads
 from miles.cluster.engine_servers import RayHost
 from miles.cluster.failures import cause_of, in_one_line
-from miles.cluster.liveness import HEARTBEAT, WorkerLost, Workers, with_heartbeat
+from miles.cluster.liveness import HEARTBEAT, REPORT, WorkerLost, Workers, with_heartbeat
 from miles.cluster.session import Placement
 from miles.cluster.stored_weights import StoredWeights
+from miles.engine.concurrency import waiting_tasks
 from miles.metrics import Metric
 from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
 from miles.rollout.pipeline import IterationSummary, RolloutPipeline, build_pipeline
 from miles.rollout.sample_records import SampleRecorder
 from miles.sample import PromptGroup
+from miles.stacks import answer_requests, own_stacks
 from miles.tracking.run_files import SampleRecord
 from miles.train_batch import TrainShard
 from miles.training.determinism import be_deterministic
@@ -208,6 +210,8 @@ class RolloutActor:
         self._settings = settings
         self._placement = placement
         self._built: RolloutPipeline | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        answer_requests()
 
     @property
     def _pipeline(self) -> RolloutPipeline:
@@ -222,6 +226,7 @@ class RolloutActor:
         """
         from transformers.utils.logging import disable_progress_bar  # not at the top: the launcher needs none of it
 
+        self._loop = asyncio.get_running_loop()
         # The progress bar of loading weights: the screen belongs to the launcher.
         disable_progress_bar()
         cluster = self._settings.cluster
@@ -286,6 +291,14 @@ class RolloutActor:
         """Answer a heartbeat (``liveness.Workers``), on an event loop of its own."""
         await asyncio.sleep(seconds)
         return os.getpid()
+
+    @ray.method(concurrency_group=REPORT)
+    async def describe(self) -> str:
+        """Return queues, coroutines and stacks of this process, for the report of a hang."""
+        lines = [] if self._built is None else [f"{name}: {n}" for name, n in self._built.queue_lengths().items()]
+        if self._loop is not None:
+            lines += [f"{number} x {where}" for where, number in waiting_tasks(self._loop).most_common()]
+        return "\n".join([*lines, own_stacks()])
 
     async def close(self) -> None:
         """Stop the servers that the engine has started. No call may follow."""

@@ -26,7 +26,8 @@ from tempfile import mkdtemp
 
 import psutil
 
-from miles.engine.sglang.leftovers import RUN_FOLDER, remove_segments
+from miles.engine.sglang.leftovers import remove_segments
+from miles.stacks import RUN_FOLDER
 
 LOCK = "lock"
 END_SECONDS = 10.0  # for killed processes to end

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -19,9 +19,15 @@ from miles.arguments.cluster import ClusterArguments
 from miles.arguments.launch.machine import has_gpu
 from miles.cluster.cpu_tuning import malloc_environment
 from miles.cluster.device_slots import Slot, check_engines, find_slots
+from miles.cluster.failure_files.folder import FailureFiles
+from miles.cluster.failures import cause_of
+from miles.cluster.folders.disk_faults import SaveFailed
 from miles.cluster.local_access import loopback_environment, loopback_only, make_token_private, private_session_root
-from miles.cluster.ray_watch import RayWatch, parts_of_ray
+from miles.cluster.ray_watch import RayWatch, own_node, parts_of_ray
 from miles.cluster.run_guard import RunGuard
+
+if TYPE_CHECKING:
+    from miles.cluster.restarts import Continuation
 
 PLACEMENT_SECONDS = 300
 START_TRIES = 3
@@ -113,16 +119,19 @@ class Placement:
 def ray_session(
     cluster: ClusterArguments,
     engines: EngineLayout | None = None,
-    report: Callable[[str], None] = lambda loss: print(loss, file=sys.stderr),
+    on_loss: Callable[[str], Continuation | None] = lambda loss: print(loss, file=sys.stderr),
+    files: FailureFiles | None = None,
 ) -> Iterator[Placement]:
     """Start a local Ray or join the one at ``--ray-address``; on exit, release what this run took and nothing else.
 
-    If Ray itself dies, nothing can be released in order: this process then ends at once with status 1.
+    If Ray itself dies, nothing can be released in order: this process then ends at once with status 1, or becomes
+    another program that continues the run.
 
     Args:
         cluster: The flags on the cluster.
         engines: The servers that the run starts.
-        report: Prints what happened to Ray before the process ends.
+        on_loss: Says what happened to Ray before the process ends, and may return how the run continues.
+        files: Keeps Ray's logs if the block fails.
 
     Raises:
         ValueError: If the cluster does not have the devices that the run needs, or this process has a Ray already.
@@ -130,8 +139,7 @@ def ray_session(
     """
     if ray.is_initialized():
         raise ValueError("Ray is connected in this process already; call ray.shutdown() before the run")
-    device = resolve_device(cluster)
-    engines = engines or EngineLayout()
+    device, engines = resolve_device(cluster), engines or EngineLayout()
     bundles = _bundles(cluster, engines, device)
     num_cpus = int(sum(bundle["CPU"] for bundle in bundles))
     for name, value in _RAY_DEFAULTS.items():
@@ -144,19 +152,21 @@ def ray_session(
     group: PlacementGroup | None = None
 
     def end(loss: str) -> None:
-        report(loss)
-        end_at_once(guard)
+        end_at_once(guard, on_loss(loss))
 
     try:
         if not cluster.ray_address:
             guard = RunGuard(private_session_root())
+            if files is not None:
+                files.run_folder = guard.folder
         _connect(cluster, device, num_cpus, environment, guard)
-        watch = RayWatch(parts_of_ray(), end)
+        watch = RayWatch(parts_of_ray(), end, own_node())
         group = _place(bundles, cluster)
         slots = find_slots(group, cluster.world_size) if device == "cuda" and engines.beside_trainer else ()
         if cluster.colocate and engines.count:
             check_engines(slots, engines.size)
-        yield Placement(group, cluster, device, engines, slots)
+        with _keeping_logs(files):
+            yield Placement(group, cluster, device, engines, slots)
     finally:
         if watch is not None:
             watch.end()
@@ -167,8 +177,23 @@ def ray_session(
             guard.close()
 
 
-def end_at_once(guard: RunGuard | None) -> None:
-    """End this process and what is left of the run. Calls nothing of Ray, which may wait for ever or complain."""
+@contextmanager
+def _keeping_logs(files: FailureFiles | None) -> Iterator[None]:
+    """Keep Ray's logs if the block fails for a reason that they may tell."""
+    try:
+        yield
+    except Exception as error:
+        if files is not None and not isinstance(cause_of(error), ValueError | SaveFailed | BrokenPipeError):
+            files.keep_ray_logs()
+        raise
+
+
+def end_at_once(guard: RunGuard | None, continuation: Continuation | None = None) -> None:
+    """End what is left of the run, and this process. Calls nothing of Ray, which may wait for ever or complain.
+
+    With a continuation this process becomes its program, with the same process id, output and input.
+    """
+    output = {number: os.dup(number) for number in (1, 2)}
     with open(os.devnull, "wb") as nothing:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # nobody reads it any more
@@ -177,6 +202,8 @@ def end_at_once(guard: RunGuard | None) -> None:
             os.dup2(nothing.fileno(), number)
     if guard is not None:
         guard.close()
+    if continuation is not None:
+        continuation.take_over(output)
     os._exit(1)
 
 

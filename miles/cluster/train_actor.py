@@ -23,12 +23,13 @@ from miles.arguments.settings import Settings
 from miles.cluster.cpu_tuning import use_threads
 from miles.cluster.failures import cause_of
 from miles.cluster.folders.disk_faults import SaveFailed, disk_fault
-from miles.cluster.liveness import HEARTBEAT, Workers, with_heartbeat
+from miles.cluster.liveness import HEARTBEAT, REPORT, Workers, with_heartbeat
 from miles.cluster.session import Placement
 from miles.cluster.stored_weights import store
 from miles.components import import_code, train_backend_spec
 from miles.metrics import Metric
 from miles.secret_values import is_secret
+from miles.stacks import answer_requests, own_stacks
 from miles.train_batch import TrainShard
 from miles.training import checkpoint_folder
 from miles.training.checkpoint_manifest import FileRecord, hash_files_of_rank
@@ -177,6 +178,7 @@ class TrainActor:
         import torch
         from transformers.utils.logging import disable_progress_bar
 
+        answer_requests()
         _, secrets = _environment(settings.cluster)
         os.environ.update(secrets)
         self.rank = rank
@@ -275,6 +277,11 @@ class TrainActor:
         """Return after ``seconds``: a heartbeat (``liveness.Workers``)."""
         time.sleep(seconds)
         return os.getpid()
+
+    @ray.method(concurrency_group=REPORT)
+    def describe(self) -> str:
+        """Return the stacks of this process, for the report of a hang."""
+        return own_stacks()
 
 
 def _environment(cluster: ClusterArguments) -> tuple[dict[str, str], dict[str, str]]:

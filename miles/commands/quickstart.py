@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"miles quickstart: error: {error}", file=sys.stderr)
         return 2
-    status = train.main(command)
+    status = train.main(command, is_alone=False)
     if validated.settings.rehearsal.rehearse:
         return status
     try:

@@ -6,9 +6,11 @@ Ray are imported.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +25,60 @@ if TYPE_CHECKING:
     from miles.arguments.launch.notes import Note
     from miles.arguments.settings import Settings
     from miles.arguments.validate import Validated
+    from miles.cluster.failure_files.folder import FailureFiles
+    from miles.cluster.restarts import Continuation, Restarts
     from miles.cluster.session import Placement
     from miles.cluster.stop_requests import StopRequests
+    from miles.tracking.notifications import Notifier
+    from miles.tracking.sinks import Sink
+    from miles.tracking.tracker import Tracker
+
+    Ending = Callable[[CheckpointArguments, StopRequests, FailureFiles], AbstractContextManager[None]]
 
 
-def main(argv: Sequence[str]) -> int:
+@dataclass(frozen=True)
+class Handed:
+    """What a launcher whose Ray has died hands to the one that takes its place.
+
+    Attributes:
+        validated: What to run: its settings resume what was saved.
+        given: The flags of checkpoints as the user gave them, for run.yaml.
+        restarts_left: How many restarts there are still.
+    """
+
+    validated: Validated
+    given: CheckpointArguments
+    restarts_left: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What all attempts of a run share.
+
+    Attributes:
+        stop: Requests to stop it.
+        files: Keeps what explains a failure.
+        notifier: Tells ``--notify-url`` how it goes.
+        restarts: How many restarts are left.
+        given: The flags of checkpoints as the user gave them, for run.yaml.
+        continuation: Makes the launcher that takes over if Ray dies, from the settings that resume; None in a process
+            that is not the launcher's alone.
+    """
+
+    stop: StopRequests
+    files: FailureFiles
+    notifier: Notifier
+    restarts: Restarts
+    given: CheckpointArguments
+    continuation: Callable[[Settings], Continuation] | None
+
+
+def main(argv: Sequence[str], is_alone: bool = True) -> int:
     """Run the training command and return 0.
+
+    Args:
+        argv: Its words.
+        is_alone: Whether this process does nothing else afterwards.
 
     Raises:
         SystemExit: With status 2 for wrong flags, before anything starts; with 1 if the run fails.
@@ -39,11 +89,11 @@ def main(argv: Sequence[str]) -> int:
         from miles.rehearsal.command import rehearse  # imports torch
 
         return rehearse(validated)
-    start(validated)
+    start(validated, is_alone)
     return 0
 
 
-def start(validated: Validated) -> None:
+def start(validated: Validated, is_alone: bool = False) -> None:
     """Run a command that was validated: lock and check its folders, then train.
 
     Raises:
@@ -51,30 +101,49 @@ def start(validated: Validated) -> None:
     """
     from miles.cluster.failures import exit_with_message  # imports Ray and torch
 
-    launch(validated, exit_with_message)
+    launch(validated, exit_with_message, is_alone)
 
 
-def launch(
-    validated: Validated, ending: Callable[[CheckpointArguments, StopRequests], AbstractContextManager[None]]
-) -> None:
+def take_over(handed: Handed) -> None:
+    """Go on with a run whose Ray has died, in the process that has led it so far (cluster/restarts.py), and exit."""
+    from miles.cluster.failures import exit_with_message
+
+    launch(handed.validated, exit_with_message, is_alone=True, handed=handed)
+    raise SystemExit(0)
+
+
+def launch(validated: Validated, ending: Ending, is_alone: bool = False, handed: Handed | None = None) -> None:
     """Lock the folders of a run, find where it begins, and run it to its end.
 
     Args:
         validated: What to run.
         ending: Makes the context that handles whatever ends the run early (``exit_with_message``).
+        is_alone: Whether this process does nothing else afterwards.
+        handed: What the launcher before this one has left, if there was one.
     """
+    from miles.cluster.failure_files.folder import FailureFiles
+    from miles.cluster.failures import notifying
     from miles.cluster.folders.folder_lock import locked_folders
     from miles.cluster.folders.resume_point import check_frozen_models, resume_point
     from miles.cluster.folders.run_identity import check_load_folder, own_save_folder
     from miles.cluster.stop_requests import StopRequests
     from miles.objective.hooks import check_hooks
+    from miles.tracking.json_output import as_json_lines
+    from miles.tracking.notifications import Notifier
     from miles.training.checkpoint_folder import remove_unfinished
 
     settings = validated.settings
     written = {"--output-dir": settings.tracking.output_dir, "--save": settings.checkpoint.save}
     stop = StopRequests(settings.cluster.stop_timeout)
     secrets = secrets_in("settings", asdict(settings))
-    with hidden_in_output(secrets), ending(settings.checkpoint, stop), stop.listening():
+    files = FailureFiles(Path(settings.tracking.output_dir), secrets)
+    notifier = Notifier(settings.tracking.notify_url, settings.tracking.output_dir, secrets)
+    with (
+        as_json_lines(settings.tracking.log_format == "json"),
+        hidden_in_output(secrets),
+        ending(settings.checkpoint, stop, files),
+        stop.listening(),
+    ):
         check_hooks(settings.loss)
         with locked_folders((flag, Path(folder)) for flag, folder in written.items() if folder is not None):
             notes = [*validated.notes, *check_load_folder(settings.checkpoint)]
@@ -86,53 +155,90 @@ def launch(
             checkpoint = own_save_folder(point.checkpoint, point.damaged)
             if checkpoint.save is not None:
                 remove_unfinished(Path(checkpoint.save))
-            with ending(checkpoint, stop):  # --start-over changes where to resume from
-                run(replace(settings, checkpoint=checkpoint), stop, settings.checkpoint)
+            launched = _launch_of(validated, stop, files, notifier, is_alone, handed)
+            # The second ``ending`` knows where to resume from: --start-over changes it.
+            with ending(checkpoint, stop, files), notifying(notifier, stop):
+                run(replace(settings, checkpoint=checkpoint), launched)
+
+
+def _launch_of(
+    validated: Validated,
+    stop: StopRequests,
+    files: FailureFiles,
+    notifier: Notifier,
+    is_alone: bool,
+    handed: Handed | None,
+) -> Launch:
+    from miles.cluster.restarts import Continuation, Restarts
+
+    settings = validated.settings
+    environment = dict(os.environ)  # before Ray's variables are in it
+    given = settings.checkpoint if handed is None else handed.given
+    restarts = Restarts(settings.cluster.max_restarts if handed is None else handed.restarts_left)
+
+    def continuation(resumed: Settings) -> Continuation:
+        again = Handed(replace(validated, settings=resumed, notes=(), accepted=()), given, restarts.left)
+        return Continuation(f"{__name__}:take_over", again, environment)
+
+    can_be_replaced = is_alone and not settings.cluster.ray_address  # nobody starts a joined cluster anew
+    return Launch(stop, files, notifier, restarts, given, continuation if can_be_replaced else None)
 
 
 def _indented(accepted: Sequence[Note]) -> list[str]:
     return [f"  {line}" for line in grouped(accepted)]
 
 
-def run(settings: Settings, stop: StopRequests, given: CheckpointArguments) -> None:
-    """Start Ray, train, and stop what was started; restart up to ``--max-restarts`` times if a worker process fails.
+def run(settings: Settings, launch: Launch) -> None:
+    """Start Ray, train, and stop what was started; restart up to ``--max-restarts`` times if a process fails.
 
     Args:
         settings: The run, with the checkpoint that it begins from and the folder that it saves into.
-        stop: Requests to stop it.
-        given: Its flags of checkpoints as the user gave them, for run.yaml.
+        launch: What its attempts share.
     """
-    from miles.cluster.failures import report_loss
+    from miles.cluster.failures import stopped
+    from miles.cluster.ray_watch import is_hang
     from miles.cluster.restarts import with_restarts
     from miles.cluster.session import EngineLayout, ray_session
 
+    def on_loss(loss: str) -> Continuation | None:
+        """Say that a part of Ray was lost, and return the launcher that takes over, if there is to be one."""
+        if is_hang(loss):
+            launch.files.report_hang(loss, ask_ray=False)
+        launch.files.keep_ray_logs()
+        if launch.continuation is not None and launch.restarts.left and not launch.stop.is_requested:
+            try:
+                return launch.continuation(launch.restarts.take(loss, settings, launch.files))
+            except ValueError as damaged:
+                loss = f"{loss}, and {damaged}"
+        last_line = stopped(loss, settings.checkpoint, launch.files)
+        with suppress(OSError):  # nobody reads it any more
+            print(last_line, file=sys.stderr, flush=True)
+        launch.notifier.send("failure", last_line)
+        return None
+
     engines = EngineLayout(settings.num_engines, settings.sglang.rollout_num_gpus_per_engine, settings.trains)
-    with ray_session(settings.cluster, engines, lambda loss: report_loss(loss, settings.checkpoint)) as placement:
-        with_restarts(settings, lambda settings: train(settings, placement, stop, given))
+    with ray_session(settings.cluster, engines, on_loss, launch.files) as placement:
+        with_restarts(settings, lambda settings: train(settings, placement, launch), launch.restarts, launch.files)
 
 
-def train(settings: Settings, placement: Placement, stop: StopRequests, given: CheckpointArguments) -> None:
+def train(settings: Settings, placement: Placement, launch: Launch) -> None:
     """Start the actors and run the loop, from the newest checkpoint of ``--load`` if there is one.
 
     Args:
         settings: The run, or an attempt of it that resumes.
         placement: The devices.
-        stop: Requests to stop it.
-        given: The flags of checkpoints as the user gave them, for run.yaml.
+        launch: What its attempts share.
     """
     from miles.cluster.folders.run_identity import RunIdentity
     from miles.cluster.liveness import Workers
     from miles.cluster.rollout_actor import RolloutDriver
     from miles.cluster.train_actor import TrainDriver
     from miles.loop import GenerationLoop, TrainingLoop
-    from miles.objective.explain import objective_formula, objective_in_words
     from miles.report.sink import ReportSink
-    from miles.tracking.provenance import provenance
-    from miles.tracking.run_header import RunHeader
-    from miles.tracking.tracker import Tracker
 
-    offload = settings.offload(placement.device)
-    workers = Workers(settings.cluster.worker_timeout)
+    offload, stop = settings.offload(placement.device), launch.stop
+    workers = Workers(settings.cluster.worker_timeout, settings.cluster.wait_timeout, launch.files.report_hang)
+    launch.files.workers = workers
     with (
         ReportSink(settings.tracking) as report,
         # First, so that the trainer's processes import while the rollout worker starts its engines.
@@ -142,21 +248,12 @@ def train(settings: Settings, placement: Placement, stop: StopRequests, given: C
         if offload.rollout:
             rollout.release_memory()  # the trainer is built in the memory that this frees
         total_steps = rollout.num_iterations * settings.steps_per_iteration
-        found = provenance(settings)
-        header = RunHeader.from_sections(
-            "miles",
-            settings,
-            objective_in_words(settings.loss, settings.step_shape),
-            objective_formula(settings.loss, settings.step_shape),
-            total_steps,
-            found,
-        )
-        config = _config(replace(settings, checkpoint=given), found)
         if trainer is not None:
             trainer.build(total_steps)
-        with Tracker(settings.tracking, header, [report], config) as tracker:
+        with _tracker(settings, launch, report, total_steps) as tracker:
             if trainer is None:
-                GenerationLoop(rollout, tracker, settings.evaluation, settings.steps_per_iteration, stop).run()
+                steps = settings.steps_per_iteration
+                GenerationLoop(rollout, tracker, settings.evaluation, steps, stop, tracker.phase).run()
                 return
             loop = TrainingLoop(
                 rollout,
@@ -169,8 +266,31 @@ def train(settings: Settings, placement: Placement, stop: StopRequests, given: C
                 run_state=RunIdentity.new().to_state(),
                 stop=stop,
                 is_synchronous=settings.rollout.async_steps == 0,
+                on_phase=tracker.phase,
             )
             loop.run()
+
+
+def _tracker(settings: Settings, launch: Launch, report: Sink, total_steps: int) -> Tracker:
+    """Return the tracker of a run of so many optimizer steps, with the facts about the run."""
+    from miles.objective.explain import objective_formula, objective_in_words
+    from miles.report.health_watch import HealthWatch
+    from miles.tracking.provenance import provenance
+    from miles.tracking.run_header import RunHeader
+    from miles.tracking.tracker import Tracker
+
+    found = provenance(settings)
+    header = RunHeader.from_sections(
+        "miles",
+        settings,
+        objective_in_words(settings.loss, settings.step_shape),
+        objective_formula(settings.loss, settings.step_shape),
+        total_steps,
+        found,
+    )
+    config = _config(replace(settings, checkpoint=launch.given), found)
+    sinks: list[Sink] = [report, HealthWatch(settings.tracking, launch.notifier)]
+    return Tracker(settings.tracking, header, sinks, config)
 
 
 def _config(settings: Settings, found: dict[str, Any]) -> str:

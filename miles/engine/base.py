@@ -135,6 +135,15 @@ class ReleasesMemory(Protocol):
         ...
 
 
+@runtime_checkable
+class HasQueues(Protocol):
+    """An optional capability of an engine: say how many requests wait and run, for the report of a hang."""
+
+    def queue_lengths(self) -> dict[str, int]:
+        """Return a number for each queue. May be called from another thread."""
+        ...
+
+
 async def start_engine(settings: Settings, host: EngineHost) -> Engine:
     """Build and start the engine that ``--rollout-engine`` names.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -23,3 +24,27 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def waiting_tasks(loop: asyncio.AbstractEventLoop) -> Counter[str]:
+    """Return where the tasks of an event loop wait, as ``file:line in function > …``, and how many wait there.
+
+    May be called from another thread. Frames of libraries are left out, apart from the innermost one.
+    """
+    places: Counter[str] = Counter()
+    for task in asyncio.all_tasks(loop):
+        frames = []
+        waits: Any = task.get_coro()
+        while waits is not None:
+            frame = next((f for kind in ("cr", "gi", "ag") if (f := getattr(waits, f"{kind}_frame", None))), None)
+            if frame is not None:
+                file = frame.f_code.co_filename.rpartition("/miles/")
+                is_own = bool(file[1]) and "site-packages" not in file[2]
+                name = f"miles/{file[2]}" if file[1] else file[2]
+                frames.append((is_own, f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"))
+            waits = next(
+                (w for kind in ("cr_await", "gi_yieldfrom", "ag_await") if (w := getattr(waits, kind, None))), None
+            )
+        shown = [text for number, (is_own, text) in enumerate(frames) if is_own or number == len(frames) - 1]
+        places[" > ".join(shown) or "not started"] += 1
+    return places

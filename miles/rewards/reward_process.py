@@ -20,7 +20,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from miles.input_error import InputError
 from miles.one_line import one_line
@@ -28,11 +31,14 @@ from miles.rewards.base import NotAReward
 from miles.rewards.messages import read_message, write_message
 from miles.rewards.user_code import UserCodeError, UserCodeTimeout, call_slots
 from miles.sample import Sample
+from miles.stacks import RUN_FOLDER, frames, request_stacks
 
 IMPORT_SECONDS = 600.0  # for importing the function's module, which may load a model
 MAX_RESUBMISSIONS = 3  # of a call that was stopped because another one did not return
 OUTPUT_PER_MINUTE = 100_000  # bytes of what the function prints that are shown
 LONGEST_LINE = 500
+STACK_SECONDS = 5.0  # for the stacks of a function that does not return
+_NOT_THE_USERS = ("site-packages", "/lib/python3", "/miles/")
 
 
 class RewardProcessDied(Exception):
@@ -143,11 +149,25 @@ class _Worker:
                 await asyncio.to_thread(self._send, pickle.dumps((number, list(samples))))
                 return await asyncio.wrap_future(result)
         except TimeoutError:
+            place = await asyncio.to_thread(self._place)
             self.stop()
-            raise UserCodeTimeout(f"did not return within {seconds:g} s") from None
+            raise UserCodeTimeout(f"did not return within {seconds:g} s{place}") from None
         finally:
             with self._state:
                 self._pending.pop(number, None)
+
+    def _place(self) -> str:
+        """Return where the function is, as the end of a sentence; nothing if no thread of its process is in it."""
+        folder = os.environ.get(RUN_FOLDER)
+        if folder is None:
+            return ""
+        with suppress(psutil.Error):
+            workers = [child.pid for child in psutil.Process(self._process.pid).children()]
+            for text in request_stacks(Path(folder), workers, STACK_SECONDS).values():
+                for file, line, name in (frame for thread in frames(text) for frame in thread):
+                    if not file.startswith("<") and not any(part in file for part in _NOT_THE_USERS):
+                        return f"; it was at {Path(file).name}:{line} in {name}"
+        return ""
 
     def stop(self) -> None:
         """End the process and all that it has started. Calls in progress raise ``RewardProcessDied``."""

@@ -30,6 +30,7 @@ from miles.one_line import one_line
 from miles.rewards.base import NotAReward
 from miles.rewards.messages import read_message, write_message
 from miles.rewards.user_code import UserCall
+from miles.stacks import answer_requests
 
 CHECK_SECONDS = 0.25  # between two looks at the memory
 LONGEST_FAULT = 300
@@ -106,6 +107,7 @@ def _end_descendants() -> None:
 
 def _work(requests: BinaryIO, replies: BinaryIO, path: str, key: str, memory: int) -> None:
     """Import the function, report that, and answer calls until the other side is gone."""
+    answer_requests()
     writing = threading.Lock()
 
     def reply(**message: Any) -> None:

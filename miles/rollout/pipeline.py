@@ -27,7 +27,7 @@ from miles.data.conversations import Conversation
 from miles.data.custom_source import CustomStream
 from miles.data.stream import PromptStream
 from miles.data.tokenizer import load_tokenizer
-from miles.engine.base import Engine, ReleasesMemory, start_engine
+from miles.engine.base import Engine, HasQueues, ReleasesMemory, start_engine
 from miles.engine.host import EngineHost
 from miles.engine.sglang.teacher import ServedTeacher
 from miles.metrics import Metric
@@ -195,6 +195,10 @@ class RolloutPipeline:
         """Continue from a checkpoint's position in the prompts."""
         if self._stream is not None and state:
             self._stream.restore(state)
+
+    def queue_lengths(self) -> dict[str, int]:
+        """Return the lengths of the engine's queues, if it says them, for the report of a hang."""
+        return self.engine.queue_lengths() if isinstance(self.engine, HasQueues) else {}
 
     def save_tokenizer(self, folder: str) -> None:
         """Add the tokenizer to a Hugging Face export."""

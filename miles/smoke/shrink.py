@@ -22,6 +22,7 @@ from miles.arguments.settings import Settings
 from miles.arguments.sglang.server_flags import ServerFlags
 from miles.arguments.tracking import TrackingArguments
 from miles.components import engine_spec
+from miles.flags import changed, flag_name
 from miles.objective.settings import LossArguments
 from miles.rewards.settings import RewardArguments
 from miles.smoke.reward import write_module
@@ -238,8 +239,9 @@ def _notes(given: Settings, small: Settings) -> Iterator[str]:
         yield "the teacher is the tiny model, in the trainer"
     if given.checkpoint.load is not None:
         yield "--load is left out: the run starts fresh"
-    if given.tracking.use_wandb:
-        yield "--use-wandb is left out"
+    elsewhere = ["use_wandb", "use_mlflow", "notify_url", "prometheus_port"]
+    if left_out := [flag_name(name) for name in changed(given.tracking, elsewhere)]:
+        yield f"{', '.join(left_out)}: left out"
     if given.server_flags != ServerFlags():
         yield "--sglang-* and --router-* flags are left out: servers start with the defaults of CPU"
     if given.reward != small.reward:

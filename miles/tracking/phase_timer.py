@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -17,7 +17,15 @@ class PhaseTimer:
     ['time/generate', 'time/step', 'time/sync_weights']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: Callable[[str | None], None] = lambda name: None) -> None:
+        """Begin.
+
+        Args:
+            on_phase: Called with the name of each phase when it begins, and when a phase within it has ended; with
+                None when the outermost has ended.
+        """
+        self._on_phase = on_phase
+        self._running: list[str] = []
         self._seconds: dict[str, float] = {}
         self._started = time.perf_counter()
 
@@ -25,10 +33,14 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         """Add the time until the block ends, even by an error, to ``name``. A nested phase counts in both."""
         start = time.perf_counter()
+        self._running.append(name)
+        self._on_phase(name)
         try:
             yield
         finally:
             self.add(name, time.perf_counter() - start)
+            self._running.pop()
+            self._on_phase(self._running[-1] if self._running else None)
 
     def add(self, name: str, seconds: float) -> None:
         """Add time measured elsewhere."""

@@ -8,14 +8,14 @@ from types import TracebackType
 
 from miles.arguments.tracking import TrackingArguments
 from miles.metrics import Metric
-from miles.tracking.console import ConsoleSink
+from miles.tracking.console import ConsoleSink, JsonSink, RunOutput
 from miles.tracking.run_files import CONFIG, TENSORBOARD, RunFiles, SampleRecord
 from miles.tracking.run_header import RunHeader
-from miles.tracking.sinks import Sink, TensorBoardSink, WandbSink
+from miles.tracking.sinks import MlflowSink, PrometheusSink, Sink, TensorBoardSink, WandbSink
 
 
 class Tracker:
-    """Fans metrics out to the console, metrics.jsonl, TensorBoard, W&B and ``further`` sinks, which are closed last.
+    """Fans metrics out to the console, metrics.jsonl, the sinks of the flags, and ``further`` ones, closed last.
 
     A resumed run calls ``resume(step)`` before anything is logged. Without that call the run is a new one, and the
     files that an earlier run left in the folder are moved to ``earlier-N/``, never mixed in and never deleted.
@@ -27,7 +27,7 @@ class Tracker:
         config: The text of run.yaml; without one the file is not written.
 
     Raises:
-        ValueError: At once, if ``--use-wandb`` is given and wandb is not installed.
+        ValueError: At once, if the package of a sink is not installed, or its port is in use.
     """
 
     def __init__(
@@ -39,7 +39,12 @@ class Tracker:
         self._output_dir.mkdir(parents=True, exist_ok=True)
         self._files = RunFiles(self._output_dir)
         self._sinks: list[Sink] = [WandbSink(tracking, header)] if tracking.use_wandb else []
-        self._console = ConsoleSink(header, tracking.output_dir)
+        if tracking.use_mlflow:
+            self._sinks.append(MlflowSink(tracking, header))
+        if tracking.prometheus_port is not None:
+            self._sinks.append(PrometheusSink(tracking.prometheus_port))
+        output = JsonSink if tracking.log_format == "json" else ConsoleSink
+        self._console: RunOutput = output(header, tracking.output_dir)
         self._sinks.append(self._console)
         self._further = further
         self._begun = False
@@ -69,6 +74,10 @@ class Tracker:
         self._files.append_metrics(step, values)
         for sink in (*self._sinks, *self._further):
             sink.log(step, values)
+
+    def phase(self, name: str | None) -> None:
+        """Show what the run is doing from now on; None between two phases."""
+        self._console.phase(name)
 
     def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         """Store the samples of an iteration, named by its last step."""

@@ -69,7 +69,7 @@ def inside(name: str, package: str) -> bool:
 LAYERS = [
     ("input_error", "one_line"),
     ("strict_json",),
-    ("components", "secret_values", "metrics", "weights", "import_path", "junit"),
+    ("components", "secret_values", "metrics", "weights", "import_path", "junit", "stacks"),
     ("flags", "hidden_secrets"),
     ("choices",),
     ("sample", "train_batch"),
@@ -92,7 +92,7 @@ LAYERS = [
 ]
 BASICS = ("input_error", "one_line", "strict_json")  # what leaves may import
 LEAVES = ("components", "metrics", "weights", "import_path", "secret_values")
-LEAVES += ("sample", "train_batch", "junit")
+LEAVES += ("sample", "train_batch", "junit", "stacks")
 
 # (module, what it must not import, exceptions)
 FORBIDDEN = [

@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fast" / "support")]
 
 import psutil  # noqa: E402
 
-from miles.engine.sglang.leftovers import RUN_FOLDER  # noqa: E402
+from miles.stacks import RUN_FOLDER  # noqa: E402
 from tests.fast.cluster.runs.launches import Launch, importing_from, prepare_workplace, small_run  # noqa: E402
 from tests.fast.conftest import save_tiny_model  # noqa: E402
 from tests.kill_campaign.trials import SETUPS, SIGNALS, TARGETS, Trial, trials  # noqa: E402

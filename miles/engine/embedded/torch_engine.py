@@ -144,6 +144,11 @@ class TorchEngine:
         """Return False if the engine is closed or its last weight update failed."""
         return self._weights_whole and not self._closed
 
+    def queue_lengths(self) -> dict[str, int]:
+        """Return how many requests are not answered, and how many of their sequences run and wait."""
+        running, waiting = len(self._batch.sequences), len(self._waiting)
+        return {"requests at the engine": len(self._requests), "sequences running": running, "waiting": waiting}
+
     async def close(self) -> None:
         """End all requests as ``abort`` does, and release the model, its cache and the thread."""
         self._closed = True

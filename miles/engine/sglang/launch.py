@@ -16,9 +16,10 @@ from miles.arguments.sglang.server_flags import has_flag
 from miles.engine.host import ServerFailed
 from miles.engine.sglang.client import WRONG_KEY
 from miles.engine.sglang.keys import NO_KEYS, Keys, bearer
-from miles.engine.sglang.leftovers import RUN_FOLDER, note_segments, remove_segments
+from miles.engine.sglang.leftovers import note_segments, remove_segments
 from miles.engine.sglang.processes import ChildProcess, free_port
 from miles.secret_values import split_secret_words
+from miles.stacks import RUN_FOLDER
 
 START_SECONDS = 1800  # large models load for minutes
 GRACE_SECONDS = 3.0  # SGLang drains for five seconds before it looks whether it is idle

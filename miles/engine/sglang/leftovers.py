@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 
-RUN_FOLDER = "MILES_RUN_FOLDER"  # environment variable: the folder of this run's temporary files
 SEGMENTS = "/dev/shm/sglang_loads_"
 NOTED = "segments.json"
 

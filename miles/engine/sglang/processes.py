@@ -26,6 +26,7 @@ from typing import IO, BinaryIO
 
 from miles.engine.host import ServerFailed
 from miles.secret_values import hide_in_text, secrets_in
+from miles.stacks import answer_requests
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOG_TAIL_LINES = 30
@@ -164,6 +165,7 @@ def allow_open_files(sockets: int, why: str) -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
+    answer_requests()
     sys.argv = [*sys.argv[2:], *json.load(sys.stdin)]
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())

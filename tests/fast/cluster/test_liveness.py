@@ -9,7 +9,8 @@ import pytest
 import ray
 
 from miles.cluster import liveness
-from miles.cluster.liveness import HEARTBEAT, WorkerLost, Workers, with_heartbeat
+from miles.cluster.liveness import HEARTBEAT, REPORT, WorkerLost, Workers, with_heartbeat
+from miles.stacks import own_stacks
 
 FOR_EVER = 10**6
 
@@ -26,6 +27,10 @@ class Sleeper:
     def heartbeat(self, seconds):
         time.sleep(seconds)
         return os.getpid()
+
+    @ray.method(concurrency_group=REPORT)
+    def describe(self):
+        return own_stacks()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,6 +52,33 @@ def crew(monkeypatch):
     yield workers, actors, ray.get([actor.heartbeat.remote(0) for actor in actors])
     for actor in actors:
         workers.end(actor)
+
+
+def test_a_call_that_takes_too_long_ends_the_wait_and_shows_where_its_worker_is(crew):
+    workers, (first, second), pids = crew
+    found = []
+    bounded = Workers(seconds=600.0, longest_wait=1.0, on_hang=lambda why: found.append((why, bounded.describe(60.0))))
+    for name, actor in (("slow", first), ("idle", second)):
+        bounded.add(name, actor)
+    bounded.results([first.sleep.remote(0), second.sleep.remote(0)])
+    with pytest.raises(WorkerLost, match=r"has not ended within 1 s \(--wait-timeout\)"):
+        bounded.result(first.sleep.remote(3.0))
+    ((why, described),) = found
+    assert "--wait-timeout" in why and described.keys() == {"slow", "idle"}
+    assert " in sleep" in described["slow"] and " in sleep" not in described["idle"]
+    assert workers.result(second.sleep.remote(0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "hangs"), [("Timed out waiting 1000ms for recv operation", True), ("a fault", False)]
+)
+def test_a_failure_that_is_a_time_out_is_a_hang(crew, error, hangs):
+    workers, (first, _), _ = crew
+    found = []
+    workers._on_hang = found.append
+    with pytest.raises(RuntimeError, match=error):
+        workers.result(first.fail.remote(RuntimeError(error)))
+    assert found == ([error] if hangs else [])
 
 
 def test_results_come_in_order_however_long_each_takes(crew):

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from miles.cluster import ray_watch
-from miles.cluster.ray_watch import Listener, OwnProcess, RayWatch
+from miles.cluster.ray_watch import Listener, OwnNode, OwnProcess, RayWatch
 
 
 @pytest.fixture
@@ -114,3 +114,20 @@ def test_a_process_of_a_joined_cluster_is_lost_when_it_answers_no_more(monkeypat
         assert part.loss() is None, "it is asked every few seconds only"
         now += ray_watch.CONNECT_SECONDS
         assert "Ray's raylet at" in (loss := part.loss()) and "has not answered for" in loss
+
+
+def test_a_node_that_has_signed_off_is_the_cause_of_a_workers_death(monkeypatch):
+    """As after SIGTERM of the raylet: it is still there, and its workers have ended."""
+    nodes = [{"NodeID": "other", "Alive": False}, {"NodeID": "own", "Alive": True}]
+    monkeypatch.setattr(ray_watch.ray, "nodes", lambda: nodes)
+    losses = []
+    watch = RayWatch([], losses.append, OwnNode(7, "own"))
+    ray_watch.look_at_node()
+    assert losses == []
+    nodes[1] |= {"Alive": False, "DeathReasonMessage": "received SIGTERM"}
+    for _ in range(2):
+        ray_watch.look_at_node()
+    assert losses == ["Ray's raylet (process 7) died (received SIGTERM), and its workers with it"]
+    watch.end()
+    ray_watch.look_at_node()
+    assert len(losses) == 1 and not ray_watch.is_hang(losses[0])

@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 
 import pytest
 from small_checkpoint import save_checkpoint
@@ -137,3 +139,48 @@ def test_other_errors_are_raised_at_once(settings_with, error):
     attempt = Attempts(error)
     with pytest.raises(type(error)):
         with_restarts(settings_with(5), attempt)
+
+
+REPLACED = """
+import os, sys, threading
+from miles.cluster.restarts import Continuation
+
+held = os.open("/dev/null", os.O_RDONLY)
+os.set_inheritable(held, True)  # as those of some libraries are
+os.environ["ADDED_BY_RAY"] = "1"
+state = {"pid": os.getpid(), "secret": "sesame", "held": held}
+continuation = Continuation("replacing:report", state, {"PATH": os.environ["PATH"]})
+output = {number: os.dup(number) for number in (1, 2)}
+with open(os.devnull, "wb") as nothing:
+    os.dup2(nothing.fileno(), 1)
+sys.path.append(sys.argv[1])
+thread = threading.Thread(target=continuation.take_over, args=(output,))  # as the watch over Ray does
+thread.start()
+thread.join()
+print("not reached", file=sys.stderr)
+"""
+REPLACING = """
+import json, os, sys
+
+def report(state):
+    command = open("/proc/self/cmdline").read()
+    found = {"same": state["pid"] == os.getpid(), "shown": "sesame" in command, "state": state["secret"]}
+    found["environment"] = "ADDED_BY_RAY" in os.environ
+    try:
+        os.fstat(state["held"])
+        found["inherited"] = os.readlink(f"/proc/self/fd/{state['held']}") == "/dev/null"
+    except OSError:
+        found["inherited"] = False
+    print(json.dumps(found))
+    sys.exit(7)
+"""
+
+
+def test_a_launcher_becomes_another_one_in_its_process_with_its_output(tmp_path):
+    (tmp_path / "replacing.py").write_text(REPLACING)
+    command = [sys.executable, "-c", REPLACED, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 7, ended.stderr
+    assert ended.stderr == ""
+    expected = {"same": True, "shown": False, "state": "sesame", "environment": False, "inherited": False}
+    assert json.loads(ended.stdout) == expected

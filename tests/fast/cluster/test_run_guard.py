@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from miles.cluster.run_guard import LOCK, RunGuard, remove_stale
-from miles.engine.sglang.leftovers import NOTED, RUN_FOLDER, SEGMENTS, note_segments, remove_segments
+from miles.engine.sglang.leftovers import NOTED, SEGMENTS, note_segments, remove_segments
+from miles.stacks import RUN_FOLDER
 
 # A launcher with a guard and two processes of its run. One hides: it has an empty environment.
 LAUNCHER = """

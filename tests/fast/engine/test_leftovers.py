@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from miles.engine.sglang.leftovers import NOTED, RUN_FOLDER, SEGMENTS
+from miles.engine.sglang.leftovers import NOTED, SEGMENTS
+from miles.stacks import RUN_FOLDER
 from tests.fast.engine.sglang_servers import server_of
 
 pytest.importorskip("sglang")

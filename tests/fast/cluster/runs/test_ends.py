@@ -26,31 +26,58 @@ def child(run, name):
     return next(each for each in psutil.Process(run.process.pid).children() if each.name() == name)
 
 
-@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
-def test_the_death_of_ray_is_one_sentence_and_the_run_resumes(launch, workplace, name):
-    checkpoints = workplace / f"{name}_ckpt"
+KILLED = "out of memory, or killed from outside)"
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "why"),
+    [
+        ("gcs_server", signal.SIGKILL, KILLED),
+        ("raylet", signal.SIGKILL, KILLED),
+        ("raylet", signal.SIGTERM, "received SIGTERM), and its workers with it"),
+    ],
+)
+def test_the_death_of_ray_is_one_sentence_and_the_run_resumes(launch, workplace, name, number, why):
+    name_of_run = f"{name}_{number.name}"
+    checkpoints = workplace / f"{name_of_run}_ckpt"
     before = files_of_runs()
     saving = ["--save", str(checkpoints), "--save-interval", "1", "--num-rollout"]
-    run = launch(f"{name}_dies", *saving, "1000")
+    run = launch(f"{name_of_run}_dies", *saving, "1000")
     run.wait_until(lambda: run.has_rows() and max(run.rows()) >= 4 and (checkpoints / "iter_0000001").exists())
     victim = child(run, name)
     began = time.monotonic()
-    victim.kill()
+    victim.send_signal(number)
     status = run.wait()
     took = time.monotonic() - began
     title = {"gcs_server": "Ray's GCS", "raylet": "Ray's raylet"}[name]
+    (logs,) = run.output.glob("failure-*/ray_logs")
     assert run.err.splitlines()[-1] == (
-        f"train.py: the run stopped: {title} (process {victim.pid}) died (out of memory, or killed from outside); "
-        f"the same command with --load {checkpoints} continues from the last checkpoint"
+        f"train.py: the run stopped: {title} (process {victim.pid}) died ({why}{'' if ')' in why else ')'}; "
+        f"the same command with --load {checkpoints} continues from the last checkpoint; Ray's logs are in {logs}"
     )
     assert status == 1 and took < END_SECONDS
     assert "state-dump" not in run.err and "died" not in "".join(run.err.splitlines()[:-1])
+    assert (logs / "raylet.out").stat().st_size > 0
     assert run.left() == [] and files_of_runs() <= before
     saved = max(int(path.name.removeprefix("iter_")) for path in checkpoints.glob("iter_*"))
-    resumed = launch(f"{name}_resumed", *saving, str(saved + 1), "--load", str(checkpoints))
+    resumed = launch(f"{name_of_run}_resumed", *saving, str(saved + 1), "--load", str(checkpoints))
     assert resumed.wait() == 0, resumed.err
     assert max(resumed.rows()) == 2 * (saved + 1)
     assert resumed.none_left(0) and files_of_runs() <= before
+
+
+@pytest.mark.parametrize(("name", "number"), [("gcs_server", signal.SIGKILL), ("raylet", signal.SIGTERM)])
+def test_a_run_goes_on_in_another_ray_after_the_death_of_its_own(launch, workplace, name, number):
+    before, run_name = files_of_runs(), f"{name}_again"
+    checkpoints, held = workplace / f"{run_name}_ckpt", workplace / f"{run_name}.held"
+    saving = ["--save", str(checkpoints), "--save-interval", "1", "--num-rollout", "3", "--max-restarts", "1"]
+    run = launch(run_name, *saving, HOLD_AT="1", HELD=str(held))
+    run.wait_until(lambda: held.exists() and (checkpoints / "iter_0000001").exists())
+    child(run, name).send_signal(number)
+    assert run.wait() == 0, run.err
+    assert "restarting from its last checkpoint (0 restarts left); Ray's logs are in" in run.err
+    assert sorted(run.rows()) == list(range(1, 7))
+    assert run.none_left(0) and files_of_runs() <= before
 
 
 def test_nothing_is_left_of_a_run_whose_launcher_is_killed(launch):

@@ -25,6 +25,13 @@ def held(launch, workplace):
     return start
 
 
+def hang_report(run):
+    """Return the text of the report that the last line names."""
+    (path,) = run.output.glob("failure-*/hang_report.txt")
+    assert str(path) in run.err.splitlines()[-1]
+    return path.read_text()
+
+
 def assert_each_prompt_trained_on_once(run, workplace, name):
     files = [workplace / f"{name}_{rollout_id}.jsonl" for rollout_id in range(3)]
     groups = [json.loads(line)["group_index"] for file in files for line in file.read_text().splitlines()]
@@ -61,6 +68,25 @@ def test_a_stopped_worker_ends_the_run(held, workplace, kind, name):
     last = run.err.splitlines()[-1]
     assert last.startswith(f"train.py: the run stopped: {name}")
     assert "has shown no sign of life for 5 s" in last and "continues from the last checkpoint" in last
+    assert run.none_left(), run.left()
+    report = hang_report(run)
+    processes = [line for line in report.splitlines() if line.startswith("== ") and name in line]
+    assert len([line for line in processes if ", stopped, " in line]) == 1, processes
+    assert "no Python stack" not in "".join(line for line in report.splitlines() if name in line)
+    assert kind == "RolloutActor" or "requests at the engine: 0" in report
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stuck_ends_the_run_with_the_stacks_of_all(launch):
+    """It shows signs of life, and its peer waits for it in a collective operation."""
+    stuck = ["--custom-advantage-function-path", "launch_rewards:stuck_rank"]
+    run = launch("stuck_rank", *stuck, "--wait-timeout", "120", ranks=2)
+    assert run.wait() == 1
+    last = run.err.splitlines()[-1]
+    assert "a step of the run has not ended within 120 s (--wait-timeout)" in last
+    doing = dict(line.split(" (process ") for line in hang_report(run).splitlines() if line.startswith("trainer rank"))
+    assert "in stuck_rank" in doing["trainer rank 1"]
+    assert "in the collective " in doing["trainer rank 0"]
     assert run.none_left(), run.left()
 
 

@@ -1,0 +1,86 @@
+"""The folder of a failure: ``failure-TIME/`` in the output folder, made when something is to be kept."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from miles.cluster.failure_files.hang_report import hang_report
+from miles.cluster.failure_files.ray_logs import copy_ray_logs
+from miles.cluster.liveness import Workers
+from miles.secret_values import hide_in_text
+
+KEPT_FOLDERS = 5  # in an output folder, the newest
+HANG_REPORT = "hang_report.txt"
+RAY_LOGS = "ray_logs"
+
+
+class FailureFiles:
+    """Keep what explains the failure of a run, without its secrets, readable by its user only.
+
+    Args:
+        output_dir: ``--output-dir``.
+        secrets: What must not be in the files.
+    """
+
+    def __init__(self, output_dir: Path, secrets: Collection[str]) -> None:
+        self._output_dir = output_dir
+        self._secrets = secrets
+        self._folder: Path | None = None
+        self._reported = False
+        self.run_folder: Path | None = None  # of temporary files, while a Ray of the run's own has it
+        self.workers: Workers | None = None
+
+    def report_hang(self, why: str, ask_ray: bool = True) -> None:
+        """Write the hang report. Only the first call for an attempt of the run does.
+
+        Args:
+            why: The sentence about the wait that has exceeded its limit.
+            ask_ray: Whether Ray works, so that workers can be asked through it.
+        """
+        if self._reported:
+            return
+        self._reported = True
+        with suppress(OSError):  # the failure itself is reported in any case
+            report = hang_report(why, self.workers if ask_ray else None, self.run_folder, self._output_dir)
+            path = self._made() / HANG_REPORT
+            path.touch(mode=0o600)
+            path.write_text(hide_in_text(report, self._secrets), encoding="utf-8", errors="backslashreplace")
+            print(f"train.py: {why}; the stacks of all processes are in {path}", file=sys.stderr, flush=True)
+
+    def keep_ray_logs(self) -> None:
+        """Copy the logs of the run's own Ray, which are removed with its temporary folder."""
+        if self.run_folder is None:
+            return
+        with suppress(OSError):
+            copy_ray_logs(self.run_folder, self._made() / RAY_LOGS, self._secrets)
+
+    def next_attempt(self) -> None:
+        """Begin another attempt of the run (``--max-restarts``): its failure has a folder of its own."""
+        self._folder, self._reported = None, False
+
+    def in_words(self) -> str:
+        """Return the end of a sentence that names what was kept; empty if nothing was."""
+        if self._folder is None:
+            return ""
+        kept = {HANG_REPORT: "the stacks of all processes", RAY_LOGS: "Ray's logs"}
+        found = [f"{words} are in {self._folder / name}" for name, words in kept.items() if self._has(name)]
+        return "".join(f"; {each}" for each in found)
+
+    def _has(self, name: str) -> bool:
+        assert self._folder is not None
+        path = self._folder / name
+        return path.is_file() or (path.is_dir() and any(path.iterdir()))
+
+    def _made(self) -> Path:
+        if self._folder is None:
+            folder = self._output_dir / time.strftime("failure-%Y%m%d-%H%M%S")
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder = folder
+            for old in sorted(self._output_dir.glob("failure-*"))[:-KEPT_FOLDERS]:
+                shutil.rmtree(old, ignore_errors=True)
+        return self._folder

@@ -1,0 +1,77 @@
+"""Sinks outside the output folder, against real receivers: a Prometheus client, MLflow's own store."""
+
+import httpx
+import psutil
+import pytest
+
+from miles.arguments.parser import parse
+from miles.arguments.tracking import TrackingArguments
+from miles.flags import FlagError
+from miles.tracking.run_header import RunHeader
+from miles.tracking.sinks import MlflowSink, PrometheusSink
+
+HEADER = RunHeader("a run", {"tracking": {"wandb_key": "sesame", "output_dir": "out"}}, "words", "1/N", total_steps=4)
+
+
+def test_prometheus_reads_the_newest_values_at_the_loopback_address_only():
+    pytest.importorskip("prometheus_client")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    sink = PrometheusSink(0)
+    port = int(sink.url.split(":")[2].split("/")[0])
+    listening = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
+    for step in (1, 2):
+        sink.log(step, {"train/grad_norm": step / 4, "eval/x/accuracy": 0.5})
+    answer = httpx.get(sink.url, trust_env=False).text
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(answer)
+        for sample in family.samples
+    }
+    assert found == {
+        ("miles_step",): 2.0,
+        ("miles_metric", "train/grad_norm"): 0.5,
+        ("miles_metric", "eval/x/accuracy"): 0.5,
+    }
+    with pytest.raises(ValueError, match=f"--prometheus-port {port}: cannot be served"):
+        PrometheusSink(port)
+    sink.close()
+    PrometheusSink(port).close()
+
+
+def test_mlflow_has_settings_without_secrets_and_every_step(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlruns").as_uri()
+    for _ in range(2):  # the second run finds the experiment
+        sink = MlflowSink(TrackingArguments(use_mlflow=True, mlflow_tracking_uri=uri), HEADER)
+        for step in (1, 2):
+            sink.log(step, {f"train/{number}": step / 4 for number in range(1200)})
+        sink.close()
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    runs = client.search_runs([client.get_experiment_by_name("miles").experiment_id])
+    assert len(runs) == 2 and {run.info.status for run in runs} == {"FINISHED"}
+    assert runs[0].data.params == {"tracking.wandb_key": "(hidden)", "tracking.output_dir": "out"}
+    history = client.get_metric_history(runs[0].info.run_id, "train/1199")
+    assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prometheus-port", "70000"], "--prometheus-port 70000: is not a port"),
+        (["--notify-url", "sesame"], "--notify-url: is not an address of the web"),
+        (["--mlflow-experiment", "mine"], "--mlflow-experiment mine: would be ignored without --use-mlflow"),
+        (["--log-format", "xml"], "--log-format"),
+        (["--wait-timeout", "-1"], "--wait-timeout -1.0: must be a finite number of at least 0"),
+    ],
+)
+def test_flags_are_checked(flags, message):
+    from miles.arguments.validate import validate
+
+    with pytest.raises((FlagError, SystemExit)) as refused:
+        validate(parse(flags))
+    if isinstance(refused.value, FlagError):
+        assert any(each.startswith(message) for each in refused.value.messages), refused.value.messages
+        assert "sesame" not in str(refused.value)
