@@ -16,14 +16,15 @@ import re, sys, time
 from miles.stacks import answer_requests
 
 def hold_the_lock():
+    print("ready", flush=True)
     re.match(r"(a|a)*$", "a" * 60 + "b")  # backtracks for years, and lets no other thread run
 
 def wait_in_python():
+    print("ready", flush=True)
     while True:
         time.sleep(0.01)
 
 answer_requests()
-print("ready", flush=True)
 globals()[sys.argv[1]]()
 """
 

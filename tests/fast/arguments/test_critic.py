@@ -19,7 +19,7 @@ REFUSED = [
     (f"{RETURNS} --lambd 0.9", "--lambd 0.9: would be ignored by --advantage-estimator reinforce_plus_plus"),
     (
         f"{BASELINE} --gamma 0.9",
-        "--gamma 0.9: would be ignored by .*_baseline; use --advantage-estimator ppo or reinforce_plus_plus, or drop",
+        "--gamma 0.9: would be ignored by .*_baseline; use --advantage-estimator ppo or .* or vapo, or drop",
     ),
     (f"{PPO} --gamma 1.1", r"\[0, 1\]"),
     (f"{PPO} --lambd=-0.1", r"\[0, 1\]"),

@@ -66,6 +66,7 @@ def test_without_a_trainer_all_bundles_are_for_generation(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ray, "init", lambda **options: None)
     monkeypatch.setattr("miles.cluster.session.parts_of_ray", dict)
+    monkeypatch.setattr("miles.cluster.session.own_node", lambda: None)
     monkeypatch.setattr("miles.cluster.session.placement_group", place)
     cluster = ClusterArguments(device="cuda", actor_num_gpus_per_node=2, ray_address="auto")
     with pytest.raises(Started), ray_session(cluster, EngineLayout(2, 4, beside_trainer=False)):

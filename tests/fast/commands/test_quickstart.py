@@ -25,7 +25,7 @@ def started(tmp_path, monkeypatch):
     """The settings of the runs that the command starts; each writes two evaluations."""
     found = []
 
-    def run(words):
+    def run(words, is_alone):
         settings = judge(read_command(words)).settings
         rows = [{"step": step, "time/step": 2.5, "eval/heldout/accuracy": step / 2} for step in range(2)]
         (tmp_path / "out" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -96,7 +96,7 @@ def test_an_earlier_quickstart_stays_if_it_runs_or_there_is_no_model(model, star
 
 def test_without_metrics_there_is_no_summary(model, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "main", lambda words: 0)
+    monkeypatch.setattr(train, "main", lambda words, is_alone: 0)
     assert quickstart.main([str(model), "--output-dir", "out"]) == 0
     assert "quickstart: no summary: " in capsys.readouterr().err
 

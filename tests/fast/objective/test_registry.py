@@ -17,6 +17,7 @@ from miles.arguments.validate import validate
 from miles.flags import flag_name
 from miles.objective.aggregation import MODES, AggregationFlags
 from miles.objective.chosen import build_objective
+from miles.objective.distillation import DistillationFlags
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.explain import objective_terms
 from miles.objective.loss_types import LOSS_TYPES
@@ -49,7 +50,7 @@ def test_what_a_choice_reads_is_a_flag(field):
 
 
 def test_no_flag_is_declared_twice():
-    owners = [*ESTIMATORS.own_flags, *POLICY_LOSSES.own_flags, AggregationFlags, CommonFlags]
+    owners = [*ESTIMATORS.own_flags, *POLICY_LOSSES.own_flags, DistillationFlags, AggregationFlags, CommonFlags]
     names = [f.name for owner in owners for f in dataclasses.fields(owner)]
     assert len(names) == len(set(names)) == len(dataclasses.fields(LossArguments))
 

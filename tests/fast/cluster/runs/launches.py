@@ -66,8 +66,16 @@ if "HOLD_SERVER" in os.environ and "sglang_on_cpu" in sys.orig_argv:
 
 UMASK = 0o027  # of every run: its group may read, others nothing
 # The processes of a run on one machine that may listen, as docs/security.md lists them.
-LOCAL_RAY = {"train.py", "gcs_server", "raylet", "ray::RuntimeEnvAgent", "ray::DashboardAgent", "ray::IDLE"}
-LOCAL_RAY |= {"ray::TrainActor", "ray::RolloutActor"}
+LOCAL_RAY = {
+    "train.py",
+    "gcs_server",
+    "raylet",
+    "monitor.py",
+    "ray::RuntimeEnvAgent",
+    "ray::DashboardAgent",
+    "ray::IDLE",
+}
+LOCAL_RAY |= {"ray::DashboardAgent", "ray::TrainActor", "ray::RolloutActor"}
 OF_SERVERS = {"ray::EngineActor", "sglang::router", "sglang::scheduler", "sglang_on_cpu"}
 
 
@@ -82,7 +90,7 @@ def kind_of(process):
     words = process.cmdline() or [process.name()]
     if "::" in words[0]:
         return words[0].split()[0].split(".")[0]  # ray::TrainActor.connect
-    modules = [Path(word).name for word in words if word.endswith(("train.py", "sglang_on_cpu"))]
+    modules = [Path(word).name for word in words if word.endswith(("train.py", "monitor.py", "sglang_on_cpu"))]
     return modules[0] if modules else Path(words[0]).name
 
 
