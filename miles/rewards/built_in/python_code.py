@@ -58,6 +58,7 @@ class PythonCode(Reward):
     name = "python_code"
     summary = "1 if the program in the answer passes all tests, in a sandbox"
     data = "metadata or label: `inputs` and `outputs` (and `fn_name`), or `tests`"
+    needs_label = False
     limit = "`--code-seconds` per test"
     reads = ("code_share", "code_seconds", "code_memory", "code_processes", "allow_unsandboxed_code")
     own_flags = PythonCodeFlags
