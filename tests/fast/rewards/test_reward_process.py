@@ -17,6 +17,7 @@ from miles.input_error import InputError
 from miles.rewards import reward_process
 from miles.rewards.registry import get_reward_function
 from miles.rewards.reward_process import RewardProcess
+from miles.rewards.sandboxed import uses_more
 from miles.rewards.scoring import RewardError, score
 from miles.rewards.settings import RewardArguments
 
@@ -224,7 +225,6 @@ def test_children_left_behind_end_with_the_run(process, make_sample):
 PARENT = f"""
 import asyncio, os, sys
 from miles.rewards.reward_process import RewardProcess
-from miles.rewards.sandboxed import uses_more
 from miles.sample import Prompt, Sample
 function = RewardProcess("{MODULE}:leaves_children", None, 20.0, 0)
 asyncio.run(function([Sample(Prompt("q", (1,)), 0, 0)]))
