@@ -354,7 +354,7 @@ def _steps(path: str) -> tuple[str, dict[Path, str]]:
 
 
 def _enter_empty_folder(request: dict[str, Any]) -> None:
-    """Make the next test's folder the current one. What the test before has left is gone."""
+    """Make the next test's folder the current one, without the files of the test before."""
     if request["isolated"]:
         os.chdir("/")
         _libc.umount2(FOLDER.encode(), _MNT_DETACH)  # the first time there is none

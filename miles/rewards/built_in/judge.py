@@ -38,7 +38,7 @@ Explain in a few sentences, then end with a line "Score: N".
 _PLACE = re.compile(r"\{(prompt|response|label|max_score)\}")
 _NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
 _SPACE = r"[ \t\r*_.]{0,6}"
-# A line of its own, which may go on with "/10", "out of 10" and a remark in parentheses.
+# A line of its own, which may end with "/10" or "out of 10", and a remark in parentheses.
 _SCORE = re.compile(
     rf"^[ \t>#*_\-]{{0,8}}(?:(?:final|overall|total)[ \t]{{1,3}})?score[ \t*_]{{0,6}}[:=][ \t*_]{{0,6}}([+-]?{_NUMBER})"
     rf"{_SPACE}(?:(?:/|out of)[ \t]{{0,3}}{_NUMBER}{_SPACE})?(?:\([^()\n]{{0,80}}\){_SPACE})?$",
@@ -220,7 +220,7 @@ class JudgeScorer:
 
 
 class ReplyCache:
-    """The judge's replies by request. What fails after it is opened is a miss, and the first fault is logged.
+    """The judge's replies by request. A fault of the file, once it is open, is a miss; the first one is logged.
 
     Args:
         path: A SQLite file, which several runs may share; None keeps them in memory.
