@@ -36,6 +36,7 @@ _ENVIRONMENTS = ("train_env_vars",)  # JSON objects of environment variables
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,30}://[^\s'\"<>]+")
 _OVERRIDE = re.compile(r"((?:\w+\.)?([\w-]+)=)(.+)", re.DOTALL)  # section.key=value after --config
 _USER_INFO = re.compile(r"(?<=://)[^/?#]*(?=@)")
+_USER_INFO_ALONE = re.compile(r"\A((?:\w[\w.\-]*=)?)([^/?#]*)(?=@)")  # of an address without a scheme
 _QUERY_FIELD = re.compile(r"(?<=[?&;])([\w.%~\-]+)=([^&;#]*)")
 
 
@@ -142,6 +143,8 @@ class _Replacer:
             except (ValueError, RecursionError):
                 if text and field in _ENVIRONMENTS:  # not valid, and shown in an error
                     return HIDDEN
+        if field.endswith(("url", "urls")) and "://" not in text:
+            text = _USER_INFO_ALONE.sub(lambda found: found[1] + self._user_info(found[2]), text)
         return _URL.sub(lambda url: self._url(url.group()), text)
 
     def _object(self, value: Any, all_hidden: bool) -> Any:
@@ -157,8 +160,11 @@ class _Replacer:
         return self.setting(name, value)
 
     def _url(self, url: str) -> str:
-        url = _USER_INFO.sub(lambda info: self._hidden(info.group().partition(":")[2] or info.group()), url)
+        url = _USER_INFO.sub(lambda info: self._user_info(info.group()), url)
         return _QUERY_FIELD.sub(self._query_field, url)
+
+    def _user_info(self, info: str) -> str:
+        return self._hidden(info.partition(":")[2] or info)
 
     def _query_field(self, field: re.Match[str]) -> str:
         name, value = field.groups()

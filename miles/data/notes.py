@@ -8,7 +8,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Notes:
-    """Counts what is allowed, and may surprise, by kind."""
+    """Counts unusual rows that are allowed, by kind."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[int, str]] = {}

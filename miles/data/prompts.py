@@ -47,7 +47,7 @@ def load_prompts(
 ) -> PromptSet:
     """Read, render and tokenize the prompts of ``source``.
 
-    What is allowed and may surprise is counted and logged, one line for each kind (notes.py).
+    Unusual rows that are allowed are counted and logged, one line for each kind (notes.py).
 
     Text rendered through a chat template is tokenized without special tokens, because templates write them; other text
     with the tokenizer's default. Prompts of more than ``rollout_max_prompt_len`` tokens are dropped, and their number

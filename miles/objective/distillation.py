@@ -102,9 +102,9 @@ def _check_servers(flags: Any, errors: "Errors") -> None:
     words = flags.opd_teacher_urls or ()
     if not words:
         errors.refuse("opd_type", "server", "needs the teacher's address", "add --opd-teacher-urls URL")
-    for _, url in map(_teacher, words):
+    for place, (_, url) in enumerate(map(_teacher, words), 1):
         if not url.startswith(("http://", "https://")):
-            rule = f"{url} is no address of a server"
+            rule = f"address {place} of {len(words)} begins with neither http:// nor https://"
             errors.refuse("opd_teacher_urls", words, rule, "write http://HOST:PORT, or NAME=http://HOST:PORT")
     if len(words) > 1 and (len(flags.teachers) < len(words) or "" in flags.teachers):
         rule = "several teachers need a name each"

@@ -55,12 +55,16 @@ class Reward(Choice):
     Attributes:
         data: What it needs of a prompt's row, in words; empty for nothing.
         limit: The time that an answer may take, in words; empty for linear time.
+        needs_label: Whether a row without a label cannot be scored.
+        instead_of_label: The flag that takes the place of the label, as a field.
         libraries: Modules beyond those of a plain install, each as ``module with pip install NAME``.
     """
 
     flag = "rm_type"
     data: ClassVar[str] = ""
     limit: ClassVar[str] = ""
+    needs_label: ClassVar[bool] = True
+    instead_of_label: ClassVar[str | None] = None
     libraries: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod

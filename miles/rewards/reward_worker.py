@@ -29,6 +29,7 @@ from miles.import_path import load_function
 from miles.one_line import one_line
 from miles.rewards.base import NotAReward
 from miles.rewards.messages import read_message, write_message
+from miles.rewards.sandboxed import uses_more
 from miles.rewards.user_code import UserCall
 from miles.stacks import answer_requests
 
@@ -66,8 +67,7 @@ def _supervise(worker: int, watched: int, memory: int) -> str | None:
         for pid, status in _ended_children():
             if pid == worker:
                 return _ending(os.waitstatus_to_exitcode(status))
-        used = _memory_in_use()
-        if memory and used > memory:
+        if memory and uses_more((process.pid for process in psutil.Process().children(recursive=True)), memory):
             os.kill(worker, signal.SIGKILL)
             return f"used more than {memory / 2**30:.3g} GiB of memory (--reward-memory) and was ended"
 
@@ -84,16 +84,6 @@ def _ending(code: int) -> str:
     if code < 0:
         return f"ended its process with {signal.Signals(-code).name}, a crash of the interpreter or a kill"
     return f"ended its process with exit code {code}, as os._exit does"
-
-
-def _memory_in_use() -> int:
-    """Return the bytes that no file holds, of all processes below this one."""
-    total = 0
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            info = process.memory_info()
-            total += info.rss - info.shared
-    return total
 
 
 def _end_descendants() -> None:

@@ -1,8 +1,10 @@
 """Run Python programs that a model wrote, each in processes of its own (``sandboxed.py``).
 
-With namespaces, a program has no network and sees no other processes, everything but an empty folder is read-only, and
-whatever it starts ends with it. In any case its processor time, wall time, memory, output, open files and processes are
-limited. It can read the files that this user can read. This bounds mistakes and mischief; the kernel is shared with it.
+With namespaces, a program has no network and sees no other processes. It sees an empty folder and, read-only, the
+interpreter, its packages and the system's libraries, with the sockets and FIFOs that may lie there, but no other files.
+Whatever it starts ends with it. In any case its processor time, wall time, memory, output, open files and processes are
+limited. Without namespaces, a process that keeps out of sight between two looks at them may outlive its program. This
+bounds mistakes and mischief; the kernel is shared with it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from miles.one_line import one_line
 from miles.rewards.subprocess_call import MAX_CHILDREN, WALL_SECONDS
 
 _START_SECONDS = 30.0  # of wall time, for the processes around the program
+_END_SECONDS = 5.0  # of wall time, in which they end what is left of it
 _slots = threading.BoundedSemaphore(MAX_CHILDREN)  # sandboxes at a time
 
 
@@ -35,7 +39,8 @@ class Limits:
     """What a program may use, per test.
 
     Attributes:
-        seconds: Processor time; ``WALL_SECONDS`` times as many of wall time.
+        seconds: Processor time of its processes together; ``WALL_SECONDS`` times as many of wall time. N tests together
+            may take N + ``WALL_SECONDS`` times as many of wall time.
         memory: Bytes, over all its processes.
         processes: Processes and threads at a time.
     """
@@ -70,7 +75,14 @@ class Outcome:
     fault: str = ""
 
 
-def run_tests(program: str, tests: Sequence[CodeTest], limits: Limits, *, isolated: bool) -> list[Outcome]:
+def run_tests(
+    program: str,
+    tests: Sequence[CodeTest],
+    limits: Limits,
+    *,
+    isolated: bool,
+    goes_on: Callable[[int, Outcome], bool] = lambda place, outcome: True,
+) -> list[Outcome]:
     """Run ``program`` once per test and return the outcomes in order.
 
     Args:
@@ -78,11 +90,13 @@ def run_tests(program: str, tests: Sequence[CodeTest], limits: Limits, *, isolat
         tests: The tests. Statements (``code``) run in the program's own process, which could forge their success.
         limits: What each may use.
         isolated: In namespaces of its own.
+        goes_on: Whether further tests are wanted after an outcome, that of the test at a place; if not, it is the last.
 
     Raises:
         SandboxRefused: The kernel does not permit the namespaces.
     """
     marks = [secrets.token_hex(16) for _ in tests]
+    outcomes: list[Outcome] = []
     with _slots, tempfile.TemporaryDirectory(prefix="miles-sandbox-") as folder:
         request = {
             "program": program.encode("utf-8", "replace").decode(),
@@ -94,12 +108,18 @@ def run_tests(program: str, tests: Sequence[CodeTest], limits: Limits, *, isolat
             "memory": limits.memory,
             "processes": limits.processes,
         }
-        reply = _reply(json.dumps(request), _START_SECONDS + len(tests) * limits.seconds * WALL_SECONDS)
-    if "refused" in reply:
-        raise SandboxRefused(reply["refused"])
-    if "ended" in reply:
-        return [Outcome(None, one_line(reply["ended"], 300))] * len(tests)
-    return [_outcome(*row) for row in zip(reply["runs"], tests, marks, strict=True)]
+        seconds = _START_SECONDS + (WALL_SECONDS + len(tests)) * limits.seconds
+        with closing(_replies(json.dumps(request), seconds)) as replies:
+            while len(outcomes) < len(tests):
+                reply, place = next(replies), len(outcomes)
+                if "refused" in reply:
+                    raise SandboxRefused(reply["refused"])
+                if "ended" in reply:
+                    return outcomes + [Outcome(None, one_line(reply["ended"], 300))] * (len(tests) - place)
+                outcomes.append(_outcome(reply["run"], tests[place], marks[place]))
+                if not goes_on(place, outcomes[-1]):
+                    break
+    return outcomes
 
 
 def _request(test: CodeTest, mark: str) -> dict[str, Any]:
@@ -110,26 +130,53 @@ def _request(test: CodeTest, mark: str) -> dict[str, Any]:
     return {"kind": "code", "function": "", "test": test.code, "mark": mark}
 
 
-def _reply(request: str, seconds: float) -> dict[str, Any]:
-    process = subprocess.Popen(
-        [sys.executable, "-I", str(Path(__file__).with_name("sandboxed.py"))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={"PATH": os.defpath},
-        start_new_session=True,
-    )
+def _replies(request: str, seconds: float) -> Generator[dict[str, Any]]:
+    """Yield what the sandbox answers; in the end, ``{"ended": why}``."""
+    late = threading.Event()
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-I", str(Path(__file__).with_name("sandboxed.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={"PATH": os.defpath},
+            start_new_session=True,
+        )
+        assert process.stdin is not None and process.stdout is not None
+
+        def end() -> None:
+            late.set()
+            _end(process)
+
+        timer = threading.Timer(seconds, end)
+        timer.start()
+        try:
+            with suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(request)
+            for line in process.stdout:
+                if line.endswith("\n"):
+                    yield json.loads(line)
+            code = process.wait()
+            errors.seek(0)
+            last = errors.read()[-200:].decode("utf-8", "replace")
+            how = f"its sandbox ended with exit code {code}: {one_line(last, 200)}"
+            yield {"ended": f"took more than {seconds:g} s for its tests" if late.is_set() else how}
+        finally:
+            timer.cancel()
+            timer.join()
+            _end(process)
+            process.stdout.close()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Have the sandbox end all that is in it, and end it."""
+    process.terminate()
     try:
-        output, errors = process.communicate(request, timeout=seconds)
+        process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()  # process 1 of the namespace ends with it, and all others with that
-        process.communicate()
-        return {"ended": f"took more than {seconds:g} s"}
-    if process.returncode != 0 or not output:
-        return {"ended": f"its sandbox ended with exit code {process.returncode}: {one_line(errors[-200:], 200)}"}
-    reply: dict[str, Any] = json.loads(output)
-    return reply
+        process.wait()
 
 
 def _outcome(run: dict[str, Any], test: CodeTest, mark: str) -> Outcome:

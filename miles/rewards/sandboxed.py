@@ -1,10 +1,10 @@
 """The sandbox's own process: ``python -I sandboxed.py``, with a request of ``sandbox.py`` as JSON on standard input.
 
 It is three kinds of processes. The outermost moves into namespaces of its own (users, network, processes, IPC), counts
-the processes and the memory below it, and answers. Its child is process 1 of the new namespace, so that everything ends
-with it: it makes the file system read-only but for one small folder in memory, and starts the third, the program, once
-per test, under rlimits and without privileges. Results are files that the program cannot see by name. Imports nothing
-of miles.
+the processes, the memory and the processor time below it, and answers, a line per test. Its child is process 1 of the
+new namespace, so that everything ends with it: it makes a root that shows the interpreter and the system's libraries,
+read-only, and starts the third, the program, once per test, in an empty folder in memory, under rlimits and without
+privileges. Results are files that the program cannot see by name. Imports nothing of miles.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import json
 import os
 import resource
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,20 @@ import psutil
 
 CHECK_SECONDS = 0.05  # between two looks at processes and memory
 OUTPUT = 1 << 20  # bytes that a program may write to a file, its output included
-FOLDER = 64 << 20  # bytes of its folder
+FOLDER = "/sandbox"  # the program's own, in the new root
+FOLDER_BYTES = 64 << 20
+SHOWN = (  # of the system, in the new root; with what the interpreter needs beside
+    *("/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache"),
+    *("/etc/localtime", "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"),
+)
 OPEN_FILES = 64
 INSIDE = 1000  # its user in the sandbox: not 0, so that starting a program drops every privilege
 EPERM = 1
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x8, 0x4000, 0x40000
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
+_MNT_DETACH = 2
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 0x1
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SET_DUMPABLE = 1, 36, 38, 4
 
@@ -60,7 +67,7 @@ os.write(request["result"], result.encode())
 
 
 def main() -> None:
-    """Answer the request: ``{"runs": [...]}``, ``{"refused": why}`` or ``{"ended": why}``."""
+    """Answer the request in lines: ``{"run": …}`` per test; ``{"refused": why}`` or ``{"ended": why}`` is the last."""
     request = json.load(sys.stdin)
     if request["isolated"]:
         try:
@@ -68,70 +75,123 @@ def main() -> None:
         except OSError as error:
             _answer({"refused": f"new namespaces: {error.strerror}"})
             return
-    reader, writer = os.pipe()
-    first = os.fork()
-    if first == 0:
-        os.close(reader)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        _prctl(_PR_SET_DUMPABLE, 0)  # the program must not read what is in this process
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # without namespaces, what a program detaches becomes a child of this process
+    signal.signal(signal.SIGTERM, _stop)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    try:
+        reader, writer = os.pipe()
+        first = os.fork()
+        if first == 0:
+            _first(request, reader, writer)
+        os.close(writer)
+        _watch(first, reader, request)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _end_below()
+
+
+def _stop(*_: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: what follows must not be interrupted
+    sys.exit(1)
+
+
+def _first(request: dict[str, Any], reader: int, writer: int) -> None:
+    """Be process 1: answer each test, and end."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_DUMPABLE, 0)  # the program must not read what is in this process
+    os.close(reader)
+    with os.fdopen(writer, "w") as file:
         try:
-            reply = _run_all(request)
+            if request["isolated"]:
+                _close_file_system(request["folder"])
+            else:
+                _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            for test in request["tests"]:
+                _enter_empty_folder(request)
+                print(json.dumps({"run": _run(request, test)}), file=file, flush=True)
         except OSError as error:
-            reply = {"refused": f"{error.strerror} ({error.filename})" if error.filename else str(error)}
+            why = f"{error.strerror} ({error.filename})" if error.filename else str(error)
+            print(json.dumps({"refused": why}), file=file, flush=True)
         except BaseException:
-            reply = {"ended": traceback.format_exc()[-500:]}
-        with os.fdopen(writer, "w") as file:
-            json.dump(reply, file)
-        os._exit(0)
-    os.close(writer)
-    _answer(_watched(first, reader, request["processes"], request["memory"]))
+            print(json.dumps({"ended": traceback.format_exc()[-500:]}), file=file, flush=True)
+    os._exit(0)
 
 
-def _watched(first: int, reader: int, processes: int, memory: int) -> dict[str, Any]:
-    """Return the reply of process 1, or why it was ended."""
+def _watch(first: int, reader: int, request: dict[str, Any]) -> None:
+    """Pass on the lines of process 1, until it ends or must be ended."""
     top = psutil.Process(first)
-    chunks = []
+    rest, number = b"", 0
     while True:
         if select.select([reader], [], [], CHECK_SECONDS)[0]:
             chunk = os.read(reader, 1 << 20)
             if not chunk:
                 break
-            chunks.append(chunk)
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                sys.stdout.write(line.decode() + "\n")
+            sys.stdout.flush()
+            number += len(lines)
             continue
         below = top.children(recursive=True)
-        if len(below) > processes:
-            return _ended(first, below, f"started more than {processes} processes")
-        used = 0
+        if len(below) > request["processes"]:
+            return _answer({"ended": f"started more than {request['processes']} processes"})
+        unseen = _detached_segments() if request["isolated"] else 0
+        if uses_more((process.pid for process in below), request["memory"] - unseen):
+            return _answer({"ended": f"used more than {request['memory'] >> 20} MiB of memory"})
+        if sum(map(_processor_seconds, below)) > request["cpu_seconds"]:
+            for process in below:  # this test alone has failed; the dead are counted until process 1 has ended it
+                with suppress(psutil.Error):
+                    process.kill()
+    if number < len(request["tests"]):
+        _answer({"ended": "ended its sandbox"})
+
+
+def uses_more(pids: Iterable[int], limit: int) -> bool:
+    """Return whether processes hold more than ``limit`` bytes that no file backs. A page they share counts once."""
+    at_most = {pid: _kib(f"/proc/{pid}/status", "RssAnon:", "RssShmem:") or 0 for pid in pids}
+    if sum(at_most.values()) <= limit >> 10:
+        return False
+    shares = {pid: _kib(f"/proc/{pid}/smaps_rollup", "Pss_Anon:", "Pss_Shmem:") for pid in at_most}  # slow if it is big
+    return sum(at_most[pid] if share is None else share for pid, share in shares.items()) > limit >> 10
+
+
+def _kib(path: str, *names: str) -> int | None:
+    """Return the sum of the lines ``names``, in KiB; None if one is missing or the file cannot be read."""
+    try:
+        rows = [line.split() for line in Path(path).read_text().splitlines()]
+    except OSError:
+        return None
+    found = [int(row[1]) for row in rows if row and row[0] in names]
+    return sum(found) if len(found) == len(names) else None
+
+
+def _detached_segments() -> int:
+    """Return the bytes of the System V shared memory of this namespace, which no process needs to have mapped."""
+    try:
+        rows = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()]
+        return sum(int(row[rows[0].index("rss")]) for row in rows[1:])
+    except OSError:  # a kernel without it
+        return 0
+
+
+def _processor_seconds(process: psutil.Process) -> float:
+    """Return the processor time of a process and of those it has waited for."""
+    try:
+        times = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system + times.children_user + times.children_system)
+
+
+def _end_below() -> None:
+    """End and reap all processes below this one."""
+    while below := psutil.Process().children(recursive=True):
         for process in below:
             with suppress(psutil.Error):
-                info = process.memory_info()
-                used += info.rss - info.shared
-        if used > memory:
-            return _ended(first, below, f"used more than {memory >> 20} MiB of memory")
-    os.waitpid(first, 0)
-    text = b"".join(chunks)
-    reply: dict[str, Any] = json.loads(text) if text else {"ended": "ended its sandbox"}
-    return reply
-
-
-def _ended(first: int, below: list[psutil.Process], why: str) -> dict[str, Any]:
-    os.kill(first, signal.SIGKILL)  # process 1 of a namespace takes all others with it
-    for process in below:
-        with suppress(psutil.Error):
-            process.kill()
-    os.waitpid(first, 0)
-    return {"ended": why}
-
-
-def _run_all(request: dict[str, Any]) -> dict[str, Any]:
-    """Run the program once per test."""
-    folder = request["folder"]
-    if request["isolated"]:
-        _close_file_system(folder)
-    else:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    os.chdir(folder)
-    return {"runs": [_run(request, test) for test in request["tests"]]}
+                process.kill()
+        with suppress(ChildProcessError):
+            os.waitpid(-1, 0)
 
 
 def _run(request: dict[str, Any], test: dict[str, Any]) -> dict[str, Any]:
@@ -173,15 +233,11 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
     if os.getpid() == 1:
         with suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)  # in a namespace of processes: all but this one
+        with suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
     else:
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                child.kill()
-    while True:
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            break
+        _end_below()
     process.returncode = 0  # reaped above
 
 
@@ -223,24 +279,92 @@ def _unshare(flags: int) -> None:
 
 
 def _close_file_system(folder: str) -> None:
-    """Make everything read-only but ``folder``, which becomes an empty one in memory; show no other processes."""
+    """Change to a root that holds the interpreter and ``SHOWN``, read-only, and a /proc of this namespace.
+
+    Nothing else has a name there, so neither files of the user nor Unix sockets and FIFOs of other processes can be
+    opened. Being in a changed root also forbids the program further namespaces of users.
+    """
     if _libc.unshare(_CLONE_NEWNS) != 0:
         raise OSError(ctypes.get_errno(), "new mounts: " + os.strerror(ctypes.get_errno()))
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    quiet = _MS_NOSUID | _MS_NODEV
+    _mount("tmpfs", folder, "tmpfs", quiet, "size=1m,mode=755")
+    root = f"{folder}/root"
+    _show_interpreter(root)
+    os.mkdir(root + FOLDER)
+    os.mkdir(f"{root}/proc")
     attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, 0, 0)
     changed = _libc.syscall(
-        _MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes)
+        _MOUNT_SETATTR,
+        _AT_FDCWD,
+        os.fsencode(folder),
+        _AT_RECURSIVE,
+        ctypes.byref(attributes),
+        ctypes.sizeof(attributes),
     )
     if changed != 0:
         raise OSError(ctypes.get_errno(), "read-only mounts: " + os.strerror(ctypes.get_errno()))
-    quiet = _MS_NOSUID | _MS_NODEV
-    _mount("tmpfs", folder, "tmpfs", quiet, f"size={FOLDER},mode=700")
     try:
-        _mount("proc", "/proc", "proc", quiet | _MS_NOEXEC)
+        _mount("proc", f"{root}/proc", "proc", quiet | _MS_NOEXEC)
     except OSError as error:
         if error.errno != EPERM:  # a container hides parts of its /proc, and so forbids another one
             raise
-        _mount("tmpfs", "/proc", "tmpfs", quiet, "size=4k")
+    os.chroot(root)
+    os.chdir("/")
+
+
+def _show_interpreter(root: str) -> None:
+    """Bind what Python needs below ``root``, and make the symbolic links that lead to it."""
+    prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)
+    found = [_steps(path) for path in (*SHOWN, *prefixes, sys.executable) if os.path.exists(path)]
+    os.mkdir(root)
+    bound: set[Path] = set()
+    for place in sorted({Path(place) for place, _ in found} - {Path("/")}):  # a folder comes before what is in it
+        if bound.isdisjoint(place.parents):
+            copy = Path(f"{root}{place}")
+            if place.is_dir():
+                copy.mkdir(parents=True, exist_ok=True)
+            else:
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.touch()
+            _mount(str(place), str(copy), None, _MS_BIND | _MS_REC)
+            bound.add(place)
+    for _, links in found:
+        for link, target in links.items():
+            if bound.isdisjoint(link.parents):
+                copy = Path(f"{root}{link}")
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                if not copy.is_symlink():
+                    copy.symlink_to(target)
+
+
+def _steps(path: str) -> tuple[str, dict[Path, str]]:
+    """Return the real path of an existing file, and the symbolic links on the way, with their targets."""
+    place, links = "/", {}
+    left = path.split("/")[::-1]
+    while left:
+        step = os.path.normpath(os.path.join(place, left.pop()))
+        if os.path.islink(step):
+            target = links[Path(step)] = os.readlink(step)
+            place = "/" if target.startswith("/") else place
+            left += target.split("/")[::-1]
+        else:
+            place = step
+    return place, links
+
+
+def _enter_empty_folder(request: dict[str, Any]) -> None:
+    """Make the next test's folder the current one, without the files of the test before."""
+    if request["isolated"]:
+        os.chdir("/")
+        _libc.umount2(FOLDER.encode(), _MNT_DETACH)  # the first time there is none
+        _mount("tmpfs", FOLDER, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={FOLDER_BYTES},mode=700")
+        os.chdir(FOLDER)
+    else:
+        os.chdir(request["folder"])
+        for left in os.listdir("."):
+            shutil.rmtree(left, ignore_errors=True)
+        os.chdir(tempfile.mkdtemp(dir="."))
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
@@ -255,7 +379,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _answer(reply: dict[str, Any]) -> None:
-    json.dump(reply, sys.stdout)
+    print(json.dumps(reply), flush=True)
 
 
 if __name__ == "__main__":

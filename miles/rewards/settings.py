@@ -71,6 +71,15 @@ class RewardArguments(*reversed(REWARDS.own_flags), CommonRewardFlags):  # type:
         return self.custom_rm_path is not None
 
     @property
+    def labels_optional(self) -> bool:
+        """Whether rows may lack a label: a function of the user's may not need it, and no other reward does."""
+        built_in = [REWARDS[name] for name in self.weights if name != CUSTOM]
+        return self.has_custom and not any(
+            reward.needs_label and (reward.instead_of_label is None or getattr(self, reward.instead_of_label) is None)
+            for reward in built_in
+        )
+
+    @property
     def is_sum(self) -> bool:
         """Whether the reward is a weighted sum, with parts that are logged."""
         return self.rm_type is not None and self.rm_type not in REWARDS

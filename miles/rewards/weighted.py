@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from numbers import Real
@@ -12,6 +13,8 @@ from miles.rewards.base import NotAReward, RewardFunction, RewardSum
 from miles.rewards.reward_process import RewardProcessDied
 from miles.rewards.user_code import UserCodeError, UserCodeTimeout
 from miles.sample import Sample
+
+_logger = logging.getLogger(__name__)
 
 
 class WeightedReward:
@@ -28,8 +31,15 @@ class WeightedReward:
         self._weights = weights
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """Return a ``RewardSum`` for each sample, or ``NotAReward`` with the name of the part at fault."""
-        calls = (_named(name, function, samples) for name, function in self._functions.items())
+        """Return a ``RewardSum`` for each sample, or ``NotAReward`` with the name of the part at fault.
+
+        A part that raises is called again with each sample alone, and no other part is. If no sample alone fails, that
+        is logged, and the rewards count.
+
+        Raises:
+            UserCodeTimeout: A part took too long; each sample alone might take as long again.
+        """
+        calls = (_part(name, function, samples) for name, function in self._functions.items())
         found = await asyncio.gather(*calls, return_exceptions=True)  # none is left behind if one raises
         for column in found:
             if isinstance(column, BaseException):
@@ -44,9 +54,29 @@ class WeightedReward:
         for name, value in parts.items():
             if not isinstance(value, Real) or not isfinite(value):
                 fault = value if isinstance(value, NotAReward) else f"returned {value!r:.80}, not a finite number"
-                return NotAReward(f"{name} {fault}")
+                return NotAReward(fault if fault.startswith(f"{name} ") else f"{name} {fault}")
         numbers = {name: float(value) for name, value in parts.items()}
         return RewardSum(sum(self._weights[name] * value for name, value in numbers.items()), numbers)
+
+
+async def _part(name: str, function: RewardFunction, samples: Sequence[Sample]) -> Sequence[Any]:
+    """Call ``function``; if it raises, with each sample alone."""
+    try:
+        return await _named(name, function, samples)
+    except (UserCodeError, RewardProcessDied) as error:
+        if len(samples) == 1:
+            return [NotAReward(error)]
+        results = [await _alone(name, function, sample) for sample in samples]
+        if not any(isinstance(result, NotAReward) for result in results):
+            _logger.warning("scored one by one, which succeeded: %s", error)
+        return results
+
+
+async def _alone(name: str, function: RewardFunction, sample: Sample) -> Any:
+    try:
+        return (await _named(name, function, [sample]))[0]
+    except (UserCodeError, RewardProcessDied) as error:
+        return NotAReward(error)
 
 
 async def _named(name: str, function: RewardFunction, samples: Sequence[Sample]) -> Sequence[Any]:

@@ -227,8 +227,7 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
     tokenizer = load_tokenizer(settings.model.hf_checkpoint)
     scores = reward.rm_type is not None or reward.custom_rm_path is not None
     reward_function = get_reward_function(reward, memory_limit(reward.reward_memory)) if scores else None
-    is_custom = reward.custom_rm_path is not None
-    eval_sets = load_eval_sets(settings.evaluation, data, rollout, tokenizer, labels_optional=is_custom)
+    eval_sets = load_eval_sets(settings.evaluation, data, rollout, tokenizer, labels_optional=reward.labels_optional)
     supply = build_supply(settings, tokenizer)
     generate = get_group_generator(rollout)
     hooks = IterationHooks(settings, supply.stream)

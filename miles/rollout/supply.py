@@ -36,7 +36,7 @@ def build_supply(settings: Settings, tokenizer: Any) -> Supply:
         ValueError: A row is malformed, or the source cannot be imported.
     """
     data, rollout = settings.data, settings.rollout
-    context, labels_optional = rollout.rollout_max_context_len, settings.reward.custom_rm_path is not None
+    context, labels_optional = rollout.rollout_max_context_len, settings.reward.labels_optional
     if data.data_source_path is not None:
         reader = RowReader(data, tokenizer, labels_optional=labels_optional, max_context_len=context)
         return Supply(CustomStream(data.data_source_path, flags_view(settings), reader))

@@ -136,8 +136,9 @@ async def evaluate_sets(settings: Settings, sets: Sequence[str], samples_per_pro
     evaluation = fill_evaluation(evaluation, settings.rollout, settings.data)
     reward = settings.reward
     tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
-    is_custom = reward.custom_rm_path is not None
-    loaded = load_eval_sets(evaluation, settings.data, settings.rollout, tokenizer, labels_optional=is_custom)
+    loaded = load_eval_sets(
+        evaluation, settings.data, settings.rollout, tokenizer, labels_optional=reward.labels_optional
+    )
     if samples_per_prompt is not None:  # also if --eval-config says another number
         loaded = [replace(eval_set, samples_per_prompt=samples_per_prompt) for eval_set in loaded]
     reward_function = get_reward_function(reward)

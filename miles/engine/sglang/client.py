@@ -11,6 +11,7 @@ import aiohttp
 
 from miles.engine.base import Generation, SamplingParams
 from miles.engine.sglang.keys import bearer
+from miles.secret_values import public
 
 CONNECT_SECONDS = 60.0  # many requests sent at once connect one after the other
 KEEP_ALIVE_SECONDS = 3.0  # less than SGLang's own 5: a connection that it is about to close is not used again
@@ -51,6 +52,7 @@ class SglangClient:
             admin_key: The key for control calls.
         """
         self.url = url
+        self.shown = public("url", url)  # in messages
         self._key = key
         self._admin_key = admin_key
         self._seconds = seconds
@@ -91,7 +93,7 @@ class SglangClient:
         }
         answer = read_generation(await self._post("/generate", body, self._seconds), vocab)
         if version is not None and answer.weight_version != version:
-            raise EngineUnavailable(f"{self.url} has weights {answer.weight_version} instead of {version}")
+            raise EngineUnavailable(f"{self.shown} has weights {answer.weight_version} instead of {version}")
 
     async def check_health(self, version: int | None) -> None:
         """Ask for the server's own test, then check the version of its weights (None: any version).
@@ -102,13 +104,13 @@ class SglangClient:
         info = await self._send("GET", "/model_info", None, self._seconds, self._key)
         found = read_version(info.get("weight_version"))
         if version is not None and found != version:
-            raise EngineUnavailable(f"{self.url} has weights {found} instead of {version}")
+            raise EngineUnavailable(f"{self.shown} has weights {found} instead of {version}")
 
     async def control(self, path: str, body: dict[str, Any], seconds: float = CONTROL_SECONDS) -> dict[str, Any]:
         """Make a control call such as ``/pause_generation``. Raises ``RequestRefused`` if it failed."""
         answer = await self._send("POST", path, body, seconds, self._admin_key)
         if answer.get("success", True) is not True:
-            raise RequestRefused(f"{self.url}{path}: {answer.get('message')}")
+            raise RequestRefused(f"{self.shown}{path}: {answer.get('message')}")
         return answer
 
     async def pause(self, mode: str) -> None:
@@ -145,13 +147,15 @@ class SglangClient:
             async with request as response:
                 status, content = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnavailable(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from error
+            raise EngineUnavailable(
+                f"{self.shown}{path}: {type(error).__name__} {public('', str(error))}".rstrip()
+            ) from error
         if status >= 500 or status in (408, 429):
-            raise EngineUnavailable(f"{self.url}{path}: HTTP {status} {_text(content, 300)}")
+            raise EngineUnavailable(f"{self.shown}{path}: HTTP {status} {_text(content, 300)}")
         if status in (401, 403):
-            raise RequestRefused(f"{self.url}{path}: HTTP {status}: {WRONG_KEY}")
+            raise RequestRefused(f"{self.shown}{path}: HTTP {status}: {WRONG_KEY}")
         if status >= 400:
-            raise RequestRefused(f"{self.url}{path}: HTTP {status} {_text(content, 1000)}")
+            raise RequestRefused(f"{self.shown}{path}: HTTP {status} {_text(content, 1000)}")
         if content in (b"", b"null"):  # some control calls answer nothing
             return {}
         try:
@@ -159,7 +163,7 @@ class SglangClient:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise EngineUnavailable(f"{self.url}{path}: the answer is not a JSON object: {_text(content, 300)!r}")
+            raise EngineUnavailable(f"{self.shown}{path}: the answer is not a JSON object: {_text(content, 300)!r}")
         return answer
 
     def _session(self) -> aiohttp.ClientSession:

@@ -46,7 +46,7 @@ class ServedTeacher:
         for wait in (*self._waits, None):
             try:
                 answer = await client.input_log_probs(sample.tokens, first=len(sample.prompt.token_ids))
-                return read_input_log_probs(answer, sample.response_ids, client.url)
+                return read_input_log_probs(answer, sample.response_ids, client.shown)
             except EngineUnavailable:
                 if wait is None:
                     raise
@@ -90,5 +90,5 @@ def read_input_log_probs(answer: Mapping[str, Any], response_ids: Sequence[int],
             "must have the tokenizer of --hf-checkpoint"
         )
     if not all(math.isfinite(value) and value <= 1e-4 for value in log_probs):
-        raise EngineUnavailable(f"{url}: an answer whose log-probs are none: {str(log_probs)[:300]}")
+        raise EngineUnavailable(f"{url}: an answer with values that are no log-probs: {str(log_probs)[:300]}")
     return log_probs

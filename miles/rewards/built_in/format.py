@@ -21,6 +21,7 @@ class Format(Reward):
 
     name = "format"
     summary = "1 if the response is <think>…</think><answer>…</answer>, else 0"
+    needs_label = False
 
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Look for the tags."""

@@ -42,6 +42,7 @@ class Ifeval(Reward):
     name = "ifeval"
     summary = "1 if all instructions of the prompt are followed (if-verifiable)"
     data = "metadata or label: `instruction_id_list` and `kwargs`"
+    needs_label = False
     limit = f"{SECONDS:g} s"
     libraries = ("if_verifiable with pip install if-verifiable==0.1.2",)
     reads = ("ifeval_share", "ifeval_loose")

@@ -1,7 +1,7 @@
 """``--rm-type json_schema``: whether the answer is JSON that a schema accepts."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ class JsonSchema(Reward):
     name = "json_schema"
     summary = "1 if the answer is JSON that a schema accepts"
     data = "metadata `json_schema`, or label: a schema, unless --reward-json-schema is given"
+    needs_label = False
     limit = f"{SECONDS:g} s"
     reads = ("reward_json_schema",)
     own_flags = JsonSchemaFlags
@@ -60,11 +61,19 @@ class JsonSchema(Reward):
             if fault is not None:
                 errors.refuse("reward_json_schema", path, f"is no JSON schema ({fault})", "correct the file")
 
+    def build(self, flags: Any) -> Callable[[Sequence[Sample]], Rewards]:
+        """Return the scoring function, which keeps the schema of the file as it is now."""
+        score = partial(_score, common=_read_schema(flags))
+        return lambda samples: in_parallel(score, samples)
+
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Check the answers."""
-        path = flags.reward_json_schema
-        common = None if path is None else strict_json.loads(Path(path).read_text(encoding="utf-8"))
-        return in_parallel(partial(_score, common=common), samples)
+        return in_parallel(partial(_score, common=_read_schema(flags)), samples)
+
+
+def _read_schema(flags: Any) -> Any:
+    path = flags.reward_json_schema
+    return None if path is None else strict_json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def _score(sample: Sample, common: Any) -> float:

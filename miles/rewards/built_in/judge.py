@@ -3,9 +3,12 @@
 import asyncio
 import hashlib
 import json
+import logging
 import re
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -33,7 +36,17 @@ Answer to grade:
 Explain in a few sentences, then end with a line "Score: N".
 """
 _PLACE = re.compile(r"\{(prompt|response|label|max_score)\}")
-_SCORE = re.compile(r"score[\s:=*_]{0,6}([+-]?[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9])", re.IGNORECASE)
+_NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
+_SPACE = r"[ \t\r*_.]{0,6}"
+# A line of its own, which may end with "/10" or "out of 10", and a remark in parentheses.
+_SCORE = re.compile(
+    rf"^[ \t>#*_\-]{{0,8}}(?:(?:final|overall|total)[ \t]{{1,3}})?score[ \t*_]{{0,6}}[:=][ \t*_]{{0,6}}([+-]?{_NUMBER})"
+    rf"{_SPACE}(?:(?:/|out of)[ \t]{{0,3}}{_NUMBER}{_SPACE})?(?:\([^()\n]{{0,80}}\){_SPACE})?$",
+    re.IGNORECASE | re.MULTILINE,
+)
+_BUSY_SECONDS = 5.0  # for another run to release the cache; after a first fault no call waits again
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,16 +77,17 @@ class JudgeFlags:
 class Judge(Reward):
     """The score that a model gives, over ``--judge-max-score``.
 
-    The judge answers greedily (temperature 0); its last ``Score: N`` counts. A reply without one, or with one outside
-    0 to the best score, is a failure of the answer, like a request that fails: ``--reward-error`` says what becomes of
-    it. Replies are cached by request, so an answer that comes again costs nothing. Placeholders are filled in one pass:
-    ``{label}`` in an answer stays what it is. Whether an answer can talk the judge into a score is up to the judge and
-    the template.
+    The judge answers greedily (temperature 0); its last line ``Score: N`` counts. A reply without one, or with one
+    outside 0 to the best score, is a failure of the answer, like a request that fails: ``--reward-error`` says what
+    becomes of it. Replies with a score are cached by request, so an answer that comes again costs nothing. Placeholders
+    are filled in one pass: ``{label}`` in an answer stays what it is. Whether an answer can talk the judge into a score
+    is up to the judge and the template.
     """
 
     name = "judge"
     summary = "the score of a model behind an OpenAI-compatible URL (--judge-url)"
     data = "label, if the template shows it"
+    needs_label = False
     limit = "`--judge-timeout` per attempt"
     reads = (
         "judge_url",
@@ -151,7 +165,7 @@ class JudgeScorer:
         score = last_score(reply)
         best = self._flags.judge_max_score
         if score is None:
-            return NotAReward(f"got a reply without 'Score: N', which ends {one_line(reply[-80:], 80)!r}")
+            return NotAReward(f"got a reply without a line 'Score: N', which ends {one_line(reply[-80:], 80)!r}")
         if not 0 <= score <= best:
             return NotAReward(f"got the score {score:g}, outside 0 to --judge-max-score {best:g}")
         return score / float(best)
@@ -175,16 +189,24 @@ class JudgeScorer:
     async def _reply(self, request: Mapping[str, Any]) -> str:
         """Return the reply from the cache, or ask for it once, also if it is asked for again meanwhile."""
         key = hashlib.sha256(json.dumps([self._flags.judge_url, request], sort_keys=True).encode()).hexdigest()
-        known = self._replies.get(key)
-        if known is not None:
-            return known
         task = self._asked.get(key)
         if task is None:
-            task = self._asked[key] = asyncio.ensure_future(self._ask(request))
+            task = self._asked[key] = asyncio.ensure_future(self._known_or_asked(key, request))
             task.add_done_callback(lambda _: self._asked.pop(key, None))
-        reply = await asyncio.shield(task)
-        self._replies.put(key, reply)
+        return await asyncio.shield(task)
+
+    async def _known_or_asked(self, key: str, request: Mapping[str, Any]) -> str:
+        known = await self._replies.get(key)
+        if known is not None and self._has_score(known):
+            return known
+        reply = await self._ask(request)
+        if self._has_score(reply):  # the next call may get a better one
+            await self._replies.put(key, reply)
         return reply
+
+    def _has_score(self, reply: str) -> bool:
+        score = last_score(reply)
+        return score is not None and 0 <= score <= self._flags.judge_max_score
 
     async def _ask(self, request: Mapping[str, Any]) -> str:
         answer = await self._client.post(request)
@@ -198,7 +220,7 @@ class JudgeScorer:
 
 
 class ReplyCache:
-    """The judge's replies by request.
+    """The judge's replies by request. A fault of the file, once it is open, is a miss; the first one is logged.
 
     Args:
         path: A SQLite file, which several runs may share; None keeps them in memory.
@@ -208,29 +230,49 @@ class ReplyCache:
     """
 
     def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._has_failed = False
+        self._thread = ThreadPoolExecutor(1, "judge-cache")  # waits for the disk and other runs, not the event loop
         try:
-            # One event loop uses it; the object is made in another thread.
-            self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
+            self._database = sqlite3.connect(
+                path or ":memory:", timeout=_BUSY_SECONDS, check_same_thread=False, isolation_level=None
+            )
+            if path is not None:
+                self._database.execute("PRAGMA journal_mode = WAL")  # readers do not wait for a writer
             self._database.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)")
         except sqlite3.Error as error:
             fault = f"--judge-cache {path}: cannot be opened ({error})"
             raise InputError(f"{fault}; give a file in a folder that exists, or another file") from error
 
-    def get(self, key: str) -> str | None:
+    async def get(self, key: str) -> str | None:
         """Return the reply; None if it is not known."""
-        row = self._database.execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
+        row = await self._run("SELECT reply FROM replies WHERE key = ?", key)
         return None if row is None else str(row[0])
 
-    def put(self, key: str, reply: str) -> None:
+    async def put(self, key: str, reply: str) -> None:
         """Keep the reply."""
         clean = reply.encode("utf-8", "replace").decode()  # half of a surrogate pair cannot be stored
-        self._database.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, clean))
+        await self._run("INSERT OR REPLACE INTO replies VALUES (?, ?)", key, clean)
+
+    async def _run(self, statement: str, *values: str) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._execute, statement, values)
+
+    def _execute(self, statement: str, values: Sequence[str]) -> Any:
+        try:
+            return self._database.execute(statement, values).fetchone()
+        except sqlite3.Error as error:
+            if not self._has_failed:
+                self._has_failed = True
+                _logger.warning("--judge-cache %s: %s; the judge is asked instead", self._path, error)
+                with suppress(sqlite3.Error):
+                    self._database.execute("PRAGMA busy_timeout = 0")
+            return None
 
 
 def last_score(reply: str) -> float | None:
-    """Return the number of the last ``Score: N`` after the judge's reasoning; None if there is none.
+    r"""Return the number of the last line ``Score: N`` after the judge's reasoning; None if there is none.
 
-    >>> last_score("I would say score: 3. No: **Score: 7**/10")
+    >>> last_score("Score: 3\nNo:\n**Score: 7**/10 (max score 10)")
     7.0
     """
     found = _SCORE.findall(after_reasoning(reply))

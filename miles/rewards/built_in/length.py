@@ -17,6 +17,7 @@ class Length(Reward):
 
     name = "length"
     summary = "minus the number of response tokens"
+    needs_label = False
 
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Count the tokens."""

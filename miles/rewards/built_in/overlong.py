@@ -32,6 +32,7 @@ class Overlong(Reward):
 
     name = "overlong"
     summary = "0, falling to -1 over the last tokens before the length limit (DAPO's penalty)"
+    needs_label = False
     reads = ("overlong_max_len", "overlong_buffer_len")
     own_flags = OverlongFlags
 

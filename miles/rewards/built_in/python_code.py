@@ -25,7 +25,11 @@ class PythonCodeFlags:
     """python_code: the flags of ``--rm-type python_code``."""
 
     code_share: bool = flag(False, "reward of --rm-type python_code: the share of tests passed, not 1 for all of them")
-    code_seconds: int = flag(4, "seconds of processor time that a program may take per test (8 times as many in all)")
+    code_seconds: int = flag(
+        4,
+        "seconds of processor time that the processes of a program may take per test (8 times as many of wall time; N "
+        "tests together N + 8 times as many)",
+    )
     code_memory: float = flag(1.0, "GiB that the processes of a program may use together")
     code_processes: int = flag(16, "processes and threads that a program may have at a time")
     allow_unsandboxed_code: bool = flag(
@@ -35,6 +39,8 @@ class PythonCodeFlags:
 
 class PythonCode(Reward):
     """1 if the program passes all tests, else 0; the share of tests with ``--code-share``.
+
+    Without ``--code-share`` the first test that fails is the last one that is run.
 
     The program is the last closed block of code marked ``python``, ``py`` or not at all, after the reasoning; none
     scores 0. The metadata or the label holds the tests, in one of three forms:
@@ -52,6 +58,7 @@ class PythonCode(Reward):
     name = "python_code"
     summary = "1 if the program in the answer passes all tests, in a sandbox"
     data = "metadata or label: `inputs` and `outputs` (and `fn_name`), or `tests`"
+    needs_label = False
     limit = "`--code-seconds` per test"
     reads = ("code_share", "code_seconds", "code_memory", "code_processes", "allow_unsandboxed_code")
     own_flags = PythonCodeFlags
@@ -69,13 +76,18 @@ class PythonCode(Reward):
         """
         if not flags.allow_unsandboxed_code:
             try:
-                run_tests("", [CodeTest(stdin="")], Limits(), isolated=True)
+                (outcome,) = run_tests("", [CodeTest(stdin="")], Limits(seconds=30), isolated=True)
             except SandboxRefused as error:
                 raise InputError(
                     f"--rm-type python_code: this machine does not permit the sandbox ({error}); permit user "
                     f"namespaces (sysctl user.max_user_namespaces, the container's seccomp profile), or give "
                     f"--allow-unsandboxed-code if the programs may use the network and your files"
                 ) from error
+            if outcome.result is None:
+                raise InputError(
+                    f"--rm-type python_code: an empty program fails in the sandbox ({outcome.fault}); use a Python "
+                    f"whose files are below its sys.prefix, or give --allow-unsandboxed-code"
+                )
         return super().build(flags)
 
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
@@ -89,9 +101,14 @@ def _score(sample: Sample, flags: Any) -> float:
     if program is None:
         return 0.0
     limits = Limits(flags.code_seconds, int(flags.code_memory * 2**30), flags.code_processes)
-    outcomes = run_tests(program, tests, limits, isolated=not flags.allow_unsandboxed_code)
-    passed = [_passes(*row) for row in zip(outcomes, tests, expected, strict=True)]
-    return sum(passed) / len(passed) if flags.code_share else float(all(passed))
+    passed: list[bool] = []
+
+    def goes_on(place: int, outcome: Outcome) -> bool:
+        passed.append(_passes(outcome, tests[place], expected[place]))
+        return passed[-1] or bool(flags.code_share)
+
+    run_tests(program, tests, limits, isolated=not flags.allow_unsandboxed_code, goes_on=goes_on)
+    return sum(passed) / len(tests) if flags.code_share else float(sum(passed) == len(tests))
 
 
 def _passes(outcome: Outcome, test: CodeTest, expected: Any) -> bool:

@@ -32,6 +32,7 @@ class ReasoningGym(Reward):
     name = "reasoning_gym"
     summary = "what the scorer of the prompt's reasoning_gym task gives"
     data = "metadata that `--prompt-data reasoning_gym:TASK` makes"
+    needs_label = False
     limit = f"{SECONDS:g} s"
 
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:

@@ -37,6 +37,7 @@ class Regex(Reward):
     name = "regex"
     summary = "1 if a pattern is found in the answer"
     data = "label: a pattern, unless --reward-regex is given"
+    instead_of_label = "reward_regex"
     limit = f"{SECONDS:g} s"
     reads = ("reward_regex",)
     own_flags = RegexFlags

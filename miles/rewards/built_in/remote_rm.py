@@ -42,6 +42,7 @@ class RemoteRm(Reward):
     name = "remote_rm"
     summary = "what a server answers (--rm-url)"
     data = "what the server needs"
+    needs_label = False
     limit = "`--rm-url-timeout` per attempt"
     reads = (
         "rm_url",

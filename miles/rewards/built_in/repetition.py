@@ -25,6 +25,7 @@ class Repetition(Reward):
 
     name = "repetition"
     summary = "minus the share of repeated n-grams of tokens (a penalty)"
+    needs_label = False
     reads = ("repetition_ngram",)
     own_flags = RepetitionFlags
 

@@ -14,6 +14,7 @@ class Zero(Reward):
 
     name = "zero"
     summary = "0, for runs that learn from a teacher alone (--use-opd)"
+    needs_label = False
 
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Return 0 for every sample."""

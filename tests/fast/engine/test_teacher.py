@@ -10,6 +10,8 @@ from miles.engine.sglang.client import EngineUnavailable, RequestRefused
 from miles.engine.sglang.teacher import ServedTeacher
 from miles.sample import Prompt, Sample
 
+PASSWORD = "hunter2secret"
+
 
 class Server:
     """Answers as SGLang does; each log-prob tells the server and the token."""
@@ -46,7 +48,10 @@ async def teachers(*names, waits=(0.0, 0.0)):
         app.add_routes([web.post("/generate", server.generate)])
         running[name] = TestServer(app)
         await running[name].start_server()
-    urls = {name: str(test.make_url("")).rstrip("/") for name, test in running.items()}
+    urls = {
+        name: str(test.make_url("").with_user("me").with_password(PASSWORD)).rstrip("/")
+        for name, test in running.items()
+    }
     teacher = ServedTeacher(urls, "subject", waits)
     try:
         yield teacher, servers
@@ -84,8 +89,9 @@ async def test_a_request_without_a_sound_answer_is_sent_again(fault):
         await teacher.score([good := sample([7], [1])])
         assert good.teacher_log_probs == [-0.01]
         servers[""].faults = [fault] * 3
-        with pytest.raises(EngineUnavailable):
+        with pytest.raises(EngineUnavailable, match=r"http://\(hidden\)@.* (HTTP 500|without log-probs)") as caught:
             await teacher.score([sample([7], [1])])
+        assert PASSWORD not in str(caught.value)
 
 
 async def test_what_no_repetition_changes_stops_the_run():

@@ -51,7 +51,10 @@ def test_teachers_are_named_or_single():
         ({"use_opd": True, "loss_type": "sft_loss"}, "--use-opd: would be ignored by --loss-type sft_loss"),
         ({"use_opd": True, "use_opsm": True}, "--use-opsm: drops sequences of negative advantage"),
         ({"use_opd": True, "opd_type": "server"}, "--opd-type server: needs the teacher's address"),
-        ({"use_opd": True, "opd_teacher_urls": ("h:1",)}, "h:1 is no address"),
+        (
+            {"use_opd": True, "opd_teacher_urls": ("user:hunter2@h:1",)},
+            "urls (hidden)@h:1: address 1 of 1 begins with neither",
+        ),
         ({"use_opd": True, "opd_teacher_urls": ("http://a", "http://b")}, "several teachers need a name each"),
         ({"use_opd": True, "opd_type": "trainer", "opd_teacher_urls": ("http://a",)}, "ignored by --opd-type trainer"),
         ({"use_opd": True, "opd_teacher_urls": ("http://a",), "opd_teacher_key": "k"}, "there is one teacher"),

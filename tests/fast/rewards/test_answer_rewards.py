@@ -55,6 +55,12 @@ def test_dapo_reads_a_whole_number_in_every_spelling(number):
         ("<think>Answer: A</think> It is \\boxed{\\text{B}}", "B"),
         ("Answer: B <answer>C</answer>", "C"),
         ("the right choice is option D", "D"),
+        ("The answer is B, because option A is wrong.", "B"),
+        ("So the answer is B.\nOption C was close.", "B"),
+        ("The answer I choose is B.", "B"),
+        ("The answer is B, I think", "B"),
+        ("The answer is E", None),  # there are four choices
+        ("Option C was close.", None),
         ("Answer: A, B, C, D", None),
         ("The answer is A or B", None),
         ("\\boxed{A, B}", None),

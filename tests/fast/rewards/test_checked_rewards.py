@@ -57,6 +57,9 @@ def test_a_schema_comes_from_metadata_or_one_file(make_sample, tmp_path):
     (tmp_path / "schema.json").write_text('{"type": "array"}')
     flags = JsonSchemaFlags(str(tmp_path / "schema.json"))
     assert REWARDS["json_schema"].score([make_sample("[]"), make_sample("{}")], flags) == [1, 0]
+    built = REWARDS["json_schema"].build(flags)
+    (tmp_path / "schema.json").unlink()  # it is read once
+    assert built([make_sample("[]"), make_sample("{}")]) == [1, 0]
     assert REWARDS["json_schema"]([make_sample('"a"', metadata={"json_schema": {"const": "a"}})]) == [1]
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from miles.input_error import InputError
 from miles.rewards.base import NotAReward
-from miles.rewards.built_in.judge import TEMPLATE, JudgeFlags, JudgeScorer, last_score
+from miles.rewards.built_in.judge import TEMPLATE, JudgeFlags, JudgeScorer, ReplyCache, last_score
 from miles.rewards.built_in.remote_rm import RemoteRmFlags, RemoteScorer
 from miles.rewards.registry import get_reward_function
 from miles.rewards.settings import RewardArguments
@@ -178,7 +179,7 @@ async def test_the_judge_is_asked_once_per_answer_also_by_the_next_run(make_samp
         assert path == "/v1/chat/completions" and headers["Authorization"] == f"Bearer {KEY}"
         assert body["model"] == "m" and body["temperature"] == 0
         asked.append(body["messages"][0]["content"])
-        return reply(f"<think>Score: 9</think> Score: {len(asked) * 2}.")
+        return reply(f"<think>Score: 9</think>\nScore: {len(asked) * 2}.")
 
     cache = str(tmp_path / "replies.sqlite")
     with server(answer) as url:
@@ -212,16 +213,20 @@ async def test_a_reply_without_a_score_in_range_is_a_failure_of_the_answer(make_
 
     with server(answer) as url:
         none, high, low, shape = await judge(url, judge_api_key=KEY)([make_sample(kind) for kind in replies])
-    assert "without 'Score: N'" in none and "score 11, outside 0 to" in high and "score -1" in low
+    assert "without a line 'Score: N'" in none and "score 11, outside 0 to" in high and "score -1" in low
     assert isinstance(shape, NotAReward) and KEY not in shape
 
 
 @pytest.mark.parametrize(
     ("reply", "score"),
     [
-        ("Score: 3, no: **Score: 7.5**/10", 7.5),
+        ("Score: 3\nno:\n**Score: 7.5**/10", 7.5),
         ("SCORE = -1", -1.0),
-        ("score 10", 10.0),
+        ("Score: 3\n(max score 10)", 3.0),
+        ("Score: 3\nmax score: 10", 3.0),
+        ("## Final score: 3 out of 10 (max score: 10).\r\n", 3.0),
+        ("Score: 3 or 4", None),
+        ("It scores high, say score 10", None),
         ("<think>Score: 9</think> none", None),
         ("Score: 12345678901", None),
         ("Score: ten", None),
@@ -230,6 +235,28 @@ async def test_a_reply_without_a_score_in_range_is_a_failure_of_the_answer(make_
 )
 def test_the_last_score_counts(reply, score):
     assert last_score(reply) == score
+
+
+async def test_a_reply_without_a_score_is_asked_for_again(make_sample):
+    replies = iter(["I cannot.", "Score: 11", "Score: 5"])
+    with server(lambda *_: reply(next(replies))) as url:
+        scorer = judge(url)
+        rewards = [(await scorer([make_sample("x")]))[0] for _ in range(4)]
+    assert rewards[2:] == [0.5, 0.5] and all(isinstance(reward, NotAReward) for reward in rewards[:2])
+
+
+async def test_a_locked_cache_is_a_miss_that_is_logged_once(make_sample, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("miles.rewards.built_in.judge._BUSY_SECONDS", 0.0)
+    threads = set()
+    execute = ReplyCache._execute
+    spy = lambda *words: threads.add(threading.get_ident()) or execute(*words)  # noqa: E731
+    monkeypatch.setattr(ReplyCache, "_execute", spy)
+    with server(lambda *_: reply("Score: 5")) as url, closing(sqlite3.connect(tmp_path / "cache")) as other:
+        scorer = judge(url, judge_cache=str(tmp_path / "cache"))
+        other.execute("BEGIN EXCLUSIVE")
+        assert await scorer([make_sample("x"), make_sample("y")]) == [0.5, 0.5]
+    assert caplog.text.count("database is locked; the judge is asked instead") == 1
+    assert threading.get_ident() not in threads and len(threads) == 1
 
 
 def test_faults_of_the_judges_files(tmp_path):

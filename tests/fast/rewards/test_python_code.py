@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import tempfile
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from miles.input_error import InputError
 from miles.rewards import sandbox
 from miles.rewards.built_in.python_code import REWARD, PythonCodeFlags, is_same, read_tests
-from miles.rewards.sandbox import CodeTest, Limits, SandboxRefused, run_tests
+from miles.rewards.sandbox import CodeTest, Limits, Outcome, SandboxRefused, run_tests
 from miles.sample import Prompt
 
 values = st.recursive(
@@ -33,6 +34,13 @@ def permitted():
 def isolated():
     if not permitted():
         pytest.skip("this kernel permits no namespaces")
+
+
+@pytest.fixture
+def short_folder():
+    """A folder in which the address of a Unix socket is short enough."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield folder
 
 
 def block(program):
@@ -75,28 +83,73 @@ HOSTILE = {
         "import ctypes\nassert ctypes.CDLL(None).mount(None, b'/', None, 32, None) == 0\nopen({victim!r}, 'w')"
     ),
     "reads other processes": "open('/proc/{pid}/cmdline').read()",
+    "reads your files": "open({victim!r}).read()",
+    "calls a Unix socket": "import socket\nsocket.socket(socket.AF_UNIX).connect('{folder}/socket')",
+    "writes to a FIFO": "import os\nos.open({victim!r} + '.fifo', os.O_WRONLY | os.O_NONBLOCK)",
+    "makes namespaces": "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",
+    "takes shared memory": (
+        "import mmap, os, time\nos.fork()\nkept = mmap.mmap(-1, 150 << 20)\n"
+        "for _ in range(150): kept.write(b'x' * (1 << 20))\ntime.sleep(60)"
+    ),
+    "leaves shared memory behind": (
+        "import ctypes, time\nlibc = ctypes.CDLL(None)\nlibc.shmat.restype = ctypes.c_void_p\n"
+        "for _ in range(3):\n"
+        "    kept = libc.shmat(libc.shmget(0, ctypes.c_size_t(100 << 20), 0o1600), None, 0)\n"
+        "    ctypes.memset(ctypes.c_void_p(kept), 1, 100 << 20)\n    libc.shmdt(ctypes.c_void_p(kept))\n"
+        "time.sleep(60)"
+    ),
+    "computes in many processes": (
+        "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n"
+        "        while time.process_time() < 0.8: pass\n        os._exit(0)\n"
+        "for _ in range(6): os.wait()"
+    ),
 }
+FAULTS = {"takes shared memory": "of memory", "leaves shared memory behind": "of memory"}
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_program_fails_and_changes_nothing(kind, tmp_path, isolated):
+def test_a_hostile_program_fails_and_changes_nothing(kind, tmp_path, isolated, short_folder):
     victim = tmp_path / "victim"
     victim.write_text("mine")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    os.mkfifo(f"{victim}.fifo")
+    fifo = os.open(f"{victim}.fifo", os.O_RDONLY | os.O_NONBLOCK)
+    unix = socket.socket(socket.AF_UNIX)
+    unix.bind(f"{short_folder}/socket")
+    unix.listen()
+    with unix, os.fdopen(fifo), socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0)
-        program = HOSTILE[kind].format(victim=str(victim), port=listener.getsockname()[1], pid=os.getpid())
+        program = HOSTILE[kind].format(
+            victim=str(victim), port=listener.getsockname()[1], pid=os.getpid(), folder=short_folder
+        )
         limits = Limits(seconds=1, memory=256 << 20, processes=8)
         (outcome,) = run_tests(program, [CodeTest(stdin="")], limits, isolated=True)
         with pytest.raises(BlockingIOError):
             listener.accept()
-    assert outcome.result is None and outcome.fault
+    assert outcome.result is None and FAULTS.get(kind, "") in outcome.fault and outcome.fault
     assert victim.read_text() == "mine"
 
 
-def test_one_program_sees_nothing_of_another(isolated):
-    program = "import os\nprint(sorted(os.listdir('.')), os.getuid() != 0)\nopen('left', 'w').write('x')"
-    outcomes = [run_tests(program, [CodeTest(stdin="")], Limits(), isolated=True)[0] for _ in range(2)]
-    assert [outcome.result for outcome in outcomes] == ["['answer.py'] True\n"] * 2
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_a_test_sees_nothing_of_another(namespaces):
+    if namespaces and not permitted():
+        pytest.skip("this kernel permits no namespaces")
+    program = "import os\nprint(sorted(os.listdir('.')))\nos.mkdir('left')\nopen('left/file', 'w').write('x')"
+    for _ in range(2):
+        outcomes = run_tests(program, [CodeTest(stdin="")] * 2, Limits(), isolated=namespaces)
+        assert [outcome.result for outcome in outcomes] == ["['answer.py']\n"] * 2
+
+
+@pytest.mark.parametrize(("share", "runs", "reward"), [(False, 2, 0), (True, 3, 2 / 3)])
+def test_the_first_failure_is_the_last_run_unless_the_share_counts(make_sample, monkeypatch, share, runs, reward):
+    lengths = []
+
+    def spy(*words, **named):
+        lengths.append(len(run_tests(*words, **named)))
+
+    monkeypatch.setattr("miles.rewards.built_in.python_code.run_tests", spy)
+    sample = make_sample(block("print(input())"), metadata={"inputs": ["1", "2", "3"], "outputs": ["1", "1", "3"]})
+    flags = PythonCodeFlags(code_share=share, allow_unsandboxed_code=True)
+    assert REWARD.score([sample], flags) == [reward] and lengths == [runs]
 
 
 def test_without_namespaces_the_limits_hold():
@@ -105,6 +158,28 @@ def test_without_namespaces_the_limits_hold():
     assert run_tests("print(int(input()) + 1)", tests, limits, isolated=False)[0].result == "8\n"
     assert run_tests("while True: pass", tests, limits, isolated=False)[0].result is None
     assert run_tests("x = bytearray(8 << 30)", tests, limits, isolated=False)[0].result is None
+
+
+def test_without_namespaces_what_a_program_detaches_ends_with_the_sandbox():
+    program = (
+        "import os, socket, time\nport = int(input())\nif port and os.fork() == 0:\n    os.setsid()\n"
+        "    if os.fork() == 0:\n        kept = socket.create_connection(('127.0.0.1', port))\n"
+        "        time.sleep(600)\n"
+        "    os._exit(0)\nif port: time.sleep(600)"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+        detached = []
+
+        def goes_on(place, outcome):  # ends the sandbox while the second test runs
+            detached.append(listener.accept()[0])
+            return False
+
+        tests = [CodeTest(stdin="0"), CodeTest(stdin=str(listener.getsockname()[1]))]
+        assert len(run_tests(program, tests, Limits(seconds=60), isolated=False, goes_on=goes_on)) == 1
+        detached[0].settimeout(60)
+        assert detached[0].recv(1) == b""
+        detached[0].close()
 
 
 def test_without_namespaces_the_run_is_refused_unless_allowed(monkeypatch):
@@ -116,6 +191,9 @@ def test_without_namespaces_the_run_is_refused_unless_allowed(monkeypatch):
     with pytest.raises(InputError, match="does not permit the sandbox .*--allow-unsandboxed-code"):
         REWARD.build(PythonCodeFlags())
     assert callable(REWARD.build(PythonCodeFlags(allow_unsandboxed_code=True)))
+    monkeypatch.setattr("miles.rewards.built_in.python_code.run_tests", lambda *_, **__: [Outcome(None, "exit code 1")])
+    with pytest.raises(InputError, match=r"an empty program fails in the sandbox \(exit code 1\)"):
+        REWARD.build(PythonCodeFlags())
 
 
 @given(values, values)

@@ -17,6 +17,7 @@ from miles.input_error import InputError
 from miles.rewards import reward_process
 from miles.rewards.registry import get_reward_function
 from miles.rewards.reward_process import RewardProcess
+from miles.rewards.sandboxed import uses_more
 from miles.rewards.scoring import RewardError, score
 from miles.rewards.settings import RewardArguments
 
@@ -257,3 +258,14 @@ def test_dropped_samples_get_no_reward(process, make_sample):
     samples = [make_sample("a"), make_sample("bad")]
     assert scored(function, samples, drop=True) == 1
     assert [sample.reward for sample in samples] == [1.0, None]
+
+
+def test_shared_memory_counts_once():
+    program = (
+        "import mmap, os, sys\nkept = mmap.mmap(-1, 64 << 20)\nfor _ in range(64): kept.write(b'x' * (1 << 20))\n"
+        "other = os.fork()\nassert kept[::4096].count(b'x') == 16384\nprint(os.getpid(), flush=True)\nsys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        assert uses_more(pids, 60 << 20) and not uses_more(pids, 120 << 20)
+        process.stdin.close()

@@ -10,6 +10,7 @@ from miles.rewards.built_in import REWARDS
 from miles.rewards.registry import get_reward_function
 from miles.rewards.scoring import RewardError, score
 from miles.rewards.settings import RewardArguments, reward_weights
+from miles.rewards.weighted import WeightedReward
 from miles.rollout.debug_data import load_rollout, save_rollout
 from miles.rollout.metrics import rollout_metrics
 from miles.sample import PromptGroup
@@ -54,6 +55,34 @@ def test_faults_in_the_weights(rm_type, fault):
 def test_flags_that_do_not_fit_the_rewards(reward, fault):
     with pytest.raises(ValueError, match=fault):
         get_reward_function(reward)
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "optional"),
+    [(None, True), ("custom:1,length:1", True), ("custom:1,math:1", False), ("custom:1,regex:1", False)],
+)
+def test_rows_may_lack_a_label_if_no_part_needs_it(rm_type, optional):
+    assert RewardArguments(rm_type=rm_type, custom_rm_path="a:b").labels_optional == optional
+    pattern = RewardArguments(rm_type="custom:1,regex:1", custom_rm_path="a:b", reward_regex="x")
+    assert pattern.labels_optional and not RewardArguments(rm_type="length").labels_optional
+
+
+async def test_a_part_that_raises_is_called_again_alone(make_sample):
+    calls = []
+
+    async def billed(samples):
+        calls.append(len(samples))
+        return [1.0] * len(samples)
+
+    async def raises(samples):
+        return [float(sample.response) for sample in samples]
+
+    function = WeightedReward({"billed": billed, "mine": raises}, {"billed": 1.0, "mine": 2.0})
+    samples = [make_sample(text, trajectory_id=place) for place, text in enumerate(("3", "bad", "4"))]
+    with pytest.raises(RewardError, match="mine raised ValueError: could not convert.* trajectory 1, "):
+        await score(samples, function, None)
+    assert await score(samples, function, -1.0) == 1
+    assert [sample.reward for sample in samples] == [7.0, -1.0, 9.0] and calls == [3, 3]
 
 
 async def test_the_reward_is_the_weighted_sum_and_its_parts_are_kept(make_sample, tmp_path):
