@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -62,6 +62,14 @@ class _HidingStream:
     def write(self, text: str) -> int:
         self._stream.write(hide_in_text(text, self._secrets))
         return len(text)
+
+    def write_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Pass an event on to a stream that takes some (``--log-format json``)."""
+        stream: Any = self._stream
+        stream.write_event(event, {self._public(name): self._public(value) for name, value in fields.items()})
+
+    def _public(self, value: Any) -> Any:
+        return hide_in_text(value, self._secrets) if isinstance(value, str) else value
 
     def writelines(self, lines: Sequence[str]) -> None:
         for line in lines:

@@ -44,22 +44,24 @@ def exit_with_message(
     try:
         yield
     except KeyboardInterrupt:
-        who = "the user" if stop.number == signal.SIGINT else signal.Signals(stop.number).name
-        print(f"stopped by {who}; {how_to_resume(checkpoint)}", file=sys.stderr)
+        print(stopped_by(stop, checkpoint), file=sys.stderr)
         raise SystemExit(stop.exit_status) from None
     except BrokenPipeError:
         # Nobody reads what is printed any more, as after `| head`. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"train.py: the run stopped: standard output was closed; {how_to_resume(checkpoint)}", file=sys.stderr)
+        print(stopped("standard output was closed", checkpoint), file=sys.stderr)
         raise SystemExit(1) from None
     except Exception as error:
         cause = cause_of(error)
+        if stop.has_stopped and is_death(error):  # the signal has ended the worker too
+            print(stopped_by(stop, checkpoint), file=sys.stderr)
+            raise SystemExit(stop.exit_status) from None
         if isinstance(cause, ValueError):
             print(f"train.py: error: {cause}", file=sys.stderr)
             if isinstance(cause, InputError):
                 raise SystemExit(2) from None
         elif isinstance(cause, SaveFailed):
-            print(f"train.py: the run stopped: {cause}; {how_to_resume(checkpoint)}", file=sys.stderr)
+            print(stopped(str(cause), checkpoint), file=sys.stderr)
         else:
             show(error)
             print(stopped(in_one_line(error), checkpoint, files), file=sys.stderr)
@@ -75,12 +77,26 @@ def notifying(notifier: Notifier, stop: StopRequests) -> Iterator[None]:
         notifier.send("end", f"stopped by {signal.Signals(stop.number).name}")
         raise
     except Exception as error:
-        notifier.send("failure", in_one_line(error))
+        if stop.has_stopped and is_death(error):
+            notifier.send("end", f"stopped by {signal.Signals(stop.number).name}")
+        else:
+            notifier.send("failure", in_one_line(error))
         raise
     notifier.send("end", "finished")
 
 
-def stopped(why: str, checkpoint: CheckpointArguments, files: FailureFiles | None) -> str:
+def stopped_by(stop: StopRequests, checkpoint: CheckpointArguments) -> str:
+    """Return the last line of a run that a signal has stopped."""
+    who = "the user" if stop.number == signal.SIGINT else signal.Signals(stop.number).name
+    return f"stopped by {who}; {how_to_resume(checkpoint)}"
+
+
+def is_death(error: Exception) -> bool:
+    """Return whether an error is that a worker process died or does not answer."""
+    return isinstance(error, WorkerLost | ray.exceptions.RayActorError)
+
+
+def stopped(why: str, checkpoint: CheckpointArguments, files: FailureFiles | None = None) -> str:
     """Return the last line of a run that has failed: why, how to resume, and what was kept of the failure."""
     kept = "" if files is None else files.in_words()
     return f"train.py: the run stopped: {why}; {how_to_resume(checkpoint)}{kept}"

@@ -54,6 +54,7 @@ class _Watched:
     heartbeat: ray.ObjectRef[Any]
     sent: float  # by time.monotonic()
     replaceable: bool
+    preparing: ray.ObjectRef[Any] | None = None  # until it has ended
     pid: int | None = None  # known with the first heartbeat
     lost: WorkerLost | None = None
 
@@ -61,18 +62,27 @@ class _Watched:
         """Request the next heartbeat."""
         self.heartbeat, self.sent = self.worker.heartbeat.remote(HEARTBEAT_SECONDS), time.monotonic()
 
+    def is_preparing(self) -> bool:
+        """Return whether the worker still imports; silence counts from the end of it."""
+        if self.preparing is not None and ray.wait([self.preparing], timeout=0)[0]:
+            self.preparing, self.sent = None, time.monotonic()
+        return self.preparing is not None
+
 
 class Workers:
     """The worker processes of a run: waits for their results and notices which has died or hangs.
 
     A worker without a heartbeat for ``seconds`` is considered hanging: it was stopped (SIGSTOP, a debugger), or its
     host was. A busy worker, compiling or in a collective, still answers as long as it lets other threads run; a
-    backtracking regular expression does not. Before its first heartbeat a worker may take any time to be placed and to
-    import.
+    backtracking regular expression does not. A worker may take any time to be placed and to import.
     """
 
     def __init__(
-        self, seconds: float, longest_wait: float = 0.0, on_hang: Callable[[str], None] = lambda why: None
+        self,
+        seconds: float,
+        longest_wait: float = 0.0,
+        on_hang: Callable[[str], None] = lambda why: None,
+        on_replacement: Callable[[], None] = lambda: None,
     ) -> None:
         """Watch no worker yet.
 
@@ -80,19 +90,33 @@ class Workers:
             seconds: How long a worker may show no sign of life.
             longest_wait: How long a call may take, in seconds; 0 is no limit.
             on_hang: Called with the sentence about a wait that has exceeded its limit, before anything is ended.
+            on_replacement: Called when another worker is about to replace a lost one.
         """
         self._seconds = seconds
+        self._on_replacement = on_replacement
         self._longest_wait = longest_wait
         self._on_hang = on_hang
         self._watched: list[_Watched] = []
         self._looked = time.monotonic()
 
-    def add(self, name: str, worker: Any, replaceable: bool = False) -> None:
-        """Watch ``worker`` from now on under ``name``.
+    def add(
+        self, name: str, worker: Any, replaceable: bool = False, preparing: ray.ObjectRef[Any] | None = None
+    ) -> None:
+        """Watch a worker from now on.
 
-        The loss of a ``replaceable`` worker is raised only to callers that wait for its results.
+        Args:
+            name: Its name in messages.
+            worker: Its handle.
+            replaceable: Whether its loss is raised only to callers that wait for its results.
+            preparing: A call of its imports, which may keep Python's lock: silence counts from the end of it.
         """
-        self._watched.append(_Watched(name, worker, worker.heartbeat.remote(0.0), time.monotonic(), replaceable))
+        heartbeat = worker.heartbeat.remote(0.0)
+        self._watched.append(_Watched(name, worker, heartbeat, time.monotonic(), replaceable, preparing))
+
+    def replace(self, worker: Any) -> None:
+        """Kill a lost worker, in whose place the caller starts another."""
+        self.end(worker)
+        self._on_replacement()
 
     def end(self, worker: Any) -> None:
         """Kill ``worker``, whatever its state, and stop watching it."""
@@ -156,8 +180,9 @@ class Workers:
             while (heartbeats := self._heartbeats()) and (left := until - time.monotonic()) > 0:
                 ray.wait(heartbeats, timeout=left)
                 self._look(whose)
-            if _TIME_OUT.search(str(failure)):
-                cause = failure.cause if isinstance(failure, ray.exceptions.RayTaskError) else failure
+            # Not the traceback of the worker, whose lines of code may say anything.
+            cause = failure.cause if isinstance(failure, ray.exceptions.RayTaskError) else failure
+            if _TIME_OUT.search(f"{type(cause).__name__}: {cause}"):
                 self._on_hang(str(cause).partition("\n")[0])
             raise failure
 
@@ -183,7 +208,8 @@ class Workers:
     def _lost(self, watched: _Watched, answered: bool) -> WorkerLost | None:
         """Return how ``watched`` was lost, or None if it is alive; one that answered gets the next request."""
         if not answered:
-            if watched.pid is None or time.monotonic() - watched.sent <= HEARTBEAT_SECONDS + self._seconds:
+            longest = HEARTBEAT_SECONDS + self._seconds
+            if watched.is_preparing() or watched.pid is None or time.monotonic() - watched.sent <= longest:
                 return None
             return self._hangs(
                 watched.worker,

@@ -22,6 +22,7 @@ from miles.arguments.settings import Settings
 from miles.cluster.failure_files.folder import FailureFiles
 from miles.cluster.failures import cause_of, in_one_line, show
 from miles.cluster.folders.resume_point import resume_point
+from miles.cluster.stop_requests import StopRequests
 from miles.training.checkpoint_folder import newest
 
 
@@ -61,6 +62,7 @@ def with_restarts(
     attempt: Callable[[Settings], None],
     restarts: Restarts | None = None,
     files: FailureFiles | None = None,
+    stop: StopRequests | None = None,
 ) -> None:
     """Call ``attempt(settings)``, and again if a worker process dies or fails, as often as ``restarts`` allows.
 
@@ -73,13 +75,15 @@ def with_restarts(
         attempt: Runs it to its end.
         restarts: How many are left; None for ``--max-restarts``.
         files: What is kept of a failure.
+        stop: Requests to stop the run, after which it is not restarted.
     """
     restarts = Restarts(settings.cluster.max_restarts) if restarts is None else restarts
     while True:
         try:
             return attempt(settings)
         except ray.exceptions.RayError as error:
-            if restarts.left == 0 or isinstance(cause_of(error), ValueError):
+            is_stopping = stop is not None and stop.is_requested
+            if restarts.left == 0 or is_stopping or isinstance(cause_of(error), ValueError):
                 raise
             show(error)
             if files is not None:

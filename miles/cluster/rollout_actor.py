@@ -121,7 +121,7 @@ class RolloutDriver:
         raise AssertionError("unreachable")
 
     def _replace(self) -> None:
-        self._workers.end(self.worker)
+        self._workers.replace(self.worker)
         self._started.clear()
         self._update = None
         self._start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -119,18 +120,19 @@ class Placement:
 def ray_session(
     cluster: ClusterArguments,
     engines: EngineLayout | None = None,
-    on_loss: Callable[[str], Continuation | None] = lambda loss: print(loss, file=sys.stderr),
+    on_loss: Callable[[str], Continuation | int] | None = None,
     files: FailureFiles | None = None,
 ) -> Iterator[Placement]:
     """Start a local Ray or join the one at ``--ray-address``; on exit, release what this run took and nothing else.
 
-    If Ray itself dies, nothing can be released in order: this process then ends at once with status 1, or becomes
-    another program that continues the run.
+    If Ray itself dies, nothing can be released in order: this process then ends at once, or becomes another program
+    that continues the run.
 
     Args:
         cluster: The flags on the cluster.
         engines: The servers that the run starts.
-        on_loss: Says what happened to Ray before the process ends, and may return how the run continues.
+        on_loss: Says what happened to Ray before the process ends, and returns the exit status, 1 without it, or how
+            the run continues.
         files: Keeps Ray's logs if the block fails.
 
     Raises:
@@ -151,16 +153,13 @@ def ray_session(
     watch: RayWatch | None = None
     group: PlacementGroup | None = None
 
-    def end(loss: str) -> None:
-        end_at_once(guard, on_loss(loss))
-
     try:
         if not cluster.ray_address:
             guard = RunGuard(private_session_root())
             if files is not None:
                 files.run_folder = guard.folder
         _connect(cluster, device, num_cpus, environment, guard)
-        watch = RayWatch(parts_of_ray(), end, own_node())
+        watch = RayWatch(parts_of_ray(), lambda loss: _end_after(loss, guard, on_loss), own_node())
         group = _place(bundles, cluster)
         slots = find_slots(group, cluster.world_size) if device == "cuda" and engines.beside_trainer else ()
         if cluster.colocate and engines.count:
@@ -188,10 +187,28 @@ def _keeping_logs(files: FailureFiles | None) -> Iterator[None]:
         raise
 
 
-def end_at_once(guard: RunGuard | None, continuation: Continuation | None = None) -> None:
+def _end_after(loss: str, guard: RunGuard | None, on_loss: Callable[[str], Continuation | int] | None) -> None:
+    """End the process after the loss of Ray, also if ``on_loss`` fails."""
+    result: Continuation | int = 1
+    try:
+        if on_loss is None:
+            print(loss, file=sys.stderr)
+        else:
+            result = on_loss(loss)
+    except BaseException:  # the process ends, whatever it was
+        with suppress(Exception):
+            traceback.print_exc()
+    finally:
+        end_at_once(guard, result)
+
+
+def end_at_once(guard: RunGuard | None, result: Continuation | int = 1) -> None:
     """End what is left of the run, and this process. Calls nothing of Ray, which may wait for ever or complain.
 
-    With a continuation this process becomes its program, with the same process id, output and input.
+    Args:
+        guard: Cleans up after a local Ray.
+        result: The exit status. With a continuation this process becomes its program, with the same process id, output
+            and input.
     """
     output = {number: os.dup(number) for number in (1, 2)}
     with open(os.devnull, "wb") as nothing:
@@ -200,11 +217,16 @@ def end_at_once(guard: RunGuard | None, continuation: Continuation | None = None
                 stream.flush()
         for number in (1, 2):  # what other threads and Ray say about the consequences
             os.dup2(nothing.fileno(), number)
-    if guard is not None:
-        guard.close()
-    if continuation is not None:
-        continuation.take_over(output)
-    os._exit(1)
+    status = 1
+    try:
+        if guard is not None:
+            guard.close()
+        if isinstance(result, int):
+            status = result
+        else:
+            result.take_over(output)
+    finally:
+        os._exit(status)
 
 
 def _connect(

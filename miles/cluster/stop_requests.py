@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
+import socket
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -42,6 +45,8 @@ class StopRequests:
         self._seconds = seconds
         self._requested: int | None = None
         self._must_finish = False
+        self._only_notes = False
+        self._arrived: socket.socket | None = None  # the numbers of signals, as soon as they have arrived
 
     @contextmanager
     def listening(self) -> Iterator[StopRequests]:
@@ -57,10 +62,18 @@ class StopRequests:
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             del handlers[signal.SIGHUP]
         former = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        self._arrived, arriving = socket.socketpair()
+        self._arrived.setblocking(False)
+        arriving.setblocking(False)
+        former_file = signal.set_wakeup_fd(arriving.fileno(), warn_on_full_buffer=False)
         try:
             yield self
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.set_wakeup_fd(former_file)
+            arriving.close()
+            self._arrived.close()
+            self._arrived = None
             for number, handler in former.items():
                 signal.signal(number, handler)
 
@@ -78,6 +91,25 @@ class StopRequests:
     def is_requested(self) -> bool:
         """Whether a signal asked the run to stop when what must be finished is finished."""
         return self._requested is not None
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a signal other than the warning SIGUSR1 asked the run to stop."""
+        return self._requested in STOPS
+
+    def stopped_within(self, seconds: float) -> bool:
+        """Return whether a signal stops the run, now or within so many seconds. Later signals are only noted.
+
+        A signal to all processes of a run ends Ray too, whose death may be seen before Python has called the handler
+        here, in the main thread.
+        """
+        self._only_notes = True
+        until = time.monotonic() + seconds
+        while not self.has_stopped and self._arrived is not None and (left := until - time.monotonic()) > 0:
+            if select.select([self._arrived], [], [], left)[0]:
+                numbers = [number for number in self._arrived.recv(64) if number in STOPS]
+                self._requested = numbers[0] if numbers else self._requested
+        return self.has_stopped
 
     @contextmanager
     def finish_first(self) -> Iterator[None]:
@@ -97,6 +129,8 @@ class StopRequests:
         self._requested = number
         if number == signal.SIGHUP:
             _leave_closed_terminal()
+        if self._only_notes:
+            return
         if again or not self._must_finish:
             if not again:
                 self._start_timer()  # a checkpoint may follow
@@ -118,7 +152,8 @@ class StopRequests:
         signal.setitimer(signal.ITIMER_REAL, self._seconds)
 
     def _time_out(self, number: int, frame: FrameType | None) -> None:
-        raise StopRequested
+        if not self._only_notes:
+            raise StopRequested
 
 
 def _leave_closed_terminal() -> None:

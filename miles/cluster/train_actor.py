@@ -56,8 +56,7 @@ class TrainDriver:
             for rank in range(settings.cluster.world_size)
         ]
         for rank, actor in enumerate(self.actors):
-            workers.add(f"trainer rank {rank}", actor)
-            actor.import_code.remote()
+            workers.add(f"trainer rank {rank}", actor, preparing=actor.import_code.remote())
 
     def build(self, total_steps: int) -> None:
         """Connect the ranks and build their models; ``total_steps`` are the optimizer steps of the run."""

@@ -1,8 +1,8 @@
 """Check a reward function on cases: answers with the rewards that they should get.
 
 The function runs as in a run: in its own process, with the time and memory limits. A built-in reward takes its flags,
-as in a run. Exit status 0: all cases get the
-expected reward; 1: some do not; 2: the function or the cases cannot be read.
+as in a run. Exit status 0: all cases get the expected reward; 1: some do not; 2: the function or the cases cannot be
+read.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ from miles.arguments.parser import main_parse
 from miles.hidden_secrets import hidden_in_output, hide_on_command_line
 from miles.secret_values import secrets_in
 
+SIGNAL_SECONDS = 2.0  # in which a signal that has ended Ray reaches this process too
+
 if TYPE_CHECKING:
     from miles.arguments.checkpoint import CheckpointArguments
     from miles.arguments.launch.notes import Note
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from miles.cluster.restarts import Continuation, Restarts
     from miles.cluster.session import Placement
     from miles.cluster.stop_requests import StopRequests
-    from miles.tracking.notifications import Notifier
+    from miles.tracking.notifications import Event, Notifier
     from miles.tracking.sinks import Sink
     from miles.tracking.tracker import Tracker
 
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Handed:
+class HandedOver:
     """What a launcher whose Ray has died hands to the one that takes its place.
 
     Attributes:
@@ -52,7 +54,7 @@ class Handed:
 
 
 @dataclass(frozen=True)
-class Launch:
+class RunContext:
     """What all attempts of a run share.
 
     Attributes:
@@ -104,7 +106,7 @@ def start(validated: Validated, is_alone: bool = False) -> None:
     launch(validated, exit_with_message, is_alone)
 
 
-def take_over(handed: Handed) -> None:
+def take_over(handed: HandedOver) -> None:
     """Go on with a run whose Ray has died, in the process that has led it so far (cluster/restarts.py), and exit."""
     from miles.cluster.failures import exit_with_message
 
@@ -112,7 +114,7 @@ def take_over(handed: Handed) -> None:
     raise SystemExit(0)
 
 
-def launch(validated: Validated, ending: Ending, is_alone: bool = False, handed: Handed | None = None) -> None:
+def launch(validated: Validated, ending: Ending, is_alone: bool = False, handed: HandedOver | None = None) -> None:
     """Lock the folders of a run, find where it begins, and run it to its end.
 
     Args:
@@ -130,13 +132,15 @@ def launch(validated: Validated, ending: Ending, is_alone: bool = False, handed:
     from miles.objective.hooks import check_hooks
     from miles.tracking.json_output import as_json_lines
     from miles.tracking.notifications import Notifier
+    from miles.tracking.sinks import check_packages
     from miles.training.checkpoint_folder import remove_unfinished
 
     settings = validated.settings
     written = {"--output-dir": settings.tracking.output_dir, "--save": settings.checkpoint.save}
     stop = StopRequests(settings.cluster.stop_timeout)
     secrets = secrets_in("settings", asdict(settings))
-    files = FailureFiles(Path(settings.tracking.output_dir), secrets)
+    kept_out = {*secrets, *settings.cluster.trainer_environment.values()}
+    files = FailureFiles(Path(settings.tracking.output_dir), kept_out)
     notifier = Notifier(settings.tracking.notify_url, settings.tracking.output_dir, secrets)
     with (
         as_json_lines(settings.tracking.log_format == "json"),
@@ -145,6 +149,7 @@ def launch(validated: Validated, ending: Ending, is_alone: bool = False, handed:
         stop.listening(),
     ):
         check_hooks(settings.loss)
+        check_packages(settings.tracking)
         with locked_folders((flag, Path(folder)) for flag, folder in written.items() if folder is not None):
             notes = [*validated.notes, *check_load_folder(settings.checkpoint)]
             point = resume_point(settings.checkpoint)
@@ -155,20 +160,20 @@ def launch(validated: Validated, ending: Ending, is_alone: bool = False, handed:
             checkpoint = own_save_folder(point.checkpoint, point.damaged)
             if checkpoint.save is not None:
                 remove_unfinished(Path(checkpoint.save))
-            launched = _launch_of(validated, stop, files, notifier, is_alone, handed)
+            context = _context(validated, stop, files, notifier, is_alone, handed)
             # The second ``ending`` knows where to resume from: --start-over changes it.
             with ending(checkpoint, stop, files), notifying(notifier, stop):
-                run(replace(settings, checkpoint=checkpoint), launched)
+                run(replace(settings, checkpoint=checkpoint), context)
 
 
-def _launch_of(
+def _context(
     validated: Validated,
     stop: StopRequests,
     files: FailureFiles,
     notifier: Notifier,
     is_alone: bool,
-    handed: Handed | None,
-) -> Launch:
+    handed: HandedOver | None,
+) -> RunContext:
     from miles.cluster.restarts import Continuation, Restarts
 
     settings = validated.settings
@@ -177,57 +182,83 @@ def _launch_of(
     restarts = Restarts(settings.cluster.max_restarts if handed is None else handed.restarts_left)
 
     def continuation(resumed: Settings) -> Continuation:
-        again = Handed(replace(validated, settings=resumed, notes=(), accepted=()), given, restarts.left)
+        again = HandedOver(replace(validated, settings=resumed, notes=(), accepted=()), given, restarts.left)
         return Continuation(f"{__name__}:take_over", again, environment)
 
     can_be_replaced = is_alone and not settings.cluster.ray_address  # nobody starts a joined cluster anew
-    return Launch(stop, files, notifier, restarts, given, continuation if can_be_replaced else None)
+    return RunContext(stop, files, notifier, restarts, given, continuation if can_be_replaced else None)
 
 
 def _indented(accepted: Sequence[Note]) -> list[str]:
     return [f"  {line}" for line in grouped(accepted)]
 
 
-def run(settings: Settings, launch: Launch) -> None:
+def run(settings: Settings, context: RunContext) -> None:
     """Start Ray, train, and stop what was started; restart up to ``--max-restarts`` times if a process fails.
 
     Args:
         settings: The run, with the checkpoint that it begins from and the folder that it saves into.
-        launch: What its attempts share.
+        context: What its attempts share.
     """
-    from miles.cluster.failures import stopped
-    from miles.cluster.ray_watch import is_hang
     from miles.cluster.restarts import with_restarts
     from miles.cluster.session import EngineLayout, ray_session
 
-    def on_loss(loss: str) -> Continuation | None:
-        """Say that a part of Ray was lost, and return the launcher that takes over, if there is to be one."""
-        if is_hang(loss):
-            launch.files.report_hang(loss, ask_ray=False)
-        launch.files.keep_ray_logs()
-        if launch.continuation is not None and launch.restarts.left and not launch.stop.is_requested:
-            try:
-                return launch.continuation(launch.restarts.take(loss, settings, launch.files))
-            except ValueError as damaged:
-                loss = f"{loss}, and {damaged}"
-        last_line = stopped(loss, settings.checkpoint, launch.files)
-        with suppress(OSError):  # nobody reads it any more
-            print(last_line, file=sys.stderr, flush=True)
-        launch.notifier.send("failure", last_line)
-        return None
-
     engines = EngineLayout(settings.num_engines, settings.sglang.rollout_num_gpus_per_engine, settings.trains)
-    with ray_session(settings.cluster, engines, on_loss, launch.files) as placement:
-        with_restarts(settings, lambda settings: train(settings, placement, launch), launch.restarts, launch.files)
+    files, stop = context.files, context.stop
+    with ray_session(settings.cluster, engines, lambda loss: after_loss(loss, settings, context), files) as placement:
+        with_restarts(settings, lambda settings: train(settings, placement, context), context.restarts, files, stop)
 
 
-def train(settings: Settings, placement: Placement, launch: Launch) -> None:
+def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuation | int:
+    """Say that a part of Ray was lost, or which signal has ended it.
+
+    Args:
+        loss: What happened to it.
+        settings: The run.
+        context: What its attempts share.
+
+    Returns:
+        The launcher that takes over, if there is to be one, or else the exit status.
+    """
+    from miles.cluster.failures import stopped, stopped_by
+    from miles.cluster.ray_watch import is_hang
+
+    event: Event = "failure"
+    status = 1
+    if context.stop.stopped_within(SIGNAL_SECONDS):
+        last_line, event, status = stopped_by(context.stop, settings.checkpoint), "end", context.stop.exit_status
+    else:
+        if is_hang(loss):
+            _try("the report of a hang", lambda: context.files.report_hang(loss, ask_ray=False))
+        _try("Ray's logs", context.files.keep_ray_logs)
+        if context.continuation is not None and context.restarts.left and not context.stop.is_requested:
+            try:
+                return context.continuation(context.restarts.take(loss, settings, context.files))
+            except Exception as error:
+                loss = f"{loss}, and the run cannot be restarted: {error}"
+        last_line = stopped(loss, settings.checkpoint, context.files)
+    with suppress(OSError):  # nobody reads it any more
+        print(last_line, file=sys.stderr, flush=True)
+    context.notifier.send(event, last_line)
+    return status
+
+
+def _try(what: str, keep: Callable[[], None]) -> None:
+    """Call ``keep``; a failure is a note, as the run ends anyway and says why."""
+    try:
+        keep()
+    except Exception as error:
+        with suppress(OSError):
+            print(f"note: {what} could not be kept ({type(error).__name__}: {error})", file=sys.stderr)
+
+
+def train(settings: Settings, placement: Placement, context: RunContext) -> None:
     """Start the actors and run the loop, from the newest checkpoint of ``--load`` if there is one.
 
     Args:
         settings: The run, or an attempt of it that resumes.
         placement: The devices.
-        launch: What its attempts share.
+        context: What its attempts share.
     """
     from miles.cluster.folders.run_identity import RunIdentity
     from miles.cluster.liveness import Workers
@@ -235,12 +266,15 @@ def train(settings: Settings, placement: Placement, launch: Launch) -> None:
     from miles.cluster.train_actor import TrainDriver
     from miles.loop import GenerationLoop, TrainingLoop
     from miles.report.sink import ReportSink
+    from miles.tracking.sinks import PrometheusSink
 
-    offload, stop = settings.offload(placement.device), launch.stop
-    workers = Workers(settings.cluster.worker_timeout, settings.cluster.wait_timeout, launch.files.report_hang)
-    launch.files.workers = workers
+    offload, stop = settings.offload(placement.device), context.stop
+    cluster, files, port = settings.cluster, context.files, settings.tracking.prometheus_port
+    workers = Workers(cluster.worker_timeout, cluster.wait_timeout, files.report_hang, files.next_attempt)
+    files.workers = workers
     with (
         ReportSink(settings.tracking) as report,
+        nullcontext() if port is None else closing(PrometheusSink(port)) as prometheus,
         # First, so that the trainer's processes import while the rollout worker starts its engines.
         TrainDriver(settings, placement, workers) if settings.trains else nullcontext() as trainer,
         RolloutDriver(settings, placement, workers) as rollout,
@@ -250,7 +284,8 @@ def train(settings: Settings, placement: Placement, launch: Launch) -> None:
         total_steps = rollout.num_iterations * settings.steps_per_iteration
         if trainer is not None:
             trainer.build(total_steps)
-        with _tracker(settings, launch, report, total_steps) as tracker:
+        served: list[Sink] = [report] if prometheus is None else [report, prometheus]
+        with _tracker(settings, context, served, total_steps) as tracker:
             if trainer is None:
                 steps = settings.steps_per_iteration
                 GenerationLoop(rollout, tracker, settings.evaluation, steps, stop, tracker.phase).run()
@@ -271,7 +306,7 @@ def train(settings: Settings, placement: Placement, launch: Launch) -> None:
             loop.run()
 
 
-def _tracker(settings: Settings, launch: Launch, report: Sink, total_steps: int) -> Tracker:
+def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], total_steps: int) -> Tracker:
     """Return the tracker of a run of so many optimizer steps, with the facts about the run."""
     from miles.objective.explain import objective_formula, objective_in_words
     from miles.report.health_watch import HealthWatch
@@ -288,8 +323,8 @@ def _tracker(settings: Settings, launch: Launch, report: Sink, total_steps: int)
         total_steps,
         found,
     )
-    config = _config(replace(settings, checkpoint=launch.given), found)
-    sinks: list[Sink] = [report, HealthWatch(settings.tracking, launch.notifier)]
+    config = _config(replace(settings, checkpoint=context.given), found)
+    sinks: list[Sink] = [*served, HealthWatch(settings.tracking, context.notifier)]
     return Tracker(settings.tracking, header, sinks, config)
 
 

@@ -276,8 +276,9 @@ class JsonSink:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Print a step: its number, the number of steps, the seconds left, and its metrics by their names."""
         left = self._left.log(step, values)
-        seconds = {} if left is None else {"seconds_left": round(left, 1)}
-        print_event("step", {"step": step, "total_steps": self._total, **seconds, **values})
+        fixed: dict[str, float] = {"step": step, "total_steps": self._total}
+        fixed |= {} if left is None else {"seconds_left": round(left, 1)}
+        print_event("step", {**fixed, **values, **fixed})
 
     def close(self) -> None:
         """Print no more."""

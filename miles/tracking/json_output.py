@@ -14,17 +14,21 @@ from miles.tracking.jsonl import dump_line
 Level = Literal["info", "error"]
 
 
-def json_line(level: Level, event: str, **fields: Any) -> str:
-    """Return one line of the log: ``time`` (UTC, ISO 8601), ``level``, ``event``, and the fields of the event."""
+def json_line(level: Level, event: str, fields: Mapping[str, Any]) -> str:
+    """Return one line of the log: ``time`` (UTC, ISO 8601), ``level``, ``event``, and the fields of the event.
+
+    A field with one of these three names is left out. The line is ASCII, whatever the terminal's encoding.
+    """
     now = time.time()
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03d}Z"
-    return dump_line({"time": stamp, "level": level, "event": event, **fields})
+    fixed = {"time": stamp, "level": level, "event": event}
+    return dump_line({**fixed, **fields, **fixed}, ascii_only=True)
 
 
 def print_event(event: str, fields: Mapping[str, Any]) -> None:
     """Print an event of the run in the block of ``as_json_lines``."""
     stream: Any = sys.stdout
-    stream.write_event(json_line("info", event, **fields))
+    stream.write_event(event, fields)
 
 
 @contextmanager
@@ -68,13 +72,13 @@ class _JsonStream:
                 self._rests[thread] = rest
             for line in lines:
                 if line.strip():
-                    self._stream.write(json_line(self._level, self._event, text=line.rstrip("\r")))
+                    self._stream.write(json_line(self._level, self._event, {"text": line.rstrip("\r")}))
         return len(text)
 
-    def write_event(self, line: str) -> None:
-        """Write a line that is JSON already."""
+    def write_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Write an event of the run."""
         with self._writing:
-            self._stream.write(line)
+            self._stream.write(json_line(self._level, event, fields))
             self._stream.flush()
 
     def writelines(self, lines: list[str]) -> None:
@@ -87,7 +91,7 @@ class _JsonStream:
     def end(self) -> None:
         with self._writing:
             for rest in self._rests.values():
-                self._stream.write(json_line(self._level, self._event, text=rest))
+                self._stream.write(json_line(self._level, self._event, {"text": rest}))
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:

@@ -17,10 +17,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def dump_line(row: Mapping[str, Any]) -> str:
-    """``row`` as one line of strict JSON. What JSON cannot hold is written as its ``str``."""
+def dump_line(row: Mapping[str, Any], ascii_only: bool = False) -> str:
+    """``row`` as one line of strict JSON, if need be of ASCII. What JSON cannot hold is written as its ``str``."""
     finite = {name: _finite(value) for name, value in row.items()}
-    return json.dumps(finite, ensure_ascii=False, default=str) + "\n"
+    return json.dumps(finite, ensure_ascii=ascii_only, default=str) + "\n"
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

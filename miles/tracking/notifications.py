@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Literal
 
 from miles.secret_values import hide_in_text
@@ -32,18 +33,23 @@ class Notifier:
         self._secrets = secrets
 
     def send(self, event: Event, what: str) -> None:
-        """Post an event. Says so, once per failure, if that does not work."""
+        """Post an event. Raises nothing: a note says if that does not work."""
         if self._url is None:
             return
-        import httpx  # lazily: most runs need none
-
-        text = hide_in_text(f"{self._run}: {what}", self._secrets)[:LONGEST_TEXT]
         try:
-            answer = httpx.post(self._url, json={"event": event, "run": self._run, "text": text}, timeout=SECONDS)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            import httpx  # lazily: most runs need none
+
+            text = hide_in_text(f"{self._run}: {what}", self._secrets)[:LONGEST_TEXT]
+            body = {"event": event, "run": _encodable(self._run), "text": _encodable(text)}
+            answer = httpx.post(self._url, json=body, timeout=SECONDS)
+            fault = None if answer.is_success else f"status {answer.status_code}"
+        except Exception as error:  # the run, or what has ended it, matters more
             fault = type(error).__name__
-        else:
-            if answer.is_success:
-                return
-            fault = f"status {answer.status_code}"
-        print(f"note: --notify-url: the event '{event}' could not be sent ({fault})", file=sys.stderr)
+        if fault is not None:
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                print(f"note: --notify-url: the event '{event}' could not be sent ({fault})", file=sys.stderr)
+
+
+def _encodable(text: str) -> str:
+    """Return ``text`` with escapes for lone surrogates, which UTF-8 cannot hold."""
+    return text.encode(errors="backslashreplace").decode()

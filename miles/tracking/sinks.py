@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import queue
+import re
 import secrets
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from miles.arguments.tracking import TrackingArguments
+from miles.input_error import InputError
 from miles.tracking.run_header import RunHeader
 
 MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000  # that MLflow takes in one call
 MLFLOW_VALUE = 500  # characters of a parameter
+CLOSE_SECONDS = 60.0  # for what is still to be sent at the end of a run
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]  # how a run ended
 
 
 class Sink(Protocol):
@@ -53,10 +63,12 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """One W&B run. Raises ``ValueError`` naming the extra when wandb is not installed."""
+    """One W&B run."""
 
     def __init__(self, tracking: TrackingArguments, header: RunHeader) -> None:
-        wandb = _import_wandb()
+        import wandb
+
+        self.status: Status = "FINISHED"
         if tracking.wandb_key is not None or tracking.wandb_host is not None:
             wandb.login(key=tracking.wandb_key, host=tracking.wandb_host)
         self._run = wandb.init(
@@ -74,15 +86,17 @@ class WandbSink:
 
     def close(self) -> None:
         """Finish the run: waits until everything is uploaded."""
-        self._run.finish()
+        self._run.finish(exit_code=0 if self.status == "FINISHED" else 1)
 
 
 class MlflowSink:
-    """One run of MLflow. Raises ``ValueError`` naming the extra when MLflow is not installed."""
+    """One run of MLflow. A thread sends the steps, so that a server that does not answer stops nothing."""
 
     def __init__(self, tracking: TrackingArguments, header: RunHeader) -> None:
-        mlflow = _import_mlflow()
-        self._client = mlflow.MlflowClient(tracking_uri=tracking.mlflow_tracking_uri)
+        import mlflow
+
+        self.status: Status = "FINISHED"
+        self._client: Any = mlflow.MlflowClient(tracking_uri=tracking.mlflow_tracking_uri)
         name = tracking.mlflow_experiment
         known = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if known is None else known.experiment_id
@@ -93,34 +107,78 @@ class MlflowSink:
         for start in range(0, len(params), MLFLOW_PARAMS):
             batch = [self._param(name, value[:MLFLOW_VALUE]) for name, value in params[start : start + MLFLOW_PARAMS]]
             self._client.log_batch(self._run, params=batch)
+        self._calls = Calls("--use-mlflow")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send one step."""
+        """Have one step sent."""
         now = int(time.time() * 1000)
-        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
+        metrics = [self._metric(mlflow_name(name), value, now, step) for name, value in values.items()]
         for start in range(0, len(metrics), MLFLOW_METRICS):
-            self._client.log_batch(self._run, metrics=metrics[start : start + MLFLOW_METRICS])
+            batch = metrics[start : start + MLFLOW_METRICS]
+            self._calls.add(partial(self._client.log_batch, self._run, metrics=batch))
 
     def close(self) -> None:
-        """End the run."""
-        self._client.set_terminated(self._run)
+        """End the run, and wait for that up to ``CLOSE_SECONDS``."""
+        self._calls.add(lambda: self._client.set_terminated(self._run, self.status))
+        self._calls.close()
+
+
+def mlflow_name(name: str) -> str:
+    """Return the name of a metric with underscores for the characters that MLflow refuses, as in ``pass@1``."""
+    return re.sub(r"[^\w\-. :/]", "_", name)
+
+
+class Calls:
+    """Calls that a thread makes in order. The first that fails is a note; the others are made all the same.
+
+    Args:
+        flag: Begins the note.
+    """
+
+    def __init__(self, flag: str) -> None:
+        self._flag = flag
+        self._failed = False
+        self._waiting: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=flag, daemon=True)
+        self._thread.start()
+
+    def add(self, call: Callable[[], object]) -> None:
+        """Have the thread make a call."""
+        self._waiting.put(call)
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Wait for the calls, for so many seconds at most."""
+        self._waiting.put(None)
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            print(f"note: {self._flag}: not everything was sent within {seconds:g} s", file=sys.stderr)
+
+    def _run(self) -> None:
+        while (call := self._waiting.get()) is not None:
+            try:
+                call()
+            except Exception as error:
+                if not self._failed:
+                    print(failure_note(self._flag, error), file=sys.stderr)
+                self._failed = True
+
+
+def failure_note(flag: str, error: Exception) -> str:
+    """Return the note about a service that failed during a run."""
+    return f"note: {flag}: not all was recorded ({type(error).__name__}: {error})"
 
 
 class PrometheusSink:
     """Serve the newest value of each metric on a port of the loopback address, for Prometheus.
 
-    ``miles_metric{name="train/grad_norm"}`` has the value, ``miles_step`` the newest step. Raises ``ValueError`` naming
-    the extra when the client library is not installed, and if the port is in use.
+    ``miles_metric{name="train/grad_norm"}`` has the value, ``miles_step`` the newest step. Raises ``ValueError`` if the
+    port is in use.
     """
 
     def __init__(self, port: int) -> None:
-        try:
-            from prometheus_client import CollectorRegistry, Gauge, start_http_server
-        except ImportError as error:
-            raise ValueError(
-                "--prometheus-port: the package prometheus-client is not installed; install the extra with pip install "
-                "'miles[prometheus]', or leave the flag out"
-            ) from error
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+        self._closed = False
         registry = CollectorRegistry()
         self._metric = Gauge("miles_metric", "The newest value of a metric of the run.", ["name"], registry=registry)
         self._step = Gauge("miles_step", "The newest optimizer step.", registry=registry)
@@ -144,29 +202,32 @@ class PrometheusSink:
             self._metric.labels(name).set(value)
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop serving. Closing twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
-def _import_mlflow() -> Any:
-    try:
-        import mlflow
-    except ImportError as error:
-        raise ValueError(
-            "--use-mlflow: the package mlflow is not installed; install the extra with pip install 'miles[mlflow]', or "
-            "leave the flag out (metrics.jsonl and TensorBoard are written either way)"
-        ) from error
-    return mlflow
+def check_packages(tracking: TrackingArguments) -> None:
+    """Check, before anything starts, that the packages of the sinks are installed.
 
-
-def _import_wandb() -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise ValueError(
-            "--use-wandb: the package wandb is not installed; install the extra with pip install 'miles[wandb]', "
-            "or leave the flag out (metrics.jsonl and TensorBoard are written either way)"
-        ) from error
-    return wandb
+    Raises:
+        InputError: If not; names the flags and the extras.
+    """
+    wanted = {
+        "wandb": ("--use-wandb", tracking.use_wandb),
+        "mlflow": ("--use-mlflow", tracking.use_mlflow),
+        "prometheus": ("--prometheus-port", tracking.prometheus_port is not None),
+    }
+    modules = {"prometheus": "prometheus_client"}
+    missing = [
+        f"{flag}: the package {modules.get(extra, extra)} is not installed; install the extra with "
+        f"pip install 'miles[{extra}]', or leave the flag out (metrics.jsonl and TensorBoard are written either way)"
+        for extra, (flag, is_on) in wanted.items()
+        if is_on and find_spec(modules.get(extra, extra)) is None
+    ]
+    if missing:
+        raise InputError("; ".join(missing))

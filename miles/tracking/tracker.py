@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +12,7 @@ from miles.metrics import Metric
 from miles.tracking.console import ConsoleSink, JsonSink, RunOutput
 from miles.tracking.run_files import CONFIG, TENSORBOARD, RunFiles, SampleRecord
 from miles.tracking.run_header import RunHeader
-from miles.tracking.sinks import MlflowSink, PrometheusSink, Sink, TensorBoardSink, WandbSink
+from miles.tracking.sinks import MlflowSink, Sink, Status, TensorBoardSink, WandbSink, failure_note
 
 
 class Tracker:
@@ -26,8 +27,7 @@ class Tracker:
         further: Further sinks.
         config: The text of run.yaml; without one the file is not written.
 
-    Raises:
-        ValueError: At once, if the package of a sink is not installed, or its port is in use.
+    A service that fails during the run is a note. ``check_packages`` comes first.
     """
 
     def __init__(
@@ -38,11 +38,10 @@ class Tracker:
         self._output_dir = Path(tracking.output_dir)
         self._output_dir.mkdir(parents=True, exist_ok=True)
         self._files = RunFiles(self._output_dir)
-        self._sinks: list[Sink] = [WandbSink(tracking, header)] if tracking.use_wandb else []
-        if tracking.use_mlflow:
-            self._sinks.append(MlflowSink(tracking, header))
-        if tracking.prometheus_port is not None:
-            self._sinks.append(PrometheusSink(tracking.prometheus_port))
+        self._wandb = WandbSink(tracking, header) if tracking.use_wandb else None
+        self._mlflow = MlflowSink(tracking, header) if tracking.use_mlflow else None
+        self._noted = False
+        self._sinks: list[Sink] = [] if self._mlflow is None else [self._mlflow]
         output = JsonSink if tracking.log_format == "json" else ConsoleSink
         self._console: RunOutput = output(header, tracking.output_dir)
         self._sinks.append(self._console)
@@ -72,6 +71,13 @@ class Tracker:
         self._begin()
         values = {name: m.value if isinstance(m, Metric) else float(m) for name, m in metrics.items()}
         self._files.append_metrics(step, values)
+        if self._wandb is not None:
+            try:
+                self._wandb.log(step, values)
+            except Exception as error:
+                if not self._noted:
+                    print(failure_note("--use-wandb", error), file=sys.stderr)
+                self._noted = True
         for sink in (*self._sinks, *self._further):
             sink.log(step, values)
 
@@ -84,13 +90,35 @@ class Tracker:
         self._begin()
         self._files.append_samples(step, samples)
 
-    def close(self) -> None:
-        """Close all sinks. Closing twice is harmless."""
+    def close(self, status: Status = "FINISHED") -> None:
+        """Close all sinks. Closing twice is harmless.
+
+        Args:
+            status: How the run ended, for W&B and MLflow.
+
+        Raises:
+            Exception: The first of the run's own sinks, when all are closed, in a run that has not failed. Other
+                failures are notes.
+        """
         if self._closed:
             return
         self._closed = True
-        for sink in (*self._sinks, *self._further):
-            sink.close()
+        services = [each for each in (self._wandb, self._mlflow) if each is not None]
+        for service in services:
+            service.status = status
+        # What is at hand first: a service may take long.
+        ours = [sink for sink in (*self._sinks, *self._further) if sink is not self._mlflow]
+        first: Exception | None = None
+        for sink in (*ours, *services):
+            try:
+                sink.close()
+            except Exception as error:
+                if first is None and status == "FINISHED" and sink in ours:
+                    first = error
+                else:
+                    print(failure_note(type(sink).__name__, error), file=sys.stderr)
+        if first is not None:
+            raise first
 
     def __enter__(self) -> Tracker:
         return self
@@ -98,4 +126,5 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        is_stop = kind is not None and not issubclass(kind, Exception)
+        self.close("FINISHED" if kind is None else "KILLED" if is_stop else "FAILED")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import sys
 import time
@@ -12,11 +14,12 @@ from pathlib import Path
 from miles.cluster.failure_files.hang_report import hang_report
 from miles.cluster.failure_files.ray_logs import copy_ray_logs
 from miles.cluster.liveness import Workers
-from miles.secret_values import hide_in_text
+from miles.secret_values import SHORTEST_HIDDEN_IN_TEXT, hide_in_text, secrets_in
 
 KEPT_FOLDERS = 5  # in an output folder, the newest
 HANG_REPORT = "hang_report.txt"
 RAY_LOGS = "ray_logs"
+_FOLDER = re.compile(r"failure-\d{8}-\d{6}")
 
 
 class FailureFiles:
@@ -24,7 +27,7 @@ class FailureFiles:
 
     Args:
         output_dir: ``--output-dir``.
-        secrets: What must not be in the files.
+        secrets: What must not be in the files, beside the credentials in the environment.
     """
 
     def __init__(self, output_dir: Path, secrets: Collection[str]) -> None:
@@ -49,7 +52,7 @@ class FailureFiles:
             report = hang_report(why, self.workers if ask_ray else None, self.run_folder, self._output_dir)
             path = self._made() / HANG_REPORT
             path.touch(mode=0o600)
-            path.write_text(hide_in_text(report, self._secrets), encoding="utf-8", errors="backslashreplace")
+            path.write_text(hide_in_text(report, self._hidden()), encoding="utf-8", errors="backslashreplace")
             print(f"train.py: {why}; the stacks of all processes are in {path}", file=sys.stderr, flush=True)
 
     def keep_ray_logs(self) -> None:
@@ -57,10 +60,10 @@ class FailureFiles:
         if self.run_folder is None:
             return
         with suppress(OSError):
-            copy_ray_logs(self.run_folder, self._made() / RAY_LOGS, self._secrets)
+            copy_ray_logs(self.run_folder, self._made() / RAY_LOGS, self._hidden())
 
     def next_attempt(self) -> None:
-        """Begin another attempt of the run (``--max-restarts``): its failure has a folder of its own."""
+        """Begin another attempt of the run, or go on with another worker: the next failure has a folder of its own."""
         self._folder, self._reported = None, False
 
     def in_words(self) -> str:
@@ -76,11 +79,16 @@ class FailureFiles:
         path = self._folder / name
         return path.is_file() or (path.is_dir() and any(path.iterdir()))
 
+    def _hidden(self) -> set[str]:
+        found = {*self._secrets, *secrets_in("environment", os.environ)}
+        return {secret for secret in found if len(secret) >= SHORTEST_HIDDEN_IN_TEXT}
+
     def _made(self) -> Path:
         if self._folder is None:
             folder = self._output_dir / time.strftime("failure-%Y%m%d-%H%M%S")
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder = folder
-            for old in sorted(self._output_dir.glob("failure-*"))[:-KEPT_FOLDERS]:
+            own = [path for path in self._output_dir.iterdir() if _FOLDER.fullmatch(path.name)]
+            for old in sorted(own)[:-KEPT_FOLDERS]:
                 shutil.rmtree(old, ignore_errors=True)
         return self._folder

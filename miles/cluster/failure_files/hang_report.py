@@ -23,7 +23,7 @@ from miles.cluster.run_guard import members
 from miles.stacks import frames, own_stacks, request_stacks
 
 ANSWER_SECONDS = 5.0
-PY_SPY_SECONDS = 20.0
+PY_SPY_SECONDS = 20.0  # for all processes together
 LOG_LINES = 30
 LOG_BYTES = 200_000
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
@@ -61,8 +61,9 @@ def hang_report(why: str, workers: Workers | None, run_folder: Path | None, outp
         "== Who waits for what",
         *(f"{process}: {_doing(process.stacks)}" for process in found),
     ]
+    until = time.monotonic() + PY_SPY_SECONDS
     for process in found:
-        lines += ["", f"== {process}", process.stacks.strip() or _by_py_spy(process) or "no Python stack"]
+        lines += ["", f"== {process}", process.stacks.strip() or _by_py_spy(process, until) or "no Python stack"]
     for path in sorted((output_dir / "engines").glob("*.log")):
         lines += ["", f"== the last lines of {path}", *_last_lines(path)]
     return "\n".join(lines) + "\n"
@@ -127,14 +128,15 @@ def _program(pid: int) -> str:
     return "a process"
 
 
-def _by_py_spy(process: _Process) -> str:
-    """Return the stacks of a process that py-spy shows; nothing if it is not installed or may not look."""
+def _by_py_spy(process: _Process, until: float) -> str:
+    """Return the stacks of a process that py-spy shows; nothing if it is not installed or may not look, or too late."""
     program = shutil.which("py-spy")
-    if program is None or process.name in _NO_PYTHON:
+    left = until - time.monotonic()
+    if program is None or process.name in _NO_PYTHON or left <= 0:
         return ""
     with suppress(OSError, subprocess.SubprocessError):
         command = [program, "dump", "--nonblocking", "--pid", str(process.pid)]
-        return str(subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_SECONDS).stdout)
+        return str(subprocess.run(command, capture_output=True, text=True, timeout=left).stdout)
     return ""
 
 

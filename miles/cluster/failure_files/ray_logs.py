@@ -7,7 +7,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from miles.secret_values import SHORTEST_HIDDEN_IN_TEXT, hide_in_text, is_secret
+from miles.secret_values import hide_in_text
 
 FILE_BYTES = 1_000_000  # the end of each log
 TOTAL_BYTES = 20_000_000
@@ -18,16 +18,13 @@ _ORDER = ("raylet", "gcs_server", "worker-", "python-core-worker", "python-core-
 def copy_ray_logs(run_folder: Path, target: Path, secrets: Collection[str]) -> None:
     """Copy the end of each log of Ray's session to ``target``, up to ``TOTAL_BYTES`` together.
 
-    Ray's logs hold the environment of workers, so the values of environment variables with the names of credentials are
-    hidden too, and nobody but the user can read the files.
+    Ray's logs hold the environment of workers. Nobody but the user can read the copies.
 
     Args:
         run_folder: The run's temporary folder, which has Ray's session.
         target: The folder of the copies; made if there is something to copy.
         secrets: What must not be in the copies.
     """
-    variables = {value for name, value in os.environ.items() if is_secret(name)}
-    hidden = {secret for secret in {*secrets, *variables} if len(secret) >= SHORTEST_HIDDEN_IN_TEXT}
     left = TOTAL_BYTES
     logs = [path for path in run_folder.glob("session_2*/logs/*") if path.is_file() and not path.is_symlink()]
     for path in sorted(logs, key=lambda path: (_rank(path.name), path.name)):
@@ -40,7 +37,7 @@ def copy_ray_logs(run_folder: Path, target: Path, secrets: Collection[str]) -> N
             copy = target / path.name
             copy.touch(mode=0o600)
             copy.write_bytes(
-                hide_in_text(text.decode(errors="surrogateescape"), hidden).encode(errors="surrogateescape")
+                hide_in_text(text.decode(errors="surrogateescape"), secrets).encode(errors="surrogateescape")
             )
 
 

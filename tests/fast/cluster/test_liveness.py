@@ -15,13 +15,29 @@ from miles.stacks import own_stacks
 FOR_EVER = 10**6
 
 
+class Silent:
+    """A worker that answers its first heartbeat only."""
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    @ray.method(concurrency_group=HEARTBEAT)
+    def heartbeat(self, seconds):
+        time.sleep(FOR_EVER if seconds else 0)
+        return os.getpid()
+
+    @ray.method(concurrency_group=REPORT)
+    def describe(self):
+        return ""
+
+
 class Sleeper:
     def sleep(self, seconds):
         time.sleep(seconds)
         return seconds
 
     def fail(self, error):
-        raise error
+        raise error  # a comment with timeout, which the traceback shows
 
     @ray.method(concurrency_group=HEARTBEAT)
     def heartbeat(self, seconds):
@@ -79,6 +95,19 @@ def test_a_failure_that_is_a_time_out_is_a_hang(crew, error, hangs):
     with pytest.raises(RuntimeError, match=error):
         workers.result(first.fail.remote(RuntimeError(error)))
     assert found == ([error] if hangs else [])
+
+
+def test_silence_counts_from_the_end_of_the_imports(crew):
+    workers, (first, _), _ = crew
+    second = with_heartbeat(Silent).options(num_cpus=0).remote()
+    workers.add("importing", second, preparing=second.sleep.remote(3.0))
+    assert workers.result(first.sleep.remote(2.5)) == 2.5  # longer than its silence may last
+    with pytest.raises(WorkerLost, match="importing .* no sign of life"):
+        workers.result(first.sleep.remote(FOR_EVER))
+    replaced = []
+    workers._on_replacement = lambda: replaced.append(True)
+    workers.replace(second)
+    assert replaced == [True]
 
 
 def test_results_come_in_order_however_long_each_takes(crew):

@@ -57,6 +57,18 @@ def test_steps_notes_and_errors_are_objects(monkeypatch):
     ]
 
 
+def test_events_are_ascii_without_secrets_and_keep_their_own_names(monkeypatch):
+    out, _ = captured(monkeypatch)
+    with as_json_lines(True), hidden_in_output(["sésame"]):
+        sink = JsonSink(RunHeader("a run", {}, "words of sésame", "1/N", total_steps=4), "out/\ud800")
+        sink.log(1, {"level": 0.5, "event": 0.5, "step": 7.0, "train/loss": 0.25})
+        sink.close()
+    start, step = rows(out)
+    assert out.getvalue().isascii()
+    assert start["objective"] == "words of (hidden)" and start["output_dir"] == "out/\ud800"
+    assert (step["level"], step["event"], step["step"], step["train/loss"]) == ("info", "step", 1, 0.25)
+
+
 def test_lines_of_many_threads_are_not_mixed(monkeypatch):
     out, _ = captured(monkeypatch)
     with as_json_lines(True):

@@ -18,6 +18,13 @@ from miles.tracking.notifications import Notifier
 from miles.tracking.run_files import RunFiles
 
 
+@pytest.fixture(autouse=True)
+def without_proxies(monkeypatch):
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
 @pytest.fixture
 def server():
     class Handler(BaseHTTPRequestHandler):
@@ -63,6 +70,22 @@ def test_an_address_that_fails_is_a_note_that_does_not_show_it(server, capsys, u
     assert shown.startswith("note: --notify-url: the event 'end' could not be sent (") and "t0ken" not in shown
 
 
+def test_text_that_no_encoding_holds_is_sent_with_escapes(server):
+    Notifier(server.url, "out/\udcff").send("failure", "KeyError: '\ud800'")
+    assert server.bodies == [
+        {"event": "failure", "run": r"out/\udcff", "text": r"out/\udcff: KeyError: '\ud800'"},
+    ]
+
+
+def test_no_failure_of_a_notification_replaces_that_of_the_run(monkeypatch, capsys):
+    def post(*words, **options):
+        raise RuntimeError("a fault of the library")
+
+    monkeypatch.setattr("httpx.post", post)
+    Notifier("http://127.0.0.1:9/t0ken", "a").send("failure", "why")
+    assert capsys.readouterr().err.endswith("could not be sent (RuntimeError)\n")
+
+
 def test_a_verdict_is_sent_when_it_becomes_unhealthy_and_once(server, tmp_path, monkeypatch):
     tracking = TrackingArguments(output_dir=str(tmp_path), notify_url=server.url)
     files, watch = RunFiles(tmp_path), HealthWatch(tracking, Notifier(server.url, "a"))
@@ -82,7 +105,7 @@ def test_nothing_is_sent_without_the_flag(server):
 
 @pytest.mark.parametrize(("error", "event"), [(None, "end"), (OSError("a fault"), "failure")])
 def test_a_launcher_sends_how_its_run_ended(server, tmp_path, monkeypatch, capsys, error, event):
-    def run(settings, launch):
+    def run(settings, context):
         if error is not None:
             raise error
 

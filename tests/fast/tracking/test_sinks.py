@@ -1,5 +1,8 @@
 """Sinks outside the output folder, against real receivers: a Prometheus client, MLflow's own store."""
 
+import socket
+from types import SimpleNamespace
+
 import httpx
 import psutil
 import pytest
@@ -8,7 +11,7 @@ from miles.arguments.parser import parse
 from miles.arguments.tracking import TrackingArguments
 from miles.flags import FlagError
 from miles.tracking.run_header import RunHeader
-from miles.tracking.sinks import MlflowSink, PrometheusSink
+from miles.tracking.sinks import MlflowSink, PrometheusSink, mlflow_name
 
 HEADER = RunHeader("a run", {"tracking": {"wandb_key": "sesame", "output_dir": "out"}}, "words", "1/N", total_steps=4)
 
@@ -57,6 +60,12 @@ def test_mlflow_has_settings_without_secrets_and_every_step(tmp_path, monkeypatc
     assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.5)]
 
 
+def test_names_of_metrics_are_such_as_mlflow_takes():
+    assert mlflow_name("eval/gsm8k/pass@1") == "eval/gsm8k/pass_1"
+    assert mlflow_name("train/kl (k3) [%]") == "train/kl _k3_ ___"
+    assert mlflow_name("time/step.a-b: c_1") == "time/step.a-b: c_1"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -75,3 +84,20 @@ def test_flags_are_checked(flags, message):
     if isinstance(refused.value, FlagError):
         assert any(each.startswith(message) for each in refused.value.messages), refused.value.messages
         assert "sesame" not in str(refused.value)
+
+
+def test_a_used_port_is_reported_before_a_trainer_starts(monkeypatch, tmp_path):
+    pytest.importorskip("prometheus_client")
+    from miles.cluster import train_actor
+    from miles.cluster.failure_files.folder import FailureFiles
+    from miles.commands import train
+
+    monkeypatch.setattr(train_actor, "TrainDriver", lambda *given: pytest.fail("the trainer started"))
+    context = SimpleNamespace(stop=None, files=FailureFiles(tmp_path, []))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        settings = parse(["--prometheus-port", str(port), "--output-dir", str(tmp_path)])
+        with pytest.raises(ValueError, match=f"--prometheus-port {port}: cannot be served"):
+            train.train(settings, SimpleNamespace(device="cpu"), context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +13,14 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from miles.arguments.tracking import TrackingArguments
+from miles.input_error import InputError
 from miles.metrics import Metric
 from miles.report.run_view import RunView
 from miles.report.sink import ReportSink
 from miles.report.static_report import report_data
 from miles.tracking.run_files import REPORT, TENSORBOARD, RunFiles, SampleRecord
 from miles.tracking.run_header import RunHeader
+from miles.tracking.sinks import check_packages
 from miles.tracking.tracker import Tracker
 
 HEADER = RunHeader("a run", {"tracking": {"wandb_key": "sesame"}}, "words", "1/N", total_steps=4)
@@ -90,10 +93,58 @@ def test_a_run_that_logged_nothing_does_not_touch_an_earlier_one(tmp_path: Path)
     assert len(RunFiles(tmp_path).read_metrics()) == 2
 
 
-def test_missing_wandb_names_the_flag_and_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it raises ImportError
-    with pytest.raises(ValueError, match=r"--use-wandb.*miles\[wandb\]"):
-        Tracker(arguments(tmp_path, use_wandb=True), HEADER)
+def test_missing_packages_are_named_with_their_flags_and_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("wandb", "mlflow", "prometheus_client"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it raises ImportError
+    check_packages(TrackingArguments())
+    with pytest.raises(InputError, match=r"--use-wandb.*miles\[wandb\].*--use-mlflow.*--prometheus-port.*miles\[prom"):
+        check_packages(TrackingArguments(use_wandb=True, use_mlflow=True, prometheus_port=0))
+
+
+class FakeMlflow:
+    """A client of MLflow whose server fails from ``log_batch`` on."""
+
+    def __init__(self, tracking_uri: str | None) -> None:
+        self.ended: list[str] = []
+
+    def get_experiment_by_name(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(experiment_id="1")
+
+    def create_run(self, experiment: str, run_name: str) -> SimpleNamespace:
+        return SimpleNamespace(info=SimpleNamespace(run_id="r"))
+
+    def log_batch(self, run: str, metrics: Sequence[object] = (), params: Sequence[object] = ()) -> None:
+        if metrics:
+            raise ConnectionError("the server is gone")
+
+    def set_terminated(self, run: str, status: str) -> None:
+        self.ended.append(status)
+
+
+def test_a_service_that_fails_is_one_note_and_knows_that_the_run_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entities = SimpleNamespace(Metric=lambda *given: given, Param=lambda *given: given)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=FakeMlflow, entities=entities))
+    closed: list[str] = []
+
+    class Broken:
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            closed.append("logged")
+
+        def close(self) -> None:
+            closed.append("closed")
+            raise OSError("disk full")
+
+    tracker = Tracker(arguments(tmp_path, use_mlflow=True), HEADER, [Broken(), ReportSink(arguments(tmp_path))])
+    with pytest.raises(KeyError), tracker:
+        for step in (1, 2):
+            tracker.log(step, {"train/loss": 0.5})
+        raise KeyError("the failure itself")
+    shown = capsys.readouterr().err
+    assert shown.count("--use-mlflow: not all was recorded (ConnectionError") == 1 and "disk full" in shown
+    assert tracker._mlflow is not None and tracker._mlflow._client.ended == ["FAILED"]
+    assert closed == ["logged", "logged", "closed"] and (tmp_path / REPORT).exists()
 
 
 @pytest.mark.parametrize("suffix", [None, "-[0-9a-f]{6}"])
@@ -102,7 +153,8 @@ def test_wandb_gets_the_settings_and_the_steps_but_no_key(
 ) -> None:
     calls: list[tuple] = []
     wandb_run = SimpleNamespace(
-        log=lambda values, step: calls.append(("log", step, values)), finish=lambda: calls.append(("finish",))
+        log=lambda values, step: calls.append(("log", step, values)),
+        finish=lambda exit_code: calls.append(("finish", exit_code)),
     )
     fake = SimpleNamespace(
         login=lambda **given: calls.append(("login", given)),
@@ -118,4 +170,4 @@ def test_wandb_gets_the_settings_and_the_steps_but_no_key(
     assert (init["entity"], init["group"]) == ("t", "g")
     assert re.fullmatch(f"a run{suffix or ''}", init["name"])
     assert "sesame" not in str(init)
-    assert (step, values["a"], finish) == (0, 0.5, ("finish",))
+    assert (step, values["a"], finish) == (0, 0.5, ("finish", 0))

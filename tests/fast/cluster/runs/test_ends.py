@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 from miles.cluster.local_access import private_session_root
+from miles.stacks import RUN_FOLDER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -16,8 +18,16 @@ END_SECONDS = 60
 KILLED_SECONDS = 5
 
 
+@pytest.fixture(autouse=True)
+def own_temporary_folder(monkeypatch):
+    """Keep the folders of runs apart from those of other tests at the same time. Short, as sockets are in it."""
+    with tempfile.TemporaryDirectory(prefix="m", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        yield
+
+
 def files_of_runs():
-    """Return the folders of runs, of this user, that are there now."""
+    """Return the folders of runs of this test that are there now."""
     return {path.parent for path in Path(private_session_root()).glob("*/lock")}
 
 
@@ -78,6 +88,22 @@ def test_a_run_goes_on_in_another_ray_after_the_death_of_its_own(launch, workpla
     assert "restarting from its last checkpoint (0 restarts left); Ray's logs are in" in run.err
     assert sorted(run.rows()) == list(range(1, 7))
     assert run.none_left(0) and files_of_runs() <= before
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_to_all_processes_of_a_run_is_not_blamed_on_ray(launch, workplace, number, status):
+    """As ``timeout`` and ``scancel`` send it: Ray's processes end too, and nothing is restarted."""
+    checkpoints = workplace / f"group_{number.name}_ckpt"
+    saving = ["--save", str(checkpoints), "--save-interval", "1", "--num-rollout", "1000", "--max-restarts", "1"]
+    run = launch(f"group_{number.name}", *saving)
+    run.wait_until(run.has_rows)
+    files = Path(child(run, "raylet").environ()[RUN_FOLDER])
+    os.killpg(run.process.pid, number)
+    assert run.wait() == status, run.err
+    assert run.err.splitlines()[-1].startswith(f"stopped by {number.name}; ")
+    assert "GCS" not in run.err and "raylet" not in run.err and "restarting" not in run.err
+    assert not list(run.output.glob("failure-*"))
+    assert run.left() == [] and not files.exists()
 
 
 def test_nothing_is_left_of_a_run_whose_launcher_is_killed(launch):
