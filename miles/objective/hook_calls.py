@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from miles.flags import Errors
     from miles.objective.aggregation import Reducer
-    from miles.objective.corrections import Ratios
     from miles.objective.settings import LossArguments, StepShape
+    from miles.objective.token_weights import Ratios
     from miles.train_batch import MicroBatch
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from miles.objective.registry import Choice, Needs, Term
+from miles.objective.registry import Needs, ObjectivePart, Term
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,7 +75,7 @@ class SampleRewards:
         return lengths
 
 
-class Estimator(Choice):
+class Estimator(ObjectivePart):
     """An advantage estimator.
 
     Attributes:
