@@ -15,7 +15,7 @@ waits for it, and iterations i+1 to i+K are generated while iteration i trains (
 
 Due after an iteration, and always after the last one: evaluation every ``--eval-interval``, a checkpoint every
 ``--save-interval`` (with ``--save-hf`` and an export). The checkpoint comes after the log: a run that resumes from it
-has every row of the steps before it.
+has every row of the steps before it. Without prompts (``--max-prompt-pass-rate``) the last iteration comes early.
 
 A resumed run restores the trainer and the position in the prompts, then continues with the next iteration. Weights are
 versioned by the number of iterations they were trained on.
@@ -82,21 +82,26 @@ class TrainingLoop:
         self.sync_weights(version=done)
         if done == 0 and self.evaluation.has_sets and not self.evaluation.skip_eval_before_train:
             self.log(0, [self.evaluate()])
+        last = max(done, self.rollout.num_iterations)
         for iteration in range(done, self.rollout.num_iterations):
-            self.run_iteration(iteration)
+            if not self.run_iteration(iteration):
+                last = iteration
+                self.end_early(last)
+                break
             if self.stop.is_requested:
                 self.save_before_stop(iteration + 1)
                 self.stop.end_run()
-        last = max(done, self.rollout.num_iterations)
         if self.checkpoint.save_hf is not None and self.last_exported != last:
             self.give_gpus_to_trainer()
             self.export_hf(last)
 
-    def run_iteration(self, iteration: int) -> None:
-        """Generate, train, sync weights, and do what is due afterwards."""
+    def run_iteration(self, iteration: int) -> bool:
+        """Generate, train, sync weights, and do what is due afterwards; return false if no prompts were left for it."""
         done = iteration + 1
         with self.timer.phase("generate"):
             generated = self.generate(iteration)
+        if generated is None:
+            return False
         with self.stop.finish_first():
             self.give_gpus_to_trainer()
             with self.timer.phase("train"):
@@ -109,9 +114,22 @@ class TrainingLoop:
             self.tracker.log_samples(done * self.steps_per_iteration, generated.summary.records)
             if self.checkpoint.save is not None and self.is_due(self.checkpoint.save_interval, done):
                 self.save(done, exports=self.checkpoint.save_hf is not None)
+        return True
 
-    def generate(self, iteration: int) -> GeneratedIteration:
-        """Wait for the samples of an iteration; a signal abandons them, and what was trained before is saved."""
+    def end_early(self, done: int) -> None:
+        """End a run whose prompts are all left out after ``done`` iterations: do what is due after the last one."""
+        print(_no_prompts_left(done, self.rollout.num_iterations))
+        with self.stop.finish_first():
+            if done and self.evaluation.has_sets and not self.is_due(self.evaluation.eval_interval, done):
+                self.tracker.log(done * self.steps_per_iteration, self.evaluate())
+            if self.checkpoint.save is not None and done > self.last_saved:
+                self.save(done, exports=self.checkpoint.save_hf is not None)
+
+    def generate(self, iteration: int) -> GeneratedIteration | None:
+        """Wait for the samples of an iteration; a signal abandons them, and what was trained before is saved.
+
+        None if too few prompts are left for one.
+        """
         try:
             return self.rollout.generate(iteration)
         except KeyboardInterrupt:
@@ -218,15 +236,19 @@ class GenerationLoop:
         if self.evaluation.has_sets and not self.evaluation.skip_eval_before_train:
             self.log(0, self.rollout.evaluate())
         for iteration in range(self.rollout.num_iterations):
-            self.run_iteration(iteration)
+            if not self.run_iteration(iteration):
+                print(_no_prompts_left(iteration, self.rollout.num_iterations))
+                break
             if self.stop.is_requested:
                 self.stop.end_run()
 
-    def run_iteration(self, iteration: int) -> None:
-        """Generate, evaluate if that is due, and log."""
+    def run_iteration(self, iteration: int) -> bool:
+        """Generate, evaluate if that is due, and log; return false if no prompts were left to generate from."""
         done = iteration + 1
         with self.timer.phase("generate"):
             generated = self.rollout.generate(iteration)
+        if generated is None:
+            return False
         self.rollout.update_weights(None, done)
         metrics = dict(generated.summary.metrics)
         if self.evaluation.has_sets and _is_due(self.evaluation.eval_interval, done, self.rollout.num_iterations):
@@ -234,6 +256,7 @@ class GenerationLoop:
                 metrics |= self.rollout.evaluate()
         self.log(done * self.steps_per_iteration, metrics)
         self.tracker.log_samples(done * self.steps_per_iteration, generated.summary.records)
+        return True
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Log one row, with the seconds of the phases and the throughput."""
@@ -246,6 +269,13 @@ def _add_times(row: Metrics, timer: PhaseTimer, generated_during: str) -> None:
     row |= {name: Metric(seconds) for name, seconds in timer.metrics().items()}
     if "rollout/tokens" in row:
         row["perf/tokens_per_second"] = Metric(row["rollout/tokens"].value, row[f"time/{generated_during}"].value)
+
+
+def _no_prompts_left(done: int, num_iterations: int) -> str:
+    return (
+        f"note: every prompt has reached --max-prompt-pass-rate, so the run ends after {done} of {num_iterations} "
+        "iterations; give harder prompts or a higher rate to continue"
+    )
 
 
 def _is_due(interval: int | None, done: int, num_iterations: int) -> bool:

@@ -145,6 +145,7 @@ class PromptGroup:
     dropped_trajectories: int = 0  # that were generated and are not in ``samples``: the reward function failed, …
     unconverted_trajectories: int = 0  # … or, counted there too, the user's conversion returned no row
     baseline_reward: float | None = None  # of the prompt's greedy response, if the estimator asks for one
+    baseline_tokens: int = 0  # of that response
 
     @property
     def rewards(self) -> list[float]:

@@ -43,7 +43,7 @@ class RolloutArguments:
     max_prompt_pass_rate: Optional[float] = flag(
         None,
         "do not draw a prompt again once this fraction of a group of its responses, or more, has passed (a reward of 1 "
-        "or more); remembered in checkpoints",
+        "or more; in a sum, its first reward that reads the prompt's row); remembered in checkpoints",
     )
     over_sampling_batch_size: Optional[int] = flag(
         None,

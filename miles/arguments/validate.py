@@ -39,6 +39,7 @@ from miles.components import train_backend_spec
 from miles.flags import Errors
 from miles.objective.aggregation import reconcile_aggregation
 from miles.parallel.dims import ParallelDims
+from miles.rewards.passing import deciding_part
 from miles.rewards.settings import check_reward
 
 
@@ -105,12 +106,27 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
     check_cluster(cluster, errors)
     check_async(rollout, cluster, errors)
     check_reward(settings.reward, settings.generates, errors)
+    _check_pass_rate(settings, errors)
     check_optimizer(settings.optimizer, errors)
     check_training(settings.training, errors)
     check_checkpoint(settings.checkpoint, cluster, errors)
     check_evaluation(settings.evaluation, errors)
     check_tracking(settings.tracking, errors)
     check_rehearsal(settings.rehearsal, rollout.rollout_max_response_len, errors)
+
+
+def _check_pass_rate(settings: Settings, errors: Errors) -> None:
+    """Refuse to leave prompts out if the rewards do not say whether an answer is right."""
+    rate = settings.rollout.max_prompt_pass_rate
+    if rate is not None and errors.none_about("rm_type") and _is_undecided(settings):
+        rule = f"no reward of --rm-type {settings.reward.rm_type} says whether an answer is right"
+        what_to_do = "add one that reads the prompt's row, such as math:1"
+        errors.refuse("max_prompt_pass_rate", rate, rule, what_to_do)
+
+
+def _is_undecided(settings: Settings) -> bool:
+    """Return whether the reward is a sum in which no part decides whether an answer passes."""
+    return settings.reward.is_sum and deciding_part(settings.reward.weights) is None
 
 
 def _check_devices(settings: Settings, errors: Errors) -> None:
@@ -168,4 +184,9 @@ def _notes(settings: Settings) -> Iterator[str]:
     if longest is not None:
         yield from notes_on_training(settings.training, settings.parallel.context_parallel_size, longest)
     yield from notes_on_loss(settings.loss)
+    if settings.reward.log_passrate and _is_undecided(settings):
+        yield (
+            f"--log-passrate: no reward of --rm-type {settings.reward.rm_type} says whether an answer is right, so an "
+            "answer passes if the sum is 1 or more"
+        )
     yield from notes_on_lora(settings.lora, settings.model)

@@ -28,6 +28,7 @@ from miles.cluster.failures import cause_of, in_one_line
 from miles.cluster.liveness import HEARTBEAT, REPORT, WorkerLost, Workers, with_heartbeat
 from miles.cluster.session import Placement
 from miles.cluster.stored_weights import StoredWeights
+from miles.data.stream import NoPromptsLeft
 from miles.engine.concurrency import waiting_tasks
 from miles.metrics import Metric
 from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
@@ -89,17 +90,19 @@ class RolloutDriver:
         self._planner = IterationPlanner(OrderingRule.from_flags(self.settings.rollout), num_iterations)
         return num_iterations
 
-    def generate(self, iteration: int) -> GeneratedIteration:
-        """Wait for an iteration, while later ones are generated as the rule allows."""
+    def generate(self, iteration: int) -> GeneratedIteration | None:
+        """Wait for an iteration, while later ones are generated as the rule allows; None if no prompts are left."""
 
-        def ask() -> IterationSummary:
+        def ask() -> IterationSummary | None:
             for start in self._planner.start_until(iteration):
                 generate = self.worker.generate.options(num_returns=1 + self.settings.dims.token_ranks)
                 self._started[start.iteration] = generate.remote(start)
-            summary: IterationSummary = self._result(self._started[iteration][0])
+            summary: IterationSummary | None = self._result(self._started[iteration][0])
             return summary
 
         summary = self._surviving(ask)
+        if summary is None:
+            return None
         self._position = summary.prompts_after
         return GeneratedIteration(summary, self._started.pop(iteration)[1:])
 
@@ -244,14 +247,18 @@ class RolloutActor:
         )
         return self._built.num_iterations
 
-    async def generate(self, start: Start) -> tuple[IterationSummary | list[TrainShard], ...]:
+    async def generate(self, start: Start) -> tuple[IterationSummary | list[TrainShard] | None, ...]:
         """Collect an iteration when its turn comes; return its summary, and for each token rank its shards.
 
-        The caller asks for as many ``num_returns``. Then it owns the shards, and they outlive this actor.
+        The caller asks for as many ``num_returns``. Then it owns the shards, and they outlive this actor. If too few
+        prompts are left, the summary is None, and there are no shards.
         """
-        async with self._pipeline.collecting(start) as collected:
-            # In a thread, so that the engine continues meanwhile.
-            shards, records = await asyncio.to_thread(self._convert, start.iteration, collected.scored.groups)
+        try:
+            async with self._pipeline.collecting(start) as collected:
+                # In a thread, so that the engine continues meanwhile.
+                shards, records = await asyncio.to_thread(self._convert, start.iteration, collected.scored.groups)
+        except NoPromptsLeft:
+            return None, *([] for _ in range(self._settings.dims.token_ranks))
         return collected.summary(records), *shards
 
     def _convert(self, iteration: int, groups: list[PromptGroup]) -> tuple[list[list[TrainShard]], list[SampleRecord]]:

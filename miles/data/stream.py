@@ -10,6 +10,10 @@ from typing import Any
 from miles.sample import Prompt, PromptGroup
 
 
+class NoPromptsLeft(ValueError):
+    """All prompts of a set are left out (``--max-prompt-pass-rate``): no further iteration can be filled."""
+
+
 class PromptStream:
     """Draws the prompts of a set, pass after pass; each pass in an order of its own with ``shuffle``.
 
@@ -39,21 +43,21 @@ class PromptStream:
         return self._epoch
 
     def leave_out(self, group_index: int) -> None:
-        """Do not draw the prompt of that group again, in this pass or a later one.
-
-        Raises:
-            ValueError: No prompt would be left.
-        """
+        """Do not draw the prompt of that group again, in this pass or a later one."""
         epoch, position = divmod(group_index, len(self._prompts))
         self._mastered.add(self._order_of(epoch)[position])
-        if len(self._mastered) == len(self._prompts):
-            raise ValueError(
-                f"--max-prompt-pass-rate: all {len(self._prompts)} prompts have reached it, so there is nothing left "
-                "to train on; stop here, raise the rate, or give harder prompts"
-            )
 
     def draw(self, n: int) -> list[PromptGroup]:
-        """Return the next ``n`` prompts as groups without samples; ``group_index`` counts all draws of the run."""
+        """Return the next ``n`` prompts as groups without samples; ``group_index`` counts all draws of the run.
+
+        Raises:
+            NoPromptsLeft: All prompts are left out, and fewer than ``n`` groups are to be drawn again. None is drawn.
+        """
+        if len(self._unfinished) < n and len(self._mastered) == len(self._prompts):
+            raise NoPromptsLeft(
+                f"--max-prompt-pass-rate: all {len(self._prompts)} prompts have reached it; give harder prompts, or a "
+                "higher rate"
+            )
         again = [self._group(index) for index in self._unfinished[:n]]
         del self._unfinished[:n]
         return again + [self._draw_one() for _ in range(n - len(again))]

@@ -1,1 +1,1 @@
-"""What a run computes: advantages, token losses, corrections, aggregation, KL and entropy."""
+"""What a run computes: advantages, token losses and their weights, aggregation, KL and entropy."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from miles.flags import collect_errors
 from miles.objective.canary import check_canary
-from miles.objective.corrections import Correction, check_corrections, corrections_of
 from miles.objective.distillation import check_distillation, distillation_needs
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.estimators.base import Estimator, SampleRewards
@@ -20,6 +19,7 @@ from miles.objective.loss_types.base import LossType
 from miles.objective.policy_losses import POLICY_LOSSES
 from miles.objective.policy_losses.base import PolicyLoss
 from miles.objective.registry import Needs
+from miles.objective.token_weights import TokenWeight, check_token_weights, token_weights_of
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class Objective:
     loss_type: LossType
     estimator: Estimator
     policy_loss: PolicyLoss
-    corrections: tuple[Correction, ...]
+    token_weights: tuple[TokenWeight, ...]
 
     @property
     def needs(self) -> Needs:
@@ -128,7 +128,7 @@ def find_objective(loss: LossArguments) -> Objective:
     policy_loss = POLICY_LOSSES[loss.policy_loss or estimator.default_policy_loss]
     if loss.custom_policy_loss_function_path is not None:
         policy_loss = CustomPolicyLoss(loss.custom_policy_loss_function_path)
-    return Objective(loss, LOSS_TYPES[loss.loss_type], estimator, policy_loss, corrections_of(loss))
+    return Objective(loss, LOSS_TYPES[loss.loss_type], estimator, policy_loss, token_weights_of(loss))
 
 
 def check_objective(loss: LossArguments, shape: StepShape, errors: Errors) -> None:
@@ -144,7 +144,7 @@ def check_objective(loss: LossArguments, shape: StepShape, errors: Errors) -> No
     objective.policy_loss.check(loss, shape, errors)
     check_kl(loss, errors)
     check_distillation(loss, errors)
-    check_corrections(loss, errors)
+    check_token_weights(loss, errors)
     check_canary(loss, errors)
     errors.finite(loss, "entropy_coef")
     if objective.loss_type.uses_advantages:

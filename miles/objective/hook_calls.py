@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from miles.flags import Errors
     from miles.objective.aggregation import Reducer
-    from miles.objective.corrections import Ratios
     from miles.objective.settings import LossArguments, StepShape
+    from miles.objective.token_weights import Ratios
     from miles.train_batch import MicroBatch
 
 
@@ -50,6 +50,7 @@ class CustomAdvantages(Estimator):
         self.default_policy_loss = estimator.default_policy_loss
         self.reward_at_last_token = estimator.reward_at_last_token
         self.greedy_baseline = estimator.greedy_baseline
+        self.reads_reward_parts = estimator.reads_reward_parts
 
     def needs(self, flags: Any) -> Needs:
         """Return what the chosen estimator needs."""

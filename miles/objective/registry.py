@@ -1,11 +1,11 @@
-"""What the choices of the objective have in common: estimators, policy losses and loss types."""
+"""What the parts of the objective that flags choose have in common: estimators, policy losses and loss types."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from miles import choices
+from miles.choices import Choice
 
 if TYPE_CHECKING:
     from miles.flags import Errors
@@ -55,8 +55,8 @@ class Needs:
         return Needs(**{field.name: getattr(self, field.name) or getattr(other, field.name) for field in fields(self)})
 
 
-class Choice(choices.Choice):
-    """One choice of a flag of the objective. Objects have no state; ``flags`` are the run's ``LossArguments``."""
+class ObjectivePart(Choice):
+    """A part of the objective that a flag chooses. Objects have no state; ``flags`` are the run's ``LossArguments``."""
 
     def needs(self, flags: Any) -> Needs:
         """Return what the trainer scores for it."""

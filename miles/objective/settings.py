@@ -9,13 +9,13 @@ from typing import Literal, Optional
 from miles.flags import flag
 from miles.objective.aggregation import AggregationFlags
 from miles.objective.chosen import find_objective
-from miles.objective.corrections import ImportanceLevel
 from miles.objective.distillation import DistillationFlags
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.kl import KlEstimator
 from miles.objective.loss_types import LOSS_TYPES
 from miles.objective.loss_types.base import LossType
 from miles.objective.policy_losses import POLICY_LOSSES
+from miles.objective.token_weights import ImportanceLevel
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,11 @@ class CommonRewardFlags:
         "GiB that the processes of your reward function may use together; 0 is no limit; default: half of the "
         "machine's memory",
     )
-    log_passrate: bool = flag(False, "log pass@k of the training groups too (a sample passes with reward 1 or more)")
+    log_passrate: bool = flag(
+        False,
+        "log pass@k of the training groups too (a sample passes with reward 1 or more; in a sum, with 1 or more of its "
+        "first reward that reads the prompt's row)",
+    )
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class PromptSource(Protocol):
         ...
 
     def draw(self, n: int) -> list[PromptGroup]:
-        """Return the next ``n`` prompts, as groups without samples."""
+        """Return the next ``n`` prompts, as groups without samples; raise ``NoPromptsLeft`` if there are too few."""
         ...
 
     def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
@@ -57,7 +57,11 @@ class GroupCollector(Protocol):
     """Collects the scored groups of one iteration after another."""
 
     async def collect(self, iteration: int) -> ScoredGroups:
-        """Return the groups and metrics of ``iteration``, counted from 0. Calls do not overlap."""
+        """Return the groups and metrics of ``iteration``, counted from 0. Calls do not overlap.
+
+        Raises:
+            NoPromptsLeft: Too few prompts are left to fill it.
+        """
         ...
 
     def state(self) -> dict[str, Any]:
@@ -129,6 +133,7 @@ class BurstCollector:
         """Return the groups and metrics of ``iteration``, counted from 0.
 
         Raises:
+            NoPromptsLeft: Too few prompts are left to fill it.
             ValueError: The filter keeps almost nothing (``FilterStallGuard``).
             Exception: Whatever generation, the reward function and the filter raise.
         """

@@ -146,7 +146,7 @@ def _encode(group: PromptGroup) -> str:
     if group.dropped_trajectories:
         record["dropped_trajectories"] = group.dropped_trajectories
     if group.baseline_reward is not None:
-        record["baseline_reward"] = group.baseline_reward
+        record |= {"baseline_reward": group.baseline_reward, "baseline_tokens": group.baseline_tokens}
     try:
         return json.dumps(record) + "\n"
     except (TypeError, ValueError) as error:
@@ -182,6 +182,7 @@ def _decode(line: bytes, vocab_size: int | None) -> PromptGroup:
     group.dropped_trajectories = _integers([dropped], "dropped_trajectories", 0, _LARGEST)[0]
     if "baseline_reward" in record:
         group.baseline_reward = _numbers([record["baseline_reward"]], "baseline_reward")[0]
+        group.baseline_tokens = _integers([record.get("baseline_tokens", 0)], "baseline_tokens", 0, _LARGEST)[0]
     samples = _list(record["samples"], "samples")
     if not samples:
         raise ValueError("it has no samples")

@@ -21,6 +21,7 @@ from miles.engine.concurrency import gather_or_cancel
 from miles.input_error import InputError
 from miles.metrics import Metric
 from miles.one_line import one_line
+from miles.rewards.passing import passes_of
 from miles.rollout.groups import GroupSpec, GroupTools, produce_group, response_seed
 from miles.rollout.metrics import pass_at_k_metrics, response_metrics, reward_part_metrics
 from miles.sample import Prompt, PromptGroup, Sample
@@ -89,7 +90,7 @@ async def _evaluate_set(eval_set: EvalSet, tools: GroupTools, seed: int) -> tupl
         "reward_errors": Metric(sum(p.reward_errors for p in produced), 1.0),
     }
     if eval_set.samples_per_prompt > 1:
-        metrics |= pass_at_k_metrics(group.rewards for group in groups)
+        metrics |= pass_at_k_metrics(map(passes_of, groups))
     return {f"eval/{eval_set.name}/{name}": metric for name, metric in metrics.items()}, samples
 
 

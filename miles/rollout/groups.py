@@ -134,13 +134,12 @@ async def produce_group(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) 
     errors = await score(group.samples, tools.reward_function, tools.reward_error_value, drop=drops)
     for other in others:
         errors += await score(other.samples, tools.reward_function, tools.reward_error_value, drop=drops)
+        group.baseline_tokens += sum(len(sample.response_ids) for sample in other.samples)
         rewards = [sample.reward for sample in other.samples if sample.reward is not None]
-        if len(rewards) < len(other.samples):
-            return ProducedGroup(group, errors, "reward_error")
-        group.baseline_reward = fmean(rewards)
+        group.baseline_reward = fmean(rewards) if len(rewards) == len(other.samples) else None
     if errors and drops:
         _drop_unscored(group)
-        if not group.samples:
+        if not group.samples or (others and group.baseline_reward is None):
             return ProducedGroup(group, errors, "reward_error")
     if spec.scored is not None:
         spec.scored(group)
@@ -164,7 +163,7 @@ async def _generate(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> P
 
 
 async def _generate_greedy(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> PromptGroup:
-    """Generate one trajectory at temperature 0. Its trajectory_id is of no use: it is scored and not trained on."""
+    """Generate one trajectory at temperature 0. It is scored and not trained on, so its trajectory_id is not read."""
     sampling = replace(spec.sampling, temperature=0.0, top_p=1.0, top_k=-1)
     return await _generate(drawn, tools, replace(spec, sampling=sampling, n_samples=1))
 

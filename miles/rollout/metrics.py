@@ -11,10 +11,9 @@ from statistics import stdev
 from typing import Any, Protocol
 
 from miles.metrics import Metric
+from miles.rewards.passing import passes_of
 from miles.rollout.filters import has_reward_spread
 from miles.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
-
-PASS_REWARD = 1.0  # a sample passes with this reward or more
 
 
 def rollout_metrics(
@@ -26,21 +25,23 @@ def rollout_metrics(
         kept: The groups that are trained on. They give reward, reward_parts/NAME, reward_std (unbiased, within a group,
             averaged over groups), the lengths of prompts and responses in tokens, the truncated and aborted
             fractions, and greedy_reward if greedy responses were generated.
-        generated: All groups, so that a filter does not bias zero_std_groups (a fraction), pass@k and tokens (a total).
+        generated: All groups, so that a filter does not bias zero_std_groups (a fraction), pass@k and tokens (a total,
+            of greedy responses too).
         reward_errors: Samples that the reward function failed on. dropped_trajectories counts those that kept groups
             have lost by it (--reward-error drop).
         log_passrate: Whether to report pass@k.
     """
     samples = [sample for group in kept for sample in group.samples]
-    generated = [group for group in generated if group.samples]  # others have no rewards
+    scored = [group for group in generated if group.samples]  # others have no rewards
+    tokens = sum(len(sample.response_ids) for group in scored for sample in group.samples)
     metrics = {
         "reward": Metric.mean(reward for group in kept for reward in group.rewards),
         **reward_part_metrics(samples),
         "reward_std": Metric.mean(_reward_std(group) for group in kept),
         "prompt_length": Metric.mean(len(s.prompt.token_ids) for s in samples),
         **response_metrics(samples),
-        "zero_std_groups": Metric.mean(not has_reward_spread(group) for group in generated),
-        "tokens": Metric(sum(len(s.response_ids) for group in generated for s in group.samples), 1.0),
+        "zero_std_groups": Metric.mean(not has_reward_spread(group) for group in scored),
+        "tokens": Metric(tokens + sum(group.baseline_tokens for group in generated), 1.0),
         "reward_errors": Metric(reward_errors, 1.0),
     }
     baselines = [group.baseline_reward for group in kept if group.baseline_reward is not None]
@@ -50,7 +51,7 @@ def rollout_metrics(
     if dropped:
         metrics["dropped_trajectories"] = Metric(dropped, 1.0)
     if log_passrate:
-        metrics |= pass_at_k_metrics(group.rewards for group in generated)
+        metrics |= pass_at_k_metrics(map(passes_of, generated))
     return {f"rollout/{name}": metric for name, metric in metrics.items()}
 
 
@@ -69,7 +70,8 @@ def leave_out_mastered(prompts: LeavesOut, rate: float) -> Callable[[PromptGroup
     """
 
     def look_at(group: PromptGroup) -> None:
-        if sum(reward >= PASS_REWARD for reward in group.rewards) >= rate * len(group.samples):
+        passed = passes_of(group)
+        if sum(passed) >= rate * len(passed):
             prompts.leave_out(group.group_index)
 
     return look_at
@@ -134,14 +136,13 @@ def powers_of_two(n: int) -> list[int]:
     return [1 << i for i in range(n.bit_length())]
 
 
-def pass_at_k_metrics(rewards_by_prompt: Iterable[Sequence[float]]) -> dict[str, Metric]:
+def pass_at_k_metrics(passes_by_prompt: Iterable[Sequence[bool]]) -> dict[str, Metric]:
     """Return ``pass@1``, ``pass@2``, ``pass@4``, …: means over the prompts that have at least k responses."""
     metrics: dict[str, Metric] = {}
-    for rewards in rewards_by_prompt:
-        passes = sum(reward >= PASS_REWARD for reward in rewards)
-        for k in powers_of_two(len(rewards)):
+    for passed in passes_by_prompt:
+        for k in powers_of_two(len(passed)):
             name = f"pass@{k}"
-            estimate = Metric(pass_at_k(len(rewards), passes, k), 1.0)
+            estimate = Metric(pass_at_k(len(passed), sum(passed), k), 1.0)
             metrics[name] = metrics[name] + estimate if name in metrics else estimate
     return metrics
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from miles.arguments.rollout import RolloutArguments
+from miles.data.stream import NoPromptsLeft
 from miles.metrics import Metric
 from miles.rewards.settings import RewardArguments
 from miles.rollout.collect import ProduceGroup, PromptSource, ScoredGroups, Tally
@@ -81,6 +82,7 @@ class StreamCollector:
         self._tally = Tally()
         self._dropped: list[int] = []  # group indices since the last iteration: no metric has counted them yet
         self._failure: BaseException | None = None
+        self._no_prompts: NoPromptsLeft | None = None
         self._changed = asyncio.Event()
         self._starts_groups = False
         self._iteration = 0  # the next one to be complete
@@ -90,6 +92,7 @@ class StreamCollector:
         """Return the groups and metrics of ``iteration``, which weights of that version train on.
 
         Raises:
+            NoPromptsLeft: Too few prompts are left to fill it.
             ValueError: The filter keeps almost nothing (``FilterStallGuard``).
             Exception: Whatever generation, the reward function and the filter raise.
         """
@@ -119,6 +122,8 @@ class StreamCollector:
             if len(self._ready) >= self._batch_size:
                 return
             self._fill()
+            if self._no_prompts is not None and not self._in_flight:
+                raise self._no_prompts
             assert self._in_flight, "an incomplete iteration has groups in flight"
             self._changed.clear()
             await self._changed.wait()
@@ -127,7 +132,12 @@ class StreamCollector:
         """Start groups up to the limit."""
         missing = self._limit() - len(self._in_flight) - len(self._ready)
         if self._starts_groups and missing > 0:
-            for drawn in self._stream.draw(missing):
+            try:
+                groups = self._stream.draw(missing)
+            except NoPromptsLeft as error:  # what is in flight may fill the iteration all the same
+                self._no_prompts = error
+                return
+            for drawn in groups:
                 task: asyncio.Task[ProducedGroup] = asyncio.ensure_future(self._produce(drawn))
                 self._in_flight[task] = drawn.group_index
                 task.add_done_callback(self._ended)

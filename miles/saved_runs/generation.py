@@ -25,11 +25,12 @@ from miles.data.tokenizer import PromptRenderer, load_tokenizer
 from miles.engine.base import Engine, start_engine
 from miles.engine.local_host import LocalHost
 from miles.input_error import InputError
+from miles.rewards.passing import passes
 from miles.rewards.registry import get_reward_function
 from miles.rollout.evaluate import EvalSet, evaluate, load_eval_sets
 from miles.rollout.groups import GroupTools, response_seed, sampling_params
 from miles.rollout.intervals import Estimate, mean_over_prompts
-from miles.rollout.metrics import PASS_REWARD, pass_at_k, powers_of_two
+from miles.rollout.metrics import pass_at_k, powers_of_two
 from miles.rollout.trajectory import get_group_generator
 from miles.sample import Prompt, PromptGroup, Sample
 from miles.secret_values import HIDDEN
@@ -157,19 +158,30 @@ async def evaluate_sets(settings: Settings, sets: Sequence[str], samples_per_pro
 async def _evaluate(eval_set: EvalSet, tools: GroupTools, seed: int) -> SetResult:
     metrics, samples = await evaluate([eval_set], tools, seed)
     values = {name.removeprefix(f"eval/{eval_set.name}/"): metric.value for name, metric in metrics.items()}
-    by_prompt = [
-        [float(s.reward) for s in group if s.reward is not None]
-        for _, group in groupby(samples, lambda sample: sample.group_index)
-    ]
+    by_prompt = [list(group) for _, group in groupby(samples, lambda sample: sample.group_index)]
+    by_prompt += [[]] * (len(eval_set.prompts) - len(by_prompt))  # every answer was dropped
+    rewards = [[float(s.reward) for s in group if s.reward is not None] for group in by_prompt]
+    passed = [_passes(group, eval_set.samples_per_prompt) for group in by_prompt]
     means = {name: value for name, value in values.items() if name != "accuracy" and not name.startswith("pass@")}
     per_prompt = eval_set.samples_per_prompt
-    return SetResult(eval_set.name, len(eval_set.prompts), per_prompt, estimates(by_prompt), means, samples)
+    return SetResult(eval_set.name, len(eval_set.prompts), per_prompt, estimates(rewards, passed), means, samples)
 
 
-def estimates(rewards_by_prompt: Sequence[Sequence[float]]) -> dict[str, Estimate]:
+def _passes(samples: Sequence[Sample], wanted: int) -> list[bool]:
+    """Return whether each answer to a prompt passes; those of ``wanted`` trajectories that were dropped do not."""
+    dropped = wanted - len({sample.trajectory_id for sample in samples})
+    return [*map(passes, samples), *[False] * dropped]
+
+
+def estimates(
+    rewards_by_prompt: Sequence[Sequence[float]], passes_by_prompt: Sequence[Sequence[bool]]
+) -> dict[str, Estimate]:
     """Return accuracy, the mean reward, and pass@k for powers of two, each with its interval over prompts.
 
-    >>> {name: str(estimate) for name, estimate in estimates([[1.0, 1.0], [0.0, 0.0]]).items()}
+    Answers without a reward (``--reward-error drop``) are in the passes alone, as failures.
+
+    >>> found = estimates([[1.0, 1.0], [0.0, 0.0]], [[True, True], [False, False]])
+    >>> {name: str(estimate) for name, estimate in found.items()}
     {'accuracy': '0.500 [0.095, 0.905]', 'pass@1': '0.500 [0.095, 0.905]', 'pass@2': '0.500 [0.095, 0.905]'}
 
     Raises:
@@ -179,10 +191,11 @@ def estimates(rewards_by_prompt: Sequence[Sequence[float]]) -> dict[str, Estimat
     if not answered:
         raise InputError("the reward function failed on every answer (--reward-error drop); correct it")
     found = {"accuracy": mean_over_prompts([sum(rewards) / len(rewards) for rewards in answered])}
-    most = max(map(len, answered))
+    most = max(map(len, passes_by_prompt))
     for k in powers_of_two(most) if most > 1 else ():
-        passes = [(len(r), sum(reward >= PASS_REWARD for reward in r)) for r in answered if len(r) >= k]
-        found[f"pass@{k}"] = mean_over_prompts([pass_at_k(n, c, k) for n, c in passes])
+        found[f"pass@{k}"] = mean_over_prompts(
+            [pass_at_k(len(passed), sum(passed), k) for passed in passes_by_prompt if len(passed) >= k]
+        )
     return found
 
 

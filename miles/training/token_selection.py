@@ -11,8 +11,8 @@ import numpy as np
 import torch.distributed as dist
 
 from miles.objective.chosen import Objective
-from miles.objective.corrections import top_entropy_tokens
 from miles.objective.policy_losses.base import StepTokens
+from miles.objective.token_weights import top_entropy_tokens
 from miles.train_batch import TrainShard
 from miles.training.backend import TrainBackend
 from miles.training.scoring import entropies, log_probs

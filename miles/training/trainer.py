@@ -104,7 +104,8 @@ class Trainer:
         for step, (shard, found) in enumerate(estimated * self.passes):
             metrics = dict(found)
             if trains_policy:
-                metrics |= self._policy_step(self.policy, self._with_selection(shard, step))
+                selected, selection = self._with_selection(shard, step)
+                metrics |= self._policy_step(self.policy, selected) | selection
             if self.critic is not None:
                 metrics |= self._critic_step(self.critic, shard)
             steps.append(metrics)
@@ -119,11 +120,16 @@ class Trainer:
         shard, metrics = self.estimator.advantages(shard)
         return shard, _under("train/", metrics)
 
-    def _with_selection(self, shard: TrainShard, step: int) -> TrainShard:
-        """Return the shard with the tokens that are chosen from the whole step, if any are."""
+    def _with_selection(self, shard: TrainShard, step: int) -> tuple[TrainShard, dict[str, Metric]]:
+        """Return the shard with the tokens that are chosen from the whole step, if any are, and the time it took."""
+        if not (self.objective.selects_tokens or self.objective.ranks_entropies):
+            return shard, {}
+        started = time.perf_counter()
         if self.objective.selects_tokens:
             shard = self.selector.select(self.backend, shard, step)
-        return self.selector.rank_entropies(self.backend, shard) if self.objective.ranks_entropies else shard
+        if self.objective.ranks_entropies:
+            shard = self.selector.rank_entropies(self.backend, shard)
+        return shard, {"time/token_selection": Metric(time.perf_counter() - started)}
 
     def _policy_step(self, policy: Role[PolicyScorer], shard: TrainShard) -> dict[str, Metric]:
         started = time.perf_counter()

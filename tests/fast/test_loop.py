@@ -17,6 +17,7 @@ class Recorder:
     """Replace both drivers and the tracker: record every call, and report two steps per iteration."""
 
     num_iterations = 5
+    prompts_for = 5  # iterations
 
     def __init__(self, resume_from=None):
         self.calls = []
@@ -31,6 +32,8 @@ class Recorder:
 
     def generate(self, iteration):
         self.calls.append(("generate", iteration))
+        if iteration >= self.prompts_for:
+            return None
         metrics = {"rollout/tokens": Metric(100.0)}
         summary = SimpleNamespace(metrics=metrics, records=[])
         return SimpleNamespace(shards_by_rank="shards", summary=summary)
@@ -153,6 +156,20 @@ def test_a_run_that_is_already_done_says_so(run, capsys):
     assert "note: 7 iterations are done already, and this run has 5: nothing is left" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("done", "evaluated"), [(0, [0]), (2, [0, 4]), (3, [0, 4, 6])])
+def test_a_run_whose_prompts_are_all_mastered_ends_with_what_is_due_after_the_last_iteration(
+    monkeypatch, run, capsys, tmp_path, done, evaluated
+):
+    monkeypatch.setattr(Recorder, "prompts_for", done)
+    sides = run(save="checkpoints", save_interval=2, save_hf=str(tmp_path / "{rollout_id}"))
+    assert len(sides.of("train")) == done
+    assert [call[1] for call in sides.of("log") if "eval/held_out" in sides.rows[call[1]]][-1] == evaluated[-1]
+    assert len(sides.of("evaluate")) == len(evaluated), "each once"
+    assert sides.of("save") == {0: [], 2: [("save", 2)], 3: [("save", 2), ("save", 3)]}[done]
+    assert len(sides.of("export_hf")) == max(1, len(sides.of("save")))
+    assert f"the run ends after {done} of 5 iterations" in capsys.readouterr().out
+
+
 @pytest.fixture
 def stop():
     with StopRequests(60.0).listening() as stop:
@@ -256,3 +273,11 @@ def test_without_a_trainer_every_iteration_is_generated_evaluated_and_logged_wit
     assert list(sides.rows) == [0, 2, 4, 6, 8, 10]
     assert [step for step, row in sides.rows.items() if "eval/held_out" in row] == [0, 4, 8, 10]
     assert "perf/tokens_per_second" in sides.rows[2]
+
+
+def test_without_a_trainer_a_run_without_prompts_ends_too(monkeypatch, capsys):
+    monkeypatch.setattr(Recorder, "prompts_for", 1)
+    sides = Recorder()
+    GenerationLoop(sides, sides, evaluation=EvaluationArguments(), steps_per_iteration=2, stop=StopRequests(60.0)).run()
+    assert list(sides.rows) == [2]
+    assert "the run ends after 1 of 5 iterations" in capsys.readouterr().out

@@ -26,6 +26,7 @@ from miles.objective.estimators import ESTIMATORS
 from miles.objective.estimators.base import SampleRewards
 from miles.objective.loss_types.policy_loss import policy_loss_function
 from miles.objective.policy_losses import POLICY_LOSSES
+from miles.objective.policy_losses.base import StepTokens
 from miles.objective.settings import LossArguments
 from miles.objective.token_advantages import SampleTokens, token_advantages
 from miles.parallel.groups import ALONE
@@ -147,6 +148,23 @@ def denominators_of(steps: Steps, loss: LossArguments) -> list[float]:
     ]
 
 
+def selected_tokens(
+    steps: Steps, loss: LossArguments, advantages: np.ndarray, current: np.ndarray, old: np.ndarray
+) -> np.ndarray | None:
+    """Return the tokens that the policy loss treats apart, bool [tokens], chosen step by step; None if it has none."""
+    objective = build_objective(loss)
+    if not objective.selects_tokens:
+        return None
+    columns = (steps.column(task.log_probs(current)), steps.column(task.log_probs(old)), advantages)
+    starts = np.flatnonzero(np.diff(steps.tokens[0])) + 1
+    of_steps = zip(*(np.split(column, starts) for column in columns), strict=True)
+    choices = [
+        objective.policy_loss.select_tokens(loss, StepTokens(*of_step, seed=number))
+        for number, of_step in enumerate(of_steps)
+    ]
+    return np.concatenate(choices)
+
+
 def token_weights(
     steps: Steps,
     loss: LossArguments,
@@ -167,6 +185,7 @@ def token_weights(
     lengths = steps.lengths
     index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     zeros = torch.zeros(len(index), dtype=torch.int64)
+    chosen = selected_tokens(steps, loss, advantages, current, old)
     micro = MicroBatch(
         input_ids=zeros,
         position_ids=zeros,
@@ -187,6 +206,7 @@ def token_weights(
         num_trajectories=N,
         num_loss_tokens=sum(lengths),
         context=ALONE,
+        selected=None if chosen is None else tensor(chosen),
     )
     leaf = tensor(steps.column(task.log_probs(current))).requires_grad_()
     policy_loss_function(build_objective(loss), micro, leaf, None).loss.backward()

@@ -16,7 +16,7 @@ from miles.objective.estimators import ESTIMATORS
 from miles.objective.estimators.base import Estimator
 from miles.objective.policy_losses import POLICY_LOSSES
 from miles.objective.policy_losses.base import PolicyLoss
-from miles.objective.registry import Choice, Term
+from miles.objective.registry import ObjectivePart, Term
 from miles.objective.settings import LossArguments
 
 TESTS = Path(__file__).parents[3] / "tests" / "fast" / "objective"
@@ -28,13 +28,13 @@ def objectives_reference() -> str:
     return "\n".join(_lines()) + "\n"
 
 
-def papers(choice: Choice) -> list[str]:
+def papers(choice: ObjectivePart) -> list[str]:
     """Return the arXiv numbers in the docstrings of the choice's file and class, each once."""
     text = f"{inspect.getdoc(sys.modules[type(choice).__module__])} {inspect.getdoc(type(choice))}"
     return list(dict.fromkeys(_PAPER.findall(text)))
 
 
-def files_of_tests(choice: Choice) -> list[str]:
+def files_of_tests(choice: ObjectivePart) -> list[str]:
     """Return the test files of a choice: those with its name or its family's, else those of its kind."""
     tests = {path.name: path for path in sorted(TESTS.rglob("test_*.py"), key=lambda path: path.name)}
     package = type(choice).__module__.rpartition(".")[0]

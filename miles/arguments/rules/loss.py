@@ -29,6 +29,7 @@ def check_loss(settings: Settings, errors: Errors) -> None:
     if not loss.needs_reference:
         errors.refuse_ignored(settings.model, ["ref_load"], "without --use-kl-loss", "add that switch")
     _check_teacher(settings, errors)
+    _check_reward_parts(settings, errors)
     if not loss.type.uses_advantages:
         _check_given_samples(settings, errors)
         check_no_critic(settings.critic, f"by --loss-type {loss.loss_type}", errors)
@@ -37,6 +38,22 @@ def check_loss(settings: Settings, errors: Errors) -> None:
     else:
         why = f"by --advantage-estimator {loss.advantage_estimator}, which has no critic"
         check_no_critic(settings.critic, why, errors)
+
+
+def _check_reward_parts(settings: Settings, errors: Errors) -> None:
+    """Check that every sample has the parts of a sum of rewards, if the estimator reads them."""
+    loss, reward, rollout = settings.loss, settings.reward, settings.rollout
+    if not loss.type.uses_advantages or not find_objective(loss).estimator.reads_reward_parts:
+        return
+    if reward.custom_reward_post_process_path or rollout.custom_convert_samples_to_train_data_path:
+        return  # advantages are the user's
+    if reward.is_sum and reward.on_error == "value" and not rollout.loads_samples:
+        name = "reward_error_value" if reward.reward_error is None else "reward_error"
+        rule = (
+            f"gives a failing answer one number, and --advantage-estimator {loss.advantage_estimator} reads each "
+            f"reward of --rm-type {reward.rm_type} by itself"
+        )
+        errors.refuse(name, getattr(reward, name), rule, "use --reward-error drop")
 
 
 def _check_teacher(settings: Settings, errors: Errors) -> None:

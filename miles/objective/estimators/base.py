@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from miles.objective.registry import Choice, Needs, Term
+from miles.objective.registry import Needs, ObjectivePart, Term
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,7 +75,7 @@ class SampleRewards:
         return lengths
 
 
-class Estimator(Choice):
+class Estimator(ObjectivePart):
     """An advantage estimator.
 
     Attributes:
@@ -83,6 +83,7 @@ class Estimator(Choice):
         by_token: Whether it implements phase 2. If not, every token has its sample's number of phase 1.
         reward_at_last_token: Whether phase 2 puts the reward on the last token of the trajectory, or on every token.
         greedy_baseline: Whether it reads the reward of a greedy response to each prompt, which is generated for it.
+        reads_reward_parts: Whether it reads the parts of a sum of rewards, and not the sum alone.
     """
 
     flag: ClassVar[str] = "advantage_estimator"
@@ -91,6 +92,7 @@ class Estimator(Choice):
     by_token: bool = False
     reward_at_last_token: bool = False
     greedy_baseline: bool = False
+    reads_reward_parts: bool = False
     accepts_one: bool = False  # a group of one, whose advantage is 0, is allowed, with a note
 
     @abstractmethod

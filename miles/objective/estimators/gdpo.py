@@ -1,6 +1,7 @@
 """GDPO: several rewards, each normalized within its group by itself (reward-decoupled normalization, 2601.05242)."""
 
 import statistics
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ class Gdpo(Estimator):
     name = "gdpo"
     summary = "several rewards (--rm-type a:1,b:0.2), each normalized within its prompt group by itself"
     reads = ("normalize_advantages",)
+    reads_reward_parts = True
 
     def smallest_group(self, flags: Any) -> int:
         """Return 2: a group of one has no spread."""
@@ -41,7 +43,8 @@ class Gdpo(Estimator):
         """Normalize each reward within each group, add them up, and divide by one spread.
 
         Raises:
-            ValueError: Some samples have several rewards, and others have not.
+            ValueError: Some samples have several rewards, and others have not, or ``--rm-type`` has no weights for
+                them, as may be for saved samples.
         """
         sums = [0.0] * len(samples.rewards)
         for weight, rewards in _rewards_with_weights(samples):
@@ -55,7 +58,7 @@ class Gdpo(Estimator):
 def _rewards_with_weights(samples: SampleRewards) -> list[tuple[float, list[float]]]:
     """Return each reward's weight and its value for every sample."""
     names = dict.fromkeys(name for parts in samples.parts for name in parts)
-    if not names:
+    if not names and len(samples.part_weights) <= 1:
         return [(1.0, list(samples.rewards))]
     for parts, group, trajectory in zip(samples.parts, samples.group_indices, samples.trajectory_ids, strict=True):
         if parts.keys() != names.keys():
@@ -64,7 +67,19 @@ def _rewards_with_weights(samples: SampleRewards) -> list[tuple[float, list[floa
                 f"{', '.join(parts) or 'of no name'}, others have {', '.join(names)}; a sample that the reward "
                 "function failed on has none: use --reward-error drop"
             )
+    if names.keys() != samples.part_weights.keys():
+        given = ",".join(f"{name}:{weight:g}" for name, weight in samples.part_weights.items())
+        raise ValueError(
+            f"--advantage-estimator gdpo: the samples have the rewards {', '.join(names) or 'of no name'}, and "
+            f"{f'--rm-type has the weights {given}' if given else 'there is no --rm-type with weights'}; give "
+            f"--rm-type the names and weights of the run that saved them{_example(names)}"
+        )
     return [(samples.part_weights[name], [parts[name] for parts in samples.parts]) for name in names]
+
+
+def _example(names: Iterable[str]) -> str:
+    found = ",".join(f"{name}:1" for name in names)
+    return f", such as {found}" if found else ""
 
 
 ESTIMATOR = Gdpo()

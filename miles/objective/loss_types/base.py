@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from miles.objective.distillation import distillation_formula
-from miles.objective.registry import Choice, Needs, Term
+from miles.objective.registry import Needs, ObjectivePart, Term
 from miles.objective.value_loss import value_loss_formula
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from miles.train_batch import MicroBatch
 
 
-class LossType(Choice):
+class LossType(ObjectivePart):
     """A loss type.
 
     Attributes:

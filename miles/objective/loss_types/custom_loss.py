@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from miles.objective.aggregation import aggregation_formula, get_pg_loss_reducer, get_sum_of_sample_mean, is_per_token
-from miles.objective.corrections import CORRECTIONS
 from miles.objective.hook_calls import token_columns
 from miles.objective.hooks import WHOLE_LOSS, LossInputs
 from miles.objective.loss_types.base import LossType, advantage_terms
 from miles.objective.output import LossOutput
 from miles.objective.registry import Needs, Term
 from miles.objective.sequences import count_once, gather_whole, whole_responses
+from miles.objective.token_weights import TOKEN_WEIGHTS
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ class CustomLoss(LossType):
     reads = ("custom_loss_function_path",)
     ignores = (
         *("policy_loss", "custom_policy_loss_function_path", "get_mismatch_metrics", "loss_canary"),
-        *(correction.switch for correction in CORRECTIONS),
+        *(weight.switch for weight in TOKEN_WEIGHTS),
     )
     instead_of_ignored = "compute it in your function"
 

@@ -1,4 +1,4 @@
-"""Compute the policy loss of a micro-batch: ratio, token losses, corrections, reduction, then KL and entropy."""
+"""Compute the policy loss of a micro-batch: ratio, token losses, their weights, reduction, then KL and entropy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from miles.objective.aggregation import (
     get_sum_of_sample_mean,
     is_per_token,
 )
-from miles.objective.corrections import corrections_formula, mismatch, ratios_of, weigh
 from miles.objective.kl import approximate_kl, kl_formula, masked_log_ratio
 from miles.objective.loss_types.base import LossType, advantage_terms
 from miles.objective.output import LossOutput
 from miles.objective.policy_losses.base import PolicyTokens
 from miles.objective.registry import Needs, Term
 from miles.objective.sequences import count_once, gather_whole, whole_responses
+from miles.objective.token_weights import mismatch, ratios_of, token_weights_formula, weigh
 
 if TYPE_CHECKING:
     import torch
@@ -82,8 +82,8 @@ class PolicyGradientLoss(LossType):
 
 
 def _token_loss_formula(objective: Objective) -> list[Term]:
-    """Return the loss of a token, and the weights that corrections give it."""
-    weights = corrections_formula(objective.flags)
+    """Return the loss of a token, and its weights."""
+    weights = token_weights_formula(objective.flags)
     first, *rest = objective.policy_loss.formula(objective.flags)
     text = f"w ({first.text})" if weights and first.text.startswith("-") else f"{'w ' if weights else ''}{first.text}"
     return [replace(first, text=f"l_it = {text}"), *rest, *weights]
@@ -122,7 +122,7 @@ def policy_loss_function(
     tokens = PolicyTokens(log_probs.float().masked_fill(micro.loss_mask == 0, 0.0), log_ratio, micro.advantages, micro)
     token_losses, clipped = objective.policy_loss.token_losses(loss, tokens)
     ratios = ratios_of(micro, log_ratio, old_log_probs)
-    weights, logged = weigh(objective.corrections, loss, ratios)
+    weights, logged = weigh(objective.token_weights, loss, ratios)
     token_losses = token_losses * weights
     logged |= mismatch(loss, ratios)
     if clipped is not None:

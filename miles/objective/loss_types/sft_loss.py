@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from miles.objective.aggregation import aggregation_formula, get_pg_loss_reducer
-from miles.objective.corrections import CORRECTIONS
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.loss_types.base import LossType
 from miles.objective.output import LossOutput
 from miles.objective.policy_losses import POLICY_LOSSES
 from miles.objective.registry import Needs, Term
+from miles.objective.token_weights import TOKEN_WEIGHTS
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ class SftLoss(LossType):
         *("custom_advantage_function_path", "custom_policy_loss_function_path"),
         *ESTIMATORS.reads,
         *POLICY_LOSSES.reads,
-        *(correction.switch for correction in CORRECTIONS),
+        *(weight.switch for weight in TOKEN_WEIGHTS),
     )
 
     def needs_of(self, objective: Objective) -> Needs:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from miles.objective.aggregation import check_diagnostic_mode
-from miles.objective.corrections import CORRECTIONS
 from miles.objective.loss_types.base import LossType, advantage_terms
 from miles.objective.policy_losses import POLICY_LOSSES
 from miles.objective.registry import Term
+from miles.objective.token_weights import TOKEN_WEIGHTS
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ class ValueLoss(LossType):
         *("custom_pg_loss_reducer_function_path", "pg_loss_divisor", "loss_canary"),
         "custom_policy_loss_function_path",
         *POLICY_LOSSES.reads,
-        *(correction.switch for correction in CORRECTIONS),
+        *(weight.switch for weight in TOKEN_WEIGHTS),
     )
 
     def check(self, flags: Any, shape: StepShape, errors: Errors) -> None:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from miles.objective.registry import Choice, Needs, Term
+from miles.objective.registry import Needs, ObjectivePart, Term
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,7 +56,7 @@ class TokenLosses(NamedTuple):
     clipped: torch.Tensor | None
 
 
-class PolicyLoss(Choice):
+class PolicyLoss(ObjectivePart):
     """A policy loss.
 
     Attributes:

@@ -21,8 +21,8 @@ from torch.nn.attention.bias import causal_upper_left
 from miles.arguments.training import TrainingArguments
 from miles.batching import collate, convert, schedule
 from miles.objective.chosen import Objective, build_objective
-from miles.objective.corrections import OffPolicyMasking, Truncation
 from miles.objective.loss_types import policy_loss
+from miles.objective.token_weights import OffPolicyMasking, Truncation
 from miles.parallel import groups
 from miles.train_batch import MicroBatch
 from miles.training import packed_attention

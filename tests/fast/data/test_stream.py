@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.data.stream import PromptStream
+from miles.data.stream import NoPromptsLeft, PromptStream
 from miles.sample import Prompt
 
 sizes = st.integers(1, 7)
@@ -113,9 +113,14 @@ def test_a_prompt_that_is_left_out_is_not_drawn_again(size, shuffle, seed, data)
     assert indices == sorted(set(indices))
 
 
-def test_leaving_all_prompts_out_ends_the_run():
+def test_without_prompts_only_unfinished_groups_are_drawn_again():
     stream = stream_of(2)
-    first, second = stream.draw(2)
-    stream.leave_out(first.group_index)
-    with pytest.raises(ValueError, match="--max-prompt-pass-rate: all 2 prompts have reached it"):
-        stream.leave_out(second.group_index)
+    for group in stream.draw(2):
+        stream.leave_out(group.group_index)
+    with pytest.raises(NoPromptsLeft, match="--max-prompt-pass-rate: all 2 prompts have reached it"):
+        stream.draw(1)
+    restored = stream_of(2)
+    restored.restore(stream.state(unfinished=[1]))
+    with pytest.raises(NoPromptsLeft):
+        restored.draw(2)
+    assert [group.group_index for group in restored.draw(1)] == [1]

@@ -56,6 +56,15 @@ def test_only_the_ratio_of_the_sequence_corrects_for_another_sampler(engine, com
         assert float(stored["bias"]) == pytest.approx(row.bias, rel=2e-3, abs=measure.EXACT)
 
 
+def test_a_policy_loss_that_chooses_tokens_is_given_its_choice(meter, committed):
+    later = measure.Meter(meter.steps, task.POLICY, task.SAMPLER, task.SAMPLER)
+    loss = measure.loss_of(dict(advantage_estimator="rloo"), policy_loss="kl_cov")
+    row = later.measure("a later step", ("kl_cov", "constant", "none"), loss)
+    stored = committed["a later step", "kl_cov", "constant", "none"]
+    assert float(stored["bias"]) == pytest.approx(row.bias, rel=2e-3)
+    assert stored["bias"] != committed["a later step", "cispo", "constant", "none"]["bias"], "the plain ratio"
+
+
 def test_random_steps_have_the_expected_mean(engine):
     """The z-scores of six parameters, with a fixed seed."""
     loss = measure.loss_of(dict(advantage_estimator="rloo"), "sample_mean")

@@ -15,14 +15,16 @@ from miles.tracking.run_files import METRICS, RunFiles
 seconds = st.floats(0.01, 50)
 
 
-@given(seconds, seconds, seconds, st.lists(st.floats(0.01, 0.33), min_size=3, max_size=3), seconds)
+@given(seconds, seconds, seconds, st.lists(st.floats(0.01, 0.25), min_size=4, max_size=4), seconds)
 def test_phases_add_up_to_the_wall_time(generate: float, train: float, sync: float, parts, rest: float) -> None:
     wall = generate + train + sync + rest
-    inside = dict(zip(("time/log_probs", "time/forward_backward", "time/optimizer"), parts, strict=True))
+    names = ("time/log_probs", "time/token_selection", "time/forward_backward", "time/optimizer")
+    inside = dict(zip(names, parts, strict=True))
     row = {"time/generate": generate, "time/train": train, "time/sync_weights": sync, "time/step": wall}
     found = seconds_by_phase(row | {name: share * train for name, share in inside.items()})
     assert sum(found.values()) == pytest.approx(wall)
     assert "train" not in found
+    assert found["token_selection"] == pytest.approx(parts[1] * train)
 
 
 def test_parts_that_a_clock_measured_longer_than_the_whole_are_scaled() -> None:

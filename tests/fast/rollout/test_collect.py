@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.arguments.rollout import RolloutArguments, fill_over_sampling
+from miles.data.stream import NoPromptsLeft, PromptStream
 from miles.engine.base import SamplingParams
 from miles.rewards.settings import RewardArguments
 from miles.rollout import filters
@@ -146,6 +147,18 @@ async def test_a_hard_stretch_between_kept_groups_does_not_stop_the_run(scripted
     options = {"dynamic_sampling_filter_path": NONZERO_STD}
     collected = await collect(scripted_engine(), stream, tokenizer, now_and_then, **options)
     assert [g.group_index for g in collected.groups] == [4 * (hard + 1) * i for i in range(4)]
+
+
+async def test_iterations_end_when_every_prompt_is_mastered(scripted_engine, tokenizer):
+    async def right(samples):
+        return [1.0 for _ in samples]
+
+    stream = PromptStream([Prompt(str(i), (1 + i,)) for i in range(6)], shuffle=False, seed=0)
+    mastering = collector(scripted_engine(), stream, tokenizer, right, max_prompt_pass_rate=0.9)
+    assert [group.group_index for group in (await mastering.collect(0)).groups] == [0, 1, 2, 3]
+    assert {group.prompt.text for group in (await mastering.collect(1)).groups} == {"4", "5"}
+    with pytest.raises(NoPromptsLeft):
+        await mastering.collect(2)
 
 
 async def test_the_context_limit_reaches_the_engine(scripted_engine, counting_stream, tokenizer):

@@ -54,6 +54,7 @@ def groups(draw):
         )
     group.dropped_trajectories = draw(st.integers(0, 2))
     group.baseline_reward = draw(st.none() | FLOATS)
+    group.baseline_tokens = 0 if group.baseline_reward is None else draw(st.integers(0, 9))
     return group
 
 

@@ -1,11 +1,14 @@
 from fractions import Fraction
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.rollout.metrics import pass_at_k, pass_at_k_metrics, powers_of_two
+from miles.rewards.passing import passes_of
+from miles.rollout.metrics import leave_out_mastered, pass_at_k, pass_at_k_metrics, powers_of_two, rollout_metrics
+from miles.sample import Prompt, PromptGroup, Sample
 
 outcomes = st.lists(st.booleans(), min_size=1, max_size=8)
 
@@ -23,7 +26,35 @@ def test_powers_of_two_end_at_the_largest_that_fits():
 
 
 def test_metrics_average_over_prompts_that_have_k_responses():
-    metrics = pass_at_k_metrics([[1.0, 0.0], [0.0, 0.5], [2.0]])
+    metrics = pass_at_k_metrics([[True, False], [False, False], [True]])
     assert metrics["pass@1"].value == pytest.approx((0.5 + 0 + 1) / 3)
     assert metrics["pass@2"].value == pytest.approx(1 / 2)
     assert set(metrics) == {"pass@1", "pass@2"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "dropped", "expected"),
+    [
+        ({}, 0, [True, False]),  # the reward itself
+        ({"repetition": [1.0, 1.0], "math": [0.0, 1.0], "f1": [1.0, 1.0]}, 0, [False, True]),
+        ({"custom": [1.0, 1.0], "math": [0.0, 1.0]}, 0, [False, True]),
+        ({"format": [1.0, 1.0], "custom": [0.0, 1.0]}, 0, [False, True]),
+        ({"format": [0.0, 1.0], "length": [1.0, 0.0]}, 0, [True, False]),  # no part decides
+        ({}, 2, [True, False, False, False]),
+    ],
+)
+def test_the_part_that_knows_the_answer_decides_and_what_was_dropped_does_not_pass(parts, dropped, expected):
+    group = PromptGroup(0, Prompt("p", (1,)), dropped_trajectories=dropped)
+    for k, reward in enumerate([1.0, 0.5]):
+        sample_parts = {name: column[k] for name, column in parts.items()}
+        group.samples.append(Sample(group.prompt, 0, k, reward=reward, reward_parts=sample_parts))
+    assert passes_of(group) == expected
+    rate = sum(expected) / len(expected)
+    metrics = rollout_metrics([group], [group], 0, log_passrate=True)
+    assert metrics["rollout/pass@1"].value == pytest.approx(rate)
+    left_out: list[int] = []
+    prompts = SimpleNamespace(leave_out=left_out.append)
+    leave_out_mastered(prompts, rate + 0.01)(group)
+    assert not left_out
+    leave_out_mastered(prompts, rate)(group)
+    assert left_out == [0]

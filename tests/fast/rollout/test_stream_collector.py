@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.arguments.rollout import RolloutArguments
-from miles.data.stream import PromptStream
+from miles.data.stream import NoPromptsLeft, PromptStream
 from miles.engine.base import Generation
 from miles.rewards.settings import RewardArguments
 from miles.rollout.groups import GroupTools, generate_group
@@ -222,6 +222,21 @@ async def test_a_failure_is_raised_and_leaves_no_task_behind(tokenizer, mode):
     with pytest.raises(Exception, match="gold"):
         await collector.collect(0)
     assert len(asyncio.all_tasks()) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(3))
+async def test_iterations_end_when_every_prompt_is_mastered(tokenizer, mode, seed):
+    """Half of each group passes, so a prompt is drawn until one of its groups is scored."""
+    engine, stream = SlowEngine(random.Random(seed)), stream_of(7)
+    collector = make(engine, tokenizer, stream, max_prompt_pass_rate=0.5, **MODES[mode])
+    found = []
+    with pytest.raises(NoPromptsLeft):
+        async for scored in iterations(collector, engine, 9):
+            found.append(scored)
+    assert found and [len(scored.groups) for scored in found] == [BATCH] * len(found)
+    assert not collector._in_flight and engine.in_flight == 0
+    collector.weights_changed(9)  # starts nothing, and raises nothing
 
 
 async def test_nothing_is_started_for_iterations_after_the_last(tokenizer):

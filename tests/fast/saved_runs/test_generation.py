@@ -103,9 +103,11 @@ def test_one_rank_has_no_pipeline(run):
 
 
 def test_pass_at_k_counts_prompts(run):
-    found = estimates([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], []])
+    """Answers that were dropped are failures."""
+    rewards = [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], []]
+    found = estimates(rewards, [[True, False], [True, True], [False, False], [False, False]])
     assert found["accuracy"].value == 0.5 and found["accuracy"].method == "bootstrap"
-    assert found["pass@2"].value == pytest.approx(2 / 3) and found["pass@2"].method == "Wilson"
+    assert found["pass@2"].value == 0.5 and found["pass@2"].method == "Wilson"
 
 
 def test_damaged_checkpoints_are_not_replaced_by_the_export_in_silence(run, tiny_model):

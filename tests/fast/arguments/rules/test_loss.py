@@ -26,6 +26,11 @@ REFUSED = [
     (f"--loss-type sft_loss --use-tis {LOADS}", "--rm-type", "--use-tis: would be ignored by --loss-type sft_loss"),
     ("--log-probs-chunk-size 0", "", "-1 .all tokens. or at least 1"),
     ("--disable-rewards-normalization --disable-grpo-std-normalization", "", "with --disable-rewards-normalization"),
+    (
+        "--advantage-estimator gdpo --rm-type math:1,format:1 --reward-error value --reward-error-value 0",
+        "--rm-type",
+        "--reward-error value: .* reads each reward of --rm-type math:1,format:1 by itself; use --reward-error drop",
+    ),
     (f"--loss-type sft_loss {LOADS}", "", "--rm-type last_number: would be ignored by --loss-type sft_loss"),
     (f"--loss-type sft_loss --entropy-coef 1 {LOADS}", "--rm-type", "--entropy-coef 1.0: would be ignored"),
 ]

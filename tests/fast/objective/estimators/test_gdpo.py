@@ -76,6 +76,19 @@ def test_rewards_reach_it_through_the_conversion():
     assert step.rewards == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("weights", [{}, {"correct": 1.0}, {"correct": 1.0, "length": -0.1}])
+@pytest.mark.parametrize("parts", [{"correct": 1.0, "format": 0.0}, {}])
+def test_rewards_that_have_other_weights_or_none_are_refused(weights, parts):
+    """As those of saved samples may."""
+    samples = SampleRewards([1.0, 0.0], [4, 4], [8, 9], parts=[parts, parts], part_weights=weights)
+    if not parts and len(weights) <= 1:  # one reward, which has no parts
+        assert build_objective(GDPO).sample_advantages(samples) == pytest.approx([2**-0.5, -(2**-0.5)], abs=1e-4)
+        return
+    found = ", ".join(parts) or "of no name"
+    with pytest.raises(ValueError, match=f"the samples have the rewards {found}, and .*; give --rm-type the names"):
+        build_objective(GDPO).sample_advantages(samples)
+
+
 def test_a_sample_without_the_rewards_of_others_is_named():
     samples = SampleRewards([1.0, 0.0], [4, 4], [8, 9], parts=[{"correct": 1.0}, {}])
     with pytest.raises(ValueError, match="trajectory 9 of prompt group 4 has the rewards of no name, others have corr"):

@@ -14,6 +14,7 @@ from miles.objective.chosen import build_objective
 from miles.objective.estimators.base import SampleRewards
 from miles.objective.settings import LossArguments
 from miles.rollout.groups import GroupSpec, GroupTools, generate_group, produce_group, response_seed
+from miles.rollout.metrics import rollout_metrics
 from miles.sample import Prompt, PromptGroup
 
 REMAX = LossArguments(advantage_estimator="remax")
@@ -57,8 +58,8 @@ async def length(samples):
     return [float(len(sample.response_ids)) for sample in samples]
 
 
-async def nothing_greedy(samples):
-    return [float("nan") if len(sample.response_ids) == 1 else 1.0 for sample in samples]
+def fails(sample, trajectories):
+    return len(sample.response_ids) == 1 or sample.trajectory_id in trajectories  # the greedy response has one token
 
 
 def spec(**more):
@@ -72,12 +73,21 @@ async def test_one_more_request_per_prompt_is_generated_at_temperature_0():
     assert (engine.sampling[1].top_p, engine.sampling[1].top_k) == (1.0, -1)
     assert made.group.baseline_reward == 1.0 and [s.reward for s in made.group.samples] == [3.0] * 4
     assert [s.trajectory_id for s in made.group.samples] == [12, 13, 14, 15]
+    assert rollout_metrics([made.group], [made.group], 0, False)["rollout/tokens"].value == 4 * 3 + 1
 
 
-async def test_a_group_whose_greedy_response_has_no_reward_is_dropped():
-    tools = GroupTools(Engine(), Words(), generate_group, nothing_greedy, drops_reward_errors=True)
+@pytest.mark.parametrize("failing", [set(), {1, 2}, {0, 1, 2, 3}])
+async def test_a_group_whose_greedy_response_has_no_reward_is_dropped(failing):
+    """Also if answers failed with it: metrics read the rewards of the others."""
+
+    async def reward(samples):
+        return [float("nan") if fails(sample, failing) else 1.0 for sample in samples]
+
+    tools = GroupTools(Engine(), Words(), generate_group, reward, drops_reward_errors=True)
     made = await produce_group(PromptGroup(0, Prompt("p", (1,))), tools, spec())
-    assert made.drop_reason == "reward_error" and made.reward_errors == 1
+    assert made.drop_reason == "reward_error" and made.reward_errors == 1 + len(failing)
+    metrics = rollout_metrics([], [made.group], made.reward_errors, log_passrate=True)
+    assert metrics["rollout/tokens"].value == 3 * (4 - len(failing)) + 1
 
 
 def test_only_this_estimator_has_it_generated():

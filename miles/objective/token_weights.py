@@ -1,9 +1,10 @@
-"""Correct for sampling from one policy (the engine's) and training another: weights of token losses, and rejection.
+"""Weigh the losses of tokens: corrections for samples that another policy generated, and the most uncertain tokens.
 
 Engine and trainer compute the same model with other kernels, precision, or weights a few steps old, so their log-probs
-differ. Corrections change the **numerator** of the loss alone: a token's loss is weighted or dropped, and every
+differ; a correction weighs a token by their ratio, or drops it (docs/off-policy.md). ``TopEntropy`` corrects nothing:
+it drops the tokens that the policy is sure of. Weights change the **numerator** of the loss alone, and every
 denominator stays that of the original masks (docs/loss-aggregation.md). They compose: the weight of a token is the
-product of theirs, in the order of ``CORRECTIONS``.
+product of all that are on, in the order of ``TOKEN_WEIGHTS``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ImportanceLevel = Literal["token", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class Ratios:
-    """The two ratios that corrections read, as logarithms [R] without a graph; 0 where the mask is 0.
+    """The two ratios that token weights read, as logarithms [R] without a graph; 0 where the mask is 0.
 
     Attributes:
         importance: log old - log engine: the trainer before the first step of the iteration, over the engine.
@@ -54,8 +55,8 @@ class Weights(NamedTuple):
     logged: dict[str, torch.Tensor]
 
 
-class Correction(ABC):
-    """One correction. ``switch`` is the flag that turns it on, ``reads`` are the flags that it reads."""
+class TokenWeight(ABC):
+    """A factor of a token's loss. ``switch`` is the flag that turns it on, ``reads`` are the flags that it reads."""
 
     switch: ClassVar[str]
     reads: ClassVar[tuple[str, ...]]
@@ -65,7 +66,7 @@ class Correction(ABC):
         return bool(getattr(loss, self.switch))
 
     def check(self, loss: LossArguments, errors: Errors) -> None:
-        """Report flags of a correction that is off, and values out of range."""
+        """Report flags of a weight that is off, and values out of range."""
         if not self.is_on(loss):
             errors.refuse_ignored(loss, self.reads, f"without {flag_name(self.switch)}", "add that switch")
 
@@ -78,7 +79,7 @@ class Correction(ABC):
         """Compute the weights of all tokens of a micro-batch."""
 
 
-class Truncation(Correction):
+class Truncation(TokenWeight):
     """Truncated importance sampling: the ratio trainer / engine, within [tis_clip_low, tis_clip].
 
     Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". IcePop (arXiv 2510.18855
@@ -123,7 +124,7 @@ class Truncation(Correction):
         return Weights(weights, {"tis": weights, "tis_clipfrac": outside.float()})
 
 
-class Rejection(Correction):
+class Rejection(TokenWeight):
     """Masked importance sampling: drop tokens or sequences whose ratio is outside [rs_lower_bound, rs_upper_bound]."""
 
     switch = "use_rs"
@@ -148,7 +149,7 @@ class Rejection(Correction):
         return Weights(1.0 - rejected, {"rs_rejected": rejected})
 
 
-class OffPolicyMasking(Correction):
+class OffPolicyMasking(TokenWeight):
     """Drop sequences of negative advantage that the policy has moved away from (DeepSeek-V3.2, arXiv 2512.02556 §3.1).
 
     Such a sequence has a mean of log old - log current over its tokens above ``--opsm-delta``; old is the trainer's.
@@ -181,11 +182,11 @@ class OffPolicyMasking(Correction):
         return Weights(1.0 - dropped, {"opsm_clipfrac": dropped})
 
 
-class TopEntropy(Correction):
+class TopEntropy(TokenWeight):
     """Keep the loss of the fraction of the step's tokens in which the policy is most uncertain (arXiv 2506.01939).
 
     A token counts if its entropy is at least the (1 - fraction) quantile over the loss tokens of the whole step. The
-    policy is scored once more before each step for it. As for the other corrections, denominators stay those of all
+    policy is scored once more before each step for it. As for the corrections, denominators stay those of all
     tokens, as in the paper and in TRL, whose name the flag has.
     """
 
@@ -226,31 +227,31 @@ def top_entropy_tokens(entropies: np.ndarray, fraction: float) -> np.ndarray:
     return kept
 
 
-CORRECTIONS: tuple[Correction, ...] = (Truncation(), Rejection(), OffPolicyMasking(), TopEntropy())
+TOKEN_WEIGHTS: tuple[TokenWeight, ...] = (Truncation(), Rejection(), OffPolicyMasking(), TopEntropy())
 
 
-def corrections_of(loss: LossArguments) -> tuple[Correction, ...]:
-    """Return the corrections that the run uses, in their fixed order."""
-    return tuple(correction for correction in CORRECTIONS if correction.is_on(loss))
+def token_weights_of(loss: LossArguments) -> tuple[TokenWeight, ...]:
+    """Return the token weights that the run uses, in their fixed order."""
+    return tuple(weight for weight in TOKEN_WEIGHTS if weight.is_on(loss))
 
 
-def check_corrections(loss: LossArguments, errors: Errors) -> None:
-    """Report the rules of all corrections that ``loss`` breaks."""
-    for correction in CORRECTIONS:
-        correction.check(loss, errors)
+def check_token_weights(loss: LossArguments, errors: Errors) -> None:
+    """Report the rules of all token weights that ``loss`` breaks."""
+    for weight in TOKEN_WEIGHTS:
+        weight.check(loss, errors)
 
 
-def corrections_formula(loss: LossArguments) -> list[Term]:
+def token_weights_formula(loss: LossArguments) -> list[Term]:
     """Return what multiplies a token's loss."""
-    return [term for correction in corrections_of(loss) for term in correction.formula(loss)]
+    return [term for weight in token_weights_of(loss) for term in weight.formula(loss)]
 
 
-def weigh(corrections: Sequence[Correction], loss: LossArguments, ratios: Ratios) -> Weights:
-    """Multiply the weights of ``corrections``."""
+def weigh(token_weights: Sequence[TokenWeight], loss: LossArguments, ratios: Ratios) -> Weights:
+    """Multiply the weights of ``token_weights``."""
     weights = ratios.importance.new_ones(ratios.importance.shape)
     logged: dict[str, torch.Tensor] = {}
-    for correction in corrections:
-        weighed = correction.weigh(loss, ratios)
+    for token_weight in token_weights:
+        weighed = token_weight.weigh(loss, ratios)
         weights = weights * weighed.weights
         logged |= weighed.logged
     return Weights(weights, logged)

@@ -1,4 +1,4 @@
-"""What the corrections do to the weight of a token's loss, number by number."""
+"""What corrections and the choice of tokens do to the weight of a token's loss, number by number."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.objective.corrections import corrections_of, ratios_of, top_entropy_tokens, weigh
 from miles.objective.settings import LossArguments
+from miles.objective.token_weights import ratios_of, token_weights_of, top_entropy_tokens, weigh
 
 
 def weights(make_micro, loss: LossArguments, ratios: list[float]) -> list[float]:
@@ -17,7 +17,7 @@ def weights(make_micro, loss: LossArguments, ratios: list[float]) -> list[float]
     ratios_of_tokens = ratios_of(
         make_micro([[1] * len(ratios)]), torch.zeros(len(ratios)), old_log_probs=torch.tensor(ratios).log()
     )
-    return weigh(corrections_of(loss), loss, ratios_of_tokens).weights.tolist()
+    return weigh(token_weights_of(loss), loss, ratios_of_tokens).weights.tolist()
 
 
 def test_truncation_bounds_the_ratio(make_micro):
@@ -46,7 +46,7 @@ def test_off_policy_masking_drops_what_is_above_the_bound_not_at_it(make_micro):
     micro = make_micro([[1, 1], [1, 1], [1]], advantages=torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0]))
     log_ratio = torch.tensor([-0.25, -0.75, -0.5, -0.5 - 2 / 1024, -8.0])
     loss = LossArguments(use_opsm=True, opsm_delta=0.5)
-    found = weigh(corrections_of(loss), loss, ratios_of(micro, log_ratio, old_log_probs=torch.zeros(5)))
+    found = weigh(token_weights_of(loss), loss, ratios_of(micro, log_ratio, old_log_probs=torch.zeros(5)))
     assert found.weights.tolist() == [1, 1, 0, 0, 1]
     assert found.logged["opsm_clipfrac"].tolist() == [0, 0, 1, 1, 0]
 
