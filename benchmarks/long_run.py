@@ -56,7 +56,7 @@ def command(args: argparse.Namespace) -> list[str]:
     """Return the run: two prompts with two short answers each, an optimizer step per iteration."""
     flags = f"""--hf-checkpoint model --prompt-data reasoning_gym:chain_sum --custom-rm-path reward:spread --fp32
         --num-rollout {args.iterations} --rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 8
-        --lr 1e-6 --actor-num-gpus-per-node 1 --colocate --device cpu --output-dir run"""
+        --lr 1e-6 --actor-num-gpus-per-node 1 --device cpu --output-dir run"""
     return [sys.executable, "-m", "miles", "train", *flags.split(), *args.flags]
 
 
