@@ -101,13 +101,13 @@ def start(validated: Validated, is_alone: bool = False) -> None:
     Raises:
         SystemExit: With status 1 if the run fails.
     """
-    from miles.cluster.failures import exit_with_message  # imports Ray and torch
+    from miles.cluster.failures import exit_with_message  # imports Ray
 
     launch(validated, exit_with_message, is_alone)
 
 
 def take_over(handed: HandedOver) -> None:
-    """Go on with a run whose Ray has died, in the process that has led it so far (cluster/restarts.py), and exit."""
+    """Continue a run whose Ray has died, in the process that has led it so far (cluster/restarts.py), and exit."""
     from miles.cluster.failures import exit_with_message
 
     launch(handed.validated, exit_with_message, is_alone=True, handed=handed)

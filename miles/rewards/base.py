@@ -67,6 +67,11 @@ class Reward(Choice):
     instead_of_label: ClassVar[str | None] = None
     libraries: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def reads_row(self) -> bool:
+        """Whether the score depends on the prompt's row, such as its label, and so says whether an answer is right."""
+        return bool(self.data)
+
     @abstractmethod
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Return one finite number per sample, in order; ``NotAReward`` for a sample that cannot be scored.

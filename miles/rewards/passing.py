@@ -21,7 +21,7 @@ def deciding_part(names: Iterable[str]) -> str | None:
     ('math', None)
     """
     names = list(names)
-    reading = (name for name in names if name in REWARDS and REWARDS[name].data)
+    reading = (name for name in names if name in REWARDS and REWARDS[name].reads_row)
     return next(reading, CUSTOM if CUSTOM in names else None)
 
 

@@ -27,7 +27,7 @@ class FailureFiles:
 
     Args:
         output_dir: ``--output-dir``.
-        secrets: What must not be in the files, beside the credentials in the environment.
+        secrets: Texts that are hidden in the files, besides the credentials in the environment.
     """
 
     def __init__(self, output_dir: Path, secrets: Collection[str]) -> None:
@@ -63,7 +63,7 @@ class FailureFiles:
             copy_ray_logs(self.run_folder, self._made() / RAY_LOGS, self._hidden())
 
     def next_attempt(self) -> None:
-        """Begin another attempt of the run, or go on with another worker: the next failure has a folder of its own."""
+        """Make a new folder at the next failure: the run has begun another attempt, or replaced a worker."""
         self._folder, self._reported = None, False
 
     def in_words(self) -> str:

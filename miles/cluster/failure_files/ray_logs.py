@@ -23,7 +23,7 @@ def copy_ray_logs(run_folder: Path, target: Path, secrets: Collection[str]) -> N
     Args:
         run_folder: The run's temporary folder, which has Ray's session.
         target: The folder of the copies; made if there is something to copy.
-        secrets: What must not be in the copies.
+        secrets: Texts that are hidden in the copies.
     """
     left = TOTAL_BYTES
     logs = [path for path in run_folder.glob("session_2*/logs/*") if path.is_file() and not path.is_symlink()]

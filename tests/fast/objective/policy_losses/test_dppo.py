@@ -30,25 +30,19 @@ def binary_kl(p, old):
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("delta", [0.15, 0.02])
-def test_total_variation(off_policy, gradient_of, seed, delta):
+@pytest.mark.parametrize(
+    ("flags", "divergence", "delta"),
+    [
+        ({"policy_loss": "dppo_tv", "dppo_tv_delta": 0.15}, total_variation, 0.15),
+        ({"policy_loss": "dppo_tv", "dppo_tv_delta": 0.02}, total_variation, 0.02),
+        ({"policy_loss": "dppo_kl", "dppo_kl_delta": 0.05}, binary_kl, 0.05),
+        ({"policy_loss": "dppo_kl", "dppo_kl_delta": 0.005}, binary_kl, 0.005),
+    ],
+)
+def test_loss_and_gradient(off_policy, gradient_of, seed, flags, divergence, delta):
     case = off_policy(seed)
-    loss, gradient, metrics = gradient_of(
-        LossArguments(policy_loss="dppo_tv", dppo_tv_delta=delta), case.micro, case.log_probs
-    )
-    expected_loss, expected = case.expected(dppo(total_variation, delta))
-    assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("delta", [0.05, 0.005])
-def test_kl(off_policy, gradient_of, seed, delta):
-    case = off_policy(seed)
-    loss, gradient, metrics = gradient_of(
-        LossArguments(policy_loss="dppo_kl", dppo_kl_delta=delta), case.micro, case.log_probs
-    )
-    expected_loss, expected = case.expected(dppo(binary_kl, delta))
+    loss, gradient, metrics = gradient_of(LossArguments(**flags), case.micro, case.log_probs)
+    expected_loss, expected = case.expected(dppo(divergence, delta))
     assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
     torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
