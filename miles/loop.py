@@ -27,11 +27,10 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
-from miles.arguments.checkpoint import export_folder
+from miles.cluster.run_checkpoints import RunCheckpoints
 from miles.metrics import Metric
 from miles.tracking.phase_timer import PhaseTimer
 from miles.tracking.tracker import Tracker
-from miles.training.checkpoint_files import appearing_whole
 
 if TYPE_CHECKING:  # the loop itself needs no Ray
     from miles.arguments.checkpoint import CheckpointArguments
@@ -44,7 +43,7 @@ if TYPE_CHECKING:  # the loop itself needs no Ray
 Metrics = dict[str, Metric]
 
 
-def _show_nothing(phase: str | None) -> None:
+def show_nothing(phase: str | None) -> None:
     """Take the phases of a loop that nobody watches."""
 
 
@@ -63,37 +62,36 @@ class TrainingLoop:
     is_synchronous: bool  # nothing is generated during a step
     run_state: dict[str, str]  # saved in every checkpoint (cluster/folders/run_identity.py)
     stop: StopRequests
-    last_saved: int = 0  # iterations of the newest checkpoint of this run
-    last_exported: int | None = None  # iterations of the newest export, if there is one
-    on_phase: Callable[[str | None], None] = _show_nothing  # of ``PhaseTimer``
+    on_phase: Callable[[str | None], None] = show_nothing  # of ``PhaseTimer``
     timer: PhaseTimer = field(init=False)
+    run_checkpoints: RunCheckpoints = field(init=False)
 
     def __post_init__(self) -> None:
         self.timer = PhaseTimer(self.on_phase)
+        self.run_checkpoints = RunCheckpoints(self.rollout, self.trainer, self.checkpoint, self.run_state)
 
     def run(self) -> None:
         """Run from the newest checkpoint of ``--load``, if any, to the last iteration."""
-        done = self.resume()
-        if done >= self.rollout.num_iterations > 0:
+        done, last = self.resume(), self.rollout.num_iterations
+        if done >= last > 0:
             print(
-                f"note: {done} iterations are done already, and this run has {self.rollout.num_iterations}: "
-                "nothing is left to train; give a larger --num-rollout or --num-epoch to continue"
+                f"note: {done} iterations are done already, and this run has {last}: nothing is left to train; "
+                "give a larger --num-rollout or --num-epoch to continue"
             )
         self.sync_weights(version=done)
         if done == 0 and self.evaluation.has_sets and not self.evaluation.skip_eval_before_train:
             self.log(0, [self.evaluate()])
-        last = max(done, self.rollout.num_iterations)
-        for iteration in range(done, self.rollout.num_iterations):
-            if not self.run_iteration(iteration):
-                last = iteration
-                self.end_early(last)
+        while done < last:
+            if not self.run_iteration(done):
+                self.end_early(done)
                 break
+            done += 1
             if self.stop.is_requested:
-                self.save_before_stop(iteration + 1)
+                self.save_before_stop(done)
                 self.stop.end_run()
-        if self.checkpoint.save_hf is not None and self.last_exported != last:
+        if self.checkpoint.save_hf is not None and self.run_checkpoints.last_exported != done:
             self.give_gpus_to_trainer()
-            self.export_hf(last)
+            self.run_checkpoints.export(done)
 
     def run_iteration(self, iteration: int) -> bool:
         """Generate, train, sync weights, and do what is due afterwards; return false if no prompts were left for it."""
@@ -118,11 +116,11 @@ class TrainingLoop:
 
     def end_early(self, done: int) -> None:
         """End a run whose prompts are all left out after ``done`` iterations: do what is due after the last one."""
-        print(_no_prompts_left(done, self.rollout.num_iterations))
+        print(no_prompts_left(done, self.rollout.num_iterations))
         with self.stop.finish_first():
             if done and self.evaluation.has_sets and not self.is_due(self.evaluation.eval_interval, done):
                 self.tracker.log(done * self.steps_per_iteration, self.evaluate())
-            if self.checkpoint.save is not None and done > self.last_saved:
+            if self.checkpoint.save is not None and done > self.run_checkpoints.last_saved:
                 self.save(done, exports=self.checkpoint.save_hf is not None)
 
     def generate(self, iteration: int) -> GeneratedIteration | None:
@@ -138,7 +136,7 @@ class TrainingLoop:
 
     def is_due(self, interval: int | None, done: int) -> bool:
         """Return whether something is due after ``done`` iterations: every ``interval``, and after the last one."""
-        return _is_due(interval, done, self.rollout.num_iterations)
+        return is_due_after(done, interval, self.rollout.num_iterations)
 
     def sync_weights(self, version: int) -> None:
         """Give the engine the trainer's weights; ``version`` is the number of iterations they were trained on."""
@@ -156,7 +154,7 @@ class TrainingLoop:
     def log(self, first_step: int, steps: list[Metrics]) -> None:
         """Log one row per optimizer step; the last row also gets the seconds of the phases and the throughput."""
         # Overlapping generation runs during the whole step.
-        _add_times(steps[-1], self.timer, generated_during="generate" if self.is_synchronous else "step")
+        add_times(steps[-1], self.timer, generated_during="generate" if self.is_synchronous else "step")
         for step, metrics in enumerate(steps, start=first_step):
             self.tracker.log(step, metrics)
 
@@ -164,11 +162,9 @@ class TrainingLoop:
         """Write a checkpoint after ``done`` iterations, and with ``exports`` the Hugging Face export too."""
         self.give_gpus_to_trainer()
         with self.timer.phase("save"):
-            state = {"rollouts_done": done, "prompts": self.rollout.state(done), "run": self.run_state}
-            self.trainer.save(done, state)
+            self.run_checkpoints.save(done)
             if exports:
-                self.export_hf(done)
-        self.last_saved = done
+                self.run_checkpoints.export(done)
         if self.offload.train or self.offload.rollout:
             self.sync_weights(version=done)  # gives the engines their memory back
 
@@ -177,29 +173,15 @@ class TrainingLoop:
 
         Not with engines or trainers that take turns on the GPUs: generation may be using the memory.
         """
-        if self.checkpoint.save is None or done == self.last_saved or self.offload.train or self.offload.rollout:
-            return
-        self.save(done)
+        takes_turns = self.offload.train or self.offload.rollout
+        if self.checkpoint.save is not None and done != self.run_checkpoints.last_saved and not takes_turns:
+            self.save(done)
 
     def resume(self) -> int:
-        """Load the newest checkpoint of ``--load`` and return the number of iterations already done."""
-        state = self.trainer.resume()
-        if state is None:
-            return 0
-        done: int = state["rollouts_done"]
-        self.last_saved = done
-        self.run_state = state.get("run", self.run_state)  # absent in checkpoints of earlier versions
-        self.rollout.restore(state["prompts"])
-        self.tracker.resume(done * self.steps_per_iteration + 1)
+        """Restore both sides from ``--load`` and return the number of iterations already done."""
+        if done := self.run_checkpoints.resume():
+            self.tracker.resume(done * self.steps_per_iteration + 1)
         return done
-
-    def export_hf(self, done: int) -> None:
-        """Write weights, configuration and tokenizer so that transformers' ``from_pretrained`` loads them."""
-        assert self.checkpoint.save_hf is not None
-        with appearing_whole(export_folder(self.checkpoint.save_hf, done).absolute()) as staged:
-            self.trainer.export_hf(staged)
-            self.rollout.save_tokenizer(staged)
-        self.last_exported = done
 
     def give_gpus_to_trainer(self) -> None:
         """Under ``--colocate`` on GPUs, have the engines release their memory and the trainer take its own back."""
@@ -212,71 +194,21 @@ class TrainingLoop:
                 self.trainer.onload()
 
 
-@dataclass
-class GenerationLoop:
-    """Runs the iterations of ``--debug-rollout-only``: generate and evaluate, with the weights that engines start with.
-
-    Each iteration has one row, at the step that would be the last of its training.
-    """
-
-    rollout: RolloutDriver
-    tracker: Tracker
-    evaluation: EvaluationArguments
-    steps_per_iteration: int
-    stop: StopRequests
-    on_phase: Callable[[str | None], None] = _show_nothing  # of ``PhaseTimer``
-    timer: PhaseTimer = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.timer = PhaseTimer(self.on_phase)
-
-    def run(self) -> None:
-        """Run from the first iteration to the last."""
-        self.rollout.update_weights(None, 0)
-        if self.evaluation.has_sets and not self.evaluation.skip_eval_before_train:
-            self.log(0, self.rollout.evaluate())
-        for iteration in range(self.rollout.num_iterations):
-            if not self.run_iteration(iteration):
-                print(_no_prompts_left(iteration, self.rollout.num_iterations))
-                break
-            if self.stop.is_requested:
-                self.stop.end_run()
-
-    def run_iteration(self, iteration: int) -> bool:
-        """Generate, evaluate if that is due, and log; return false if no prompts were left to generate from."""
-        done = iteration + 1
-        with self.timer.phase("generate"):
-            generated = self.rollout.generate(iteration)
-        if generated is None:
-            return False
-        self.rollout.update_weights(None, done)
-        metrics = dict(generated.summary.metrics)
-        if self.evaluation.has_sets and _is_due(self.evaluation.eval_interval, done, self.rollout.num_iterations):
-            with self.timer.phase("eval"):
-                metrics |= self.rollout.evaluate()
-        self.log(done * self.steps_per_iteration, metrics)
-        self.tracker.log_samples(done * self.steps_per_iteration, generated.summary.records)
-        return True
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Log one row, with the seconds of the phases and the throughput."""
-        _add_times(metrics, self.timer, generated_during="generate")
-        self.tracker.log(step, metrics)
-
-
-def _add_times(row: Metrics, timer: PhaseTimer, generated_during: str) -> None:
+def add_times(row: Metrics, timer: PhaseTimer, generated_during: str) -> None:
     """Add the seconds of the phases since the last row, and the tokens per second of the phase that generated them."""
     row |= {name: Metric(seconds) for name, seconds in timer.metrics().items()}
     if "rollout/tokens" in row:
         row["perf/tokens_per_second"] = Metric(row["rollout/tokens"].value, row[f"time/{generated_during}"].value)
 
 
-def _no_prompts_left(done: int, num_iterations: int) -> str:
+def no_prompts_left(done: int, num_iterations: int) -> str:
+    """Return the note of a run that ends early."""
     return (
         f"note: every prompt has reached --max-prompt-pass-rate, so the run ends after {done} of {num_iterations} "
         "iterations; give harder prompts or a higher rate to continue"
     )
 
 
-def _is_due(interval: int | None, done: int, num_iterations: int) -> bool:
+def is_due_after(done: int, interval: int | None, num_iterations: int) -> bool:
+    """Return whether what is due every ``interval`` iterations, and after the last one, is due after ``done``."""
     return done == num_iterations or (interval is not None and done % interval == 0)

@@ -264,7 +264,8 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
     from miles.cluster.liveness import Workers
     from miles.cluster.rollout_actor import RolloutDriver
     from miles.cluster.train_actor import TrainDriver
-    from miles.loop import GenerationLoop, TrainingLoop
+    from miles.generation_loop import GenerationLoop
+    from miles.loop import TrainingLoop
     from miles.report.sink import ReportSink
     from miles.tracking.sinks import PrometheusSink
 

@@ -83,6 +83,7 @@ LAYERS = [
     ("cluster", "rehearsal"),
     ("saved_runs", "smoke"),
     ("loop",),
+    ("generation_loop",),
     ("translate",),
     ("doctor", "quickstart"),
     ("commands",),

@@ -9,7 +9,8 @@ from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.cluster import Offload
 from miles.arguments.evaluation import EvaluationArguments
 from miles.cluster.stop_requests import StopRequested, StopRequests
-from miles.loop import GenerationLoop, TrainingLoop
+from miles.generation_loop import GenerationLoop
+from miles.loop import TrainingLoop
 from miles.metrics import Metric
 
 

@@ -1,0 +1,68 @@
+"""The loop of ``--debug-rollout-only``: generate, evaluate, log; repeat. Nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from miles.loop import Metrics, add_times, is_due_after, no_prompts_left, show_nothing
+from miles.tracking.phase_timer import PhaseTimer
+from miles.tracking.tracker import Tracker
+
+if TYPE_CHECKING:  # the loop itself needs no Ray
+    from miles.arguments.evaluation import EvaluationArguments
+    from miles.cluster.rollout_actor import RolloutDriver
+    from miles.cluster.stop_requests import StopRequests
+
+
+@dataclass
+class GenerationLoop:
+    """Runs the iterations of ``--debug-rollout-only``: generate and evaluate, with the weights that engines start with.
+
+    Each iteration has one row, at the step that would be the last of its training.
+    """
+
+    rollout: RolloutDriver
+    tracker: Tracker
+    evaluation: EvaluationArguments
+    steps_per_iteration: int
+    stop: StopRequests
+    on_phase: Callable[[str | None], None] = show_nothing  # of ``PhaseTimer``
+    timer: PhaseTimer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.timer = PhaseTimer(self.on_phase)
+
+    def run(self) -> None:
+        """Run from the first iteration to the last."""
+        self.rollout.update_weights(None, 0)
+        if self.evaluation.has_sets and not self.evaluation.skip_eval_before_train:
+            self.log(0, self.rollout.evaluate())
+        for iteration in range(self.rollout.num_iterations):
+            if not self.run_iteration(iteration):
+                print(no_prompts_left(iteration, self.rollout.num_iterations))
+                break
+            if self.stop.is_requested:
+                self.stop.end_run()
+
+    def run_iteration(self, iteration: int) -> bool:
+        """Generate, evaluate if that is due, and log; return false if no prompts were left to generate from."""
+        done = iteration + 1
+        with self.timer.phase("generate"):
+            generated = self.rollout.generate(iteration)
+        if generated is None:
+            return False
+        self.rollout.update_weights(None, done)
+        metrics = dict(generated.summary.metrics)
+        if self.evaluation.has_sets and is_due_after(done, self.evaluation.eval_interval, self.rollout.num_iterations):
+            with self.timer.phase("eval"):
+                metrics |= self.rollout.evaluate()
+        self.log(done * self.steps_per_iteration, metrics)
+        self.tracker.log_samples(done * self.steps_per_iteration, generated.summary.records)
+        return True
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Log one row, with the seconds of the phases and the throughput."""
+        add_times(metrics, self.timer, generated_during="generate")
+        self.tracker.log(step, metrics)
