@@ -36,7 +36,7 @@ def _check_no_servers(settings: Settings, errors: Errors) -> None:
 def _check_servers(settings: Settings, errors: Errors) -> None:
     sglang, passed_on = settings.sglang, settings.server_flags
     errors.at_least(sglang, 1, "rollout_num_gpus_per_engine", "sglang_server_concurrency")
-    errors.above(sglang, 0, "rollout_health_check_interval", "rollout_health_check_timeout")
+    errors.above(sglang, 0, "rollout_health_check_interval", "rollout_health_check_timeout", "engine_log_max_mb")
     check_server_flags(passed_on, sglang.rollout_num_gpus_per_engine, errors)
     _check_external(settings.cluster, sglang, passed_on, errors)
     if can_count_engines(errors):

@@ -36,6 +36,9 @@ class SglangArguments:
     )
     rollout_health_check_interval: float = flag(30.0, "seconds between health checks of an engine")
     rollout_health_check_timeout: float = flag(30.0, "seconds after which an engine that does not answer has failed")
+    engine_log_max_mb: float = flag(
+        100.0, "bound of engines/*.log in --output-dir; a full file becomes *.log.1, in place of the one before"
+    )
 
     @property
     def external_addresses(self) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from miles.engine.sglang.launch import START_SECONDS, ExternalServer, ServerSpec
 from miles.engine.sglang.processes import allow_open_files
 from miles.engine.sglang.requests import Requests
 from miles.engine.sglang.router import Router
+from miles.engine.sglang.server_log import LogFile
 from miles.engine.sglang.servers import Servers
 from miles.engine.sglang.weight_updates import WeightUpdates
 from miles.model_families.reading import read_config
@@ -143,18 +144,19 @@ async def start(settings: Settings, host: EngineHost) -> SglangEngine:
     model = settings.model.hf_checkpoint
     assert model is not None
     output_dir = Path(settings.tracking.output_dir).absolute()
-    logs = output_dir / LOGS
+    logs, max_mb = output_dir / LOGS, settings.sglang.engine_log_max_mb
     keys = keys_of(settings.server_flags, settings.sglang.rollout_external)
     processes: list[Server] = []
     for number in range(settings.num_engines):
         spec = server_spec(settings, host.device, number, keys)
-        build = partial(SglangServer, spec, logs / f"engine_{number}.log")
+        build = partial(SglangServer, spec, LogFile(logs / f"engine_{number}.log", max_mb))
         processes.append(host.place_server(number, build, START_SECONDS))
     processes += [ExternalServer(address, keys) for address in settings.sglang.external_addresses]
     router = None
     if len(processes) > 1:
         requests = settings.sglang.sglang_server_concurrency * len(processes)
-        router = Router(settings.server_flags.router, "127.0.0.1", logs / "router.log", requests, keys)
+        log = LogFile(logs / "router.log", max_mb)
+        router = Router(settings.server_flags.router, "127.0.0.1", log, requests, keys)
     engine = SglangEngine(
         processes,
         settings.sglang,

@@ -18,6 +18,7 @@ from miles.engine.sglang.client import WRONG_KEY
 from miles.engine.sglang.keys import NO_KEYS, Keys, bearer
 from miles.engine.sglang.leftovers import note_segments, remove_segments
 from miles.engine.sglang.processes import ChildProcess, free_port
+from miles.engine.sglang.server_log import LogFile
 from miles.secret_values import split_secret_words
 from miles.stacks import RUN_FOLDER
 
@@ -131,7 +132,7 @@ class SglangServer:
     It can be started again after each stop. Each start takes a free port; all starts share one log file.
     """
 
-    def __init__(self, spec: ServerSpec, log: Path, host: str) -> None:
+    def __init__(self, spec: ServerSpec, log: LogFile, host: str) -> None:
         self._spec = spec
         self._log = log
         self._host = host

@@ -21,15 +21,13 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import IO, BinaryIO
 
 from miles.engine.host import ServerFailed
-from miles.secret_values import hide_in_text, secrets_in
+from miles.engine.sglang.server_log import LogFile, ServerLog
+from miles.secret_values import secrets_in
 from miles.stacks import answer_requests
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LOG_TAIL_LINES = 30
 POLL_SECONDS = 0.5
 COPY_SECONDS = 5.0  # for the rest of the output after the end; a process that has left the group may hold it open
 SPARE_FILES = 1024  # open files for everything but the counted sockets, and for sockets that are closing
@@ -43,10 +41,10 @@ class ChildProcess:
         module: str,
         arguments: Sequence[str],
         environment: Mapping[str, str],
-        log: Path,
+        log: LogFile,
         secret_arguments: Sequence[str] = (),
     ) -> None:
-        """Start ``python -m module arguments secret_arguments`` and append its output to ``log``.
+        """Start ``python -m module arguments secret_arguments`` and append its output to the file ``log``.
 
         Call this from a thread that lives as long as the server should: the kernel counts that thread as the parent.
 
@@ -54,14 +52,11 @@ class ChildProcess:
             module: What to run.
             arguments: The words that every user of the host may see.
             environment: All its environment variables.
-            log: The file of its output.
+            log: The file of its output, and its limit.
             secret_arguments: Further words, which are on no command line; their secrets are not in the log either.
         """
-        self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log = ServerLog(log, secrets_in("", list(secret_arguments)))
         command = [sys.executable, "-m", "miles.engine.sglang.processes", str(os.getpid()), module, *arguments]
-        file = log.open("ab", buffering=0)
-        self._start_of_log = file.tell()
         self._process = subprocess.Popen(
             command,
             env=dict(environment),
@@ -71,8 +66,7 @@ class ChildProcess:
             start_new_session=True,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
-        secrets = secrets_in("", list(secret_arguments))
-        self._copying = threading.Thread(target=_copy, args=(self._process.stdout, file, secrets), daemon=True)
+        self._copying = threading.Thread(target=self.log.copy, args=(self._process.stdout,), daemon=True)
         self._copying.start()
         with suppress(BrokenPipeError), self._process.stdin as pipe:  # it may end before it reads
             pipe.write(json.dumps(list(secret_arguments)).encode())
@@ -113,17 +107,7 @@ class ChildProcess:
     def _log_end(self) -> str:
         if self._process.returncode is not None:
             self._copying.join(COPY_SECONDS)
-        with self.log.open("rb") as file:
-            file.seek(self._start_of_log)
-            lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join([f"{self.log} ends:", *lines[-LOG_TAIL_LINES:]])
-
-
-def _copy(output: IO[bytes], log: BinaryIO, secrets: set[str]) -> None:
-    """Copy ``output`` to ``log`` line by line, without ``secrets``."""
-    with output, log:
-        for line in output:
-            log.write(hide_in_text(line.decode(errors="surrogateescape"), secrets).encode(errors="surrogateescape"))
+        return self.log.end()
 
 
 def die_with_parent(parent: int) -> None:

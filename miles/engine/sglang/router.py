@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -16,6 +15,7 @@ from miles.arguments.sglang.server_flags import has_flag
 from miles.engine.sglang.client import EngineUnavailable
 from miles.engine.sglang.keys import NO_KEYS, Keys, bearer
 from miles.engine.sglang.processes import ChildProcess, allow_open_files, free_port
+from miles.engine.sglang.server_log import LogFile
 from miles.secret_values import split_secret_words
 
 MODULE = "sglang_router.launch_router"
@@ -31,13 +31,15 @@ class Router:
 
     name = "the router"
 
-    def __init__(self, flags: tuple[str, ...], host: str, log_file: Path, requests: int, keys: Keys = NO_KEYS) -> None:
+    def __init__(
+        self, flags: tuple[str, ...], host: str, log_file: LogFile, requests: int, keys: Keys = NO_KEYS
+    ) -> None:
         """Start the router. Servers are added later.
 
         Args:
             flags: The user's ``--router-*`` words, without the prefix.
             host: The address that it listens on.
-            log_file: Where its output goes.
+            log_file: Where its output goes, and the limit.
             requests: The most requests in flight at a time. Each takes two sockets of the router.
             keys: The keys that the router and the servers want.
 

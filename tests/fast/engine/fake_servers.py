@@ -16,6 +16,7 @@ from miles.engine.sglang.keys import keys_of
 from miles.engine.sglang.launch import is_ready
 from miles.engine.sglang.processes import ChildProcess, free_port
 from miles.engine.sglang.router import Router
+from miles.engine.sglang.server_log import LogFile
 from miles.weight_sync.sender import WeightSender
 from miles.weights import WeightChunk
 
@@ -31,7 +32,7 @@ class FakeServer:
 
     def __init__(self, number, folder):
         self.name = f"engine {number}"
-        self.log = folder / f"engine_{number}.log"
+        self.log = LogFile(folder / f"engine_{number}.log")
         self.process = None
         self.starts = 0
 
@@ -74,7 +75,7 @@ async def started_engine(folder, num_servers, updated=True, unresponsive_seconds
     As in a run, two or more servers are behind sglang-router.
     """
     servers = [FakeServer(number, folder) for number in range(num_servers)]
-    router = Router((), "127.0.0.1", folder / "router.log", 1024, KEYS) if num_servers > 1 else None
+    router = Router((), "127.0.0.1", LogFile(folder / "router.log"), 1024, KEYS) if num_servers > 1 else None
     sglang = SglangArguments(update_weight_transfer_mode="disk", **flags)
     sender = WeightSender(sglang, folder)
     engine = SglangEngine(servers, sglang, VOCAB, sender, router, unresponsive_seconds=unresponsive_seconds, keys=KEYS)

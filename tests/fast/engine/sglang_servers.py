@@ -12,6 +12,7 @@ from miles.arguments.sglang.settings import SglangArguments
 from miles.engine.sglang.engine import SglangEngine
 from miles.engine.sglang.keys import keys_of
 from miles.engine.sglang.launch import ServerSpec, SglangServer
+from miles.engine.sglang.server_log import LogFile
 from miles.weight_sync.sender import WeightSender
 
 HOST = "127.0.0.1"
@@ -29,7 +30,7 @@ class LocalServer:
 
     def __init__(self, number, model, log_folder):
         self.name = f"engine {number}"
-        self.server = server_of(model, log_folder / f"engine_{number}.log", seed=number)
+        self.server = server_of(model, LogFile(log_folder / f"engine_{number}.log"), seed=number)
         self.starts = 0
 
     async def start(self):

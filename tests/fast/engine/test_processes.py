@@ -13,6 +13,7 @@ import pytest
 from miles.engine.host import ServerFailed
 from miles.engine.sglang.processes import SPARE_FILES, ChildProcess, allow_open_files
 from miles.engine.sglang.router import Router
+from miles.engine.sglang.server_log import LogFile
 
 SERVES = "import sys, time; print('serving', flush=True); time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SERVES
@@ -20,8 +21,9 @@ WITH_CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {
 PARENT = """
 import os, pathlib, sys
 from miles.engine.sglang.processes import ChildProcess
-child = ChildProcess("fake_child", [], os.environ, pathlib.Path(sys.argv[1]))
-child.wait_until(lambda: "serving" in child.log.read_text(), 60)
+from miles.engine.sglang.server_log import LogFile
+child = ChildProcess("fake_child", [], os.environ, LogFile(pathlib.Path(sys.argv[1])))
+child.wait_until(lambda: "serving" in child.log.path.read_text(), 60)
 print(child.pid, flush=True)
 sys.stdin.read()
 """
@@ -35,7 +37,7 @@ def start(tmp_path):
     def run(source, arguments=(), secret_arguments=()):
         (tmp_path / "fake_child.py").write_text(source)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-        log = tmp_path / "logs" / "server.log"
+        log = LogFile(tmp_path / "logs" / "server.log")
         started.append(ChildProcess("fake_child", arguments, environment, log, secret_arguments))
         return started[-1]
 
@@ -45,7 +47,7 @@ def start(tmp_path):
 
 
 def serves(child):
-    return lambda: "serving" in child.log.read_text()
+    return lambda: "serving" in child.log.path.read_text()
 
 
 def test_server_that_handles_sigterm_ends(start):
@@ -69,12 +71,12 @@ def test_secret_arguments_arrive_and_are_shown_nowhere(tmp_path, start):
     process = psutil.Process(child.pid)
     assert "open-sesame" not in " ".join(process.cmdline()) + str(process.environ())
     child.stop(grace_seconds=0)
-    assert "got ['--port', '7', '--api-key', '(hidden)'] and stdin ''" in child.log.read_text()
+    assert "got ['--port', '7', '--api-key', '(hidden)'] and stdin ''" in child.log.path.read_text()
 
 
 def test_stop_ends_the_whole_process_group(start):
     child = start(WITH_CHILD)
-    child.wait_until(lambda: child.log.read_text().count("serving") == 2, 60)
+    child.wait_until(lambda: child.log.path.read_text().count("serving") == 2, 60)
     family = psutil.Process(child.pid).children()
     child.stop(grace_seconds=30)
     _, alive = psutil.wait_procs(family, timeout=10)
@@ -137,8 +139,8 @@ def test_the_router_may_open_two_sockets_per_request(tmp_path):
     """A process inherits its parent's limit, and that of a shell is usually 1024."""
     with lowest_soft_limit(room=1200) as hard:
         with pytest.raises(ValueError, match=f"--sglang-server-concurrency for {hard} requests .* allows {hard}"):
-            Router((), "127.0.0.1", tmp_path / "router.log", requests=hard)
-        router = Router((), "127.0.0.1", tmp_path / "router.log", requests=600)
+            Router((), "127.0.0.1", LogFile(tmp_path / "router.log"), requests=hard)
+        router = Router((), "127.0.0.1", LogFile(tmp_path / "router.log"), requests=600)
         limit = psutil.Process(router.pid).rlimit(psutil.RLIMIT_NOFILE)
         router.close()
         assert limit == (SPARE_FILES + 1200, hard)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.sglang.keys import bearer
 from miles.engine.sglang.router import Router
+from miles.engine.sglang.server_log import LogFile
 from miles.weights import in_chunks
 from tests.fast.engine.faulty_proxy import FaultyProxy
 from tests.fast.engine.sglang_servers import HOST, KEYS, LocalServer, engine_of, log_probs_of, other_weights
@@ -57,7 +58,7 @@ class Pair:
         self.loop = asyncio.new_event_loop()
         self.model = other_weights(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
         self.servers = [FaultyServer(number, folder, tmp_path) for number in range(2)]
-        self.router = Router((), HOST, tmp_path / "router.log", 1024, KEYS)
+        self.router = Router((), HOST, LogFile(tmp_path / "router.log"), 1024, KEYS)
         vocab = self.model.config.vocab_size
         self.engine = engine_of(self.servers, vocab, tmp_path, self.router, use_fault_tolerance=True, **CHECKS)
         self.run(self._start())
@@ -110,7 +111,7 @@ def test_failed_server_is_replaced_and_every_request_answered_once(pair, fault):
 
 def test_the_router_uses_both(pair):
     pair.run(_all(pair))
-    served = [server.server._log.read_text().count("POST /generate") for server in pair.servers]
+    served = [server.server._log.path.read_text().count("POST /generate") for server in pair.servers]
     assert min(served) >= len(PROMPTS) // 2 - 2
 
 

@@ -36,6 +36,7 @@ EXTERNAL = SGLANG + "--rollout-external --rollout-external-engine-addrs h:1 "
         (SGLANG + "--sglang-nnodes 2", "for more devices per engine give --rollout-num-gpus-per-engine,"),
         (SGLANG + "--sglang-pp-size 2 --sglang-enable-dp-attention", "--sglang-pp-size 2"),
         (SGLANG + "--rollout-health-check-interval 0", "above 0"),
+        (SGLANG + "--engine-log-max-mb 0", "above 0"),
         (SGLANG + "--worker-timeout 0", "--worker-timeout 0.0: must be a finite number above 0"),
         (SGLANG + "--use-fault-tolerance --rollout-health-check-timeout 0", "above 0"),
         (SGLANG + "--update-weight-disk-dir d", "with --update-weight-transfer-mode broadcast"),

@@ -1,0 +1,73 @@
+"""The log file of a server process: bounded, without secrets, and never a reason for the server to wait."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import IO
+
+from miles.secret_values import hide_in_text
+
+TAIL_LINES = 30
+DEFAULT_MAX_MB = 100.0
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """Where the output of a server goes, over all its starts.
+
+    When ``path`` would exceed ``max_mb`` megabytes, it becomes ``path`` + ``.1``, in place of the one before.
+    """
+
+    path: Path
+    max_mb: float = DEFAULT_MAX_MB
+
+
+class ServerLog:
+    """Copies the output of one start of a server into its log file, and keeps the last lines."""
+
+    def __init__(self, file: LogFile, secrets: set[str]) -> None:
+        self.path = file.path
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)  # of this start
+        self._secrets = secrets
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = _Writer(
+            file.path,
+            maxBytes=max(1, int(file.max_mb * 1_000_000)),
+            backupCount=1,
+            encoding="utf-8",
+            errors="surrogateescape",
+        )
+        self._file.terminator = ""  # the lines have their own
+
+    def copy(self, output: IO[bytes]) -> None:
+        """Copy ``output`` line by line until its end, without the secrets.
+
+        A line that cannot be written, because the disk is full say, is left out: an unread pipe would stop the server.
+        """
+        with output:
+            for raw in output:
+                line = hide_in_text(raw.decode(errors="surrogateescape"), self._secrets)
+                self.tail.append(line.rstrip("\n"))
+                self._file.emit(logging.makeLogRecord({"msg": line}))
+        with suppress(OSError):  # the disk is still full
+            self._file.close()
+
+    def end(self) -> str:
+        """Return the last lines of this start, below the name of the file."""
+        return "\n".join([f"{self.path} ends:", *self.tail])
+
+
+class _Writer(RotatingFileHandler):
+    """Writes lines; a failure is noted in the launcher's log once."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.failed:
+            self.failed = True
+            logging.getLogger(__name__).warning("lines are missing from %s", self.baseFilename, exc_info=True)
