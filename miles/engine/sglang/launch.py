@@ -34,14 +34,15 @@ MODULE = "sglang.launch_server"
 MODULE_ON_CPU = "sglang_on_cpu"  # in cpu/, which is on the import path of servers on CPU
 
 # Flags that SGLang needs, or runs better with, on CPU: (flag, value, other spellings that the user may have given).
-# Without a limit of its own the cache takes a tenth of the host's memory.
+# The limit in tokens bounds the cache. The fraction is a second bound, and what SGLang allows the weights and the memory
+# that other processes take while the server loads: below that it does not start. With 0.1 a busy host stopped it.
 _ON_CPU = (
     ("--device", "cpu", ()),
     ("--attention-backend", "torch_native", ("--prefill-attention-backend", "--decode-attention-backend")),
     ("--sampling-backend", "pytorch", ()),
     ("--disable-overlap-schedule", None, ()),
     ("--max-total-tokens", "32768", ()),
-    ("--mem-fraction-static", "0.1", ()),
+    ("--mem-fraction-static", "0.5", ()),
     ("--sleep-on-idle", None, ()),
 )
 
