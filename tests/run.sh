@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Run the suite stage-a-cpu: style, types, spelling, docs, then tests/fast. pytest's summary is printed last.
 #   bash tests/run.sh            all checks and tests except the slow tests
-#   bash tests/run.sh --all      include the slow tests, and list those that take longest
+#   bash tests/run.sh --all      then run the slow tests too, and list those that take longest
 #   bash tests/run.sh -k loss    pass further arguments to pytest (-n 0: in one process)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/venv.sh || exit 1
 
 pytest_args=()
+all=
 for arg in "$@"; do
-    if [ "$arg" = --all ]; then pytest_args+=(-m "" --durations=100); else pytest_args+=("$arg"); fi
+    if [ "$arg" = --all ]; then all=1; else pytest_args+=("$arg"); fi
 done
 
 # The tests of the report's page open it in Chromium; without one they are skipped, and say so. Only the download may be
@@ -55,6 +56,10 @@ done
 grep "^no chromium" "$work/chromium" >&2
 [ ${#failed[@]} -eq 0 ] || echo "FAILED before the tests: ${failed[*]}"
 
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$PYTHON" -m pytest -n 2 --dist loadfile --durations=20 "${pytest_args[@]}"
-status=$?
-[ $status -eq 0 ] && [ ${#failed[@]} -eq 0 ]
+run_tests() { OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$PYTHON" -m pytest -n 2 --dist loadfile "$@" "${pytest_args[@]}"; }
+
+run_tests --durations=20 || failed+=("tests")
+if [ -n "$all" ]; then
+    run_tests --durations=100 -m slow || failed+=("slow tests")
+fi
+[ ${#failed[@]} -eq 0 ]
