@@ -34,8 +34,8 @@ MODULE = "sglang.launch_server"
 MODULE_ON_CPU = "sglang_on_cpu"  # in cpu/, which is on the import path of servers on CPU
 
 # Flags that SGLang needs, or runs better with, on CPU: (flag, value, other spellings that the user may have given).
-# The limit in tokens bounds the cache. The fraction is a second bound, and what SGLang allows the weights and the memory
-# that other processes take while the server loads: below that it does not start. With 0.1 a busy host stopped it.
+# The limit in tokens bounds the cache. The fraction of memory bounds it too. SGLang does not start if its weights, and
+# what other processes take while it loads, exceed the fraction: with 0.1, a busy host prevented that.
 _ON_CPU = (
     ("--device", "cpu", ()),
     ("--attention-backend", "torch_native", ("--prefill-attention-backend", "--decode-attention-backend")),
