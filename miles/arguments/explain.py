@@ -185,6 +185,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 def explain_precision(settings: Settings) -> str:
     """Return in which precision the run computes."""
     repeats = "; deterministic kernels" if settings.training.deterministic_mode else ""
+    if settings.training.fp32_lm_head:
+        repeats = f"; fp32 logits{repeats}"
     if settings.training.bf16 and settings.lora.trains_adapter:
         return f"precision  bf16 compute and frozen weights; fp32 adapter, gradients, reductions and loss{repeats}"
     if settings.training.bf16:

@@ -96,7 +96,9 @@ class FsdpBackend:
 
     def _load_policy(self, flag: str, path: str, dtype: torch.dtype, lora: LoraArguments | None = None) -> Policy:
         temperature, chunk_size = self.settings.rollout.rollout_temperature, self.settings.loss.log_probs_chunk_size
-        policy = load_policy(path, temperature, chunk_size, dtype, self._read)
+        policy = load_policy(
+            path, temperature, chunk_size, dtype, self._read, fp32_head=self.settings.training.fp32_lm_head
+        )
         self._check(policy, flag, path)
         if lora is not None and lora.trains_adapter:
             add_adapter(policy.language_model, lora, self.settings.training.seed)

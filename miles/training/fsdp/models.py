@@ -104,10 +104,13 @@ class ValueModel(ShardedModule[ValueScorer]):
 class Policy(ShardedModule[PolicyScorer]):
     """The language model. Only response positions reach its head, in chunks (objective/token_log_probs.py)."""
 
-    def __init__(self, language_model: PreTrainedModel, temperature: float, chunk_size: int) -> None:
+    def __init__(
+        self, language_model: PreTrainedModel, temperature: float, chunk_size: int, fp32_head: bool = False
+    ) -> None:
         super().__init__(language_model)
         self.temperature = temperature
         self.chunk_size = chunk_size
+        self.fp32_head = fp32_head
         self.canary = LossCanary()
 
     @property
@@ -138,6 +141,7 @@ class Policy(ShardedModule[PolicyScorer]):
             chunk_size=self.chunk_size,
             bias=head.bias,
             with_entropy=with_entropy,
+            fp32=self.fp32_head,
         )
         canary = self.canary()  # always: every rank takes part in the gathering of its weight
         return PolicyScores(log_probs, entropy, canary if watched else None)
@@ -179,7 +183,12 @@ ModelReader: TypeAlias = Callable[[str, torch.dtype], PreTrainedModel]
 
 
 def load_policy(
-    path: str, temperature: float, chunk_size: int, dtype: torch.dtype, read: ModelReader = load_model
+    path: str,
+    temperature: float,
+    chunk_size: int,
+    dtype: torch.dtype,
+    read: ModelReader = load_model,
+    fp32_head: bool = False,
 ) -> Policy:
     """Load the model at ``path`` in ``dtype``. Raises ``ValueError`` if its logits are not the head's plain product."""
     config = read_config(path)
@@ -189,7 +198,7 @@ def load_policy(
                 f"--hf-checkpoint {path}: its config sets {name}, which --train-backend fsdp does not compute; "
                 "choose a model without it"
             )
-    return Policy(read(path, dtype), temperature, chunk_size)
+    return Policy(read(path, dtype), temperature, chunk_size, fp32_head)
 
 
 def load_value_model(path: str, dtype: torch.dtype, read: ModelReader = load_model) -> ValueModel:

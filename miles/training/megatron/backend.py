@@ -129,6 +129,7 @@ class MegatronBackend:
             self.settings.rollout.rollout_temperature,
             self.settings.loss.log_probs_chunk_size,
             is_trained and self.settings.loss.loss_canary != "off",
+            self.settings.training.fp32_lm_head,
         )
         policy = policy.to(self.device)  # before it is filled: ranks may send each other parts
         self._fill(policy, weights)

@@ -41,6 +41,7 @@ class PolicyModel(GPTModel):
         temperature: float,
         chunk_size: int,
         with_canary: bool,
+        fp32_head: bool = False,
     ) -> None:
         vocabulary = vocabulary_shape(hf_config.to_dict())
         tp_size = ranks.tp.size()
@@ -59,6 +60,7 @@ class PolicyModel(GPTModel):
         self.tokens_in_vocabulary = vocabulary["vocab_size"]
         self.temperature = temperature
         self.chunk_size = chunk_size
+        self.fp32_head = fp32_head
         self.to(config.params_dtype)
         # The scalar of objective/canary.py is reduced like every parameter, in fp32.
         self.canary = torch.nn.Parameter(torch.zeros(1)) if with_canary and ranks.is_last_stage else None
@@ -132,6 +134,7 @@ class PolicyModel(GPTModel):
             chunk_size=self.chunk_size,
             group=tp,
             with_entropy=with_entropy,
+            fp32=self.fp32_head,
         )
 
     def head_weight(self) -> torch.Tensor:
