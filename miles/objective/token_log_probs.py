@@ -3,8 +3,8 @@
 Positions are processed in chunks, whose logits are freed when their results are known. The backward pass computes each
 chunk's logits again and their gradient in closed form; only the log-sum-exp and the entropy, [R] each, are kept.
 
-With ``--fp32-lm-head`` the head's product is in fp32 under a body in bf16 (MiniMax-M1, 2506.13585, section 3.2; ScaleRL,
-2510.13786, section 3.2). Rounding a logit of size 16 to bf16 changes it by up to 1/16, and trainer and engine round
+With ``--fp32-lm-head`` the head's product is in fp32 under a body in bf16 (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv
+2510.13786). Rounding a logit of size 16 to bf16 changes it by up to 1/16, and trainer and engine round
 differently.
 """
 
@@ -30,7 +30,8 @@ def chunked_log_probs(
     """Compute log-probs of ``targets`` [R] under softmax(logits / temperature), and its entropy in nats; fp32 [R].
 
     ``hidden`` [R, H] and ``weight`` [V, H] share a dtype, in which the logits ``hidden @ weight.T + bias`` are
-    computed, or in fp32 if ``fp32`` (``head_logits``); everything after is fp32. At most ``chunk_size`` positions have their logits in memory, -1 for no limit.
+    computed, or in fp32 if ``fp32`` (``head_logits``); everything after is fp32. At most ``chunk_size`` positions have
+    their logits in memory, -1 for no limit.
     Temperature 0 (greedy sampling) means the raw logits. Gradients flow to ``hidden``, ``weight`` and ``bias``, from
     both outputs; those of ``weight`` and ``bias`` are accumulated over the chunks in fp32 (fp64 for fp64).
     """

@@ -18,7 +18,7 @@ class Fp32Head:
         """Replace ``head.forward``."""
         self._head = head
         self._copy: torch.Tensor | None = None
-        head.forward = self._logits  # type: ignore[method-assign]
+        head.forward = self._logits  # type: ignore[assignment, method-assign]
 
     def forget(self) -> None:
         """Drop the copy: the weights change."""
