@@ -39,8 +39,8 @@ class PolicyScores(NamedTuple):
 class PolicyScorer(Protocol):
     """A language model's forward pass over one micro-batch, or the end of it. Call it once."""
 
-    def __call__(self, with_entropy: bool) -> PolicyScores:
-        """Compute log-probs, and the entropy if asked."""
+    def __call__(self, with_entropy: bool, sharpness: float = 1.0) -> PolicyScores:
+        """Compute log-probs, and the entropy if asked; of logits that are multiplied by ``sharpness``."""
         ...
 
 

@@ -17,10 +17,9 @@ from miles.objective.settings import LossArguments, StepShape
 def check_loss(settings: Settings, errors: Errors) -> None:
     """Check the loss section, and the flags of other sections that depend on it."""
     loss = settings.loss
-    # N may be implied; the rule that needs it is checked with the aggregation.
-    shape = StepShape(settings.training.global_batch_size or 0, settings.rollout.n_samples_per_prompt)
+    shape = StepShape(_trajectories_of_step(settings), settings.rollout.n_samples_per_prompt)
     check_objective(loss, shape, errors)
-    check_adaptive_kl(loss, _trajectories_of_step(settings), errors)
+    check_adaptive_kl(loss, shape.num_trajectories, errors)
     if settings.reward.custom_reward_post_process_path is not None:
         why = "beside --custom-reward-post-process-path, which makes the advantages"
         errors.refuse_ignored(loss, ["custom_advantage_function_path"], why, "keep one of the two")

@@ -126,8 +126,8 @@ class Policy(ShardedModule[PolicyScorer]):
         """Return this rank's part of the canary's gradient, and clear it; None if the step was not watched."""
         return self.canary.take_mass()
 
-    def forward(self, micro: MicroBatch, watched: bool, with_entropy: bool) -> PolicyScores:
-        """Return log-probs of ``micro.targets`` under softmax(logits / temperature), and the entropy if asked.
+    def forward(self, micro: MicroBatch, watched: bool, with_entropy: bool, sharpness: float = 1.0) -> PolicyScores:
+        """Return log-probs of ``micro.targets`` under softmax(logits sharpness / temperature), entropy if asked.
 
         The canary stays out of the graph of steps that are not watched: its gradient would enter norm and optimizer.
         """
@@ -137,7 +137,7 @@ class Policy(ShardedModule[PolicyScorer]):
             hidden[micro.logit_index],
             head.weight,
             micro.targets,
-            temperature=self.temperature,
+            temperature=(self.temperature or 1.0) / sharpness,
             chunk_size=self.chunk_size,
             bias=head.bias,
             with_entropy=with_entropy,

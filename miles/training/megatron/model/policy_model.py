@@ -100,13 +100,16 @@ class PolicyModel(GPTModel):
         """Return the end of the forward pass over ``micro``: here a ``PolicyScorer`` (training/backend.py)."""
         return partial(self.score, hidden_states, micro)
 
-    def score(self, hidden_states: torch.Tensor, micro: MicroBatch, with_entropy: bool) -> PolicyScores:
-        """Compute log-probs of ``micro.targets`` under softmax(logits / temperature), and the entropy if asked.
+    def score(
+        self, hidden_states: torch.Tensor, micro: MicroBatch, with_entropy: bool, sharpness: float = 1.0
+    ) -> PolicyScores:
+        """Compute log-probs of ``micro.targets`` under softmax(logits sharpness / temperature), entropy if asked.
 
         The canary is in the graph of every step, watched or not: overlapped reductions wait for the gradient of every
         parameter.
         """
-        of_targets = self._log_probs(hidden_states, micro.logit_index, micro.targets, self.temperature, with_entropy)
+        temperature = (self.temperature or 1.0) / sharpness
+        of_targets = self._log_probs(hidden_states, micro.logit_index, micro.targets, temperature, with_entropy)
         return PolicyScores(*of_targets, canary=None if self.canary is None else self.canary.sum())
 
     def _log_probs(

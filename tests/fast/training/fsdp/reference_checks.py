@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from cases import FIXED, TEMPERATURE
 from stage import CPU, Stage, full, make_backend, make_batch, off_policy, shard_of, train
-from tolerance import rounding_error
+from tolerance import log_prob_error, rounding_error
+from transformers import AutoModelForCausalLM
 
 from miles.metrics import values
 from miles.objective.settings import LossArguments
@@ -179,7 +180,27 @@ def logits_are_fp32_under_a_bf16_body(stage: Stage) -> None:
     assert stage.world > 1 or found[False] > 30 * bound
 
 
+def sums_of_squared_probs_are_those_of_the_model(stage: Stage) -> None:
+    """They come from log-probs at two temperatures; compare with float64 over the vocabulary, sample by sample."""
+    loss = LossArguments(advantage_estimator="optimal_token_baseline")
+    backend = make_backend(stage, loss=loss)
+    trainer = Trainer(backend, loss, stage.world)
+    shard = shard_of(stage, make_batch(loss), FIXED)
+    scored = scoring.score(backend, shard, scoring.needs_of(trainer.objective, 0, True)).batch
+    assert scored.sum_squared_probs is not None
+    model = AutoModelForCausalLM.from_pretrained(stage.model("untied"), dtype=torch.float64)
+    tolerance = 4 * log_prob_error(model, scored.tokens, TEMPERATURE)  # relative: of 2 log p - log q
+    for tokens, response, found in zip(scored.tokens, scored.response_lengths, scored.sum_squared_probs, strict=True):
+        with torch.no_grad():
+            logits = model(torch.as_tensor(tokens)[None]).logits[0, -response - 1 : -1] / TEMPERATURE
+        expected = logits.softmax(-1).square().sum(-1).numpy()
+        assert found.dtype == "float32" and (abs(found - expected) <= tolerance * expected).all()
+    shard, _ = trainer._with_advantages(replace(shard, batch=scored))
+    assert shard.batch.advantages is not None and any(column.any() for column in shard.batch.advantages)
+
+
 CHECKS = (
+    sums_of_squared_probs_are_those_of_the_model,
     reference_follows_the_policy,
     replaced_reference_has_the_policys_log_probs,
     another_shape_cannot_follow,

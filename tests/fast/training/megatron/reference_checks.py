@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from batches import batch_of
-from layouts import CPU, TEMPERATURE, RankProcess, make_backend, shard_of
+from layouts import CPU, TEMPERATURE, RankProcess, make_backend, plain_model, shard_of
 from state_checks import ADAM, CASE, PLAIN, log_probs
-from tolerance import rounding_error
+from tolerance import log_prob_error, rounding_error
 
+from miles.training import scoring
 from miles.training.megatron.backend import MegatronBackend
 from miles.training.megatron.reference import MegatronReference
 from miles.training.trainer import Trainer
@@ -128,13 +129,33 @@ def logits_are_fp32_under_a_bf16_body(process: RankProcess) -> None:
     assert len(errors) == 1 or worst[False] > 30 * bound
 
 
-CHECKS = (reference_follows_the_policy, resumed_reference_is_exact, logits_are_fp32_under_a_bf16_body)
+def sums_of_squared_probs_are_those_of_the_model(process: RankProcess) -> None:
+    """They come from log-probs at two temperatures; compare with float64 over the vocabulary, sample by sample."""
+    name = process.layout.models[0]
+    backend = make_backend(process, name, PLAIN)
+    shard = shard_of(backend, batch_of(CASE))
+    found = scoring.sum_squared_probs(backend, backend.policy, shard, log_probs(backend, shard))
+    model = plain_model(process.folder, name, torch.float64)
+    tolerance = 4 * log_prob_error(model, shard.batch.tokens, TEMPERATURE)  # relative: of 2 log p - log q
+    for tokens, response, sums in zip(shard.batch.tokens, shard.batch.response_lengths, found, strict=True):
+        with torch.no_grad():
+            logits = model(torch.as_tensor(tokens)[None]).logits[0, -response - 1 : -1] / TEMPERATURE
+        expected = logits.softmax(-1).square().sum(-1).numpy()
+        assert (abs(sums - expected) <= tolerance * expected).all()
+
+
+CHECKS = (
+    sums_of_squared_probs_are_those_of_the_model,
+    reference_follows_the_policy,
+    resumed_reference_is_exact,
+    logits_are_fp32_under_a_bf16_body,
+)
 OF_LAYOUT = {
     "one": CHECKS,
     "dp2, distributed optimizer": CHECKS,
     "tp2": CHECKS,
     "tp2 with sp": CHECKS,
     "pp2": CHECKS,
-    "ep2": CHECKS[:2],
-    "cp2": CHECKS[:2],
+    "ep2": CHECKS[:3],
+    "cp2": CHECKS[:3],
 }
