@@ -21,10 +21,11 @@ import auxiliary_checks  # noqa: E402  # Megatron is imported from here on
 import conformance_checks  # noqa: E402
 import critic_checks  # noqa: E402
 import fault_checks  # noqa: E402
-import reference_checks  # noqa: E402
 import state_checks  # noqa: E402
 from forked_ranks import Check, run_on_ranks  # noqa: E402
 from layouts import LAYOUTS, MEASURED, RankProcess, save_models  # noqa: E402
+
+from tests.fast.training.megatron.model import reference_checks  # noqa: E402
 
 
 def checks_of(
