@@ -65,6 +65,10 @@ class Coefficients:
         """Return the weights of the next step, ``train/kl_coef`` and the like."""
         return {f"train/{name}": Metric(value) for part in self._adaptive for name, value in part.settings.items()}
 
+    def metrics_in_advantages(self) -> dict[str, Metric]:
+        """Return the weights that advantages are made with: later steps of their iteration keep these."""
+        return {name: metric for name, metric in self.metrics().items() if name == "train/kl_coef"}
+
     def follow(self, metrics: Mapping[str, Metric], trajectories: int) -> None:
         """Adapt every weight to the metrics of a step of so many trajectories."""
         for part in self._adaptive:

@@ -24,8 +24,8 @@ from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.data.conversations import Conversation
 from miles.data.curriculum import CurriculumStream
-from miles.data.custom_source import CustomStream
 from miles.data.mixture import Mixture
+from miles.data.stream import PromptStream
 from miles.data.tokenizer import load_tokenizer
 from miles.engine.base import Engine, HasQueues, ReleasesMemory, start_engine
 from miles.engine.host import EngineHost
@@ -348,6 +348,5 @@ def _group_spec(stream: PromptSource, rollout: RolloutArguments, seed: int, gree
     spec = GroupSpec.for_training(rollout, seed, greedy_baseline)
     if rollout.max_prompt_pass_rate is None:
         return spec
-    assert not isinstance(stream, CustomStream), "validate() refuses it with --data-source-path"
-    assert hasattr(stream, "leave_out")
+    assert isinstance(stream, PromptStream | Mixture | CurriculumStream), "validate() refuses it with a source of yours"
     return replace(spec, scored=leave_out_mastered(stream, rollout.max_prompt_pass_rate))

@@ -111,6 +111,7 @@ class Trainer:
         ]
         estimated = [self._with_advantages(shard) for shard in scored]
         scoring = time.perf_counter() - started
+        in_advantages = self.coefficients.metrics_in_advantages()
         steps = []
         for step, (shard, found) in enumerate(estimated * self.passes):
             metrics = dict(found)
@@ -118,7 +119,9 @@ class Trainer:
                 selected, selection = self._with_selection(shard, step)
                 metrics |= self._policy_step(self.policy, selected) | selection
                 if self.coefficients.adapt:
-                    metrics |= self._adapt(metrics, shard)
+                    # What was measured before the first step is followed in the first pass only.
+                    new = {name: m for name, m in metrics.items() if step < len(estimated) or name not in found}
+                    metrics |= self._adapt(new, shard) | in_advantages
             if self.critic is not None:
                 metrics |= self._critic_step(self.critic, shard)
             steps.append(metrics)

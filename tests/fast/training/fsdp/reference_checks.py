@@ -146,6 +146,30 @@ def weights_adapt_from_step_to_step(stage: Stage) -> None:
     assert resumed.objective.flags.kl_loss_coef == kl_weight
 
 
+def the_weight_of_the_kl_in_the_reward_adapts_once_per_step(stage: Stage) -> None:
+    """Two passes over two steps: advantages keep their weight, which moves twice, and the next iteration has the new."""
+    loss = LossArguments(
+        advantage_estimator="reinforce_plus_plus",
+        normalize_advantages=True,
+        kl_coef=0.1,
+        kl_loss_type="k2",
+        kl_target=1e-3,
+        kl_horizon=20.0,
+    )
+    backend = _backend(stage, loss=loss, ref_load=stage.model("untied"))
+    trainer = Trainer(backend, loss, stage.world, passes=2)
+    shards = [shard_of(stage, make_batch(loss, seed=seed), FIXED) for seed in (1, 2)]
+    weight = 0.1
+    for _ in range(2):
+        steps = [values(found) for found in trainer.train(shards)]
+        assert [found["train/kl_coef"] for found in steps] == [weight] * 4
+        for shard, found in zip(shards, steps, strict=False):
+            error = min(max(found["train/reward_kl"] / 1e-3 - 1, -0.2), 0.2)
+            weight *= 1 + error * shard.batch.num_trajectories / 20.0
+        assert trainer.objective.flags.kl_coef == weight
+    assert weight != 0.1
+
+
 def logits_are_fp32_under_a_bf16_body(stage: Stage) -> None:
     """Log-probs and the head's gradient are those of float64, from the body's own bf16 hidden states and weights."""
     seen: list[torch.Tensor] = []
@@ -206,5 +230,6 @@ CHECKS = (
     another_shape_cannot_follow,
     resumed_reference_is_exact,
     weights_adapt_from_step_to_step,
+    the_weight_of_the_kl_in_the_reward_adapts_once_per_step,
     logits_are_fp32_under_a_bf16_body,
 )
