@@ -147,7 +147,7 @@ def weights_adapt_from_step_to_step(stage: Stage) -> None:
 
 
 def the_weight_of_the_kl_in_the_reward_adapts_once_per_step(stage: Stage) -> None:
-    """Two passes over two steps: advantages keep their weight, which moves twice, and the next iteration has the new."""
+    """Two passes over two steps: advantages keep their weight, which moves twice for the next iteration."""
     loss = LossArguments(
         advantage_estimator="reinforce_plus_plus",
         normalize_advantages=True,
