@@ -106,6 +106,22 @@ def _check_own_source(data: DataArguments, loads_samples: bool, reads_conversati
     errors.refuse_ignored(data, of_files, "with --data-source-path", "keep one of the two")
 
 
+def explain_prompts(data: DataArguments) -> list[str]:
+    """Return the lines about sets of prompts that are mixed, and about the function that chooses."""
+    lines = []
+    if data.prompt_mix is not None:
+        names = list(data.mixed_sources)
+        weights = data.prompt_mix_weights
+        shares = (
+            names if weights is None else [f"{n} {w / sum(weights):.3g}" for n, w in zip(names, weights, strict=True)]
+        )
+        by = "by their numbers of prompts" if weights is None else "of the draws"
+        lines.append(f"prompts    {', '.join(shares)} {by}")
+    if data.curriculum_path is not None:
+        lines.append(f"prompts    weights or prompts are chosen before each iteration by {data.curriculum_path}")
+    return lines
+
+
 def _check_mix(data: DataArguments, loads_samples: bool, reads_conversations: bool, errors: Errors) -> None:
     if data.curriculum_path is not None and data.prompt_data is None and data.prompt_mix is None:
         errors.refuse_ignored(data, ["curriculum_path"], "without prompts to choose from", "give --prompt-data")

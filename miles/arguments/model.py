@@ -59,6 +59,16 @@ def check_model(model: ModelArguments, errors: Errors) -> None:
                 )
 
 
+def explain_reference(model: ModelArguments) -> list[str]:
+    """Return the line about a reference that follows the policy, if it does."""
+    interval, alpha = model.ref_update_interval, model.ref_mixup_alpha
+    if interval is None:
+        return []
+    becomes = "the policy" if alpha == 1 else f"{alpha:g} policy + {1 - alpha:g} reference"
+    when = "every iteration" if interval == 1 else f"every {interval} iterations"
+    return [f"reference  becomes {becomes} after {when}"]
+
+
 def local_config(model: ModelArguments, field: str) -> dict[str, Any] | None:
     """Return the ``config.json`` of the model that ``field`` names, if it can be read without a network.
 
