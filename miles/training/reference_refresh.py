@@ -62,24 +62,16 @@ def check_same_positions(reference: PretrainedConfig, policy: PretrainedConfig, 
 
 
 @torch.no_grad()
-def follow(
-    reference: Mapping[str, torch.Tensor],
-    policy: Mapping[str, torch.Tensor],
-    alpha: float,
-    dtype: torch.dtype | None = None,
-) -> None:
+def follow(reference: Mapping[str, torch.Tensor], policy: Mapping[str, torch.Tensor], alpha: float) -> None:
     """Set every weight of ``reference`` to ``alpha policy + (1 - alpha) reference``, in place and in its own dtype.
 
     Args:
         reference: Weights by name, this rank's parts.
-        policy: The policy's weights, with these names and maybe more, in the same parts.
+        policy: The policy's weights as it computes with them, with these names and maybe more, in the same parts.
         alpha: The part of the policy, in (0, 1].
-        dtype: What parameters are rounded to before, which the policy computes in; None leaves them.
     """
     for name, kept in reference.items():
         new = policy[name].detach()
-        if dtype is not None and isinstance(policy[name], nn.Parameter):
-            new = new.to(dtype)
         if alpha == 1 or not kept.is_floating_point():
             kept.copy_(new)
         else:

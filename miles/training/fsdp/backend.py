@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -180,11 +181,13 @@ class FsdpBackend:
     def refresh_reference(self) -> None:
         """Let the reference follow the policy."""
         assert self.reference is not None, "validate() demands a reference"
-        policy, reference = (
-            {name: _local(weight) for name, weight in _state(model.module).items()}
-            for model in (self.policy, self.reference)
-        )
-        follow(reference, policy, self.settings.model.ref_mixup_alpha, self.compute_dtype)
+        reference = {name: _local(weight) for name, weight in _state(self.reference.module).items()}
+        policy = {
+            # Weights that are updated are fp32, and gathered in compute dtype; buffers stay as they are.
+            name: _local(weight).to(self.compute_dtype) if isinstance(weight, nn.Parameter) else weight
+            for name, weight in _state(self.policy.module).items()
+        }
+        follow(reference, policy, self.settings.model.ref_mixup_alpha)
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         """Write the critic, if there is one, a reference that follows the policy, and the policy."""
