@@ -151,11 +151,11 @@ CHECKS = (
     logits_are_fp32_under_a_bf16_body,
 )
 OF_LAYOUT = {
-    "one": CHECKS,
-    "dp2, distributed optimizer": CHECKS,
+    "one": (sums_of_squared_probs_are_those_of_the_model, logits_are_fp32_under_a_bf16_body),
+    # The others are slow tests.
     "tp2": CHECKS,
-    "tp2 with sp": CHECKS,
-    "pp2": CHECKS,
-    "ep2": CHECKS[:3],
-    "cp2": CHECKS[:3],
+    "ep2": CHECKS[:-1],
+    "tp2 with sp, dp2, distributed optimizer": CHECKS,
+    "tp2 with sp, pp2": CHECKS,
+    "pp2, cp2": CHECKS[:-1],
 }
