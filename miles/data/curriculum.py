@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from miles.arguments.data import fault_of_weights
@@ -110,6 +110,7 @@ class CurriculumStream:
             InputError: It returns something else than weights, prompts or None.
         """
         mixture = self.mixture
+        mixture.draw_next(())  # forgets what was named before and not drawn
         sets = {one.name: one.prompts for one in mixture.sets}
         found = self.function(Curriculum(iteration, self.num_iterations, mixture.weights, sets, dict(self.known)))
         if found is None:
@@ -164,7 +165,7 @@ class CurriculumStream:
 
     def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
         """Return the position of the mixture, and what is known of the prompts."""
-        known = [[*place, *asdict(statistics).values()] for place, statistics in self.known.items()]
+        known = [[*place, k.groups, k.reward, k.response_length, k.iteration] for place, k in self.known.items()]
         return self.mixture.state(unfinished) | {"known": known}
 
     def restore(self, state: Mapping[str, Any]) -> None:

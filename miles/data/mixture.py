@@ -49,13 +49,13 @@ class Mixture:
         self._places: dict[int, tuple[int, int]] = {}  # the set and the prompt of each group that was drawn
         self._again: list[int] = []  # groups to draw again, before new ones
         self._named: list[tuple[int, int]] = []  # prompts that a curriculum has named, before others
-        self._last = 0  # the set of the last draw
         self._next_group_index = 0
 
     @property
     def epoch(self) -> int:
-        """The pass over its set that the last drawn prompt belongs to, counted from 0."""
-        return self._streams[self._last].epoch
+        """The passes that are complete over every set that is drawn from."""
+        drawn = self._open() or range(len(self.sets))
+        return min(self._streams[number].epoch for number in drawn)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -106,7 +106,6 @@ class Mixture:
 
     def _draw_one(self) -> PromptGroup:
         number, position = self._named.pop(0) if self._named else self._next_place()
-        self._last = number
         index = self._next_group_index
         self._places[index] = number, position
         if len(self._places) > 2 * _REMEMBERED:
@@ -140,7 +139,6 @@ class Mixture:
             "credits": list(self._credits),
             "unfinished": [[index, *self._places[index]] for index in waiting],
             "named": [list(place) for place in self._named],
-            "last": self._last,
             "next_group_index": self._next_group_index,
         }
 
@@ -165,4 +163,4 @@ class Mixture:
         self._places = {index: (number, position) for index, number, position in state["unfinished"]}
         self._again = sorted(self._places)
         self._named = [(number, position) for number, position in state["named"]]
-        self._last, self._next_group_index = state["last"], state["next_group_index"]
+        self._next_group_index = state["next_group_index"]

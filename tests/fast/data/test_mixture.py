@@ -149,6 +149,15 @@ def test_named_prompts_are_drawn_next_and_then_the_order_goes_on():
     assert texts[2:] == [group.prompt.text for group in plain.draw(2)]
 
 
+def test_what_was_named_and_not_drawn_is_forgotten():
+    answers = iter([[("a", 2), ("b", 2)], None])
+    stream, plain = stream_with(lambda curriculum: next(answers)), mixture_of([3, 3], shuffle=False)
+    stream.start(0)
+    assert [group.prompt.text for group in stream.draw(1)] == ["a2"]
+    stream.start(1)
+    assert [g.prompt.text for g in stream.draw(3)] == [g.prompt.text for g in plain.draw(3)]
+
+
 @given(st.integers(1, 5), st.data())
 def test_a_resumed_curriculum_draws_the_same(stop, data):
     """The function is called again for the iteration that a run resumes with, with the same statistics."""
@@ -213,3 +222,8 @@ def test_the_signature_of_a_curriculum_is_checked():
     assert load_curriculum(f"{__name__}:worst_first") is worst_first
     with pytest.raises(InputError, match=r"--curriculum-path .*takes_two: its signature is \(one, two\)"):
         load_curriculum(f"{__name__}:takes_two")
+
+
+def test_a_pass_is_complete_when_every_set_has_one():
+    mixture = mixture_of([1, 3], [1.0, 1.0], shuffle=False)
+    assert [mixture.draw(1) and mixture.epoch for _ in range(8)] == [0, 0, 0, 0, 0, 0, 0, 1]
