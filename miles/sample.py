@@ -32,7 +32,7 @@ class Prompt:
 
     ``text`` is the prompt as the model reads it (chat template applied); ``token_ids`` its tokens; ``label`` the
     reference answer; ``metadata`` whatever else the row carries for rewards and filters; ``source`` is the place of the
-    row (``file.jsonl:17``), for messages to the user.
+    row (``file.jsonl:17``), for messages to the user; ``prompt_set`` the name of its set in a mixture.
     """
 
     text: str
@@ -40,6 +40,7 @@ class Prompt:
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     source: str = ""
+    prompt_set: str = ""
 
 
 @dataclass

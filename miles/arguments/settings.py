@@ -87,6 +87,11 @@ class Settings:
         """Return whether the policy learns in ``iteration``, or only the critic."""
         return self.loss.type.trains_policy and iteration >= self.critic.num_critic_only_steps
 
+    def refreshes_reference(self, iteration: int) -> bool:
+        """Return whether the reference follows the policy after ``iteration``."""
+        interval = self.model.ref_update_interval
+        return interval is not None and (iteration + 1) % interval == 0
+
     def policy_steps(self, total_steps: int) -> int:
         """Return the optimizer steps of the policy in a run of ``total_steps``; its learning rate decays over these.
 

@@ -184,6 +184,8 @@ def _notes(settings: Settings) -> Iterator[str]:
     if longest is not None:
         yield from notes_on_training(settings.training, settings.parallel.context_parallel_size, longest)
     yield from notes_on_loss(settings.loss)
+    if settings.training.fp32_lm_head and settings.sglang.rollout_external:
+        yield "--fp32-lm-head: the engines of --rollout-external must have been started with --enable-fp32-lm-head"
     if settings.reward.log_passrate and _is_undecided(settings):
         yield (
             f"--log-passrate: no reward of --rm-type {settings.reward.rm_type} says whether an answer is right, so an "

@@ -66,8 +66,9 @@ class TrainDriver:
     def train(self, shards_by_token_rank: list[ray.ObjectRef[Any]], iteration: int) -> list[dict[str, Metric]]:
         """Take one optimizer step for each shard in a rank's list; returns each step's metrics."""
         trains_policy = self.settings.trains_policy(iteration)
+        refreshes = self.settings.refreshes_reference(iteration)
         calls = [
-            actor.train.remote(shards_by_token_rank[self.settings.dims.token_rank(rank)], trains_policy)
+            actor.train.remote(shards_by_token_rank[self.settings.dims.token_rank(rank)], trains_policy, refreshes)
             for rank, actor in enumerate(self.actors)
         ]
         steps: list[dict[str, Metric]] = self._workers.results(calls)[0]
@@ -235,9 +236,16 @@ class TrainActor:
         passes = self.settings.training.ppo_epochs
         self.trainer = Trainer(self.backend, self.settings.loss, self.settings.dims.token_ranks, passes)
 
-    def train(self, shards: Sequence[TrainShard], trains_policy: bool) -> list[dict[str, Metric]]:
-        """Take one optimizer step per shard, of policy and critic or of the critic alone."""
-        return self.trainer.train(shards, trains_policy)
+    def train(
+        self, shards: Sequence[TrainShard], trains_policy: bool, refreshes_reference: bool
+    ) -> list[dict[str, Metric]]:
+        """Take one optimizer step per shard, of policy and critic or of the critic alone; then update the reference."""
+        steps = self.trainer.train(shards, trains_policy)
+        if refreshes_reference:
+            started = time.perf_counter()
+            self.backend.refresh_reference()
+            steps[-1]["time/ref_update"] = Metric(time.perf_counter() - started)
+        return steps
 
     def export_weights(self) -> list[ray.ObjectRef[Any]]:
         """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store."""
@@ -258,14 +266,18 @@ class TrainActor:
 
     def save(self, folder: Path, state: dict[str, Any]) -> dict[str, FileRecord]:
         """Write this rank's part of a checkpoint; returns size and hash of its files."""
-        self.backend.save(folder, state)
+        self.backend.save(folder, state | {"coefficients": self.trainer.coefficients.state()})
         return hash_files_of_rank(folder, self.rank)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Read a checkpoint as the flags say; returns the launcher's state."""
         given = self.settings.checkpoint
         with_optimizer = not (given.no_load_optim or given.finetune)
-        return self.backend.load(folder, optimizer=with_optimizer, rng=not (given.no_load_rng or given.finetune))
+        with_random_state = not (given.no_load_rng or given.finetune)
+        state = self.backend.load(folder, with_optimizer, with_random_state, reference=not given.finetune)
+        if not given.finetune:
+            self.trainer.restore_coefficients(state.get("coefficients", {}))  # absent in earlier checkpoints
+        return state
 
     def export_hf(self, folder: Path) -> None:
         """Write the Hugging Face export."""

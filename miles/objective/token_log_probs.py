@@ -2,6 +2,10 @@
 
 Positions are processed in chunks, whose logits are freed when their results are known. The backward pass computes each
 chunk's logits again and their gradient in closed form; only the log-sum-exp and the entropy, [R] each, are kept.
+
+With ``--fp32-lm-head`` the head's product is in fp32 under a body in bf16 (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv
+2510.13786). Rounding a logit of size 16 to bf16 changes it by up to 1/16, and trainer and engine round
+differently.
 """
 
 from __future__ import annotations
@@ -21,11 +25,13 @@ def chunked_log_probs(
     chunk_size: int,
     bias: torch.Tensor | None = None,
     with_entropy: bool = False,
+    fp32: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute log-probs of ``targets`` [R] under softmax(logits / temperature), and its entropy in nats; fp32 [R].
 
     ``hidden`` [R, H] and ``weight`` [V, H] share a dtype, in which the logits ``hidden @ weight.T + bias`` are
-    computed; everything after is fp32. At most ``chunk_size`` positions have their logits in memory, -1 for no limit.
+    computed, or in fp32 if ``fp32`` (``head_logits``); everything after is fp32. At most ``chunk_size`` positions have
+    their logits in memory, -1 for no limit.
     Temperature 0 (greedy sampling) means the raw logits. Gradients flow to ``hidden``, ``weight`` and ``bias``, from
     both outputs; those of ``weight`` and ``bias`` are accumulated over the chunks in fp32 (fp64 for fp64).
     """
@@ -34,9 +40,25 @@ def chunked_log_probs(
     rows = chunk_size if chunk_size > 0 else max(len(hidden), 1)
     scale = 1.0 / temperature if temperature > 0 else 1.0
     found: tuple[torch.Tensor, torch.Tensor | None] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, scale, rows, with_entropy
+        hidden, weight, bias, targets, scale, rows, with_entropy, fp32
     )
     return found
+
+
+def head_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, fp32: bool = False
+) -> torch.Tensor:
+    """Compute ``hidden @ weight.T + bias``, [R, V]; in fp32 and unrounded if ``fp32``, without a gradient.
+
+    Products of two bf16 numbers are exact in fp32, so neither result depends on how it is computed but by the order of
+    its sums. GPUs add them up in fp32 without a copy of the head (``out_dtype``); elsewhere the head is copied.
+    """
+    if not fp32 or hidden.dtype != torch.bfloat16:
+        return torch.nn.functional.linear(hidden, weight, bias)
+    if hidden.is_cuda:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return logits if bias is None else logits.add_(bias)
+    return torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -58,12 +80,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
         scale: float,
         rows: int,
         with_entropy: bool,
+        fp32: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         lse = hidden.new_empty(len(hidden), dtype=_accumulate_dtype(hidden))
         log_probs = torch.empty_like(lse)
         entropy = torch.empty_like(lse) if with_entropy else None
         for part in _chunks(len(hidden), rows):
-            logits = _logits(hidden[part], weight, bias, scale)
+            logits = _logits(hidden[part], weight, bias, scale, fp32)
             chosen = logits.gather(1, targets[part, None]).squeeze(1)
             lse[part] = torch.logsumexp(logits, 1)
             log_probs[part] = chosen - lse[part]
@@ -71,7 +94,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 log_p = logits.sub_(lse[part, None])
                 entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.scale, ctx.rows = scale, rows
+        ctx.scale, ctx.rows, ctx.fp32 = scale, rows, fp32
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -81,10 +104,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        dtype = lse.dtype if ctx.fp32 else hidden.dtype  # of the products
+        head = weight.to(dtype)
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if needs_bias else None
         for part in _chunks(len(hidden), ctx.rows):
-            log_p = _logits(hidden[part], weight, bias, ctx.scale).sub_(lse[part, None])
+            log_p = _logits(hidden[part], weight, bias, ctx.scale, ctx.fp32).sub_(lse[part, None])
             grad = _logits_gradient(
                 log_p,
                 targets[part],
@@ -96,16 +121,18 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad.mul_(ctx.scale)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-            grad = grad.to(hidden.dtype)
+            grad = grad.to(dtype)
             if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[part])
+                grad_hidden[part] = grad @ head
             if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[part]
-        return (grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), None, None, None, None)
+                grad_weight += grad.t() @ hidden[part].to(dtype)
+        return (grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), *(None,) * 5)
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float) -> torch.Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias).to(_accumulate_dtype(hidden))
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, fp32: bool
+) -> torch.Tensor:
+    logits = head_logits(hidden, weight, bias, fp32).to(_accumulate_dtype(hidden))
     return logits if scale == 1.0 else logits.mul_(scale)
 
 

@@ -32,7 +32,7 @@ _SAMPLE_FIELDS = (
     "reward",
     "weight_versions",
 )
-_PROMPT_FIELDS = ("text", "label", "metadata", "source")
+_PROMPT_FIELDS = ("text", "label", "metadata", "source", "prompt_set")
 
 
 def rollout_path(template: str, iteration: int) -> Path:
@@ -209,6 +209,7 @@ def _decode_prompt(record: dict[str, Any], end: int) -> Prompt:
         label=record["label"],
         metadata=_object(record["metadata"], "metadata of the prompt"),
         source=_text(record["source"], "source of the prompt"),
+        prompt_set=_text(record.get("prompt_set", ""), "set of the prompt"),  # absent in earlier files
     )
 
 

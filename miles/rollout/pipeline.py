@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -24,7 +23,8 @@ from miles.arguments.model import local_vocab_size
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.data.conversations import Conversation
-from miles.data.custom_source import CustomStream
+from miles.data.curriculum import CurriculumStream
+from miles.data.mixture import Mixture
 from miles.data.stream import PromptStream
 from miles.data.tokenizer import load_tokenizer
 from miles.engine.base import Engine, HasQueues, ReleasesMemory, start_engine
@@ -46,7 +46,7 @@ from miles.rollout.metrics import leave_out_mastered, staleness_metrics
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, RolloutGate, Start
 from miles.rollout.rollout_function import FunctionCollector, RolloutTools, load_rollout_function
 from miles.rollout.stream_collector import StreamCollector
-from miles.rollout.supply import build_supply
+from miles.rollout.supply import TrainingStream, build_supply, iterations_of
 from miles.rollout.trajectory import get_group_generator
 from miles.tracking.run_files import SampleRecord
 from miles.weights import WeightChunk
@@ -101,7 +101,7 @@ class RolloutPipeline:
         engine: Engine | None,
         tools: GroupTools | None,
         collector: GroupCollector,
-        stream: PromptStream | CustomStream | None,
+        stream: TrainingStream | None,
         eval_sets: list[EvalSet],
         rollout: RolloutArguments,
         rule: OrderingRule,
@@ -150,8 +150,15 @@ class RolloutPipeline:
 
     async def _collect(self, iteration: int) -> ScoredGroups:
         began = time.perf_counter()
+        curriculum = self._stream if isinstance(self._stream, CurriculumStream) else None
+        if curriculum is not None:
+            curriculum.start(iteration)
+        mixture = self._stream if curriculum is None else curriculum.mixture
+        weights = mixture.weights if isinstance(mixture, Mixture) else {}
         scored = await self._collector.collect(iteration)
-        metrics = scored.metrics
+        if curriculum is not None:
+            curriculum.record(iteration, scored.generated or scored.groups)
+        metrics = scored.metrics | {f"rollout/prompt_weight/{name}": Metric(w) for name, w in weights.items()}
         if self._rule.generates_stale_tokens and self._rollout.load_debug_rollout_data is None:
             metrics = metrics | staleness_metrics(scored.groups, iteration)
         if self._rule.overlap is not Overlap.SYNCHRONOUS:  # otherwise it is the launcher's time/generate
@@ -231,7 +238,7 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
     supply = build_supply(settings, tokenizer)
     generate = get_group_generator(rollout)
     hooks = IterationHooks(settings, supply.stream)
-    num_iterations = _num_iterations(rollout, supply.num_prompts)
+    num_iterations = iterations_of(rollout, supply.num_prompts)
     engine = await start_engine(settings, host) if settings.generates else None
     tools: GroupTools | None = None
     if engine is not None:
@@ -275,14 +282,6 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
 
 def _teacher(loss: LossArguments) -> ServedTeacher | None:
     return ServedTeacher(loss.teachers, loss.opd_teacher_key) if loss.teacher_is_served else None
-
-
-def _num_iterations(rollout: RolloutArguments, num_prompts: int) -> int:
-    """Return ``--num-rollout``, or the iterations of ``--num-epoch`` passes over the prompts."""
-    if rollout.num_rollout is not None:
-        return rollout.num_rollout
-    assert rollout.num_epoch is not None and rollout.rollout_batch_size is not None, "validate() requires one of them"
-    return math.ceil(rollout.num_epoch * num_prompts / rollout.rollout_batch_size)
 
 
 def build_collector(
@@ -349,5 +348,5 @@ def _group_spec(stream: PromptSource, rollout: RolloutArguments, seed: int, gree
     spec = GroupSpec.for_training(rollout, seed, greedy_baseline)
     if rollout.max_prompt_pass_rate is None:
         return spec
-    assert isinstance(stream, PromptStream), "validate() refuses it with --data-source-path"
+    assert isinstance(stream, PromptStream | Mixture | CurriculumStream), "validate() refuses it with a source of yours"
     return replace(spec, scored=leave_out_mastered(stream, rollout.max_prompt_pass_rate))

@@ -39,8 +39,8 @@ class PolicyScores(NamedTuple):
 class PolicyScorer(Protocol):
     """A language model's forward pass over one micro-batch, or the end of it. Call it once."""
 
-    def __call__(self, with_entropy: bool) -> PolicyScores:
-        """Compute log-probs, and the entropy if asked."""
+    def __call__(self, with_entropy: bool, sharpness: float = 1.0) -> PolicyScores:
+        """Compute log-probs, and the entropy if asked; of logits that are multiplied by ``sharpness``."""
         ...
 
 
@@ -161,6 +161,10 @@ class TrainBackend(Protocol):
         """Move them back."""
         ...
 
+    def refresh_reference(self) -> None:
+        """Let the reference follow the policy (training/reference_refresh.py); under --ref-update-interval only."""
+        ...
+
     def export_hf(self, folder: Path) -> None:
         """Write a folder that transformers' ``from_pretrained`` loads; the tokenizer is the launcher's to add."""
         ...
@@ -169,8 +173,11 @@ class TrainBackend(Protocol):
         """Write models, optimizers, schedules, random state and ``state`` (the launcher's own) into ``folder``."""
         ...
 
-    def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
-        """Read what ``save`` wrote; returns ``state``."""
+    def load(self, folder: Path, optimizer: bool = True, rng: bool = True, reference: bool = True) -> dict[str, Any]:
+        """Read what ``save`` wrote; returns ``state``.
+
+        Without ``reference``, one that follows the policy starts again, at ``--ref-load``.
+        """
         ...
 
 

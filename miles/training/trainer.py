@@ -9,7 +9,7 @@ The models run behind the seam of backend.py; miles/objective computes the losse
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic
 
@@ -19,6 +19,7 @@ from miles.metrics import Metric
 from miles.objective.aggregation import is_per_token
 from miles.objective.canary import check_loss_mass
 from miles.objective.chosen import Objective, build_objective
+from miles.objective.coefficients import Coefficients
 from miles.objective.output import LossOutput, add_metrics, reported
 from miles.objective.settings import LossArguments
 from miles.objective.value_loss import value_loss_function
@@ -75,11 +76,21 @@ class Trainer:
         self.loss = loss
         self.token_ranks = token_ranks
         self.passes = passes
-        self.objective = build_objective(loss)
-        self.policy = policy_role(backend.policy, self.objective)
+        self.coefficients = Coefficients(loss)
+        self._use(loss)
         self.critic = None if backend.critic is None else critic_role(backend.critic, loss)
         self.selector = TokenSelector(self.objective, backend.token_group)
-        self.estimator = AdvantageEstimator(loss, backend.token_group) if loss.estimates_by_token else None
+
+    def _use(self, loss: LossArguments) -> None:
+        """Compute with the weights of ``loss`` from now on."""
+        self.objective = build_objective(loss)
+        self.policy = policy_role(self.backend.policy, self.objective)
+        self.estimator = AdvantageEstimator(loss, self.backend.token_group) if loss.estimates_by_token else None
+
+    def restore_coefficients(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Continue with the weights of a checkpoint (objective/coefficients.py)."""
+        self.coefficients.restore(state)
+        self._use(self.coefficients.loss)
 
     def train(self, shards: Sequence[TrainShard], trains_policy: bool = True) -> list[dict[str, Metric]]:
         """Take one optimizer step per shard and pass; returns each step's metrics, with seconds under ``time/``.
@@ -100,18 +111,30 @@ class Trainer:
         ]
         estimated = [self._with_advantages(shard) for shard in scored]
         scoring = time.perf_counter() - started
+        in_advantages = self.coefficients.metrics_in_advantages()
         steps = []
         for step, (shard, found) in enumerate(estimated * self.passes):
             metrics = dict(found)
             if trains_policy:
                 selected, selection = self._with_selection(shard, step)
                 metrics |= self._policy_step(self.policy, selected) | selection
+                if self.coefficients.adapt:
+                    # What was measured before the first step is followed in the first pass only.
+                    new = {name: m for name, m in metrics.items() if step < len(estimated) or name not in found}
+                    metrics |= self._adapt(new, shard) | in_advantages
             if self.critic is not None:
                 metrics |= self._critic_step(self.critic, shard)
             steps.append(metrics)
         if steps:
             steps[0]["time/log_probs"] = Metric(scoring)
         return steps
+
+    def _adapt(self, metrics: Mapping[str, Metric], shard: TrainShard) -> dict[str, Metric]:
+        """Let the weights follow a step; returns those that the step was computed with."""
+        used = self.coefficients.metrics()
+        self.coefficients.follow(metrics, shard.batch.num_trajectories)
+        self._use(self.coefficients.loss)
+        return used
 
     def _with_advantages(self, shard: TrainShard) -> tuple[TrainShard, dict[str, Metric]]:
         """Return the shard with advantages of tokens (and returns), if the estimator makes these on the trainer."""

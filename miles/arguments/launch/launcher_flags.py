@@ -170,7 +170,6 @@ _OBJECTIVE = [
         accepted_if=_has_no_advantages,
         accepted_why="this --loss-type has no advantages",
     ),
-    *refused("the reference model stays as it is", "drop it", "--ref-update-interval V"),
 ]
 _ADAPTERS = [
     *noted(MEMORY, "engines receive the weights with the adapter added to them", "--lora-base-cpu-backup"),

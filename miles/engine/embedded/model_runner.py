@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from miles.engine.base import eos_token_ids
 from miles.engine.embedded import attention
 from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep
+from miles.engine.embedded.fp32_head import Fp32Head
 from miles.model_families.reading import read_config
 from miles.weights import WeightChunk
 
@@ -19,8 +20,8 @@ from miles.weights import WeightChunk
 class ModelRunner:
     """Run a decoder-only transformers model with plain full attention, and keep the KV cache of its rows."""
 
-    def __init__(self, model_path: str, dtype: torch.dtype, device: str) -> None:
-        """Load the model.
+    def __init__(self, model_path: str, dtype: torch.dtype, device: str, fp32_head: bool = False) -> None:
+        """Load the model; with ``fp32_head`` its logits are computed in fp32 whatever its dtype is.
 
         Raises:
             ValueError: If some layers would be computed wrongly (sliding windows, recurrent layers, sinks).
@@ -38,7 +39,9 @@ class ModelRunner:
         self.max_length: int = config.get_text_config().max_position_embeddings
         self.eos_ids = eos_token_ids(self.model.generation_config.eos_token_id)
         self._last_positions: torch.Tensor | None = None
-        self.model.get_output_embeddings().register_forward_pre_hook(self._keep_last_positions)
+        head = self.model.get_output_embeddings()
+        head.register_forward_pre_hook(self._keep_last_positions)
+        self._fp32_head = Fp32Head(head) if fp32_head else None
         self._check_every_layer_uses_the_cache(model_path)
 
     @torch.inference_mode()
@@ -82,6 +85,8 @@ class ModelRunner:
         Raises:
             ValueError: Naming tensors that are unknown, misshapen or missing.
         """
+        if self._fp32_head is not None:
+            self._fp32_head.forget()
         targets: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True)
         arrived: dict[int, dict[int, int]] = {}  # per parameter: sizes that arrived, by address
         for chunk in chunks:

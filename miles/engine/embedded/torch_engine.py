@@ -51,10 +51,11 @@ class TorchEngine:
         device: str,
         max_batch_size: int,
         decode: Callable[[list[int]], str] | None = None,
+        fp32_head: bool = False,
     ) -> None:
         """Load the model onto ``device``. Raises ``ValueError`` for a model that would be computed wrongly.
 
-        ``decode`` returns the text of tokens; requests with ``stop_texts`` need it.
+        ``decode`` returns the text of tokens; requests with ``stop_texts`` need it. ``fp32_head`` is --fp32-lm-head.
         """
         self._decode = decode
         if max_batch_size < 1:
@@ -64,7 +65,7 @@ class TorchEngine:
         # OpenMP pool of its own; with more pools than cores, their workers sleep between operations, which halves the
         # speed.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
-        self._runner = self._thread.submit(ModelRunner, model_path, dtype, device).result()
+        self._runner = self._thread.submit(ModelRunner, model_path, dtype, device, fp32_head).result()
         self._batch = RunningBatch(self._runner)
         self._version = 0
         self._weights_whole = True
@@ -227,7 +228,8 @@ async def start(settings: Settings, host: EngineHost) -> TorchEngine:
     dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
     decode = _decoder(settings.model.hf_checkpoint) if settings.rollout.stop_texts else None
     longest_batch = settings.rollout.torch_engine_max_batch_size
-    return TorchEngine(settings.model.hf_checkpoint, dtype, host.device, longest_batch, decode)
+    fp32_head = settings.training.fp32_lm_head
+    return TorchEngine(settings.model.hf_checkpoint, dtype, host.device, longest_batch, decode, fp32_head)
 
 
 def _decoder(model_path: str) -> Callable[[list[int]], str]:

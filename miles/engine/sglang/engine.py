@@ -192,6 +192,7 @@ def server_spec(settings: Settings, device: str, number: int, keys: Keys) -> Ser
         releases_memory=settings.offload(device).rollout,
         keys=keys,
         is_deterministic=settings.training.deterministic_mode,
+        fp32_head=settings.training.fp32_lm_head,
     )
 
 

@@ -61,6 +61,7 @@ class ServerSpec:
         releases_memory: Whether it can release its GPU memory and take it back, by the package torch-memory-saver.
         keys: The keys that it wants.
         is_deterministic: Whether the seed of a request decides its answer, whatever else the server computes.
+        fp32_head: Whether it computes its logits in fp32.
     """
 
     model_path: str
@@ -72,6 +73,7 @@ class ServerSpec:
     releases_memory: bool = False
     keys: Keys = NO_KEYS
     is_deterministic: bool = False
+    fp32_head: bool = False
 
     @property
     def module(self) -> str:
@@ -89,6 +91,7 @@ class ServerSpec:
             *(_ON_CPU if self.device == "cpu" else ()),
             *([("--enable-memory-saver", None, ())] if self.releases_memory else ()),
             *([("--enable-deterministic-inference", None, ())] if self.is_deterministic else ()),
+            *([("--enable-fp32-lm-head", None, ())] if self.fp32_head else ()),
         ]
         for flag, value, spellings in defaults:
             if not has_flag(self.flags, flag, *spellings):

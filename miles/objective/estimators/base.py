@@ -84,6 +84,7 @@ class Estimator(ObjectivePart):
         reward_at_last_token: Whether phase 2 puts the reward on the last token of the trajectory, or on every token.
         greedy_baseline: Whether it reads the reward of a greedy response to each prompt, which is generated for it.
         reads_reward_parts: Whether it reads the parts of a sum of rewards, and not the sum alone.
+        reads_score_norms: Whether its phase 2 is ``group_token_advantages``.
     """
 
     flag: ClassVar[str] = "advantage_estimator"
@@ -93,6 +94,7 @@ class Estimator(ObjectivePart):
     reward_at_last_token: bool = False
     greedy_baseline: bool = False
     reads_reward_parts: bool = False
+    reads_score_norms: bool = False
     accepts_one: bool = False  # a group of one, whose advantage is 0, is allowed, with a note
 
     @abstractmethod
@@ -120,6 +122,20 @@ class Estimator(ObjectivePart):
         Only loss tokens are there. ``values`` are empty arrays without a critic. By default the rewards as they are.
         """
         return list(rewards)
+
+    def group_token_advantages(
+        self,
+        flags: Any,
+        rewards: Sequence[np.ndarray],
+        groups: Sequence[int],
+        score_norms: Sequence[np.ndarray],
+    ) -> list[np.ndarray]:
+        """Compute phase 2 in the form of ``token_advantages``, with what ``reads_score_norms`` asks for.
+
+        ``groups`` has the prompt group of each trajectory. ``score_norms`` are the squared norms of the gradient of
+        each token's log-prob by its logits, ``1 - 2 p + sum_v p(v)^2``.
+        """
+        raise NotImplementedError
 
     def returns(
         self,

@@ -24,6 +24,7 @@ from miles.model_families.base import HEADS_IN_CONFIG
 from miles.training.checkpoint_folder import (
     critic_folder,
     read_run_state,
+    reference_folder,
     saved_critic,
     write_run_state,
 )
@@ -114,6 +115,24 @@ def load_weights(folder: Path, model: PreTrainedModel, flag: str) -> None:
     with load_errors(folder), restricted_loading():
         dcp.load(tensors, checkpoint_id=folder)
     _set_state(model, tensors["model"])
+
+
+def save_reference(folder: Path, model: PreTrainedModel) -> None:
+    """Add a reference that follows the policy to the checkpoint that is being written into ``folder``."""
+    within = reference_folder(folder)
+    with save_errors(within):
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=within)
+    if dist.get_rank() == 0:
+        write_run_state(within, "fsdp", {}, {"steps_done": 0})
+
+
+def load_reference(within: Path, model: PreTrainedModel) -> None:
+    """Read what ``save_reference`` wrote into ``within``."""
+    read_run_state(within, "fsdp", "--load")
+    tensors = {"model": get_model_state_dict(model)}
+    with load_errors(within), restricted_loading():
+        dcp.load(tensors, checkpoint_id=within)
+    set_model_state_dict(model, tensors["model"])
 
 
 def export_hf(

@@ -104,10 +104,13 @@ class ValueModel(ShardedModule[ValueScorer]):
 class Policy(ShardedModule[PolicyScorer]):
     """The language model. Only response positions reach its head, in chunks (objective/token_log_probs.py)."""
 
-    def __init__(self, language_model: PreTrainedModel, temperature: float, chunk_size: int) -> None:
+    def __init__(
+        self, language_model: PreTrainedModel, temperature: float, chunk_size: int, fp32_head: bool = False
+    ) -> None:
         super().__init__(language_model)
         self.temperature = temperature
         self.chunk_size = chunk_size
+        self.fp32_head = fp32_head
         self.canary = LossCanary()
 
     @property
@@ -123,8 +126,8 @@ class Policy(ShardedModule[PolicyScorer]):
         """Return this rank's part of the canary's gradient, and clear it; None if the step was not watched."""
         return self.canary.take_mass()
 
-    def forward(self, micro: MicroBatch, watched: bool, with_entropy: bool) -> PolicyScores:
-        """Return log-probs of ``micro.targets`` under softmax(logits / temperature), and the entropy if asked.
+    def forward(self, micro: MicroBatch, watched: bool, with_entropy: bool, sharpness: float = 1.0) -> PolicyScores:
+        """Return log-probs of ``micro.targets`` under softmax(logits sharpness / temperature), entropy if asked.
 
         The canary stays out of the graph of steps that are not watched: its gradient would enter norm and optimizer.
         """
@@ -134,10 +137,11 @@ class Policy(ShardedModule[PolicyScorer]):
             hidden[micro.logit_index],
             head.weight,
             micro.targets,
-            temperature=self.temperature,
+            temperature=(self.temperature or 1.0) / sharpness,
             chunk_size=self.chunk_size,
             bias=head.bias,
             with_entropy=with_entropy,
+            fp32=self.fp32_head,
         )
         canary = self.canary()  # always: every rank takes part in the gathering of its weight
         return PolicyScores(log_probs, entropy, canary if watched else None)
@@ -179,7 +183,12 @@ ModelReader: TypeAlias = Callable[[str, torch.dtype], PreTrainedModel]
 
 
 def load_policy(
-    path: str, temperature: float, chunk_size: int, dtype: torch.dtype, read: ModelReader = load_model
+    path: str,
+    temperature: float,
+    chunk_size: int,
+    dtype: torch.dtype,
+    read: ModelReader = load_model,
+    fp32_head: bool = False,
 ) -> Policy:
     """Load the model at ``path`` in ``dtype``. Raises ``ValueError`` if its logits are not the head's plain product."""
     config = read_config(path)
@@ -189,7 +198,7 @@ def load_policy(
                 f"--hf-checkpoint {path}: its config sets {name}, which --train-backend fsdp does not compute; "
                 "choose a model without it"
             )
-    return Policy(read(path, dtype), temperature, chunk_size)
+    return Policy(read(path, dtype), temperature, chunk_size, fp32_head)
 
 
 def load_value_model(path: str, dtype: torch.dtype, read: ModelReader = load_model) -> ValueModel:

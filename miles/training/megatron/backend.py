@@ -22,17 +22,19 @@ from miles.model_families.parameters import is_of_head
 from miles.model_families.reading import read_config
 from miles.training import checkpoint_folder
 from miles.training.backend import PolicyScorer, ValueScorer
-from miles.training.checkpoint_folder import critic_folder, saved_critic
+from miles.training.checkpoint_folder import critic_folder, reference_folder, saved_critic, saved_reference
 from miles.training.megatron.checkpoint import save_load as checkpoint
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.model.transformer_config import ddp_config, optimizer_config, transformer_config
 from miles.training.megatron.model.value_model import ValueModel
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import initialize_process_groups
+from miles.training.megatron.reference import MegatronReference
 from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel
 from miles.training.megatron.versions import megatron_version
 from miles.training.megatron.weights.converter import build_converter
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights, export_hf
+from miles.training.reference_refresh import check_same_positions
 from miles.weights import WeightChunk, in_chunks
 
 
@@ -69,7 +71,7 @@ class MegatronBackend:
                 checkpoint.check_can_save(self.critic.stage, self.ranks)
         self.reference: MegatronModel[PolicyScorer] | None = None
         if settings.loss.needs_reference:
-            self.reference = self._build_frozen("--ref-load", settings.model.ref_load)
+            self.reference = self._build_reference(settings.model.ref_load)
         self.teacher: MegatronModel[PolicyScorer] | None = None
         if settings.loss.teacher_is_loaded:
             self.teacher = self._build_frozen("--opd-teacher-load", settings.model.opd_teacher_load)
@@ -87,6 +89,15 @@ class MegatronBackend:
         optimizer = MegatronOptimizer(model, config, given, total_steps, rate_flag="--critic-lr")
         return MegatronTrainedModel(model, optimizer, self.settings.megatron, self.ranks, self.device)
 
+    def _build_reference(self, ref_load: str | None) -> MegatronModel[PolicyScorer]:
+        """Return a frozen model, which ``refresh_reference`` can update if the run does that."""
+        frozen = self._build_frozen("--ref-load", ref_load)
+        if self.settings.model.ref_update_interval is None:
+            return frozen
+        reference = MegatronReference(frozen.stage, self.ranks, self.device, self.settings.model.ref_mixup_alpha)
+        reference.check(self.policy.stage, ref_load)
+        return reference
+
     def _build_frozen(self, flag: str, path: str | None) -> MegatronModel[PolicyScorer]:
         """Freeze a model: a Hugging Face folder, or a checkpoint of this backend; None is ``--hf-checkpoint``."""
         folder = checkpoint_folder.at(Path(path)) if path is not None else None
@@ -99,6 +110,8 @@ class MegatronBackend:
                 (hf_config.to_dict(), self.converter.shape_of(hf_config)),
                 (self.hf_config.to_dict(), self.converter.shape),
             )
+            if flag == "--ref-load" and self.settings.model.ref_update_interval is not None:
+                check_same_positions(hf_config, self.hf_config, path)
         model = self._load(hf_config, weights)
         if folder is not None:
             self._read_frozen(folder, model, f"{flag} {path}")
@@ -129,6 +142,7 @@ class MegatronBackend:
             self.settings.rollout.rollout_temperature,
             self.settings.loss.log_probs_chunk_size,
             is_trained and self.settings.loss.loss_canary != "off",
+            self.settings.training.fp32_lm_head,
         )
         policy = policy.to(self.device)  # before it is filled: ranks may send each other parts
         self._fill(policy, weights)
@@ -192,20 +206,33 @@ class MegatronBackend:
     def onload(self) -> None:
         """Nothing was moved."""
 
+    def refresh_reference(self) -> None:
+        """Let the reference follow the policy."""
+        assert isinstance(self.reference, MegatronReference), "validate() demands a reference"
+        self.reference.follow(self.policy.stage)
+
     def save(self, folder: Path, state: dict[str, Any]) -> None:
-        """Write the policy, and the critic if there is one."""
+        """Write the policy, the critic if there is one, and a reference that follows the policy."""
         checkpoint.save(folder, self.policy.stage, self.policy.optimizer, self.ranks, state)
         if self.critic is not None:
             within = critic_folder(folder)
             within.mkdir(exist_ok=True)
             checkpoint.save(within, self.critic.stage, self.critic.optimizer, self.ranks, {})
+        if isinstance(self.reference, MegatronReference):
+            within = reference_folder(folder)
+            within.mkdir(exist_ok=True)
+            self.reference.save(within)
 
-    def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
+    def load(self, folder: Path, optimizer: bool = True, rng: bool = True, reference: bool = True) -> dict[str, Any]:
         """Read what ``save`` wrote, under any layout."""
         state = checkpoint.load(folder, self.policy.stage, self.policy.optimizer, self.ranks, optimizer, rng)
         if self.critic is not None:
             model, own = self.critic.stage, self.critic.optimizer
             checkpoint.load(saved_critic(folder), model, own, self.ranks, optimizer, rng=False)
+        within = saved_reference(folder, self.settings.model.ref_update_interval, self.reference is not None)
+        if reference and within is not None:
+            assert isinstance(self.reference, MegatronReference)
+            self.reference.load(within)
         return state
 
     def export_hf(self, folder: Path) -> None:

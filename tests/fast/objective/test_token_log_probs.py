@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tolerance import rounding_error
 
 from miles.objective.token_log_probs import chunked_log_probs
 
@@ -96,3 +97,34 @@ def test_chunk_size_is_checked(chunk):
     tensors, targets = inputs(2, torch.float32, bias=False)
     with pytest.raises(AssertionError, match="--log-probs-chunk-size"):
         chunked_log_probs(*tensors, targets, 1.0, chunk)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk", [-1, 3])
+def test_an_fp32_head_computes_log_probs_of_bf16_inputs_as_float64_does(bias, chunk):
+    """--fp32-lm-head: logits are not rounded to bf16, which alone changes log-probs by a hundred times as much."""
+    tensors, targets = inputs(40, torch.bfloat16, bias)
+    hidden, weight, offset = [*tensors, None][:3]
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    expected = naive(*[*exact, None][:3], targets, 0.7)
+    found = chunked_log_probs(hidden, weight, targets, 0.7, chunk, offset, with_entropy=True, fp32=True)
+    rounded = chunked_log_probs(hidden, weight, targets, 0.7, chunk, offset, with_entropy=True)
+    size = float((exact[0].abs() @ exact[1].abs().t()).max()) / 0.7
+    bound = rounding_error(6 + 11, size)  # the sums of the product and of the softmax
+    for column, wanted, coarse in zip(found, expected, rounded, strict=True):
+        assert column.dtype == torch.float32
+        assert (column.double() - wanted).abs().max() < bound
+        assert (coarse.double() - wanted).abs().max() > 30 * bound
+    (found[0].sum() + found[1].sum()).backward()
+    (expected[0].sum() + expected[1].sum()).backward()
+    for tensor, reference in zip(tensors, exact, strict=True):
+        assert tensor.grad.dtype == torch.bfloat16
+        # One rounding to bf16, of the result: half a unit in the last of 8 digits.
+        close = 2.0**-8 * reference.grad.abs() + 100 * bound
+        assert ((tensor.grad.double() - reference.grad).abs() <= close).all()
+
+
+def test_an_fp32_head_changes_nothing_in_fp32():
+    tensors, targets = inputs(9, torch.float32)
+    found = [chunked_log_probs(*tensors[:2], targets, 1.0, 4, tensors[2], fp32=fp32)[0] for fp32 in (False, True)]
+    assert torch.equal(*found)

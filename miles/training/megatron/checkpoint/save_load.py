@@ -7,7 +7,7 @@ time to the CPU, loading reads ``BUCKET_BYTES`` at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from miles.training.checkpoint_files import in_one_line
 from miles.training.checkpoint_folder import read_run_state, write_run_state
 from miles.training.checkpoint_io import load_errors, save_errors
-from miles.training.megatron.checkpoint.optimizer_state import MASTER, MOMENTS, AdamState
+from miles.training.megatron.checkpoint.optimizer_state import MASTER, MOMENTS, AdamState, Piece
 from miles.training.megatron.checkpoint.writer import DirectWriter
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.moe.router import expert_biases
@@ -100,9 +100,32 @@ def load_weights(folder: Path, policy: PolicyModel, ranks: Ranks, flag: str) -> 
 
     Raises ``ValueError`` naming ``flag``, as ``load`` does.
     """
+    for parameter, whole in read_weights(folder, policy, ranks, flag):
+        parameter.copy_(whole)
+
+
+def read_weights(
+    folder: Path, policy: PolicyModel, ranks: Ranks, flag: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each weight of ``policy`` with what ``folder`` has for it, whole and fp32 on CPU. Collective."""
     read_run_state(folder, "megatron", flag)
-    for parameter, whole in _read(folder, policy, ranks, (MASTER,)):
-        parameter.copy_(whole[MASTER])
+    yield from ((parameter, whole[MASTER]) for parameter, whole in _read(folder, policy, ranks, (MASTER,)))
+
+
+def save_weights(
+    folder: Path, policy: PolicyModel, ranks: Ranks, value_of: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Write weights alone into ``folder``, which is empty: ``value_of`` each weight of ``policy``. Collective."""
+    sharded = _sharded(policy, ranks)
+    pieces = {
+        name: Piece(0, described.data.numel(), False, {MASTER: value_of(described.data).detach().view(-1)})
+        for name, described in sharded.items()
+    }
+    with save_errors(folder):
+        dist_checkpointing.save(_empty(sharded, (MASTER,), "meta"), str(folder), sharded_strategy=DirectWriter(pieces))
+    if dist.get_rank() == 0:
+        write_run_state(folder, "megatron", {}, {"steps_done": 0})
+    dist.barrier()
 
 
 def _read(

@@ -41,6 +41,7 @@ class PolicyModel(GPTModel):
         temperature: float,
         chunk_size: int,
         with_canary: bool,
+        fp32_head: bool = False,
     ) -> None:
         vocabulary = vocabulary_shape(hf_config.to_dict())
         tp_size = ranks.tp.size()
@@ -59,6 +60,7 @@ class PolicyModel(GPTModel):
         self.tokens_in_vocabulary = vocabulary["vocab_size"]
         self.temperature = temperature
         self.chunk_size = chunk_size
+        self.fp32_head = fp32_head
         self.to(config.params_dtype)
         # The scalar of objective/canary.py is reduced like every parameter, in fp32.
         self.canary = torch.nn.Parameter(torch.zeros(1)) if with_canary and ranks.is_last_stage else None
@@ -98,13 +100,16 @@ class PolicyModel(GPTModel):
         """Return the end of the forward pass over ``micro``: here a ``PolicyScorer`` (training/backend.py)."""
         return partial(self.score, hidden_states, micro)
 
-    def score(self, hidden_states: torch.Tensor, micro: MicroBatch, with_entropy: bool) -> PolicyScores:
-        """Compute log-probs of ``micro.targets`` under softmax(logits / temperature), and the entropy if asked.
+    def score(
+        self, hidden_states: torch.Tensor, micro: MicroBatch, with_entropy: bool, sharpness: float = 1.0
+    ) -> PolicyScores:
+        """Compute log-probs of ``micro.targets`` under softmax(logits sharpness / temperature), entropy if asked.
 
         The canary is in the graph of every step, watched or not: overlapped reductions wait for the gradient of every
         parameter.
         """
-        of_targets = self._log_probs(hidden_states, micro.logit_index, micro.targets, self.temperature, with_entropy)
+        temperature = (self.temperature or 1.0) / sharpness
+        of_targets = self._log_probs(hidden_states, micro.logit_index, micro.targets, temperature, with_entropy)
         return PolicyScores(*of_targets, canary=None if self.canary is None else self.canary.sum())
 
     def _log_probs(
@@ -132,6 +137,7 @@ class PolicyModel(GPTModel):
             chunk_size=self.chunk_size,
             group=tp,
             with_entropy=with_entropy,
+            fp32=self.fp32_head,
         )
 
     def head_weight(self) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from miles.objective.token_log_probs import chunked_log_probs
+from miles.objective.token_log_probs import chunked_log_probs, head_logits
 
 
 def vocab_parallel_log_probs(
@@ -26,6 +26,7 @@ def vocab_parallel_log_probs(
     chunk_size: int,
     group: dist.ProcessGroup,
     with_entropy: bool = False,
+    fp32: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probs of ``targets`` and, if asked, the entropy in nats; fp32 [R], the same on every rank.
 
@@ -41,15 +42,16 @@ def vocab_parallel_log_probs(
         chunk_size: Positions computed at a time; all if 0.
         group: The tensor-parallel ranks.
         with_entropy: Whether to return the entropy.
+        fp32: Whether the logits are computed in fp32 under a body in bf16.
     """
     if group.size() == 1:
-        return chunked_log_probs(hidden, weight, targets, temperature, chunk_size, with_entropy=with_entropy)
+        return chunked_log_probs(hidden, weight, targets, temperature, chunk_size, with_entropy=with_entropy, fp32=fp32)
     assert len(weight), "every rank must have a token of the vocabulary"
     rows = chunk_size if chunk_size > 0 else max(len(hidden), 1)
     scale = 1.0 / temperature if temperature > 0 else 1.0
     local = targets - first_token
     local = torch.where((local >= 0) & (local < len(weight)), local, -1)  # -1: on another rank
-    given = hidden, weight, local, scale, rows, with_entropy, group
+    given = hidden, weight, local, scale, rows, with_entropy, fp32, group
     apply: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _VocabParallelLogProbs.apply
     return apply(*given)
 
@@ -72,13 +74,14 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         scale: float,
         rows: int,
         with_entropy: bool,
+        fp32: bool,
         group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         lse, log_probs, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            logits = _logits(hidden[part], weight, scale)
+            logits = _logits(hidden[part], weight, scale, fp32)
             maximum = logits.amax(1)
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
             logits -= maximum[:, None]
@@ -92,7 +95,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             log_probs[part] = sums[1] - log_sum
             entropy[part] = log_sum - sums[2] / sums[0]
         ctx.save_for_backward(hidden, weight, local, lse, entropy)
-        ctx.scale, ctx.rows = scale, rows
+        ctx.scale, ctx.rows, ctx.fp32 = scale, rows, fp32
         ctx.set_materialize_grads(False)
         return log_probs, entropy if with_entropy else None
 
@@ -102,9 +105,11 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         hidden, weight, local, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype)
+        dtype = lse.dtype if ctx.fp32 else hidden.dtype  # of the products
+        head = weight.to(dtype)
         for start in range(0, len(hidden), ctx.rows):
             part = slice(start, start + ctx.rows)
-            log_p = _logits(hidden[part], weight, ctx.scale).sub_(lse[part, None])
+            log_p = _logits(hidden[part], weight, ctx.scale, ctx.fp32).sub_(lse[part, None])
             grad = torch.zeros_like(log_p)
             if grad_entropy is not None:
                 grad -= grad_entropy[part, None] * (log_p + entropy[part, None])
@@ -114,12 +119,12 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             if grad_log_probs is not None:
                 mine = local[part] >= 0
                 grad.scatter_add_(1, local[part].clamp_min(0)[:, None], (grad_log_probs[part] * mine)[:, None])
-            grad = grad.mul_(ctx.scale).to(hidden.dtype)
-            grad_hidden[part] = grad @ weight
-            grad_weight += grad.t() @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+            grad = grad.mul_(ctx.scale).to(dtype)
+            grad_hidden[part] = grad @ head
+            grad_weight += grad.t() @ hidden[part].to(dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), *(None,) * 6
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
-    logits = (hidden @ weight.t()).to(torch.promote_types(hidden.dtype, torch.float32))
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float, fp32: bool) -> torch.Tensor:
+    logits = head_logits(hidden, weight, fp32=fp32).to(torch.promote_types(hidden.dtype, torch.float32))
     return logits if scale == 1.0 else logits.mul_(scale)

@@ -25,6 +25,8 @@ import state_checks  # noqa: E402
 from forked_ranks import Check, run_on_ranks  # noqa: E402
 from layouts import LAYOUTS, MEASURED, RankProcess, save_models  # noqa: E402
 
+from tests.fast.training.megatron.model import reference_checks  # noqa: E402
+
 
 def checks_of(
     name: str,
@@ -33,7 +35,8 @@ def checks_of(
     auxiliary: auxiliary_checks.Oracle,
 ) -> dict[str, Check]:
     """Return every check of the layout ``name``. A check raises, or returns what is wrong."""
-    found: dict[str, Check] = {check.__name__: check for check in state_checks.OF_LAYOUT.get(name, ())}
+    of_layout = (*state_checks.OF_LAYOUT.get(name, ()), *reference_checks.OF_LAYOUT.get(name, ()))
+    found: dict[str, Check] = {check.__name__: check for check in of_layout}
     for model in LAYOUTS[name].models:
         for contract in conformance_checks.CONTRACTS:
             found[f"{model}, {contract}"] = partial(
