@@ -24,6 +24,7 @@ versioned by the number of iterations they were trained on.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,11 @@ def show_nothing(phase: str | None) -> None:
     """Take the phases of a loop that nobody watches."""
 
 
+def not_profiled(iteration: int) -> AbstractContextManager[None]:
+    """Record nothing of an iteration."""
+    return nullcontext()
+
+
 @dataclass
 class TrainingLoop:
     """Runs the iterations of a training run and what is due between them."""
@@ -63,6 +69,7 @@ class TrainingLoop:
     run_state: dict[str, str]  # saved in every checkpoint (cluster/folders/run_identity.py)
     stop: StopRequests
     on_phase: Callable[[str | None], None] = show_nothing  # of ``PhaseTimer``
+    profiled: Callable[[int], AbstractContextManager[None]] = not_profiled  # around an iteration
     timer: PhaseTimer = field(init=False)
     run_checkpoints: RunCheckpoints = field(init=False)
 
@@ -82,7 +89,9 @@ class TrainingLoop:
         if done == 0 and self.evaluation.has_sets and not self.evaluation.skip_eval_before_train:
             self.log(0, [self.evaluate()])
         while done < last:
-            if not self.run_iteration(done):
+            with self.profiled(done):
+                has_prompts = self.run_iteration(done)
+            if not has_prompts:
                 self.end_early(done)
                 break
             done += 1

@@ -14,6 +14,7 @@ from miles.arguments.launch.notes import grouped
 from miles.arguments.lora import explain_lora
 from miles.arguments.model import explain_reference
 from miles.arguments.parallel import explain_ranks
+from miles.arguments.profiling import explain_profiling, unused_in_profiling
 from miles.arguments.rollout import explain_generation, explain_length, explain_saved_samples, unused_in_rollout
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.settings import explain_servers
@@ -108,12 +109,14 @@ def without_effect(settings: Settings) -> list[str]:
         *objective_without_effect(settings.loss, settings.step_shape),
         *unused_in_rollout(settings.rollout),
         *unused_in_training(settings.training, settings.dims.replicas),
+        *unused_in_profiling(settings.profiling),
     ]
 
 
 def _files(settings: Settings) -> list[str]:
     return [
         *explain_tracking(settings.tracking),
+        *explain_profiling(settings.profiling, settings.tracking.output_dir),
         *explain_checkpoint(settings.checkpoint),
         *explain_saved_samples(settings.rollout),
     ]

@@ -14,6 +14,7 @@ from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.parallel import ParallelArguments
+from miles.arguments.profiling import ProfilingArguments
 from miles.arguments.rehearsal import RehearsalArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.sglang.server_flags import ServerFlags
@@ -48,6 +49,7 @@ class Settings:
     tracking: TrackingArguments = TrackingArguments()
     megatron: MegatronArguments = MegatronArguments()
     rehearsal: RehearsalArguments = RehearsalArguments()
+    profiling: ProfilingArguments = ProfilingArguments()
     megatron_overrides: tuple[tuple[str, Any], ...] = ()  # fields of Megatron's own dataclasses that flags set
     server_flags: ServerFlags = ServerFlags()
 

@@ -26,6 +26,7 @@ from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import check_model
 from miles.arguments.optimizer import check_optimizer
 from miles.arguments.parallel import check_parallel, pad_recurrent_models
+from miles.arguments.profiling import check_profiling
 from miles.arguments.rehearsal import check_rehearsal
 from miles.arguments.rollout import check_async, check_rollout, fill_over_sampling, notes_on_rollout
 from miles.arguments.rules.debug_modes import check_debug_modes
@@ -113,6 +114,8 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
     check_evaluation(settings.evaluation, errors)
     check_tracking(settings.tracking, errors)
     check_rehearsal(settings.rehearsal, rollout.rollout_max_response_len, errors)
+    if errors.none_about("actor_num_nodes", "actor_num_gpus_per_node", "num_rollout"):
+        check_profiling(settings.profiling, rollout.num_rollout, cluster.world_size, errors)
 
 
 def _check_pass_rate(settings: Settings, errors: Errors) -> None:

@@ -31,6 +31,9 @@ from miles.cluster.stored_weights import StoredWeights
 from miles.data.stream import NoPromptsLeft
 from miles.engine.concurrency import waiting_tasks
 from miles.metrics import Metric
+from miles.profiling.process_trace import ProcessTrace
+from miles.profiling.recorder import Recorder, read_clock
+from miles.profiling.spans import span
 from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
 from miles.rollout.pipeline import IterationSummary, RolloutPipeline, build_pipeline
 from miles.rollout.sample_records import SampleRecorder
@@ -214,6 +217,7 @@ class RolloutActor:
         self._placement = placement
         self._built: RolloutPipeline | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._profile = Recorder("rollout")
         answer_requests()
 
     @property
@@ -262,8 +266,10 @@ class RolloutActor:
         return collected.summary(records), *shards
 
     def _convert(self, iteration: int, groups: list[PromptGroup]) -> tuple[list[list[TrainShard]], list[SampleRecord]]:
-        shards = self._shards.build(iteration, groups)
-        return shards, self._recorder.record(iteration, groups, shards)
+        with span("convert and schedule"):
+            shards = self._shards.build(iteration, groups)
+        with span("describe samples"):
+            return shards, self._recorder.record(iteration, groups, shards)
 
     async def evaluate(self) -> dict[str, Metric]:
         """Return the metrics of every evaluation set under the engine's weights."""
@@ -288,6 +294,18 @@ class RolloutActor:
     async def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's position in the prompts."""
         self._pipeline.restore(state)
+
+    async def start_profile(self) -> None:
+        """Record what this process does from now on."""
+        self._profile.start()
+
+    async def stop_profile(self) -> ProcessTrace | None:
+        """Return what was recorded."""
+        return self._profile.stop()
+
+    async def read_clock(self) -> tuple[str, int]:
+        """Return the name of this process's clock, and its time."""
+        return read_clock()
 
     async def save_tokenizer(self, folder: str) -> None:
         """Add the tokenizer to a Hugging Face export."""

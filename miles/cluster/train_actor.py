@@ -28,6 +28,9 @@ from miles.cluster.session import Placement
 from miles.cluster.stored_weights import store
 from miles.components import import_code, train_backend_spec
 from miles.metrics import Metric
+from miles.profiling.process_trace import ProcessTrace
+from miles.profiling.recorder import Recorder, read_clock
+from miles.profiling.spans import span
 from miles.secret_values import is_secret
 from miles.stacks import answer_requests, own_stacks
 from miles.train_batch import TrainShard
@@ -86,6 +89,12 @@ class TrainDriver:
     def onload(self) -> None:
         """Move them back."""
         self._on_all("onload")
+
+    @property
+    def profiled(self) -> list[Any]:
+        """The actors that ``--profile`` records."""
+        cluster = self.settings.cluster
+        return [self.actors[rank] for rank in self.settings.profiling.ranks(cluster.world_size)]
 
     def save(self, iterations_done: int, state: dict[str, Any]) -> Path:
         """Write a checkpoint after ``iterations_done`` iterations; it appears in ``--save`` whole or not at all.
@@ -184,6 +193,7 @@ class TrainActor:
         self.rank = rank
         self.settings = settings
         self.device = torch.device(device)
+        self.recorder = Recorder(f"trainer rank {rank}")
         if settings.training.deterministic_mode:
             be_deterministic()
         disable_progress_bar()
@@ -240,21 +250,36 @@ class TrainActor:
         self, shards: Sequence[TrainShard], trains_policy: bool, refreshes_reference: bool
     ) -> list[dict[str, Metric]]:
         """Take one optimizer step per shard, of policy and critic or of the critic alone; then update the reference."""
-        steps = self.trainer.train(shards, trains_policy)
+        with span("train"):
+            steps = self.trainer.train(shards, trains_policy)
         if refreshes_reference:
             started = time.perf_counter()
-            self.backend.refresh_reference()
+            with span("update the reference"):
+                self.backend.refresh_reference()
             steps[-1]["time/ref_update"] = Metric(time.perf_counter() - started)
         return steps
 
     def export_weights(self) -> list[ray.ObjectRef[Any]]:
         """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store."""
-        chunks = self.backend.export_weights()
-        if self.rank == 0:
-            return store(chunks)
-        for _ in chunks:  # take part in the gathering
-            continue
+        with span("export weights"):
+            chunks = self.backend.export_weights()
+            if self.rank == 0:
+                return store(chunks)
+            for _ in chunks:  # take part in the gathering
+                continue
         return []
+
+    def start_profile(self) -> None:
+        """Record what this process does from now on."""
+        self.recorder.start()
+
+    def stop_profile(self) -> ProcessTrace | None:
+        """Return what was recorded."""
+        return self.recorder.stop()
+
+    def read_clock(self) -> tuple[str, int]:
+        """Return the name of this process's clock, and its time."""
+        return read_clock()
 
     def offload(self) -> None:
         """Move weights and optimizer to host memory."""

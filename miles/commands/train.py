@@ -261,6 +261,7 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
         context: What its attempts share.
     """
     from miles.cluster.folders.run_identity import RunIdentity
+    from miles.cluster.iteration_profiler import IterationProfiler
     from miles.cluster.liveness import Workers
     from miles.cluster.rollout_actor import RolloutDriver
     from miles.cluster.train_actor import TrainDriver
@@ -287,9 +288,12 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
             trainer.build(total_steps)
         served: list[Sink] = [report] if prometheus is None else [report, prometheus]
         with _tracker(settings, context, served, total_steps) as tracker:
+            profiler = IterationProfiler(settings.profiling, settings.tracking.output_dir, trainer, rollout, workers)
+            profiler.on_phase = tracker.phase
             if trainer is None:
                 steps = settings.steps_per_iteration
-                GenerationLoop(rollout, tracker, settings.evaluation, steps, stop, tracker.phase).run()
+                on_iteration = profiler.phase, profiler.iteration
+                GenerationLoop(rollout, tracker, settings.evaluation, steps, stop, *on_iteration).run()
                 return
             loop = TrainingLoop(
                 rollout,
@@ -302,7 +306,8 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
                 run_state=RunIdentity.new().to_state(),
                 stop=stop,
                 is_synchronous=settings.rollout.async_steps == 0,
-                on_phase=tracker.phase,
+                on_phase=profiler.phase,
+                profiled=profiler.iteration,
             )
             loop.run()
 

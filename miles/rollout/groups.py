@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from miles.arguments.rollout import RolloutArguments
 from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams
 from miles.engine.concurrency import gather_or_cancel
+from miles.profiling.spans import waiting
 from miles.rewards.base import RewardFunction
 from miles.rewards.scoring import score
 from miles.rollout.filters import FilterDecision, load_group_filter
@@ -129,9 +130,11 @@ async def produce_group(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) 
         Exception: Whatever generation, the reward function and the filter raise.
     """
     greedy = [_generate_greedy(drawn, tools, spec)] if spec.greedy_baseline else []
-    group, *others = await gather_or_cancel([_generate(drawn, tools, spec), *greedy])
+    with waiting("generate a group"):
+        group, *others = await gather_or_cancel([_generate(drawn, tools, spec), *greedy])
     drops = tools.drops_reward_errors
-    errors = await score(group.samples, tools.reward_function, tools.reward_error_value, drop=drops)
+    with waiting("score a group"):
+        errors = await score(group.samples, tools.reward_function, tools.reward_error_value, drop=drops)
     for other in others:
         errors += await score(other.samples, tools.reward_function, tools.reward_error_value, drop=drops)
         group.baseline_tokens += sum(len(sample.response_ids) for sample in other.samples)

@@ -32,6 +32,7 @@ from miles.engine.host import EngineHost
 from miles.engine.sglang.teacher import ServedTeacher
 from miles.metrics import Metric
 from miles.objective.settings import LossArguments
+from miles.profiling.spans import waiting
 from miles.rewards.registry import get_reward_function
 from miles.rewards.settings import RewardArguments
 from miles.rollout.collect import BurstCollector, GroupCollector, PromptSource, ScoredGroups
@@ -183,7 +184,8 @@ class RolloutPipeline:
         """
         async with self._gate.loading(version, after):
             if self.engine is not None and chunks is not None:
-                await self.engine.update_weights(chunks, version)
+                with waiting("update weights"):
+                    await self.engine.update_weights(chunks, version)
             self._collector.weights_changed(version)
 
     async def release_memory(self) -> None:

@@ -23,6 +23,7 @@ from miles.objective.coefficients import Coefficients
 from miles.objective.output import LossOutput, add_metrics, reported
 from miles.objective.settings import LossArguments
 from miles.objective.value_loss import value_loss_function
+from miles.profiling.spans import span
 from miles.train_batch import MicroBatch, TrainShard
 from miles.training.advantages import AdvantageEstimator
 from miles.training.backend import (
@@ -105,25 +106,29 @@ class Trainer:
             FloatingPointError: if a gradient is not finite; the weights are left as they were.
         """
         started = time.perf_counter()
-        scored = [
-            score(self.backend, shard, needs_of(self.objective, step, trains_policy, self.passes))
-            for step, shard in enumerate(shards)
-        ]
-        estimated = [self._with_advantages(shard) for shard in scored]
+        with span("score before the first step"):
+            scored = [
+                score(self.backend, shard, needs_of(self.objective, step, trains_policy, self.passes))
+                for step, shard in enumerate(shards)
+            ]
+            estimated = [self._with_advantages(shard) for shard in scored]
         scoring = time.perf_counter() - started
         in_advantages = self.coefficients.metrics_in_advantages()
         steps = []
         for step, (shard, found) in enumerate(estimated * self.passes):
             metrics = dict(found)
             if trains_policy:
-                selected, selection = self._with_selection(shard, step)
-                metrics |= self._policy_step(self.policy, selected) | selection
+                with span("select tokens"):
+                    selected, selection = self._with_selection(shard, step)
+                with span(f"policy step {step}"):
+                    metrics |= self._policy_step(self.policy, selected) | selection
                 if self.coefficients.adapt:
                     # What was measured before the first step is followed in the first pass only.
                     new = {name: m for name, m in metrics.items() if step < len(estimated) or name not in found}
                     metrics |= self._adapt(new, shard) | in_advantages
             if self.critic is not None:
-                metrics |= self._critic_step(self.critic, shard)
+                with span(f"critic step {step}"):
+                    metrics |= self._critic_step(self.critic, shard)
             steps.append(metrics)
         if steps:
             steps[0]["time/log_probs"] = Metric(scoring)
@@ -178,7 +183,8 @@ class Trainer:
             add_metrics(totals, of_micro_batch)
         sums = {name: totals[name] for name in sorted(totals)}
         mass = role.model.take_loss_mass()
-        reduced = self.backend.sum_over_ranks(sums if mass is None else sums | {"loss_mass": mass})
+        with span("sum metrics over ranks"):
+            reduced = self.backend.sum_over_ranks(sums if mass is None else sums | {"loss_mass": mass})
         loss_mass = reduced.pop("loss_mass", 0.0)  # no gradient: no token's loss has reached the canary
         metrics = reported(reduced, shard.batch, is_per_token(self.loss))
         if shard.expected_loss_mass is not None:
@@ -187,7 +193,8 @@ class Trainer:
 
     def _update(self, role: Role[Scorer], shard: TrainShard) -> dict[str, Metric]:
         """Let the optimizer step, unless the step has no loss token."""
-        metrics = role.optimizer.step() if shard.batch.num_loss_tokens else role.optimizer.skip()
+        with span("optimizer"):
+            metrics = role.optimizer.step() if shard.batch.num_loss_tokens else role.optimizer.skip()
         return _under(f"train/{role.prefix}", metrics)
 
 

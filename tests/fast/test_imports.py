@@ -72,7 +72,7 @@ LAYERS = [
     ("components", "secret_values", "metrics", "weights", "import_path", "junit", "stacks"),
     ("flags", "hidden_secrets"),
     ("choices",),
-    ("sample", "train_batch"),
+    ("sample", "train_batch", "profiling"),
     ("parallel", "model_families", "tiny_models"),
     ("objective",),
     ("rewards",),

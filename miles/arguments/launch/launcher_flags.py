@@ -89,11 +89,12 @@ _REPORTING = [
     ),
     *noted(
         REPORTING,
-        "nothing is profiled",
-        "--use-pytorch-profiler",
-        "--profile-step-start V",
-        "--profile-step-end V",
+        "a profile has all of an iteration",
         "--profile-target V...",
+    ),
+    *noted(
+        REPORTING,
+        "allocations are not recorded",
         "--record-memory-history",
         "--memory-snapshot-path V",
         "--memory-snapshot-dir V",

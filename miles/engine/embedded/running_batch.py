@@ -12,6 +12,7 @@ from miles.engine.base import FinishReason, Generation, SamplingParams
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.sampling import RowSampling, sample, seeded_uniforms
 from miles.engine.embedded.stop_text import StopText
+from miles.profiling.spans import span
 
 PREFILL_TOKENS = 16384  # per prefill pass, with padding
 MASK_STEP = 16  # attended widths are multiples of this, which suits the fused kernels
@@ -101,7 +102,8 @@ class RunningBatch:
         last_tokens = [s.token_ids[-1] for s in self.sequences]
         positions = [s.position for s in self.sequences]
         width = -(-(max(positions) + 1) // MASK_STEP) * MASK_STEP
-        logits = self._runner.decode(last_tokens, positions, width)
+        with span(f"decode {len(positions)} sequences"):
+            logits = self._runner.decode(last_tokens, positions, width)
         if self._row_sampling is None:
             self._row_sampling = self._sampling_of(self.sequences)
         self._draw(self.sequences, logits, self._row_sampling, version)
@@ -131,7 +133,8 @@ class RunningBatch:
     ) -> None:
         new = [s for prompt in prompts for s in by_prompt[prompt]]
         prompt_of_row = [i for i, prompt in enumerate(prompts) for _ in by_prompt[prompt]]
-        logits = self._runner.prefill(prompts, prompt_of_row, first_row=len(self.sequences))
+        with span(f"prefill {len(prompts)} prompts"):
+            logits = self._runner.prefill(prompts, prompt_of_row, first_row=len(self.sequences))
         self.sequences.extend(new)
         self._row_sampling = None
         self._draw(new, logits[torch.tensor(prompt_of_row, device=logits.device)], self._sampling_of(new), version)
@@ -142,6 +145,7 @@ class RunningBatch:
     @torch.inference_mode()
     def _draw(self, sequences: Many[Sequence], logits: torch.Tensor, rows: RowSampling, version: int) -> None:
         uniforms = torch.tensor([s.uniforms[len(s.token_ids)] for s in sequences], dtype=torch.float64)
-        tokens, log_probs = sample(logits, rows, uniforms.to(logits.device))
+        with span("sample"):
+            tokens, log_probs = sample(logits, rows, uniforms.to(logits.device))
         for sequence, token, log_prob in zip(sequences, tokens.tolist(), log_probs.tolist(), strict=True):
             sequence.append(token, log_prob, version)

@@ -17,6 +17,7 @@ from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.running_batch import RunningBatch, Sequence
 from miles.engine.embedded.stop_text import StopText
 from miles.engine.host import EngineHost
+from miles.profiling.spans import span
 from miles.weights import WeightChunk
 
 
@@ -120,9 +121,13 @@ class TorchEngine:
         """
         async with self._between_steps:
             self._weights_whole = False
-            await self._on_thread(lambda: self._runner.load_weights(chunks))
+            await self._on_thread(lambda: self._load_weights(chunks))
             self._weights_whole = True
             self._version = version
+
+    def _load_weights(self, chunks: Iterable[WeightChunk]) -> None:
+        with span("load weights"):
+            self._runner.load_weights(chunks)
 
     async def pause(self) -> None:
         """Return when the step in progress has ended. Requests in flight keep their tokens."""

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from miles.batching.collate import collate
 from miles.parallel.groups import ContextGroups
+from miles.profiling.spans import span
 from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 from miles.training.backend import LossFunction, Result, Scorer, StepSums
 from miles.training.fsdp.adapter import without_adapter
@@ -32,7 +33,10 @@ class FsdpModel(Generic[Scorer]):
         was_training = self.module.training
         self.module.eval()
         with torch.no_grad():
-            found = [function(micro, self.module.scorer(micro)) for micro in self._collated(shard, plans)]
+            found = []
+            for number, micro in enumerate(self._collated(shard, plans)):
+                with span(f"micro-batch {number}: score"):
+                    found.append(function(micro, self.module.scorer(micro)))
         self.module.train(was_training)
         # FSDP frees gathered weights in the backward pass, and there was none.
         for module in self.module.modules():
@@ -44,7 +48,9 @@ class FsdpModel(Generic[Scorer]):
         for plan in plans:
             context = self._groups.of(plan.context_parallel_size)
             multiple = 1 if plan.padded else None
-            yield collate(shard.batch, plan.samples, self._device, context, row_multiple=multiple)
+            with span("collate"):
+                micro = collate(shard.batch, plan.samples, self._device, context, row_multiple=multiple)
+            yield micro
 
 
 class FsdpBaseModel(FsdpModel[Scorer]):
@@ -75,9 +81,11 @@ class FsdpTrainedModel(FsdpModel[Scorer]):
         """Run backward through every micro-batch, then score those that are not trained on."""
         watched = shard.expected_loss_mass is not None
         metrics = []
-        for micro in self._collated(shard, shard.micro_batches):
-            output = loss_function(micro, self.module.scorer(micro, watched))
-            output.loss.backward()
+        for number, micro in enumerate(self._collated(shard, shard.micro_batches)):
+            with span(f"micro-batch {number}: forward"):
+                output = loss_function(micro, self.module.scorer(micro, watched))
+            with span(f"micro-batch {number}: backward"):
+                output.loss.backward()
             metrics.append(output.metrics)
         scored = self.forward(shard, shard.score_only, lambda micro, scorer: loss_function(micro, scorer).metrics)
         return StepSums([*metrics, *scored])

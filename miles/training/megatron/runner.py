@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.batching.collate import collate
+from miles.profiling.spans import span
 from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 from miles.training.backend import LossFunction, Result, Scorer, StepSums
 from miles.training.megatron.loss_scaling import ScheduleLoss, scaling_of
@@ -92,15 +93,16 @@ class MegatronModel(Generic[Scorer]):
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         heads = auxiliary.sizes.mtp_heads if auxiliary is not None else 0
         for plan in plans:
-            micro = collate(
-                shard.batch,
-                plan.samples,
-                self.device,
-                self.ranks.context.of(plan.context_parallel_size),
-                # The tokens after the end of a prompt, which heads are given, differ from sample to sample.
-                share_prompts=not heads,
-                row_multiple=multiple if plan.padded else None,
-            )
+            with span("collate"):
+                micro = collate(
+                    shard.batch,
+                    plan.samples,
+                    self.device,
+                    self.ranks.context.of(plan.context_parallel_size),
+                    # The tokens after the end of a prompt, which heads are given, differ from sample to sample.
+                    share_prompts=not heads,
+                    row_multiple=multiple if plan.padded else None,
+                )
             tokens = PackedTokens.of(micro, multiple)
             if auxiliary is not None:
                 tokens.auxiliary = auxiliary
