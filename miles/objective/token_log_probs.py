@@ -6,15 +6,20 @@ chunk's logits again and their gradient in closed form; only the log-sum-exp and
 With ``--fp32-lm-head`` the head's product is in fp32 under a body in bf16 (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv
 2510.13786). Rounding a logit of size 16 to bf16 changes it by up to 1/16, and trainer and engine round
 differently.
+
+On a CPU, logits of half precision are turned into fp32 a few rows at a time, which stay in the cache of a core. One
+after the other, passes over all rows of a chunk would wait for memory (docs/performance.md has the figures).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+
+CACHED_BYTES = 1 << 20  # of fp32 logits that fit in a core's cache; 0 leaves chunks whole
 
 
 def chunked_log_probs(
@@ -86,13 +91,16 @@ class _ChunkedLogProbs(torch.autograd.Function):
         log_probs = torch.empty_like(lse)
         entropy = torch.empty_like(lse) if with_entropy else None
         for part in _chunks(len(hidden), rows):
-            logits = _logits(hidden[part], weight, bias, scale, fp32)
-            chosen = logits.gather(1, targets[part, None]).squeeze(1)
-            lse[part] = torch.logsumexp(logits, 1)
-            log_probs[part] = chosen - lse[part]
-            if entropy is not None:
-                log_p = logits.sub_(lse[part, None])
-                entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
+            whole, blocks = _logits(hidden[part], weight, bias, fp32)
+            for block in blocks:
+                rows_at = slice(part.start + block.start, part.start + block.stop)
+                logits = _in_fp32(whole[block], scale)
+                chosen = logits.gather(1, targets[rows_at, None]).squeeze(1)
+                lse[rows_at] = torch.logsumexp(logits, 1)
+                log_probs[rows_at] = chosen - lse[rows_at]
+                if entropy is not None:
+                    log_p = logits.sub_(lse[rows_at, None])
+                    entropy[rows_at] = -torch.linalg.vecdot(log_p.exp(), log_p)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.scale, ctx.rows, ctx.fp32 = scale, rows, fp32
         ctx.set_materialize_grads(False)
@@ -106,33 +114,57 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         dtype = lse.dtype if ctx.fp32 else hidden.dtype  # of the products
         head = weight.to(dtype)
-        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if needs_weight else None
+        grad_weight: torch.Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if needs_bias else None
         for part in _chunks(len(hidden), ctx.rows):
-            log_p = _logits(hidden[part], weight, bias, ctx.scale, ctx.fp32).sub_(lse[part, None])
-            grad = _logits_gradient(
-                log_p,
-                targets[part],
-                None if grad_log_probs is None else grad_log_probs[part],
-                None if grad_entropy is None else grad_entropy[part],
-                None if entropy is None else entropy[part],
-            )
-            if ctx.scale != 1.0:
-                grad.mul_(ctx.scale)
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            grad = grad.to(dtype)
+            whole, blocks = _logits(hidden[part], weight, bias, ctx.fp32)
+            for block in blocks:
+                rows_at = slice(part.start + block.start, part.start + block.stop)
+                block_grad = _logits_gradient(
+                    _in_fp32(whole[block], ctx.scale).sub_(lse[rows_at, None]),
+                    targets[rows_at],
+                    None if grad_log_probs is None else grad_log_probs[rows_at],
+                    None if grad_entropy is None else grad_entropy[rows_at],
+                    None if entropy is None else entropy[rows_at],
+                )
+                if ctx.scale != 1.0:
+                    block_grad.mul_(ctx.scale)
+                if grad_bias is not None:
+                    grad_bias += block_grad.sum(0)
+                if whole.dtype != block_grad.dtype:  # otherwise it was computed in place
+                    whole[block] = block_grad
+            grad = whole.to(dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ head
-            if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[part].to(dtype)
+            if needs_weight:
+                product = grad.t() @ hidden[part].to(dtype)
+                if len(hidden) > len(hidden[part]):  # several chunks are added up in fp32
+                    product = product.to(lse.dtype)
+                grad_weight = product if grad_weight is None else grad_weight.add_(product)
+        if needs_weight and grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
         return (grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), *(None,) * 5)
 
 
 def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, fp32: bool
-) -> torch.Tensor:
-    logits = head_logits(hidden, weight, bias, fp32).to(_accumulate_dtype(hidden))
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fp32: bool
+) -> tuple[torch.Tensor, Sequence[slice]]:
+    """Return the logits [rows, V] without scale, and the rows that are worked on at a time.
+
+    They are fp32 (fp64 for fp64) if those are all rows.
+    """
+    logits = head_logits(hidden, weight, bias, fp32)
+    dtype = _accumulate_dtype(logits)
+    rows = len(logits)
+    if logits.dtype != dtype and logits.device.type == "cpu" and CACHED_BYTES:
+        rows = max(1, CACHED_BYTES // (logits.shape[1] * dtype.itemsize))
+    blocks = list(_chunks(len(logits), max(rows, 1)))
+    return (logits if len(blocks) > 1 else logits.to(dtype)), blocks
+
+
+def _in_fp32(logits: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the scaled logits, in place if they are fp32 or fp64 already."""
+    logits = logits.to(_accumulate_dtype(logits))
     return logits if scale == 1.0 else logits.mul_(scale)
 
 
@@ -143,7 +175,10 @@ def _logits_gradient(
     grad_entropy: torch.Tensor | None,
     entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``g_lp (onehot - p) - g_H p (log p + H)`` as ``p * (-g_H log p - g_H H - g_lp) + g_lp onehot``; [rows, V]."""
+    """``g_lp (onehot - p) - g_H p (log p + H)`` as ``p * (-g_H log p - g_H H - g_lp) + g_lp onehot``; [rows, V].
+
+    In place of ``log_p``.
+    """
     shift = torch.zeros_like(log_p[:, 0])
     if grad_log_probs is not None:
         shift -= grad_log_probs

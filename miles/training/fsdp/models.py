@@ -239,5 +239,6 @@ def shard_model(
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if mesh.size() > 1:  # one rank would divide every gradient by 1, in a pass of its own
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

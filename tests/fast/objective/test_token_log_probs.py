@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import rounding_error
 
+from miles.objective import token_log_probs
 from miles.objective.token_log_probs import chunked_log_probs
 
 
@@ -128,3 +129,27 @@ def test_an_fp32_head_changes_nothing_in_fp32():
     tensors, targets = inputs(9, torch.float32)
     found = [chunked_log_probs(*tensors[:2], targets, 1.0, 4, tensors[2], fp32=fp32)[0] for fp32 in (False, True)]
     assert torch.equal(*found)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    cached_rows=st.integers(1, 4),
+    chunk=st.sampled_from([-1, 3, 100]),
+    temperature=st.sampled_from([0.5, 1.0]),
+    bias=st.booleans(),
+)
+def test_in_half_precision_a_few_rows_at_a_time_give_the_same_bits(rows, cached_rows, chunk, temperature, bias):
+    def results(cached_bytes):
+        tensors, targets = inputs(rows, torch.bfloat16, bias)
+        hidden, weight, offset = [*tensors, None][:3]
+        before, token_log_probs.CACHED_BYTES = token_log_probs.CACHED_BYTES, cached_bytes
+        try:
+            found = chunked_log_probs(hidden, weight, targets, temperature, chunk, offset, with_entropy=True)
+            (found[0].sum() + 0.1 * found[1].sum()).backward()
+        finally:
+            token_log_probs.CACHED_BYTES = before
+        return [*found, hidden.grad, weight.grad]  # the bias is summed over rows, whose order differs
+
+    for few, all_rows in zip(results(4 * 11 * cached_rows), results(0), strict=True):
+        assert torch.equal(few, all_rows)
