@@ -98,7 +98,7 @@ class RolloutDriver:
 
         def ask() -> IterationSummary | None:
             for start in self._planner.start_until(iteration):
-                generate = self.worker.generate.options(num_returns=1 + self.settings.dims.token_ranks)
+                generate = self.worker.generate.options(num_returns=1 + self.settings.dims.replicas)
                 self._started[start.iteration] = generate.remote(start)
             summary: IterationSummary | None = self._result(self._started[iteration][0])
             return summary
@@ -107,7 +107,9 @@ class RolloutDriver:
         if summary is None:
             return None
         self._position = summary.prompts_after
-        return GeneratedIteration(summary, self._started.pop(iteration)[1:])
+        dims, of_replica = self.settings.dims, self._started.pop(iteration)[1:]
+        by_rank = [of_replica[rank // dims.context_parallel_size] for rank in range(dims.token_ranks)]
+        return GeneratedIteration(summary, by_rank)
 
     def _surviving(self, call: Callable[[], T]) -> T:
         """Return the result of ``call``. If the worker is lost and may be replaced, replace it and call again."""
@@ -252,18 +254,19 @@ class RolloutActor:
         return self._built.num_iterations
 
     async def generate(self, start: Start) -> tuple[IterationSummary | list[TrainShard] | None, ...]:
-        """Collect an iteration when its turn comes; return its summary, and for each token rank its shards.
+        """Collect an iteration when its turn comes; return its summary, and for each replica the shards of its ranks.
 
-        The caller asks for as many ``num_returns``. Then it owns the shards, and they outlive this actor. If too few
-        prompts are left, the summary is None, and there are no shards.
+        The ranks that share all of their sequences have the same shards, which are stored once. The caller asks for as
+        many ``num_returns``. Then it owns the shards, and they outlive this actor. If too few prompts are left, the
+        summary is None, and there are no shards.
         """
         try:
             async with self._pipeline.collecting(start) as collected:
                 # In a thread, so that the engine continues meanwhile.
                 shards, records = await asyncio.to_thread(self._convert, start.iteration, collected.scored.groups)
         except NoPromptsLeft:
-            return None, *([] for _ in range(self._settings.dims.token_ranks))
-        return collected.summary(records), *shards
+            return None, *([] for _ in range(self._settings.dims.replicas))
+        return collected.summary(records), *shards[:: self._settings.dims.context_parallel_size]
 
     def _convert(self, iteration: int, groups: list[PromptGroup]) -> tuple[list[list[TrainShard]], list[SampleRecord]]:
         with span("convert and schedule"):

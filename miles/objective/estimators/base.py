@@ -11,6 +11,7 @@ import statistics
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from miles.objective.registry import Needs, ObjectivePart, Term
@@ -61,7 +62,7 @@ class SampleRewards:
         for reward, group, trajectory in zip(self.rewards, self.group_indices, self.trajectory_ids, strict=True):
             samples.setdefault(group, {}).setdefault(trajectory, []).append(float(reward))
         return {
-            group: {trajectory: statistics.mean(values) for trajectory, values in trajectories.items()}
+            group: {trajectory: _mean(values) for trajectory, values in trajectories.items()}
             for group, trajectories in samples.items()
         }
 
@@ -169,12 +170,23 @@ def less_group_mean(samples: SampleRewards, *, std: bool, eps: float = 1e-6) -> 
     means: dict[int, float] = {}
     scales: dict[int, float] = {}
     for group, of_trajectory in samples.by_group().items():
-        group_rewards = list(of_trajectory.values())
-        means[group] = statistics.mean(group_rewards)
-        spread = statistics.stdev(group_rewards) if std and len(group_rewards) > 1 else 0.0
+        means[group], spread = _mean_and_spread(tuple(of_trajectory.values()), std)
         scales[group] = spread + eps if std else 1.0
     pairs = zip(samples.rewards, samples.group_indices, strict=True)
     return [(reward - means[group]) / scales[group] for reward, group in pairs]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return values[0] if len(values) == 1 else statistics.mean(values)
+
+
+@lru_cache(maxsize=4096)
+def _mean_and_spread(rewards: tuple[float, ...], std: bool) -> tuple[float, float]:
+    """Return the mean and, with ``std``, the standard deviation, exactly rounded.
+
+    That is slow arithmetic with fractions, and the groups of a step often have the same rewards.
+    """
+    return statistics.mean(rewards), statistics.stdev(rewards) if std and len(rewards) > 1 else 0.0
 
 
 def spread_over_tokens(advantages: torch.Tensor, sample_index: torch.Tensor) -> torch.Tensor:

@@ -174,4 +174,4 @@ def test_the_table_names_phases_kinds_spans_and_idle_time():
         "1,200 of the shortest events are left out",
     ]
     (products,) = [line for line in lines if "matrix products" in line]
-    assert products.split() == "matrix products 0.300 s 30.0 % mm 0.300".split()
+    assert products.split() == ["matrix", "products", "0.300", "s", "30.0", "%", "mm", "0.300"]
