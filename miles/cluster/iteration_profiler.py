@@ -61,26 +61,27 @@ class IterationProfiler:
         self._loop.begin()
         yield
         loop = self._loop.end(clock_name())
-        processes = [self._collected(actor) for actor in self._actors]
-        self._write(number, loop, [process for process in processes if process is not None])
+        actors = self._actors
+        traces = self._workers.results([actor.stop_profile.remote() for actor in actors])
+        pairs = zip(actors, traces, strict=True)
+        processes = [self._by_own_clock(actor, trace) for actor, trace in pairs if trace is not None]
+        self._write(number, loop, [process.within(loop) for process in processes])
 
     @property
     def _actors(self) -> list[Any]:
         """The processes that are recorded; the rollout worker may have been replaced."""
         return [*(self._trainer.profiled if self._trainer is not None else ()), self._rollout.worker]
 
-    def _collected(self, actor: Any) -> ProcessTrace | None:
-        """Return what a process has recorded, by this machine's clock; None if it did not record."""
-        (trace,) = self._workers.results([actor.stop_profile.remote()])
-        if trace is None or trace.clock == clock_name():
-            return trace  # type: ignore[no-any-return]
+    def _by_own_clock(self, actor: Any, trace: ProcessTrace) -> ProcessTrace:
+        """Return what a process has recorded, by this machine's clock."""
+        if trace.clock == clock_name():
+            return trace
         readings = []
         for _ in range(CLOCK_READINGS):
             before = time.time_ns()
             _, there = self._workers.results([actor.read_clock.remote()])[0]
             readings.append((before, there, time.time_ns()))
-        shifted: ProcessTrace = trace.shifted(-clock_offset(readings))
-        return shifted
+        return trace.shifted(-clock_offset(readings))
 
     def _write(self, number: int, loop: ProcessTrace, processes: list[ProcessTrace]) -> None:
         """Write both files. A full disk does not end the run."""

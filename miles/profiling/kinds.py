@@ -11,7 +11,7 @@ OTHER = "other operations"
 
 # The first pattern that a name contains decides. Names are those of ATen, c10d, FSDP2 and of CUDA's kernels.
 _KINDS = (
-    ("communication", r"^(nccl|gloo|c10d)|nccl|all_?reduce|all_?gather|reduce_scatter|broadcast|record_param_comms"),
+    ("communication", r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_scatter|broadcast|record_param_comms"),
     ("attention", r"scaled_dot_product|flash|fmha|efficient_attention|packed_attention"),
     (
         "matrix products",
@@ -37,6 +37,8 @@ _KINDS = (
     ),
 )
 _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _KINDS)
+_BACKENDS = ("gloo:", "nccl:")  # PyTorch names their collectives by spans
+_OF_AUTOGRAD = ("Backward", "Backward0")
 KINDS = (*(kind for kind, _ in _KINDS), OTHER, PYTHON)
 
 
@@ -48,8 +50,8 @@ def kind_of(event: Event) -> str:
     >>> kind_of(Event("aten::addmm", "cpu_op", "t", 0, 1)), kind_of(Event("aten::copy_", "cpu_op", "t", 0, 1))
     ('matrix products', 'copies and casts')
     """
-    if event.category not in KERNELS and (
-        event.category == SPAN or "evaluate_function" in event.name or event.name.endswith(("Backward", "Backward0"))
-    ):
+    if event.category == SPAN and not event.name.startswith(_BACKENDS):
+        return PYTHON
+    if event.category not in KERNELS and ("evaluate_function" in event.name or event.name.endswith(_OF_AUTOGRAD)):
         return PYTHON
     return next((kind for kind, pattern in _PATTERNS if pattern.search(event.name)), OTHER)

@@ -52,6 +52,10 @@ class ProcessTrace:
     dropped: int = 0
     clock: str = ""
 
+    def within(self, other: ProcessTrace) -> ProcessTrace:
+        """Return the same trace with the beginning and the end of another, between which idle time counts."""
+        return replace(self, start=other.start, end=other.end)
+
     def shifted(self, nanoseconds: int) -> ProcessTrace:
         """Return the same trace as a clock shows it that is ahead by so much."""
         return replace(
@@ -121,7 +125,8 @@ def idle_times(trace: ProcessTrace, shortest: int = 100_000) -> list[tuple[int, 
         trace: The process.
         shortest: Nanoseconds from which a gap counts.
     """
-    busy = sorted((max(event.start, trace.start), min(event.end, trace.end)) for event in trace.events)
+    during = (event for event in trace.events if event.start < trace.end and event.end > trace.start)
+    busy = sorted((max(event.start, trace.start), min(event.end, trace.end)) for event in during)
     gaps, at = [], trace.start
     for start, end in (*busy, (trace.end, trace.end)):
         if start - at >= shortest:

@@ -45,6 +45,11 @@ def end() -> None:
     _recording = None
 
 
+def is_recording() -> bool:
+    """Return whether this process is recorded."""
+    return _recording is not None
+
+
 def span(name: str) -> AbstractContextManager[Any]:
     """Name the work of this thread until the block ends. Blocks nest."""
     if _recording is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +10,10 @@ from miles.profiling.kinds import KINDS, kind_of
 from miles.profiling.process_trace import KERNELS, SPAN, Event, ProcessTrace, idle_times, self_times
 
 NAMES = 3  # operations that a row names
+SPANS = 15  # rows of spans
 SHORTEST = 0.001  # of the iteration: kinds below it are left out
+
+_NUMBER = re.compile(r" \d+\b")
 
 
 def seconds_by_kind(events: Sequence[Event]) -> dict[str, Counter[str]]:
@@ -60,15 +64,19 @@ def _kinds(events: Sequence[Event]) -> Iterator[tuple[str, float, str]]:
 
 
 def _spans(process: ProcessTrace) -> Iterator[tuple[str, float, str]]:
-    """Yield the spans with all that is within them; a span within another counts in both."""
+    """Yield the longest spans with all that is within them; a span within another counts in both.
+
+    Those that differ in a number are one row: all micro-batches, all steps. FSDP2's own are in the trace only.
+    """
     seconds: Counter[str] = Counter()
     number: Counter[str] = Counter()
     for event in process.events:
-        if event.category == SPAN:
-            seconds[event.name] += event.duration / 1e9  # type: ignore[assignment]
-            number[event.name] += 1
-    for name, total in seconds.most_common():
-        yield name, total, f"{number[name]} times"
+        if event.category == SPAN and not event.name.startswith("FSDP::"):
+            name = _NUMBER.sub("", event.name)
+            seconds[name] += event.duration / 1e9  # type: ignore[assignment]
+            number[name] += 1
+    for name, total in seconds.most_common(SPANS):
+        yield name, total, f"{number[name]} x"
 
 
 def _rows(rows: Iterator[tuple[str, float, str]], wall: float) -> Iterator[str]:

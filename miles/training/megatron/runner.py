@@ -28,6 +28,7 @@ from miles.training.megatron.moe.auxiliary import AuxiliaryStep
 from miles.training.megatron.moe.router import RoutedTokens
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import Ranks
+from miles.training.megatron.span_timers import named_by_timers
 
 
 class MegatronModel(Generic[Scorer]):
@@ -74,15 +75,16 @@ class MegatronModel(Generic[Scorer]):
             hidden = stage(tokens.input_ids, tokens.position_ids, None, packed_seq_params=tokens)
             return hidden, partial(loss_function, micro)
 
-        results: list[Any] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=self._collated(shard, plans, auxiliary),
-            model=[model],
-            num_microbatches=len(plans),
-            seq_length=1,  # not read: variable_seq_lengths
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        with named_by_timers(self.stage.config):
+            results: list[Any] = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=self._collated(shard, plans, auxiliary),
+                model=[model],
+                num_microbatches=len(plans),
+                seq_length=1,  # not read: variable_seq_lengths
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
         return results
 
     def _collated(

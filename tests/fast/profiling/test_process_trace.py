@@ -139,7 +139,7 @@ def test_kinds_of_operations():
         "aten::mm": "matrix products",
         "aten::mkldnn_linear": "matrix products",
         "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
-        "gloo:all_reduce": "communication",
+        "_c10d_functional::wait_tensor": "communication",
         "c10d::_allgather_base_": "communication",
         "aten::copy_": "copies and casts",
         "aten::mul": "elementwise",
@@ -154,13 +154,14 @@ def test_kinds_of_operations():
     }
     assert {name: kind(name) for name in expected} == expected
     assert kind("train", SPAN) == PYTHON
+    assert kind("gloo:all_reduce", SPAN) == "communication"
     assert kind("sm90_xmma_gemm_bf16", "kernel") == "matrix products"
     assert set(expected.values()) <= set(KINDS)
 
 
 def test_the_table_names_phases_kinds_spans_and_idle_time():
     loop = ProcessTrace("main loop", 0, 10**9, [Event("generate", SPAN, "main", 0, 4 * 10**8)])
-    events = [Event("train", SPAN, "t", 0, 5 * 10**8), Event("aten::mm", OPERATION, "t", 0, 3 * 10**8)]
+    events = [Event("micro-batch 3: forward", SPAN, "t", 0, 5 * 10**8), Event("aten::mm", OPERATION, "t", 0, 3 * 10**8)]
     lines = table(loop, [ProcessTrace("trainer rank 0", 0, 10**9, events, dropped=1200)], 3).splitlines()
     words = [line.split("  ")[1].strip() for line in lines if line.startswith("  ")]
     assert lines[0] == "iteration 3: 1.000 s"
@@ -170,7 +171,7 @@ def test_the_table_names_phases_kinds_spans_and_idle_time():
         "matrix products",
         "python, between operations",
         "idle",
-        "train",
+        "micro-batch: forward",
         "1,200 of the shortest events are left out",
     ]
     (products,) = [line for line in lines if "matrix products" in line]
