@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-MOST_EVENTS = 300_000  # of one process and iteration; about 8 MB of the compressed trace
+MOST_EVENTS = 300_000  # of one process and iteration; about 4 MB of the compressed trace
 
 OPERATION = "cpu_op"  # the categories of PyTorch's traces that are kept
 SPAN = "user_annotation"
