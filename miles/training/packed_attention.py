@@ -25,7 +25,7 @@ from miles.batching.collate import to_device
 from miles.parallel.context_parallel import padded_length, zigzag_chunks
 from miles.parallel.groups import ALONE, ContextGroup
 from miles.train_batch import MicroBatch
-from miles.training.cached_attention import cached_attention
+from miles.training.cpu.cached_attention import cached_attention
 
 NAME = "miles_packed"
 SHORT = 128  # keys of a row up to which attention is computed with its scores in memory
@@ -183,7 +183,7 @@ def _short_attention(
 
     PyTorch's fused CPU kernel has a slow backward: on rows of 54 tokens this is several times faster
     (benchmarks/packed_attention.py). Heads that share a key head become rows of one product; the softmax is fp32. In
-    half precision the same is done a few rows at a time (cached_attention.py).
+    half precision the same is done a few rows at a time (cpu/cached_attention.py).
     """
     rows, heads, length, width = q.shape
     groups = k.shape[1]

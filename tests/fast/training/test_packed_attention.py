@@ -11,7 +11,8 @@ from tiny_llama import tiny_llama
 from tolerance import RELATIVE_ERROR, log_prob_error
 from transformers import LlamaForCausalLM
 
-from miles.training import cached_attention, packed_attention
+from miles.training import packed_attention
+from miles.training.cpu import cached_attention
 from miles.training.packed_attention import NAME, PackedLayout
 
 CPU = torch.device("cpu")
