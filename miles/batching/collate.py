@@ -12,6 +12,8 @@ from miles.objective.estimators.base import spread_over_tokens
 from miles.objective.sequences import whole_responses
 from miles.parallel.context_parallel import gathered_index, zigzag_positions
 from miles.parallel.groups import ALONE, ContextGroup
+from miles.replay.support import Support
+from miles.replay.token_sets import TokenSets
 from miles.train_batch import MicroBatch, TrainBatch
 
 
@@ -73,8 +75,13 @@ def collate(
         context=context,
         values=if_given(part.values),
         **{name: if_given(getattr(part, name)) for name in ("returns", "selected", "top_entropy")},
+        support=None if not part.supports else _support(part.supports, layout.response_index, device),
         padded=row_multiple is not None,
     )
+
+
+def _support(sets: list[TokenSets], response_index: np.ndarray, device: torch.device) -> Support:
+    return Support.of(TokenSets.joined(sets).take(response_index), device)
 
 
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 
@@ -15,9 +16,11 @@ from miles.objective.aggregation import needs_whole_groups, step_denominators
 from miles.objective.chosen import build_objective
 from miles.objective.estimators.base import SampleRewards
 from miles.objective.settings import LossArguments
+from miles.replay.token_sets import TokenSets
 from miles.sample import PromptGroup, Sample
 from miles.train_batch import TrainBatch
 
+Supports = Literal["left out", "if given", "required"]
 AdvantagesOf = Callable[[Sequence[Sample]], list[float]]  # one finite number per sample
 
 
@@ -37,6 +40,7 @@ def convert(
     global_batch_size: int | None,
     advantages_of: AdvantagesOf | None = None,
     reward_weights: Mapping[str, float] = MappingProxyType({}),
+    supports: Supports = "if given",
 ) -> list[TrainBatch]:
     """Return one ``TrainBatch`` per optimizer step.
 
@@ -50,10 +54,12 @@ def convert(
         global_batch_size: N, the number of trajectories of a step; None: one step of all of them.
         advantages_of: Makes the advantages of phase 1, in the place of the estimator.
         reward_weights: The weight of each reward by name, if there are several.
+        supports: What to do with the supports of samples: leave them out, take them if samples have any, or require
+            them, as in a run that generates with top-p, top-k or min-p.
 
     Raises:
         ValueError: The aggregation would have a group cut in two, a reward is not finite, or the columns of a sample
-            differ in length.
+            differ in length, or a sample lacks the support that others have.
     """
     places = _places(groups, _trajectories(groups, loss, advantages_of, reward_weights))
     global_batch_size = max(1, len(places)) if global_batch_size is None else global_batch_size
@@ -73,7 +79,10 @@ def convert(
         )
     if needs_whole_groups(loss):
         _check_groups_whole(steps, groups, global_batch_size, loss.loss_aggregation)
-    return [_train_batch([row for trajectory in step for row in trajectory], loss) for step in steps]
+    used = supports == "required" or (
+        supports == "if given" and any(s.support is not None for group in groups for s in group.samples)
+    )
+    return [_train_batch([row for trajectory in step for row in trajectory], loss, used) for step in steps]
 
 
 def _trajectories(
@@ -170,7 +179,7 @@ def _group_sizes(groups: Sequence[PromptGroup]) -> str:
     return f"here they have {min(sizes)} to {max(sizes)} trajectories; one step for all of them is always possible"
 
 
-def _train_batch(rows: Sequence[_Row], loss: LossArguments) -> TrainBatch:
+def _train_batch(rows: Sequence[_Row], loss: LossArguments, with_supports: bool) -> TrainBatch:
     samples = [row.sample for row in rows]
     masks = [sample.trained_mask for sample in samples]  # advantages are made: removed samples have counted for them
     group_indices = [s.group_index for s in samples]
@@ -193,6 +202,7 @@ def _train_batch(rows: Sequence[_Row], loss: LossArguments) -> TrainBatch:
         group_indices=group_indices,
         trajectory_ids=trajectory_ids,
         position_in_step=list(range(len(rows))),
+        supports=_supports(samples) if with_supports else None,
         **vars(denominators),
     )
 
@@ -206,3 +216,20 @@ def _teacher_log_probs(samples: Sequence[Sample]) -> list[np.ndarray]:
                 "need teacher_log_probs, one per response token"
             )
     return [np.asarray(sample.teacher_log_probs, dtype=np.float32) for sample in samples]
+
+
+def _supports(samples: Sequence[Sample]) -> list[TokenSets]:
+    """Return the support of every sample. One without loss tokens needs none: it gets the whole vocabulary."""
+    vocab_size = next((sample.support.vocab_size for sample in samples if sample.support is not None), 1)
+    found = []
+    for sample in samples:
+        if sample.support is None and any(sample.loss_mask):
+            raise ValueError(
+                f"trajectory {sample.trajectory_id} of group {sample.group_index} does not say which tokens top-p, "
+                "top-k and min-p have kept, so the trainer cannot compute log-probs over them; samples of your own "
+                "take the support of the engine's generation, and saved samples have it if their run sampled so; or "
+                "add --no-support-replay"
+            )
+        whole = TokenSets.whole(vocab_size, sample.response_length)
+        found.append(whole if sample.support is None else sample.support)
+    return found

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.settings import Settings
 from miles.arguments.training import TrainingArguments
-from miles.batching.convert import convert, num_trajectories
+from miles.batching.convert import Supports, convert, num_trajectories
 from miles.batching.reward_post_process import RewardPostProcess
 from miles.input_error import InputError
 from miles.objective.canary import CanarySchedule
@@ -38,6 +38,11 @@ class ShardBuilder:
         self._settings = settings
         self._canary = CanarySchedule(settings.loss)
         path = settings.reward.custom_reward_post_process_path
+        self._supports: Supports = "if given"
+        if settings.rollout.no_support_replay:
+            self._supports = "left out"
+        elif settings.rollout.replays_support and not settings.is_given_samples:
+            self._supports = "required"
         self._advantages_of = None if path is None else RewardPostProcess(path, settings)
 
     def build(self, iteration: int, groups: Sequence[PromptGroup]) -> list[list[TrainShard]]:
@@ -64,6 +69,7 @@ class ShardBuilder:
             global_batch_size=None if is_dynamic else settings.global_batch_size,
             advantages_of=self._advantages_of,
             reward_weights=settings.reward.weights,
+            supports=self._supports,
         )
         objective = build_objective(settings.loss)
         inside_model = settings.megatron.has_auxiliary_loss  # MoE balancing or MTP: every sample has a gradient

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from miles.replay.support import Support
+
 
 def chunked_log_probs(
     hidden: torch.Tensor,
@@ -26,6 +28,7 @@ def chunked_log_probs(
     bias: torch.Tensor | None = None,
     with_entropy: bool = False,
     fp32: bool = False,
+    support: Support | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute log-probs of ``targets`` [R] under softmax(logits / temperature), and its entropy in nats; fp32 [R].
 
@@ -34,13 +37,19 @@ def chunked_log_probs(
     their logits in memory, -1 for no limit.
     Temperature 0 (greedy sampling) means the raw logits. Gradients flow to ``hidden``, ``weight`` and ``bias``, from
     both outputs; those of ``weight`` and ``bias`` are accumulated over the chunks in fp32 (fp64 for fp64).
+
+    With ``support``, the softmax is over the tokens of each position's set alone: the distribution that truncated
+    sampling draws from (DeepSeek-V3.2, arXiv 2512.02556 §3.1, "Keep Sampling Mask"). Others have no gradient.
     """
+    assert support is None or support.vocab_size <= len(weight), (
+        f"sets of {support.vocab_size} tokens, and a head of {len(weight)}"
+    )
     assert chunk_size == -1 or chunk_size > 0, f"--log-probs-chunk-size {chunk_size} must be above 0, or -1"
     assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight {weight.dtype}"
     rows = chunk_size if chunk_size > 0 else max(len(hidden), 1)
     scale = 1.0 / temperature if temperature > 0 else 1.0
     found: tuple[torch.Tensor, torch.Tensor | None] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, scale, rows, with_entropy, fp32
+        hidden, weight, bias, targets, scale, rows, with_entropy, fp32, support
     )
     return found
 
@@ -81,12 +90,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
         rows: int,
         with_entropy: bool,
         fp32: bool,
+        support: Support | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         lse = hidden.new_empty(len(hidden), dtype=_accumulate_dtype(hidden))
         log_probs = torch.empty_like(lse)
         entropy = torch.empty_like(lse) if with_entropy else None
         for part in _chunks(len(hidden), rows):
             logits = _logits(hidden[part], weight, bias, scale, fp32)
+            if support is not None:
+                support.exclude_(logits, part)
             chosen = logits.gather(1, targets[part, None]).squeeze(1)
             lse[part] = torch.logsumexp(logits, 1)
             log_probs[part] = chosen - lse[part]
@@ -94,7 +106,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 log_p = logits.sub_(lse[part, None])
                 entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.scale, ctx.rows, ctx.fp32 = scale, rows, fp32
+        ctx.scale, ctx.rows, ctx.fp32, ctx.support = scale, rows, fp32, support
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -109,7 +121,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if needs_bias else None
         for part in _chunks(len(hidden), ctx.rows):
-            log_p = _logits(hidden[part], weight, bias, ctx.scale, ctx.fp32).sub_(lse[part, None])
+            log_p = _logits(hidden[part], weight, bias, ctx.scale, ctx.fp32)
+            if ctx.support is not None:
+                ctx.support.exclude_(log_p, part)
+            log_p.sub_(lse[part, None])
             grad = _logits_gradient(
                 log_p,
                 targets[part],
@@ -126,7 +141,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad_hidden[part] = grad @ head
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[part].to(dtype)
-        return (grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), *(None,) * 5)
+        return (grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), *(None,) * 6)
 
 
 def _logits(

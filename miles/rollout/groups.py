@@ -164,7 +164,7 @@ async def _generate(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> P
 
 async def _generate_greedy(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> PromptGroup:
     """Generate one trajectory at temperature 0. It is scored and not trained on, so its trajectory_id is not read."""
-    sampling = replace(spec.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+    sampling = replace(spec.sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, returns_support=False)
     return await _generate(drawn, tools, replace(spec, sampling=sampling, n_samples=1))
 
 
@@ -194,6 +194,8 @@ def sampling_params(rollout: RolloutArguments) -> SamplingParams:
         top_k=rollout.rollout_top_k,
         stop_token_ids=rollout.stop_token_ids,
         stop_texts=rollout.stop_texts,
+        min_p=rollout.rollout_min_p,
+        returns_support=rollout.replays_support,
     )
 
 
@@ -255,6 +257,7 @@ def _sample(group: PromptGroup, trajectory_id: int, generation: Generation, toke
         rollout_log_probs=list(generation.log_probs),
         status=STATUS[generation.finish_reason],
         weight_versions=generation.token_versions,
+        support=generation.support,
     )
     sample.check()
     return sample

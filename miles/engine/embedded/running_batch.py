@@ -12,6 +12,7 @@ from miles.engine.base import FinishReason, Generation, SamplingParams
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.sampling import RowSampling, sample, seeded_uniforms
 from miles.engine.embedded.stop_text import StopText
+from miles.replay.token_sets import TokenSetsBuilder
 
 PREFILL_TOKENS = 16384  # per prefill pass, with padding
 MASK_STEP = 16  # attended widths are multiples of this, which suits the fused kernels
@@ -31,6 +32,7 @@ class Sequence:
     earlier_versions: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens) of the weights before
     finish_reason: FinishReason | None = None
     stop_text: StopText | None = None
+    support: TokenSetsBuilder | None = None  # what each token was drawn from, if it is asked for
 
     @classmethod
     def start(
@@ -41,18 +43,22 @@ class Sequence:
         seed: int,
         version: int,
         stop_text: StopText | None = None,
+        vocab_size: int = 0,
     ) -> Sequence:
         """Return a sequence without tokens, with its random numbers drawn."""
         uniforms = seeded_uniforms(seed, sampling.max_new_tokens)
-        return cls(prompt_ids, sampling, stop_ids, uniforms, version, stop_text=stop_text)
+        support = TokenSetsBuilder(vocab_size) if sampling.returns_support else None
+        return cls(prompt_ids, sampling, stop_ids, uniforms, version, stop_text=stop_text, support=support)
 
     @property
     def position(self) -> int:
         """The position of the last token: the tokens of prompt and response, minus one."""
         return len(self.prompt_ids) + len(self.token_ids) - 1
 
-    def append(self, token: int, log_prob: float, version: int) -> None:
-        """Append the next token, and finish if it ends the response."""
+    def append(self, token: int, log_prob: float, version: int, kept: np.ndarray | None = None) -> None:
+        """Append the next token, drawn from ``kept`` (None: from all), and finish if it ends the response."""
+        if self.support is not None:
+            self.support.add(kept)
         if version != self.weight_version:
             self._end_run(version)
         self.token_ids.append(token)
@@ -73,7 +79,12 @@ class Sequence:
         """Return the finished response."""
         assert self.finish_reason is not None, "a running sequence has no result"
         return Generation(
-            self.token_ids, self.log_probs, self.finish_reason, self.weight_version, tuple(self.earlier_versions)
+            self.token_ids,
+            self.log_probs,
+            self.finish_reason,
+            self.weight_version,
+            tuple(self.earlier_versions),
+            None if self.support is None else self.support.build(),
         )
 
 
@@ -142,6 +153,7 @@ class RunningBatch:
     @torch.inference_mode()
     def _draw(self, sequences: Many[Sequence], logits: torch.Tensor, rows: RowSampling, version: int) -> None:
         uniforms = torch.tensor([s.uniforms[len(s.token_ids)] for s in sequences], dtype=torch.float64)
-        tokens, log_probs = sample(logits, rows, uniforms.to(logits.device))
-        for sequence, token, log_prob in zip(sequences, tokens.tolist(), log_probs.tolist(), strict=True):
-            sequence.append(token, log_prob, version)
+        drawn = sample(logits, rows, uniforms.to(logits.device))
+        tokens = zip(sequences, drawn.tokens.tolist(), drawn.log_probs.tolist(), strict=True)
+        for row, (sequence, token, log_prob) in enumerate(tokens):
+            sequence.append(token, log_prob, version, drawn.supports.get(row))

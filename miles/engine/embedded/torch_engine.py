@@ -100,7 +100,15 @@ class TorchEngine:
             assert self._decode is not None, "start() gives an engine what its run's stop texts need"
             stop_text = StopText(request.sampling.stop_texts, self._decode)
         sequences = [
-            Sequence.start(request.prompt_ids, request.sampling, stop_ids, seed, self._version, stop_text)
+            Sequence.start(
+                request.prompt_ids,
+                request.sampling,
+                stop_ids,
+                seed,
+                self._version,
+                stop_text,
+                self._runner.vocab_size,
+            )
             for seed in request.seeds
         ]
         entry = _Request(sequences, asyncio.get_running_loop().create_future())

@@ -109,14 +109,18 @@ class Requests:
         return self._servers.version or 0  # servers of our own start with version 0
 
     async def _send(self, request: GenerationRequest, seed: int) -> Generation:
-        """Send to the router or the only server, and wait for the answer, an abort, or the server's failure."""
+        """Send to the router or a server, and wait for the answer, an abort, or the server's failure.
+
+        sglang-router 0.3.2 drops the fields of a request that it does not know. Requests with such a field go to the
+        server that has the fewest of them.
+        """
         # Unless the cache is flushed with each update, what the old weights have computed must not be found again.
         key = str(self._version) if self._keeps_cache else None
-        if self._router is not None:
+        if self._router is not None and not request.sampling.returns_support:
             client, name, tracked_by = self._router, "the router", [self._sent]
         else:
-            [only] = self._servers.all
-            client, name, tracked_by = only.client, only.name, [self._sent, only.requests]
+            server = min(self._servers.in_use, key=lambda server: len(server.requests))
+            client, name, tracked_by = server.client, server.name, [self._sent, server.requests]
         work = client.generate(request.prompt_ids, request.sampling, seed, self._vocab_size, key)
         task = asyncio.create_task(work)
         for tasks in tracked_by:

@@ -129,6 +129,8 @@ class Policy(ShardedModule[PolicyScorer]):
     def forward(self, micro: MicroBatch, watched: bool, with_entropy: bool, sharpness: float = 1.0) -> PolicyScores:
         """Return log-probs of ``micro.targets`` under softmax(logits sharpness / temperature), entropy if asked.
 
+        If the micro-batch has supports, the softmax is over these.
+
         The canary stays out of the graph of steps that are not watched: its gradient would enter norm and optimizer.
         """
         hidden = hidden_states(self.language_model, micro)
@@ -142,6 +144,7 @@ class Policy(ShardedModule[PolicyScorer]):
             bias=head.bias,
             with_entropy=with_entropy,
             fp32=self.fp32_head,
+            support=micro.support,
         )
         canary = self.canary()  # always: every rank takes part in the gathering of its weight
         return PolicyScores(log_probs, entropy, canary if watched else None)

@@ -12,6 +12,7 @@ from miles.arguments.parallel import ParallelArguments
 from miles.arguments.training import TrainingArguments
 from miles.objective.estimators.base import SampleRewards, less_group_mean
 from miles.objective.settings import LossArguments
+from miles.replay.token_sets import TokenSets
 from miles.sample import Prompt, PromptGroup, Sample
 
 VOCABULARY = 64
@@ -113,6 +114,7 @@ class Case:
     equal_group: int = 0
     long_rows: bool = False  # attention as for rows whose scores do not fit in memory
     model: str = "untied"
+    restricted: bool = False  # tokens were drawn from sets, over which every log-prob is
     watch: bool = False  # the loss-mass canary may stop the run
     scores: dict[str, list[list[float]]] = field(default_factory=dict)  # old and ref, by the sample's place in the spec
 
@@ -162,6 +164,8 @@ def rows_of(case: Case) -> list[Row]:
             reward = 1.0 if case.equal_rewards and number == case.equal_group else float(rng.normal())
             samples += [_sample(rng, prompt, number, rollout, mask, reward) for mask in masks]
             rollout += 1
+    if case.restricted:
+        samples = [replace(sample, support=_support(sample, (case.seed, i))) for i, sample in enumerate(samples)]
     rewards = [s.reward or 0.0 for s in samples]
     std = not case.loss.disable_grpo_std_normalization
     of_step = SampleRewards(rewards, [s.group_index for s in samples], [s.trajectory_id or 0 for s in samples])
@@ -180,6 +184,16 @@ def _sample(rng: np.random.Generator, prompt: Prompt, group: int, rollout: int, 
         rollout_log_probs=rng.normal(-4, 0.3, n).tolist(),
         reward=reward,
     )
+
+
+def _support(sample: Sample, seed: tuple[int, int]) -> TokenSets:
+    """Return sets of 1 to 20 tokens with the response's own; every fifth token was drawn from all."""
+    rng = np.random.default_rng(seed)
+    sets = [
+        None if t % 5 == 4 else {token, *rng.choice(VOCABULARY, rng.choice([0, 1, 5, 19]), replace=False).tolist()}
+        for t, token in enumerate(sample.response_ids)
+    ]
+    return TokenSets.of(VOCABULARY, [None if one is None else sorted(one) for one in sets])
 
 
 def groups_of(case: Case, rows: Sequence[Row]) -> list[PromptGroup]:

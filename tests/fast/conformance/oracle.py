@@ -27,18 +27,35 @@ class OracleSample:
     rollout_log_probs: Sequence[float]
     old_log_probs: Sequence[float] | None = None
     ref_log_probs: Sequence[float] | None = None
+    support: Sequence[Any] | None = None  # the tokens that each was drawn from; None: all
 
 
 def load_oracle(path: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa").train()
 
 
-def token_scores(model, tokens: Sequence[int], response: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def token_scores(
+    model, tokens: Sequence[int], response: int, temperature: float, support: Sequence[Any] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and entropies of the last ``response`` of ``tokens``, each [response]."""
     ids = torch.as_tensor(tokens)
     logits = model(input_ids=ids[None]).logits[0] / temperature
-    log_p = logits[len(ids) - response - 1 : len(ids) - 1].log_softmax(-1)
+    logits = logits[len(ids) - response - 1 : len(ids) - 1]
+    if support is not None:
+        return _restricted_scores(logits, ids[len(ids) - response :].tolist(), support)
+    log_p = logits.log_softmax(-1)
     return log_p.gather(-1, ids[len(ids) - response :, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def _restricted_scores(logits, tokens: Sequence[int], support: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both over each token's own set, whose logits alone are in the softmax."""
+    log_probs, entropies = [], []
+    for row, token, kept in zip(logits, tokens, support, strict=True):
+        members = list(range(len(row))) if kept is None else list(kept)
+        log_p = row[members].log_softmax(-1)
+        log_probs.append(log_p[members.index(token)])
+        entropies.append(-(log_p.exp() * log_p).sum())
+    return torch.stack(log_probs), torch.stack(entropies)
 
 
 @dataclass(frozen=True)
@@ -91,7 +108,7 @@ def objective(
 ) -> dict[str, torch.Tensor]:
     """Return every metric of the step by name; ``loss`` is the quantity to minimize."""
     aggregate = Aggregate(samples, loss.loss_aggregation_divisor, loss.loss_aggregation_alpha)
-    scored = [token_scores(model, s.tokens, len(s.mask), temperature) for s in samples]
+    scored = [token_scores(model, s.tokens, len(s.mask), temperature, s.support) for s in samples]
     log_probs, entropy = [s[0] for s in scored], [s[1] for s in scored]
     if loss.loss_type == "sft_loss":
         return {"loss": aggregate(loss.loss_aggregation, [-p for p in log_probs])}

@@ -76,6 +76,22 @@ def test_corrections_change_only_the_numerator(ranks, oracle, correction, layout
             assert_conforms(each, ranks, oracle)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    ["alone, packed", "alone, padded", "dp2 x cp2, packed", "dynamic cp, 4 ranks"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "cp2", "cp4, packed", "dp2, padded by budget")],
+)
+def test_the_support_of_truncated_sampling_is_replayed(ranks, oracle, layout):
+    """Log-probs, entropy, KL and ratios are over the set of each token, in every layout."""
+    for batch, loss in (
+        ("uneven", loss_of("sample_mean", **FULL)),
+        ("compacted", loss_of("token_mean", use_tis=True, tis_clip=1.3, **FULL)),
+    ):
+        case = off_policy(Case(BATCHES[batch], loss, LAYOUTS[layout], restricted=True, watch=True), oracle)
+        assert_conforms(case, ranks, oracle)
+    assert_conforms(Case(BATCHES["masked"], loss_of("prompt_mean"), LAYOUTS[layout], restricted=True), ranks, oracle)
+
+
 @pytest.mark.parametrize("batch", ["uneven", "masked", "compacted"])
 @pytest.mark.parametrize("layout", ["alone, packed", "dp2 x cp2", "dynamic cp, 4 ranks"])
 def test_weights_by_length_are_the_same_in_every_layout(ranks, oracle, layout, batch):

@@ -50,8 +50,9 @@ def expectations_of(folder: Path, models: list[str]) -> dict[str, list[Expected]
             for case in (full, plain, alone):
                 gradient, metrics = wanted(case, oracle, samples_of(case))
                 found.setdefault(name, []).append(Expected(case, by_expert(gradient), metrics))
-        for loss in (loss_of("delta_l"), loss_of("constant", top_entropy_quantile=0.4)):
-            case = off_policy(Case(BATCHES["uneven"], loss, ANYWHERE, seed=4), oracle)
+        full = loss_of("token_mean", **FULL)
+        for loss in (loss_of("delta_l"), loss_of("constant", top_entropy_quantile=0.4), full):
+            case = off_policy(Case(BATCHES["uneven"], loss, ANYWHERE, seed=4, restricted=loss is full), oracle)
             gradient, metrics = wanted(case, oracle, samples_of(case))
             found[name].append(Expected(case, by_expert(gradient), metrics))
     return found
