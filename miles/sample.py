@@ -14,6 +14,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from miles.replay.token_sets import TokenSets
 
 
@@ -72,6 +74,8 @@ class Sample:
     weight_versions: list[int] = field(default_factory=list)
     remove_sample: bool = False  # set by a function of the user's: the sample is not trained on
     support: TokenSets | None = None  # what truncated sampling drew each response token from, if the engine said so
+    # Experts of each layer for the tokens from the first on, [positions, layers, k], if the engine said them.
+    experts: np.ndarray | None = field(default=None, compare=False)
     advantage: float | None = None  # given by a function of the user's, in the place of the estimator's
 
     @property
@@ -121,7 +125,7 @@ class Sample:
         return [0] * len(self.loss_mask) if self.remove_sample else self.loss_mask
 
     def check(self) -> None:
-        """Raise ``ValueError`` unless the per-token columns are as long as the response, and tokens in their support."""
+        """Raise ``ValueError`` unless per-token columns are as long as the response, and tokens in their support."""
         n = len(self.response_ids)
         columns: dict[str, Sequence[float]] = {
             "loss_mask": self.loss_mask,
@@ -136,6 +140,11 @@ class Sample:
                     f"sample of group {self.group_index}, trajectory {self.trajectory_id}: {name} has {len(column)} "
                     f"entries for {n} response tokens; give one entry per token"
                 )
+        if self.experts is not None and not (self.experts.ndim == 3 and len(self.experts) < len(self.tokens)):
+            raise ValueError(
+                f"sample of group {self.group_index}, trajectory {self.trajectory_id}: experts of shape "
+                f"{self.experts.shape} for {len(self.tokens)} tokens; give [positions, layers, k] of all but the last"
+            )
         if self.support is not None and not self.support.contain(self.response_ids).all():
             raise ValueError(
                 f"sample of group {self.group_index}, trajectory {self.trajectory_id}: support lacks a response token; "

@@ -60,6 +60,7 @@ class TrainBatch:
     selected: list[np.ndarray] | None = None  # float32 0/1 [response], tokens that the policy loss treats apart
     top_entropy: list[np.ndarray] | None = None  # float32 0/1 [response], tokens of --top-entropy-quantile
     supports: list[TokenSets] | None = None  # [response], what truncated sampling drew each token from
+    experts: list[np.ndarray] | None = None  # [positions, layers, k], the engine's choices, from the first token on
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -157,6 +158,7 @@ class MicroBatch:
     selected: torch.Tensor | None = None  # float32 0/1 [R], tokens that the policy loss treats apart
     top_entropy: torch.Tensor | None = None  # float32 0/1 [R], tokens of --top-entropy-quantile
     support: Support | None = None  # of R tokens: the softmax of every log-prob and entropy is over these sets
+    experts: torch.Tensor | None = None  # int16 [T, layers, k], what the policy's routers are given; -1: own choice
     padded: bool = False
 
     @property

@@ -41,6 +41,9 @@ class RolloutArguments:
         "with top-p, top-k or min-p: train on log-probs over the whole vocabulary, not over the tokens that these have "
         "kept, so the ratio is biased (docs/replay.md)",
     )
+    use_rollout_routing_replay: bool = flag(
+        False, "train the experts that the engine chose for each token (docs/replay.md)"
+    )
     rollout_stop: Optional[tuple[str, ...]] = flag(
         None, "texts that end a response and stay in it; the torch engine's", nargs="+", type=str
     )
@@ -217,10 +220,10 @@ def _check_sampling(rollout: RolloutArguments, has_responses: bool, errors: Erro
         what_to_do = "give the ids of tokens with --rollout-stop-token-ids, or use --rollout-engine torch"
         errors.refuse("rollout_stop", rollout.rollout_stop, rule, what_to_do)
     check_truncation(rollout, "rollout_top_p", "rollout_top_k", "rollout_min_p", errors)
-    if has_responses and not rollout.loads_samples and errors.none_about("rollout_top_p", "rollout_top_k"):
-        if not rollout.truncates_sampling:
-            why = "without --rollout-top-p, --rollout-top-k or --rollout-min-p"
-            errors.refuse_ignored(rollout, ["no_support_replay"], why, "sample from fewer tokens")
+    draws = has_responses and not rollout.loads_samples and errors.none_about("rollout_top_p", "rollout_top_k")
+    if draws and not rollout.truncates_sampling:
+        why = "without --rollout-top-p, --rollout-top-k or --rollout-min-p"
+        errors.refuse_ignored(rollout, ["no_support_replay"], why, "sample from fewer tokens")
     for token in rollout.stop_token_ids:
         if token < 0:
             what_to_do = "give ids of the tokenizer's vocabulary"

@@ -6,7 +6,7 @@ Rewards are normalized over whole groups before steps are cut; denominators are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -41,6 +41,7 @@ def convert(
     advantages_of: AdvantagesOf | None = None,
     reward_weights: Mapping[str, float] = MappingProxyType({}),
     supports: Supports = "if given",
+    with_experts: bool = False,
 ) -> list[TrainBatch]:
     """Return one ``TrainBatch`` per optimizer step.
 
@@ -56,10 +57,11 @@ def convert(
         reward_weights: The weight of each reward by name, if there are several.
         supports: What to do with the supports of samples: leave them out, take them if samples have any, or require
             them, as in a run that generates with top-p, top-k or min-p.
+        with_experts: Whether to take the experts that the engine's routers have chosen.
 
     Raises:
         ValueError: The aggregation would have a group cut in two, a reward is not finite, or the columns of a sample
-            differ in length, or a sample lacks the support that others have.
+            differ in length, or a sample lacks the support that others have, or experts that are asked for.
     """
     places = _places(groups, _trajectories(groups, loss, advantages_of, reward_weights))
     global_batch_size = max(1, len(places)) if global_batch_size is None else global_batch_size
@@ -82,7 +84,11 @@ def convert(
     used = supports == "required" or (
         supports == "if given" and any(s.support is not None for group in groups for s in group.samples)
     )
-    return [_train_batch([row for trajectory in step for row in trajectory], loss, used) for step in steps]
+    batches = [_train_batch([row for trajectory in step for row in trajectory], loss, used) for step in steps]
+    if not with_experts:
+        return batches
+    made = zip(batches, steps, strict=True)
+    return [replace(batch, experts=_experts([row for t in step for row in t])) for batch, step in made]
 
 
 def _trajectories(
@@ -232,4 +238,22 @@ def _supports(samples: Sequence[Sample]) -> list[TokenSets]:
             )
         whole = TokenSets.whole(vocab_size, sample.response_length)
         found.append(whole if sample.support is None else sample.support)
+    return found
+
+
+def _experts(rows: Sequence[_Row]) -> list[np.ndarray]:
+    """Return the engine's experts of every sample, up to the token before its last loss token at least."""
+    found = []
+    shape = next((row.sample.experts.shape[1:] for row in rows if row.sample.experts is not None), (0, 0))
+    for sample in (row.sample for row in rows):
+        mask = sample.trained_mask
+        needed = len(sample.tokens) - 1 - (mask[::-1].index(1) if 1 in mask else len(mask))
+        given = np.zeros((0, *shape), np.uint8) if sample.experts is None else sample.experts
+        if (1 in mask and len(given) < needed) or given.shape[1:] != shape:
+            raise ValueError(
+                f"--use-rollout-routing-replay: trajectory {sample.trajectory_id} of group {sample.group_index} does "
+                f"not say which experts the engine chose for {needed} tokens; samples of your own take the experts of "
+                "the engine's generation, and saved samples have them if their run replayed them"
+            )
+        found.append(given)
     return found

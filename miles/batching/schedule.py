@@ -70,6 +70,7 @@ class ShardBuilder:
             advantages_of=self._advantages_of,
             reward_weights=settings.reward.weights,
             supports=self._supports,
+            with_experts=settings.rollout.use_rollout_routing_replay,
         )
         objective = build_objective(settings.loss)
         inside_model = settings.megatron.has_auxiliary_loss  # MoE balancing or MTP: every sample has a gradient
@@ -83,7 +84,8 @@ class ShardBuilder:
                     settings.parallel,
                     None if inside_model else objective.samples_with_gradient(batch.rewards),
                     watch_mass=settings.trains_policy(iteration) and self._canary.is_due(batch),
-                    share_prompts=not settings.megatron.mtp_heads,
+                    # Prompts are shared only if the engine chose the same experts for them, which nobody has compared.
+                    share_prompts=not (settings.megatron.mtp_heads or settings.rollout.use_rollout_routing_replay),
                 )
             )
         return [list(of_rank) for of_rank in zip(*steps, strict=True)]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from miles.components import build, engine_spec
 from miles.weights import WeightChunk
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from miles.arguments.settings import Settings
     from miles.engine.host import EngineHost
     from miles.replay.token_sets import TokenSets
@@ -22,7 +24,8 @@ class SamplingParams:
     """Say how tokens are drawn.
 
     ``temperature`` 0 is greedy. ``top_k`` -1, ``top_p`` 1.0 and ``min_p`` 0.0 keep the whole vocabulary. With
-    ``returns_support`` the engine says what they have kept for each token. ``stop_token_ids`` end a
+    ``returns_support`` the engine says what they have kept for each token, with ``returns_experts`` which experts each
+    layer has chosen. ``stop_token_ids`` end a
     response and stay in it, as the model's end-of-sequence token does; so does the token that completes one of
     ``stop_texts``, which only the torch engine takes.
     """
@@ -35,6 +38,7 @@ class SamplingParams:
     stop_texts: tuple[str, ...] = ()
     min_p: float = 0.0
     returns_support: bool = False
+    returns_experts: bool = False
 
     def check(self) -> None:
         """Raise ``ValueError`` for a value outside its range."""
@@ -76,6 +80,8 @@ class Generation:
         earlier_versions: If the weights changed during the response: a (version, tokens) pair for each run of tokens
             before those of ``weight_version``, oldest first.
         support: The set that each token was drawn from, if ``returns_support`` asked for it.
+        experts: The experts of each layer for the tokens of prompt and response but the last, [positions, layers, k],
+            if ``returns_experts`` asked for them (``miles/replay/expert_choices.py``).
 
     >>> Generation([5, 6, 7], [-1.0, -1.0, -1.0], "stop", weight_version=4, earlier_versions=((3, 2),)).token_versions
     [3, 3, 4]
@@ -87,6 +93,7 @@ class Generation:
     weight_version: int
     earlier_versions: tuple[tuple[int, int], ...] = ()
     support: TokenSets | None = None
+    experts: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def token_versions(self) -> list[int]:

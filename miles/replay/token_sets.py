@@ -72,12 +72,14 @@ class TokenSets:
     @property
     def is_listed(self) -> np.ndarray:
         """Which sets are stored as ids, bool [N]."""
-        return (self.sizes != WHOLE) & (self.sizes.astype(np.int64) * 32 <= self.vocab_size)
+        listed: np.ndarray = (self.sizes != WHOLE) & (self.sizes.astype(np.int64) * 32 <= self.vocab_size)
+        return listed
 
     @property
     def is_bits(self) -> np.ndarray:
         """Which sets are stored as bits, bool [N]."""
-        return (self.sizes != WHOLE) & ~self.is_listed
+        in_bits: np.ndarray = (self.sizes != WHOLE) & ~self.is_listed
+        return in_bits
 
     def take(self, indices: np.ndarray) -> TokenSets:
         """Return the sets at ``indices``, int64 [R], in this order."""

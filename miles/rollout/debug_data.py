@@ -4,8 +4,8 @@ There is one file per iteration, in JSON lines with one prompt group per line::
 
     {"group_index": 0, "prompt": {"text": …, "token_ids": […], …}, "samples": [{"trajectory_id": 0, …}, …]}
 
-A sample whose prompt differs from its group's (a compacted trajectory) has its own ``prompt``. One of truncated sampling
-has its ``support``: the columns of ``TokenSets``, with the bits in base64.
+A sample whose prompt differs from its group's (a compacted trajectory) has its own ``prompt``. One of truncated
+sampling has its ``support``, the columns of ``TokenSets``. Bits, and the ``experts`` of routing replay, are in base64.
 """
 
 from __future__ import annotations
@@ -174,6 +174,8 @@ def _encode_sample(sample: Sample, group: PromptGroup) -> dict[str, Any]:
         record["reward_parts"] = sample.reward_parts
     if sample.support is not None:
         record["support"] = _encode_support(sample.support)
+    if sample.experts is not None:
+        record["experts"] = _encode_experts(sample.experts)
     return record if sample.prompt == group.prompt else record | {"prompt": _encode_prompt(sample.prompt)}
 
 
@@ -247,6 +249,7 @@ def _decode_sample(record: dict[str, Any], group: PromptGroup, end: int) -> Samp
         reward_parts=_reward_parts(record.get("reward_parts", {})),
         weight_versions=_integers(record["weight_versions"], "weight_versions", NO_WEIGHTS, _LARGEST),
         support=_decode_support(_object(record["support"], "support"), end) if "support" in record else None,
+        experts=_decode_experts(_object(record["experts"], "experts")) if "experts" in record else None,
     )
     sample.check()
     return sample
@@ -265,6 +268,21 @@ def _decode_support(record: dict[str, Any], end: int) -> TokenSets:
     sets = TokenSets(vocab_size, sizes, ids, np.frombuffer(packed, np.uint8).reshape(-1, width))
     sets.check()
     return sets
+
+
+def _encode_experts(experts: np.ndarray) -> dict[str, Any]:
+    packed = base64.b64encode(experts.tobytes()).decode()
+    return {"shape": list(experts.shape), "dtype": experts.dtype.name, "numbers": packed}
+
+
+def _decode_experts(record: dict[str, Any]) -> np.ndarray:
+    shape = _integers(record["shape"], "shape of experts", 0, _LARGEST)
+    kinds = {"uint8": np.uint8, "int16": np.int16}
+    kind = kinds.get(_text(record["dtype"], "dtype of experts"))
+    packed = base64.b64decode(_text(record["numbers"], "numbers of experts"), validate=True)
+    if kind is None or math.prod(shape) * np.dtype(kind).itemsize != len(packed):
+        raise ValueError(f"experts of shape {shape} and dtype {record['dtype']} in {len(packed)} bytes")
+    return np.frombuffer(packed, kind).reshape(shape)
 
 
 def _object(value: Any, name: str) -> dict[str, Any]:

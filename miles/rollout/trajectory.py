@@ -14,6 +14,7 @@ from miles.arguments.rollout import RolloutArguments
 from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingParams
 from miles.engine.concurrency import gather_or_cancel
 from miles.import_path import load_function
+from miles.replay.expert_choices import continued
 from miles.replay.token_sets import TokenSets, extended
 from miles.rollout.groups import (
     STATUS,
@@ -97,6 +98,7 @@ class Trajectory:
         [generation] = await self.engine.generate(GenerationRequest(tuple(self.sample.tokens), seeds, sampling))
         self.turns += 1
         self._extend(generation.token_ids, 1, generation.log_probs, generation.token_versions, generation.support)
+        self.sample.experts = continued(self.sample.experts, generation.experts)
         self.sample.status = STATUS[generation.finish_reason]
         text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
         return Turn(text, generation.token_ids, generation.finish_reason)

@@ -33,6 +33,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_text: StopText | None = None
     support: TokenSetsBuilder | None = None  # what each token was drawn from, if it is asked for
+    experts: list[np.ndarray] = field(default_factory=list)  # of the positions that were read, if they are asked for
 
     @classmethod
     def start(
@@ -85,6 +86,7 @@ class Sequence:
             self.weight_version,
             tuple(self.earlier_versions),
             None if self.support is None else self.support.build(),
+            np.concatenate(self.experts) if self.experts else None,
         )
 
 
@@ -112,7 +114,14 @@ class RunningBatch:
         last_tokens = [s.token_ids[-1] for s in self.sequences]
         positions = [s.position for s in self.sequences]
         width = -(-(max(positions) + 1) // MASK_STEP) * MASK_STEP
-        logits = self._runner.decode(last_tokens, positions, width)
+        if any(s.sampling.returns_experts for s in self.sequences):
+            with self._runner.recording_experts() as take:
+                logits = self._runner.decode(last_tokens, positions, width)
+                for sequence, row in zip(self.sequences, take(), strict=True):
+                    if sequence.sampling.returns_experts:
+                        sequence.experts.append(row[None])
+        else:
+            logits = self._runner.decode(last_tokens, positions, width)
         if self._row_sampling is None:
             self._row_sampling = self._sampling_of(self.sequences)
         self._draw(self.sequences, logits, self._row_sampling, version)
@@ -142,7 +151,17 @@ class RunningBatch:
     ) -> None:
         new = [s for prompt in prompts for s in by_prompt[prompt]]
         prompt_of_row = [i for i, prompt in enumerate(prompts) for _ in by_prompt[prompt]]
-        logits = self._runner.prefill(prompts, prompt_of_row, first_row=len(self.sequences))
+        if any(s.sampling.returns_experts for s in new):
+            with self._runner.recording_experts() as take:
+                logits = self._runner.prefill(prompts, prompt_of_row, first_row=len(self.sequences))
+                chosen = take()
+            rows = chosen.reshape(len(prompts), -1, *chosen.shape[1:])  # padded to the longest
+            of_prompts = [row[: len(prompt)].copy() for row, prompt in zip(rows, prompts, strict=True)]
+            for sequence, prompt_row in zip(new, prompt_of_row, strict=True):
+                if sequence.sampling.returns_experts:
+                    sequence.experts.append(of_prompts[prompt_row])
+        else:
+            logits = self._runner.prefill(prompts, prompt_of_row, first_row=len(self.sequences))
         self.sequences.extend(new)
         self._row_sampling = None
         self._draw(new, logits[torch.tensor(prompt_of_row, device=logits.device)], self._sampling_of(new), version)

@@ -115,6 +115,8 @@ class Case:
     long_rows: bool = False  # attention as for rows whose scores do not fit in memory
     model: str = "untied"
     restricted: bool = False  # tokens were drawn from sets, over which every log-prob is
+    routing: tuple[int, int, int] | None = None  # layers, experts and k: the experts of every token are given
+    records_routing: bool = False  # experts are those that scored the old log-probs
     watch: bool = False  # the loss-mass canary may stop the run
     scores: dict[str, list[list[float]]] = field(default_factory=dict)  # old and ref, by the sample's place in the spec
 
@@ -166,6 +168,8 @@ def rows_of(case: Case) -> list[Row]:
             rollout += 1
     if case.restricted:
         samples = [replace(sample, support=_support(sample, (case.seed, i))) for i, sample in enumerate(samples)]
+    if case.routing is not None:
+        samples = [replace(s, experts=_experts(s, case.routing, case.seed)) for s in samples]
     rewards = [s.reward or 0.0 for s in samples]
     std = not case.loss.disable_grpo_std_normalization
     of_step = SampleRewards(rewards, [s.group_index for s in samples], [s.trajectory_id or 0 for s in samples])
@@ -184,6 +188,21 @@ def _sample(rng: np.random.Generator, prompt: Prompt, group: int, rollout: int, 
         rollout_log_probs=rng.normal(-4, 0.3, n).tolist(),
         reward=reward,
     )
+
+
+def _experts(sample: Sample, routing: tuple[int, int, int], seed: int) -> np.ndarray:
+    """Return experts [tokens - 1, layers, k]. The prompt's are the same in every second group, so it can be shared."""
+    layers, experts, k = routing
+    own = sum(sample.response_ids) + 1000 * (sample.trajectory_id or 0)
+
+    def drawn(count: int, *parts: int) -> np.ndarray:
+        order = np.random.default_rng((seed, *parts)).random((count, layers, experts)).argsort(-1)
+        chosen: np.ndarray = order[..., :k].astype(np.uint8)
+        return chosen
+
+    prompt = len(sample.prompt.token_ids)
+    of_prompt = drawn(prompt, sample.group_index, 0 if sample.group_index % 2 else own)
+    return np.concatenate([of_prompt, drawn(len(sample.response_ids) - 1, own, 1)])
 
 
 def _support(sample: Sample, seed: tuple[int, int]) -> TokenSets:
