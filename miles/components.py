@@ -84,7 +84,7 @@ ENGINES: Mapping[str, EngineSpec] = {
         own_flags=("torch_engine_max_batch_size",),
         reports_experts=True,
     ),
-    "sglang": EngineSpec("miles.engine.sglang.engine:start", has_servers=True),
+    "sglang": EngineSpec("miles.engine.sglang.engine:start", has_servers=True, reports_experts=True),
 }
 
 Spec = TypeVar("Spec", TrainBackendSpec, EngineSpec)

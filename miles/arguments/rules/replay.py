@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from miles.arguments.model import local_config
 from miles.arguments.settings import Settings
+from miles.arguments.sglang.server_flags import known_server_flags
 from miles.components import ENGINES, engine_spec, names_with
 from miles.flags import Errors
 from miles.model_families.packing import model_type
@@ -24,25 +25,35 @@ def check_replay(settings: Settings, errors: Errors) -> None:
         elif errors.none_about("hf_checkpoint"):
             with errors.catching():
                 _check_model(name, settings, errors)
-        for setting, value in settings.megatron_overrides:
-            if setting == "moe_router_fusion" and value:
-                rule = "its fused kernel chooses by itself"
-                errors.refuse(name, True, f"cannot be obeyed under --moe-router-fusion: {rule}", "drop one of the two")
         if settings.megatron.mtp_heads:
             rule = "heads of multi-token prediction have experts that no engine chooses"
             errors.refuse(name, True, f"cannot be obeyed with --mtp-num-layers: {rule}", "drop one of the two")
-    if rollout.use_rollout_routing_replay and settings.generates and not settings.is_given_samples:
+    if rollout.use_rollout_routing_replay and not settings.is_given_samples:
         _check_engine(settings, errors)
+        if settings.cluster.device == "cpu":
+            check_replay_on_cpu(settings, errors)
+
+
+def check_replay_on_cpu(settings: Settings, errors: Errors) -> None:
+    """Refuse servers on CPU: SGLang 0.5.23 keeps experts in page-locked memory, which only a GPU's driver gives."""
+    name = settings.rollout.rollout_engine
+    wants = settings.rollout.use_rollout_routing_replay and not settings.is_given_samples
+    if wants and engine_spec(name).has_servers and not settings.sglang.rollout_external:
+        rule = f"--rollout-engine {name} says which experts it chose on GPUs only"
+        what_to_do = "use --rollout-engine torch, or replay the trainer's own with --use-routing-replay"
+        errors.refuse("use_rollout_routing_replay", True, rule, what_to_do)
 
 
 def _check_engine(settings: Settings, errors: Errors) -> None:
-    name = settings.rollout.rollout_engine
+    """Check that the engine says which experts it chose; SGLang does since a flag of its servers asks for that."""
+    name, known = settings.rollout.rollout_engine, known_server_flags()
     if not engine_spec(name).reports_experts:
-        rule = f"--rollout-engine {name} does not tell this version which experts it chose"
-        what_to_do = (
-            f"use --rollout-engine {names_with(ENGINES, 'reports_experts')}, or replay the trainer's own with "
-            "--use-routing-replay; --use-tis corrects for the difference"
-        )
+        rule = f"--rollout-engine {name} does not say which experts it chose"
+        errors.refuse("use_rollout_routing_replay", True, rule, f"use {names_with(ENGINES, 'reports_experts')}")
+    is_ours = engine_spec(name).has_servers and not settings.sglang.rollout_external
+    if is_ours and known and "--enable-return-routed-experts" not in known:
+        rule = "the installed SGLang does not say which experts it chose"
+        what_to_do = "install SGLang 0.5.23, or replay the trainer's own with --use-routing-replay"
         errors.refuse("use_rollout_routing_replay", True, rule, what_to_do)
 
 

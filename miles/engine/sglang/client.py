@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from miles.engine.base import Generation, SamplingParams
 from miles.engine.sglang.keys import bearer
+from miles.replay.expert_choices import dtype_for
 from miles.replay.token_sets import TokenSets
 from miles.secret_values import public
 
@@ -61,9 +65,17 @@ class SglangClient:
         self._http: aiohttp.ClientSession | None = None  # created by the first request: it belongs to an event loop
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int, vocab: int, cache_key: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        seed: int,
+        vocab: int,
+        cache_key: str | None = None,
+        experts_shape: tuple[int, int] | None = None,
     ) -> Generation:
         """Generate one response. Only requests of the same ``cache_key`` share prefixes.
+
+        ``experts_shape`` is that of a token's experts, layers and k, if they are asked for.
 
         SGLang honours the seed only under deterministic inference on GPUs.
         """
@@ -74,8 +86,15 @@ class SglangClient:
             **({} if cache_key is None else {"extra_key": cache_key}),
             **({"return_sampling_mask": True} if sampling.returns_support else {}),
         }
+        if sampling.returns_experts:
+            body["return_routed_experts"] = True
         answer = await self._post("/generate", body, seconds=None)
-        return read_generation(answer, vocab, sampling.returns_support)
+        found = read_generation(answer, vocab, sampling.returns_support)
+        if not sampling.returns_experts or not found.token_ids:
+            return found
+        assert experts_shape is not None, "the engine knows the model's experts"
+        positions = len(prompt_ids) + len(found.token_ids) - 1
+        return replace(found, experts=read_experts(answer["meta_info"], (positions, *experts_shape)))
 
     async def input_log_probs(self, token_ids: Sequence[int], first: int) -> dict[str, Any]:
         """Return an answer with the log-probs of the tokens from position ``first`` on, at temperature 1."""
@@ -252,6 +271,30 @@ def read_support(meta: dict[str, Any], token_ids: Sequence[int], vocab: int) -> 
     if not (sound and all(math.isfinite(value) and value <= 1e-4 for value in found)):
         raise EngineUnavailable(f"an answer whose kept tokens do not fit its tokens: {str(meta)[:300]}")
     return found, made
+
+
+def read_experts(meta: dict[str, Any], shape: tuple[int, int, int]) -> np.ndarray:
+    """Return the experts of all tokens but the last, of ``shape``: positions, layers, k.
+
+    SGLang gives them as int32 in base64 (0.5.23, ``srt/managers/tokenizer_manager.py``, ``routed_experts``).
+
+    Raises:
+        EngineUnavailable: They are of another shape.
+        RequestRefused: If the server gives none.
+    """
+    given = meta.get("routed_experts")
+    if given is None:
+        raise RequestRefused(
+            "--use-rollout-routing-replay: the server says nothing of the experts that it chose; start it with "
+            "--enable-return-routed-experts"
+        )
+    try:
+        numbers = np.frombuffer(base64.b64decode(given, validate=True), np.int32)
+    except (TypeError, ValueError) as error:
+        raise EngineUnavailable(f"an answer whose experts cannot be read ({error})") from error
+    if len(numbers) != math.prod(shape) or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < 2**15):
+        raise EngineUnavailable(f"an answer with {len(numbers)} experts, for a shape of {shape}")
+    return numbers.reshape(shape).astype(dtype_for(int(numbers.max(initial=0)) + 1))
 
 
 def read_versions(meta: dict[str, Any]) -> tuple[int, tuple[tuple[int, int], ...]]:

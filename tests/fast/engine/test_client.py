@@ -1,8 +1,11 @@
 """How the client parses a server's answer."""
 
+import base64
+
+import numpy as np
 import pytest
 
-from miles.engine.sglang.client import EngineUnavailable, RequestRefused, read_generation
+from miles.engine.sglang.client import EngineUnavailable, RequestRefused, read_experts, read_generation
 
 
 def answer(tokens, *spans, version="7"):
@@ -71,3 +74,20 @@ def test_supports_that_do_not_fit_the_tokens_are_refused(made):
 def test_a_server_that_knows_no_supports_is_named():
     with pytest.raises(RequestRefused, match="SGLang 0.5.23 .* or add --no-support-replay"):
         read_generation(answer([1, 2]), vocab=9, with_support=True)
+
+
+def test_experts_are_read_in_the_smallest_dtype():
+    for largest, dtype in ((255, np.uint8), (300, np.int16)):
+        wanted = np.arange(2 * 3 * 2, dtype=np.int32).reshape(2, 3, 2)
+        wanted[1, 2, 1] = largest
+        packed = base64.b64encode(wanted.tobytes()).decode()
+        found = read_experts({"routed_experts": packed}, (2, 3, 2))
+        assert found.dtype == dtype and np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("given", ["", "AAAA", "?", 3, base64.b64encode(np.full(12, -1, np.int32).tobytes()).decode()])
+def test_experts_of_another_shape_are_refused(given):
+    with pytest.raises(EngineUnavailable, match="experts"):
+        read_experts({"routed_experts": given}, (2, 3, 2))
+    with pytest.raises(RequestRefused, match="start it with --enable-return-routed-experts"):
+        read_experts({}, (2, 3, 2))

@@ -44,17 +44,30 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def folder(request, tmp_path_factory):
+def saved(kind, tmp_path_factory):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(request.param, **(SHAPE | WIDTH | MODELS[request.param]))
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SHAPE | WIDTH | MODELS[kind])))
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_()
-    path = tmp_path_factory.mktemp(request.param)
+    path = tmp_path_factory.mktemp(kind)
     model.save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request, tmp_path_factory):
+    return saved(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="module", params=[kind for kind, given in MODELS.items() if "n_group" in given])
+def sigmoid_folder(request, tmp_path_factory):
+    return saved(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def one_folder(tmp_path_factory):
+    return saved("qwen3_moe", tmp_path_factory)
 
 
 def plain(folder):
@@ -124,13 +137,11 @@ def change_choice(model):
             module.e_score_correction_bias.normal_()
 
 
-def test_log_probs_agree_though_the_trainer_would_choose_other_experts(folder):
-    if "qwen3" in folder:
-        pytest.skip("softmax routing has no bias by which the choice alone can be changed")
-    groups = generate(folder, change_choice)
-    error = 8 * log_prob_error(plain(folder), [s.tokens for g in groups for s in g.samples])
-    micro, replayed = scored(folder, groups, with_experts=True)
-    _, own = scored(folder, groups, with_experts=False)
+def test_log_probs_agree_though_the_trainer_would_choose_other_experts(sigmoid_folder):
+    groups = generate(sigmoid_folder, change_choice)
+    error = 8 * log_prob_error(plain(sigmoid_folder), [s.tokens for g in groups for s in g.samples])
+    micro, replayed = scored(sigmoid_folder, groups, with_experts=True)
+    _, own = scored(sigmoid_folder, groups, with_experts=False)
     assert (replayed - micro.rollout_log_probs).abs().max() <= error
     assert (own - micro.rollout_log_probs).abs().max() > 10 * error
 
@@ -145,8 +156,8 @@ def test_without_a_difference_replay_changes_nothing(folder):
 
 
 @pytest.fixture
-def groups(folder):
-    return generate(folder) if "qwen3" in folder else pytest.skip("one family is enough")
+def groups(one_folder):
+    return generate(one_folder)
 
 
 def test_prompts_with_other_experts_are_not_shared(groups):
@@ -180,10 +191,7 @@ def test_experts_are_saved_with_the_samples(groups, tmp_path):
             assert np.array_equal(sample.experts, other.experts) and sample.experts.dtype == other.experts.dtype
 
 
-def test_a_second_turn_keeps_the_experts_of_the_first(folder):
-    if "qwen3" not in folder:
-        pytest.skip("one family is enough")
-
+def test_a_second_turn_keeps_the_experts_of_the_first(one_folder):
     class Words:
         def encode(self, text, *, add_special_tokens):
             return [3, 4]
@@ -192,7 +200,7 @@ def test_a_second_turn_keeps_the_experts_of_the_first(folder):
             return ""
 
     async def run():
-        engine = TorchEngine(folder, torch.float32, "cpu", 4)
+        engine = TorchEngine(one_folder, torch.float32, "cpu", 4)
         try:
             sampling = SamplingParams(12, returns_experts=True)
             trajectory = Trajectory(Sample(Prompt("", (5, 6)), 0, 0), Words(), engine, sampling, lambda turn: turn)

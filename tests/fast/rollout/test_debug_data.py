@@ -169,7 +169,7 @@ def break_samples(record):
                 ({"support": SUPPORT | {"vocab_size": 50}}, "vocab_size of support is 50, and the model's is 100"),
                 ({"support": SUPPORT | {"sizes": [-1, -2, -1]}}, "sizes of support has -2"),
                 ({"support": SUPPORT | {"sizes": [-1, 2, -1]}}, "sizes of the sets are not those of their ids"),
-                ({"support": SUPPORT | {"sizes": [-1, -1]}}, "support has 2 entries for 3 response tokens"),
+                ({"support": SUPPORT | {"sizes": [-1, -1], "ids": []}}, "support has 2 entries for 3 response tokens"),
                 ({"support": SUPPORT | {"ids": [100]}}, "ids of support has 100"),
                 ({"support": SUPPORT | {"ids": [99]}}, "support lacks a response token"),
                 ({"support": SUPPORT | {"bits": "x"}}, "sample 1: "),
