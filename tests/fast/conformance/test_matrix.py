@@ -169,7 +169,7 @@ def routed_model(request, ranks) -> tuple[str, torch.nn.Module]:
     """Return the name of a model with experts among those of the ranks, and its oracle."""
     kind, given = ROUTED[request.param]
     torch.manual_seed(8)
-    shape = SHAPE | {"vocab_size": VOCABULARY, "initializer_range": 0.4}
+    shape = SHAPE | {"vocab_size": VOCABULARY, "initializer_range": 0.15}
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(shape | given))).save_pretrained(
         ranks.folder / request.param
     )

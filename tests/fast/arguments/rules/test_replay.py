@@ -53,7 +53,5 @@ def test_what_chooses_by_itself_is_refused(refused, model_of, flag):
     megatron = f"{model_of('qwen3_moe')} --train-backend megatron {flag}"
     messages = refused(f"{megatron} --mtp-num-layers 1 --enable-mtp-training", "--hf-checkpoint")
     assert any(m.startswith(f"{flag}: cannot be obeyed with --mtp-num-layers") for m in messages)
-    (message,) = refused(
-        f"{model_of('qwen3_moe')} {flag} --loss-type sft_loss", "--hf-checkpoint --rm-type --rollout-max-response-len"
-    )
-    assert message.startswith(f"{flag}: has nothing to repeat")
+    messages = refused(f"{model_of('qwen3_moe')} {flag} --loss-type sft_loss", "--hf-checkpoint --rm-type")
+    assert any(m.startswith(f"{flag}: has nothing to repeat") for m in messages)
