@@ -31,7 +31,7 @@ def expected_weights(kind: str, logits: torch.Tensor, chosen: torch.Tensor) -> t
 def inputs(kind: str) -> tuple[torch.Tensor, dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(TOKENS, EXPERTS, generator=generator, dtype=torch.float64).requires_grad_()
-    bias = torch.randn(EXPERTS, generator=generator, dtype=torch.float64) if kind == "sigmoid" else None
+    bias = 0.1 * torch.randn(EXPERTS, generator=generator, dtype=torch.float64) if kind == "sigmoid" else None
     return logits, {"expert_bias": bias, **KINDS[kind]}
 
 
