@@ -84,7 +84,7 @@ class ShardBuilder:
                     settings.parallel,
                     None if inside_model else objective.samples_with_gradient(batch.rewards),
                     watch_mass=settings.trains_policy(iteration) and self._canary.is_due(batch),
-                    # Prompts are shared only if the engine chose the same experts for them, which nobody has compared.
+                    # ``collate`` shares prompts only if the engine chose the same experts for them.
                     share_prompts=not (settings.megatron.mtp_heads or settings.rollout.use_rollout_routing_replay),
                 )
             )

@@ -55,7 +55,7 @@ class RowSampling:
     def of(cls, rows: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> RowSampling:
         """Build the tensors. ``vocab_size`` bounds top-k."""
         limited = [i for i, p in enumerate(rows) if _cuts(p, vocab_size)]
-        supported = [i for i in limited if rows[i].returns_support]
+        supported = [at for at, i in enumerate(limited) if rows[i].returns_support]
         top_k = [min(rows[i].top_k, vocab_size) if rows[i].top_k > 0 else vocab_size for i in limited]
         return cls(
             torch.tensor([[p.temperature or 1.0] for p in rows], dtype=torch.float32, device=device),
@@ -65,8 +65,8 @@ class RowSampling:
             torch.tensor(top_k, dtype=torch.long, device=device),
             torch.tensor([rows[i].top_p for i in limited], dtype=torch.float64, device=device),
             torch.tensor([rows[i].min_p for i in limited], dtype=torch.float32, device=device),
-            torch.tensor([limited.index(i) for i in supported], dtype=torch.long, device=device),
-            tuple(supported),
+            torch.tensor(supported, dtype=torch.long, device=device),
+            tuple(limited[at] for at in supported),
         )
 
 
