@@ -71,7 +71,7 @@ def test_the_support_is_what_is_drawn_from_and_log_probs_are_over_it(seed, top_k
     kept = torch.arange(1700) < (top_k if top_k > 0 else 1700)
     kept &= (probs * kept).cumsum(-1) - probs * kept < top_p * (probs * kept).sum()
     kept &= probs >= min_p * probs[0]
-    if kept.all():
+    if top_k in (-1, 2000) and top_p == 1 and min_p == 0:
         assert supports == {}
         return
     for row in range(3):
