@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
 
     from miles.parallel.groups import ContextGroup
+    from miles.replay.support import Support
+    from miles.replay.token_sets import TokenSets
 
 _STEP_WIDE = ("num_trajectories", "num_loss_tokens", "expected_loss_mass")
 
@@ -57,6 +59,8 @@ class TrainBatch:
     returns: list[np.ndarray] | None = None  # float32 [response], the critic's targets
     selected: list[np.ndarray] | None = None  # float32 0/1 [response], tokens that the policy loss treats apart
     top_entropy: list[np.ndarray] | None = None  # float32 0/1 [response], tokens of --top-entropy-quantile
+    supports: list[TokenSets] | None = None  # [response], what truncated sampling drew each token from
+    experts: list[np.ndarray] | None = None  # [positions, layers, k], the engine's choices, from the first token on
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -153,6 +157,8 @@ class MicroBatch:
     returns: torch.Tensor | None = None  # float32 [R], the critic's targets
     selected: torch.Tensor | None = None  # float32 0/1 [R], tokens that the policy loss treats apart
     top_entropy: torch.Tensor | None = None  # float32 0/1 [R], tokens of --top-entropy-quantile
+    support: Support | None = None  # of R tokens: the softmax of every log-prob and entropy is over these sets
+    experts: torch.Tensor | None = None  # int16 [T, layers, k], what the policy's routers are given; -1: own choice
     padded: bool = False
 
     @property

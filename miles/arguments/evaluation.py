@@ -36,6 +36,7 @@ class EvaluationArguments:
     eval_temperature: Optional[float] = flag(None, "sampling temperature; default: --rollout-temperature")
     eval_top_p: Optional[float] = flag(None, "top-p; default: --rollout-top-p")
     eval_top_k: Optional[int] = flag(None, "top-k; default: --rollout-top-k")
+    eval_min_p: Optional[float] = flag(None, "min-p; default: --rollout-min-p")
     eval_max_response_len: Optional[int] = flag(
         None, "maximum tokens of a response; default: --rollout-max-response-len"
     )
@@ -58,6 +59,7 @@ def fill_evaluation(
         "eval_temperature": rollout.rollout_temperature,
         "eval_top_p": rollout.rollout_top_p,
         "eval_top_k": rollout.rollout_top_k,
+        "eval_min_p": rollout.rollout_min_p,
         "eval_max_response_len": rollout.rollout_max_response_len,
         "eval_input_key": data.input_key,
         "eval_label_key": data.label_key,
@@ -82,4 +84,4 @@ def check_evaluation(evaluation: EvaluationArguments, errors: Errors) -> None:
     errors.require("eval_interval", evaluation.eval_interval, "iterations between evaluations of the given sets")
     errors.at_least(evaluation, 1, "eval_interval", "n_samples_per_eval_prompt", "eval_max_response_len")
     errors.at_least(evaluation, 0, "eval_temperature")
-    check_truncation(evaluation, "eval_top_p", "eval_top_k", errors)
+    check_truncation(evaluation, "eval_top_p", "eval_top_k", "eval_min_p", errors)

@@ -43,6 +43,10 @@ class TrainingArguments:
     fp32_lm_head: bool = flag(
         False, "compute the logits in fp32, in the trainer and the engine, while the rest of the model is in bf16"
     )
+    use_routing_replay: bool = flag(
+        False,
+        "train the experts that scored the old log-probs; beside --use-rollout-routing-replay, the engine's",
+    )
     deterministic_mode: bool = flag(
         False, "repeat a run bit for bit on the same machine: deterministic kernels, and answers that repeat"
     )

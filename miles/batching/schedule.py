@@ -15,7 +15,7 @@ import numpy as np
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.settings import Settings
 from miles.arguments.training import TrainingArguments
-from miles.batching.convert import convert, num_trajectories
+from miles.batching.convert import Supports, convert, num_trajectories
 from miles.batching.packing import PackedSamples, pack_shares, rows_by_budget
 from miles.batching.partition import balanced_partition
 from miles.batching.reward_post_process import RewardPostProcess
@@ -41,6 +41,11 @@ class ShardBuilder:
         self._settings = settings
         self._canary = CanarySchedule(settings.loss)
         path = settings.reward.custom_reward_post_process_path
+        self._supports: Supports = "if given"
+        if settings.rollout.no_support_replay:
+            self._supports = "left out"
+        elif settings.rollout.replays_support and not settings.is_given_samples:
+            self._supports = "required"
         self._advantages_of = None if path is None else RewardPostProcess(path, settings)
 
     def build(self, iteration: int, groups: Sequence[PromptGroup]) -> list[list[TrainShard]]:
@@ -67,6 +72,8 @@ class ShardBuilder:
             global_batch_size=None if is_dynamic else settings.global_batch_size,
             advantages_of=self._advantages_of,
             reward_weights=settings.reward.weights,
+            supports=self._supports,
+            with_experts=settings.rollout.use_rollout_routing_replay,
         )
         objective = build_objective(settings.loss)
         inside_model = settings.megatron.has_auxiliary_loss  # MoE balancing or MTP: every sample has a gradient
@@ -80,7 +87,8 @@ class ShardBuilder:
                     settings.parallel,
                     None if inside_model else objective.samples_with_gradient(batch.rewards),
                     watch_mass=settings.trains_policy(iteration) and self._canary.is_due(batch),
-                    share_prompts=not settings.megatron.mtp_heads,
+                    # ``collate`` shares prompts only if the engine chose the same experts for them.
+                    share_prompts=not (settings.megatron.mtp_heads or settings.rollout.use_rollout_routing_replay),
                 )
             )
         return [list(of_rank) for of_rank in zip(*steps, strict=True)]

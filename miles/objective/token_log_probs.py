@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from miles.replay.support import Support
+
 CACHED_BYTES = 1 << 20  # of fp32 logits that fit in a core's cache; 0 leaves chunks whole
 
 
@@ -31,6 +33,7 @@ def chunked_log_probs(
     bias: torch.Tensor | None = None,
     with_entropy: bool = False,
     fp32: bool = False,
+    support: Support | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute log-probs of ``targets`` [R] under softmax(logits / temperature), and its entropy in nats; fp32 [R].
 
@@ -39,13 +42,19 @@ def chunked_log_probs(
     their logits in memory, -1 for no limit.
     Temperature 0 (greedy sampling) means the raw logits. Gradients flow to ``hidden``, ``weight`` and ``bias``, from
     both outputs; those of ``weight`` and ``bias`` are accumulated over the chunks in fp32 (fp64 for fp64).
+
+    With ``support``, the softmax is over the tokens of each position's set alone: the distribution that truncated
+    sampling draws from (DeepSeek-V3.2, arXiv 2512.02556 §3.1, "Keep Sampling Mask"). Others have no gradient.
     """
+    assert support is None or support.vocab_size <= len(weight), (
+        f"sets of {support.vocab_size} tokens, and a head of {len(weight)}"
+    )
     assert chunk_size == -1 or chunk_size > 0, f"--log-probs-chunk-size {chunk_size} must be above 0, or -1"
     assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight {weight.dtype}"
     rows = chunk_size if chunk_size > 0 else max(len(hidden), 1)
     scale = 1.0 / temperature if temperature > 0 else 1.0
     found: tuple[torch.Tensor, torch.Tensor | None] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, scale, rows, with_entropy, fp32
+        hidden, weight, bias, targets, scale, rows, with_entropy, fp32, support
     )
     return found
 
@@ -86,6 +95,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         rows: int,
         with_entropy: bool,
         fp32: bool,
+        support: Support | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         lse = hidden.new_empty(len(hidden), dtype=_accumulate_dtype(hidden))
         log_probs = torch.empty_like(lse)
@@ -95,6 +105,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
             for block in blocks:
                 rows_at = slice(part.start + block.start, part.start + block.stop)
                 logits = _in_fp32(whole[block], scale)
+                if support is not None:
+                    support.exclude_(logits, rows_at)
                 chosen = logits.gather(1, targets[rows_at, None]).squeeze(1)
                 lse[rows_at] = torch.logsumexp(logits, 1)
                 log_probs[rows_at] = chosen - lse[rows_at]
@@ -102,7 +114,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                     log_p = logits.sub_(lse[rows_at, None])
                     entropy[rows_at] = -torch.linalg.vecdot(log_p.exp(), log_p)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.scale, ctx.rows, ctx.fp32 = scale, rows, fp32
+        ctx.scale, ctx.rows, ctx.fp32, ctx.support = scale, rows, fp32, support
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -120,8 +132,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
             whole, blocks = _logits(hidden[part], weight, bias, ctx.fp32)
             for block in blocks:
                 rows_at = slice(part.start + block.start, part.start + block.stop)
+                log_p = _in_fp32(whole[block], ctx.scale)
+                if ctx.support is not None:
+                    ctx.support.exclude_(log_p, rows_at)
                 block_grad = _logits_gradient(
-                    _in_fp32(whole[block], ctx.scale).sub_(lse[rows_at, None]),
+                    log_p.sub_(lse[rows_at, None]),
                     targets[rows_at],
                     None if grad_log_probs is None else grad_log_probs[rows_at],
                     None if grad_entropy is None else grad_entropy[rows_at],
@@ -143,7 +158,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad_weight = product if grad_weight is None else grad_weight.add_(product)
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
-        return (grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), *(None,) * 5)
+        return (grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), *(None,) * 6)
 
 
 def _logits(

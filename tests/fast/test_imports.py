@@ -70,7 +70,7 @@ LAYERS = [
     ("input_error", "one_line"),
     ("strict_json",),
     ("components", "secret_values", "metrics", "weights", "import_path", "junit", "stacks"),
-    ("flags", "hidden_secrets"),
+    ("flags", "hidden_secrets", "replay"),
     ("choices",),
     ("sample", "train_batch", "profiling"),
     ("parallel", "model_families", "tiny_models"),

@@ -121,12 +121,6 @@ _ROLLOUT = [
         "score each sample, or normalize with --custom-advantage-function-path, which sees groups",
         "--group-rm",
     ),
-    *refused(
-        "the routing of experts at generation is not reported to the trainer in this version",
-        "drop it; --use-tis corrects for the difference between engine and trainer",
-        "--use-rollout-routing-replay",
-        "--use-routing-replay",
-    ),
 ]
 _HOOKS = [
     *refused(

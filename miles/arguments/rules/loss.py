@@ -85,6 +85,11 @@ def _check_teacher(settings: Settings, errors: Errors) -> None:
         rule = "the teacher's servers give log-probs at temperature 1"
         what_to_do = "give 1, or load the teacher with --opd-teacher-load"
         errors.refuse("rollout_temperature", rollout.rollout_temperature, rule, what_to_do)
+    if rollout.replays_support:
+        [name, *_] = changed(rollout, ["rollout_top_p", "rollout_top_k", "rollout_min_p"])
+        rule = "the teacher's servers give log-probs over the whole vocabulary, not over what this keeps"
+        what_to_do = "drop it, or load the teacher with --opd-teacher-load"
+        errors.refuse(name, getattr(rollout, name), rule, what_to_do)
     why = "with --opd-type server, whose teachers score the samples that are generated"
     names = ["custom_convert_samples_to_train_data_path", "rollout_function_path"]
     what_to_do = "load the teacher with --opd-teacher-load"

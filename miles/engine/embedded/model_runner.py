@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
@@ -14,6 +16,7 @@ from miles.engine.embedded import attention
 from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep
 from miles.engine.embedded.fp32_head import Fp32Head
 from miles.model_families.reading import read_config
+from miles.replay.routers import Routers
 from miles.weights import WeightChunk
 
 
@@ -43,6 +46,22 @@ class ModelRunner:
         head.register_forward_pre_hook(self._keep_last_positions)
         self._fp32_head = Fp32Head(head) if fp32_head else None
         self._check_every_layer_uses_the_cache(model_path)
+        self._routers: Routers | None = None
+
+    def prepare_experts(self) -> None:
+        """Find the routers, so that passes can say which experts they choose.
+
+        Raises ``ValueError`` for a model whose routers are not known.
+        """
+        if self._routers is None:
+            self._routers = Routers(self.model, "--use-rollout-routing-replay")
+
+    @contextmanager
+    def recording_experts(self) -> Iterator[Callable[[], np.ndarray]]:
+        """Give a function that returns the experts of the block's pass, [tokens of all rows, layers, k]."""
+        assert self._routers is not None, "prepare_experts() comes first"
+        with self._routers.recording():
+            yield self._routers.take_numpy
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], prompt_of_row: Sequence[int], first_row: int) -> torch.Tensor:

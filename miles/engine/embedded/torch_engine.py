@@ -100,8 +100,18 @@ class TorchEngine:
         if request.sampling.stop_texts:
             assert self._decode is not None, "start() gives an engine what its run's stop texts need"
             stop_text = StopText(request.sampling.stop_texts, self._decode)
+        if request.sampling.returns_experts:
+            await self._on_thread(self._runner.prepare_experts)
         sequences = [
-            Sequence.start(request.prompt_ids, request.sampling, stop_ids, seed, self._version, stop_text)
+            Sequence.start(
+                request.prompt_ids,
+                request.sampling,
+                stop_ids,
+                seed,
+                self._version,
+                stop_text,
+                self._runner.vocab_size,
+            )
             for seed in request.seeds
         ]
         entry = _Request(sequences, asyncio.get_running_loop().create_future())

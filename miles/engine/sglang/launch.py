@@ -62,6 +62,7 @@ class ServerSpec:
         keys: The keys that it wants.
         is_deterministic: Whether the seed of a request decides its answer, whatever else the server computes.
         fp32_head: Whether it computes its logits in fp32.
+        says_experts: Whether answers may say which experts were chosen.
     """
 
     model_path: str
@@ -74,6 +75,7 @@ class ServerSpec:
     keys: Keys = NO_KEYS
     is_deterministic: bool = False
     fp32_head: bool = False
+    says_experts: bool = False
 
     @property
     def module(self) -> str:
@@ -92,6 +94,7 @@ class ServerSpec:
             *([("--enable-memory-saver", None, ())] if self.releases_memory else ()),
             *([("--enable-deterministic-inference", None, ())] if self.is_deterministic else ()),
             *([("--enable-fp32-lm-head", None, ())] if self.fp32_head else ()),
+            *([("--enable-return-routed-experts", None, ())] if self.says_experts else ()),
         ]
         for flag, value, spellings in defaults:
             if not has_flag(self.flags, flag, *spellings):

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from miles.arguments.lora import LoraArguments
 from miles.arguments.settings import Settings
 from miles.parallel.groups import ContextGroups
+from miles.replay.routers import Routers
 from miles.training import checkpoint_folder
 from miles.training.adapter_folder import adapter_folder, check_adapter
 from miles.training.backend import PolicyScorer, TrainBackend, ValueScorer
@@ -72,7 +73,13 @@ class FsdpBackend:
         policy = self._load_policy("--hf-checkpoint", path, dtype, lora)
         policy.train()
         optimizer = ShardedOptimizer(policy.language_model, self.settings.optimizer, total_steps)
-        return FsdpTrainedModel(policy, optimizer, self.groups, self.device)
+        model = FsdpTrainedModel(policy, optimizer, self.groups, self.device)
+        if self.settings.rollout.use_rollout_routing_replay:
+            policy.routers = Routers(policy.language_model, "--use-rollout-routing-replay")
+        elif self.settings.training.use_routing_replay:
+            policy.routers = Routers(policy.language_model, "--use-routing-replay")
+            model.record_experts(policy.routers)
+        return model
 
     def _build_critic(self, path: str, total_steps: int) -> FsdpTrainedModel[ValueScorer]:
         model = load_value_model(path, torch.float32, self._read)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from miles.model_families.reading import read_config
 from miles.objective.token_log_probs import chunked_log_probs
+from miles.replay.routers import Routers
 from miles.train_batch import MicroBatch
 from miles.training.backend import PolicyScorer, PolicyScores, Scorer, ValueScorer
 from miles.training.packed_attention import NAME, PackedLayout
@@ -104,6 +105,8 @@ class ValueModel(ShardedModule[ValueScorer]):
 class Policy(ShardedModule[PolicyScorer]):
     """The language model. Only response positions reach its head, in chunks (objective/token_log_probs.py)."""
 
+    routers: Routers | None = None  # what gives its layers the experts of a micro-batch
+
     def __init__(
         self, language_model: PreTrainedModel, temperature: float, chunk_size: int, fp32_head: bool = False
     ) -> None:
@@ -129,8 +132,12 @@ class Policy(ShardedModule[PolicyScorer]):
     def forward(self, micro: MicroBatch, watched: bool, with_entropy: bool, sharpness: float = 1.0) -> PolicyScores:
         """Return log-probs of ``micro.targets`` under softmax(logits sharpness / temperature), entropy if asked.
 
+        If the micro-batch has supports, the softmax is over these. If it has experts, the layers use these.
+
         The canary stays out of the graph of steps that are not watched: its gradient would enter norm and optimizer.
         """
+        if self.routers is not None:
+            self.routers.replay(micro.experts)
         hidden = hidden_states(self.language_model, micro)
         head = self.language_model.get_output_embeddings()
         log_probs, entropy = chunked_log_probs(
@@ -142,6 +149,7 @@ class Policy(ShardedModule[PolicyScorer]):
             bias=head.bias,
             with_entropy=with_entropy,
             fp32=self.fp32_head,
+            support=micro.support,
         )
         canary = self.canary()  # always: every rank takes part in the gathering of its weight
         return PolicyScores(log_probs, entropy, canary if watched else None)

@@ -80,7 +80,10 @@ class MegatronBackend:
         model = self._distributed(self._load(self.hf_config, self.hf_weights, is_trained=True))
         config = optimizer_config(self.settings.optimizer, self.settings.megatron, self.compute_dtype)
         optimizer = MegatronOptimizer(model, config, self.settings.optimizer, total_steps)
-        return MegatronTrainedModel(model, optimizer, self.settings.megatron, self.ranks, self.device)
+        policy = MegatronTrainedModel[PolicyScorer](model, optimizer, self.settings.megatron, self.ranks, self.device)
+        policy.replays_experts = self.settings.rollout.use_rollout_routing_replay
+        policy.records_experts = self.settings.training.use_routing_replay and not policy.replays_experts
+        return policy
 
     def _build_critic(self, total_steps: int) -> MegatronTrainedModel[ValueScorer]:
         model = self._distributed(self._load(self.hf_config, self.hf_weights, of=ValueModel))

@@ -5,6 +5,7 @@ Only the last pipeline stage has a loss: results are there, and empty lists on t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from miles.training.megatron.model.mtp import NextTokens
 from miles.training.megatron.model.packed_tokens import PackedTokens
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.moe.auxiliary import AuxiliaryStep
+from miles.training.megatron.moe.replay import MicroBatchExperts
 from miles.training.megatron.moe.router import RoutedTokens
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import Ranks
@@ -38,6 +40,9 @@ class MegatronModel(Generic[Scorer]):
         self.stage = stage
         self.ranks = ranks
         self.device = device
+        self.replays_experts = False  # --use-rollout-routing-replay
+        self.records_experts = False  # --use-routing-replay
+        self._kept: dict[int, dict[int, torch.Tensor]] = {}  # by plan, the experts of its first pass
 
     def forward(
         self, shard: TrainShard, plans: Sequence[MicroBatchPlan], function: Callable[[MicroBatch, Scorer], Result]
@@ -106,6 +111,7 @@ class MegatronModel(Generic[Scorer]):
                     row_multiple=multiple if plan.padded else None,
                 )
             tokens = PackedTokens.of(micro, multiple)
+            tokens.experts = self._experts(plan, micro, tokens)
             if auxiliary is not None:
                 tokens.auxiliary = auxiliary
                 if auxiliary.sizes.has_router_loss:
@@ -114,6 +120,25 @@ class MegatronModel(Generic[Scorer]):
             if heads:
                 tokens.ahead = NextTokens.of(shard.batch, plan.samples, micro, heads, tokens.shape)
             yield micro, tokens
+
+    def _experts(self, plan: MicroBatchPlan, micro: MicroBatch, tokens: PackedTokens) -> MicroBatchExperts | None:
+        """Return the experts that the micro-batch's routers are given, or where they are kept; None for neither.
+
+        A micro-batch is laid out alike in every pass. What is kept is removed when its plan is no longer used.
+        """
+        if self.replays_experts and micro.experts is not None:
+            shared = self.ranks.tp if self.stage.config.sequence_parallel else None
+            return MicroBatchExperts.of(micro.experts, tokens.shape, tokens.padding, shared)
+        if not self.records_experts:
+            return None
+        if id(plan) in self._kept:
+            return MicroBatchExperts(kept=self._kept[id(plan)])
+        if torch.is_grad_enabled():  # nothing was scored before: this pass is the only one
+            return None
+        kept: dict[int, torch.Tensor] = {}
+        self._kept[id(plan)] = kept
+        weakref.finalize(plan, self._kept.pop, id(plan), None)
+        return MicroBatchExperts(kept=kept, keeps=True)
 
 
 class MegatronTrainedModel(MegatronModel[Scorer]):

@@ -45,7 +45,7 @@ ROWS = {
     "eval_steps": Row("--eval-interval", "counts optimizer steps there, iterations here; needs --eval-prompt-data"),
     "vllm_tensor_parallel_size": Row("--rollout-num-gpus-per-engine", kind="number"),
     "fp16": Row(why="this version computes in bf16 or fp32", kind="switch", neutral=(False,)),
-    "min_p": Row(why="no such sampling here", neutral=(0,)),
+    "min_p": Row("--rollout-min-p", kind="number"),
     "repetition_penalty": Row(why="no such sampling here", neutral=(1, 1.0)),
     "reward_weights": Row(why="weights are written with the names here: --rm-type a:1,b:0.2"),
     "multi_objective_aggregation": Row(

@@ -133,7 +133,8 @@ class Rank:
         return [StepResult(g, w, m, c) for (g, w), m, c in zip(policy.taken, reported, critic_gradients, strict=True)]
 
     def _backend(self, case: Case) -> FsdpBackend:
-        key = (case.layout.backend, case.layout.parallel, case.model, case.loss.has_critic)
+        replays = case.routing is not None, case.records_routing
+        key = (case.layout.backend, case.layout.parallel, case.model, case.loss.has_critic, replays)
         if key not in self.backends:
             # With rate 0 the weights are unchanged for the next case. Several steps need weights that move.
             rate = 0.0 if case.trajectories_per_step is None else 1e-2
@@ -148,10 +149,12 @@ class Rank:
         return Settings(
             cluster=ClusterArguments(actor_num_gpus_per_node=dist.get_world_size()),
             model=ModelArguments(hf_checkpoint=str(self.folder / case.model)),
-            rollout=RolloutArguments(rollout_temperature=TEMPERATURE),
+            rollout=RolloutArguments(
+                rollout_temperature=TEMPERATURE, use_rollout_routing_replay=case.routing is not None
+            ),
             optimizer=OptimizerArguments(lr=rate, weight_decay=0.0),
             loss=LossArguments(advantage_estimator=case.loss.advantage_estimator),
-            training=case.layout.training,
+            training=replace(case.layout.training, use_routing_replay=case.records_routing),
             parallel=case.layout.parallel,
         )
 

@@ -10,6 +10,8 @@ from tolerance import rounding_error
 
 from miles.objective import token_log_probs
 from miles.objective.token_log_probs import chunked_log_probs
+from miles.replay.support import Support
+from miles.replay.token_sets import TokenSets
 
 
 def inputs(rows: int, dtype: torch.dtype, bias: bool = True, seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -47,6 +49,36 @@ def test_values_and_gradients_are_those_of_the_naive_computation(rows, chunk, te
     expected = naive(hidden, weight, offset, targets, temperature)
     torch.testing.assert_close(chunked, expected)
     torch.testing.assert_close(gradients(chunked), gradients(expected))
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(0, 9),
+    chunk=st.sampled_from([-1, 1, 2, 100]),
+    uses=st.sampled_from([(True, True), (True, False), (False, True)]),
+)
+def test_over_a_support_other_logits_have_no_part(seed, rows, chunk, uses):
+    """Values and gradients are those of a softmax over the set's own logits."""
+    tensors, targets = inputs(rows, torch.float64, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.rand(rows, 11, generator=generator) < torch.rand(rows, 1, generator=generator)
+    kept[torch.arange(rows), targets] = True
+    support = Support.of(TokenSets.of(11, [row.nonzero()[:, 0].numpy() for row in kept]), torch.device("cpu"))
+    found = chunked_log_probs(*tensors[:2], targets, 0.7, chunk, tensors[2], with_entropy=True, support=support)
+    log_probs, entropies = [], []
+    logits = torch.nn.functional.linear(*tensors) / 0.7
+    for row, mask, target in zip(logits, kept, targets, strict=True):
+        log_p = torch.log_softmax(row[mask], -1)
+        log_probs.append(log_p[mask[:target].sum()])
+        entropies.append(-(log_p.exp() * log_p).sum())
+    expected = [torch.stack(column) if column else logits.sum(-1) for column in (log_probs, entropies)]
+    torch.testing.assert_close(list(found), expected)
+
+    def gradients(outputs):
+        return torch.autograd.grad(sum((o * (2 + i)).sum() for i, o in enumerate(outputs) if uses[i]), tensors)
+
+    torch.testing.assert_close(gradients(found), gradients(expected))
 
 
 def test_gradcheck():

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
 from miles.model_families.registry import vocabulary_shape
+from miles.replay.support import Support
 from miles.train_batch import MicroBatch
 from miles.training.backend import PolicyScores
 from miles.training.megatron.model.layer_spec import decoder_spec, heads_spec
@@ -105,11 +106,15 @@ class PolicyModel(GPTModel):
     ) -> PolicyScores:
         """Compute log-probs of ``micro.targets`` under softmax(logits sharpness / temperature), entropy if asked.
 
+        If the micro-batch has supports, the softmax is over these.
+
         The canary is in the graph of every step, watched or not: overlapped reductions wait for the gradient of every
         parameter.
         """
         temperature = (self.temperature or 1.0) / sharpness
-        of_targets = self._log_probs(hidden_states, micro.logit_index, micro.targets, temperature, with_entropy)
+        of_targets = self._log_probs(
+            hidden_states, micro.logit_index, micro.targets, temperature, with_entropy, micro.support
+        )
         return PolicyScores(*of_targets, canary=None if self.canary is None else self.canary.sum())
 
     def _log_probs(
@@ -119,6 +124,7 @@ class PolicyModel(GPTModel):
         targets: torch.Tensor,
         temperature: float,
         with_entropy: bool = False,
+        support: Support | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Of ``targets`` [R] at the tokens ``index`` [R], as in ``MicroBatch``, of ``hidden_states`` [S, B, H]."""
         tp = self.pg_collection.tp
@@ -138,6 +144,7 @@ class PolicyModel(GPTModel):
             group=tp,
             with_entropy=with_entropy,
             fp32=self.fp32_head,
+            support=support,
         )
 
     def head_weight(self) -> torch.Tensor:
