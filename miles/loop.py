@@ -103,13 +103,15 @@ class TrainingLoop:
         with self.stop.finish_first():
             self.give_gpus_to_trainer()
             with self.timer.phase("train"):
-                steps = self.trainer.train(generated.shards_by_rank, iteration)
+                trained = self.trainer.train(generated.shards_by_rank, iteration)
+            steps = trained.steps
             self.sync_weights(version=done)
             steps[-1] |= generated.summary.metrics
             if self.evaluation.has_sets and self.is_due(self.evaluation.eval_interval, done):
                 steps[-1] |= self.evaluate()
             self.log(iteration * self.steps_per_iteration + 1, steps)
-            self.tracker.log_samples(done * self.steps_per_iteration, generated.summary.records)
+            samples = generated.summary.samples.completed(trained.tokens)
+            self.tracker.log_samples(done * self.steps_per_iteration, samples)
             if self.checkpoint.save is not None and self.is_due(self.checkpoint.save_interval, done):
                 self.save(done, exports=self.checkpoint.save_hf is not None)
         return True

@@ -74,6 +74,7 @@ def collate(
         values=if_given(part.values),
         **{name: if_given(getattr(part, name)) for name in ("returns", "selected", "top_entropy")},
         padded=row_multiple is not None,
+        positions=tuple(part.position_in_step),
     )
 
 

@@ -33,10 +33,9 @@ from miles.engine.concurrency import waiting_tasks
 from miles.metrics import Metric
 from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
 from miles.rollout.pipeline import IterationSummary, RolloutPipeline, build_pipeline
-from miles.rollout.sample_records import SampleRecorder
+from miles.rollout.sample_records import SampleRecorder, StoredSamples, token_columns_of
 from miles.sample import PromptGroup
 from miles.stacks import answer_requests, own_stacks
-from miles.tracking.run_files import SampleRecord
 from miles.train_batch import TrainShard
 from miles.training.determinism import be_deterministic
 
@@ -244,6 +243,8 @@ class RolloutActor:
             num_iterations=self._built.num_iterations,
             steps_per_iteration=self._settings.steps_per_iteration,
             advantage_by_sample=not self._settings.loss.estimates_by_token,
+            token_values=self._settings.tracking.token_values,
+            token_columns=token_columns_of(self._settings.loss, self._settings.steps_per_pass),
         )
         return self._built.num_iterations
 
@@ -256,14 +257,15 @@ class RolloutActor:
         try:
             async with self._pipeline.collecting(start) as collected:
                 # In a thread, so that the engine continues meanwhile.
-                shards, records = await asyncio.to_thread(self._convert, start.iteration, collected.scored.groups)
+                shards, samples = await asyncio.to_thread(self._convert, start.iteration, collected.scored.groups)
         except NoPromptsLeft:
             return None, *([] for _ in range(self._settings.dims.token_ranks))
-        return collected.summary(records), *shards
+        return collected.summary(samples), *shards
 
-    def _convert(self, iteration: int, groups: list[PromptGroup]) -> tuple[list[list[TrainShard]], list[SampleRecord]]:
+    def _convert(self, iteration: int, groups: list[PromptGroup]) -> tuple[list[list[TrainShard]], StoredSamples]:
         shards = self._shards.build(iteration, groups)
-        return shards, self._recorder.record(iteration, groups, shards)
+        samples = self._recorder.record(iteration, groups, shards)
+        return samples.marked(shards), samples
 
     async def evaluate(self) -> dict[str, Metric]:
         """Return the metrics of every evaluation set under the engine's weights."""

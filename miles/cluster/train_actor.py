@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +31,7 @@ from miles.components import import_code, train_backend_spec
 from miles.metrics import Metric
 from miles.secret_values import is_secret
 from miles.stacks import answer_requests, own_stacks
-from miles.train_batch import TrainShard
+from miles.train_batch import TokenColumns, TrainShard
 from miles.training import checkpoint_folder
 from miles.training.checkpoint_manifest import FileRecord, hash_files_of_rank
 from miles.training.checkpoint_pruning import prune
@@ -39,6 +40,19 @@ from miles.training.determinism import be_deterministic
 if TYPE_CHECKING:
     from miles.training.backend import TrainBackend
     from miles.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class TrainedIteration:
+    """What a rank knows of the steps of an iteration that it has taken.
+
+    Attributes:
+        steps: The metrics of each step.
+        tokens: Of the recorded samples that it held, by step in the iteration and position in the step.
+    """
+
+    steps: list[dict[str, Metric]]
+    tokens: dict[tuple[int, int], TokenColumns]
 
 
 class TrainDriver:
@@ -63,16 +77,18 @@ class TrainDriver:
         address = self._workers.result(self.actors[0].serve_store.remote())
         self._on_all("connect", address, total_steps)
 
-    def train(self, shards_by_token_rank: list[ray.ObjectRef[Any]], iteration: int) -> list[dict[str, Metric]]:
-        """Take one optimizer step for each shard in a rank's list; returns each step's metrics."""
+    def train(self, shards_by_token_rank: list[ray.ObjectRef[Any]], iteration: int) -> TrainedIteration:
+        """Take one optimizer step for each shard in a rank's list; returns metrics and recorded tokens."""
         trains_policy = self.settings.trains_policy(iteration)
         refreshes = self.settings.refreshes_reference(iteration)
         calls = [
             actor.train.remote(shards_by_token_rank[self.settings.dims.token_rank(rank)], trains_policy, refreshes)
             for rank, actor in enumerate(self.actors)
         ]
-        steps: list[dict[str, Metric]] = self._workers.results(calls)[0]
-        return steps
+        by_rank: list[TrainedIteration] = self._workers.results(calls)
+        return TrainedIteration(
+            by_rank[0].steps, {place: tokens for rank in by_rank for place, tokens in rank.tokens.items()}
+        )
 
     def export_weights(self) -> list[ray.ObjectRef[Any]]:
         """Return references to the packed chunks of the full weights."""
@@ -238,14 +254,14 @@ class TrainActor:
 
     def train(
         self, shards: Sequence[TrainShard], trains_policy: bool, refreshes_reference: bool
-    ) -> list[dict[str, Metric]]:
+    ) -> TrainedIteration:
         """Take one optimizer step per shard, of policy and critic or of the critic alone; then update the reference."""
         steps = self.trainer.train(shards, trains_policy)
         if refreshes_reference:
             started = time.perf_counter()
             self.backend.refresh_reference()
             steps[-1]["time/ref_update"] = Metric(time.perf_counter() - started)
-        return steps
+        return TrainedIteration(steps, self.trainer.recorder.read())
 
     def export_weights(self) -> list[ray.ObjectRef[Any]]:
         """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store."""

@@ -45,10 +45,10 @@ from miles.rollout.iteration_hooks import IterationHooks
 from miles.rollout.metrics import leave_out_mastered, staleness_metrics
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, RolloutGate, Start
 from miles.rollout.rollout_function import FunctionCollector, RolloutTools, load_rollout_function
+from miles.rollout.sample_records import StoredSamples
 from miles.rollout.stream_collector import StreamCollector
 from miles.rollout.supply import TrainingStream, build_supply, iterations_of
 from miles.rollout.trajectory import get_group_generator
-from miles.tracking.run_files import SampleRecord
 from miles.weights import WeightChunk
 
 
@@ -58,12 +58,12 @@ class IterationSummary:
 
     Attributes:
         metrics: Its metrics, ``rollout/…`` and ``time/…``.
-        records: The samples to store.
+        samples: The samples to store.
         prompts_after: The position in the prompts after it, for a process that replaces this one.
     """
 
     metrics: dict[str, Metric]
-    records: list[SampleRecord]
+    samples: StoredSamples
     prompts_after: dict[str, Any]
 
 
@@ -74,9 +74,9 @@ class CollectedIteration:
     scored: ScoredGroups
     prompts_after: dict[str, Any]
 
-    def summary(self, records: list[SampleRecord]) -> IterationSummary:
+    def summary(self, samples: StoredSamples) -> IterationSummary:
         """Return what the main loop sees of it, with the samples to store."""
-        return IterationSummary(self.scored.metrics, records, self.prompts_after)
+        return IterationSummary(self.scored.metrics, samples, self.prompts_after)
 
 
 class RolloutPipeline:

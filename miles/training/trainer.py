@@ -35,6 +35,7 @@ from miles.training.backend import (
     ValueScorer,
 )
 from miles.training.scoring import needs_of, score
+from miles.training.token_record import TokenRecorder
 from miles.training.token_selection import TokenSelector
 
 
@@ -48,12 +49,17 @@ class Role(Generic[Scorer]):
     prefix: str = ""  # of the optimizer's metrics
 
 
-def policy_role(model: TrainedModel[PolicyScorer], objective: Objective) -> Role[PolicyScorer]:
+def policy_role(
+    model: TrainedModel[PolicyScorer], objective: Objective, recorder: TokenRecorder | None = None
+) -> Role[PolicyScorer]:
     """Return the policy's role: it learns from the objective of ``--loss-type``."""
 
     def loss_function(micro: MicroBatch, scorer: PolicyScorer) -> LossOutput:
         scores = scorer(with_entropy=objective.needs.entropy)
-        return objective.language_model_loss(micro, scores.log_probs, scores.entropy, scores.canary)
+        output = objective.language_model_loss(micro, scores.log_probs, scores.entropy, scores.canary)
+        if recorder is not None and output.tokens is not None:
+            recorder.take(output.tokens)
+        return output
 
     return Role(model, model.optimizer, loss_function)
 
@@ -76,8 +82,14 @@ class Trainer:
         self.loss = loss
         self.token_ranks = token_ranks
         self.passes = passes
+<<<<<<< HEAD
         self.coefficients = Coefficients(loss)
         self._use(loss)
+=======
+        self.objective = build_objective(loss)
+        self.recorder = TokenRecorder()
+        self.policy = policy_role(backend.policy, self.objective, self.recorder)
+>>>>>>> c743480 (Record what the loss reads of the tokens of a few samples)
         self.critic = None if backend.critic is None else critic_role(backend.critic, loss)
         self.selector = TokenSelector(self.objective, backend.token_group)
 
@@ -116,6 +128,7 @@ class Trainer:
         for step, (shard, found) in enumerate(estimated * self.passes):
             metrics = dict(found)
             if trains_policy:
+                self.recorder.begin(step, shard if step < len(shards) else None)  # later passes see the same samples
                 selected, selection = self._with_selection(shard, step)
                 metrics |= self._policy_step(self.policy, selected) | selection
                 if self.coefficients.adapt:

@@ -9,9 +9,11 @@ from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.cluster import Offload
 from miles.arguments.evaluation import EvaluationArguments
 from miles.cluster.stop_requests import StopRequested, StopRequests
+from miles.cluster.train_actor import TrainedIteration
 from miles.generation_loop import GenerationLoop
 from miles.loop import TrainingLoop
 from miles.metrics import Metric
+from miles.rollout.sample_records import StoredSamples
 
 
 class Recorder:
@@ -36,12 +38,12 @@ class Recorder:
         if iteration >= self.prompts_for:
             return None
         metrics = {"rollout/tokens": Metric(100.0)}
-        summary = SimpleNamespace(metrics=metrics, records=[])
+        summary = SimpleNamespace(metrics=metrics, samples=StoredSamples([]))
         return SimpleNamespace(shards_by_rank="shards", summary=summary)
 
     def train(self, shards, iteration):
         self.calls.append(("train", iteration))
-        return [{"train/loss": Metric(0.0)}, {"train/loss": Metric(1.0)}]
+        return TrainedIteration([{"train/loss": Metric(0.0)}, {"train/loss": Metric(1.0)}], {})
 
     def evaluate(self):
         self.calls.append(("evaluate",))
