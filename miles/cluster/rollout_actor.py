@@ -168,6 +168,16 @@ class RolloutDriver:
             self._workers.results([self._update], whose=self.worker)
             self._update = None
 
+    def progress(self) -> str | None:
+        """Say how many groups of the iteration in progress are ready. Any thread may call it.
+
+        None if the worker does not know, or does not answer within a second.
+        """
+        with suppress(ray.exceptions.RayError):
+            found = ray.get(self.worker.progress.remote(), timeout=1.0)
+            return None if found is None else f"{found[0]} of {found[1]} groups"
+        return None
+
     def release_memory(self) -> None:
         """Have the engines release their GPU memory until ``update_weights``."""
         self._surviving(lambda: self._result(self.worker.release_memory.remote()))
@@ -308,6 +318,11 @@ class RolloutActor:
         if self._loop is not None:
             lines += [f"{number} x {where}" for where, number in waiting_tasks(self._loop).most_common()]
         return "\n".join([*lines, own_stacks()])
+
+    @ray.method(concurrency_group=REPORT)
+    async def progress(self) -> tuple[int, int] | None:
+        """Return how many groups of the iteration in progress are ready, and of how many; None if it is not known."""
+        return None if self._built is None else self._built.progress()
 
     async def close(self) -> None:
         """Stop the servers that the engine has started. No call may follow."""

@@ -34,7 +34,7 @@ from miles.metrics import Metric
 from miles.objective.settings import LossArguments
 from miles.rewards.registry import get_reward_function
 from miles.rewards.settings import RewardArguments
-from miles.rollout.collect import BurstCollector, GroupCollector, PromptSource, ScoredGroups
+from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, PromptSource, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
 from miles.rollout.debug_data import SavedGroups, save_rollout
 from miles.rollout.evaluate import EvalSet, evaluate, load_eval_sets
@@ -206,6 +206,10 @@ class RolloutPipeline:
     def queue_lengths(self) -> dict[str, int]:
         """Return the lengths of the engine's queues, if it says them, for the report of a hang."""
         return self.engine.queue_lengths() if isinstance(self.engine, HasQueues) else {}
+
+    def progress(self) -> tuple[int, int] | None:
+        """Return how many groups of the iteration in progress are ready, and of how many; None if that is not known."""
+        return self._collector.progress if isinstance(self._collector, HasProgress) else None
 
     def save_tokenizer(self, folder: str) -> None:
         """Add the tokenizer to a Hugging Face export."""

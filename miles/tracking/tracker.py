@@ -10,6 +10,7 @@ from types import TracebackType
 from miles.arguments.tracking import TrackingArguments
 from miles.metrics import Metric
 from miles.tracking.console import ConsoleSink, JsonSink, RunOutput
+from miles.tracking.phase_progress import Details
 from miles.tracking.run_files import CONFIG, TENSORBOARD, RunFiles, SampleRecord
 from miles.tracking.run_header import RunHeader
 from miles.tracking.sinks import MlflowSink, Sink, Status, TensorBoardSink, WandbSink, failure_note
@@ -80,6 +81,10 @@ class Tracker:
                 self._noted = True
         for sink in (*self._sinks, *self._further):
             sink.log(step, values)
+
+    def watch(self, details: Details) -> None:
+        """Show on a terminal how far a phase is: ``details`` has what to ask in it."""
+        self._console.watch(details)
 
     def phase(self, name: str | None) -> None:
         """Show what the run is doing from now on; None between two phases."""

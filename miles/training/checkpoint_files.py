@@ -15,7 +15,7 @@ class DamagedFile(ValueError):
     """A file of a checkpoint is missing, or holds something other than what was saved. The message names the file."""
 
 
-def write_through(path: Path, data: bytes) -> None:
+def write_through(path: Path, data: bytes | memoryview) -> None:
     """Write ``data`` to ``path`` and return when it is on the disk."""
     with path.open("wb") as file:
         file.write(data)

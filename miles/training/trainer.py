@@ -82,21 +82,16 @@ class Trainer:
         self.loss = loss
         self.token_ranks = token_ranks
         self.passes = passes
-<<<<<<< HEAD
         self.coefficients = Coefficients(loss)
-        self._use(loss)
-=======
-        self.objective = build_objective(loss)
         self.recorder = TokenRecorder()
-        self.policy = policy_role(backend.policy, self.objective, self.recorder)
->>>>>>> c743480 (Record what the loss reads of the tokens of a few samples)
+        self._use(loss)
         self.critic = None if backend.critic is None else critic_role(backend.critic, loss)
         self.selector = TokenSelector(self.objective, backend.token_group)
 
     def _use(self, loss: LossArguments) -> None:
         """Compute with the weights of ``loss`` from now on."""
         self.objective = build_objective(loss)
-        self.policy = policy_role(self.backend.policy, self.objective)
+        self.policy = policy_role(self.backend.policy, self.objective, self.recorder)
         self.estimator = AdvantageEstimator(loss, self.backend.token_group) if loss.estimates_by_token else None
 
     def restore_coefficients(self, state: Mapping[str, Mapping[str, float]]) -> None:

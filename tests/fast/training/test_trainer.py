@@ -28,11 +28,8 @@ def test_scoring_for_the_choice_of_tokens_is_timed(monkeypatch, selects, ranks):
     trainer.objective = SimpleNamespace(selects_tokens=selects, ranks_entropies=ranks)
     trainer.estimator = trainer.critic = None
     trainer.passes = 1
-<<<<<<< HEAD
     trainer.coefficients = Coefficients(LossArguments())
-=======
     trainer.recorder = SimpleNamespace(begin=lambda step, shard: None)
->>>>>>> c743480 (Record what the loss reads of the tokens of a few samples)
     monkeypatch.setattr(Trainer, "_policy_step", lambda self, policy, shard: {"columns": shard})
     monkeypatch.setattr("miles.training.trainer.score", lambda backend, shard, needs: shard)
     monkeypatch.setattr("miles.training.trainer.needs_of", lambda *arguments: None)
