@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -73,12 +74,7 @@ class Tracker:
         values = {name: m.value if isinstance(m, Metric) else float(m) for name, m in metrics.items()}
         self._files.append_metrics(step, values)
         if self._wandb is not None:
-            try:
-                self._wandb.log(step, values)
-            except Exception as error:
-                if not self._noted:
-                    print(failure_note("--use-wandb", error), file=sys.stderr)
-                self._noted = True
+            self._try_wandb(partial(self._wandb.log, step, values))
         for sink in (*self._sinks, *self._further):
             sink.log(step, values)
 
@@ -91,9 +87,22 @@ class Tracker:
         self._console.phase(name)
 
     def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Store the samples of an iteration, named by its last step."""
+        """Store the samples of an iteration, named by its last step, and send some to W&B and MLflow."""
         self._begin()
         self._files.append_samples(step, samples)
+        if self._wandb is not None:
+            self._try_wandb(partial(self._wandb.log_samples, step, samples))
+        if self._mlflow is not None:
+            self._mlflow.log_samples(step, samples)
+
+    def _try_wandb(self, call: Callable[[], None]) -> None:
+        """Call W&B. Its first failure is a note."""
+        try:
+            call()
+        except Exception as error:
+            if not self._noted:
+                print(failure_note("--use-wandb", error), file=sys.stderr)
+            self._noted = True
 
     def close(self, status: Status = "FINISHED") -> None:
         """Close all sinks. Closing twice is harmless.
