@@ -21,8 +21,8 @@ from miles.tracking.sample_file import spread_order
 from miles.train_batch import TokenColumns, TrainShard
 
 ALL = -1  # of ``--samples-token-values``
-VALUE_BYTES = 12  # of a number of four digits in a list, at most: "-1.234e-05, "
-_LARGEST = 9.999e6  # that has no more bytes
+VALUE_BYTES = 12  # of a rounded number in a list, at most: "-1.234e-05, "
+_LARGEST, _LARGEST_LOG = 9.999e6, 9999.0  # that have no more bytes
 
 Place = tuple[int, int]  # of a sample: the step in the iteration, the position in the step
 
@@ -74,7 +74,7 @@ class StoredSamples:
         records = list(self.records)
         for index, place in self.places.items():
             if place in tokens:
-                columns = {name: _column(tokens[place], name) for name in self.columns}
+                columns: dict[str, Any] = {name: _column(tokens[place], name) for name in self.columns}
                 records[index] = replace(records[index], **columns)
         return records
 
@@ -269,13 +269,21 @@ def _size(records: Sequence[SampleRecord], step: int) -> int:
 
 
 def _column(tokens: TokenColumns, name: str) -> list[float | None] | None:
-    """Return a column of four digits per value; None for ratios and weights that are all 1."""
-    column = [_four_digits(float(value)) for value in getattr(tokens, name)]
+    """Return a column, rounded; None for ratios and weights that are all 1.
+
+    Log-probs get the digits of the engine's, from which they are subtracted.
+    """
+    shorten = _four_places if name == "log_probs" else _four_digits
+    column = [shorten(float(value)) for value in getattr(tokens, name)]
     return None if name in ("ratios", "token_weights") and all(value == 1.0 for value in column) else column
 
 
 def _four_digits(value: float) -> float | None:
     return float(f"{max(-_LARGEST, min(value, _LARGEST)):.4g}") if math.isfinite(value) else None
+
+
+def _four_places(value: float) -> float | None:
+    return _rounded(max(-_LARGEST_LOG, min(value, _LARGEST_LOG)), 4) if math.isfinite(value) else None
 
 
 def _rounded(value: float, digits: int) -> float | None:

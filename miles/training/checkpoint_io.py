@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ class StagedFiles:
     def __init__(self) -> None:
         self._contents: dict[Path, _Content] = {}
 
-    def create(self, path: Path) -> io.BytesIO:
+    def create(self, path: Path) -> io.BufferedIOBase:
         """Return an empty file; closing it keeps its content."""
         content = self._contents[path] = _Content()
         return content
@@ -47,13 +48,36 @@ class StagedFiles:
     def write(self) -> None:
         """Write the files to the disk one by one, and free the memory of each. Raises ``OSError``."""
         for path in list(self._contents):
-            write_through(path, self._contents[path].getbuffer())
-            del self._contents[path]
+            content = self._contents.pop(path)
+            write_through(path, content.take())
 
 
-class _Content(io.BytesIO):
+class _Content(io.BufferedIOBase):
+    """What was written, in the pieces in which it came: one growing buffer would be copied again and again."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[bytes] = deque()
+        self._size = 0
+
+    def write(self, data: Any) -> int:
+        piece = bytes(data)
+        self._pieces.append(piece)
+        self._size += len(piece)
+        return len(piece)
+
+    def tell(self) -> int:
+        return self._size
+
+    def writable(self) -> bool:
+        return True
+
     def close(self) -> None:
         """Keep the content: torch closes a file when it is complete."""
+
+    def take(self) -> Iterator[bytes]:
+        """Yield the pieces, and free each."""
+        while self._pieces:
+            yield self._pieces.popleft()
 
 
 class _InMemory(FileSystem):
@@ -63,7 +87,7 @@ class _InMemory(FileSystem):
         self._staged = staged
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:  # as torch's own: any file
         assert mode == "wb", "a checkpoint is written, and not read"
         yield self._staged.create(Path(path))
 

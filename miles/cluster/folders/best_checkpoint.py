@@ -67,7 +67,7 @@ def best_in(root: Path) -> BestCheckpoint | None:
 
 
 def _read(found: dict[str, Any]) -> BestCheckpoint | None:
-    kinds = {"metric": str, "mode": str, "value": (int, float), "iterations": int, "due": bool}
+    kinds: dict[str, Any] = {"metric": str, "mode": str, "value": (int, float), "iterations": int, "due": bool}
     if found.keys() != kinds.keys() or not all(isinstance(found[name], kind) for name, kind in kinds.items()):
         return None
     return BestCheckpoint(**found) if found["mode"] in ("max", "min") else None

@@ -151,7 +151,7 @@ def test_a_sample_gets_its_own_tokens_and_columns_that_say_nothing_are_left_out(
     for record in made.completed(tokens):
         step, position = record.train_step - 1, batches[record.train_step - 1].trajectory_ids.index(record.trajectory)
         [log_prob] = set(record.log_probs)
-        assert log_prob == pytest.approx(-100.0 * step - position - 0.123456, rel=1e-3)
+        assert log_prob == pytest.approx(-100.0 * step - position - 0.1235, abs=1e-4)
         assert record.ratios is None and set(record.token_weights) == {None} and set(record.advantages) == {-0.5}
         assert len(record.log_probs) == len(record.tokens)
 

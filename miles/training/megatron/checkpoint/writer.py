@@ -121,7 +121,8 @@ class _OneByOne(StagingWriter):
         """Write the items of ``plan`` one by one."""
         name = f"{plan.storage_data.prefix}0.distcp"
         written = []
-        with self.fs.create_stream(Path(self.path) / name, "wb") as file:
+        with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
+            file: Any = stream  # torch says no more than that it is a file
             for item in plan.items:
                 start = file.tell()
                 torch.save(planner.resolve_data(item), file)
