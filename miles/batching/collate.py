@@ -71,8 +71,7 @@ def collate(
         num_trajectories=part.num_trajectories,
         num_loss_tokens=part.num_loss_tokens,
         context=context,
-        values=if_given(part.values),
-        **{name: if_given(getattr(part, name)) for name in ("returns", "selected", "top_entropy")},
+        **{name: if_given(getattr(part, name)) for name in ("values", "returns", "selected", "top_entropy")},
         padded=row_multiple is not None,
         positions=tuple(part.position_in_step),
     )

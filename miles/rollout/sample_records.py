@@ -82,10 +82,14 @@ class StoredSamples:
 def token_columns_of(loss: LossArguments, steps: int) -> tuple[str, ...]:
     """Return the columns of tokens that a run stores: those that can be other than 1, or than the sample's advantage.
 
+    None without a policy loss, which has them.
+
     Args:
         loss: The flags of the objective.
         steps: The optimizer steps of a pass over an iteration. In the only one every ratio is 1.
     """
+    if not loss.type.uses_policy_loss:
+        return ()
     columns = ["log_probs"]
     if steps > 1:
         columns.append("ratios")
@@ -129,7 +133,7 @@ class SampleRecorder:
         self._num_iterations = num_iterations
         self._steps_per_iteration = steps_per_iteration
         self._advantage_by_sample = advantage_by_sample
-        self._token_values = token_values
+        self._token_values = token_values if token_columns else 0
         self._token_columns = token_columns
         self._texts: dict[int, str] = {}
         self._spent: int | None = None

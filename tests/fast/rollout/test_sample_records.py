@@ -158,6 +158,7 @@ def test_a_sample_gets_its_own_tokens_and_columns_that_say_nothing_are_left_out(
 
 def test_a_run_stores_the_columns_that_can_say_something() -> None:
     assert token_columns_of(LossArguments(), 1) == ("log_probs",)
+    assert token_columns_of(LossArguments(loss_type="sft_loss"), 1) == ()
     assert token_columns_of(LossArguments(use_tis=True, advantage_estimator="ppo"), 2) == COLUMNS
 
 
