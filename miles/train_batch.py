@@ -106,7 +106,7 @@ class TrainShard:
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """What the policy loss read of a sample's tokens, float32 [response] each (training/token_record.py).
+    """What the policy loss read of a sample's tokens, float32 [response] each (batching/token_record.py).
 
     Attributes:
         advantages: As the loss had them, after phase 2.

@@ -1,7 +1,7 @@
 """The answers of an iteration as they are stored: with tokens, advantage and denominator, within a bound of bytes.
 
 A few of them, or all, also get what the loss read of their tokens. The rollout side chooses these and leaves room for
-them; the trainer's ranks record the values (training/token_record.py), and the launcher joins both.
+them; the trainer's ranks record the values (batching/token_record.py), and the launcher joins both.
 """
 
 from __future__ import annotations

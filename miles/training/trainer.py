@@ -15,6 +15,7 @@ from typing import Generic
 
 import torch
 
+from miles.batching.token_record import TokenRecorder
 from miles.metrics import Metric
 from miles.objective.aggregation import is_per_token
 from miles.objective.canary import check_loss_mass
@@ -35,7 +36,6 @@ from miles.training.backend import (
     ValueScorer,
 )
 from miles.training.scoring import needs_of, score
-from miles.training.token_record import TokenRecorder
 from miles.training.token_selection import TokenSelector
 
 
