@@ -63,7 +63,7 @@ class GenerationLoop:
             with self.timer.phase("eval"):
                 metrics |= self.rollout.evaluate()
         self.log(done * self.steps_per_iteration, metrics)
-        self.tracker.log_samples(done * self.steps_per_iteration, generated.summary.records)
+        self.tracker.log_samples(done * self.steps_per_iteration, generated.summary.samples.records)
         return True
 
     def log(self, step: int, metrics: Metrics) -> None:

@@ -105,6 +105,24 @@ class TrainShard:
     micro_batches: Sequence[MicroBatchPlan]
     score_only: Sequence[MicroBatchPlan] = ()
     expected_loss_mass: float | None = None  # of the whole step, if the canary watches (objective/canary.py)
+    recorded: frozenset[int] = frozenset()  # positions in the step of samples whose tokens are recorded for the report
+
+
+@dataclass(frozen=True)
+class TokenColumns:
+    """What the policy loss read of a sample's tokens, float32 [response] each (batching/token_record.py).
+
+    Attributes:
+        advantages: As the loss had them, after phase 2.
+        log_probs: The trainer's, under the weights that the iteration began with.
+        ratios: Current policy over the one that the iteration began with.
+        token_weights: What corrections multiply the token's loss by.
+    """
+
+    advantages: np.ndarray
+    log_probs: np.ndarray
+    ratios: np.ndarray
+    token_weights: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -160,6 +178,7 @@ class MicroBatch:
     support: Support | None = None  # of R tokens: the softmax of every log-prob and entropy is over these sets
     experts: torch.Tensor | None = None  # int16 [T, layers, k], what the policy's routers are given; -1: own choice
     padded: bool = False
+    positions: tuple[int, ...] = ()  # S entries, of the samples in the whole step
 
     @property
     def rows(self) -> int:

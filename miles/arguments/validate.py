@@ -111,7 +111,7 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
     _check_pass_rate(settings, errors)
     check_optimizer(settings.optimizer, errors)
     check_training(settings.training, errors)
-    check_checkpoint(settings.checkpoint, cluster, errors)
+    check_checkpoint(settings.checkpoint, settings.evaluation, cluster, errors)
     check_evaluation(settings.evaluation, errors)
     check_tracking(settings.tracking, errors)
     check_rehearsal(settings.rehearsal, rollout.rollout_max_response_len, errors)

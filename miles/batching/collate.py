@@ -78,6 +78,7 @@ def collate(
         support=None if not part.supports else _support(part.supports, layout.response_index, device),
         experts=None if not part.experts else tensor(_experts_at(part.experts, layout), np.int16),
         padded=row_multiple is not None,
+        positions=tuple(part.position_in_step),
     )
 
 

@@ -36,10 +36,9 @@ from miles.profiling.recorder import Recorder, read_clock
 from miles.profiling.spans import span
 from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
 from miles.rollout.pipeline import IterationSummary, RolloutPipeline, build_pipeline
-from miles.rollout.sample_records import SampleRecorder
+from miles.rollout.sample_records import SampleRecorder, StoredSamples, token_columns_of
 from miles.sample import PromptGroup
 from miles.stacks import answer_requests, own_stacks
-from miles.tracking.run_files import SampleRecord
 from miles.train_batch import TrainShard
 from miles.training.determinism import be_deterministic
 
@@ -174,6 +173,16 @@ class RolloutDriver:
             self._workers.results([self._update], whose=self.worker)
             self._update = None
 
+    def progress(self) -> str | None:
+        """Say how many groups of the iteration in progress are ready. Any thread may call it.
+
+        None if the worker does not know, or does not answer within a second.
+        """
+        with suppress(ray.exceptions.RayError):
+            found = ray.get(self.worker.progress.remote(), timeout=1.0)
+            return None if found is None else f"{found[0]} of {found[1]} groups"
+        return None
+
     def release_memory(self) -> None:
         """Have the engines release their GPU memory until ``update_weights``."""
         self._surviving(lambda: self._result(self.worker.release_memory.remote()))
@@ -250,6 +259,8 @@ class RolloutActor:
             num_iterations=self._built.num_iterations,
             steps_per_iteration=self._settings.steps_per_iteration,
             advantage_by_sample=not self._settings.loss.estimates_by_token,
+            token_values=self._settings.tracking.token_values,
+            token_columns=token_columns_of(self._settings.loss, self._settings.steps_per_pass),
         )
         return self._built.num_iterations
 
@@ -263,16 +274,17 @@ class RolloutActor:
         try:
             async with self._pipeline.collecting(start) as collected:
                 # In a thread, so that the engine continues meanwhile.
-                shards, records = await asyncio.to_thread(self._convert, start.iteration, collected.scored.groups)
+                shards, samples = await asyncio.to_thread(self._convert, start.iteration, collected.scored.groups)
         except NoPromptsLeft:
             return None, *([] for _ in range(self._settings.dims.replicas))
-        return collected.summary(records), *shards[:: self._settings.dims.context_parallel_size]
+        return collected.summary(samples), *shards[:: self._settings.dims.context_parallel_size]
 
-    def _convert(self, iteration: int, groups: list[PromptGroup]) -> tuple[list[list[TrainShard]], list[SampleRecord]]:
+    def _convert(self, iteration: int, groups: list[PromptGroup]) -> tuple[list[list[TrainShard]], StoredSamples]:
         with span("convert and schedule"):
             shards = self._shards.build(iteration, groups)
         with span("describe samples"):
-            return shards, self._recorder.record(iteration, groups, shards)
+            samples = self._recorder.record(iteration, groups, shards)
+            return samples.marked(shards), samples
 
     async def evaluate(self) -> dict[str, Metric]:
         """Return the metrics of every evaluation set under the engine's weights."""
@@ -327,6 +339,11 @@ class RolloutActor:
         if self._loop is not None:
             lines += [f"{number} x {where}" for where, number in waiting_tasks(self._loop).most_common()]
         return "\n".join([*lines, own_stacks()])
+
+    @ray.method(concurrency_group=REPORT)
+    async def progress(self) -> tuple[int, int] | None:
+        """Return how many groups of the iteration in progress are ready, and of how many; None if it is not known."""
+        return None if self._built is None else self._built.progress()
 
     async def close(self) -> None:
         """Stop the servers that the engine has started. No call may follow."""

@@ -268,6 +268,7 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
     from miles.generation_loop import GenerationLoop
     from miles.loop import TrainingLoop
     from miles.report.sink import ReportSink
+    from miles.tracking.phase_progress import Loading
     from miles.tracking.sinks import PrometheusSink
 
     offload, stop = settings.offload(placement.device), context.stop
@@ -275,19 +276,23 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
     workers = Workers(cluster.worker_timeout, cluster.wait_timeout, files.report_hang, files.next_attempt)
     files.workers = workers
     with (
+        Loading(settings.tracking.log_format) as loading,
         ReportSink(settings.tracking) as report,
         nullcontext() if port is None else closing(PrometheusSink(port)) as prometheus,
         # First, so that the trainer's processes import while the rollout worker starts its engines.
         TrainDriver(settings, placement, workers) if settings.trains else nullcontext() as trainer,
         RolloutDriver(settings, placement, workers) as rollout,
     ):
+        loading.show("the trainer's models")
         if offload.rollout:
             rollout.release_memory()  # the trainer is built in the memory that this frees
         total_steps = rollout.num_iterations * settings.steps_per_iteration
         if trainer is not None:
             trainer.build(total_steps)
+        loading.close()
         served: list[Sink] = [report] if prometheus is None else [report, prometheus]
         with _tracker(settings, context, served, total_steps) as tracker:
+            tracker.watch({"generate": rollout.progress} | ({} if trainer is None else {"save": trainer.save_progress}))
             profiler = IterationProfiler(settings.profiling, settings.tracking.output_dir, trainer, rollout, workers)
             profiler.on_phase = tracker.phase
             if trainer is None:

@@ -35,7 +35,7 @@ from miles.objective.settings import LossArguments
 from miles.profiling.spans import waiting
 from miles.rewards.registry import get_reward_function
 from miles.rewards.settings import RewardArguments
-from miles.rollout.collect import BurstCollector, GroupCollector, PromptSource, ScoredGroups
+from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, PromptSource, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
 from miles.rollout.debug_data import SavedGroups, save_rollout
 from miles.rollout.evaluate import EvalSet, evaluate, load_eval_sets
@@ -46,10 +46,10 @@ from miles.rollout.iteration_hooks import IterationHooks
 from miles.rollout.metrics import leave_out_mastered, staleness_metrics
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, RolloutGate, Start
 from miles.rollout.rollout_function import FunctionCollector, RolloutTools, load_rollout_function
+from miles.rollout.sample_records import StoredSamples
 from miles.rollout.stream_collector import StreamCollector
 from miles.rollout.supply import TrainingStream, build_supply, iterations_of
 from miles.rollout.trajectory import get_group_generator
-from miles.tracking.run_files import SampleRecord
 from miles.weights import WeightChunk
 
 
@@ -59,12 +59,12 @@ class IterationSummary:
 
     Attributes:
         metrics: Its metrics, ``rollout/…`` and ``time/…``.
-        records: The samples to store.
+        samples: The samples to store.
         prompts_after: The position in the prompts after it, for a process that replaces this one.
     """
 
     metrics: dict[str, Metric]
-    records: list[SampleRecord]
+    samples: StoredSamples
     prompts_after: dict[str, Any]
 
 
@@ -75,9 +75,9 @@ class CollectedIteration:
     scored: ScoredGroups
     prompts_after: dict[str, Any]
 
-    def summary(self, records: list[SampleRecord]) -> IterationSummary:
+    def summary(self, samples: StoredSamples) -> IterationSummary:
         """Return what the main loop sees of it, with the samples to store."""
-        return IterationSummary(self.scored.metrics, records, self.prompts_after)
+        return IterationSummary(self.scored.metrics, samples, self.prompts_after)
 
 
 class RolloutPipeline:
@@ -208,6 +208,10 @@ class RolloutPipeline:
     def queue_lengths(self) -> dict[str, int]:
         """Return the lengths of the engine's queues, if it says them, for the report of a hang."""
         return self.engine.queue_lengths() if isinstance(self.engine, HasQueues) else {}
+
+    def progress(self) -> tuple[int, int] | None:
+        """Return how many groups of the iteration in progress are ready, and of how many; None if that is not known."""
+        return self._collector.progress if isinstance(self._collector, HasProgress) else None
 
     def save_tokenizer(self, folder: str) -> None:
         """Add the tokenizer to a Hugging Face export."""

@@ -176,6 +176,8 @@ def _checkpoint(given: CheckpointArguments, folder: Path) -> CheckpointArguments
         save_interval=1 if saves else None,
         save_keep_last=given.save_keep_last,
         save_retain_interval=given.save_retain_interval,
+        save_best=given.save_best if saves else None,
+        async_save=given.async_save and saves,
         save_hf=str(folder / "export") if given.save_hf is not None else None,
     )
 

@@ -25,6 +25,7 @@ from miles.components import build, train_backend_spec
 from miles.metrics import Metric
 from miles.objective.output import LossOutput
 from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
+from miles.training.checkpoint_io import StagedFiles
 from miles.weights import WeightChunk
 
 
@@ -169,8 +170,11 @@ class TrainBackend(Protocol):
         """Write a folder that transformers' ``from_pretrained`` loads; the tokenizer is the launcher's to add."""
         ...
 
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
-        """Write models, optimizers, schedules, random state and ``state`` (the launcher's own) into ``folder``."""
+    def save(self, folder: Path, state: dict[str, Any], staged: StagedFiles | None = None) -> None:
+        """Write models, optimizers, schedules, random state and ``state`` (the launcher's own) into ``folder``.
+
+        Tensors go into ``staged`` if it is given, for the caller to write.
+        """
         ...
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True, reference: bool = True) -> dict[str, Any]:

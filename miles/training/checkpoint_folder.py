@@ -20,6 +20,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,16 @@ def remove(folder: Path) -> None:
 def staging_path(root: Path, iterations_done: int) -> Path:
     """Return the folder that ``staging`` creates."""
     return root / f".writing_iter_{iterations_done:07d}"
+
+
+def bytes_being_written(root: Path) -> int | None:
+    """Return the size of what is written of the next checkpoint in ``root``; None if none is being written."""
+    found = None
+    for folder in root.glob(".writing_iter_*"):
+        for path in folder.rglob("*"):
+            with suppress(FileNotFoundError):  # renamed meanwhile: it is complete
+                found = (found or 0) + path.stat().st_size * path.is_file()
+    return found
 
 
 def at(path: Path) -> Path | None:

@@ -15,6 +15,7 @@ from typing import Generic
 
 import torch
 
+from miles.batching.token_record import TokenRecorder
 from miles.metrics import Metric
 from miles.objective.aggregation import is_per_token
 from miles.objective.canary import check_loss_mass
@@ -49,12 +50,17 @@ class Role(Generic[Scorer]):
     prefix: str = ""  # of the optimizer's metrics
 
 
-def policy_role(model: TrainedModel[PolicyScorer], objective: Objective) -> Role[PolicyScorer]:
+def policy_role(
+    model: TrainedModel[PolicyScorer], objective: Objective, recorder: TokenRecorder | None = None
+) -> Role[PolicyScorer]:
     """Return the policy's role: it learns from the objective of ``--loss-type``."""
 
     def loss_function(micro: MicroBatch, scorer: PolicyScorer) -> LossOutput:
         scores = scorer(with_entropy=objective.needs.entropy)
-        return objective.language_model_loss(micro, scores.log_probs, scores.entropy, scores.canary)
+        output = objective.language_model_loss(micro, scores.log_probs, scores.entropy, scores.canary)
+        if recorder is not None and output.tokens is not None:
+            recorder.take(output.tokens)
+        return output
 
     return Role(model, model.optimizer, loss_function)
 
@@ -78,6 +84,7 @@ class Trainer:
         self.token_ranks = token_ranks
         self.passes = passes
         self.coefficients = Coefficients(loss)
+        self.recorder = TokenRecorder()
         self._use(loss)
         self.critic = None if backend.critic is None else critic_role(backend.critic, loss)
         self.selector = TokenSelector(self.objective, backend.token_group)
@@ -85,7 +92,7 @@ class Trainer:
     def _use(self, loss: LossArguments) -> None:
         """Compute with the weights of ``loss`` from now on."""
         self.objective = build_objective(loss)
-        self.policy = policy_role(self.backend.policy, self.objective)
+        self.policy = policy_role(self.backend.policy, self.objective, self.recorder)
         self.estimator = AdvantageEstimator(loss, self.backend.token_group) if loss.estimates_by_token else None
 
     def restore_coefficients(self, state: Mapping[str, Mapping[str, float]]) -> None:
@@ -118,6 +125,7 @@ class Trainer:
         for step, (shard, found) in enumerate(estimated * self.passes):
             metrics = dict(found)
             if trains_policy:
+                self.recorder.begin(step, shard if step < len(shards) else None)  # later passes see the same samples
                 with span("select tokens"):
                     selected, selection = self._with_selection(shard, step)
                 with span(f"policy step {step}"):

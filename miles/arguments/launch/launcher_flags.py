@@ -186,7 +186,6 @@ _CHECKPOINTS = [
     *noted(
         FILES,
         "checkpoints are written by the run itself",
-        "--async-save",
         "--ckpt-format V",
         "--dist-ckpt-strictness V",
     ),

@@ -16,7 +16,7 @@ from miles.objective.aggregation import (
 )
 from miles.objective.kl import approximate_kl, kl_formula, masked_log_ratio
 from miles.objective.loss_types.base import LossType, advantage_terms
-from miles.objective.output import LossOutput
+from miles.objective.output import LossOutput, TokenValues
 from miles.objective.policy_losses.base import PolicyTokens
 from miles.objective.registry import Needs, Term
 from miles.objective.sequences import count_once, gather_whole, whole_responses
@@ -153,7 +153,8 @@ def policy_loss_function(
         if loss.kl_loss_coef:
             total = total + loss.kl_loss_coef * kl_loss
     metrics["loss"] = total
-    return LossOutput(total, {name: value.detach() for name, value in metrics.items()})
+    values = TokenValues(micro, ratios.old_log_probs, ratios.policy, weights)
+    return LossOutput(total, {name: value.detach() for name, value in metrics.items()}, values)
 
 
 def _evaluated_whole(
@@ -174,7 +175,7 @@ def _evaluated_whole(
     total = count_once(output.loss, micro)
     if canary is not None:
         total = total + get_default_pg_loss_reducer(objective.flags, micro)(canary.expand(micro.loss_mask.shape))
-    return LossOutput(total, {name: count_once(value, micro) for name, value in output.metrics.items()})
+    return LossOutput(total, {name: count_once(value, micro) for name, value in output.metrics.items()}, output.tokens)
 
 
 def _token_kl(loss: LossArguments, micro: MicroBatch, log_probs: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from miles.training import checkpoint_folder
 from miles.training.adapter_folder import adapter_folder, check_adapter
 from miles.training.backend import PolicyScorer, TrainBackend, ValueScorer
 from miles.training.checkpoint_folder import saved_reference
+from miles.training.checkpoint_io import StagedFiles
 from miles.training.fsdp import checkpoint
 from miles.training.fsdp.adapter import add_adapter, merged_weights, names_on_disk, save_adapter
 from miles.training.fsdp.models import (
@@ -196,14 +197,14 @@ class FsdpBackend:
         }
         follow(reference, policy, self.settings.model.ref_mixup_alpha)
 
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
+    def save(self, folder: Path, state: dict[str, Any], staged: StagedFiles | None = None) -> None:
         """Write the critic, if there is one, a reference that follows the policy, and the policy."""
         if self.critic is not None:
-            checkpoint.save_critic(folder, self.critic.module, self.critic.optimizer)
+            checkpoint.save_critic(folder, self.critic.module, self.critic.optimizer, staged)
         if self.reference is not None and self.settings.model.ref_update_interval is not None:
-            checkpoint.save_reference(folder, self.reference.module.language_model)
+            checkpoint.save_reference(folder, self.reference.module.language_model, staged)
         self._save_adapter(folder)
-        checkpoint.save(folder, self.policy.module.language_model, self.policy.optimizer, state)
+        checkpoint.save(folder, self.policy.module.language_model, self.policy.optimizer, state, staged)
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True, reference: bool = True) -> dict[str, Any]:
         """Read what ``save`` wrote, on any number of ranks."""

@@ -23,6 +23,7 @@ from miles.model_families.reading import read_config
 from miles.training import checkpoint_folder
 from miles.training.backend import PolicyScorer, ValueScorer
 from miles.training.checkpoint_folder import critic_folder, reference_folder, saved_critic, saved_reference
+from miles.training.checkpoint_io import StagedFiles
 from miles.training.megatron.checkpoint import save_load as checkpoint
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.model.transformer_config import ddp_config, optimizer_config, transformer_config
@@ -214,17 +215,17 @@ class MegatronBackend:
         assert isinstance(self.reference, MegatronReference), "validate() demands a reference"
         self.reference.follow(self.policy.stage)
 
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
+    def save(self, folder: Path, state: dict[str, Any], staged: StagedFiles | None = None) -> None:
         """Write the policy, the critic if there is one, and a reference that follows the policy."""
-        checkpoint.save(folder, self.policy.stage, self.policy.optimizer, self.ranks, state)
+        checkpoint.save(folder, self.policy.stage, self.policy.optimizer, self.ranks, state, staged)
         if self.critic is not None:
             within = critic_folder(folder)
             within.mkdir(exist_ok=True)
-            checkpoint.save(within, self.critic.stage, self.critic.optimizer, self.ranks, {})
+            checkpoint.save(within, self.critic.stage, self.critic.optimizer, self.ranks, {}, staged)
         if isinstance(self.reference, MegatronReference):
             within = reference_folder(folder)
             within.mkdir(exist_ok=True)
-            self.reference.save(within)
+            self.reference.save(within, staged)
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True, reference: bool = True) -> dict[str, Any]:
         """Read what ``save`` wrote, under any layout."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from miles.training.backend import PolicyScorer
+from miles.training.checkpoint_io import StagedFiles
 from miles.training.megatron.checkpoint import save_load as checkpoint
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.moe.router import expert_biases
@@ -36,10 +37,10 @@ class MegatronReference(MegatronModel[PolicyScorer]):
         follow(self.exact, _weights(policy), self._alpha)
         self._compute_with_exact()
 
-    def save(self, folder: Path) -> None:
-        """Write the weights into ``folder``, which is empty. Collective."""
+    def save(self, folder: Path, staged: StagedFiles | None = None) -> None:
+        """Write the weights into ``folder``, which is empty, or into ``staged``. Collective."""
         names = {id(weight): name for name, weight in self._own.items()}
-        checkpoint.save_weights(folder, self.stage, self.ranks, lambda weight: self.exact[names[id(weight)]])
+        checkpoint.save_weights(folder, self.stage, self.ranks, lambda weight: self.exact[names[id(weight)]], staged)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

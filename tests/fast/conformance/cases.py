@@ -14,6 +14,7 @@ from miles.objective.estimators.base import SampleRewards, less_group_mean
 from miles.objective.settings import LossArguments
 from miles.replay.token_sets import TokenSets
 from miles.sample import Prompt, PromptGroup, Sample
+from miles.train_batch import TokenColumns
 
 VOCABULARY = 64
 DIVISOR = 8.0  # L of ``constant``
@@ -123,12 +124,13 @@ class Case:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one step: gradients and weights before the step by parameter, and the reported metrics."""
+    """The result of one step: gradients and weights before the step by parameter, metrics, and recorded tokens."""
 
     gradients: dict[str, np.ndarray]
     weights: dict[str, np.ndarray]
     metrics: dict[str, float]
     critic_gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    tokens: dict[int, TokenColumns] = field(default_factory=dict)  # recorded for the report, by position in the step
 
 
 def loss_of(mode: Any, **given: Any) -> LossArguments:

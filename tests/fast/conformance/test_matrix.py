@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from cases import BATCHES, FULL, LAYOUTS, MODES, TEMPERATURE, VOCABULARY, Case, loss_of, rows_of, without_loss_tokens
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import chosen_experts, load_oracle, token_scores
 from tiny_llama import SHAPE
+from tolerance import RELATIVE_ERROR
 from transformers import AutoConfig, AutoModelForCausalLM
 
 DRAWN = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -90,6 +92,32 @@ def test_the_support_of_truncated_sampling_is_replayed(ranks, oracle, layout):
         case = off_policy(Case(BATCHES[batch], loss, LAYOUTS[layout], restricted=True, watch=True), oracle)
         assert_conforms(case, ranks, oracle)
     assert_conforms(Case(BATCHES["masked"], loss_of("prompt_mean"), LAYOUTS[layout], restricted=True), ranks, oracle)
+
+
+@pytest.mark.parametrize("given", [{}, dict(custom_policy_loss_function_path="custom_hooks:ppo_losses")])
+@pytest.mark.parametrize("layout", ["alone, packed", "alone, padded", "dp2 x cp2", "dynamic cp, 4 ranks"])
+def test_the_report_gets_what_the_loss_has_read_of_the_tokens(ranks, oracle, layout, given):
+    """Whole responses, each once, however the step is split."""
+    loss = loss_of("sample_mean", use_tis=True, tis_clip=1.3, tis_clip_low=0.8, **given)
+    case = off_policy(Case(BATCHES["compacted"], loss, LAYOUTS[layout]), oracle)
+    (result,) = ranks.run(case)
+    samples = samples_of(case)
+    assert sorted(result.tokens) == list(range(len(samples)))
+    for position, sample in enumerate(samples):
+        found, kept = result.tokens[position], np.asarray(sample.mask) != 0
+        with torch.no_grad():
+            current = token_scores(oracle, sample.tokens, len(sample.mask), TEMPERATURE)[0].numpy()
+        old, engine = np.asarray(sample.old_log_probs), np.asarray(sample.rollout_log_probs)
+        want = {
+            "advantages": np.full(len(old), sample.advantage),
+            "log_probs": old,
+            "ratios": np.exp(current - old),
+            "token_weights": np.exp(old - engine).clip(0.8, 1.3),
+        }
+        for name, column in want.items():
+            assert getattr(found, name)[kept] == pytest.approx(column[kept], rel=RELATIVE_ERROR, abs=RELATIVE_ERROR), (
+                name
+            )
 
 
 @pytest.mark.parametrize("batch", ["uneven", "masked", "compacted"])

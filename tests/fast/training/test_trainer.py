@@ -29,6 +29,7 @@ def test_scoring_for_the_choice_of_tokens_is_timed(monkeypatch, selects, ranks):
     trainer.estimator = trainer.critic = None
     trainer.passes = 1
     trainer.coefficients = Coefficients(LossArguments())
+    trainer.recorder = SimpleNamespace(begin=lambda step, shard: None)
     monkeypatch.setattr(Trainer, "_policy_step", lambda self, policy, shard: {"columns": shard})
     monkeypatch.setattr("miles.training.trainer.score", lambda backend, shard, needs: shard)
     monkeypatch.setattr("miles.training.trainer.needs_of", lambda *arguments: None)
