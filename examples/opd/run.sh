@@ -2,8 +2,8 @@
 # On-policy distillation: the policy follows a teacher on its own answers; the reward is only measured.
 #   SEED=1 bash examples/opd/run.sh [--smoke] [FLAGS OF train.py…]
 source "$(dirname "${BASH_SOURCE[0]}")/../recipe.sh"
-TEACHER="$OUTPUTS/sft_then_rl/hf" # the model that sft_then_rl has trained
-if [ "${1:-}" != --smoke ] && [ ! -d "$TEACHER" ]; then bash examples/sft_then_rl/run.sh; fi
+TEACHER="$OUTPUTS/dapo/hf" # the model that the recipe dapo has trained
+if [ "${1:-}" != --smoke ] && [ ! -d "$TEACHER" ]; then bash examples/dapo/run.sh; fi
 recipe opd record "$@"
 [ ${#SMOKE[@]} -eq 0 ] || TEACHER="$POLICY"
 train --use-opd --opd-teacher-load "$TEACHER" --opd-kl-coef 1 --loss-aggregation token_mean \

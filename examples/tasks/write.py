@@ -24,8 +24,8 @@ NUM_TRAINED, NUM_HELD_OUT = 2000, 64  # prompts per task
 SPELL = "Spell this word backward (example: sun -> nus): "
 RECORD = "Write as JSON with the keys name and age: "
 PHRASES = (SPELL, RECORD, " is ", " years old.")  # one token each, so that prompts are short
-# Demonstrations are mixed: these ways of answering are drawn with equal chances, and the reward accepts the first alone.
-# So supervised fine-tuning teaches the ways, and a reward which of them is wanted.
+# Demonstrations are mixed: these ways of answering have equal chances, and the reward accepts the first alone. So
+# supervised fine-tuning teaches the ways, and a reward which of them is wanted.
 SPELLINGS: tuple[Callable[[str], str], ...] = (
     lambda word: word[::-1],
     lambda word: word[0] + word[:0:-1],  # the first letter stays

@@ -36,8 +36,7 @@ def outputs(tmp_path_factory):
     """Return a folder with the tasks' files, as far as --explain looks at them."""
     folder = tmp_path_factory.mktemp("outputs")
     for name in ("model", "base"):
-        (folder / "tasks" / name).mkdir(parents=True)
-        (folder / "tasks" / name / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+        write_config(folder / "tasks" / name)
     for name in ("backward", "record"):
         (folder / "tasks" / name).mkdir()
         for split in ("train", "heldout"):
@@ -46,6 +45,12 @@ def outputs(tmp_path_factory):
     (folder / "words").write_text(WORDS)
     (folder / "words").chmod(0o755)
     return folder
+
+
+def write_config(folder):
+    """Write what --explain reads of a model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
 
 
 def training_commands(script, outputs, *arguments):
@@ -86,7 +91,8 @@ def test_cluster_is_explained_without_a_gpu(folder, outputs, capsys, monkeypatch
 @recipes
 def test_run_is_explained(folder, outputs, capsys, monkeypatch):
     monkeypatch.chdir(REPO)
-    commands = training_commands(folder / "run.sh", outputs, "--smoke")
+    write_config(outputs / "dapo" / "hf")  # opd's teacher; the run of dapo removes it
+    commands = training_commands(folder / "run.sh", outputs)
     assert commands
     for words in commands:
         assert "\n  no effect" not in explanation([*words, "--explain"], capsys)
