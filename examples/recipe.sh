@@ -60,7 +60,7 @@ train() {
     "$PYTHON" train.py "${ON_CPU[@]}" "${PLACE[@]}" \
         --hf-checkpoint "$POLICY" --prompt-data "$OUTPUTS/tasks/$TASK/train.jsonl" --apply-chat-template --rollout-shuffle \
         "${DATA_FLAGS[@]}" \
-        --num-rollout 30 --rollout-batch-size 16 --n-samples-per-prompt 8 --rollout-temperature 1.0 --lr 2e-4 \
+        --num-rollout 20 --rollout-batch-size 16 --n-samples-per-prompt 8 --rollout-temperature 1.0 --lr 2e-4 \
         --eval-prompt-data heldout "$OUTPUTS/tasks/$TASK/heldout.jsonl" --eval-interval 10 --n-samples-per-eval-prompt 4 \
         --output-dir "$OUT" --save-hf "$OUT/hf" --seed "$SEED" --rollout-seed "$SEED" \
         "$@" "${SMOKE[@]}" "${MORE[@]}"

@@ -35,9 +35,15 @@ SHOWN = {
     "train/grad_norm": "norm of the gradient",
 }
 PANELS = (REWARD, "train/entropy_loss", "train/pg_clipfrac", "train/kl_loss", "rollout/response_length")
+NOT_MEASURED = "No run of this recipe has been measured yet.\n"
 BLOCK = re.compile(r"(?<=<!-- measured by examples/tasks/curves\.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 Row = Mapping[str, float]
+
+
+def recipes() -> list[Path]:
+    """Return the folders of all recipes, by name."""
+    return sorted(path.parent for path in EXAMPLES.glob("*/cluster.sh"))
 
 
 def measured_examples() -> list[Path]:
@@ -84,9 +90,11 @@ def seconds(rows: Sequence[Row]) -> float:
 
 
 def readme_block(rows: Sequence[Row]) -> str:
-    """Return the tables of an example's README."""
+    """Return the picture and the tables of an example's README."""
     accuracies = [(row["step"], row[ACCURACY]) for row in rows if ACCURACY in row]
     lines = [
+        "![Curves of the run](curve.png)",
+        "",
         "| step | " + " | ".join(f"{step:g}" for step, _ in accuracies) + " |",
         "|---" * (len(accuracies) + 1) + "|",
         "| held-out accuracy | " + " | ".join(f"{value:.3f}" for _, value in accuracies) + " |",
@@ -120,9 +128,12 @@ def page_block(folders: Sequence[Path]) -> str:
     """Return the table of docs/recipes.md."""
     lines = ["| recipe | command | task | held-out accuracy | steps | seconds |", "|---|---|---|---|---|---|"]
     for folder in folders:
+        command = f"`bash examples/{folder.name}/run.sh`"
+        if not (folder / "metrics.csv").exists():
+            lines.append(f"| {title(folder)} | {command} | {task(folder)} | not measured yet | | |")
+            continue
         rows = read(folder)
         accuracies = values(rows, ACCURACY)
-        command = f"`bash examples/{folder.name}/run.sh`"
         moved = f"{accuracies[0]:.3f} → {accuracies[-1]:.3f}"
         steps = f"{rows[-1]['step']:g}"
         lines.append(f"| {title(folder)} | {command} | {task(folder)} | {moved} | {steps} | {seconds(rows):.0f} |")
@@ -197,7 +208,7 @@ def main() -> None:
     for folder in changed:
         draw(folder)
         replace_block(folder / "README.md", readme_block(read(folder)))
-    replace_block(PAGE, page_block(measured_examples()))
+    replace_block(PAGE, page_block(recipes()))
     draw_overview(measured_examples())
 
 

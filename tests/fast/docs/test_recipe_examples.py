@@ -103,14 +103,16 @@ def test_page_has_its_parts_and_the_figures_of_its_metrics(folder):
     page = (folder / "README.md").read_text(encoding="utf-8")
     assert re.match(r"# [^\n:]+: ", page)
     assert [heading for heading in HEADINGS if f"\n## {heading}\n" not in page] == []
-    assert "](curve.png)" in page and (folder / "curve.png").is_file()
     assert f"bash examples/{folder.name}/run.sh" in page and f"bash examples/{folder.name}/cluster.sh" in page
+    if folder not in curves.measured_examples():
+        assert curves.BLOCK.search(page)[0] == curves.NOT_MEASURED
+        return
+    assert (folder / "curve.png").is_file()
     assert curves.BLOCK.search(page)[0] == curves.readme_block(curves.read(folder)), "run examples/tasks/curves.py draw"
 
 
 def test_the_page_of_recipes_lists_all_of_them():
     page = curves.PAGE.read_text(encoding="utf-8")
-    assert curves.measured_examples() == RECIPES
     assert curves.BLOCK.search(page)[0] == curves.page_block(RECIPES), "run examples/tasks/curves.py draw"
 
 
