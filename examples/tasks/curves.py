@@ -35,6 +35,11 @@ SHOWN = {
     "train/grad_norm": "norm of the gradient",
 }
 PANELS = (REWARD, "train/entropy_loss", "train/pg_clipfrac", "train/kl_loss", "rollout/response_length")
+# Of the runs whose metrics are here; change it when they are measured again.
+CONDITIONS = """One run with seed 1, in one process without Ray, beside ten other such runs on two busy cores: the
+seconds are many times those of an idle machine. The command gives the same curve: over the first 53 steps of `grpo` all metrics
+differ by at most 4e-5. Held-out accuracy is the mean reward of 64 prompts with 4 answers each at temperature 1, a
+standard error of 0.03 to 0.06."""
 NOT_MEASURED = "No run of this recipe has been measured yet.\n"
 BLOCK = re.compile(r"(?<=<!-- measured by examples/tasks/curves\.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -93,6 +98,8 @@ def readme_block(rows: Sequence[Row]) -> str:
     """Return the picture and the tables of an example's README."""
     accuracies = [(row["step"], row[ACCURACY]) for row in rows if ACCURACY in row]
     lines = [
+        CONDITIONS,
+        "",
         "![Curves of the run](curve.png)",
         "",
         "| step | " + " | ".join(f"{step:g}" for step, _ in accuracies) + " |",
@@ -137,7 +144,7 @@ def page_block(folders: Sequence[Path]) -> str:
         moved = f"{accuracies[0]:.3f} → {accuracies[-1]:.3f}"
         steps = f"{rows[-1]['step']:g}"
         lines.append(f"| {title(folder)} | {command} | {task(folder)} | {moved} | {steps} | {seconds(rows):.0f} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", CONDITIONS]) + "\n"
 
 
 def replace_block(page: Path, block: str) -> None:
