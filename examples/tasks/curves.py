@@ -37,9 +37,9 @@ SHOWN = {
 PANELS = (REWARD, "train/entropy_loss", "train/pg_clipfrac", "train/kl_loss", "rollout/response_length")
 # Of the runs whose metrics are here; change it when they are measured again.
 CONDITIONS = """One run with seed 1, in one process without Ray, beside ten other such runs on two busy cores: the
-seconds are many times those of an idle machine. The command gives the same curve: over the first 53 steps of `grpo` all metrics
-differ by at most 4e-5. Held-out accuracy is the mean reward of 64 prompts with 4 answers each at temperature 1, a
-standard error of 0.03 to 0.06."""
+seconds are many times those of an idle machine. The command gives the same curve: over the first 53 steps of `grpo` all
+metrics differ by at most 4e-5. Held-out accuracy is the mean reward of 64 prompts with 4 answers each at temperature 1,
+a standard error of 0.03 to 0.06."""
 NOT_MEASURED = "No run of this recipe has been measured yet.\n"
 BLOCK = re.compile(r"(?<=<!-- measured by examples/tasks/curves\.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
