@@ -23,7 +23,7 @@ def check_agents(settings: Settings, errors: Errors) -> None:
     except ValueError as error:
         errors.refuse("agent_command", command, f"cannot be split into words ({error})", "quote it as for a shell")
         return
-    if not words:
+    if not any(words[:1]):
         errors.refuse("agent_command", command, "names no program", "give a command, as python agent.py")
     if rollout.custom_generate_function_path is not None:
         rule = "generates trajectories, and so does --custom-generate-function-path"

@@ -73,15 +73,7 @@ class SessionServer:
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Refuse what has no session's key, and give errors OpenAI's form."""
         try:
-            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-            session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
-            if session is None:
-                raise ApiError(
-                    "the API key is missing, or that of no open session; use OPENAI_API_KEY of the environment",
-                    status=401,
-                    code="invalid_api_key",
-                )
-            request["session"] = session
+            self._session_of(request)
             return await handler(request)
         except ApiError as error:
             return web.json_response(error.body(), status=error.status)
@@ -89,18 +81,30 @@ class SessionServer:
             refusal = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
             return web.json_response(refusal.body(), status=error.status)
 
+    def _session_of(self, request: web.Request) -> Session:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+        if session is None:
+            raise ApiError(
+                "the API key is missing, or that of no open session; use OPENAI_API_KEY of the environment",
+                status=401,
+                code="invalid_api_key",
+            )
+        return session
+
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "miles"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        session = self._session_of(request)
         try:
             text = await request.text()
         except UnicodeDecodeError as error:
             raise ApiError("the body is not text") from error
         call = read_request(text)
         self._note_sampling(call)
-        answer = await request["session"].answer(call)
+        answer = await session.answer(call)
         if call.stream:
             return await self._stream(request, call, answer)
         choice = {"index": 0, "message": answer.message, "logprobs": None, "finish_reason": answer.finish_reason}

@@ -74,7 +74,9 @@ def test_a_wrong_call_is_refused_with_the_parameter(body, param, fault):
     assert refused.value.body()["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"messages": [], "messages": []}', '{"n": ' + "[" * 200 + "]" * 200 + "}"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '{"messages": [], "messages": []}', '{"n": ' + "[" * 200 + "]" * 200 + "}"]
+)
 def test_what_is_no_object_is_refused(text):
     with pytest.raises(ApiError, match="the body is"):
         read_request(text)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles.rollout.agents import session as session_module
 from miles.rollout.agents.api_error import OUT_OF_ROOM, ApiError
 from miles.rollout.agents.chat_format import ChatFormat
 from miles.rollout.agents.chat_request import ChatRequest, read_messages
@@ -222,7 +223,9 @@ async def test_other_tools_begin_another_sample(random_engine, new_trajectory):
     assert len(session.samples("")) == 2
 
 
-@pytest.mark.parametrize("text", ["<tool_call>nonsense</tool_call>", '<tool_call>{"name": 3}</tool_call>', "<tool_call>"])
+@pytest.mark.parametrize(
+    "text", ["<tool_call>nonsense</tool_call>", '<tool_call>{"name": 3}</tool_call>', "<tool_call>"]
+)
 async def test_what_is_no_tool_call_is_text(random_engine, new_trajectory, text):
     session = session_of(new_trajectory(random_engine(texts=[text])))
     answer = await session.answer(request([USER], tools=(TOOL,)))
@@ -265,6 +268,26 @@ async def test_an_aborted_answer_ends_the_session(random_engine, new_trajectory)
         await session.answer(request([USER]))
     assert refused.value.status == 503 and session.ended.is_set()
     assert [s.status for s in session.samples("")] == [SampleStatus.ABORTED]
+
+
+async def test_the_time_of_the_model_is_not_the_programs(random_engine, new_trajectory, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(session_module.time, "monotonic", lambda: now)
+    engine = random_engine()
+    session = session_of(new_trajectory(engine))
+    generate = engine.generate
+
+    async def slow(asked):
+        nonlocal now
+        assert session.busy.is_set() and not session.idle.is_set()
+        now += 100
+        return await generate(asked)
+
+    engine.generate = slow
+    now = 2.0
+    await asyncio.gather(*(session.answer(request([USER])) for _ in range(3)))
+    now += 3.0
+    assert session.own_seconds == 5.0
 
 
 async def test_a_session_without_calls_has_an_empty_aborted_sample(random_engine, new_trajectory):
