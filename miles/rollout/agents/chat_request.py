@@ -18,10 +18,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # The trainer assumes the sampling of the run's flags, so these are read and change nothing.
 SAMPLING = ("temperature", "top_p", "seed", "frequency_penalty", "presence_penalty", "logit_bias")
 # These change nothing that the model does here.
-_UNUSED = ("metadata", "parallel_tool_calls", "prompt_cache_key", "reasoning_effort", "safety_identifier")
-_UNUSED += ("service_tier", "store", "user", "verbosity")
-_READ = ("max_completion_tokens", "max_tokens", "messages", "model", "n", "response_format", "stop", "stream")
-_READ += ("logprobs", "stream_options", "tool_choice", "tools")
+_UNUSED = {"metadata", "parallel_tool_calls", "prompt_cache_key", "reasoning_effort", "safety_identifier"}
+_UNUSED |= {"service_tier", "store", "user", "verbosity"}
+_READ = {"max_completion_tokens", "max_tokens", "messages", "model", "n", "response_format", "stop", "stream"}
+_READ |= {"logprobs", "stream_options", "tool_choice", "tools"}
 MAX_STOPS = 4  # as OpenAI has it
 
 
@@ -76,7 +76,7 @@ def read_request(text: str) -> ChatRequest:
         raise ApiError("the body is not a JSON object")
     body = {name: value for name, value in body.items() if value is not None}  # null is OpenAI's "not given"
     for name in body:
-        if name not in (*SAMPLING, *_UNUSED, *_READ):
+        if name not in _UNUSED | _READ | set(SAMPLING):
             raise ApiError(f"the parameter {one_line(name, 80)} is not known here; leave it out", param=name)
     _refuse_what_is_not_offered(body)
     streams = _read(body, "stream", bool, False)

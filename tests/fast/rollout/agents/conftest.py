@@ -34,7 +34,7 @@ def chat_tokenizer():
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    letters.train_from_iterator(["abababab cdcdcd user assistant", "abc abd acd"] * 4, trainer)
+    letters.train_from_iterator(["abababab cdcdcd user assistant", "abc abcd acd"] * 4, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<|im_end|>", pad_token="<pad>")
     tokenizer.chat_template = TEMPLATE
     return tokenizer
