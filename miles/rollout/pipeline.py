@@ -242,13 +242,12 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
         ValueError: A prompt row is malformed, a reward or function is unknown, and the like.
     """
     rollout, reward, data = settings.rollout, settings.reward, settings.data
-    assert settings.model.hf_checkpoint is not None, "validate() requires --hf-checkpoint"
-    tokenizer = load_tokenizer(settings.model.hf_checkpoint)
+    tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
     scores = reward.rm_type is not None or reward.custom_rm_path is not None
     reward_function = get_reward_function(reward, memory_limit(reward.reward_memory)) if scores else None
     eval_sets = load_eval_sets(settings.evaluation, data, rollout, tokenizer, labels_optional=reward.labels_optional)
     supply = build_supply(settings, tokenizer)
-    agents = AgentGenerator(settings) if rollout.agent_command is not None else None
+    agents = None if rollout.agent_command is None else AgentGenerator(settings)
     generate = agents or get_group_generator(rollout)
     hooks = IterationHooks(settings, supply.stream)
     num_iterations = iterations_of(rollout, supply.num_prompts)
@@ -256,8 +255,8 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
     tools: GroupTools | None = None
     if engine is not None:
         assert reward_function is not None, "validate() requires a reward if samples are generated"
-        on_error = reward.reward_error_value, reward.on_error == "drop"
-        tools = GroupTools(engine, tokenizer, generate, reward_function, *on_error)
+        drops = reward.on_error == "drop"
+        tools = GroupTools(engine, tokenizer, generate, reward_function, reward.reward_error_value, drops)
     teacher = _teacher(settings.loss)
     try:
         evaluation = own_evaluation(settings, eval_sets, tools) if tools is not None else None

@@ -121,8 +121,12 @@ async def run_program(
         for task in copying:
             task.cancel()
         await asyncio.gather(*waiting, *copying, return_exceptions=True)
-    lines = [line for line in outputs[0].text.splitlines() if line.strip()]
-    errors = outputs[1].text.strip()
+    return _end(status, *(output.text for output in outputs))
+
+
+def _end(status: int | None, output: str, errors: str) -> ProgramEnd:
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = errors.strip()
     start = "…" if len(errors) > SHOWN else ""
     return ProgramEnd(status, lines[-1].strip() if lines else "", start + one_line(errors[-SHOWN:], SHOWN))
 
