@@ -1,8 +1,8 @@
-"""Find a number in three guesses with a language model: an ordinary program of OpenAI's client.
+"""Find a number in two guesses with a language model: an ordinary program of OpenAI's client.
 
 It can be run by itself:
 
-echo '{"input": "guess", "metadata": {"number": 5}}' | OPENAI_API_KEY=… python agent.py
+echo '{"input": "guess", "metadata": {"number": 3}}' | OPENAI_API_KEY=… python agent.py
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 from openai import OpenAI
 
-GUESSES = 3
+GUESSES = 2
 
 
 def reply(guess: str, number: int) -> str:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from miles.tiny_models.write import write_model
 
-NUMBERS = range(1, 8)
+NUMBERS = range(1, 4)
 WORDS = ["<pad>", "<start>", "<end>", "user", "assistant", "guess", "higher", "lower", "digit", *map(str, range(10))]
 TEMPLATE = (
     "{% for message in messages %}<start> {{ message.role }} {{ message.content }} <end> {% endfor %}"
