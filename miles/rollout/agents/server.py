@@ -134,7 +134,7 @@ class SessionServer:
         if new:
             self._replaced.update(new)
             _logger.warning(
-                "--agent-command: its calls give %s, which change nothing: the trainer assumes the sampling of this "
+                "--agent-command: its calls set %s, without effect: the trainer assumes the sampling of this "
                 "run (--rollout-temperature, --rollout-top-p, --rollout-top-k, --rollout-seed)",
                 ", ".join(new),
             )
