@@ -37,8 +37,8 @@ class Prompt:
 
     ``text`` is the prompt as the model reads it (chat template applied); ``token_ids`` its tokens; ``label`` the
     reference answer; ``metadata`` whatever else the row carries for rewards and filters; ``source`` is the place of the
-    row (``file.jsonl:17``), for messages to the user; ``prompt_set`` the name of its set in a mixture; ``input`` what its
-    column of prompts holds, as it is: text or messages.
+    row (``file.jsonl:17``), for messages to the user; ``prompt_set`` the name of its set in a mixture; ``input`` what
+    its column of prompts holds, as it is: text or messages.
     """
 
     text: str

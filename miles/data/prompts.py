@@ -145,7 +145,7 @@ def _prompt(row: Row, text: str, token_ids: Sequence[int], columns: _Columns, no
     if not token_ids:
         row.refuse(f"the tokenizer makes no token of the prompt {text!r}; correct or remove the row")
     label, metadata = _label(row, columns, notes), _metadata(row, columns.metadata)
-    return Prompt(text, tuple(token_ids), label, metadata, row.where, row.columns[columns.input])
+    return Prompt(text, tuple(token_ids), label, metadata, row.where, input=row.columns[columns.input])
 
 
 def _has_label(row: Row, columns: _Columns) -> bool:

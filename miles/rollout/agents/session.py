@@ -22,13 +22,15 @@ from hashlib import blake2b
 from typing import Any
 
 from miles.engine.base import Generation, GenerationRequest
+from miles.replay.expert_choices import continued
+from miles.replay.token_sets import extended
 from miles.rollout.agents.api_error import OUT_OF_ROOM, ApiError
 from miles.rollout.agents.chat_format import ChatFormat
 from miles.rollout.agents.chat_request import ChatRequest, Message, message_key, read_messages
 from miles.rollout.agents.tool_calls import ToolCall, parse_tool_calls
 from miles.rollout.groups import STATUS
 from miles.rollout.trajectory import Trajectory
-from miles.sample import NO_WEIGHTS, Prompt, Sample, SampleStatus
+from miles.sample import NO_WEIGHTS, Sample, SampleStatus
 
 
 @dataclass(frozen=True)
@@ -294,11 +296,15 @@ class Session:
         else:
             given = self._trajectory.sample.prompt
             text = str(self._chat.tokenizer.decode(place.prompt_ids, skip_special_tokens=False))
-            prompt = Prompt(text, tuple(place.prompt_ids), given.label, given.metadata, given.source, given.input)
+            prompt = replace(given, text=text, token_ids=tuple(place.prompt_ids))
             sample = Sample(prompt, self._trajectory.sample.group_index, self._trajectory.sample.trajectory_id)
             if generation.token_ids:
                 self._samples.append((number, sample))
         read, written = place.read, generation.token_ids
+        before = len(sample.response_ids)
+        support = extended(sample.support, before, None, len(read))
+        sample.support = extended(support, before + len(read), generation.support, len(written))
+        sample.experts = continued(sample.experts, generation.experts)
         sample.response_ids += [*read, *written]
         sample.loss_mask += [0] * len(read) + [1] * len(written)
         sample.rollout_log_probs += [0.0] * len(read) + list(generation.log_probs)

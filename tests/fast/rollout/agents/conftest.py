@@ -75,7 +75,7 @@ def random_engine(chat_tokenizer):
 @pytest.fixture(scope="session")
 def new_trajectory(chat_tokenizer):
     def make(engine, max_new=10_000, max_context=20_000):
-        prompt = Prompt("the task", (1, 2), "42", {"difficulty": 3}, "set.jsonl:7", "the task")
+        prompt = Prompt("the task", (1, 2), "42", {"difficulty": 3}, "set.jsonl:7", input="the task")
         sample = Sample(prompt, 5, 17)
         sampling = SamplingParams(max_new)
         return Trajectory(sample, chat_tokenizer, engine, sampling, lambda n: response_seed(1, n), max_context)

@@ -61,7 +61,7 @@ def agents(tmp_path):
 
 
 async def generate(agents, engine, tokenizer, n_samples=2, max_new=1000, max_context=2000):
-    prompt = Prompt("the task", (1, 2), "42", {"n": 7}, "set.jsonl:7", "the task")
+    prompt = Prompt("the task", (1, 2), "42", {"n": 7}, "set.jsonl:7", input="the task")
     try:
         return await asyncio.wait_for(
             agents(
