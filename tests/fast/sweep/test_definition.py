@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from miles.flags import FlagError
-from miles.sweep.definition import read_definition
+from miles.sweep.definition import KEYS, read_definition
+
+REPO = Path(__file__).parents[3]
 
 GRID = """
 config: base.yaml
@@ -121,3 +124,12 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for path, reason in ((tmp_path / "missing.yaml", "No such file"), (tmp_path / "latin.yaml", "UTF-8")):
         with pytest.raises(FlagError, match=reason):
             read_definition(path)
+
+
+def test_the_example_of_the_docs_is_a_sweep(tmp_path: Path) -> None:
+    text = (REPO / "docs" / "sweep.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    found = read_definition(written(tmp_path, example))
+    assert [variant.seed_offset for variant in found.variants] == [0, 0, 1000] and len(found.seeds) == 8
+    table = text.partition("| key | meaning |")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(KEYS)
