@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -76,7 +75,6 @@ def _refuse(messages: Sequence[str]) -> int:
 
 
 def _run(definition: Definition, runs: Sequence[SweptRun], places: list[Slot], out: Path, command: list[str]) -> int:
-    shutil.copyfile(definition.path, out / f"definition{definition.path.suffix}")
     to_do = [run for run in runs if not run.is_finished]
     places = places[: len(to_do)]
     print(_beginning(definition, runs, to_do, places), flush=True)

@@ -35,6 +35,10 @@ class TimeLeft:
         self._done += share
         self._seconds += seconds
 
+    def given_up(self, share: float) -> None:
+        """Count a run of which ``share`` will not be done."""
+        self._left -= share
+
     def seconds(self, running: Sequence[tuple[float, float]]) -> float | None:
         """Return the seconds until all runs have ended; None as long as nothing is known.
 
@@ -100,10 +104,10 @@ class SweepProgress:
             self._left.ended(1 - self._begun_with[id(run)], attempt.seconds)
             what = f"finished in {in_words(attempt.seconds)}"
         else:
-            self._left.ended(0.0, 0.0)
+            self._left.given_up(1 - self._begun_with[id(run)])
             what = f"{_how(attempt.status)}: {attempt.last_line} ({run.log})"
         left = self._seconds_left()
-        more = "" if left is None or self._done == self._total else f"; about {in_words(left)} left"
+        more = "" if left is None or left < 0.5 else f"; about {in_words(left)} left"
         self._print(f"[{self._done}/{self._total}] {run.name}: {what}{more}")
         self._refresh()
 
@@ -160,7 +164,7 @@ def summary(ended: Ended, unfinished: int, again: str) -> str:
     """
     lines = []
     if ended.failed:
-        lines.append(f"{count(len(ended.failed), 'run')} failed twice:")
+        lines.append(f"{count(len(ended.failed), 'run')} failed:")
         for run, attempt in ended.failed:
             lines.append(f"  {run.name}: {_how(attempt.status)}: {attempt.last_line} ({run.log})")
     if unfinished:

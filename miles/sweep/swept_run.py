@@ -18,6 +18,7 @@ from miles.one_line import one_line
 from miles.saved_runs.run import RunState, SavedRun
 from miles.secret_values import public_words
 from miles.sweep.plan import PlannedRun
+from miles.tracking.run_header import FILE_NAME as RUN_HEADER
 
 FILE_NAME = "sweep-run.json"
 LOG = "log.txt"
@@ -54,7 +55,9 @@ class SweptRun:
 
     def __init__(self, planned: PlannedRun) -> None:
         self.planned = planned
-        self._saved: SavedRun | None = None
+        self._saved: tuple[tuple[int, int], SavedRun | None] | None = (
+            None  # with what identifies the file that was read
+        )
 
     @property
     def name(self) -> str:
@@ -153,13 +156,18 @@ class SweptRun:
         return None if newest is None else newest.iterations
 
     def _run_on_disk(self) -> SavedRun | None:
-        """Return the run as far as it has come; None before it has written its settings."""
+        """Return the run as far as it has come; None before it has written its settings.
+
+        A repeated attempt replaces the file of settings. Otherwise it is read once, and of the metrics what is new.
+        """
         try:
-            run = SavedRun(self.folder)
-            run.settings  # noqa: B018  # raises for a file of another version
-        except InputError:
+            status = (self.folder / RUN_HEADER).stat()
+        except FileNotFoundError:
             return None
-        return run
+        identity = (status.st_ino, status.st_mtime_ns)
+        if self._saved is None or self._saved[0] != identity:
+            self._saved = (identity, _readable(self.folder))
+        return self._saved[1]
 
     def _record(self) -> dict[str, Any] | None:
         path = self.folder / FILE_NAME
@@ -177,6 +185,16 @@ class SweptRun:
         new = path.with_suffix(".new")
         new.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         new.replace(path)
+
+
+def _readable(folder: Path) -> SavedRun | None:
+    """Return the run of a folder; None if its settings cannot be read: half written, or of another version."""
+    try:
+        run = SavedRun(folder)
+        run.settings  # noqa: B018  # raises
+    except InputError:
+        return None
+    return run
 
 
 def _differences(before: Sequence[str], now: Sequence[str]) -> list[str]:
