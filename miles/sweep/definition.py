@@ -93,7 +93,7 @@ def read_definition(path: Path) -> Definition:
         baseline=values.baseline(variants),
         metrics=values.metrics(),
         last=values.number("last", 10),
-        output=Path(str(values.given.get("output") or Path("outputs", path.stem))),
+        output=values.output(),
     )
     runs = len(definition.variants) * len(definition.seeds)
     if runs > MOST_RUNS:
@@ -224,6 +224,12 @@ class _Values:
             self.refuse("metrics: must be a list of names of metrics; write metrics: [rollout/reward]")
             return None
         return tuple(dict.fromkeys(given))
+
+    def output(self) -> Path:
+        given = self.given.get("output")
+        if given is not None and (not isinstance(given, str) or not given.strip()):
+            self.refuse(f"output: {one_line(str(given), LONGEST_VALUE)}: must be a folder; write output: DIR")
+        return Path("outputs", self._path.stem) if given is None else Path(str(given))
 
     def number(self, key: str, default: int) -> int:
         value = self._whole(key, self.given.get(key, str(default)), 1)

@@ -122,9 +122,9 @@ class SweepProgress:
         name = signal.Signals(number).name
         runs = count(running, "run")
         if times == 1:
-            text = f"{name}: stopping; {runs} finish their iteration and save first, a second signal stops them sooner"
+            text = f"{name}: stopping; waiting for {runs} to finish an iteration and save (a second signal: sooner)"
         elif times == 2:
-            text = f"{name}: stopping {runs} at their last checkpoints; a third signal kills them"
+            text = f"{name}: stopping {runs} at the last checkpoint (a third signal kills)"
         else:
             text = f"{name}: killing {runs}"
         self._print(text)

@@ -100,6 +100,7 @@ def test_named_variants_keep_their_order_flags_and_offset(tmp_path: Path) -> Non
         ("seeds: 100000", "is more than 10000"),
         ("seeds: 10000\ngrid: {lr: [1, 2]}", "the sweep has 20000 runs, more than 10000"),
         ("variants: {a: {}}\nbaseline: b", "baseline: b: no such variant; give one of a"),
+        ("output: [a, b]", "output: ['a', 'b']: must be a folder"),
         ("metrics: rollout/reward", "metrics: must be a list"),
         ("last: none", "last: none: must be a whole number of at least 1"),
         ("- 1", "holds no sweep"),

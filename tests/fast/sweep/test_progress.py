@@ -104,7 +104,7 @@ def test_a_terminal_has_a_bar_with_what_is_running(tmp_path: Path) -> None:
     assert "run seed 1 40%" in shown and "left 4m20s" in shown and "2/5" in shown
 
 
-@pytest.mark.parametrize(("times", "words"), [(1, "finish their iteration"), (2, "last checkpoints"), (3, "killing")])
+@pytest.mark.parametrize(("times", "words"), [(1, "finish an iteration"), (2, "last checkpoint"), (3, "killing")])
 def test_a_signal_is_answered(tmp_path: Path, times: int, words: str) -> None:
     watch = Watch(tmp_path)
     watch.progress.stopping(signal.SIGINT, times, 2)

@@ -54,7 +54,7 @@ def test_an_interrupted_sweep_goes_on_to_the_same_result(sweep, tmp_path, workpl
     first.wait_until(held.exists)
     first.interrupt()
     assert first.wait() == 128 + signal.SIGINT, first.out + first.err
-    assert "SIGINT: stopping; 1 run" in first.out
+    assert "SIGINT: stopping; waiting for 1 run" in first.out
     assert re.search(r"2 runs are not finished; miles sweep \S*sweep.yaml .* goes on", first.err)
     assert first.none_left() and not (tmp_path / "out" / "b").exists()
     second = sweep(saving, "--jobs", 1)
