@@ -10,7 +10,7 @@ from typing import Any
 from miles.arguments.launch.machine import has_gpu
 from miles.arguments.parser import Command, judge, read_command
 from miles.arguments.settings import Settings
-from miles.flags import FlagError, flag_name
+from miles.flags import Errors, FlagError, flag_name
 from miles.sweep.definition import OF_THE_SWEEP, Definition, Variant
 
 CHECKPOINTS, EXPORT = "checkpoints", "hf"  # in the folder of a run
@@ -88,8 +88,7 @@ def _planned(definition: Definition, variant: Variant, seed: int, out: Path) -> 
         per_iteration = any(name in given.save_hf for name in ("{iteration}", "{rollout_id}"))
         keywords["save_hf"] = str(folder / EXPORT / "{iteration}" if per_iteration else folder / EXPORT)
     command = _on_one_rank(read_command(definition.words, keywords))
-    settings = judge(command).settings
-    _check_alone(command, settings, folder, own)
+    settings = _judged(command, folder, own)
     resuming = None
     if given.save is not None:
         from_checkpoint = {"load": keywords["save"], **dict.fromkeys(_STARTING_POINT)}
@@ -113,32 +112,41 @@ def _on_one_rank(command: Command) -> Command:
     return replace(command, ranks=1, words=words)
 
 
-def _check_alone(command: Command, settings: Settings, folder: Path, seed: int) -> None:
-    """Refuse what runs of a sweep cannot share, and what is no run.
+def _judged(command: Command, folder: Path, seed: int) -> Settings:
+    """Validate a run, and refuse what runs of a sweep cannot share.
 
     Raises:
         FlagError: With all errors.
     """
-    errors = []
+    errors = Errors()
+    for message in _faults(command, folder, seed):
+        errors.add(message)
+    with errors.catching():
+        validated = judge(command)
+    errors.raise_if_any()
+    return validated.settings
+
+
+def _faults(command: Command, folder: Path, seed: int) -> Iterator[str]:
+    """Yield what runs of a sweep cannot share, and what is no run."""
+    settings = command.settings
     sections: dict[str, Any] = {}
     for section in (settings.tracking, settings.rollout, settings.sglang):
         sections |= vars(section)
     for name in _SHARED_PORTS:
         if sections[name]:
             rule = "two runs at a time cannot have one port"
-            errors.append(f"{flag_name(name)} {sections[name]}: {rule}; give 0, or drop {flag_name(name)}")
+            yield f"{flag_name(name)} {sections[name]}: {rule}; give 0, or drop {flag_name(name)}"
     for name in _SHARED_FILES:
         if sections[name] is not None:
             rule = "all runs would write to the same place"
-            errors.append(f"{flag_name(name)} {sections[name]}: {rule}; drop {flag_name(name)}")
+            yield f"{flag_name(name)} {sections[name]}: {rule}; drop {flag_name(name)}"
     if command.explains or settings.rehearsal.rehearse:
         name = "explain" if command.explains else "rehearse"
-        errors.append(f"--{name}: a sweep trains; drop it, and run miles {name} for one command")
+        yield f"--{name}: a sweep trains; drop it, and run miles {name} for one command"
     if (settings.tracking.output_dir, settings.training.seed, settings.data.rollout_seed) != (str(folder), seed, seed):
         names = ", ".join(map(flag_name, OF_THE_SWEEP))
-        errors.append(
-            f"--custom-config-path {settings.rollout.custom_config_path}: sets one of {names}, which the "
-            "sweep sets for each run; drop it there"
+        yield (
+            f"--custom-config-path {settings.rollout.custom_config_path}: sets one of {names}, which the sweep sets "
+            "for each run; drop it there"
         )
-    if errors:
-        raise FlagError(*errors)
