@@ -22,7 +22,7 @@ SMALL = ("--max-total-tokens", "4096", "--max-running-requests", "32")
 
 
 def server_of(model, log, seed=0):
-    return SglangServer(ServerSpec(model, "float32", "cpu", 1, seed=seed, flags=SMALL, keys=KEYS), log, HOST)
+    return SglangServer(ServerSpec(model, "float32", "cpu", 1, seed=seed, flags=SMALL, keys=KEYS), LogFile(log), HOST)
 
 
 class LocalServer:
@@ -30,7 +30,7 @@ class LocalServer:
 
     def __init__(self, number, model, log_folder):
         self.name = f"engine {number}"
-        self.server = server_of(model, LogFile(log_folder / f"engine_{number}.log"), seed=number)
+        self.server = server_of(model, log_folder / f"engine_{number}.log", seed=number)
         self.starts = 0
 
     async def start(self):
