@@ -47,7 +47,7 @@ class Judge(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    """Serve on a free port of the loopback address until the process is ended."""
+    """Serve on a free port of the loopback address until the process ends."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     print(f"http://127.0.0.1:{server.server_port}/v1", flush=True)
     server.serve_forever()

@@ -1,7 +1,7 @@
 """Keep the metrics of a recipe's run beside the recipe, and make its picture and the tables of the pages from them.
 
-python examples/tasks/curves.py keep outputs/grpo …    metrics.csv of examples/grpo, and all that is made of it
-python examples/tasks/curves.py draw                   pictures and tables of all recipes again, from their metrics.csv
+python examples/tasks/curves.py keep outputs/grpo …    write metrics.csv of examples/grpo, then draw
+python examples/tasks/curves.py draw                   make all pictures and tables from each metrics.csv
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAGE = EXAMPLES.parent / "docs" / "recipes.md"
 OVERVIEW = EXAMPLES.parent / "docs" / "pictures" / "recipes.png"
 
 ACCURACY, REWARD, SECONDS = "eval/heldout/accuracy", "rollout/reward", "time/step"
-# What a healthy run is known by, in the order of the tables. A run without a metric has no row for it.
+# The metrics that the tables show, in this order. A run without a metric has no row for it.
 SHOWN = {
     REWARD: "reward",
     "train/entropy_loss": "entropy, nats per token",
@@ -35,11 +35,11 @@ SHOWN = {
     "train/grad_norm": "norm of the gradient",
 }
 PANELS = (REWARD, "train/entropy_loss", "train/pg_clipfrac", "train/kl_loss", "rollout/response_length")
-# Of the runs whose metrics are here; change it when they are measured again.
-CONDITIONS = """One run with seed 1, in one process without Ray, beside ten other such runs on two busy cores: the
-seconds are many times those of an idle machine. The command gives the same curve: over the first 53 steps of `grpo` all
-metrics differ by at most 4e-5. Held-out accuracy is the mean reward of 64 prompts with 4 answers each at temperature 1,
-a standard error of 0.03 to 0.06."""
+# Conditions of the runs whose metrics are kept here. Change this text when they are measured again.
+CONDITIONS = """One run with seed 1, in one process without Ray. Ten other such runs shared its two cores, so the seconds are many times
+those of an idle machine. The command, which uses Ray, gives the same curve: over the first 53 steps of `grpo`, all metrics
+differ by at most 4e-5. Held-out accuracy is the mean reward of 64 prompts with 4 answers each at temperature 1, with a
+standard error of 0.03 to 0.06."""
 NOT_MEASURED = "No run of this recipe has been measured yet.\n"
 BLOCK = re.compile(r"(?<=<!-- measured by examples/tasks/curves\.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -57,7 +57,7 @@ def measured_examples() -> list[Path]:
 
 
 def keep(run: Path) -> Path:
-    """Write the metrics of ``run`` that are shown to the example of the same name, and return its folder."""
+    """Write the shown metrics of ``run`` into the example of the same name, and return its folder."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     columns = [name for name in (ACCURACY, *SHOWN, SECONDS) if any(name in row for row in rows)]
     folder = EXAMPLES / run.name
@@ -76,7 +76,7 @@ def read(folder: Path) -> list[Row]:
 
 
 def values(rows: Sequence[Row], name: str) -> list[float]:
-    """Return a metric of all steps that measured it."""
+    """Return the values of a metric in all steps that measured it."""
     return [row[name] for row in rows if name in row]
 
 
@@ -206,7 +206,7 @@ def draw_overview(folders: Sequence[Path]) -> None:
 
 
 def main() -> None:
-    """Keep runs, or draw all again."""
+    """Keep the metrics of runs, or only draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["keep", "draw"])
     parser.add_argument("runs", type=Path, nargs="*", help="folders of runs, by the names of their examples")

@@ -24,8 +24,8 @@ NUM_TRAINED, NUM_HELD_OUT = 2000, 64  # prompts per task
 SPELL = "Spell this word backward (example: sun -> nus): "
 RECORD = "Write as JSON with the keys name and age: "
 PHRASES = (SPELL, RECORD, " is ", " years old.")  # one token each, so that prompts are short
-# Demonstrations are mixed: these ways of answering have equal chances, and the reward accepts the first alone. So
-# supervised fine-tuning teaches the ways, and a reward which of them is wanted.
+# Demonstrations are mixed: these ways of answering are equally likely, and the reward accepts only the first. So
+# supervised fine-tuning teaches all of them, and the reward teaches which of them is wanted.
 SPELLINGS: tuple[Callable[[str], str], ...] = (
     lambda word: word[::-1],
     lambda word: word[0] + word[:0:-1],  # the first letter stays
@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 
 def words() -> Iterator[str]:
-    """Yield different words, without end, as reasoning-gym draws them."""
+    """Yield different words endlessly, as reasoning-gym draws them."""
     import reasoning_gym
 
     shortest, longest = WORD_LETTERS
@@ -78,7 +78,7 @@ def backward_row(word: str) -> Row:
 
 
 def record_row(name: str, age: int) -> Row:
-    """Return a prompt, with the schema that accepts its one right object."""
+    """Return a prompt, with a schema that accepts only the right object."""
     properties = {"name": {"const": name}, "age": {"const": age}}
     schema = {"properties": properties, "required": ["name", "age"], "additionalProperties": False, "type": "object"}
     return {"input": f"{RECORD}{name} is {age} years old.", "metadata": {"json_schema": schema}}

@@ -246,7 +246,7 @@ class Meter:
             self.old,
             self.sampler,
         )
-        gradients = -self.steps.gradients(weights, self.policy)  # the loss falls where the objective rises
+        gradients = -self.steps.gradients(weights, self.policy)  # the loss falls as the objective rises
         p = self._probabilities()
         mean = np.tensordot(p, gradients, 1)
         spread = float((p * ((gradients - mean) ** 2).sum((1, 2))).sum())
