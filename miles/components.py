@@ -50,7 +50,7 @@ class EngineSpec:
         has_servers: Whether it generates in servers, by the flags of the section ``sglang`` and those passed on to it.
             Otherwise it is embedded in the rollout process, and runs on one device.
         own_flags: The flags of the section ``rollout`` that no other engine reads.
-        reports_experts: Whether it says which experts it has chosen (``--use-rollout-routing-replay``).
+        reports_experts: Whether it can return the experts that it chose (``--use-rollout-routing-replay``).
     """
 
     builder: str

@@ -14,9 +14,9 @@ waits for it, and iterations i+1 to i+K are generated while iteration i trains (
     trainer  │            │ train 0    │ train 1    │ ...
 
 Due after an iteration, and always after the last one: evaluation every ``--eval-interval``, a checkpoint every
-``--save-interval`` (with ``--save-hf`` and an export). A checkpoint also comes after the best iteration so far by
-``--save-best``. It follows the log: a run that resumes from it has every row of the steps before it. Without prompts
-(``--max-prompt-pass-rate``) the last iteration comes early.
+``--save-interval`` (with ``--save-hf`` and an export). ``--save-best`` also saves after each iteration that is the best
+so far. A checkpoint follows the log: a run that resumes from it has every row of the steps before it. If no prompts are
+left (``--max-prompt-pass-rate``), the run ends early.
 
 A resumed run restores the trainer and the position in the prompts, then continues with the next iteration. Weights are
 versioned by the number of iterations they were trained on.
@@ -179,7 +179,7 @@ class TrainingLoop:
     def save(self, done: int, exports: bool = False, best: BestCheckpoint | None = None) -> None:
         """Write a checkpoint after ``done`` iterations, and with ``exports`` the Hugging Face export too.
 
-        ``best`` is what ``--save-best`` notes of it, if it is the best so far.
+        ``best`` is its record for ``--save-best``, if it is the best so far.
         """
         self.give_gpus_to_trainer()
         with self.timer.phase("save"):
@@ -232,5 +232,5 @@ def no_prompts_left(done: int, num_iterations: int) -> str:
 
 
 def is_due_after(done: int, interval: int | None, num_iterations: int) -> bool:
-    """Return whether what is due every ``interval`` iterations, and after the last one, is due after ``done``."""
+    """Return whether an action that is due every ``interval`` iterations, and after the last, is due after ``done``."""
     return done == num_iterations or (interval is not None and done % interval == 0)

@@ -110,13 +110,13 @@ class TrainShard:
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """What the policy loss read of a sample's tokens, float32 [response] each (batching/token_record.py).
+    """Columns of a sample's tokens that the policy loss read, float32 [response] each (batching/token_record.py).
 
     Attributes:
-        advantages: As the loss had them, after phase 2.
+        advantages: The advantages that the loss used, after phase 2.
         log_probs: The trainer's, under the weights that the iteration began with.
         ratios: Current policy over the one that the iteration began with.
-        token_weights: What corrections multiply the token's loss by.
+        token_weights: The factor of the token's loss by all corrections.
     """
 
     advantages: np.ndarray

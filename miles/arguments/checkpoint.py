@@ -29,7 +29,7 @@ class CheckpointArguments:
         metavar="METRIC[:max|min]",
     )
     async_save: bool = flag(
-        False, "copy a checkpoint into memory and write it while training goes on; needs memory for one more copy"
+        False, "copy a checkpoint into memory and write it during training; needs memory for one more copy"
     )
     start_over: bool = flag(False, "if --save holds checkpoints of another run, save into a new folder inside it")
     load: Optional[str] = flag(
@@ -99,7 +99,7 @@ def explain_checkpoint(checkpoint: CheckpointArguments) -> list[str]:
             size = "largest" if mode == "max" else "smallest"
             lines.append(f"{checkpoint.save}: the best checkpoint too, that of the {size} {metric}")
         if checkpoint.async_save:
-            lines.append("checkpoints are copied into memory, and written while training goes on")
+            lines.append("checkpoints are copied into memory, and written during training")
     if checkpoint.save_hf is not None:
         when = "with each checkpoint and at the end" if checkpoint.save is not None else "at the end"
         lines.append(f"{checkpoint.save_hf}: Hugging Face export {when}")

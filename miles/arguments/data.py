@@ -22,7 +22,7 @@ class DataArguments:
     )
     prompt_mix: Optional[tuple[str, ...]] = flag(
         None,
-        "several training sets in the place of --prompt-data: NAME SOURCE pairs",
+        "several training sets instead of --prompt-data: NAME SOURCE pairs",
         nargs="+",
         type=str,
         metavar="NAME SOURCE",
@@ -107,7 +107,7 @@ def _check_own_source(data: DataArguments, loads_samples: bool, reads_conversati
 
 
 def explain_prompts(data: DataArguments) -> list[str]:
-    """Return the lines about sets of prompts that are mixed, and about the function that chooses."""
+    """Return the lines about mixed sets of prompts, and about the curriculum."""
     lines = []
     if data.prompt_mix is not None:
         names = list(data.mixed_sources)

@@ -202,7 +202,7 @@ def explain_precision(settings: Settings) -> str:
 
 
 def explain_memory(settings: Settings) -> list[str]:
-    """Return where the optimizer's state is, and the choices that memory depends on."""
+    """Return the place of the optimizer's state, and the choices that memory depends on."""
     divided = not reads_megatron_flags(settings) or settings.megatron.use_distributed_optimizer
     where = "divided over the ranks that hold the same weights" if divided else "whole on every rank of its weights"
     recomputes = settings.training.gradient_checkpointing or "recompute_granularity" in dict(

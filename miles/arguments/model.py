@@ -25,12 +25,12 @@ class ModelArguments:
         metavar="PATH",
     )
     ref_update_interval: Optional[int] = flag(
-        None, "iterations after which the reference follows the policy; default: it stays as it is", metavar="N"
+        None, "update the reference from the policy after every N iterations; default: it is frozen", metavar="N"
     )
     ref_mixup_alpha: float = flag(
         1.0,
-        "part of the policy's weights in the reference after --ref-update-interval, the rest being its own; 1 replaces "
-        "it (TRL's ref_model_mixup_alpha)",
+        "weight A of the policy when --ref-update-interval sets the reference to A policy + (1 - A) reference; 1 "
+        "copies the policy (TRL's ref_model_mixup_alpha)",
     )
     opd_teacher_load: Optional[str] = flag(
         None,

@@ -7,20 +7,20 @@ from typing import Optional
 from miles.flags import Errors, count, flag
 
 FOLDER = "profile"  # in --output-dir
-MOST_RANKS = 8  # that are recorded unless --profile-ranks names them
+MOST_RANKS = 8  # recorded by default; --profile-ranks can name more
 
 
 @dataclass(frozen=True)
 class ProfilingArguments:
-    """profiling: a trace of some iterations, and a table of where their seconds went."""
+    """profiling: a trace of some iterations, and a table of their seconds."""
 
     profile: bool = flag(
         False, "record iterations in profile/ of --output-dir: a trace for Perfetto, and a table of the seconds by kind"
     )
     use_pytorch_profiler: bool = flag(False, "the same as --profile")
-    profile_step_start: int = flag(1, "first iteration to record, counted from 0, where warm-up is part of the seconds")
+    profile_step_start: int = flag(1, "first iteration to record, counted from 0; iteration 0 has the warm-up in it")
     profile_step_end: Optional[int] = flag(
-        None, "iteration before which recording ends; default: one is recorded", metavar="ITERATION"
+        None, "first iteration that is not recorded any more; default: one is recorded", metavar="ITERATION"
     )
     profile_ranks: Optional[tuple[int, ...]] = flag(
         None, f"trainer ranks to record; default: the first {MOST_RANKS}", nargs="+", type=int, metavar="RANK"

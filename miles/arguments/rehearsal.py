@@ -11,7 +11,7 @@ DEVICES = ("a100", "h100", "h200", "b200")
 
 @dataclass(frozen=True)
 class RehearsalArguments:
-    """rehearsal: what a run will need, foreseen without weights and GPUs."""
+    """rehearsal: estimate without weights and GPUs what a run will need."""
 
     rehearse: bool = flag(
         False,

@@ -39,8 +39,8 @@ class RolloutArguments:
     )
     no_support_replay: bool = flag(
         False,
-        "with top-p, top-k or min-p: train on log-probs over the whole vocabulary, not over the tokens that these have "
-        "kept, so the ratio is biased (docs/replay.md)",
+        "with top-p, top-k or min-p: train on log-probs over the whole vocabulary, not over the tokens that these "
+        "keep, so the ratio is biased (docs/replay.md)",
     )
     use_rollout_routing_replay: bool = flag(
         False, "train the experts that the engine chose for each token (docs/replay.md)"
@@ -151,7 +151,7 @@ class RolloutArguments:
 
     @property
     def replays_support(self) -> bool:
-        """Whether the engine says which tokens it drew from, and the trainer computes log-probs over these."""
+        """Whether the engine returns the support of each token, and the trainer computes log-probs over it."""
         return self.truncates_sampling and not self.no_support_replay
 
     @property

@@ -23,8 +23,8 @@ class TrackingArguments:
     )
     samples_token_values: Optional[int] = flag(
         None,
-        "answers of an iteration that are stored with what the loss has read of their tokens: ratio, advantage, "
-        "correction, the trainer's log-prob; default: --report-samples; -1: all",
+        "answers per iteration that are stored with ratio, advantage, correction and the trainer's log-prob of each "
+        "token; default: --report-samples; -1: all",
         metavar="N",
     )
     log_format: Literal["text", "json"] = flag(

@@ -57,11 +57,11 @@ def convert(
         reward_weights: The weight of each reward by name, if there are several.
         supports: What to do with the supports of samples: leave them out, take them if samples have any, or require
             them, as in a run that generates with top-p, top-k or min-p.
-        with_experts: Whether to take the experts that the engine's routers have chosen.
+        with_experts: Whether to take the experts that the engine's routers chose.
 
     Raises:
         ValueError: The aggregation would have a group cut in two, a reward is not finite, or the columns of a sample
-            differ in length, or a sample lacks the support that others have, or experts that are asked for.
+            differ in length, or a sample lacks a support or experts that it must have.
     """
     places = _places(groups, _trajectories(groups, loss, advantages_of, reward_weights))
     global_batch_size = max(1, len(places)) if global_batch_size is None else global_batch_size

@@ -11,7 +11,7 @@ import numpy as np
 
 
 class PackedSample(NamedTuple):
-    """What packing needs of a sample: which prompt it has, and the tokens of prompt and response."""
+    """The facts of a sample that packing needs: which prompt it has, and the numbers of prompt and response tokens."""
 
     prompt: bytes  # samples of equal prompts may share its tokens
     prompt_length: int
@@ -81,7 +81,7 @@ def _largest_of_prompt(share: np.ndarray, prompt: np.ndarray, length: np.ndarray
 
 
 def _first_fit(samples: Sequence[tuple[int, int, int, int]], budget: int) -> list[list[int]]:
-    """Put (index, prompt, length, response) into bins, in order; samples of a prompt come one after another.
+    """Put (index, prompt, length, response) into bins, in order; the samples of a prompt are adjacent.
 
     The cheapest bin is the one that has the prompt; of equal ones it is the first.
     """

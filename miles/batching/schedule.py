@@ -106,7 +106,7 @@ class ShardBuilder:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Create many objects, none of them in a circle: the collector would visit all of them again and again."""
+    """Pause the collector while many objects are created, none of them in a cycle: it would visit them repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -156,7 +156,7 @@ def schedule_step(
         to_train, to_score = [[*a, *b] for a, b in zip(to_train, to_score, strict=True)], [[] for _ in to_score]
     if not to_train[0]:
         to_train = [[MicroBatchPlan(())] for _ in range(ranks)]
-    # Ranks that share all of their sequences have one shard between them.
+    # Ranks that share all of their sequences use the same shard object.
     together = 1 if parallel.dynamic_context_parallel else parallel.context_parallel_size
     firsts = range(0, ranks, together)
     shards = [_shard(batch, mass, to_train[rank], to_score[rank]) for rank in firsts]

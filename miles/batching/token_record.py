@@ -1,7 +1,7 @@
-"""Record what the loss reads of the tokens of a few samples, for the report.
+"""Record the values of each token that the loss reads, for a few samples, for the report.
 
 The rollout side chooses the samples (``TrainShard.recorded``). Their columns are copied on the device while the loss is
-computed, and read from it when the iteration's steps are taken, so that no step waits for it.
+computed, and moved to the host after all steps of the iteration, so that no step waits for that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Kept:
 
 
 class TokenRecorder:
-    """Takes the values of every micro-batch of a policy step, and keeps those of the chosen samples."""
+    """Receives the values of every micro-batch of a policy step, and keeps those of the chosen samples."""
 
     def __init__(self) -> None:
         self._step = 0

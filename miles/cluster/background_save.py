@@ -1,7 +1,7 @@
-"""A checkpoint whose files the trainer's ranks write while training goes on (``--async-save``).
+"""A checkpoint whose files the trainer's ranks write during training (``--async-save``).
 
-The ranks have copied it into memory and write it in a thread each. A thread of the launcher waits for them, and makes
-the checkpoint appear when the last file is on the disk.
+Each rank has copied its part into memory, and a thread of the rank writes it. A thread of the launcher waits for all
+ranks, and publishes the checkpoint when the last file is on the disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class BackgroundSave:
     Args:
         calls: One per rank; each returns when the rank has written its files.
         publish: Makes the checkpoint appear.
-        naming: Makes the context in which both happen, which may name the disk in an error.
+        naming: Makes the context for both, which can name the disk in an error.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BackgroundSave:
         return self._failure is not None
 
     def wait(self, seconds: float) -> None:
-        """Wait until it has ended, for so many seconds at most."""
+        """Wait until it has ended, at most ``seconds``."""
         self._thread.join(seconds)
 
     def end(self) -> None:

@@ -23,10 +23,10 @@ CLOCK_READINGS = 5  # of another machine's clock; the fastest counts
 
 
 class IterationProfiler:
-    """Records the iterations that the flags name, around the loop's own work on each.
+    """Records the iterations that the flags name, while the loop works on them.
 
     Attributes:
-        on_phase: Is told every phase too.
+        on_phase: Called with every phase too.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from miles.cluster.ray_watch import look_at_node
 # returns in time whatever else the worker does, and Ray fails it at once if the process dies.
 HEARTBEAT = "heartbeat"
 REPORT = "report"  # the concurrency group of ``describe()``, which returns the worker's stacks while it works
-SAVING = "saving"  # the concurrency group of a call that waits for a checkpoint that is written while the worker works
+SAVING = "saving"  # the concurrency group of a call that waits for a checkpoint, while the worker does other work
 HEARTBEAT_SECONDS = 10.0
 LOOK_SECONDS = 1.0  # between two checks for missing heartbeats
 ASLEEP_SECONDS = 10.0  # between two checks: the launcher itself was stopped or busy

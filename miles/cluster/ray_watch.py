@@ -1,7 +1,7 @@
 """Notice that Ray itself died: its GCS, which knows the cluster, or the raylet of this machine, which runs the workers.
 
 No run continues without them, and calls of Ray may then wait for ever or end the process with a message of
-Ray's. So a thread of the launcher looks at both and reports the first that is lost, long before Ray gives up.
+Ray's. So a thread of the launcher looks at both and reports the first that is lost, long before Ray's own time limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ray._private import ray_constants
 from ray._private import worker as ray_worker
 
 LOOK_SECONDS = 0.2
-LOST_SECONDS = 30.0  # without an answer, or stopped; Ray itself gives up after 60 s
+LOST_SECONDS = 30.0  # without an answer, or stopped; Ray's own limit is 60 s
 CONNECT_SECONDS = 5.0
 
 
@@ -157,7 +157,7 @@ class RayWatch:
     """Look at parts of Ray in a thread, and call ``on_loss`` once with what happened to the first that is lost.
 
     Args:
-        parts: What the thread looks at.
+        parts: The parts of Ray that the thread looks at.
         on_loss: Called with a sentence, in the thread that has found the loss.
         node: What ``look_at_node`` asks.
     """

@@ -36,7 +36,7 @@ class Restarts:
         """Use one, and return ``settings`` changed to resume what the run has saved; says so.
 
         Args:
-            why: What has ended the run.
+            why: The error that ended the run.
             settings: The attempt that has ended.
             files: What was kept of its failure.
 
@@ -74,7 +74,7 @@ def with_restarts(
         settings: The run.
         attempt: Runs it to its end.
         restarts: How many are left; None for ``--max-restarts``.
-        files: What is kept of a failure.
+        files: The files that are kept of a failure.
         stop: Requests to stop the run, after which it is not restarted.
     """
     restarts = Restarts(settings.cluster.max_restarts) if restarts is None else restarts

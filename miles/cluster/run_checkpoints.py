@@ -1,4 +1,4 @@
-"""What a run saves, as seen from the launcher: checkpoints of both sides, and exports of the model."""
+"""Checkpoints of trainer and prompts, and exports of the model, as the launcher sees them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RunCheckpoints:
     best: BestSoFar | None = None  # by the metric of --save-best, from the first iteration on
 
     def best_with(self, metrics: Mapping[str, Metric], done: int, due: bool) -> BestCheckpoint | None:
-        """Return what ``--save-best`` notes of ``done`` iterations with these metrics, if they are the best so far.
+        """Return the record of ``done`` iterations with these metrics, if they are the best so far by ``--save-best``.
 
         ``due`` says whether a checkpoint is due anyway.
         """
@@ -46,7 +46,7 @@ class RunCheckpoints:
         return self.best.improved_by(metrics, done, due)
 
     def save(self, done: int, best: BestCheckpoint | None = None) -> None:
-        """Write a checkpoint after ``done`` iterations; ``best`` is noted of it, if it is the best so far."""
+        """Write a checkpoint after ``done`` iterations; ``best`` is its record if it is the best so far."""
         state = {"rollouts_done": done, "prompts": self.rollout.state(done), "run": self.run_state}
         self.trainer.save(done, state, best)
         self.last_saved = done
@@ -57,7 +57,7 @@ class RunCheckpoints:
             self.trainer.settle_save()
 
     def end(self) -> None:
-        """Do what is left at the end of a run: wait for the last checkpoint, and name a metric that never came."""
+        """End the run: wait for the last checkpoint, and print a note if no iteration had the metric."""
         self.settle()
         if self.best is not None and not self.best.seen:
             print(f"note: --save-best {self.arguments.save_best}: no iteration had this metric, so no best was saved")

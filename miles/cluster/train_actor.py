@@ -1,7 +1,7 @@
 """The processes of the trainer: ``TrainDriver`` starts one ``TrainActor`` per rank, and has every rank do the same.
 
 The work of a rank is in miles/training; an actor holds its backend and trainer, and passes calls on. The launcher
-imports this module too, so torch and what needs it are imported where they are used.
+imports this module too, so torch and its dependents are imported in the functions that use them.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ LAST_SAVE_SECONDS = 60.0  # for a checkpoint that is being written when the run 
 
 @dataclass(frozen=True)
 class TrainedIteration:
-    """What a rank knows of the steps of an iteration that it has taken.
+    """The results of an iteration's steps on one rank.
 
     Attributes:
         steps: The metrics of each step.
-        tokens: Of the recorded samples that it held, by step in the iteration and position in the step.
+        tokens: Columns of the recorded samples on this rank, by step in the iteration and position in the step.
     """
 
     steps: list[dict[str, Metric]]
@@ -133,10 +133,10 @@ class TrainDriver:
         Args:
             iterations_done: Names the checkpoint.
             state: The launcher's own, plain JSON.
-            best: What ``--save-best`` notes of it, if it is the best so far.
+            best: Its record for ``--save-best``, if it is the best so far.
 
         Raises:
-            SaveFailed: It names the disk, if that is why the checkpoint, or the one before it, cannot be written.
+            SaveFailed: This checkpoint, or the one before it, cannot be written; names the disk if that is the cause.
         """
         self.settle_save()
         given = self.settings.checkpoint
@@ -167,7 +167,7 @@ class TrainDriver:
         return None if written is None else f"{written / 1e9:.2f} GB"
 
     def settle_save(self) -> None:
-        """Wait for the checkpoint that is being written, if one is. Raises ``SaveFailed`` as ``save`` does."""
+        """Wait for a checkpoint that is being written. Raises ``SaveFailed`` as ``save`` does."""
         saving, self._saving = self._saving, None
         if saving is not None:
             with suppress(OSError, ray.exceptions.RayTaskError):  # ``end`` names the disk
@@ -206,7 +206,7 @@ class TrainDriver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._saving is not None and kind is not None and issubclass(kind, Exception):
-            self._saving.wait(LAST_SAVE_SECONDS)  # it is of use whatever has failed; a signal does not wait
+            self._saving.wait(LAST_SAVE_SECONDS)  # useful whatever failed; a signal does not wait
         self.stop()
 
     def _on_all(self, verb: str, *arguments: Any) -> list[Any]:
@@ -362,7 +362,7 @@ class TrainActor:
 
     @ray.method(concurrency_group=SAVING)
     def written(self) -> dict[str, FileRecord]:
-        """Wait until what was staged is on the disk; returns size and hash of this rank's files. Raises ``OSError``."""
+        """Wait until the staged files are on the disk; returns their sizes and hashes. Raises ``OSError``."""
         return self._written.result()
 
     def load(self, folder: Path) -> dict[str, Any]:

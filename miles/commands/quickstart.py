@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=model.TARGET,
         metavar="DIR",
-        help=f"where the model is put if no MODEL_FOLDER is given (default: {model.TARGET})",
+        help=f"folder for the model if no MODEL_FOLDER is given (default: {model.TARGET})",
     )
     return parser
 

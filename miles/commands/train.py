@@ -67,7 +67,7 @@ class RunContext:
         notifier: Tells ``--notify-url`` how it goes.
         restarts: How many restarts are left.
         given: The flags of checkpoints as the user gave them, for run.yaml.
-        continuation: Makes the launcher that takes over if Ray dies, from the settings that resume; None in a process
+        continuation: Makes the launcher that follows if Ray dies, from the settings that resume; None in a process
             that is not the launcher's alone.
     """
 
@@ -119,13 +119,13 @@ def take_over(handed: HandedOver) -> None:
 
 
 def launch(validated: Validated, ending: Ending, is_alone: bool = False, handed: HandedOver | None = None) -> None:
-    """Lock the folders of a run, find where it begins, and run it to its end.
+    """Lock the folders of a run, find its first iteration, and run it to its end.
 
     Args:
         validated: What to run.
         ending: Makes the context that handles whatever ends the run early (``exit_with_message``).
         is_alone: Whether this process does nothing else afterwards.
-        handed: What the launcher before this one has left, if there was one.
+        handed: The state that a launcher before this one has left, if there was one.
     """
     from miles.cluster.failure_files.folder import FailureFiles
     from miles.cluster.failures import notifying
@@ -189,7 +189,7 @@ def _context(
         again = HandedOver(replace(validated, settings=resumed, notes=(), accepted=()), given, restarts.left)
         return Continuation(f"{__name__}:take_over", again, environment)
 
-    can_be_replaced = is_alone and not settings.cluster.ray_address  # nobody starts a joined cluster anew
+    can_be_replaced = is_alone and not settings.cluster.ray_address  # nobody restarts a joined cluster
     return RunContext(stop, files, notifier, restarts, given, continuation if can_be_replaced else None)
 
 
@@ -222,7 +222,7 @@ def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuati
         context: What its attempts share.
 
     Returns:
-        The launcher that takes over, if there is to be one, or else the exit status.
+        The launcher that follows, if there is to be one, or else the exit status.
     """
     from miles.cluster.failures import stopped, stopped_by
     from miles.cluster.ray_watch import is_hang

@@ -1,6 +1,6 @@
-"""Your function that chooses what is drawn: ``--curriculum-path module:function``, called before every iteration.
+"""Your function that chooses the prompts: ``--curriculum-path module:function``, called before every iteration.
 
-It is given what is known of each prompt, and returns new weights of the sets, the next prompts, or None to change
+Its argument has statistics of each prompt. It returns new weights of the sets, the next prompts, or None to change
 nothing::
 
     def easy_first(curriculum: Curriculum) -> dict[str, float]:
@@ -10,8 +10,8 @@ nothing::
     def unsolved(curriculum: Curriculum) -> list[tuple[str, int]]:
         return [place for place, known in curriculum.prompts.items() if known.reward < 0.5]
 
-It keeps no state of its own: a resumed run has the statistics of its checkpoint and calls it again for the iteration
-that it resumes with. With ``--async-steps`` or ``--partial-rollout``, what is in flight is not known yet.
+It should keep no state of its own: a resumed run has the statistics of its checkpoint, and calls it again for its first
+iteration. With ``--async-steps`` or ``--partial-rollout``, groups that are in progress are not in the statistics yet.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Place: TypeAlias = tuple[str, int]  # the name of a set, and the position of a p
 
 @dataclass(frozen=True)
 class PromptStatistics:
-    """What is known of a prompt whose groups were scored.
+    """Statistics of a prompt whose groups were scored.
 
     Attributes:
         groups: How often it was generated from.
         reward: The mean reward of the last group.
-        response_length: The mean tokens of a response of the last group.
+        response_length: The mean response length of the last group, in tokens.
         iteration: The iteration of the last group.
     """
 
@@ -53,11 +53,11 @@ class Curriculum:
     """The argument of the function.
 
     Attributes:
-        iteration: The iteration that is drawn for next, counted from 0.
-        num_iterations: How many the run has.
-        weights: The weights of the sets by name, as they are now.
+        iteration: The iteration whose prompts are drawn next, counted from 0.
+        num_iterations: The iterations of the run.
+        weights: The current weights of the sets, by name.
         sets: The prompts of each set, in the order of its source.
-        prompts: What is known of the prompts that were generated from, by place.
+        prompts: Statistics of the prompts that were generated from, by place.
     """
 
     iteration: int
@@ -100,7 +100,7 @@ class CurriculumStream:
 
     @property
     def epoch(self) -> int:
-        """As that of the mixture."""
+        """The complete passes of the mixture."""
         return self.mixture.epoch
 
     def start(self, iteration: int) -> None:
@@ -156,11 +156,11 @@ class CurriculumStream:
             self.known[place] = PromptStatistics(before + 1, reward, length, iteration)
 
     def leave_out(self, group_index: int) -> None:
-        """As that of the mixture."""
+        """Leave the prompt of that group out of the mixture."""
         self.mixture.leave_out(group_index)
 
     def draw(self, n: int) -> list[PromptGroup]:
-        """As that of the mixture."""
+        """Draw from the mixture."""
         return self.mixture.draw(n)
 
     def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:

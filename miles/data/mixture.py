@@ -2,9 +2,8 @@
 
 Sets take turns by smooth weighted round-robin: with weights w that add up to 1, every draw adds w_i to the credit of
 each set, takes the set of the largest credit, and subtracts 1 from that credit. So nothing is random, and with fixed
-weights no set is ever a whole prompt ahead of its share, nor S - 1 prompts behind it if there are S sets. Within its
-set each prompt is drawn as from a single one: pass after pass, each in an order of its own with
-``--rollout-shuffle``.
+weights and S sets, no set is ever a whole prompt ahead of its share or S - 1 prompts behind it. Within a set, prompts
+are drawn as without a mixture: pass after pass, with ``--rollout-shuffle`` each in its own order.
 
 A curriculum (curriculum.py) can change the weights, or name the next prompts, before every iteration.
 """
@@ -18,7 +17,7 @@ from typing import Any
 from miles.data.stream import NoPromptsLeft, PromptStream
 from miles.sample import Prompt, PromptGroup
 
-_REMEMBERED = 100_000  # groups: many more than can be in flight
+_REMEMBERED = 100_000  # groups whose places are kept: many more than can be in progress
 
 
 @dataclass(frozen=True)

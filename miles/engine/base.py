@@ -24,10 +24,9 @@ class SamplingParams:
     """Say how tokens are drawn.
 
     ``temperature`` 0 is greedy. ``top_k`` -1, ``top_p`` 1.0 and ``min_p`` 0.0 keep the whole vocabulary. With
-    ``returns_support`` the engine says what they have kept for each token, with ``returns_experts`` which experts each
-    layer has chosen. ``stop_token_ids`` end a
-    response and stay in it, as the model's end-of-sequence token does; so does the token that completes one of
-    ``stop_texts``, which only the torch engine takes.
+    ``returns_support`` the engine returns the set that they kept for each token, with ``returns_experts`` the experts
+    that each layer chose. ``stop_token_ids`` end a response and stay in it, as the model's end-of-sequence token does;
+    so does the token that completes one of ``stop_texts``, which only the torch engine takes.
     """
 
     max_new_tokens: int

@@ -27,7 +27,7 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
 
 
 def waiting_tasks(loop: asyncio.AbstractEventLoop) -> Counter[str]:
-    """Return where the tasks of an event loop wait, as ``file:line in function > …``, and how many wait there.
+    """Return the places at which tasks of an event loop wait, as ``file:line in function > …``, with their number.
 
     May be called from another thread. Frames of libraries are left out, apart from the innermost one.
     """

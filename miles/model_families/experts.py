@@ -1,4 +1,4 @@
-"""Layers with experts: what the families that have them share. A routed expert is a gated MLP of its own tensors.
+"""Layers with experts: the part that families share. A routed expert is a gated MLP of its own tensors.
 
 Routing by sigmoid scores is that of DeepSeek-V3 (arXiv 2412.19437 §2.1.2). A bias per expert, which no gradient
 reaches, is added to the scores when experts are chosen, within the groups of experts with the highest scores. The

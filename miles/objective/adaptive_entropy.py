@@ -29,7 +29,7 @@ class AdaptiveEntropyFlags:
     """loss: the entropy below which it is rewarded, and by how much."""
 
     entropy_target: Optional[float] = flag(
-        None, "entropy in nats per token below which it is rewarded, with a weight that adapts from --entropy-coef on"
+        None, "reward entropy up to this, in nats per token, with a weight that starts at --entropy-coef and adapts"
     )
     entropy_coef_delta: float = flag(0.005, "how much --entropy-target changes the weight after each optimizer step")
     entropy_coef_min: float = flag(0.0, "smallest weight of --entropy-target")

@@ -1,7 +1,7 @@
 """Adapt the weight of the KL so that the KL stays near a target (``--kl-target``; Ziegler et al., arXiv 1909.08593).
 
-Section 2.2 of the paper, in the form of its code and of verl's ``kl_ctrl.type=adaptive``, where the gain is the number
-of trajectories over a horizon::
+Section 2.2 of the paper, in the form of its code and of verl's ``kl_ctrl.type=adaptive``, with the number of
+trajectories over a horizon as the gain::
 
     e_t    = clip(KL_t / KL_target - 1, -0.2, 0.2)
     beta <- beta (1 + e_t N / horizon)
@@ -26,7 +26,7 @@ _LARGEST_ERROR = 0.2
 
 @dataclass(frozen=True)
 class AdaptiveKlFlags:
-    """loss: the KL that its weight is adapted to."""
+    """loss: a target for the KL, to which its weight adapts."""
 
     kl_target: Optional[float] = flag(
         None,

@@ -1,7 +1,7 @@
 """Weights in the loss that change during a run: of the KL (adaptive_kl.py), of the entropy (adaptive_entropy.py).
 
-After each optimizer step they follow what the step has measured. Metrics of a step are the same on every rank, so the
-weights are too, and nothing is sent. A checkpoint has their state.
+After each optimizer step they adapt to its metrics, which are the same on every rank. So the weights are the same too,
+without communication. A checkpoint has their state.
 """
 
 from __future__ import annotations

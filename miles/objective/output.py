@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenValues:
-    """What the loss reads of each response token of ``micro``: fp32 [R] without a graph.
+    """The values of each response token of ``micro`` that the loss reads: fp32 [R] without a graph.
 
     Attributes:
         micro: The micro-batch, or one with whole responses, whose layout the columns have.
-        log_probs: The trainer's, before the iteration's first step.
-        log_ratios: log current - log old; 0 where the mask is 0.
+        log_probs: The trainer's log-probs, before the iteration's first step.
+        log_ratios: log current - log old; 0 for masked tokens.
         token_weights: The product of the factors of token_weights.py.
     """
 

@@ -7,8 +7,8 @@ With ``--fp32-lm-head`` the head's product is in fp32 under a body in bf16 (Mini
 2510.13786). Rounding a logit of size 16 to bf16 changes it by up to 1/16, and trainer and engine round
 differently.
 
-On a CPU, logits of half precision are turned into fp32 a few rows at a time, which stay in the cache of a core. One
-after the other, passes over all rows of a chunk would wait for memory (docs/performance.md has the figures).
+On a CPU, logits in half precision are converted to fp32 a few rows at a time, which stay in the cache of a core. Passes
+over all rows of a chunk, one after the other, would wait for memory (docs/performance.md has the figures).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def head_logits(
 ) -> torch.Tensor:
     """Compute ``hidden @ weight.T + bias``, [R, V]; in fp32 and unrounded if ``fp32``, without a gradient.
 
-    Products of two bf16 numbers are exact in fp32, so neither result depends on how it is computed but by the order of
-    its sums. GPUs add them up in fp32 without a copy of the head (``out_dtype``); elsewhere the head is copied.
+    Products of two bf16 numbers are exact in fp32, so results differ only by the order of their sums. GPUs sum in fp32
+    without a copy of the head (``out_dtype``); elsewhere the head is copied.
     """
     if not fp32 or hidden.dtype != torch.bfloat16:
         return torch.nn.functional.linear(hidden, weight, bias)

@@ -33,7 +33,7 @@ ImportanceLevel = Literal["token", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class Ratios:
-    """The two ratios that token weights read, as logarithms [R] without a graph; 0 where the mask is 0.
+    """The two ratios that token weights read, as logarithms [R] without a graph; 0 for masked tokens.
 
     Attributes:
         importance: log old - log engine: the trainer before the first step of the iteration, over the engine.

@@ -1,1 +1,1 @@
-"""Record where the seconds of an iteration go (``--profile``): spans in every process, and one trace of all of them."""
+"""Record the work of an iteration (``--profile``): spans in every process, and one trace of all of them."""

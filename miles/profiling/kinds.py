@@ -1,4 +1,4 @@
-"""The kind of an operation: what the table of a profile adds up."""
+"""The kinds of operations by which the table of a profile sums seconds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KINDS = (*(kind for kind, _ in _KINDS), OTHER, PYTHON)
 def kind_of(event: Event) -> str:
     """Return the kind of what an event does by itself.
 
-    A span does Python between the operations within it, and so do autograd's own events.
+    A span by itself is the Python code between the operations within it, and so are autograd's own events.
 
     >>> kind_of(Event("aten::addmm", "cpu_op", "t", 0, 1)), kind_of(Event("aten::copy_", "cpu_op", "t", 0, 1))
     ('matrix products', 'copies and casts')

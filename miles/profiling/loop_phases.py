@@ -22,7 +22,7 @@ class LoopPhases:
         self._began, self._current, self._events = self._clock(), None, []
 
     def phase(self, name: str | None) -> None:
-        """Note the phase that begins, or goes on after one within it; None if the last has ended."""
+        """Note the phase that begins, or continues after one within it; None if the last has ended."""
         now = self._clock()
         if self._current is not None:
             ended, start = self._current

@@ -1,4 +1,4 @@
-"""What was recorded of one process, in a form that crosses processes: names, threads and nanoseconds since 1970."""
+"""The record of one process, in a form that can be sent: names, threads and nanoseconds since 1970."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class ProcessTrace:
     """One process during one iteration.
 
     Attributes:
-        name: How the trace calls the process.
+        name: The name of the process in the trace.
         start: When recording began.
         end: When it ended.
         events: Work, sorted by thread, then by start; an event comes before those within it.
-        waits: Name, begin and end of what coroutines waited for.
-        dropped: Events and waits that are left out, because there were too many.
-        clock: Which clock the process reads; processes on one machine have the same.
+        waits: Name, begin and end of each wait of a coroutine.
+        dropped: The number of events and waits that are left out, because there were too many.
+        clock: The name of the clock that the process reads; processes on one machine have the same.
     """
 
     name: str
@@ -57,7 +57,7 @@ class ProcessTrace:
         return replace(self, start=other.start, end=other.end)
 
     def shifted(self, nanoseconds: int) -> ProcessTrace:
-        """Return the same trace as a clock shows it that is ahead by so much."""
+        """Return the same trace by a clock that is ahead by ``nanoseconds``."""
         return replace(
             self,
             start=self.start + nanoseconds,

@@ -71,7 +71,7 @@ class Recorder:
 def clock_offset(readings: Sequence[tuple[int, int, int]]) -> int:
     """Return by how many nanoseconds another machine's clock is ahead of this one's.
 
-    As in NTP (RFC 5905, section 8), the reading with the shortest way counts; its error is at most half of that way.
+    As in NTP (RFC 5905, section 8), the reading with the shortest round trip counts; its error is at most half of that.
 
     Args:
         readings: This clock before, the other clock, and this clock after, of each reading.

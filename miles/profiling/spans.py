@@ -11,14 +11,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST_WAITS = 20_000  # that are kept of one recording; later ones are counted only
+MOST_WAITS = 20_000  # kept per recording; later ones are only counted
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass
 class Recording:
-    """What is recorded of this process beside the operations of PyTorch.
+    """The part of a process's record that PyTorch does not keep.
 
     Attributes:
         waits: Name, begin and end of each wait, in nanoseconds since 1970.
@@ -40,7 +40,7 @@ def begin() -> Recording:
 
 
 def end() -> None:
-    """Record no longer."""
+    """Stop recording."""
     global _recording
     _recording = None
 

@@ -1,4 +1,4 @@
-"""The text table of a profile: where the seconds of the iteration went."""
+"""The text table of a profile: the seconds of an iteration by phase, kind of operation and span."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from miles.profiling.kinds import KINDS, kind_of
 from miles.profiling.process_trace import KERNELS, SPAN, Event, ProcessTrace, idle_times, self_times
 
-NAMES = 3  # operations that a row names
+NAMES = 3  # largest operations that a row names
 SPANS = 15  # rows of spans
 SHORTEST = 0.001  # of the iteration: kinds below it are left out
 
@@ -64,7 +64,7 @@ def _kinds(events: Sequence[Event]) -> Iterator[tuple[str, float, str]]:
 
 
 def _spans(process: ProcessTrace) -> Iterator[tuple[str, float, str]]:
-    """Yield the longest spans with all that is within them; a span within another counts in both.
+    """Yield the longest spans, including everything within them; a span within another counts in both.
 
     Those that differ in a number are one row: all micro-batches, all steps. FSDP2's own are in the trace only.
     """

@@ -67,7 +67,7 @@ def convert_from_wheel(target: Path) -> Path:
 
 
 def prepare(folder: Path | None, target: Path = TARGET) -> Path:
-    """Return the model's folder, and say on stderr where it comes from.
+    """Return the model's folder, and print its source on stderr.
 
     Args:
         folder: A Hugging Face folder to use as it is; None takes the first other source that is available.

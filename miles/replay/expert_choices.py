@@ -19,9 +19,9 @@ def dtype_for(num_experts: int) -> type[np.generic]:
 
 
 def continued(first: np.ndarray | None, more: np.ndarray | None) -> np.ndarray | None:
-    """Return the choices of a sample that was continued. ``more`` is of all its positions, read again.
+    """Return the choices of a sample that was continued. ``more`` has those of all its positions, computed again.
 
-    A position keeps the choice of the time when it was generated.
+    A position keeps the choice that was made when it was generated.
     """
     if first is None or more is None:
         return more if first is None else first
@@ -31,7 +31,7 @@ def continued(first: np.ndarray | None, more: np.ndarray | None) -> np.ndarray |
 def at_tokens(
     choices: list[np.ndarray], sample: np.ndarray, position: np.ndarray, layers: int, topk: int
 ) -> np.ndarray:
-    """Return the choices of the tokens of a micro-batch, int16 [T, layers, k], ``UNKNOWN`` where there are none.
+    """Return the choices of the tokens of a micro-batch, int16 [T, layers, k], ``UNKNOWN`` for tokens without choices.
 
     Args:
         choices: Those of each sample.

@@ -1,4 +1,4 @@
-"""The routers of a transformers model: which experts they choose is read, or given to them.
+"""The routers of a transformers model: record the experts that they choose, or set them.
 
 Given experts replace the choice alone. The weights of the experts are computed from the router's own logits, as the
 model does, so gradients reach the router (rollout routing replay, arXiv 2510.11370).
@@ -36,7 +36,7 @@ def _sigmoid_weights(router: Any, logits: torch.Tensor, experts: torch.Tensor) -
     return scaled
 
 
-# The weights of given experts, by ``model_type``. A type is here once a test compares it with its own routing.
+# The weights of given experts, by ``model_type``. A type is listed only if a test compares it with its own routing.
 WEIGHTS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "qwen3_moe": _softmax_weights,
     "deepseek_v3": _sigmoid_weights,

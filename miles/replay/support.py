@@ -16,7 +16,7 @@ EXCLUDED = -1e20  # a logit whose exponential is 0; finite, so that 0 times it i
 class Support:
     """The sets of R response tokens, on the training device.
 
-    Where the sets of a token are in the flat columns is kept on the host, so that no chunk waits for the device.
+    The places of a token's sets in the flat columns are kept on the host, so that no chunk waits for the device.
 
     Attributes:
         vocab_size: V.
@@ -26,7 +26,7 @@ class Support:
         id_ends: The end of each token's ids in ``ids``, host int64 [R + 1], from 0.
         bits: The large sets, uint8 [m, ceil(V / 8)].
         bit_rows: The response token of each of them, int64 [m].
-        bit_ends: The same of ``bits``, host int64 [R + 1].
+        bit_ends: The same for ``bits``, host int64 [R + 1].
     """
 
     vocab_size: int

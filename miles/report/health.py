@@ -88,8 +88,8 @@ class Curves:
     def success(self) -> tuple[float, float] | None:
         """Return success early and now: held-out accuracy if it was measured twice, else the mean reward.
 
-        Of a weighted sum of rewards, the part that says whether an answer is right counts alone: what pays for length
-        or format says nothing about that.
+        Of a weighted sum of rewards, only the part that says whether an answer is right counts: parts that pay for
+        length or format say nothing about that.
         """
         sets = [values for name in evaluation_names(self._metrics.names) if len(values := self._success_in(name)) > 1]
         if sets:

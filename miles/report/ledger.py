@@ -27,7 +27,7 @@ def expand(runs: Sequence[Sequence[int]] | None) -> list[int]:
 
 
 def is_recorded(row: Mapping[str, Any]) -> bool:
-    """Return whether the trainer has recorded what the loss read of the tokens."""
+    """Return whether the row has the trainer's values of its tokens."""
     return bool(row.get("log_probs"))
 
 
@@ -50,7 +50,7 @@ def token_columns(row: Mapping[str, Any]) -> dict[str, list[float | None]]:
 
     ``weight`` is that of the token in the loss, with corrections if the trainer has recorded them. ``credit`` is the
     advantage times this weight: the token's part in the gradient, at a ratio of 1. ``gap`` is the trainer's log-prob
-    less the engine's. What the trainer has of tokens outside the loss is left out (None).
+    less the engine's. The trainer's values of tokens outside the loss are left out (None).
     """
     count = len(row.get("tokens") or [])
     if not count:

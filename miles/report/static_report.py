@@ -106,7 +106,7 @@ def _samples(view: RunView, per_iteration: int, room: int) -> tuple[dict[str, An
 def _chosen(rows: Sequence[Row], count: int) -> list[int]:
     """Return the positions of ``count`` rows, spread evenly so that they show different prompts.
 
-    Rows with what the loss read of their tokens come before the others.
+    Rows with the trainer's values of their tokens come before the others.
     """
     recorded = [index for index, row in enumerate(rows) if is_recorded(row)]
     others = [index for index, row in enumerate(rows) if not is_recorded(row)]

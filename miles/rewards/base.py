@@ -53,7 +53,7 @@ class Reward(Choice):
     what could take more than linear time runs in ``subprocess_call``, under its limits.
 
     Attributes:
-        data: What it needs of a prompt's row, in words; empty for nothing.
+        data: The parts of a prompt's row that it needs, in words; empty for nothing.
         limit: The time that an answer may take, in words; empty for linear time.
         needs_label: Whether a row without a label cannot be scored.
         instead_of_label: The flag that takes the place of the label, as a field.

@@ -157,7 +157,7 @@ class _Worker:
                 self._pending.pop(number, None)
 
     def _place(self) -> str:
-        """Return where the function is, as the end of a sentence; nothing if no thread of its process is in it."""
+        """Return the line that the function has reached, as the end of a sentence; nothing if no thread is in it."""
         folder = os.environ.get(RUN_FOLDER)
         if folder is None:
             return ""

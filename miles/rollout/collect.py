@@ -75,7 +75,7 @@ class GroupCollector(Protocol):
 
 @runtime_checkable
 class HasProgress(Protocol):
-    """A collector that says how far an iteration is."""
+    """A collector that reports the progress of an iteration."""
 
     @property
     def progress(self) -> tuple[int, int]:

@@ -52,7 +52,7 @@ def _columns(returned: Any, path: str) -> Mapping[str, Sequence[Any]]:
     unknown = [str(name) for name in returned if name not in (*REQUIRED, *OPTIONAL, *NOT_READ)]
     if missing or unknown:
         what = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(unknown)}, which is not read here"
-        raise ValueError(f"{FLAG} {path}: what it returned {what}; the columns are {', '.join((*REQUIRED, *OPTIONAL))}")
+        raise ValueError(f"{FLAG} {path}: its result {what}; the columns are {', '.join((*REQUIRED, *OPTIONAL))}")
     lengths = {name: len(returned[name]) for name in (*REQUIRED, *OPTIONAL) if returned.get(name) is not None}
     if len(set(lengths.values())) != 1:
         raise ValueError(f"{FLAG} {path}: its columns have the lengths {lengths}; return one entry per row in each")

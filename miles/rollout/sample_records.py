@@ -1,7 +1,7 @@
 """The answers of an iteration as they are stored: with tokens, advantage and denominator, within a bound of bytes.
 
-A few of them, or all, also get what the loss read of their tokens. The rollout side chooses these and leaves room for
-them; the trainer's ranks record the values (batching/token_record.py), and the launcher joins both.
+A few of them, or all, also get the trainer's values of their tokens. The rollout side chooses these answers and leaves
+room for the values; the trainer's ranks record them (batching/token_record.py), and the launcher joins both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from miles.train_batch import TokenColumns, TrainShard
 
 ALL = -1  # of ``--samples-token-values``
 VALUE_BYTES = 12  # of a rounded number in a list, at most: "-1.234e-05, "
-_LARGEST, _LARGEST_LOG = 9.999e6, 9999.0  # that have no more bytes
+_LARGEST, _LARGEST_LOG = 9.999e6, 9999.0  # the largest numbers that fit in VALUE_BYTES
 
 Place = tuple[int, int]  # of a sample: the step in the iteration, the position in the step
 
@@ -52,7 +52,7 @@ class StoredSamples:
     Attributes:
         records: In the order of groups.
         places: The place of each chosen record, by its position in ``records``.
-        columns: The columns of tokens that there is room for.
+        columns: The names of the columns of tokens that room is left for.
     """
 
     records: list[SampleRecord]
@@ -80,9 +80,9 @@ class StoredSamples:
 
 
 def token_columns_of(loss: LossArguments, steps: int) -> tuple[str, ...]:
-    """Return the columns of tokens that a run stores: those that can be other than 1, or than the sample's advantage.
+    """Return the columns of tokens that a run stores: those that can differ from 1, or from the sample's advantage.
 
-    None without a policy loss, which has them.
+    There are none without a policy loss.
 
     Args:
         loss: The flags of the objective.
@@ -114,7 +114,7 @@ class SampleRecorder:
         steps_per_iteration: Optimizer steps per iteration.
         advantage_by_sample: Whether phase 1 gives the advantage; otherwise the trainer makes it, and none is stored.
         token_values: How many records of an iteration the trainer completes; ``ALL``: all.
-        token_columns: The columns that these get.
+        token_columns: The columns of these records.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class SampleRecorder:
 
 
 def _known(group: PromptGroup, weighings: Mapping[tuple[int, int], _Weighing]) -> Iterator[tuple[Sample, _Weighing]]:
-    """Yield the samples of a group with what the train batch says of them."""
+    """Yield the samples of a group with their entries of the train batch."""
     seen: dict[int, int] = {}  # samples of each trajectory so far
     for sample in group.samples:
         assert sample.trajectory_id is not None, "scored samples have one"

@@ -122,7 +122,7 @@ class SavedRun:
         ]
 
     def best(self) -> BestCheckpoint | None:
-        """Return what ``--save-best`` has noted, or None."""
+        """Return the record of ``--save-best``, or None."""
         save = self.settings.checkpoint.save
         return None if save is None else best_in(self.inside(save))
 

@@ -1,6 +1,6 @@
 """The run in the terminal: one line of at most 80 columns per step, the time that is left, and what takes long.
 
-On a terminal a bar below the lines names the phase and how far it is; elsewhere a long one is reported every minute.
+On a terminal a bar below the lines shows the phase and its progress; elsewhere a long one is reported every minute.
 ``--log-format json`` prints the same as JSON objects (``JsonSink``).
 """
 
@@ -51,7 +51,7 @@ class RunOutput(Protocol):
         """Show what the run is doing from now on; None between two phases."""
 
     def watch(self, details: Details) -> None:
-        """Show how far a phase is, where the output is a terminal."""
+        """Show the progress of a phase, if the output is a terminal."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Print a step."""
@@ -190,7 +190,7 @@ class ConsoleSink:
         self._details: PhaseProgress | None = None
 
     def watch(self, details: Details) -> None:
-        """Ask from now on how far each phase is, and show it in the bar. Without a terminal nothing is asked."""
+        """Show the progress of each phase in the bar from now on. Without a terminal nothing is asked."""
         if self._progress is not None:
             self._details = PhaseProgress(details, self._describe)
 
@@ -232,7 +232,7 @@ class ConsoleSink:
             self._progress.update(self._bar, completed=step, left=left)
 
     def close(self) -> None:
-        """Stop the bar where it is and release the terminal."""
+        """Stop the bar at its position and release the terminal."""
         if self._details is not None:
             self._details.close()
         if self._progress is not None:
@@ -250,7 +250,7 @@ class _LeftColumn(ProgressColumn):
 
 
 class LongPhases:
-    """Say every minute what a run is doing, as long as one phase goes on."""
+    """Print every minute of a long phase what the run is doing."""
 
     def __init__(self, say: Callable[[str], None], seconds: float = LONG_PHASE_SECONDS) -> None:
         self._say = say

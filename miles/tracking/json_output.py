@@ -62,7 +62,7 @@ class _JsonStream:
         self._level: Level = level
         self._event = event
         self._writing = threading.RLock()
-        self._rests: dict[int, str] = {}  # of the lines that threads have begun
+        self._rests: dict[int, str] = {}  # of unfinished lines, by thread
 
     def write(self, text: str) -> int:
         thread = threading.get_ident()

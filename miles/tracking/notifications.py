@@ -24,7 +24,7 @@ class Notifier:
     Args:
         url: The address; None sends nothing. It may hold a token, so it is never printed.
         run: The output folder of the run.
-        secrets: What must not be sent.
+        secrets: Texts that must not be sent.
     """
 
     def __init__(self, url: str | None, run: str, secrets: Collection[str] = ()) -> None:

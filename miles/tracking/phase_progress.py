@@ -1,4 +1,4 @@
-"""How far a long phase is, on a terminal: "generate  37 of 64 groups"; and what happens before the first phase."""
+"""Progress on a terminal: of a long phase ("generate  37 of 64 groups"), and of loading before the first phase."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Details = Mapping[str, Callable[[], str | None]]  # by phase; None: not known
 
 
 class PhaseProgress:
-    """Asks every second how far the current phase is, in a thread, and shows it.
+    """Shows the progress of the current phase, which a thread asks for every second.
 
     Args:
-        details: What to ask in which phase. It must return soon.
+        details: The function to ask in each phase. It must return soon.
         show: Shows the phase and the answer.
         seconds: The time between two questions.
     """
@@ -37,7 +37,7 @@ class PhaseProgress:
         self._phase = phase
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         self._ended.set()
         self._thread.join()
 
@@ -71,7 +71,7 @@ class Loading:
             self._status.update(f"loading: {what}")
 
     def close(self) -> None:
-        """Show no more. Closing twice is harmless."""
+        """Remove the line. Closing twice is harmless."""
         if self._status is not None:
             self._status.stop()
 

@@ -40,11 +40,11 @@ class SampleRecord:
         mask: The loss mask.
         rollout_log_probs: The engine's log-probs.
         weight_versions: The weights behind each token.
-        log_probs: The trainer's log-probs before the iteration's first step. It and what follows is stored of few
-            samples (``--samples-token-values``).
-        ratios: Current policy over the one that the iteration began with; None: 1 throughout.
-        token_weights: What corrections multiply the tokens' losses by; None: 1 throughout.
-        advantages: Those of the tokens; None: ``advantage``.
+        log_probs: The trainer's log-probs before the iteration's first step. They and the fields below are stored for
+            few samples (``--samples-token-values``).
+        ratios: Current policy over the one that the iteration began with; None: all are 1.
+        token_weights: The product of the corrections of each token; None: all are 1.
+        advantages: The advantage of each token; None: all are ``advantage``.
     """
 
     prompt: str

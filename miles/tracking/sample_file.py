@@ -124,7 +124,7 @@ class SampleFile:
         return Hit(row["rollout_id"], file.read(offset - begin).count(b"\n"), row)
 
     def _offset(self, file: BinaryIO, step: int, end: int) -> int:
-        """Return where the first line of iteration ``step`` or of a later one starts; ``end`` if there is none."""
+        """Return the offset of the first line of iteration ``step`` or later; ``end`` if there is none."""
         low, high = 0, end  # lines that start before low are earlier ones; those from high on are not
         while low < high:
             middle = (low + high) // 2
@@ -165,7 +165,7 @@ def spread_order(count: int) -> list[int]:
 
 
 def _end(file: BinaryIO) -> int:
-    """Return where the last complete line ends."""
+    """Return the end of the last complete line."""
     position = file.seek(0, 2)
     while position:
         begin = max(0, position - _TAIL)
@@ -178,7 +178,7 @@ def _end(file: BinaryIO) -> int:
 
 
 def _line_before(file: BinaryIO, offset: int) -> int:
-    """Return where the line that ends before ``offset`` starts."""
+    """Return the start of the line that ends before ``offset``."""
     position = offset - 1
     while position:
         begin = max(0, position - _TAIL)
@@ -191,7 +191,7 @@ def _line_before(file: BinaryIO, offset: int) -> int:
 
 
 def _line_after(file: BinaryIO, position: int, end: int) -> int:
-    """Return where the first line at or after ``position`` starts; ``end`` if there is none."""
+    """Return the start of the first line at or after ``position``; ``end`` if there is none."""
     if position >= end:
         return end
     file.seek(position - 1)

@@ -79,7 +79,7 @@ class Tracker:
             sink.log(step, values)
 
     def watch(self, details: Details) -> None:
-        """Show on a terminal how far a phase is: ``details`` has what to ask in it."""
+        """Show the progress of phases on a terminal; ``details`` has the function to ask in each."""
         self._console.watch(details)
 
     def phase(self, name: str | None) -> None:

@@ -103,7 +103,7 @@ def staging_path(root: Path, iterations_done: int) -> Path:
 
 
 def bytes_being_written(root: Path) -> int | None:
-    """Return the size of what is written of the next checkpoint in ``root``; None if none is being written."""
+    """Return the bytes of the next checkpoint in ``root`` that are written so far; None if none is being written."""
     found = None
     for folder in root.glob(".writing_iter_*"):
         for path in folder.rglob("*"):
@@ -173,7 +173,7 @@ def reference_folder(folder: Path) -> Path:
 
 
 def saved_reference(folder: Path, interval: int | None, reads_reference: bool) -> Path | None:
-    """Return the same, to be read; None if the run starts from its own, as one that has just been given the flag does.
+    """Return the reference in ``folder`` for a run to load; None if it starts from ``--ref-load``, as with a new flag.
 
     Args:
         folder: The checkpoint.

@@ -1,8 +1,8 @@
 """Write through torch.distributed.checkpoint: to the disk at once, or into memory; its errors as one sentence.
 
 With ``--async-save`` the ranks agree on the contents of the files and copy them into memory (``StagedFiles``), which
-takes collective operations and the device. A thread writes them to the disk, which takes neither. So training goes on
-while the disk works, and the files are those of a save that waits.
+needs collective operations and the device. A thread writes them to the disk, which needs neither. So training continues
+meanwhile, and the files are the same as without the flag.
 """
 
 from __future__ import annotations

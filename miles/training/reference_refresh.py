@@ -6,8 +6,8 @@ After every N-th iteration the weights of the reference become::
 
 (Gorbatovski et al., "Learn Your Reference Model for Real Good Alignment", arXiv 2404.09656: with alpha 1 its hard
 update, below 1 its soft one. TRL's ``sync_ref_model`` has the same formula, with ``ref_model_mixup_alpha`` and
-``ref_model_sync_steps``, which counts optimizer steps.) The policy's weights are those that it computes with. What is
-mixed stays in fp32: in bf16, a change of less than 1/256 of a weight would be lost each time.
+``ref_model_sync_steps``, which counts optimizer steps.) The policy's weights are those that it computes with. With
+alpha below 1, ref stays in fp32: in bf16, a change of less than 1/256 of a weight would be lost each time.
 """
 
 from __future__ import annotations

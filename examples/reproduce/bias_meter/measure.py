@@ -69,7 +69,7 @@ class Row:
             prompt's part is along the gradient of that prompt's mean reward.
         prompt_weight: The weight of the harder prompt over that of the easier, both relative to the mean reward's.
         curl: Asymmetry of the expected gradient's derivative, over its size: 0 if it is the gradient of anything.
-            On-policy, and without a critic or a baseline that would have to follow the policy.
+            Measured on-policy, and without a critic or a baseline that would have to follow the policy.
         noise: The variance of a step's gradient, summed over parameters, over the squared length of its mean.
         objective: The function that it is exactly the gradient of, up to a factor, if that has a name.
     """

@@ -25,7 +25,7 @@ HEADINGS = {
     SPEED: "speed only: results are the same",
     MEMORY: "memory only: results are the same, and more memory may be needed",
     REPORTING: "reporting only",
-    FILES: "files only: what is saved does not change the run",
+    FILES: "files only: saved files do not change the run",
     OTHER_PART: "settings of a backend or an engine that this run does not use",
     READ_AS: "read as",
 }

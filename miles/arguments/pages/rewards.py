@@ -12,7 +12,7 @@ ALWAYS = "linear"  # of a reward without a limit: the time of an answer is linea
 
 
 def rewards_table() -> str:
-    """Return a markdown table of the built-in rewards: what they give, what they need, flags and time limit."""
+    """Return a markdown table of the built-in rewards: their value, the data they need, flags and time limit."""
     lines = ["| name | reward | data it needs | flags | time limit |", "|---|---|---|---|---|"]
     for name, reward in REWARDS.items():
         cells = (

@@ -45,7 +45,7 @@ def check_replay_on_cpu(settings: Settings, errors: Errors) -> None:
 
 
 def _check_engine(settings: Settings, errors: Errors) -> None:
-    """Check that the engine says which experts it chose; SGLang does since a flag of its servers asks for that."""
+    """Check that the engine can return the experts that it chose; SGLang can if its servers know the flag for that."""
     name, known = settings.rollout.rollout_engine, known_server_flags()
     if not engine_spec(name).reports_experts:
         rule = f"--rollout-engine {name} does not say which experts it chose"

@@ -63,7 +63,7 @@ class FailureFiles:
             copy_ray_logs(self.run_folder, self._made() / RAY_LOGS, self._hidden())
 
     def next_attempt(self) -> None:
-        """Make a new folder at the next failure: the run has begun another attempt, or replaced a worker."""
+        """Make a new folder at the next failure: the run started another attempt, or replaced a worker."""
         self._folder, self._reported = None, False
 
     def in_words(self) -> str:

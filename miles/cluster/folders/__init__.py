@@ -1,1 +1,1 @@
-"""Folders that a run writes: who may, which run they belong to, where a run resumes, and why a write failed."""
+"""Folders that a run writes: locks, the run that owns them, the point to resume from, and errors of the disk."""

@@ -33,7 +33,7 @@ class BestCheckpoint:
         mode: Whether the largest or the smallest value is the best.
         value: Its value.
         iterations: The iterations before the checkpoint.
-        due: Whether it would have been saved anyway.
+        due: Whether a checkpoint was due anyway.
     """
 
     metric: str
@@ -79,7 +79,7 @@ class BestSoFar:
     Args:
         given: The value of the flag.
         root: The folder of ``--save``.
-        done: The iterations that the run has done; a best checkpoint after more of them is passed over.
+        done: The iterations that the run has done; a best checkpoint of a later iteration is ignored.
     """
 
     def __init__(self, given: str, root: Path, done: int) -> None:
@@ -109,17 +109,17 @@ class BestSoFar:
 
 
 def remove_superseded(saved: Path, settings: Settings, best: BestCheckpoint | None) -> None:
-    """Note a new best checkpoint, and remove those that the flags do not keep.
+    """Record a new best checkpoint, and remove those that the flags do not keep.
 
     One that cannot be removed does not stop the run.
 
     Args:
         saved: The checkpoint that the run has just published.
         settings: The run.
-        best: What is noted of ``saved``, if it is the best so far.
+        best: The record of ``saved`` as the best so far, if it is.
 
     Raises:
-        OSError: The note of the best cannot be written.
+        OSError: The record of the best checkpoint cannot be written.
     """
     given, model, root = settings.checkpoint, settings.model, saved.parent
     before = best_in(root) if given.save_best is not None else None

@@ -8,7 +8,7 @@ from miles.objective.token_log_probs import head_logits
 
 
 class Fp32Head:
-    """Replaces a head's product by the trainer's (``head_logits``), of the same weights.
+    """Replaces a head's product by the trainer's (``head_logits``), with the same weights.
 
     On a CPU the fp32 copy of the weights is kept from one decoding step to the next, because copying takes as long as
     multiplying.
@@ -21,7 +21,7 @@ class Fp32Head:
         head.forward = self._logits  # type: ignore[assignment, method-assign]
 
     def forget(self) -> None:
-        """Drop the copy: the weights change."""
+        """Drop the copy, since the weights change."""
         self._copy = None
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ class ModelRunner:
         self._routers: Routers | None = None
 
     def prepare_experts(self) -> None:
-        """Find the routers, so that passes can say which experts they choose.
+        """Find the routers, so that passes can record the experts that they choose.
 
         Raises ``ValueError`` for a model whose routers are not known.
         """
@@ -58,7 +58,7 @@ class ModelRunner:
 
     @contextmanager
     def recording_experts(self) -> Iterator[Callable[[], np.ndarray]]:
-        """Give a function that returns the experts of the block's pass, [tokens of all rows, layers, k]."""
+        """Yield a function that returns the experts of the block's pass, [tokens of all rows, layers, k]."""
         assert self._routers is not None, "prepare_experts() comes first"
         with self._routers.recording():
             yield self._routers.take_numpy

@@ -37,7 +37,7 @@ class RowSampling:
         top_k: The limits of the restricted rows.
         top_p: The limits of the restricted rows.
         min_p: The limits of the restricted rows.
-        supported: Those of the restricted rows whose kept tokens are asked for, as positions in ``restricted``.
+        supported: The restricted rows that ask for their support, as positions in ``restricted``.
         supported_rows: The same, as rows.
     """
 
@@ -81,9 +81,9 @@ class Drawn(NamedTuple):
 
     Attributes:
         tokens: int64 [B].
-        log_probs: fp32 [B], under softmax(logits / temperature) over the full vocabulary, before top-k, top-p and
-            min-p; over what these have kept for rows that ask for it; under the raw logits for greedy rows.
-        supports: What they have kept, token ids in no order, for each row that asks for it and is cut.
+        log_probs: fp32 [B], under softmax(logits / temperature): over the full vocabulary, before top-k, top-p and
+            min-p, or over the support for rows that ask for it. Under the raw logits for greedy rows.
+        supports: The support of each restricted row that asks for it: token ids in any order.
     """
 
     tokens: torch.Tensor

@@ -221,7 +221,7 @@ def read_generation(answer: dict[str, Any], vocab: int, with_support: bool = Fal
     """Read the response in SGLang's answer, with the support of each token if that was asked for.
 
     Raises:
-        EngineUnavailable: For what no sound server says.
+        EngineUnavailable: If a field is missing or malformed.
         RequestRefused: If the server knows no supports.
     """
     try:
@@ -267,7 +267,7 @@ def read_support(meta: dict[str, Any], token_ids: Sequence[int], vocab: int) -> 
         sound = len(sets) == len(log_probs) == len(token_ids) and bool(made.contain(token_ids).all())
         found = [float(value) for value in log_probs]
     except (TypeError, ValueError, IndexError, OverflowError) as error:
-        raise EngineUnavailable(f"an answer whose kept tokens are none ({error})") from error
+        raise EngineUnavailable(f"an answer whose kept tokens cannot be read ({error})") from error
     if not (sound and all(math.isfinite(value) and value <= 1e-4 for value in found)):
         raise EngineUnavailable(f"an answer whose kept tokens do not fit its tokens: {str(meta)[:300]}")
     return found, made
@@ -285,7 +285,7 @@ def read_experts(meta: dict[str, Any], shape: tuple[int, int, int]) -> np.ndarra
     given = meta.get("routed_experts")
     if given is None:
         raise RequestRefused(
-            "--use-rollout-routing-replay: the server says nothing of the experts that it chose; start it with "
+            "--use-rollout-routing-replay: the server does not return the experts that it chose; start it with "
             "--enable-return-routed-experts"
         )
     try:

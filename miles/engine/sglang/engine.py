@@ -62,7 +62,7 @@ class SglangEngine:
             eos_ids: The model's own stop tokens.
             unresponsive_seconds: Without ``--use-fault-tolerance``: how long a server may pass no health check.
             keys: The keys that servers and router want.
-            experts_shape: Layers and experts per token of a model with experts, if servers say which they choose.
+            experts_shape: Layers and experts per token of a model with experts, if servers return their choice.
         """
         self._concurrency = sglang.sglang_server_concurrency * len(processes)
         self._concurrency_flag = f"--sglang-server-concurrency {sglang.sglang_server_concurrency}"

@@ -34,8 +34,8 @@ MODULE = "sglang.launch_server"
 MODULE_ON_CPU = "sglang_on_cpu"  # in cpu/, which is on the import path of servers on CPU
 
 # Flags that SGLang needs, or runs better with, on CPU: (flag, value, other spellings that the user may have given).
-# The limit in tokens bounds the cache. The fraction of memory bounds it too. SGLang does not start if its weights, and
-# what other processes take while it loads, exceed the fraction: with 0.1, a busy host prevented that.
+# The limit in tokens bounds the cache, and so does the fraction of memory. SGLang does not start if its weights, and
+# the memory that other processes take while it loads, exceed the fraction. With 0.1 it did not start on a busy host.
 _ON_CPU = (
     ("--device", "cpu", ()),
     ("--attention-backend", "torch_native", ("--prefill-attention-backend", "--decode-attention-backend")),
@@ -62,7 +62,7 @@ class ServerSpec:
         keys: The keys that it wants.
         is_deterministic: Whether the seed of a request decides its answer, whatever else the server computes.
         fp32_head: Whether it computes its logits in fp32.
-        says_experts: Whether answers may say which experts were chosen.
+        says_experts: Whether answers can contain the experts that were chosen.
     """
 
     model_path: str

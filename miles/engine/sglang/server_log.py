@@ -18,7 +18,7 @@ DEFAULT_MAX_MB = 100.0
 
 @dataclass(frozen=True)
 class LogFile:
-    """Where the output of a server goes, over all its starts.
+    """The file of a server's output, over all its starts.
 
     When ``path`` would exceed ``max_mb`` megabytes, it becomes ``path`` + ``.1``, in place of the one before.
     """
@@ -47,7 +47,7 @@ class ServerLog:
     def copy(self, output: IO[bytes]) -> None:
         """Copy ``output`` line by line until its end, without the secrets.
 
-        A line that cannot be written, because the disk is full say, is left out: an unread pipe would stop the server.
+        A line that cannot be written, for example on a full disk, is dropped: an unread pipe would stop the server.
         """
         with output:
             for raw in output:

@@ -24,7 +24,7 @@ class OptimalTokenBaselineFlags:
 
     otb_zero_tail: bool = flag(
         False,
-        "give the end of a group's longest response, where no other is as long, the baseline 0 instead of its own "
+        "give the tokens of a group's longest response after the end of all others the baseline 0 instead of their own "
         "return (verl's handle_zero_tail)",
     )
 
@@ -40,10 +40,10 @@ class OptimalTokenBaseline(Estimator):
 
     The summand of W is the squared norm of the gradient of log p_j by the logits (one-hot less softmax), so W_t
     measures the gradient of the response up to t without a backward pass. Only responses that have a token t count at
-    t: where the longest is alone, B is its own return and A is 0, unless ``--otb-zero-tail``. Tokens that the mask
-    leaves out are no tokens, as in verl's ``tir_optimal_token_baseline``. p is the trainer's before the first step;
-    sum p(v)^2 costs one more forward pass. verl scales W by squared importance weights if it corrects for the
-    engine's; here it does not.
+    t. After the end of all others, B is the longest response's own return and A is 0, unless ``--otb-zero-tail``.
+    Masked tokens do not count as tokens, as in verl's ``tir_optimal_token_baseline``. p is the trainer's before the
+    first step; sum p(v)^2 costs one more forward pass. verl also scales W by squared importance weights if it corrects
+    for the engine's probabilities; this estimator does not.
 
     A group of one is its own baseline, so its advantage is 0 (verl returns the reward).
     """

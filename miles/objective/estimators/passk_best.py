@@ -1,4 +1,4 @@
-"""Pass@k by leave-one-out: what the best answer adds to its group (arXiv 2503.19595)."""
+"""Pass@k by leave-one-out: the gain of a group from its best answer (arXiv 2503.19595)."""
 
 from typing import Any
 

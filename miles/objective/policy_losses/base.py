@@ -20,8 +20,8 @@ class PolicyTokens:
     """The response tokens of a micro-batch, as a policy loss reads them.
 
     Attributes:
-        log_probs: Log-probs of the current policy, [R], with a graph; 0 without a graph where the mask is 0.
-        log_ratio: log current - log old, [R], with a graph, within +-80; 0 without a graph where the mask is 0.
+        log_probs: Log-probs of the current policy, [R], with a graph; 0 without a graph for masked tokens.
+        log_ratio: log current - log old, [R], with a graph, within +-80; 0 without a graph for masked tokens.
         advantages: [R]; masked tokens may hold anything.
         micro: The micro-batch, for what needs whole sequences (sequences.py).
     """

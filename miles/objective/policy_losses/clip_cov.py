@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClipCovFlags:
-    """clip_cov: how many tokens lose their gradient, and of which covariance."""
+    """clip_cov: how many tokens lose their gradient, and the range of their covariance."""
 
     clip_cov_fraction: float = flag(
         2e-4, "fraction of the step's loss tokens that --policy-loss clip_cov takes the gradient from"

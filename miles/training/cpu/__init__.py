@@ -1,1 +1,1 @@
-"""Kernels of training for CPUs: the same results in an order that suits their caches."""
+"""Kernels of training for CPUs: the same results, computed in an order that suits their caches."""

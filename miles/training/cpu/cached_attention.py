@@ -1,7 +1,7 @@
 """Attention over short rows in half precision on a CPU: a few rows at a time, whose fp32 scores stay in a core's cache.
 
-The scores of all rows at once are a few passes over memory that was just allocated, which takes longer than the two
-matrix products (docs/performance.md has the figures).
+Computing the scores of all rows at once takes a few passes over memory that was just allocated, which is slower than
+the two matrix products (docs/performance.md has the figures).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def cached_attention(
         k: Keys.
         v: Values.
         scaling: The factor of the scores.
-        visible: Which key a query sees, bool [rows or 1, 1, Q, K]; None: causal, with as many queries as keys.
+        visible: Which keys a query sees, bool [rows or 1, 1, Q, K]; None: causal, with as many queries as keys.
     """
     if visible is None:
         visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()[None, None]

@@ -33,7 +33,7 @@ class MegatronReference(MegatronModel[PolicyScorer]):
         check_can_follow(self._own, of_policy, path)
 
     def follow(self, policy: PolicyModel) -> None:
-        """Take over the weights of ``policy``, or a part of them."""
+        """Copy the weights of ``policy``, or mix them in."""
         follow(self.exact, _weights(policy), self._alpha)
         self._compute_with_exact()
 

@@ -122,9 +122,9 @@ class MegatronModel(Generic[Scorer]):
             yield micro, tokens
 
     def _experts(self, plan: MicroBatchPlan, micro: MicroBatch, tokens: PackedTokens) -> MicroBatchExperts | None:
-        """Return the experts that the micro-batch's routers are given, or where they are kept; None for neither.
+        """Return the experts for the micro-batch's routers, or an object that keeps their choice; None for neither.
 
-        A micro-batch is laid out alike in every pass. What is kept is removed when its plan is no longer used.
+        A micro-batch has the same layout in every pass. Its experts are removed when its plan is no longer used.
         """
         if self.replays_experts and micro.experts is not None:
             shared = self.ranks.tp if self.stage.config.sequence_parallel else None

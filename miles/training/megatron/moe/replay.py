@@ -1,9 +1,8 @@
-"""Give the routers of a pass the experts that were chosen before, through Megatron's own place for that.
+"""Give the routers of a pass the experts that were chosen before, through Megatron's hook ``router_replay``.
 
 ``topk_routing_with_score_function`` (megatron-core 0.16.1 ``transformer/moe/moe_utils.py``) asks ``router_replay`` for
 the experts and computes their weights from the router's logits. Megatron's own ``RouterReplay`` keeps its choices in a
-list of the process. Under a pipeline, passes over several micro-batches take turns, so here they travel with the
-micro-batch.
+global list. In a pipeline, passes over several micro-batches alternate, so here each micro-batch carries its choices.
 """
 
 from __future__ import annotations
