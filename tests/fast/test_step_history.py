@@ -1,4 +1,4 @@
-"""benchmarks/step_history.py: what is read from the history, and which parts it reports as slower."""
+"""benchmarks/step_history.py: the rows of the history, and the parts that it reports as slower."""
 
 import importlib.util
 import sys

@@ -132,7 +132,7 @@ def test_shares_are_packed_as_each_alone(given_shares, budget):
 
 
 def plainly_balanced(weights, parts):
-    """The largest differencing method as it is written down, with every empty part, and every weight in the heap."""
+    """The largest differencing method as published, with every empty part, and every weight in the heap."""
     heap = []
     for index, weight in enumerate(weights):
         empty = [(0, []) for _ in range(parts - 1)]

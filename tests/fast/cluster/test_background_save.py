@@ -1,4 +1,4 @@
-"""``--async-save``: a checkpoint appears when its files are written, and a failure is that of a failed save."""
+"""``--async-save``: a checkpoint appears when its files are written, and errors are those of a save that waits."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Trainer ranks and the engines that share their GPUs, on several nodes with stand-in devices."""
+"""Trainer ranks and the engines that share their GPUs, on several nodes with simulated devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_an_engine_on_two_nodes_is_refused():
 
 
 class Reporting:
-    """A server that reports where it is, and which GPUs it sees."""
+    """A server that reports its node, and which GPUs it sees."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -48,7 +48,7 @@ class Rank:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_engines_see_the_gpus_of_the_ranks_that_they_share_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of four stand-in GPUs, engines of two: each sees those of two consecutive ranks, on one node."""
+    """Two nodes of four simulated GPUs, engines of two: each sees those of two consecutive ranks, on one node."""
     from ray.cluster_utils import Cluster
 
     path = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]

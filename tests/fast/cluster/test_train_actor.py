@@ -1,4 +1,4 @@
-"""What a rank of the trainer saves and restores beside its backend, and when the reference follows the policy."""
+"""State that a trainer rank saves and restores beside its backend, and when the reference follows the policy."""
 
 import json
 from dataclasses import replace

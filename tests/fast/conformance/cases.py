@@ -115,7 +115,7 @@ class Case:
     equal_group: int = 0
     long_rows: bool = False  # attention as for rows whose scores do not fit in memory
     model: str = "untied"
-    restricted: bool = False  # tokens were drawn from sets, over which every log-prob is
+    restricted: bool = False  # tokens were drawn from sets, and every log-prob is over these
     routing: tuple[int, int, int] | None = None  # layers, experts and k: the experts of every token are given
     records_routing: bool = False  # experts are those that scored the old log-probs
     watch: bool = False  # the loss-mass canary may stop the run

@@ -17,7 +17,7 @@ FOLDERS = sorted(path for path in EXAMPLES.iterdir() if path.is_dir() and path.n
 RECIPES = [folder for folder in FOLDERS if (folder / "cluster.sh").exists()]
 recipes = pytest.mark.parametrize("folder", RECIPES, ids=lambda folder: folder.name)
 
-# In the place of the interpreter: it prints the words of `python train.py …`, and what judge.py prints first.
+# Replaces the interpreter: prints the words of `python train.py …`, and the first line of judge.py.
 WORDS = """#!/bin/sh
 case "$1" in
     train.py) printf '%s\\n' "$@" ;;
@@ -48,7 +48,7 @@ def outputs(tmp_path_factory):
 
 
 def write_config(folder):
-    """Write what --explain reads of a model."""
+    """Write the file of a model that --explain reads."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
 

@@ -1,7 +1,7 @@
 """The tutorials do what they say: their files, commands and outputs are taken from the pages and run in order.
 
 ``TUTORIALS=whole`` runs the commands as they are written, with the quickstart's model. By default
-a random model with two layers lies where the quickstart finds that of an earlier run, and runs have fewer iterations.
+a random model with two layers takes the place of the quickstart's model, and runs have fewer iterations.
 """
 
 import os

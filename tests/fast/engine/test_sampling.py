@@ -77,7 +77,7 @@ def test_the_support_is_what_is_drawn_from_and_log_probs_are_over_it(seed, top_k
     for row in range(3):
         found = set(supports[row].tolist())
         assert tokens[row].item() in found
-        # fp32 may decide about a token at the edge of the nucleus otherwise.
+        # fp32 may decide differently about a token at the edge of the nucleus.
         assert len(found ^ set(order[kept].tolist())) <= 1
         expected = torch.log_softmax(logits.double()[sorted(found)] / 0.7, -1)[sorted(found).index(tokens[row].item())]
         assert log_probs[row].item() == pytest.approx(expected.item(), abs=1e-5)

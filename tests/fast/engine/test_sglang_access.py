@@ -98,7 +98,7 @@ def test_it_listens_on_the_loopback_interface_only(processes, sglang_address):
 
 
 def test_its_other_sockets_belong_to_its_user(processes):
-    """The schedulers' ZeroMQ sockets and the file where the ranks meet."""
+    """The schedulers' ZeroMQ sockets and the file through which the ranks connect."""
     own = {c.laddr for process in processes for c in process.net_connections("unix") if c.laddr.startswith("/")}
     for path in own | set(glob.glob(f"{tempfile.gettempdir()}/miles-engine-*")):
         if os.path.exists(path):

@@ -18,7 +18,7 @@ from miles.train_batch import MicroBatch
 
 
 def _make_micro(masks: list[list[float]], **given: Any) -> MicroBatch:
-    """Samples with these masks, each a trajectory, and prompts of two tokens; by default they are the whole step."""
+    """Samples with these masks, one per trajectory, and prompts of two tokens; by default they are the whole step."""
     counts = [sum(m) for m in masks]
     lengths = [len(m) for m in masks]
     size = sum(lengths)

@@ -28,7 +28,7 @@ DIVISOR = 8.0
 
 @dataclass(frozen=True)
 class Row:
-    """A sample: where it belongs, and mask and loss of each response token."""
+    """A sample: its trajectory and group, and mask and loss of each response token."""
 
     group: int
     rollout: int

@@ -10,7 +10,7 @@ from miles.objective.value_loss import compute_value_loss, value_loss_function
 
 
 def test_the_worse_of_the_two_counts():
-    """Past the clip the loss only follows the critic where it moves away from the return."""
+    """Past the clip the loss only follows the critic if it moves away from the return."""
     values = torch.tensor([0.1, 0.5, 0.5, -0.5], requires_grad=True)
     old, returns = torch.zeros(4), torch.tensor([1.0, 1.0, 0.0, 1.0])
     losses, clipped = compute_value_loss(values, old, returns, value_clip=0.2)

@@ -124,13 +124,13 @@ def test_the_engine_says_which_experts_it_chose(folder):
         expected = routers.take_numpy()[:-1]
         assert sample.experts.shape == expected.shape == (len(sample.tokens) - 1, 2, 2)
         assert sample.experts.dtype == np.uint8
-        # Two experts may be as good as each other to fp32.
+        # Two experts may have the same score in fp32.
         same = np.sort(sample.experts, -1) == np.sort(expected, -1)
         assert same.mean() > 0.99
 
 
 def change_choice(model):
-    """Have the routers choose others, with the same weights for each expert."""
+    """Make the routers choose other experts, with the same weights for each expert."""
     for module in model.modules():
         if hasattr(module, "e_score_correction_bias"):
             torch.manual_seed(5)

@@ -1,4 +1,4 @@
-"""The trainer's distribution is the one that the engine has drawn from, token by token."""
+"""The trainer's distribution is the one that the engine drew from, token by token."""
 
 import asyncio
 from dataclasses import replace

@@ -63,7 +63,7 @@ async def test_an_iteration_in_progress_says_how_many_groups_are_ready(scripted_
     await found.collect(0)
     assert seen[0] == (0, 4) and found.progress == (4, 4)
     await found.collect(1)
-    assert seen[4] == (0, 4), "counted anew"
+    assert seen[4] == (0, 4), "each iteration starts at 0"
 
 
 @pytest.mark.parametrize("path", [None, NONZERO_STD])

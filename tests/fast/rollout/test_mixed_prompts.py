@@ -52,7 +52,7 @@ def weights(tiny_model):
 
 
 async def run(settings, weights, iterations, state=None):
-    """Return what each iteration has: its groups, metrics and the checkpoint's position before it."""
+    """Return the groups and metrics of each iteration, and the checkpoint's position before it."""
     pipeline = await build_pipeline(settings, SimpleNamespace(device="cpu"))
     if state is not None:
         pipeline.restore(json.loads(json.dumps(state)))

@@ -1,4 +1,4 @@
-"""Routing replay is for models with experts, and for what says and takes which were chosen."""
+"""Routing replay needs a model with experts, an engine that returns them, and a trainer that can be given them."""
 
 import json
 import re

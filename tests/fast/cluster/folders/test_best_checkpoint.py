@@ -1,4 +1,4 @@
-"""``--save-best``: the best checkpoint is noted, stays beside the others, and goes when a better one is complete."""
+"""``--save-best``: the best checkpoint is recorded, kept beside the others, and removed for a complete better one."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The keys of servers and router: where they come from, who needs them, and that nobody else sees them."""
+"""The keys of servers and router: their source, who needs them, and that nobody else sees them."""
 
 import httpx
 import psutil

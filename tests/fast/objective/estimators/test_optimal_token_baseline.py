@@ -85,7 +85,7 @@ def test_the_kl_in_the_reward_is_part_of_the_return():
         for i, reward in enumerate((1.0, 3.0))
     ]
     found = token_advantages(build_objective(loss), pair).advantages
-    # Returns of the second: 3 - 0.5 (0.2 + 0.4) and 3 - 0.5 * 0.4; both weigh alike.
+    # Returns of the second: 3 - 0.5 (0.2 + 0.4) and 3 - 0.5 * 0.4; both have the same weight.
     np.testing.assert_allclose(found[1], [(2.7 - 1.0) / 2, (2.8 - 1.0) / 2], rtol=1e-6)
     np.testing.assert_allclose(found[0], -found[1], rtol=1e-6)
 

@@ -232,7 +232,7 @@ def _adam_state(backend: FsdpBackend) -> dict[str, dict[str, torch.Tensor]]:
 def save_checkpoint(stage: Stage) -> None:
     """Train and save on two ranks; also save the whole tensors that the loader must find.
 
-    The files are written while training goes on, and hold what there was when they were staged.
+    The files are written during training, and hold the state at the time when they were staged.
     """
     backend = make_backend(stage, **ADAM)
     _train_two_steps(stage, backend)
