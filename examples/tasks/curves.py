@@ -36,10 +36,10 @@ SHOWN = {
 }
 PANELS = (REWARD, "train/entropy_loss", "train/pg_clipfrac", "train/kl_loss", "rollout/response_length")
 # Conditions of the runs whose metrics are kept here. Change this text when they are measured again.
-CONDITIONS = """One run with seed 1, in one process without Ray. Ten other such runs shared its two cores, so the seconds are many times
-those of an idle machine. The command, which uses Ray, gives the same curve: over the first 53 steps of `grpo`, all metrics
-differ by at most 4e-5. Held-out accuracy is the mean reward of 64 prompts with 4 answers each at temperature 1, with a
-standard error of 0.03 to 0.06."""
+CONDITIONS = """One run with seed 1, in one process without Ray. Ten other such runs shared its two cores, so the
+seconds are many times those of an idle machine. The command, which uses Ray, gives the same curve: over the first 53
+steps of `grpo`, all metrics differ by at most 4e-5. Held-out accuracy is the mean reward of 64 prompts with 4 answers
+each at temperature 1, with a standard error of 0.03 to 0.06."""
 NOT_MEASURED = "No run of this recipe has been measured yet.\n"
 BLOCK = re.compile(r"(?<=<!-- measured by examples/tasks/curves\.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
