@@ -61,6 +61,7 @@ WANDB = (
     "wandb_host",
 )
 OF_ADAPTER = ("lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
+OF_OFFLOAD = ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")
 _SHARES_NOTHING = "the trainer and the engines have their own devices, or no SGLang server is started"
 
 
@@ -206,6 +207,9 @@ IDLE = (
             "expert_tensor_parallel_size",
             "sequence_parallel",
             "use_distributed_optimizer",
+            "optimizer_cpu_offload",
+            "optimizer_offload_fraction",
+            "overlap_cpu_optimizer_d2h_h2d",
             "megatron_to_hf_mode",
             "mtp_num_layers",
         ),
@@ -218,6 +222,19 @@ IDLE = (
         ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
         lambda s: s.megatron.pipeline_model_parallel_size == 1,
         "without pipeline stages",
+    ),
+    Idle(
+        "megatron",
+        OF_OFFLOAD,
+        lambda s: s.cluster.device == "cpu",
+        "on CPU the optimizer's state is in host memory anyway",
+        MEMORY,
+    ),
+    Idle(
+        "megatron",
+        OF_OFFLOAD,
+        lambda s: not s.megatron.optimizer_cpu_offload,
+        "without --optimizer-cpu-offload",
     ),
     Idle(
         "megatron",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
+from miles.arguments.lora import LoraArguments
+from miles.arguments.megatron.adapter import check_adapter_flags, check_adapter_with_model
 from miles.arguments.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.arguments.megatron.overrides import Overrides, check_overrides
 from miles.arguments.megatron.settings import MegatronArguments
@@ -57,16 +60,27 @@ def check_megatron(settings: Settings, errors: Errors) -> None:
     errors.at_least(sizes, 1, *STAGES)
     if sizes.pipeline_model_parallel_size == 1:
         errors.refuse_ignored(sizes, STAGES, "without pipeline stages", "add --pipeline-model-parallel-size 2 or more")
+    _check_offload(sizes, errors)
     _check_auxiliary_losses(sizes, errors)
     _check_recomputation(settings.training.gradient_checkpointing, dict(overrides), errors)
     if settings.loss.has_critic and sizes.has_auxiliary_loss:
         rule = "needs a critic, whose experts would be balanced by no loss"
         what_to_do = "drop the router losses and --enable-mtp-training, or use --advantage-estimator grpo"
         errors.refuse("advantage_estimator", settings.loss.advantage_estimator, rule, what_to_do)
+    check_adapter_flags(settings.lora, sizes, errors)
     with errors.catching():  # megatron_shape() raises at the first setting that is not computed
-        _check_local_models(settings.model, sizes, overrides, errors)
+        _check_local_models(settings.model, sizes, overrides, settings.lora, errors)
         return
     check_overrides(overrides, None, _flags(), errors)  # what does not depend on the model
+
+
+def _check_offload(sizes: MegatronArguments, errors: Errors) -> None:
+    if sizes.optimizer_cpu_offload:
+        errors.above(sizes, 0, "optimizer_offload_fraction")
+        errors.within(sizes, 0, 1, "optimizer_offload_fraction")
+        return
+    names = ["optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"]
+    errors.refuse_ignored(sizes, names, "without --optimizer-cpu-offload", "add that flag")
 
 
 def _check_auxiliary_losses(sizes: MegatronArguments, errors: Errors) -> None:
@@ -99,7 +113,9 @@ def _check_recomputation(gradient_checkpointing: bool, overrides: dict[str, Any]
             errors.refuse(name, overrides[name], "would be ignored without --recompute-granularity", what_to_do)
 
 
-def _check_local_models(model: ModelArguments, sizes: MegatronArguments, overrides: Overrides, errors: Errors) -> None:
+def _check_local_models(
+    model: ModelArguments, sizes: MegatronArguments, overrides: Overrides, lora: LoraArguments, errors: Errors
+) -> None:
     """Check what the configs in local folders determine; of a name on a hub, the backend checks it at run time."""
     config = local_config(model, "hf_checkpoint")
     left_to_the_backend: Collection[Any] = ()
@@ -113,6 +129,7 @@ def _check_local_models(model: ModelArguments, sizes: MegatronArguments, overrid
     with reading_config("hf_checkpoint", model.hf_checkpoint):
         shape = megatron_shape(config)
         _check_with_model(sizes, overrides, config, shape, errors)
+        check_adapter_with_model(lora, config["model_type"], shape, errors)
     for field in ("ref_load", "opd_teacher_load"):
         path, other = getattr(model, field), local_config(model, field)
         if other is not None and other.get("model_type") not in left_to_the_backend:
@@ -274,6 +291,13 @@ def _check_heads(sizes: MegatronArguments, config: dict[str, Any], errors: Error
             "of a tied embedding then, and updates only two of them"
         )
         errors.refuse("mtp_num_layers", sizes.mtp_heads, rule, "give --pipeline-model-parallel-size 1")
+
+
+def lacks_bridge() -> bool:
+    """Return whether Megatron-Bridge is missing, or a release of it or of what it needs was not tested."""
+    with suppress(PackageNotFoundError):
+        return not all(version(package).startswith(release) for package, release in BRIDGE_RELEASES.items())
+    return True
 
 
 def check_bridge(sizes: MegatronArguments) -> None:

@@ -22,6 +22,14 @@ class MegatronArguments:
     )
     sequence_parallel: bool = flag(False, "divide the activations of the norms over the tensor-parallel ranks as well")
     use_distributed_optimizer: bool = flag(False, "divide the optimizer's state over the data-parallel ranks")
+    optimizer_cpu_offload: bool = flag(
+        False,
+        "on a GPU, keep the optimizer's state in host memory and update there; implies --use-distributed-optimizer",
+    )
+    optimizer_offload_fraction: float = flag(1.0, "part of the state that --optimizer-cpu-offload keeps in host memory")
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(
+        False, "with --optimizer-cpu-offload, copy gradients and weights while other weights are updated"
+    )
     megatron_to_hf_mode: Literal["raw", "bridge"] = flag(
         "raw",
         "what converts weights between Megatron and Hugging Face: miles (raw), or Megatron-Bridge, if it is installed "
@@ -39,6 +47,11 @@ class MegatronArguments:
     )
     enable_mtp_training: bool = flag(False, "train the heads of --mtp-num-layers, and the model through their loss")
     mtp_loss_scaling_factor: float = flag(0.2, "weight of the mean loss of the heads")
+
+    @property
+    def divides_optimizer(self) -> bool:
+        """Whether the optimizer's state is divided over the data-parallel ranks, as an offloaded one is too."""
+        return self.use_distributed_optimizer or self.optimizer_cpu_offload
 
     @property
     def mtp_heads(self) -> int:

@@ -15,21 +15,24 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from transformers import PretrainedConfig
 
+from miles.arguments.lora import LoraArguments
 from miles.arguments.megatron.rules import check_same_shape, check_with_model
 from miles.arguments.settings import Settings
 from miles.model_families.base import HEADS_IN_CONFIG
 from miles.model_families.parameters import is_of_head
 from miles.model_families.reading import read_config
 from miles.training import checkpoint_folder
+from miles.training.adapter_folder import check_adapter
 from miles.training.backend import PolicyScorer, ValueScorer
 from miles.training.checkpoint_folder import critic_folder, saved_critic
+from miles.training.megatron.adapter import add_adapter, exported_value, save_adapter
 from miles.training.megatron.checkpoint import save_load as checkpoint
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.model.transformer_config import ddp_config, optimizer_config, transformer_config
 from miles.training.megatron.model.value_model import ValueModel
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import initialize_process_groups
-from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel
+from miles.training.megatron.runner import MegatronBaseModel, MegatronModel, MegatronTrainedModel
 from miles.training.megatron.versions import megatron_version
 from miles.training.megatron.weights.converter import build_converter
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights, export_hf
@@ -69,23 +72,35 @@ class MegatronBackend:
                 checkpoint.check_can_save(self.critic.stage, self.ranks)
         self.reference: MegatronModel[PolicyScorer] | None = None
         if settings.loss.needs_reference:
-            self.reference = self._build_frozen("--ref-load", settings.model.ref_load)
+            self.reference = self._build_reference(settings.model.ref_load)
         self.teacher: MegatronModel[PolicyScorer] | None = None
         if settings.loss.teacher_is_loaded:
             self.teacher = self._build_frozen("--opd-teacher-load", settings.model.opd_teacher_load)
 
     def _build_policy(self, total_steps: int) -> MegatronTrainedModel[PolicyScorer]:
-        model = self._distributed(self._load(self.hf_config, self.hf_weights, is_trained=True))
-        config = optimizer_config(self.settings.optimizer, self.settings.megatron, self.compute_dtype)
+        policy = self._load(self.hf_config, self.hf_weights, is_trained=True)
+        if self.settings.lora.trains_adapter:
+            self._add_adapter(policy)
+        model = self._distributed(policy)
+        config = optimizer_config(self.settings.optimizer, self.settings.megatron, self.compute_dtype, self.device)
         optimizer = MegatronOptimizer(model, config, self.settings.optimizer, total_steps)
         return MegatronTrainedModel(model, optimizer, self.settings.megatron, self.ranks, self.device)
 
     def _build_critic(self, total_steps: int) -> MegatronTrainedModel[ValueScorer]:
         model = self._distributed(self._load(self.hf_config, self.hf_weights, of=ValueModel))
         given = self.settings.critic_optimizer
-        config = optimizer_config(given, self.settings.megatron, self.compute_dtype)
+        config = optimizer_config(given, self.settings.megatron, self.compute_dtype, self.device)
         optimizer = MegatronOptimizer(model, config, given, total_steps, rate_flag="--critic-lr")
         return MegatronTrainedModel(model, optimizer, self.settings.megatron, self.ranks, self.device)
+
+    def _build_reference(self, ref_load: str | None) -> MegatronModel[PolicyScorer]:
+        """Return the model of ``--ref-load``, or the one that training starts from.
+
+        Under an adapter that one is frozen already.
+        """
+        if ref_load is None and self.settings.lora.trains_adapter:
+            return MegatronBaseModel(self.policy.stage, self.ranks, self.device)
+        return self._build_frozen("--ref-load", ref_load)
 
     def _build_frozen(self, flag: str, path: str | None) -> MegatronModel[PolicyScorer]:
         """Freeze a model: a Hugging Face folder, or a checkpoint of this backend; None is ``--hf-checkpoint``."""
@@ -142,7 +157,12 @@ class MegatronBackend:
     def _fill(self, policy: PolicyModel, weights: HuggingFaceWeights) -> None:
         self.converter.load(policy, weights)
 
+    def _add_adapter(self, policy: PolicyModel) -> None:
+        adapter = add_adapter(policy, self.converter, self.settings.lora, self.hf_config.model_type, self.ranks)
+        adapter.draw(self.settings.training.seed)
+
     def _read_frozen(self, folder: Path, model: PolicyModel, name: str) -> None:
+        check_adapter(folder, LoraArguments(), [], name)
         checkpoint.load_weights(folder, model, self.ranks, name)
 
     def _distributed(self, policy: PolicyModel) -> DistributedDataParallel:
@@ -182,7 +202,7 @@ class MegatronBackend:
         return in_chunks((name, tensor) for name, tensor in self._full_weights() if not is_of_head(name))
 
     def _full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        exported = self.converter.export(self.policy.stage, lambda parameter: parameter.data, self.compute_dtype)
+        exported = self.converter.export(self.policy.stage, exported_value(self.policy.stage), self.compute_dtype)
         return ((name, tensor.cpu()) for name, tensor in exported)
 
     def offload(self) -> None:
@@ -194,6 +214,7 @@ class MegatronBackend:
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         """Write the policy, and the critic if there is one."""
+        self._save_adapter(folder)
         checkpoint.save(folder, self.policy.stage, self.policy.optimizer, self.ranks, state)
         if self.critic is not None:
             within = critic_folder(folder)
@@ -202,6 +223,8 @@ class MegatronBackend:
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
         """Read what ``save`` wrote, under any layout."""
+        adapter = self.policy.stage.adapter
+        check_adapter(folder, self.settings.lora, [] if adapter is None else adapter.names, "--load")
         state = checkpoint.load(folder, self.policy.stage, self.policy.optimizer, self.ranks, optimizer, rng)
         if self.critic is not None:
             model, own = self.critic.stage, self.critic.optimizer
@@ -218,3 +241,7 @@ class MegatronBackend:
             self.compute_dtype,
             {HEADS_IN_CONFIG: self.settings.megatron.mtp_heads},
         )
+        self._save_adapter(folder)
+
+    def _save_adapter(self, folder: Path) -> None:
+        save_adapter(folder, self.policy.stage, self.settings, self.ranks)

@@ -42,11 +42,13 @@ def _replace_device() -> None:
 
 
 class _NoStream:
-    """A stream without work to wait for: work on CPU is done when the call returns."""
+    """A stream, or its event, without work to wait for: work on CPU is done when the call returns."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def wait_stream(self, stream: object) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
 
     def synchronize(self) -> None: ...
 

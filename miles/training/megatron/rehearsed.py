@@ -29,6 +29,7 @@ from miles.training.megatron.model.packed_tokens import PackedTokens
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.moe.router import BalancedRouter
 from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel
+from miles.training.megatron.weights.converter import RawConverter
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights
 from miles.training.rehearsed import RehearsedBackend
 
@@ -72,6 +73,11 @@ class RehearsedMegatron(MegatronBackend):
 
     def _fill(self, policy: PolicyModel, weights: HuggingFaceWeights) -> None:
         """Read nothing."""
+
+    def _add_adapter(self, policy: PolicyModel) -> None:
+        """Add it, and neither draw it nor ask the other stages for theirs."""
+        assert isinstance(self.converter, RawConverter)
+        policy.add_adapter(self.converter.linear_layers(policy), self.settings.lora)
 
     def _read_frozen(self, folder: Path, model: PolicyModel, name: str) -> None:
         """Read nothing."""

@@ -6,6 +6,7 @@ Only the last pipeline stage has a loss: results are there, and empty lists on t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic
@@ -112,6 +113,18 @@ class MegatronModel(Generic[Scorer]):
             yield micro, tokens
 
 
+class MegatronBaseModel(MegatronModel[Scorer]):
+    """The model under an adapter, which is left out: as a reference it needs no weights of its own."""
+
+    def forward(
+        self, shard: TrainShard, plans: Sequence[MicroBatchPlan], function: Callable[[MicroBatch, Scorer], Result]
+    ) -> list[Result]:
+        """Run ``plans`` without the adapter."""
+        assert self.stage.adapter is not None
+        with self.stage.adapter.off():
+            return super().forward(shard, plans, function)
+
+
 class MegatronTrainedModel(MegatronModel[Scorer]):
     """``TrainedModel`` for one rank: ``distributed`` is ``stage`` with gradient buffers."""
 
@@ -141,7 +154,9 @@ class MegatronTrainedModel(MegatronModel[Scorer]):
         def scaled(micro: MicroBatch, hidden: torch.Tensor) -> ScheduleLoss:
             return scaling(loss_function(micro, self.stage.scorer(hidden, micro)), micro)
 
-        trained = self._run(self.distributed, shard, shard.micro_batches, scaled, auxiliary)
+        adapter = self.stage.adapter
+        with nullcontext() if adapter is None else adapter.dropping():
+            trained = self._run(self.distributed, shard, shard.micro_batches, scaled, auxiliary)
         inside = {} if auxiliary is None else auxiliary.metrics(layers_with_experts(self.stage.config))
         return StepSums([*trained, *scored], inside if shard.batch.num_loss_tokens else {})
 

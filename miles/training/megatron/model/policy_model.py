@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,15 +15,21 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
+from miles.arguments.lora import LoraArguments
 from miles.model_families.registry import vocabulary_shape
 from miles.train_batch import MicroBatch
 from miles.training.backend import PolicyScores
+from miles.training.megatron.model.adapter import Adapter, LinearLayer
 from miles.training.megatron.model.layer_spec import decoder_spec, heads_spec
 from miles.training.megatron.model.packed_tokens import PackedTokens, tokens_at
 from miles.training.megatron.model.rotary_embedding import PackedRotaryEmbedding, inverse_frequencies
 from miles.training.megatron.model.vocab_parallel import vocab_parallel_log_probs
 from miles.training.megatron.moe.auxiliary import attach
 from miles.training.megatron.process_groups import Ranks
+
+
+def _with_gradient(_module: torch.nn.Module, _given: Any, embedded: torch.Tensor) -> torch.Tensor:
+    return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
 
 
 class PolicyModel(GPTModel):
@@ -62,6 +69,22 @@ class PolicyModel(GPTModel):
         self.to(config.params_dtype)
         # The scalar of objective/canary.py is reduced like every parameter, in fp32.
         self.canary = torch.nn.Parameter(torch.zeros(1)) if with_canary and ranks.is_last_stage else None
+        self.adapter: Adapter | None = None
+
+    def add_adapter(self, layers: Sequence[LinearLayer], lora: LoraArguments) -> Adapter:
+        """Give ``layers`` an adapter, which is still 0, and freeze everything else but the canary."""
+        self.requires_grad_(False)
+        if self.canary is not None:
+            self.canary.requires_grad_(True)
+        self.adapter = Adapter(layers, lora)
+        if self.pre_process:
+            # Recomputed layers have no graph if nothing that they are given has one.
+            self.embedding.register_forward_hook(_with_gradient)
+        return self.adapter
+
+    def is_of_checkpoint(self, name: str) -> bool:
+        """Return whether a Hugging Face checkpoint has the parameter ``name``."""
+        return name not in self.NOT_IN_CHECKPOINT and not name.startswith("adapter.")
 
     def _postprocess(
         self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: PackedTokens, **given: Any

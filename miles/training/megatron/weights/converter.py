@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from miles.model_families.base import HEADS_IN_CONFIG
 from miles.model_families.parameters import HEAD, Binding, is_of_head
 from miles.model_families.registry import converted_family, megatron_shape
+from miles.training.megatron.model.adapter import LinearLayer, linear_layers
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.moe.router import expert_biases
 from miles.training.megatron.process_groups import Ranks
@@ -150,8 +151,18 @@ class RawConverter:
         return {
             _global_name(n, first_layer, first_expert): tensor
             for n, tensor in (*model.named_parameters(), *expert_biases(model))
-            if n not in model.NOT_IN_CHECKPOINT
+            if model.is_of_checkpoint(n)
         }
+
+    def linear_layers(self, model: PolicyModel) -> list[LinearLayer]:
+        """Return the decoder's linear layers on this rank that can get an adapter, with their names in the model."""
+        first_layer = get_transformer_layer_offset(model.config, pp_rank=self.ranks.pp.rank())
+        found = []
+        for name, module in linear_layers(model):
+            binding = self.names.binding(f"{_global_name(name, first_layer, 0)}.weight")
+            held = tuple(hf_name.removesuffix(".weight") for hf_name in binding.hf_names)
+            found.append(LinearLayer(module, held, binding.layout))
+        return found
 
     def _whole_model(self, local: dict[str, torch.Tensor]) -> dict[str, _Location]:
         """Return where every parameter of the model is, in order."""
