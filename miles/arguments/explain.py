@@ -166,6 +166,8 @@ def _stages(settings: Settings) -> str:
     sizes = settings.megatron
     named = {"first": sizes.decoder_first_pipeline_num_layers, "last": sizes.decoder_last_pipeline_num_layers}
     given = [f"{count(layers, 'layer')} in the {place} stage" for place, layers in named.items() if layers is not None]
+    if sizes.num_layers_per_virtual_pipeline_stage is not None:
+        given.append(f"interleaved by {count(sizes.num_layers_per_virtual_pipeline_stage, 'layer')}")
     return f" ({', '.join(given)})" if given else ""
 
 

@@ -140,7 +140,7 @@ def notes_on_lora(lora: LoraArguments, model: ModelArguments) -> Iterator[str]:
     for name in _written_fused(lora):
         yield f"--target-modules {name}: read as {','.join(FUSED_LAYERS[name])}"
     if not lora.targets and has_experts(model):
-        yield "--lora-rank: linear layers get an adapter; the experts' weights, one tensor per layer, get none"
+        yield "--lora-rank: linear layers get an adapter; the weights of experts get none"
 
 
 def _written_fused(lora: LoraArguments) -> list[str]:

@@ -160,8 +160,7 @@ _MODEL = [
 ]
 _STAGES = noted(
     SPEED,
-    "each pipeline stage holds consecutive layers",
-    "--num-layers-per-virtual-pipeline-stage V",
+    "a pipeline is interleaved by --num-layers-per-virtual-pipeline-stage",
     "--num-virtual-stages-per-pipeline-rank V",
     is_megatron=True,
 )

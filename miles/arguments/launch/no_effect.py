@@ -203,6 +203,7 @@ IDLE = (
             "pipeline_model_parallel_size",
             "decoder_first_pipeline_num_layers",
             "decoder_last_pipeline_num_layers",
+            "num_layers_per_virtual_pipeline_stage",
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
             "sequence_parallel",
@@ -219,7 +220,11 @@ IDLE = (
     ),
     Idle(
         "megatron",
-        ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        (
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "num_layers_per_virtual_pipeline_stage",
+        ),
         lambda s: s.megatron.pipeline_model_parallel_size == 1,
         "without pipeline stages",
     ),

@@ -57,9 +57,10 @@ def check_megatron(settings: Settings, errors: Errors) -> None:
     if sizes.sequence_parallel and sizes.tensor_model_parallel_size == 1:
         what_to_do = "add --tensor-model-parallel-size 2 or more, or drop it"
         errors.refuse("sequence_parallel", True, "would be ignored without tensor parallelism", what_to_do)
-    errors.at_least(sizes, 1, *STAGES)
+    errors.at_least(sizes, 1, *STAGES, INTERLEAVED)
     if sizes.pipeline_model_parallel_size == 1:
-        errors.refuse_ignored(sizes, STAGES, "without pipeline stages", "add --pipeline-model-parallel-size 2 or more")
+        what_to_do = "add --pipeline-model-parallel-size 2 or more"
+        errors.refuse_ignored(sizes, (*STAGES, INTERLEAVED), "without pipeline stages", what_to_do)
     _check_offload(sizes, errors)
     _check_auxiliary_losses(sizes, errors)
     _check_recomputation(settings.training.gradient_checkpointing, dict(overrides), errors)
@@ -224,11 +225,13 @@ def _check_sizes(sizes: MegatronArguments, shape: dict[str, Any], errors: Errors
         rule = f"must divide the {shared} rows of the model's shared experts"
         errors.refuse("tensor_model_parallel_size", tp, rule, "give a common divisor")
     _check_stages(sizes, layers, errors)
+    _check_interleaving(sizes, layers, errors)
     if "num_moe_experts" in shape:
         _check_experts(sizes, shape["num_moe_experts"], errors)
 
 
 STAGES = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+INTERLEAVED = "num_layers_per_virtual_pipeline_stage"
 
 
 def _check_stages(sizes: MegatronArguments, layers: int, errors: Errors) -> None:
@@ -248,6 +251,25 @@ def _check_stages(sizes: MegatronArguments, layers: int, errors: Errors) -> None
     left = f"{count(max(rest, 0), 'layer')} of {layers} for {count(stages, 'other stage')}"
     what_to_do = "give a number that leaves each of the others as many, and at least one"
     errors.refuse(name, given[name], f"leaves {left} of --pipeline-model-parallel-size {pp}", what_to_do)
+
+
+def _check_interleaving(sizes: MegatronArguments, layers: int, errors: Errors) -> None:
+    """Check that the layers divide into equal parts, and that stages do not send each other two messages at once."""
+    each, pp = sizes.num_layers_per_virtual_pipeline_stage, sizes.pipeline_model_parallel_size
+    if each is None or pp == 1 or not errors.none_about(INTERLEAVED, "pipeline_model_parallel_size"):
+        return
+    if any(getattr(sizes, name) is not None for name in STAGES):
+        rule = "divides the layers equally, and other flags name those of the first or the last stage"
+        errors.refuse(INTERLEAVED, each, rule, f"drop it, or {' and '.join(map(flag_name, STAGES))}")
+    elif layers % (pp * each):
+        rule = f"{layers} layers in {pp} stages are no multiple of it per stage"
+        errors.refuse(INTERLEAVED, each, rule, f"give a divisor of {layers // pp}")
+    elif pp == 2 and sizes.chunks(layers) > 1:
+        rule = "needs 3 pipeline stages: two would exchange several messages at once, which arrive in any order"
+        errors.refuse(INTERLEAVED, each, rule, "give --pipeline-model-parallel-size 3 or more, or drop it")
+    elif sizes.mtp_heads and sizes.chunks(layers) > 1:
+        rule = "was not tested with --mtp-num-layers"
+        errors.refuse(INTERLEAVED, each, rule, "drop one of the two")
 
 
 def _check_experts(sizes: MegatronArguments, experts: int, errors: Errors) -> None:

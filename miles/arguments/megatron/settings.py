@@ -16,6 +16,10 @@ class MegatronArguments:
         None, "layers of the first pipeline stage; the stages without a number share the rest equally"
     )
     decoder_last_pipeline_num_layers: Optional[int] = flag(None, "layers of the last pipeline stage")
+    num_layers_per_virtual_pipeline_stage: Optional[int] = flag(
+        None,
+        "interleave the pipeline: every rank holds several parts of so many layers, and waits less for the others",
+    )
     expert_model_parallel_size: int = flag(1, "ranks that each hold some of the experts")
     expert_tensor_parallel_size: Optional[int] = flag(
         None, "ranks that share the matrices of each expert; default: --tensor-model-parallel-size"
@@ -47,6 +51,11 @@ class MegatronArguments:
     )
     enable_mtp_training: bool = flag(False, "train the heads of --mtp-num-layers, and the model through their loss")
     mtp_loss_scaling_factor: float = flag(0.2, "weight of the mean loss of the heads")
+
+    def chunks(self, layers: int) -> int:
+        """Return the parts that every rank has of a model of ``layers``, which the sizes divide: 1 without a flag."""
+        each = self.num_layers_per_virtual_pipeline_stage
+        return 1 if each is None else layers // (self.pipeline_model_parallel_size * each)
 
     @property
     def divides_optimizer(self) -> bool:

@@ -81,17 +81,17 @@ class MegatronBackend:
         policy = self._load(self.hf_config, self.hf_weights, is_trained=True)
         if self.settings.lora.trains_adapter:
             self._add_adapter(policy)
-        model = self._distributed(policy)
+        models = self._distributed(policy)
         config = optimizer_config(self.settings.optimizer, self.settings.megatron, self.compute_dtype, self.device)
-        optimizer = MegatronOptimizer(model, config, self.settings.optimizer, total_steps)
-        return MegatronTrainedModel(model, optimizer, self.settings.megatron, self.ranks, self.device)
+        optimizer = MegatronOptimizer(models, config, self.settings.optimizer, total_steps)
+        return MegatronTrainedModel(models, optimizer, self.settings.megatron, self.ranks, self.device)
 
     def _build_critic(self, total_steps: int) -> MegatronTrainedModel[ValueScorer]:
-        model = self._distributed(self._load(self.hf_config, self.hf_weights, of=ValueModel))
+        models = self._distributed(self._load(self.hf_config, self.hf_weights, of=ValueModel))
         given = self.settings.critic_optimizer
         config = optimizer_config(given, self.settings.megatron, self.compute_dtype, self.device)
-        optimizer = MegatronOptimizer(model, config, given, total_steps, rate_flag="--critic-lr")
-        return MegatronTrainedModel(model, optimizer, self.settings.megatron, self.ranks, self.device)
+        optimizer = MegatronOptimizer(models, config, given, total_steps, rate_flag="--critic-lr")
+        return MegatronTrainedModel(models, optimizer, self.settings.megatron, self.ranks, self.device)
 
     def _build_reference(self, ref_load: str | None) -> MegatronModel[PolicyScorer]:
         """Return the model of ``--ref-load``, or the one that training starts from.
@@ -117,7 +117,8 @@ class MegatronBackend:
         model = self._load(hf_config, weights)
         if folder is not None:
             self._read_frozen(folder, model, f"{flag} {path}")
-        model.eval().requires_grad_(False)
+        for chunk in model.chunks:
+            chunk.eval().requires_grad_(False)
         return MegatronModel(model, self.ranks, self.device)
 
     def _load(
@@ -137,7 +138,7 @@ class MegatronBackend:
             deterministic=self.settings.training.deterministic_mode,
         )
         config.mtp_num_layers = self.settings.megatron.mtp_num_layers if is_trained else None
-        policy: PolicyModel = of(
+        policy: PolicyModel = of.build_chunks(
             config,
             hf_config,
             self.ranks,
@@ -145,7 +146,8 @@ class MegatronBackend:
             self.settings.loss.log_probs_chunk_size,
             is_trained and self.settings.loss.loss_canary != "off",
         )
-        policy = policy.to(self.device)  # before it is filled: ranks may send each other parts
+        for chunk in policy.chunks:
+            chunk.to(self.device)  # before it is filled: ranks may send each other parts
         self._fill(policy, weights)
         return policy
 
@@ -165,15 +167,19 @@ class MegatronBackend:
         check_adapter(folder, LoraArguments(), [], name)
         checkpoint.load_weights(folder, model, self.ranks, name)
 
-    def _distributed(self, policy: PolicyModel) -> DistributedDataParallel:
-        """Wrap a model with gradient buffers, which are reduced when the schedule ends."""
+    def _distributed(self, policy: PolicyModel) -> list[DistributedDataParallel]:
+        """Wrap the chunks of a model with gradient buffers, which are reduced when the schedule ends."""
         config = ddp_config(self.settings.megatron, self.settings.megatron_overrides)
-        model = DistributedDataParallel(policy.config, config, policy)
-        model.train()
+        models = [
+            DistributedDataParallel(policy.config, config, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(policy.chunks)
+        ]
+        for model in models:
+            model.train()
         policy.config.finalize_model_grads_func = finalize_model_grads
-        if model.ddp_config.overlap_grad_reduce:
-            policy.config.no_sync_func = model.no_sync
-        return model
+        if models[0].ddp_config.overlap_grad_reduce:
+            policy.config.no_sync_func = [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
+        return models
 
     def sum_over_ranks(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Add up over the ranks of the last stage, which send names and sums to the others."""

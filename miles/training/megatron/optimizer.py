@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import megatron.core.optimizer
@@ -19,7 +20,7 @@ megatron.core.optimizer.Adam = torch.optim.AdamW  # of what --optimizer-cpu-offl
 
 
 class MegatronOptimizer(ScheduledOptimizer):
-    """fp32 AdamW over the model's gradient buffers. Weight decay applies to matrices only, not to norms and biases.
+    """fp32 AdamW over the gradient buffers of the model's chunks. Weight decay applies to matrices only.
 
     With ``config.optimizer_cpu_offload`` its state, and the fp32 weights, are in host memory and are updated there
     (Megatron's ``HybridDeviceOptimizer``).
@@ -27,7 +28,7 @@ class MegatronOptimizer(ScheduledOptimizer):
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        models: Sequence[DistributedDataParallel],
         config: OptimizerConfig,
         settings: OptimizerArguments,
         total_steps: int,
@@ -40,11 +41,11 @@ class MegatronOptimizer(ScheduledOptimizer):
         # Of fp32 weights (of the canary, and of adapters) the distributed optimizer takes views, which torch's Adam in
         # host memory accepts only without a graph.
         with torch.no_grad() if config.optimizer_cpu_offload else nullcontext():
-            self.adam = get_megatron_optimizer(config, [model], overrides, use_gloo_process_groups=False)
+            self.adam = get_megatron_optimizer(config, [*models], overrides, use_gloo_process_groups=False)
         for group in self.adam.param_groups:
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
             group["fused"] = True  # torch's AdamW loops over tensors by default
-        self._model = model
+        self._models = models
 
     def _gradient_norm(self) -> float:
         self.adam.prepare_grads()
@@ -55,5 +56,6 @@ class MegatronOptimizer(ScheduledOptimizer):
         assert updated, "only a loss scaler, which fp16 has, refuses an update"
 
     def _clear(self) -> None:
-        self._model.zero_grad_buffer()
+        for model in self._models:
+            model.zero_grad_buffer()
         self.adam.zero_grad()

@@ -57,8 +57,8 @@ class RehearsedMegatron(MegatronBackend):
     reducing: Callable[[], AbstractContextManager[None]] = nullcontext
     starting: Callable[[], None] = staticmethod(_note_nothing)
 
-    def _distributed(self, policy: PolicyModel) -> DistributedDataParallel:
-        model = super()._distributed(policy)
+    def _distributed(self, policy: PolicyModel) -> list[DistributedDataParallel]:
+        models = super()._distributed(policy)
         finalize = policy.config.finalize_model_grads_func
 
         def finalized(*given: Any, **named: Any) -> None:
@@ -66,7 +66,7 @@ class RehearsedMegatron(MegatronBackend):
                 finalize(*given, **named)
 
         policy.config.finalize_model_grads_func = finalized
-        return model
+        return models
 
     def _weights_at(self, path: str) -> HuggingFaceWeights:
         return _NoWeights(path)
@@ -101,7 +101,7 @@ class RehearsedMegatron(MegatronBackend):
         """Yield the fp32 buffers in which gradients are accumulated."""
         for model in self._models():
             if isinstance(model, MegatronTrainedModel):
-                wrapper = model.distributed
+                (wrapper,) = model.distributed
                 yield from (buffer.grad_data for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers))
 
     def optimizer_states(self) -> Iterator[torch.Tensor]:
@@ -157,6 +157,10 @@ def rehearsed(
     if settings.megatron.megatron_to_hf_mode != "raw":
         rule = "cannot be rehearsed: Megatron-Bridge builds a model from its weights"
         refuse("megatron_to_hf_mode", settings.megatron.megatron_to_hf_mode, rule, "use raw, or --train-backend fsdp")
+    each = settings.megatron.num_layers_per_virtual_pipeline_stage
+    if each is not None:
+        rule = "cannot be rehearsed: a rehearsal has one part of the model per stage"
+        refuse("num_layers_per_virtual_pipeline_stage", each, rule, "rehearse without it: a rank holds a little less")
     shapes, routing = P2PCommunicator._communicate_shapes, BalancedRouter.routing
     built: list[RehearsedMegatron] = []
 

@@ -167,9 +167,17 @@ def _sharded(policy: PolicyModel, ranks: Ranks) -> dict[str, Sharded]:
     """
     if policy.adapter is not None:
         return dict(_sharded_adapter(policy.adapter, ranks))
-    described = policy.sharded_state_dict(metadata={"dp_cp_group": ranks.token_group, "singleton_local_shards": True})
-    named = dict(policy.named_parameters()) | dict(expert_biases(policy))
-    tensors = {id(tensor): name for name, tensor in named.items() if tensor is not policy.canary}
+    found: dict[str, Sharded] = {}
+    for number, chunk in enumerate(policy.chunks):
+        # The names of a dictionary are those of a chunk; the keys in a checkpoint are those of the whole model.
+        found |= {f"{number}.{name}": sharded for name, sharded in _sharded_chunk(chunk, ranks).items()}
+    return found
+
+
+def _sharded_chunk(chunk: PolicyModel, ranks: Ranks) -> dict[str, Sharded]:
+    described = chunk.sharded_state_dict(metadata={"dp_cp_group": ranks.token_group, "singleton_local_shards": True})
+    named = dict(chunk.named_parameters()) | dict(expert_biases(chunk))
+    tensors = {id(tensor): name for name, tensor in named.items() if tensor is not chunk.canary}
     found = {name: sharded for name, sharded in described.items() if id(sharded.data) in tensors}
     missing = tensors.keys() - {id(sharded.data) for sharded in found.values()}
     if missing:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -35,8 +36,11 @@ def _with_gradient(_module: torch.nn.Module, _given: Any, embedded: torch.Tensor
 class PolicyModel(GPTModel):
     """One pipeline stage. ``forward`` gives hidden states on every stage; the last one's go to ``scorer``.
 
-    The head is not part of ``forward``: only response positions need it, and a chunk of them at a time.
+    The head is not part of ``forward``: only response positions need it, and a chunk of them at a time. In an
+    interleaved pipeline a rank has several ``chunks``, in order; the last of them stands for the rank.
     """
+
+    chunks: tuple[PolicyModel, ...]
 
     NOT_IN_CHECKPOINT: tuple[str, ...] = ("canary",)  # parameters that no Hugging Face checkpoint has
 
@@ -48,28 +52,45 @@ class PolicyModel(GPTModel):
         temperature: float,
         chunk_size: int,
         with_canary: bool,
+        *,
+        chunk: int | None = None,
     ) -> None:
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        is_last = ranks.is_last_stage and chunk in (None, chunks - 1)
         vocabulary = vocabulary_shape(hf_config.to_dict())
         tp_size = ranks.tp.size()
         super().__init__(
             config,
-            decoder_spec(config, ranks.pp.rank()),
+            decoder_spec(config, ranks.pp.rank(), chunk),
             vocab_size=-(-vocabulary["vocab_size"] // tp_size) * tp_size,
             max_sequence_length=vocabulary["max_position_embeddings"],
-            pre_process=ranks.is_first_stage,
-            post_process=ranks.is_last_stage,
+            pre_process=ranks.is_first_stage and not chunk,
+            post_process=is_last,
             share_embeddings_and_output_weights=not vocabulary["untie_embeddings_and_output_weights"],
             position_embedding_type="rope",
-            mtp_block_spec=heads_spec(config) if ranks.is_last_stage else None,
+            mtp_block_spec=heads_spec(config) if is_last else None,
+            vp_stage=chunk,
         )
+        object.__setattr__(self, "chunks", (self,))  # no submodules
         self.rotary_pos_emb = PackedRotaryEmbedding(inverse_frequencies(hf_config))
         self.tokens_in_vocabulary = vocabulary["vocab_size"]
         self.temperature = temperature
         self.chunk_size = chunk_size
         self.to(config.params_dtype)
         # The scalar of objective/canary.py is reduced like every parameter, in fp32.
-        self.canary = torch.nn.Parameter(torch.zeros(1)) if with_canary and ranks.is_last_stage else None
+        self.canary = torch.nn.Parameter(torch.zeros(1)) if with_canary and is_last else None
         self.adapter: Adapter | None = None
+
+    @classmethod
+    def build_chunks(cls, config: TransformerConfig, *given: Any) -> PolicyModel:
+        """Build all chunks of this rank, and return the last; ``given`` are the other arguments of the class."""
+        number = config.virtual_pipeline_model_parallel_size
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(number)  # the schedule asks for it
+        if number is None:
+            return cls(config, *given)
+        chunks = tuple(cls(config, *given, chunk=chunk) for chunk in range(number))
+        object.__setattr__(chunks[-1], "chunks", chunks)
+        return chunks[-1]
 
     def add_adapter(self, layers: Sequence[LinearLayer], lora: LoraArguments) -> Adapter:
         """Give ``layers`` an adapter, which is still 0, and freeze everything else but the canary."""

@@ -51,8 +51,10 @@ def transformer_config(
         # If this says so, GPTModel leaves the rotary angles to Megatron's own layer; latent_attention.py is given them.
         kind, of_model = MLATransformerConfig, of_model | {"multi_latent_attention": False}
     given = _recomputation(gradient_checkpointing, overrides) | _given(overrides, TransformerConfig)
+    chunks = sizes.chunks(shape["num_layers"])
     return kind(
         **of_model,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         tensor_model_parallel_size=sizes.tensor_model_parallel_size,
         pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
         num_layers_in_first_pipeline_stage=sizes.decoder_first_pipeline_num_layers,

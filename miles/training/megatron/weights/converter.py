@@ -146,12 +146,13 @@ class RawConverter:
 
     def _local(self, model: PolicyModel) -> dict[str, torch.Tensor]:
         """Return this rank's parameters, and the biases of its experts, by their names in the whole model."""
-        first_layer = get_transformer_layer_offset(model.config, pp_rank=self.ranks.pp.rank())
         first_expert = self.ranks.ep.rank() * self._experts_per_rank
         return {
             _global_name(n, first_layer, first_expert): tensor
-            for n, tensor in (*model.named_parameters(), *expert_biases(model))
-            if model.is_of_checkpoint(n)
+            for chunk in model.chunks
+            for first_layer in (get_transformer_layer_offset(chunk.config, chunk.vp_stage, self.ranks.pp.rank()),)
+            for n, tensor in (*chunk.named_parameters(), *expert_biases(chunk))
+            if chunk.is_of_checkpoint(n)
         }
 
     def linear_layers(self, model: PolicyModel) -> list[LinearLayer]:
@@ -175,7 +176,7 @@ class RawConverter:
         merged: dict[str, _Location] = {}
         for places in _gather_objects([entry for part in of_stage for entry in part.items()], self.ranks.pp):
             merged |= dict(places)
-        return merged
+        return merged  # of an interleaved pipeline, by stage and then by layer
 
     def _gathered(
         self, binding: Binding, location: _Location, shard: torch.Tensor | None, dtype: torch.dtype

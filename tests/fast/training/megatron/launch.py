@@ -17,8 +17,7 @@ from miles.training.megatron.cpu_support import support_cpu
 
 support_cpu()
 
-import adapter_checks  # noqa: E402  # Megatron is imported from here on
-import auxiliary_checks  # noqa: E402
+import auxiliary_checks  # noqa: E402  # Megatron is imported from here on
 import conformance_checks  # noqa: E402
 import critic_checks  # noqa: E402
 import fault_checks  # noqa: E402
@@ -36,7 +35,7 @@ def checks_of(
 ) -> dict[str, Check]:
     """Return every check of the layout ``name``. A check raises, or returns what is wrong."""
     found: dict[str, Check] = {}
-    for module in (state_checks, offload_checks, adapter_checks):
+    for module in (state_checks, offload_checks):
         found |= {check.__name__: check for check in module.OF_LAYOUT.get(name, ())}
     for model in LAYOUTS[name].models:
         for contract in conformance_checks.CONTRACTS:
