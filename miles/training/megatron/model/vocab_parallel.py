@@ -101,7 +101,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         hidden, weight, local, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=lse.dtype)
+        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), ctx.rows):
             part = slice(start, start + ctx.rows)
             log_p = _logits(hidden[part], weight, ctx.scale).sub_(lse[part, None])
@@ -116,8 +116,10 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 grad.scatter_add_(1, local[part].clamp_min(0)[:, None], (grad_log_probs[part] * mine)[:, None])
             grad = grad.mul_(ctx.scale).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
-            grad_weight += grad.t() @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[part]
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, of_weight, None, None, None, None, None
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:

@@ -16,6 +16,7 @@ from pathlib import Path
 from miles.training.megatron.cpu_support import support_cpu
 
 support_cpu()
+sys.path.insert(0, str(Path(__file__).parent / "optimizer"))
 
 import auxiliary_checks  # noqa: E402  # Megatron is imported from here on
 import conformance_checks  # noqa: E402

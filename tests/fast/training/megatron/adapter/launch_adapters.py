@@ -6,11 +6,13 @@ import json
 import sys
 from pathlib import Path
 
-import launch  # prepares the process for Megatron, which the next imports load
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import launch  # noqa: E402  # prepares the process for Megatron, which the next imports load
 
 # isort: split
-import adapter_checks
-from layouts import save_models
+import adapter_checks  # noqa: E402
+from layouts import save_models  # noqa: E402
 
 
 def main(folder: Path, names: list[str]) -> None:
