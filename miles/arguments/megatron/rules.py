@@ -61,7 +61,7 @@ def check_megatron(settings: Settings, errors: Errors) -> None:
     if sizes.pipeline_model_parallel_size == 1:
         what_to_do = "add --pipeline-model-parallel-size 2 or more"
         errors.refuse_ignored(sizes, (*STAGES, INTERLEAVED), "without pipeline stages", what_to_do)
-    _check_offload(sizes, errors)
+    _check_offload(settings, sizes, errors)
     _check_auxiliary_losses(sizes, errors)
     _check_recomputation(settings.training.gradient_checkpointing, dict(overrides), errors)
     if settings.loss.has_critic and sizes.has_auxiliary_loss:
@@ -75,13 +75,26 @@ def check_megatron(settings: Settings, errors: Errors) -> None:
     check_overrides(overrides, None, _flags(), errors)  # what does not depend on the model
 
 
-def _check_offload(sizes: MegatronArguments, errors: Errors) -> None:
-    if sizes.optimizer_cpu_offload:
-        errors.above(sizes, 0, "optimizer_offload_fraction")
-        errors.within(sizes, 0, 1, "optimizer_offload_fraction")
+def _check_offload(settings: Settings, sizes: MegatronArguments, errors: Errors) -> None:
+    """Check the flags of an optimizer in host memory. Megatron updates no fp32 weight that is left on the GPU."""
+    if not sizes.optimizer_cpu_offload:
+        names = ["optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"]
+        errors.refuse_ignored(sizes, names, "without --optimizer-cpu-offload", "add that flag")
         return
-    names = ["optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"]
-    errors.refuse_ignored(sizes, names, "without --optimizer-cpu-offload", "add that flag")
+    errors.above(sizes, 0, "optimizer_offload_fraction")
+    errors.within(sizes, 0, 1, "optimizer_offload_fraction")
+    fraction = sizes.optimizer_offload_fraction
+    if fraction == 1 or not errors.none_about("optimizer_offload_fraction"):
+        return
+    reasons = {
+        "--fp32": not settings.training.bf16,
+        "--lora-rank": settings.lora.trains_adapter,
+        "a critic": settings.loss.has_critic,
+    }
+    with_fp32 = next((reason for reason, applies in reasons.items() if applies), None)
+    if with_fp32 is not None:
+        rule = f"with {with_fp32}: megatron-core does not update fp32 weights that stay on the GPU"
+        errors.refuse("optimizer_offload_fraction", fraction, rule, "drop it, so that all state is in host memory")
 
 
 def _check_auxiliary_losses(sizes: MegatronArguments, errors: Errors) -> None:

@@ -175,6 +175,16 @@ def test_pipeline_stages_repeat_the_shards(megatron):
         ("--num-layers-per-virtual-pipeline-stage 2", LLAMA, ["without pipeline stages"]),
         ("--optimizer-cpu-offload --optimizer-offload-fraction 1.5", LLAMA, ["--optimizer-offload-fraction 1.5"]),
         ("--optimizer-cpu-offload --optimizer-offload-fraction 0", LLAMA, ["--optimizer-offload-fraction 0.0"]),
+        (
+            "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --fp32",
+            LLAMA,
+            ["--optimizer-offload-fraction 0.5", "with --fp32"],
+        ),
+        (
+            "--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --lora-rank 8",
+            LLAMA,
+            ["--optimizer-offload-fraction 0.5", "with --lora-rank"],
+        ),
         ("--overlap-cpu-optimizer-d2h-h2d", LLAMA, ["--overlap-cpu-optimizer-d2h-h2d", "without --optimizer-cpu"]),
         ("--lora-rank 8", LATENT, ["--lora-rank 8", "latent attention of a kimi_k2", "--train-backend fsdp"]),
         ("--sequence-parallel", LLAMA, ["--sequence-parallel", "--tensor-model-parallel-size 2"]),

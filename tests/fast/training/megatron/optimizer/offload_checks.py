@@ -36,7 +36,7 @@ class TwoMemories(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return not hasattr(args[0], "is_in_host_memory")
         if func is torch.Tensor.pin_memory:
             return args[0]
@@ -89,7 +89,7 @@ def steps_in_host_memory_are_the_same(process: RankProcess) -> None:
         ordinary = _backend(process, bf16)
         for _ in range(3):
             _train(ordinary, batch_of(CASE))
-        for way in WAYS:
+        for way in WAYS[: None if bf16 else 2]:  # the last is refused in fp32
             with on_a_gpu():
                 backend = _backend(process, bf16, optimizer_cpu_offload=True, **way)
                 for _ in range(3):
