@@ -280,9 +280,14 @@ def _check_interleaving(sizes: MegatronArguments, layers: int, errors: Errors) -
     elif pp == 2 and sizes.chunks(layers) > 1:
         rule = "needs 3 pipeline stages: two would exchange several messages at once, which arrive in any order"
         errors.refuse(INTERLEAVED, each, rule, "give --pipeline-model-parallel-size 3 or more, or drop it")
-    elif sizes.mtp_heads and sizes.chunks(layers) > 1:
-        rule = "was not tested with --mtp-num-layers"
-        errors.refuse(INTERLEAVED, each, rule, "drop one of the two")
+    elif sizes.chunks(layers) > 1:
+        untested = {
+            "--mtp-num-layers": sizes.mtp_heads,
+            "--megatron-to-hf-mode bridge": sizes.megatron_to_hf_mode == "bridge",
+        }
+        for name, is_given in untested.items():
+            if is_given:
+                errors.refuse(INTERLEAVED, each, f"was not tested with {name}", "drop one of the two")
 
 
 def _check_experts(sizes: MegatronArguments, experts: int, errors: Errors) -> None:

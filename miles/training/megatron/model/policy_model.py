@@ -40,8 +40,6 @@ class PolicyModel(GPTModel):
     interleaved pipeline a rank has several ``chunks``, in order; the last of them stands for the rank.
     """
 
-    chunks: tuple[PolicyModel, ...]
-
     NOT_IN_CHECKPOINT: tuple[str, ...] = ("canary",)  # parameters that no Hugging Face checkpoint has
 
     def __init__(
@@ -71,7 +69,7 @@ class PolicyModel(GPTModel):
             mtp_block_spec=heads_spec(config) if is_last else None,
             vp_stage=chunk,
         )
-        object.__setattr__(self, "chunks", (self,))  # no submodules
+        self.earlier_chunks: tuple[PolicyModel, ...] = ()
         self.rotary_pos_emb = PackedRotaryEmbedding(inverse_frequencies(hf_config))
         self.tokens_in_vocabulary = vocabulary["vocab_size"]
         self.temperature = temperature
@@ -88,9 +86,14 @@ class PolicyModel(GPTModel):
         parallel_state.set_virtual_pipeline_model_parallel_world_size(number)  # the schedule asks for it
         if number is None:
             return cls(config, *given)
-        chunks = tuple(cls(config, *given, chunk=chunk) for chunk in range(number))
-        object.__setattr__(chunks[-1], "chunks", chunks)
-        return chunks[-1]
+        *earlier, last = (cls(config, *given, chunk=chunk) for chunk in range(number))
+        last.earlier_chunks = tuple(earlier)
+        return last
+
+    @property
+    def chunks(self) -> tuple[PolicyModel, ...]:
+        """All chunks of this rank, in order; of the last one only."""
+        return (*self.earlier_chunks, self)
 
     def add_adapter(self, layers: Sequence[LinearLayer], lora: LoraArguments) -> Adapter:
         """Give ``layers`` an adapter, which is still 0, and freeze everything else but the canary."""
