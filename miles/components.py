@@ -50,11 +50,13 @@ class EngineSpec:
         has_servers: Whether it generates in servers, by the flags of the section ``sglang`` and those passed on to it.
             Otherwise it is embedded in the rollout process, and runs on one device.
         own_flags: The flags of the section ``rollout`` that no other engine reads.
+        reports_experts: Whether it says which experts it has chosen (``--use-rollout-routing-replay``).
     """
 
     builder: str
     has_servers: bool = False
     own_flags: tuple[str, ...] = ()
+    reports_experts: bool = False
 
 
 TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
@@ -78,8 +80,12 @@ TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
 }
 
 ENGINES: Mapping[str, EngineSpec] = {
-    "torch": EngineSpec("miles.engine.embedded.torch_engine:start", own_flags=("torch_engine_max_batch_size",)),
-    "sglang": EngineSpec("miles.engine.sglang.engine:start", has_servers=True),
+    "torch": EngineSpec(
+        "miles.engine.embedded.torch_engine:start",
+        own_flags=("torch_engine_max_batch_size",),
+        reports_experts=True,
+    ),
+    "sglang": EngineSpec("miles.engine.sglang.engine:start", has_servers=True, reports_experts=True),
 }
 
 Spec = TypeVar("Spec", TrainBackendSpec, EngineSpec)

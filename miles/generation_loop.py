@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from miles.loop import Metrics, add_times, is_due_after, no_prompts_left, show_nothing
+from miles.loop import Metrics, add_times, is_due_after, no_prompts_left, not_profiled, show_nothing
 from miles.tracking.phase_timer import PhaseTimer
 from miles.tracking.tracker import Tracker
 
@@ -29,6 +30,7 @@ class GenerationLoop:
     steps_per_iteration: int
     stop: StopRequests
     on_phase: Callable[[str | None], None] = show_nothing  # of ``PhaseTimer``
+    profiled: Callable[[int], AbstractContextManager[None]] = not_profiled  # around an iteration
     timer: PhaseTimer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -40,7 +42,9 @@ class GenerationLoop:
         if self.evaluation.has_sets and not self.evaluation.skip_eval_before_train:
             self.log(0, self.rollout.evaluate())
         for iteration in range(self.rollout.num_iterations):
-            if not self.run_iteration(iteration):
+            with self.profiled(iteration):
+                has_prompts = self.run_iteration(iteration)
+            if not has_prompts:
                 print(no_prompts_left(iteration, self.rollout.num_iterations))
                 break
             if self.stop.is_requested:
@@ -59,7 +63,7 @@ class GenerationLoop:
             with self.timer.phase("eval"):
                 metrics |= self.rollout.evaluate()
         self.log(done * self.steps_per_iteration, metrics)
-        self.tracker.log_samples(done * self.steps_per_iteration, generated.summary.records)
+        self.tracker.log_samples(done * self.steps_per_iteration, generated.summary.samples.records)
         return True
 
     def log(self, step: int, metrics: Metrics) -> None:

@@ -14,8 +14,9 @@ waits for it, and iterations i+1 to i+K are generated while iteration i trains (
     trainer  │            │ train 0    │ train 1    │ ...
 
 Due after an iteration, and always after the last one: evaluation every ``--eval-interval``, a checkpoint every
-``--save-interval`` (with ``--save-hf`` and an export). The checkpoint comes after the log: a run that resumes from it
-has every row of the steps before it. Without prompts (``--max-prompt-pass-rate``) the last iteration comes early.
+``--save-interval`` (with ``--save-hf`` and an export). A checkpoint also comes after the best iteration so far by
+``--save-best``. It follows the log: a run that resumes from it has every row of the steps before it. Without prompts
+(``--max-prompt-pass-rate``) the last iteration comes early.
 
 A resumed run restores the trainer and the position in the prompts, then continues with the next iteration. Weights are
 versioned by the number of iterations they were trained on.
@@ -24,6 +25,7 @@ versioned by the number of iterations they were trained on.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:  # the loop itself needs no Ray
     from miles.arguments.checkpoint import CheckpointArguments
     from miles.arguments.cluster import Offload
     from miles.arguments.evaluation import EvaluationArguments
+    from miles.cluster.folders.best_checkpoint import BestCheckpoint
     from miles.cluster.rollout_actor import GeneratedIteration, RolloutDriver
     from miles.cluster.stop_requests import StopRequests
     from miles.cluster.train_actor import TrainDriver
@@ -45,6 +48,11 @@ Metrics = dict[str, Metric]
 
 def show_nothing(phase: str | None) -> None:
     """Take the phases of a loop that nobody watches."""
+
+
+def not_profiled(iteration: int) -> AbstractContextManager[None]:
+    """Record nothing of an iteration."""
+    return nullcontext()
 
 
 @dataclass
@@ -63,6 +71,7 @@ class TrainingLoop:
     run_state: dict[str, str]  # saved in every checkpoint (cluster/folders/run_identity.py)
     stop: StopRequests
     on_phase: Callable[[str | None], None] = show_nothing  # of ``PhaseTimer``
+    profiled: Callable[[int], AbstractContextManager[None]] = not_profiled  # around an iteration
     timer: PhaseTimer = field(init=False)
     run_checkpoints: RunCheckpoints = field(init=False)
 
@@ -82,7 +91,9 @@ class TrainingLoop:
         if done == 0 and self.evaluation.has_sets and not self.evaluation.skip_eval_before_train:
             self.log(0, [self.evaluate()])
         while done < last:
-            if not self.run_iteration(done):
+            with self.profiled(done):
+                has_prompts = self.run_iteration(done)
+            if not has_prompts:
                 self.end_early(done)
                 break
             done += 1
@@ -92,6 +103,8 @@ class TrainingLoop:
         if self.checkpoint.save_hf is not None and self.run_checkpoints.last_exported != done:
             self.give_gpus_to_trainer()
             self.run_checkpoints.export(done)
+        with self.timer.phase("save"):
+            self.run_checkpoints.end()
 
     def run_iteration(self, iteration: int) -> bool:
         """Generate, train, sync weights, and do what is due afterwards; return false if no prompts were left for it."""
@@ -103,15 +116,20 @@ class TrainingLoop:
         with self.stop.finish_first():
             self.give_gpus_to_trainer()
             with self.timer.phase("train"):
-                steps = self.trainer.train(generated.shards_by_rank, iteration)
+                trained = self.trainer.train(generated.shards_by_rank, iteration)
+            steps = trained.steps
             self.sync_weights(version=done)
             steps[-1] |= generated.summary.metrics
             if self.evaluation.has_sets and self.is_due(self.evaluation.eval_interval, done):
                 steps[-1] |= self.evaluate()
             self.log(iteration * self.steps_per_iteration + 1, steps)
-            self.tracker.log_samples(done * self.steps_per_iteration, generated.summary.records)
-            if self.checkpoint.save is not None and self.is_due(self.checkpoint.save_interval, done):
-                self.save(done, exports=self.checkpoint.save_hf is not None)
+            samples = generated.summary.samples.completed(trained.tokens)
+            self.tracker.log_samples(done * self.steps_per_iteration, samples)
+            if self.checkpoint.save is not None:
+                due = self.is_due(self.checkpoint.save_interval, done)
+                best = self.run_checkpoints.best_with(steps[-1], done, due)
+                if due or best is not None:
+                    self.save(done, exports=self.checkpoint.save_hf is not None, best=best)
         return True
 
     def end_early(self, done: int) -> None:
@@ -158,11 +176,14 @@ class TrainingLoop:
         for step, metrics in enumerate(steps, start=first_step):
             self.tracker.log(step, metrics)
 
-    def save(self, done: int, exports: bool = False) -> None:
-        """Write a checkpoint after ``done`` iterations, and with ``exports`` the Hugging Face export too."""
+    def save(self, done: int, exports: bool = False, best: BestCheckpoint | None = None) -> None:
+        """Write a checkpoint after ``done`` iterations, and with ``exports`` the Hugging Face export too.
+
+        ``best`` is what ``--save-best`` notes of it, if it is the best so far.
+        """
         self.give_gpus_to_trainer()
         with self.timer.phase("save"):
-            self.run_checkpoints.save(done)
+            self.run_checkpoints.save(done, best)
             if exports:
                 self.run_checkpoints.export(done)
         if self.offload.train or self.offload.rollout:
@@ -176,6 +197,7 @@ class TrainingLoop:
         takes_turns = self.offload.train or self.offload.rollout
         if self.checkpoint.save is not None and done != self.run_checkpoints.last_saved and not takes_turns:
             self.save(done)
+        self.run_checkpoints.settle()
 
     def resume(self) -> int:
         """Restore both sides from ``--load`` and return the number of iterations already done."""

@@ -11,7 +11,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from miles.replay.token_sets import TokenSets
 
 
 class SampleStatus(StrEnum):
@@ -32,7 +37,7 @@ class Prompt:
 
     ``text`` is the prompt as the model reads it (chat template applied); ``token_ids`` its tokens; ``label`` the
     reference answer; ``metadata`` whatever else the row carries for rewards and filters; ``source`` is the place of the
-    row (``file.jsonl:17``), for messages to the user.
+    row (``file.jsonl:17``), for messages to the user; ``prompt_set`` the name of its set in a mixture.
     """
 
     text: str
@@ -40,6 +45,7 @@ class Prompt:
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     source: str = ""
+    prompt_set: str = ""
 
 
 @dataclass
@@ -58,7 +64,8 @@ class Sample:
     response_ids: list[int] = field(default_factory=list)
     response: str = ""
     loss_mask: list[int] = field(default_factory=list)  # one 0/1 per response token
-    rollout_log_probs: list[float] = field(default_factory=list)  # the engine's, of logits / temperature
+    # The engine's, of logits / temperature; over ``support`` if it is given.
+    rollout_log_probs: list[float] = field(default_factory=list)
     status: SampleStatus = SampleStatus.PENDING
     teacher_log_probs: list[float] = field(default_factory=list)  # of a teacher in servers; empty without one
     reward: float | None = None
@@ -66,6 +73,9 @@ class Sample:
     # Version of the weights behind each response token, NO_WEIGHTS for a tool's; empty if not recorded.
     weight_versions: list[int] = field(default_factory=list)
     remove_sample: bool = False  # set by a function of the user's: the sample is not trained on
+    support: TokenSets | None = None  # what truncated sampling drew each response token from, if the engine said so
+    # Experts of each layer for the tokens from the first on, [positions, layers, k], if the engine said them.
+    experts: np.ndarray | None = field(default=None, compare=False)
     advantage: float | None = None  # given by a function of the user's, in the place of the estimator's
 
     @property
@@ -115,13 +125,14 @@ class Sample:
         return [0] * len(self.loss_mask) if self.remove_sample else self.loss_mask
 
     def check(self) -> None:
-        """Raise ``ValueError`` unless the per-token columns are as long as the response."""
+        """Raise ``ValueError`` unless per-token columns are as long as the response, and tokens in their support."""
         n = len(self.response_ids)
         columns: dict[str, Sequence[float]] = {
             "loss_mask": self.loss_mask,
             "rollout_log_probs": self.rollout_log_probs,
             "teacher_log_probs": self.teacher_log_probs or [0.0] * n,
             "weight_versions": self.weight_versions or [NO_WEIGHTS] * n,
+            "support": range(n if self.support is None else len(self.support)),
         }
         for name, column in columns.items():
             if len(column) != n:
@@ -129,6 +140,16 @@ class Sample:
                     f"sample of group {self.group_index}, trajectory {self.trajectory_id}: {name} has {len(column)} "
                     f"entries for {n} response tokens; give one entry per token"
                 )
+        if self.experts is not None and not (self.experts.ndim == 3 and len(self.experts) < len(self.tokens)):
+            raise ValueError(
+                f"sample of group {self.group_index}, trajectory {self.trajectory_id}: experts of shape "
+                f"{self.experts.shape} for {len(self.tokens)} tokens; give [positions, layers, k] of all but the last"
+            )
+        if self.support is not None and not self.support.contain(self.response_ids).all():
+            raise ValueError(
+                f"sample of group {self.group_index}, trajectory {self.trajectory_id}: support lacks a response token; "
+                "a token is among those that it was drawn from"
+            )
 
 
 @dataclass

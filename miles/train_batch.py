@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
 
     from miles.parallel.groups import ContextGroup
+    from miles.replay.support import Support
+    from miles.replay.token_sets import TokenSets
 
 _STEP_WIDE = ("num_trajectories", "num_loss_tokens", "expected_loss_mass")
 
@@ -51,11 +53,14 @@ class TrainBatch:
     old_log_probs: list[np.ndarray] | None = None  # float32 [response], by the trainer before the first step
     ref_log_probs: list[np.ndarray] | None = None  # float32 [response], by the reference model
     teacher_log_probs: list[np.ndarray] | None = None  # float32 [response], by the teacher that is distilled
+    sum_squared_probs: list[np.ndarray] | None = None  # float32 [response], over the vocabulary, with old_log_probs
     values: list[np.ndarray] | None = None  # float32 [response], by the critic before the iteration's first step
     advantages: list[np.ndarray] | None = None  # float32 [response]; None: every token has its sample's reward
     returns: list[np.ndarray] | None = None  # float32 [response], the critic's targets
     selected: list[np.ndarray] | None = None  # float32 0/1 [response], tokens that the policy loss treats apart
     top_entropy: list[np.ndarray] | None = None  # float32 0/1 [response], tokens of --top-entropy-quantile
+    supports: list[TokenSets] | None = None  # [response], what truncated sampling drew each token from
+    experts: list[np.ndarray] | None = None  # [positions, layers, k], the engine's choices, from the first token on
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -100,6 +105,24 @@ class TrainShard:
     micro_batches: Sequence[MicroBatchPlan]
     score_only: Sequence[MicroBatchPlan] = ()
     expected_loss_mass: float | None = None  # of the whole step, if the canary watches (objective/canary.py)
+    recorded: frozenset[int] = frozenset()  # positions in the step of samples whose tokens are recorded for the report
+
+
+@dataclass(frozen=True)
+class TokenColumns:
+    """What the policy loss read of a sample's tokens, float32 [response] each (batching/token_record.py).
+
+    Attributes:
+        advantages: As the loss had them, after phase 2.
+        log_probs: The trainer's, under the weights that the iteration began with.
+        ratios: Current policy over the one that the iteration began with.
+        token_weights: What corrections multiply the token's loss by.
+    """
+
+    advantages: np.ndarray
+    log_probs: np.ndarray
+    ratios: np.ndarray
+    token_weights: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -152,7 +175,10 @@ class MicroBatch:
     returns: torch.Tensor | None = None  # float32 [R], the critic's targets
     selected: torch.Tensor | None = None  # float32 0/1 [R], tokens that the policy loss treats apart
     top_entropy: torch.Tensor | None = None  # float32 0/1 [R], tokens of --top-entropy-quantile
+    support: Support | None = None  # of R tokens: the softmax of every log-prob and entropy is over these sets
+    experts: torch.Tensor | None = None  # int16 [T, layers, k], what the policy's routers are given; -1: own choice
     padded: bool = False
+    positions: tuple[int, ...] = ()  # S entries, of the samples in the whole step
 
     @property
     def rows(self) -> int:

@@ -1,9 +1,11 @@
 """Choose the prompts, their columns and their order."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-from miles.flags import Errors, flag
+from miles.flags import Errors, count, flag, flag_name
 
 FILE_SUFFIXES = (".jsonl", ".parquet")
 
@@ -17,6 +19,23 @@ class DataArguments:
         "training prompts: FILE.jsonl, FILE.parquet, hf:NAME[:SPLIT] (or a folder saved by datasets), or "
         "reasoning_gym:TASK[:key=value,...] (required)",
         metavar="SOURCE",
+    )
+    prompt_mix: Optional[tuple[str, ...]] = flag(
+        None,
+        "several training sets in the place of --prompt-data: NAME SOURCE pairs",
+        nargs="+",
+        type=str,
+        metavar="NAME SOURCE",
+    )
+    prompt_mix_weights: Optional[tuple[float, ...]] = flag(
+        None,
+        "weight of each set of --prompt-mix: how often it is drawn from; default: its number of prompts",
+        nargs="+",
+        type=float,
+        metavar="W",
+    )
+    curriculum_path: Optional[str] = flag(
+        None, "your function that chooses weights or prompts before each iteration (docs/data.md), module:function"
     )
     data_source_path: Optional[str] = flag(
         None, "your source of rows, in the place of --prompt-data (docs/data.md), module:class"
@@ -38,6 +57,13 @@ class DataArguments:
     rollout_shuffle: bool = flag(False, "reshuffle the prompts for every epoch, seeded by --rollout-seed")
     rollout_seed: int = flag(42, "seed of the prompt order and of the sampling")
 
+    @property
+    def mixed_sources(self) -> dict[str, str]:
+        """The source of each set of ``--prompt-mix`` by name; that of ``--prompt-data`` is called prompts."""
+        if self.prompt_mix is not None:
+            return dict(zip(self.prompt_mix[::2], self.prompt_mix[1::2], strict=True))
+        return {} if self.prompt_data is None else {"prompts": self.prompt_data}
+
 
 def check_data(
     data: DataArguments, loads_samples: bool, reads_conversations: bool, has_eval_sets: bool, errors: Errors
@@ -53,8 +79,9 @@ def check_data(
     """
     if data.data_source_path is not None:
         _check_own_source(data, loads_samples, reads_conversations, errors)
-    elif not loads_samples:
+    elif not loads_samples and data.prompt_mix is None:
         errors.require("prompt_data", data.prompt_data, "the training prompts")
+    _check_mix(data, loads_samples, reads_conversations, errors)
     if data.prompt_data is not None:
         check_source("prompt_data", data.prompt_data, errors)
     errors.at_least(data, 1, "rollout_max_prompt_len")
@@ -75,7 +102,71 @@ def _check_own_source(data: DataArguments, loads_samples: bool, reads_conversati
     elif reads_conversations:
         rule = "gives prompts, and --loss-type sft_loss trains on conversations"
         errors.refuse("data_source_path", path, rule, "give the conversations as --prompt-data FILE.jsonl")
-    errors.refuse_ignored(data, ["prompt_data", "rollout_shuffle"], "with --data-source-path", "keep one of the two")
+    of_files = ["prompt_data", "prompt_mix", "curriculum_path", "rollout_shuffle"]
+    errors.refuse_ignored(data, of_files, "with --data-source-path", "keep one of the two")
+
+
+def explain_prompts(data: DataArguments) -> list[str]:
+    """Return the lines about sets of prompts that are mixed, and about the function that chooses."""
+    lines = []
+    if data.prompt_mix is not None:
+        names = list(data.mixed_sources)
+        weights = data.prompt_mix_weights
+        shares = (
+            names if weights is None else [f"{n} {w / sum(weights):.3g}" for n, w in zip(names, weights, strict=True)]
+        )
+        by = "by their numbers of prompts" if weights is None else "of the draws"
+        lines.append(f"prompts    {', '.join(shares)} {by}")
+    if data.curriculum_path is not None:
+        lines.append(f"prompts    weights or prompts are chosen before each iteration by {data.curriculum_path}")
+    return lines
+
+
+def _check_mix(data: DataArguments, loads_samples: bool, reads_conversations: bool, errors: Errors) -> None:
+    if data.curriculum_path is not None and data.prompt_data is None and data.prompt_mix is None:
+        errors.refuse_ignored(data, ["curriculum_path"], "without prompts to choose from", "give --prompt-data")
+    if loads_samples:
+        why = "with --load-debug-rollout-data: no prompts are drawn"
+        errors.refuse_ignored(data, ["prompt_mix", "curriculum_path"], why, "keep one of the two")
+    elif reads_conversations:
+        why = "by --loss-type sft_loss, which trains on the conversations of one source"
+        errors.refuse_ignored(data, ["prompt_mix", "curriculum_path"], why, "give --prompt-data")
+    if data.prompt_mix is None:
+        errors.refuse_ignored(data, ["prompt_mix_weights"], "without --prompt-mix", "add --prompt-mix NAME SOURCE ...")
+        return
+    errors.refuse_ignored(data, ["prompt_data"], "beside --prompt-mix", "list the set there")
+    check_pairs("prompt_mix", data.prompt_mix, errors)
+    weights = data.prompt_mix_weights
+    if weights is None or not errors.none_about("prompt_mix"):
+        return
+    sets = len(data.prompt_mix) // 2
+    if len(weights) != sets:
+        rule = f"{count(len(weights), 'weight')} cannot be one for each of {count(sets, 'set')}"
+        errors.refuse("prompt_mix_weights", weights, rule, f"give {sets}")
+    fault = fault_of_weights(weights)
+    if fault is not None:
+        errors.refuse("prompt_mix_weights", weights, fault, "give 0 or more for each set, and more for one at least")
+
+
+def fault_of_weights(weights: Sequence[float]) -> str | None:
+    """Return what is wrong with the weights of sets, if anything is."""
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+        return "are not all finite numbers of at least 0"
+    return None if sum(weights) > 0 else "are all 0"
+
+
+def check_pairs(field: str, words: tuple[str, ...], errors: Errors) -> None:
+    """Check that words are NAME SOURCE pairs, each name once."""
+    if len(words) % 2:
+        rule = f"{count(len(words), 'word')} cannot be NAME SOURCE pairs"
+        what_to_do = f"write a name before each source: {flag_name(field)} test FILE.jsonl"
+        errors.refuse(field, words, rule, what_to_do)
+        return
+    names = words[::2]
+    for name, source in zip(names, words[1::2], strict=True):
+        if names.count(name) > 1:
+            errors.refuse(field, words, f"the name {name} is given twice", "give each set its own name")
+        check_source(field, source, errors)
 
 
 def check_source(field: str, source: str, errors: Errors) -> None:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
-from miles.arguments.data import DataArguments, check_source
+from miles.arguments.data import DataArguments, check_pairs
 from miles.arguments.rollout import RolloutArguments, check_truncation
-from miles.flags import Errors, count, flag
+from miles.flags import Errors, flag
 
 OF_SETS = ("eval_prompt_data", "eval_config", "eval_function_path")  # any of them asks for an evaluation
 
@@ -36,6 +36,7 @@ class EvaluationArguments:
     eval_temperature: Optional[float] = flag(None, "sampling temperature; default: --rollout-temperature")
     eval_top_p: Optional[float] = flag(None, "top-p; default: --rollout-top-p")
     eval_top_k: Optional[int] = flag(None, "top-k; default: --rollout-top-k")
+    eval_min_p: Optional[float] = flag(None, "min-p; default: --rollout-min-p")
     eval_max_response_len: Optional[int] = flag(
         None, "maximum tokens of a response; default: --rollout-max-response-len"
     )
@@ -58,6 +59,7 @@ def fill_evaluation(
         "eval_temperature": rollout.rollout_temperature,
         "eval_top_p": rollout.rollout_top_p,
         "eval_top_k": rollout.rollout_top_k,
+        "eval_min_p": rollout.rollout_min_p,
         "eval_max_response_len": rollout.rollout_max_response_len,
         "eval_input_key": data.input_key,
         "eval_label_key": data.label_key,
@@ -72,7 +74,7 @@ def check_evaluation(evaluation: EvaluationArguments, errors: Errors) -> None:
         errors.refuse_ignored(evaluation, unused, "without an evaluation set", "add --eval-prompt-data NAME SOURCE")
         return
     if evaluation.eval_prompt_data is not None:
-        _check_pairs(evaluation.eval_prompt_data, errors)
+        check_pairs("eval_prompt_data", evaluation.eval_prompt_data, errors)
     if evaluation.eval_config is not None:
         errors.refuse_ignored(evaluation, ["eval_prompt_data"], "beside --eval-config", "list the set in that file")
         errors.existing_file("eval_config", evaluation.eval_config)
@@ -82,17 +84,4 @@ def check_evaluation(evaluation: EvaluationArguments, errors: Errors) -> None:
     errors.require("eval_interval", evaluation.eval_interval, "iterations between evaluations of the given sets")
     errors.at_least(evaluation, 1, "eval_interval", "n_samples_per_eval_prompt", "eval_max_response_len")
     errors.at_least(evaluation, 0, "eval_temperature")
-    check_truncation(evaluation, "eval_top_p", "eval_top_k", errors)
-
-
-def _check_pairs(words: tuple[str, ...], errors: Errors) -> None:
-    if len(words) % 2:
-        rule = f"{count(len(words), 'word')} cannot be NAME SOURCE pairs"
-        what_to_do = "write a name before each source: --eval-prompt-data test FILE.jsonl"
-        errors.refuse("eval_prompt_data", words, rule, what_to_do)
-        return
-    names = words[::2]
-    for name, source in zip(names, words[1::2], strict=True):
-        if names.count(name) > 1:
-            errors.refuse("eval_prompt_data", words, f"the name {name} is given twice", "give each set its own name")
-        check_source("eval_prompt_data", source, errors)
+    check_truncation(evaluation, "eval_top_p", "eval_top_k", "eval_min_p", errors)

@@ -8,10 +8,13 @@ from collections.abc import Iterable, Sequence
 from miles.arguments.checkpoint import explain_checkpoint
 from miles.arguments.cluster import explain_cluster
 from miles.arguments.critic import explain_critic
+from miles.arguments.data import explain_prompts
 from miles.arguments.launch.abilities import reads_megatron_flags
 from miles.arguments.launch.notes import grouped
 from miles.arguments.lora import explain_lora
+from miles.arguments.model import explain_reference
 from miles.arguments.parallel import explain_ranks
+from miles.arguments.profiling import explain_profiling, unused_in_profiling
 from miles.arguments.rollout import explain_generation, explain_length, explain_saved_samples, unused_in_rollout
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.settings import explain_servers
@@ -95,6 +98,8 @@ def _batch(settings: Settings) -> list[str]:
         explain_step(settings.training, steps),
         explain_ranks(settings.parallel, settings.training, settings.dims),
         explain_length(settings.rollout, steps),
+        *explain_prompts(settings.data),
+        *explain_reference(settings.model),
     ]
 
 
@@ -104,12 +109,14 @@ def without_effect(settings: Settings) -> list[str]:
         *objective_without_effect(settings.loss, settings.step_shape),
         *unused_in_rollout(settings.rollout),
         *unused_in_training(settings.training, settings.dims.replicas),
+        *unused_in_profiling(settings.profiling),
     ]
 
 
 def _files(settings: Settings) -> list[str]:
     return [
         *explain_tracking(settings.tracking),
+        *explain_profiling(settings.profiling, settings.tracking.output_dir),
         *explain_checkpoint(settings.checkpoint),
         *explain_saved_samples(settings.rollout),
     ]
@@ -187,6 +194,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 def explain_precision(settings: Settings) -> str:
     """Return in which precision the run computes."""
     repeats = "; deterministic kernels" if settings.training.deterministic_mode else ""
+    if settings.training.fp32_lm_head:
+        repeats = f"; fp32 logits{repeats}"
     if settings.training.bf16 and settings.lora.trains_adapter:
         return f"precision  bf16 compute and frozen weights; fp32 adapter, gradients, reductions and loss{repeats}"
     if settings.training.bf16:

@@ -24,6 +24,14 @@ class ModelArguments:
         "default: --hf-checkpoint",
         metavar="PATH",
     )
+    ref_update_interval: Optional[int] = flag(
+        None, "iterations after which the reference follows the policy; default: it stays as it is", metavar="N"
+    )
+    ref_mixup_alpha: float = flag(
+        1.0,
+        "part of the policy's weights in the reference after --ref-update-interval, the rest being its own; 1 replaces "
+        "it (TRL's ref_model_mixup_alpha)",
+    )
     opd_teacher_load: Optional[str] = flag(
         None,
         "teacher of --use-opd in the trainer: a Hugging Face folder, or a checkpoint of the same backend",
@@ -36,6 +44,11 @@ def check_model(model: ModelArguments, errors: Errors) -> None:
     errors.require("hf_checkpoint", model.hf_checkpoint, "tokenizer, configuration and initial weights")
     errors.existing_folder("hf_checkpoint", model.hf_checkpoint)
     errors.existing_folder("ref_load", model.ref_load)
+    errors.at_least(model, 1, "ref_update_interval")
+    errors.above(model, 0, "ref_mixup_alpha")
+    errors.within(model, 0, 1, "ref_mixup_alpha")
+    if model.ref_update_interval is None:
+        errors.refuse_ignored(model, ["ref_mixup_alpha"], "without --ref-update-interval", "add that flag")
     errors.existing_folder("opd_teacher_load", model.opd_teacher_load)
     if model.hf_checkpoint is not None and errors.none_about("hf_checkpoint") and os.path.isdir(model.hf_checkpoint):
         with errors.catching():
@@ -44,6 +57,16 @@ def check_model(model: ModelArguments, errors: Errors) -> None:
                 errors.refuse(
                     "hf_checkpoint", model.hf_checkpoint, rule, "give the folder of a model, or " + _COPY_AGAIN
                 )
+
+
+def explain_reference(model: ModelArguments) -> list[str]:
+    """Return the line about a reference that follows the policy, if it does."""
+    interval, alpha = model.ref_update_interval, model.ref_mixup_alpha
+    if interval is None:
+        return []
+    becomes = "the policy" if alpha == 1 else f"{alpha:g} policy + {1 - alpha:g} reference"
+    when = "every iteration" if interval == 1 else f"every {interval} iterations"
+    return [f"reference  becomes {becomes} after {when}"]
 
 
 def local_config(model: ModelArguments, field: str) -> dict[str, Any] | None:

@@ -40,6 +40,7 @@ from miles.arguments.launch.values import words_of_line
 from miles.arguments.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.rules.deterministic import check_deterministic_on_cpu
+from miles.arguments.rules.replay import check_replay_on_cpu
 from miles.arguments.settings import SECTIONS, Settings
 from miles.arguments.sglang.server_flags import ROUTER, SERVER, ServerFlags, split_server_flags
 from miles.arguments.training import fill_precision
@@ -447,6 +448,7 @@ def _judge(command: Command) -> Validated:
     on_cpu = device == "cpu" or (device == "auto" and not has_gpu())
     if on_cpu:
         check_deterministic_on_cpu(validated.settings, errors)
+        check_replay_on_cpu(validated.settings, errors)
         errors.raise_if_any()
     further = surprises(validated.settings, command.given, on_cpu, has_bf16())
     return replace(validated, notes=(*validated.notes, *further), accepted=tuple(notes), choice=command.choice)

@@ -33,6 +33,17 @@ class RolloutArguments:
     rollout_temperature: float = flag(1.0, "sampling temperature; 0 is greedy")
     rollout_top_p: float = flag(1.0, "sample from the most likely tokens that together have this probability")
     rollout_top_k: int = flag(-1, "sample from the k most likely tokens; -1 is all")
+    rollout_min_p: float = flag(
+        0.0, "sample from the tokens at least this times as likely as the most likely one; 0 is all"
+    )
+    no_support_replay: bool = flag(
+        False,
+        "with top-p, top-k or min-p: train on log-probs over the whole vocabulary, not over the tokens that these have "
+        "kept, so the ratio is biased (docs/replay.md)",
+    )
+    use_rollout_routing_replay: bool = flag(
+        False, "train the experts that the engine chose for each token (docs/replay.md)"
+    )
     rollout_stop: Optional[tuple[str, ...]] = flag(
         None, "texts that end a response and stay in it; the torch engine's", nargs="+", type=str
     )
@@ -123,6 +134,17 @@ class RolloutArguments:
         return self.load_debug_rollout_data is not None
 
     @property
+    def truncates_sampling(self) -> bool:
+        """Whether some tokens are never drawn, by top-p, top-k or min-p."""
+        limits = self.rollout_top_p < 1 or self.rollout_top_k > 0 or self.rollout_min_p > 0
+        return self.rollout_temperature > 0 and limits
+
+    @property
+    def replays_support(self) -> bool:
+        """Whether the engine says which tokens it drew from, and the trainer computes log-probs over these."""
+        return self.truncates_sampling and not self.no_support_replay
+
+    @property
     def stop_texts(self) -> tuple[str, ...]:
         """The texts that end a response."""
         return self.rollout_stop or ()
@@ -197,17 +219,21 @@ def _check_sampling(rollout: RolloutArguments, has_responses: bool, errors: Erro
         rule = f"--rollout-engine {rollout.rollout_engine} gives its servers token ids only, so they see no text"
         what_to_do = "give the ids of tokens with --rollout-stop-token-ids, or use --rollout-engine torch"
         errors.refuse("rollout_stop", rollout.rollout_stop, rule, what_to_do)
-    check_truncation(rollout, "rollout_top_p", "rollout_top_k", errors)
+    check_truncation(rollout, "rollout_top_p", "rollout_top_k", "rollout_min_p", errors)
+    draws = has_responses and not rollout.loads_samples and errors.none_about("rollout_top_p", "rollout_top_k")
+    if draws and not rollout.truncates_sampling:
+        why = "without --rollout-top-p, --rollout-top-k or --rollout-min-p"
+        errors.refuse_ignored(rollout, ["no_support_replay"], why, "sample from fewer tokens")
     for token in rollout.stop_token_ids:
         if token < 0:
             what_to_do = "give ids of the tokenizer's vocabulary"
             errors.refuse("rollout_stop_token_ids", token, "token ids are not negative", what_to_do)
 
 
-def check_truncation(section: Any, top_p: str, top_k: str, errors: Errors) -> None:
-    """Check that the field ``top_p`` of ``section`` is in (0, 1], and ``top_k`` -1 or at least 1."""
+def check_truncation(section: Any, top_p: str, top_k: str, min_p: str, errors: Errors) -> None:
+    """Check that the field ``top_p`` of ``section`` is in (0, 1], ``top_k`` -1 or at least 1, ``min_p`` in [0, 1]."""
     errors.above(section, 0, top_p)
-    errors.within(section, 0, 1, top_p)
+    errors.within(section, 0, 1, top_p, min_p)
     k = getattr(section, top_k)
     if k is not None and k != -1 and k < 1:
         what_to_do = f"give {flag_name(top_k)} -1 for the whole vocabulary"
@@ -348,6 +374,11 @@ def notes_on_rollout(rollout: RolloutArguments, loss: LossArguments) -> Iterator
             f"--n-samples-per-prompt 1: --advantage-estimator {loss.advantage_estimator} compares the responses of a "
             "prompt, so every advantage is 0"
         )
+    if rollout.truncates_sampling and rollout.no_support_replay and uses_policy_loss:
+        yield (
+            "--no-support-replay: the trainer's log-probs are over the whole vocabulary and samples are not, so the "
+            "mean ratio to the engine's distribution is the probability that top-p, top-k and min-p keep, not 1"
+        )
     if rollout.async_steps and uses_policy_loss and not loss.use_tis:
         yield (
             f"--async-steps {rollout.async_steps}: samples come from weights that are up to "
@@ -358,7 +389,7 @@ def notes_on_rollout(rollout: RolloutArguments, loss: LossArguments) -> Iterator
 def unused_in_rollout(rollout: RolloutArguments) -> Iterator[str]:
     """Yield the flags that change nothing in this run, each with the reason."""
     if rollout.rollout_temperature == 0:
-        yield "--rollout-top-p, --rollout-top-k: greedy sampling takes the most likely token"
+        yield "--rollout-top-p, --rollout-top-k, --rollout-min-p: greedy sampling takes the most likely token"
     if rollout.loads_samples:
         yield "prompts and sampling flags: samples are read from --load-debug-rollout-data"
 

@@ -14,6 +14,7 @@ from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
 from miles.arguments.parallel import ParallelArguments
+from miles.arguments.profiling import ProfilingArguments
 from miles.arguments.rehearsal import RehearsalArguments
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.sglang.server_flags import ServerFlags
@@ -48,6 +49,7 @@ class Settings:
     tracking: TrackingArguments = TrackingArguments()
     megatron: MegatronArguments = MegatronArguments()
     rehearsal: RehearsalArguments = RehearsalArguments()
+    profiling: ProfilingArguments = ProfilingArguments()
     megatron_overrides: tuple[tuple[str, Any], ...] = ()  # fields of Megatron's own dataclasses that flags set
     server_flags: ServerFlags = ServerFlags()
 
@@ -86,6 +88,11 @@ class Settings:
     def trains_policy(self, iteration: int) -> bool:
         """Return whether the policy learns in ``iteration``, or only the critic."""
         return self.loss.type.trains_policy and iteration >= self.critic.num_critic_only_steps
+
+    def refreshes_reference(self, iteration: int) -> bool:
+        """Return whether the reference follows the policy after ``iteration``."""
+        interval = self.model.ref_update_interval
+        return interval is not None and (iteration + 1) % interval == 0
 
     def policy_steps(self, total_steps: int) -> int:
         """Return the optimizer steps of the policy in a run of ``total_steps``; its learning rate decays over these.

@@ -21,6 +21,12 @@ class TrackingArguments:
     samples_max_mb: float = flag(
         1000.0, "bound of samples.jsonl in MB, shared by the iterations; 0 stores no answers", metavar="MB"
     )
+    samples_token_values: Optional[int] = flag(
+        None,
+        "answers of an iteration that are stored with what the loss has read of their tokens: ratio, advantage, "
+        "correction, the trainer's log-prob; default: --report-samples; -1: all",
+        metavar="N",
+    )
     log_format: Literal["text", "json"] = flag(
         "text", "what the launcher prints: text, or one JSON object per line with time, level and event"
     )
@@ -47,10 +53,16 @@ class TrackingArguments:
     wandb_key: Optional[str] = flag(None, "W&B API key; default: the one in the environment")
     wandb_host: Optional[str] = flag(None, "W&B server")
 
+    @property
+    def token_values(self) -> int:
+        """How many answers of an iteration get the trainer's values of their tokens; -1: all."""
+        return self.report_samples if self.samples_token_values is None else self.samples_token_values
+
 
 def check_tracking(tracking: TrackingArguments, errors: Errors) -> None:
     """Check bounds, that W&B flags have W&B, and that report flags have a report."""
     errors.at_least(tracking, 0, "report_samples", "samples_max_mb")
+    errors.at_least(tracking, -1, "samples_token_values")
     if tracking.report_port is not None and not 0 <= tracking.report_port <= 65535:
         errors.refuse("report_port", tracking.report_port, "is not a port", "give one from 1024 to 65535, or 0 for any")
     if tracking.prometheus_port is not None and not 0 <= tracking.prometheus_port <= 65535:

@@ -40,6 +40,13 @@ class TrainingArguments:
         False, "compute in bfloat16, with fp32 master weights and fp32 reductions: the default of a command"
     )
     fp32: bool = flag(False, "compute in fp32, instead of --bf16")
+    fp32_lm_head: bool = flag(
+        False, "compute the logits in fp32, in the trainer and the engine, while the rest of the model is in bf16"
+    )
+    use_routing_replay: bool = flag(
+        False,
+        "train the experts that scored the old log-probs; beside --use-rollout-routing-replay, the engine's",
+    )
     deterministic_mode: bool = flag(
         False, "repeat a run bit for bit on the same machine: deterministic kernels, and answers that repeat"
     )
@@ -55,6 +62,8 @@ def check_training(training: TrainingArguments, errors: Errors) -> None:
         errors.refuse("num_steps_per_rollout", training.num_steps_per_rollout, rule, "keep one of the two")
     if training.bf16 and training.fp32:
         errors.refuse("fp32", True, "contradicts --bf16", "keep one of the two")
+    if not training.bf16:
+        errors.refuse_ignored(training, ["fp32_lm_head"], "without --bf16: everything is in fp32", "use --bf16")
     if training.use_dynamic_batch_size:
         if training.max_tokens_per_gpu is None:
             what_to_do = "add --max-tokens-per-gpu (at least the longest prompt and response together is useful)"

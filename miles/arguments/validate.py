@@ -26,11 +26,13 @@ from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import check_model
 from miles.arguments.optimizer import check_optimizer
 from miles.arguments.parallel import check_parallel, pad_recurrent_models
+from miles.arguments.profiling import check_profiling
 from miles.arguments.rehearsal import check_rehearsal
 from miles.arguments.rollout import check_async, check_rollout, fill_over_sampling, notes_on_rollout
 from miles.arguments.rules.debug_modes import check_debug_modes
 from miles.arguments.rules.deterministic import check_deterministic
 from miles.arguments.rules.loss import check_loss, name_policy_loss, notes_on_loss
+from miles.arguments.rules.replay import check_replay
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.rules import can_count_engines, check_engine, fill_rollout_num_gpus
 from miles.arguments.tracking import check_tracking
@@ -109,10 +111,12 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
     _check_pass_rate(settings, errors)
     check_optimizer(settings.optimizer, errors)
     check_training(settings.training, errors)
-    check_checkpoint(settings.checkpoint, cluster, errors)
+    check_checkpoint(settings.checkpoint, settings.evaluation, cluster, errors)
     check_evaluation(settings.evaluation, errors)
     check_tracking(settings.tracking, errors)
     check_rehearsal(settings.rehearsal, rollout.rollout_max_response_len, errors)
+    if errors.none_about("actor_num_nodes", "actor_num_gpus_per_node", "num_rollout"):
+        check_profiling(settings.profiling, rollout.num_rollout, cluster.world_size, errors)
 
 
 def _check_pass_rate(settings: Settings, errors: Errors) -> None:
@@ -136,6 +140,7 @@ def _check_devices(settings: Settings, errors: Errors) -> None:
     check_parallel(settings.parallel, settings.training, dims, max_response_len, errors)
     check_engine(settings, errors)
     check_deterministic(settings, errors)
+    check_replay(settings, errors)
     if can_count_engines(errors):
         check_offload(settings.cluster, settings.num_engines, settings.training.train_backend, errors)
 
@@ -184,6 +189,8 @@ def _notes(settings: Settings) -> Iterator[str]:
     if longest is not None:
         yield from notes_on_training(settings.training, settings.parallel.context_parallel_size, longest)
     yield from notes_on_loss(settings.loss)
+    if settings.training.fp32_lm_head and settings.sglang.rollout_external:
+        yield "--fp32-lm-head: the engines of --rollout-external must have been started with --enable-fp32-lm-head"
     if settings.reward.log_passrate and _is_undecided(settings):
         yield (
             f"--log-passrate: no reward of --rm-type {settings.reward.rm_type} says whether an answer is right, so an "

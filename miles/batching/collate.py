@@ -12,7 +12,12 @@ from miles.objective.estimators.base import spread_over_tokens
 from miles.objective.sequences import whole_responses
 from miles.parallel.context_parallel import gathered_index, zigzag_positions
 from miles.parallel.groups import ALONE, ContextGroup
+from miles.replay.expert_choices import at_tokens
+from miles.replay.support import Support
+from miles.replay.token_sets import TokenSets
 from miles.train_batch import MicroBatch, TrainBatch
+
+_IF_GIVEN = ("old_log_probs", "ref_log_probs", "values", "returns", "selected", "top_entropy")  # fp32 [response]
 
 
 def collate(
@@ -62,8 +67,6 @@ def collate(
         loss_mask=response_axis(part.loss_masks),
         advantages=advantages,
         rollout_log_probs=response_axis(part.rollout_log_probs),
-        old_log_probs=if_given(part.old_log_probs),
-        ref_log_probs=if_given(part.ref_log_probs),
         sample_denoms=tensor(part.sample_denoms, np.float32),
         trajectory_token_counts=tensor(part.trajectory_token_counts, np.float32),
         response_lengths=tuple(part.response_lengths),
@@ -71,10 +74,16 @@ def collate(
         num_trajectories=part.num_trajectories,
         num_loss_tokens=part.num_loss_tokens,
         context=context,
-        values=if_given(part.values),
-        **{name: if_given(getattr(part, name)) for name in ("returns", "selected", "top_entropy")},
+        **{name: if_given(getattr(part, name)) for name in _IF_GIVEN},
+        support=None if not part.supports else _support(part.supports, layout.response_index, device),
+        experts=None if not part.experts else tensor(_experts_at(part.experts, layout), np.int16),
         padded=row_multiple is not None,
+        positions=tuple(part.position_in_step),
     )
+
+
+def _support(sets: list[TokenSets], response_index: np.ndarray, device: torch.device) -> Support:
+    return Support.of(TokenSets.joined(sets).take(response_index), device)
 
 
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -89,7 +98,7 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The columns of ``MicroBatch`` with the same names, int64."""
+    """The columns of ``MicroBatch`` with the same names, int64, and whose each token is."""
 
     input_ids: np.ndarray
     position_ids: np.ndarray
@@ -98,6 +107,12 @@ class _Layout:
     targets: np.ndarray
     sample_index: np.ndarray
     response_index: np.ndarray
+    token_sample: np.ndarray  # the sample of each token, int64 [T]; -1 for the padding of rows
+
+
+def _experts_at(experts: list[np.ndarray], layout: _Layout) -> np.ndarray:
+    layers, topk = experts[0].shape[1:]
+    return at_tokens(experts, layout.token_sample, layout.position_ids, layers, topk)
 
 
 def _packed(part: TrainBatch, context: ContextGroup, share_prompts: bool) -> _Layout:
@@ -122,7 +137,7 @@ def _packed(part: TrainBatch, context: ContextGroup, share_prompts: bool) -> _La
     token_index, kept = gathered_index(totals.tolist(), context.size), np.arange(len(ids))
     logit_index = predicting
     if context.size == 1 and share_prompts:
-        token_index, kept = _share_prompts(tokens, totals.tolist(), responses.tolist())
+        token_index, kept = _share_prompts(part, tokens, totals.tolist(), responses.tolist())
         logit_index = token_index[predicting]
     return _Layout(
         input_ids=ids[kept],
@@ -132,6 +147,7 @@ def _packed(part: TrainBatch, context: ContextGroup, share_prompts: bool) -> _La
         targets=tokens[starts[owner] + target],
         sample_index=owner,
         response_index=response_starts[owner] + target - prompts[owner],
+        token_sample=sample[kept],
     )
 
 
@@ -144,9 +160,12 @@ def _in_rows(part: TrainBatch, context: ContextGroup, multiple: int) -> _Layout:
     cells = np.repeat(np.arange(len(totals)), totals) * width + packed.position_ids
     input_ids = np.zeros(len(totals) * width, np.int64)
     input_ids[cells] = packed.input_ids
+    token_sample = np.full(len(totals) * width, -1, np.int64)
+    token_sample[cells] = packed.token_sample
     return replace(
         packed,
         input_ids=input_ids,
+        token_sample=token_sample,
         position_ids=np.tile(np.arange(width), len(totals)),
         token_index=cells,
         logit_index=cells[packed.logit_index],
@@ -158,14 +177,20 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
     return starts
 
 
-def _share_prompts(tokens: np.ndarray, totals: list[int], responses: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each token is if equal prompts are kept once, and which tokens are kept: int64 [all], [packed]."""
+def _share_prompts(
+    part: TrainBatch, tokens: np.ndarray, totals: list[int], responses: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each token is if equal prompts are kept once, and which tokens are kept: int64 [all], [packed].
+
+    Prompts for which the engine chose other experts are not equal.
+    """
     copy_of = np.arange(len(tokens))
     first_with: dict[bytes, int] = {}
     start = 0
-    for total, response in zip(totals, responses, strict=True):
+    for number, (total, response) in enumerate(zip(totals, responses, strict=True)):
         prompt = slice(start, start + total - response)
-        first = first_with.setdefault(tokens[prompt].tobytes(), start)
+        experts = part.experts[number][: total - response].tobytes() if part.experts else b""
+        first = first_with.setdefault(tokens[prompt].tobytes() + experts, start)
         copy_of[prompt] += first - start
         start += total
     kept = np.flatnonzero(copy_of == np.arange(len(tokens)))

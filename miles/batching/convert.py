@@ -6,8 +6,9 @@ Rewards are normalized over whole groups before steps are cut; denominators are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 
@@ -15,9 +16,11 @@ from miles.objective.aggregation import needs_whole_groups, step_denominators
 from miles.objective.chosen import build_objective
 from miles.objective.estimators.base import SampleRewards
 from miles.objective.settings import LossArguments
+from miles.replay.token_sets import TokenSets
 from miles.sample import PromptGroup, Sample
 from miles.train_batch import TrainBatch
 
+Supports = Literal["left out", "if given", "required"]
 AdvantagesOf = Callable[[Sequence[Sample]], list[float]]  # one finite number per sample
 
 
@@ -37,6 +40,8 @@ def convert(
     global_batch_size: int | None,
     advantages_of: AdvantagesOf | None = None,
     reward_weights: Mapping[str, float] = MappingProxyType({}),
+    supports: Supports = "if given",
+    with_experts: bool = False,
 ) -> list[TrainBatch]:
     """Return one ``TrainBatch`` per optimizer step.
 
@@ -50,10 +55,13 @@ def convert(
         global_batch_size: N, the number of trajectories of a step; None: one step of all of them.
         advantages_of: Makes the advantages of phase 1, in the place of the estimator.
         reward_weights: The weight of each reward by name, if there are several.
+        supports: What to do with the supports of samples: leave them out, take them if samples have any, or require
+            them, as in a run that generates with top-p, top-k or min-p.
+        with_experts: Whether to take the experts that the engine's routers have chosen.
 
     Raises:
         ValueError: The aggregation would have a group cut in two, a reward is not finite, or the columns of a sample
-            differ in length.
+            differ in length, or a sample lacks the support that others have, or experts that are asked for.
     """
     places = _places(groups, _trajectories(groups, loss, advantages_of, reward_weights))
     global_batch_size = max(1, len(places)) if global_batch_size is None else global_batch_size
@@ -73,7 +81,14 @@ def convert(
         )
     if needs_whole_groups(loss):
         _check_groups_whole(steps, groups, global_batch_size, loss.loss_aggregation)
-    return [_train_batch([row for trajectory in step for row in trajectory], loss) for step in steps]
+    used = supports == "required" or (
+        supports == "if given" and any(s.support is not None for group in groups for s in group.samples)
+    )
+    batches = [_train_batch([row for trajectory in step for row in trajectory], loss, used) for step in steps]
+    if not with_experts:
+        return batches
+    made = zip(batches, steps, strict=True)
+    return [replace(batch, experts=_experts([row for t in step for row in t])) for batch, step in made]
 
 
 def _trajectories(
@@ -170,7 +185,7 @@ def _group_sizes(groups: Sequence[PromptGroup]) -> str:
     return f"here they have {min(sizes)} to {max(sizes)} trajectories; one step for all of them is always possible"
 
 
-def _train_batch(rows: Sequence[_Row], loss: LossArguments) -> TrainBatch:
+def _train_batch(rows: Sequence[_Row], loss: LossArguments, with_supports: bool) -> TrainBatch:
     samples = [row.sample for row in rows]
     masks = [sample.trained_mask for sample in samples]  # advantages are made: removed samples have counted for them
     group_indices = [s.group_index for s in samples]
@@ -193,6 +208,7 @@ def _train_batch(rows: Sequence[_Row], loss: LossArguments) -> TrainBatch:
         group_indices=group_indices,
         trajectory_ids=trajectory_ids,
         position_in_step=list(range(len(rows))),
+        supports=_supports(samples) if with_supports else None,
         **vars(denominators),
     )
 
@@ -206,3 +222,38 @@ def _teacher_log_probs(samples: Sequence[Sample]) -> list[np.ndarray]:
                 "need teacher_log_probs, one per response token"
             )
     return [np.asarray(sample.teacher_log_probs, dtype=np.float32) for sample in samples]
+
+
+def _supports(samples: Sequence[Sample]) -> list[TokenSets]:
+    """Return the support of every sample. One without loss tokens needs none: it gets the whole vocabulary."""
+    vocab_size = next((sample.support.vocab_size for sample in samples if sample.support is not None), 1)
+    found = []
+    for sample in samples:
+        if sample.support is None and any(sample.loss_mask):
+            raise ValueError(
+                f"trajectory {sample.trajectory_id} of group {sample.group_index} does not say which tokens top-p, "
+                "top-k and min-p have kept, so the trainer cannot compute log-probs over them; samples of your own "
+                "take the support of the engine's generation, and saved samples have it if their run sampled so; or "
+                "add --no-support-replay"
+            )
+        whole = TokenSets.whole(vocab_size, sample.response_length)
+        found.append(whole if sample.support is None else sample.support)
+    return found
+
+
+def _experts(rows: Sequence[_Row]) -> list[np.ndarray]:
+    """Return the engine's experts of every sample, up to the token before its last loss token at least."""
+    found = []
+    shape = next((row.sample.experts.shape[1:] for row in rows if row.sample.experts is not None), (0, 0))
+    for sample in (row.sample for row in rows):
+        mask = sample.trained_mask
+        needed = len(sample.tokens) - 1 - (mask[::-1].index(1) if 1 in mask else len(mask))
+        given = np.zeros((0, *shape), np.uint8) if sample.experts is None else sample.experts
+        if (1 in mask and len(given) < needed) or given.shape[1:] != shape:
+            raise ValueError(
+                f"--use-rollout-routing-replay: trajectory {sample.trajectory_id} of group {sample.group_index} does "
+                f"not say which experts the engine chose for {needed} tokens; samples of your own take the experts of "
+                "the engine's generation, and saved samples have them if their run replayed them"
+            )
+        found.append(given)
+    return found

@@ -1,20 +1,23 @@
 """The schedule of a step, made before the batch is split: which ranks train a sample, and in which micro-batch.
 
-``ShardBuilder`` schedules an iteration, ``schedule_step`` one of its steps. The other public functions pack samples of
-known length: into few bins of a budget, or into k parts of equal weight.
+``ShardBuilder`` schedules an iteration, ``schedule_step`` one of its steps. packing.py fills micro-batches of a token
+budget, partition.py divides samples over ranks.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
 
 from miles.arguments.parallel import ParallelArguments
 from miles.arguments.settings import Settings
 from miles.arguments.training import TrainingArguments
-from miles.batching.convert import convert, num_trajectories
+from miles.batching.convert import Supports, convert, num_trajectories
+from miles.batching.packing import PackedSamples, pack_shares, rows_by_budget
+from miles.batching.partition import balanced_partition
 from miles.batching.reward_post_process import RewardPostProcess
 from miles.input_error import InputError
 from miles.objective.canary import CanarySchedule
@@ -38,6 +41,11 @@ class ShardBuilder:
         self._settings = settings
         self._canary = CanarySchedule(settings.loss)
         path = settings.reward.custom_reward_post_process_path
+        self._supports: Supports = "if given"
+        if settings.rollout.no_support_replay:
+            self._supports = "left out"
+        elif settings.rollout.replays_support and not settings.is_given_samples:
+            self._supports = "required"
         self._advantages_of = None if path is None else RewardPostProcess(path, settings)
 
     def build(self, iteration: int, groups: Sequence[PromptGroup]) -> list[list[TrainShard]]:
@@ -64,6 +72,8 @@ class ShardBuilder:
             global_batch_size=None if is_dynamic else settings.global_batch_size,
             advantages_of=self._advantages_of,
             reward_weights=settings.reward.weights,
+            supports=self._supports,
+            with_experts=settings.rollout.use_rollout_routing_replay,
         )
         objective = build_objective(settings.loss)
         inside_model = settings.megatron.has_auxiliary_loss  # MoE balancing or MTP: every sample has a gradient
@@ -77,7 +87,8 @@ class ShardBuilder:
                     settings.parallel,
                     None if inside_model else objective.samples_with_gradient(batch.rewards),
                     watch_mass=settings.trains_policy(iteration) and self._canary.is_due(batch),
-                    share_prompts=not settings.megatron.mtp_heads,
+                    # ``collate`` shares prompts only if the engine chose the same experts for them.
+                    share_prompts=not (settings.megatron.mtp_heads or settings.rollout.use_rollout_routing_replay),
                 )
             )
         return [list(of_rank) for of_rank in zip(*steps, strict=True)]
@@ -93,6 +104,19 @@ class ShardBuilder:
             )
 
 
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Create many objects, none of them in a circle: the collector would visit all of them again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_garbage_collection()
 def schedule_step(
     batch: TrainBatch,
     ranks: int,
@@ -132,7 +156,11 @@ def schedule_step(
         to_train, to_score = [[*a, *b] for a, b in zip(to_train, to_score, strict=True)], [[] for _ in to_score]
     if not to_train[0]:
         to_train = [[MicroBatchPlan(())] for _ in range(ranks)]
-    return [_shard(batch, mass, *of_rank) for of_rank in zip(to_train, to_score, strict=True)]
+    # Ranks that share all of their sequences have one shard between them.
+    together = 1 if parallel.dynamic_context_parallel else parallel.context_parallel_size
+    firsts = range(0, ranks, together)
+    shards = [_shard(batch, mass, to_train[rank], to_score[rank]) for rank in firsts]
+    return [shards[rank // together] for rank in range(ranks)]
 
 
 def _shard(
@@ -143,7 +171,10 @@ def _shard(
     position = {sample: i for i, sample in enumerate(samples)}
 
     def local(plans: list[MicroBatchPlan]) -> list[MicroBatchPlan]:
-        return [replace(plan, samples=tuple(position[i] for i in plan.samples)) for plan in plans]
+        return [
+            MicroBatchPlan(tuple(position[i] for i in plan.samples), plan.context_parallel_size, plan.padded)
+            for plan in plans
+        ]
 
     return TrainShard(batch.select(samples), local(to_train), local(to_score), mass)
 
@@ -165,12 +196,11 @@ def _static(
     for kind in kinds:
         wanted = set(kind)
         chosen = [[i for i in share if i in wanted] for share in shares]
-        per_replica = [_micro_batches(batch, indices, training, parallel, share_prompts) for indices in chosen]
+        per_replica = _micro_batches(batch, chosen, training, parallel, share_prompts)
         count = max(len(micro_batches) for micro_batches in per_replica)
         cut = [split_to_count(micro_batches, count) for micro_batches in per_replica]
-        plans.append(
-            [[MicroBatchPlan(tuple(part), size, padded) for part in cut[rank // size]] for rank in range(ranks)]
-        )
+        of_replica = [[MicroBatchPlan(tuple(part), size, padded) for part in parts] for parts in cut]
+        plans.append([of_replica[rank // size] for rank in range(ranks)])
     return plans
 
 
@@ -195,96 +225,37 @@ def _in_order(n: int, parts: int) -> list[list[int]]:
 
 def _micro_batches(
     batch: TrainBatch,
-    chosen: Sequence[int],
+    shares: Sequence[list[int]],
     training: TrainingArguments,
     parallel: ParallelArguments,
     share_prompts: bool,
-) -> list[list[int]]:
+) -> list[list[list[int]]]:
+    """Return the micro-batches of each share."""
     if not training.use_dynamic_batch_size:
         count = training.micro_batch_size
-        return [list(chosen[i : i + count]) for i in range(0, len(chosen), count)]
+        return [[share[i : i + count] for i in range(0, len(share), count)] for share in shares]
     assert training.max_tokens_per_gpu is not None, "validate() requires it"
     size = parallel.context_parallel_size
     budget = training.max_tokens_per_gpu * size
     if parallel.pads:
-        bins = rows_by_budget([len(batch.tokens[i]) for i in chosen], budget)
-    else:
-        bins = pack_by_budget([_packed_sample(batch, i, size, share_prompts and size == 1) for i in chosen], budget)
-    return [[chosen[i] for i in part] for part in bins]
+        lengths = batch.total_lengths
+        bins = [rows_by_budget([lengths[i] for i in share], budget) for share in shares]
+        return [[[share[i] for i in part] for part in parts] for share, parts in zip(shares, bins, strict=True)]
+    return pack_shares(_packed_samples(batch, size, share_prompts and size == 1), shares, budget)
 
 
-class PackedSample(NamedTuple):
-    """What packing needs of a sample: which prompt it has, and the tokens of prompt and response."""
-
-    prompt: bytes  # samples of equal prompts may share its tokens
-    prompt_length: int
-    response: int
-
-    @property
-    def length(self) -> int:
-        """Tokens of the sample if it shares nothing."""
-        return self.prompt_length + self.response
-
-
-def _packed_sample(batch: TrainBatch, index: int, size: int, share_prompts: bool) -> PackedSample:
-    """Describe a sample as ``collate`` packs it: a single rank may share equal prompts, several ranks pad it."""
-    tokens, response = batch.tokens[index], batch.response_lengths[index]
-    prompt = tokens[: len(tokens) - response]
+def _packed_samples(batch: TrainBatch, size: int, share_prompts: bool) -> PackedSamples:
+    """Describe samples as ``collate`` packs them: a single rank may share equal prompts, several ranks pad them."""
+    response = np.asarray(batch.response_lengths, np.int64)
+    total = np.asarray(batch.total_lengths, np.int64)
     if share_prompts:
-        return PackedSample(prompt.tobytes(), len(prompt), response)
-    return PackedSample(index.to_bytes(8, "big"), len(prompt), padded_length(len(tokens), size) - len(prompt))
-
-
-def pack_by_budget(samples: Sequence[PackedSample], budget: int) -> list[list[int]]:
-    """Return indices of ``samples`` in bins of at most ``budget`` packed tokens, by first-fit decreasing.
-
-    A prompt that is in a bin already costs nothing there, so samples of one prompt are taken one after another and
-    prefer the bin of their prompt. A sample longer than the budget gets a bin of its own. (Johnson, 1973.)
-
-    >>> group = [PackedSample(b"p", 30, 10)] * 4
-    >>> pack_by_budget(group, 70), pack_by_budget(group, 60)
-    ([[0, 1, 2, 3]], [[0, 1, 2], [3]])
-    """
-    longest: dict[bytes, int] = {}
-    for sample in samples:
-        longest[sample.prompt] = max(longest.get(sample.prompt, 0), sample.length)
-    order = sorted(
-        range(len(samples)), key=lambda i: (-longest[samples[i].prompt], samples[i].prompt, -samples[i].length, i)
-    )
-    bins: list[list[int]] = []
-    room: list[int] = []
-    prompts: list[set[bytes]] = []
-    for index in order:
-        sample = samples[index]
-        costs = (sample.response if sample.prompt in held else sample.length for held in prompts)
-        fitting = [(cost, b) for b, (cost, left) in enumerate(zip(costs, room, strict=True)) if cost <= left]
-        if fitting:
-            cost, chosen = min(fitting)
-        else:
-            cost, chosen = sample.length, len(bins)
-            bins.append([])
-            room.append(budget)
-            prompts.append(set())
-        bins[chosen].append(index)
-        room[chosen] -= cost
-        prompts[chosen].add(sample.prompt)
-    return bins
-
-
-def rows_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return indices of ``lengths`` in bins of at most ``budget`` tokens, each padded to the longest of its bin.
-
-    The longest come first, so that similar lengths share a bin. A sample longer than the budget gets a bin of its own.
-
-    >>> rows_by_budget([10, 40, 38, 12, 9], 80)
-    [[1, 2], [3, 0, 4]]
-    """
-    bins: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if not bins or (len(bins[-1]) + 1) * lengths[bins[-1][0]] > budget:
-            bins.append([])
-        bins[-1].append(index)
-    return bins
+        pairs = zip(batch.tokens, (total - response).tolist(), strict=True)
+        prompts = [tokens[:length].tobytes() for tokens, length in pairs]
+        number = {prompt: i for i, prompt in enumerate(sorted(set(prompts)))}
+        mine = np.fromiter(map(number.__getitem__, prompts), np.int64, len(prompts))
+        return PackedSamples(mine, total - response, response)
+    padded = np.asarray([padded_length(length, size) for length in total.tolist()], np.int64)
+    return PackedSamples(np.arange(len(total)), total - response, padded - (total - response))
 
 
 def split_to_count(bins: Sequence[list[int]], count: int) -> list[list[int]]:
@@ -302,27 +273,3 @@ def split_to_count(bins: Sequence[list[int]], count: int) -> list[list[int]]:
             parts.append(parts[largest][middle:])
             parts[largest] = parts[largest][:middle]
     return parts
-
-
-def balanced_partition(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Return indices of ``weights`` in ``parts`` lists of nearly equal sum; some are empty if there are more parts.
-
-    This is the largest differencing method (Karmarkar and Karp, 1982): the two partitions whose largest and smallest
-    parts differ most are merged, largest part with smallest, until one partition is left.
-    """
-    if not weights:
-        return [[] for _ in range(parts)]
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for index, weight in enumerate(weights):
-        empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(parts - 1)]
-        spread = weight if parts > 1 else 0
-        heapq.heappush(heap, (-spread, index, [(weight, [index]), *empty]))
-    ticket = len(weights)  # breaks ties, so that the result depends on the weights only
-    while len(heap) > 1:
-        _, _, first = heapq.heappop(heap)
-        _, _, second = heapq.heappop(heap)
-        merged = [(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
-        merged.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], ticket, merged))
-        ticket += 1
-    return [sorted(items) for _, items in heap[0][2]]

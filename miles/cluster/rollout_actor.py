@@ -31,12 +31,14 @@ from miles.cluster.stored_weights import StoredWeights
 from miles.data.stream import NoPromptsLeft
 from miles.engine.concurrency import waiting_tasks
 from miles.metrics import Metric
+from miles.profiling.process_trace import ProcessTrace
+from miles.profiling.recorder import Recorder, read_clock
+from miles.profiling.spans import span
 from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
 from miles.rollout.pipeline import IterationSummary, RolloutPipeline, build_pipeline
-from miles.rollout.sample_records import SampleRecorder
+from miles.rollout.sample_records import SampleRecorder, StoredSamples, token_columns_of
 from miles.sample import PromptGroup
 from miles.stacks import answer_requests, own_stacks
-from miles.tracking.run_files import SampleRecord
 from miles.train_batch import TrainShard
 from miles.training.determinism import be_deterministic
 
@@ -95,7 +97,7 @@ class RolloutDriver:
 
         def ask() -> IterationSummary | None:
             for start in self._planner.start_until(iteration):
-                generate = self.worker.generate.options(num_returns=1 + self.settings.dims.token_ranks)
+                generate = self.worker.generate.options(num_returns=1 + self.settings.dims.replicas)
                 self._started[start.iteration] = generate.remote(start)
             summary: IterationSummary | None = self._result(self._started[iteration][0])
             return summary
@@ -104,7 +106,9 @@ class RolloutDriver:
         if summary is None:
             return None
         self._position = summary.prompts_after
-        return GeneratedIteration(summary, self._started.pop(iteration)[1:])
+        dims, of_replica = self.settings.dims, self._started.pop(iteration)[1:]
+        by_rank = [of_replica[rank // dims.context_parallel_size] for rank in range(dims.token_ranks)]
+        return GeneratedIteration(summary, by_rank)
 
     def _surviving(self, call: Callable[[], T]) -> T:
         """Return the result of ``call``. If the worker is lost and may be replaced, replace it and call again."""
@@ -169,6 +173,16 @@ class RolloutDriver:
             self._workers.results([self._update], whose=self.worker)
             self._update = None
 
+    def progress(self) -> str | None:
+        """Say how many groups of the iteration in progress are ready. Any thread may call it.
+
+        None if the worker does not know, or does not answer within a second.
+        """
+        with suppress(ray.exceptions.RayError):
+            found = ray.get(self.worker.progress.remote(), timeout=1.0)
+            return None if found is None else f"{found[0]} of {found[1]} groups"
+        return None
+
     def release_memory(self) -> None:
         """Have the engines release their GPU memory until ``update_weights``."""
         self._surviving(lambda: self._result(self.worker.release_memory.remote()))
@@ -214,6 +228,7 @@ class RolloutActor:
         self._placement = placement
         self._built: RolloutPipeline | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._profile = Recorder("rollout")
         answer_requests()
 
     @property
@@ -244,26 +259,32 @@ class RolloutActor:
             num_iterations=self._built.num_iterations,
             steps_per_iteration=self._settings.steps_per_iteration,
             advantage_by_sample=not self._settings.loss.estimates_by_token,
+            token_values=self._settings.tracking.token_values,
+            token_columns=token_columns_of(self._settings.loss, self._settings.steps_per_pass),
         )
         return self._built.num_iterations
 
     async def generate(self, start: Start) -> tuple[IterationSummary | list[TrainShard] | None, ...]:
-        """Collect an iteration when its turn comes; return its summary, and for each token rank its shards.
+        """Collect an iteration when its turn comes; return its summary, and for each replica the shards of its ranks.
 
-        The caller asks for as many ``num_returns``. Then it owns the shards, and they outlive this actor. If too few
-        prompts are left, the summary is None, and there are no shards.
+        The ranks that share all of their sequences have the same shards, which are stored once. The caller asks for as
+        many ``num_returns``. Then it owns the shards, and they outlive this actor. If too few prompts are left, the
+        summary is None, and there are no shards.
         """
         try:
             async with self._pipeline.collecting(start) as collected:
                 # In a thread, so that the engine continues meanwhile.
-                shards, records = await asyncio.to_thread(self._convert, start.iteration, collected.scored.groups)
+                shards, samples = await asyncio.to_thread(self._convert, start.iteration, collected.scored.groups)
         except NoPromptsLeft:
-            return None, *([] for _ in range(self._settings.dims.token_ranks))
-        return collected.summary(records), *shards
+            return None, *([] for _ in range(self._settings.dims.replicas))
+        return collected.summary(samples), *shards[:: self._settings.dims.context_parallel_size]
 
-    def _convert(self, iteration: int, groups: list[PromptGroup]) -> tuple[list[list[TrainShard]], list[SampleRecord]]:
-        shards = self._shards.build(iteration, groups)
-        return shards, self._recorder.record(iteration, groups, shards)
+    def _convert(self, iteration: int, groups: list[PromptGroup]) -> tuple[list[list[TrainShard]], StoredSamples]:
+        with span("convert and schedule"):
+            shards = self._shards.build(iteration, groups)
+        with span("describe samples"):
+            samples = self._recorder.record(iteration, groups, shards)
+            return samples.marked(shards), samples
 
     async def evaluate(self) -> dict[str, Metric]:
         """Return the metrics of every evaluation set under the engine's weights."""
@@ -289,6 +310,18 @@ class RolloutActor:
         """Continue from a checkpoint's position in the prompts."""
         self._pipeline.restore(state)
 
+    async def start_profile(self) -> None:
+        """Record what this process does from now on."""
+        self._profile.start()
+
+    async def stop_profile(self) -> ProcessTrace | None:
+        """Return what was recorded."""
+        return self._profile.stop()
+
+    async def read_clock(self) -> tuple[str, int]:
+        """Return the name of this process's clock, and its time."""
+        return read_clock()
+
     async def save_tokenizer(self, folder: str) -> None:
         """Add the tokenizer to a Hugging Face export."""
         self._pipeline.save_tokenizer(folder)
@@ -306,6 +339,11 @@ class RolloutActor:
         if self._loop is not None:
             lines += [f"{number} x {where}" for where, number in waiting_tasks(self._loop).most_common()]
         return "\n".join([*lines, own_stacks()])
+
+    @ray.method(concurrency_group=REPORT)
+    async def progress(self) -> tuple[int, int] | None:
+        """Return how many groups of the iteration in progress are ready, and of how many; None if it is not known."""
+        return None if self._built is None else self._built.progress()
 
     async def close(self) -> None:
         """Stop the servers that the engine has started. No call may follow."""

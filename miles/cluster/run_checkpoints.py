@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles.arguments.checkpoint import export_folder
+from miles.cluster.folders.best_checkpoint import BestCheckpoint, BestSoFar
+from miles.metrics import Metric
 from miles.training.checkpoint_files import appearing_whole
 
 if TYPE_CHECKING:
@@ -27,12 +31,36 @@ class RunCheckpoints:
     run_state: dict[str, str]  # saved in every checkpoint (cluster/folders/run_identity.py)
     last_saved: int = 0  # iterations of the newest checkpoint of this run
     last_exported: int | None = None  # iterations of the newest export, if there is one
+    best: BestSoFar | None = None  # by the metric of --save-best, from the first iteration on
 
-    def save(self, done: int) -> None:
-        """Write a checkpoint after ``done`` iterations."""
+    def best_with(self, metrics: Mapping[str, Metric], done: int, due: bool) -> BestCheckpoint | None:
+        """Return what ``--save-best`` notes of ``done`` iterations with these metrics, if they are the best so far.
+
+        ``due`` says whether a checkpoint is due anyway.
+        """
+        given = self.arguments
+        if given.save is None or given.save_best is None:
+            return None
+        if self.best is None:
+            self.best = BestSoFar(given.save_best, Path(given.save), done - 1)
+        return self.best.improved_by(metrics, done, due)
+
+    def save(self, done: int, best: BestCheckpoint | None = None) -> None:
+        """Write a checkpoint after ``done`` iterations; ``best`` is noted of it, if it is the best so far."""
         state = {"rollouts_done": done, "prompts": self.rollout.state(done), "run": self.run_state}
-        self.trainer.save(done, state)
+        self.trainer.save(done, state, best)
         self.last_saved = done
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is still being written (``--async-save``)."""
+        if self.arguments.save is not None:
+            self.trainer.settle_save()
+
+    def end(self) -> None:
+        """Do what is left at the end of a run: wait for the last checkpoint, and name a metric that never came."""
+        self.settle()
+        if self.best is not None and not self.best.seen:
+            print(f"note: --save-best {self.arguments.save_best}: no iteration had this metric, so no best was saved")
 
     def export(self, done: int) -> None:
         """Write weights, configuration and tokenizer so that transformers' ``from_pretrained`` loads them."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 PLACEMENT_SECONDS = 300
 START_TRIES = 3
+_NO_MESSAGES = "99"  # of PyTorch's profiler, which prints when it starts and stops
 SENDER_SHARE = 0.1  # of a GPU, for a process that broadcasts weights from it
 _RAY_DEFAULTS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -149,6 +150,7 @@ def ray_session(
     # Actors import the same miles as the launcher, also when it runs from a checkout that is not installed.
     python_path = os.pathsep.join(filter(None, [_checkout(), os.environ.get("PYTHONPATH")]))
     environment = {"PYTHONPATH": python_path, **malloc_environment(device, os.environ)}
+    environment.setdefault("KINETO_LOG_LEVEL", os.environ.get("KINETO_LOG_LEVEL", _NO_MESSAGES))
     guard: RunGuard | None = None
     watch: RayWatch | None = None
     group: PlacementGroup | None = None

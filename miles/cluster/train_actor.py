@@ -10,8 +10,11 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -20,25 +23,45 @@ import ray
 
 from miles.arguments.cluster import ClusterArguments
 from miles.arguments.settings import Settings
+from miles.cluster.background_save import BackgroundSave
 from miles.cluster.cpu_tuning import use_threads
 from miles.cluster.failures import cause_of
+from miles.cluster.folders.best_checkpoint import BestCheckpoint, remove_superseded
 from miles.cluster.folders.disk_faults import SaveFailed, disk_fault
-from miles.cluster.liveness import HEARTBEAT, REPORT, Workers, with_heartbeat
+from miles.cluster.liveness import HEARTBEAT, REPORT, SAVING, Workers, with_heartbeat
 from miles.cluster.session import Placement
 from miles.cluster.stored_weights import store
 from miles.components import import_code, train_backend_spec
 from miles.metrics import Metric
+from miles.profiling.process_trace import ProcessTrace
+from miles.profiling.recorder import Recorder, read_clock
+from miles.profiling.spans import span
 from miles.secret_values import is_secret
 from miles.stacks import answer_requests, own_stacks
-from miles.train_batch import TrainShard
+from miles.train_batch import TokenColumns, TrainShard
 from miles.training import checkpoint_folder
 from miles.training.checkpoint_manifest import FileRecord, hash_files_of_rank
-from miles.training.checkpoint_pruning import prune
 from miles.training.determinism import be_deterministic
 
 if TYPE_CHECKING:
     from miles.training.backend import TrainBackend
     from miles.training.trainer import Trainer
+
+
+LAST_SAVE_SECONDS = 60.0  # for a checkpoint that is being written when the run fails
+
+
+@dataclass(frozen=True)
+class TrainedIteration:
+    """What a rank knows of the steps of an iteration that it has taken.
+
+    Attributes:
+        steps: The metrics of each step.
+        tokens: Of the recorded samples that it held, by step in the iteration and position in the step.
+    """
+
+    steps: list[dict[str, Metric]]
+    tokens: dict[tuple[int, int], TokenColumns]
 
 
 class TrainDriver:
@@ -49,6 +72,7 @@ class TrainDriver:
         env, _ = _environment(settings.cluster)
         self.settings = settings
         self._workers = workers
+        self._saving: BackgroundSave | None = None
         self.actors: list[Any] = [
             with_heartbeat(TrainActor)
             .options(runtime_env={"env_vars": env} if env else None, **placement.trainer_options(rank))
@@ -63,15 +87,23 @@ class TrainDriver:
         address = self._workers.result(self.actors[0].serve_store.remote())
         self._on_all("connect", address, total_steps)
 
-    def train(self, shards_by_token_rank: list[ray.ObjectRef[Any]], iteration: int) -> list[dict[str, Metric]]:
-        """Take one optimizer step for each shard in a rank's list; returns each step's metrics."""
+    def train(self, shards_by_token_rank: list[ray.ObjectRef[Any]], iteration: int) -> TrainedIteration:
+        """Take one optimizer step for each shard in a rank's list; returns metrics and recorded tokens.
+
+        Raises ``SaveFailed`` if the checkpoint that was being written has failed.
+        """
+        if self._saving is not None and self._saving.has_failed:
+            self.settle_save()
         trains_policy = self.settings.trains_policy(iteration)
+        refreshes = self.settings.refreshes_reference(iteration)
         calls = [
-            actor.train.remote(shards_by_token_rank[self.settings.dims.token_rank(rank)], trains_policy)
+            actor.train.remote(shards_by_token_rank[self.settings.dims.token_rank(rank)], trains_policy, refreshes)
             for rank, actor in enumerate(self.actors)
         ]
-        steps: list[dict[str, Metric]] = self._workers.results(calls)[0]
-        return steps
+        by_rank: list[TrainedIteration] = self._workers.results(calls)
+        return TrainedIteration(
+            by_rank[0].steps, {place: tokens for rank in by_rank for place, tokens in rank.tokens.items()}
+        )
 
     def export_weights(self) -> list[ray.ObjectRef[Any]]:
         """Return references to the packed chunks of the full weights."""
@@ -86,33 +118,61 @@ class TrainDriver:
         """Move them back."""
         self._on_all("onload")
 
-    def save(self, iterations_done: int, state: dict[str, Any]) -> Path:
+    @property
+    def profiled(self) -> list[Any]:
+        """The actors that ``--profile`` records."""
+        cluster = self.settings.cluster
+        return [self.actors[rank] for rank in self.settings.profiling.ranks(cluster.world_size)]
+
+    def save(self, iterations_done: int, state: dict[str, Any], best: BestCheckpoint | None = None) -> None:
         """Write a checkpoint after ``iterations_done`` iterations; it appears in ``--save`` whole or not at all.
 
-        Raises ``SaveFailed``, which names the disk, if that is why it cannot be written.
+        With ``--async-save`` this returns when the checkpoint is copied into memory, and ``settle_save`` waits for its
+        files. A save that is in progress is waited for first.
+
+        Args:
+            iterations_done: Names the checkpoint.
+            state: The launcher's own, plain JSON.
+            best: What ``--save-best`` notes of it, if it is the best so far.
+
+        Raises:
+            SaveFailed: It names the disk, if that is why the checkpoint, or the one before it, cannot be written.
         """
-        assert self.settings.checkpoint.save is not None
-        root = Path(self.settings.checkpoint.save).absolute()
-        flag = f"--save {self.settings.checkpoint.save}"
+        self.settle_save()
+        given = self.settings.checkpoint
+        assert given.save is not None
+        root = Path(given.save).absolute()
         staged = checkpoint_folder.staging_path(root, iterations_done)
-        with _naming_disk(staged, f"{flag}: the checkpoint after {iterations_done} iterations"):
-            folder = checkpoint_folder.staging(root, iterations_done)
-            by_rank: list[dict[str, FileRecord]] = self._on_all("save", folder, state)
+        naming = partial(
+            _naming_disk, staged, f"--save {given.save}: the checkpoint after {iterations_done} iterations"
+        )
+
+        def publish(by_rank: list[dict[str, FileRecord]]) -> None:
             records = {name: record for of_rank in by_rank for name, record in of_rank.items()}
             saved = checkpoint_folder.publish(root, iterations_done, records)
-        self._prune(saved)
-        return saved
+            remove_superseded(saved, self.settings, best)
 
-    def _prune(self, saved: Path) -> None:
-        """Remove the checkpoints that the flags do not keep. One that cannot be removed does not stop the run."""
-        given = self.settings.checkpoint
-        model = self.settings.model
-        frozen = [Path(path) for path in (model.ref_load, model.opd_teacher_load) if path is not None]
-        try:
-            in_use = [folder for path in frozen if (folder := checkpoint_folder.at(path)) is not None]
-            prune(saved, given.save_keep_last, given.save_retain_interval, in_use)
-        except OSError as error:
-            print(f"note: --save {given.save}: an older checkpoint stays, as it cannot be removed ({error})")
+        with naming():
+            folder = checkpoint_folder.staging(root, iterations_done)
+            if not given.async_save:
+                publish(self._on_all("save", folder, state))
+                return
+            self._on_all("stage", folder, state)
+        self._saving = BackgroundSave([actor.written.remote() for actor in self.actors], publish, naming)
+
+    def save_progress(self) -> str | None:
+        """Say how much of the checkpoint that is being written is on the disk; None if none is being written."""
+        given = self.settings.checkpoint.save
+        written = None if given is None else checkpoint_folder.bytes_being_written(Path(given))
+        return None if written is None else f"{written / 1e9:.2f} GB"
+
+    def settle_save(self) -> None:
+        """Wait for the checkpoint that is being written, if one is. Raises ``SaveFailed`` as ``save`` does."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with suppress(OSError, ray.exceptions.RayTaskError):  # ``end`` names the disk
+                self._workers.results(saving.calls)
+            saving.end()
 
     def resume(self) -> dict[str, Any] | None:
         """Restore every rank from ``--load``, a checkpoint or a folder of them; returns the launcher's state.
@@ -145,6 +205,8 @@ class TrainDriver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._saving is not None and kind is not None and issubclass(kind, Exception):
+            self._saving.wait(LAST_SAVE_SECONDS)  # it is of use whatever has failed; a signal does not wait
         self.stop()
 
     def _on_all(self, verb: str, *arguments: Any) -> list[Any]:
@@ -172,6 +234,7 @@ class TrainActor:
 
     backend: TrainBackend  # from ``connect`` on, as ``trainer``
     trainer: Trainer
+    _written: Future[dict[str, FileRecord]]  # from ``stage`` on
 
     def __init__(self, rank: int, settings: Settings, device: str) -> None:
         import torch
@@ -183,6 +246,7 @@ class TrainActor:
         self.rank = rank
         self.settings = settings
         self.device = torch.device(device)
+        self.recorder = Recorder(f"trainer rank {rank}")
         if settings.training.deterministic_mode:
             be_deterministic()
         disable_progress_bar()
@@ -235,18 +299,38 @@ class TrainActor:
         passes = self.settings.training.ppo_epochs
         self.trainer = Trainer(self.backend, self.settings.loss, self.settings.dims.token_ranks, passes)
 
-    def train(self, shards: Sequence[TrainShard], trains_policy: bool) -> list[dict[str, Metric]]:
-        """Take one optimizer step per shard, of policy and critic or of the critic alone."""
-        return self.trainer.train(shards, trains_policy)
+    def train(self, shards: Sequence[TrainShard], trains_policy: bool, refreshes_reference: bool) -> TrainedIteration:
+        """Take one optimizer step per shard, of policy and critic or of the critic alone; then update the reference."""
+        with span("train"):
+            steps = self.trainer.train(shards, trains_policy)
+        if refreshes_reference:
+            started = time.perf_counter()
+            with span("update the reference"):
+                self.backend.refresh_reference()
+            steps[-1]["time/ref_update"] = Metric(time.perf_counter() - started)
+        return TrainedIteration(steps, self.trainer.recorder.read())
 
     def export_weights(self) -> list[ray.ObjectRef[Any]]:
         """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store."""
-        chunks = self.backend.export_weights()
-        if self.rank == 0:
-            return store(chunks)
-        for _ in chunks:  # take part in the gathering
-            continue
+        with span("export weights"):
+            chunks = self.backend.export_weights()
+            if self.rank == 0:
+                return store(chunks)
+            for _ in chunks:  # take part in the gathering
+                continue
         return []
+
+    def start_profile(self) -> None:
+        """Record what this process does from now on."""
+        self.recorder.start()
+
+    def stop_profile(self) -> ProcessTrace | None:
+        """Return what was recorded."""
+        return self.recorder.stop()
+
+    def read_clock(self) -> tuple[str, int]:
+        """Return the name of this process's clock, and its time."""
+        return read_clock()
 
     def offload(self) -> None:
         """Move weights and optimizer to host memory."""
@@ -258,14 +342,38 @@ class TrainActor:
 
     def save(self, folder: Path, state: dict[str, Any]) -> dict[str, FileRecord]:
         """Write this rank's part of a checkpoint; returns size and hash of its files."""
-        self.backend.save(folder, state)
+        self.backend.save(folder, state | {"coefficients": self.trainer.coefficients.state()})
         return hash_files_of_rank(folder, self.rank)
+
+    def stage(self, folder: Path, state: dict[str, Any]) -> None:
+        """Copy this rank's part of a checkpoint into memory, and have a thread write it; ``written`` waits for that."""
+        from miles.training.checkpoint_io import StagedFiles
+
+        staged = StagedFiles()
+        self.backend.save(folder, state, staged)
+
+        def write() -> dict[str, FileRecord]:
+            staged.write()
+            return hash_files_of_rank(folder, self.rank)
+
+        pool = ThreadPoolExecutor(1, thread_name_prefix="write-checkpoint")
+        self._written = pool.submit(write)
+        pool.shutdown(wait=False)
+
+    @ray.method(concurrency_group=SAVING)
+    def written(self) -> dict[str, FileRecord]:
+        """Wait until what was staged is on the disk; returns size and hash of this rank's files. Raises ``OSError``."""
+        return self._written.result()
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Read a checkpoint as the flags say; returns the launcher's state."""
         given = self.settings.checkpoint
         with_optimizer = not (given.no_load_optim or given.finetune)
-        return self.backend.load(folder, optimizer=with_optimizer, rng=not (given.no_load_rng or given.finetune))
+        with_random_state = not (given.no_load_rng or given.finetune)
+        state = self.backend.load(folder, with_optimizer, with_random_state, reference=not given.finetune)
+        if not given.finetune:
+            self.trainer.restore_coefficients(state.get("coefficients", {}))  # absent in earlier checkpoints
+        return state
 
     def export_hf(self, folder: Path) -> None:
         """Write the Hugging Face export."""

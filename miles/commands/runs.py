@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def _described(folder: Path) -> dict[str, Any]:
     """Return what the files of a run say, or what is wrong with them."""
     try:
         run = SavedRun(folder)
-        newest = run.newest_complete()
+        newest, best = run.newest_complete(), run.best()
         return {
             "run": str(folder),
             "state": run.state.value,
@@ -60,6 +61,7 @@ def _described(folder: Path) -> dict[str, Any]:
                 for c in run.checkpoints()
             ],
             "newest_complete": None if newest is None else str(newest.folder),
+            "best": None if best is None else asdict(best) | {"folder": best.name},
         }
     except (InputError, ValueError) as error:
         return {"run": str(folder), "state": "unreadable", "error": str(error)}
@@ -77,16 +79,17 @@ def _row(run: dict[str, Any]) -> tuple[str, ...]:
         f"{run['iterations']}/{run['total_iterations']}",
         "-" if reward is None else f"{reward:.3f}",
         " ".join(held_out) or "-",
-        _checkpoints(run["checkpoints"], run["newest_complete"]),
+        _checkpoints(run["checkpoints"], run["newest_complete"], run["best"]),
     )
 
 
-def _checkpoints(checkpoints: list[dict[str, Any]], newest: str | None) -> str:
+def _checkpoints(checkpoints: list[dict[str, Any]], newest: str | None, best: dict[str, Any] | None) -> str:
     if not checkpoints:
         return "-"
     damaged = sum(not checkpoint["complete"] for checkpoint in checkpoints)
     shown = f"{len(checkpoints)}, newest complete: {'none' if newest is None else Path(newest).name}"
-    return f"{shown} ({damaged} damaged)" if damaged else shown
+    shown += f" ({damaged} damaged)" if damaged else ""
+    return shown if best is None else f"{shown}, best: {best['folder']} ({best['metric']} {best['value']:.4g})"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

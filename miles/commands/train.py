@@ -24,13 +24,17 @@ SIGNAL_SECONDS = 2.0  # in which a signal that has ended Ray reaches this proces
 
 if TYPE_CHECKING:
     from miles.arguments.checkpoint import CheckpointArguments
+    from miles.arguments.cluster import Offload
     from miles.arguments.launch.notes import Note
     from miles.arguments.settings import Settings
     from miles.arguments.validate import Validated
     from miles.cluster.failure_files.folder import FailureFiles
+    from miles.cluster.iteration_profiler import IterationProfiler
     from miles.cluster.restarts import Continuation, Restarts
+    from miles.cluster.rollout_actor import RolloutDriver
     from miles.cluster.session import Placement
     from miles.cluster.stop_requests import StopRequests
+    from miles.cluster.train_actor import TrainDriver
     from miles.tracking.notifications import Event, Notifier
     from miles.tracking.sinks import Sink
     from miles.tracking.tracker import Tracker
@@ -260,51 +264,73 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
         placement: The devices.
         context: What its attempts share.
     """
-    from miles.cluster.folders.run_identity import RunIdentity
+    from miles.cluster.iteration_profiler import IterationProfiler
     from miles.cluster.liveness import Workers
     from miles.cluster.rollout_actor import RolloutDriver
     from miles.cluster.train_actor import TrainDriver
-    from miles.generation_loop import GenerationLoop
-    from miles.loop import TrainingLoop
     from miles.report.sink import ReportSink
+    from miles.tracking.phase_progress import Loading
     from miles.tracking.sinks import PrometheusSink
 
-    offload, stop = settings.offload(placement.device), context.stop
+    offload = settings.offload(placement.device)
     cluster, files, port = settings.cluster, context.files, settings.tracking.prometheus_port
     workers = Workers(cluster.worker_timeout, cluster.wait_timeout, files.report_hang, files.next_attempt)
     files.workers = workers
     with (
+        Loading(settings.tracking.log_format) as loading,
         ReportSink(settings.tracking) as report,
         nullcontext() if port is None else closing(PrometheusSink(port)) as prometheus,
         # First, so that the trainer's processes import while the rollout worker starts its engines.
         TrainDriver(settings, placement, workers) if settings.trains else nullcontext() as trainer,
         RolloutDriver(settings, placement, workers) as rollout,
     ):
+        loading.show("the trainer's models")
         if offload.rollout:
             rollout.release_memory()  # the trainer is built in the memory that this frees
         total_steps = rollout.num_iterations * settings.steps_per_iteration
         if trainer is not None:
             trainer.build(total_steps)
+        loading.close()
         served: list[Sink] = [report] if prometheus is None else [report, prometheus]
         with _tracker(settings, context, served, total_steps) as tracker:
-            if trainer is None:
-                steps = settings.steps_per_iteration
-                GenerationLoop(rollout, tracker, settings.evaluation, steps, stop, tracker.phase).run()
-                return
-            loop = TrainingLoop(
-                rollout,
-                trainer,
-                tracker,
-                evaluation=settings.evaluation,
-                checkpoint=settings.checkpoint,
-                offload=offload,
-                steps_per_iteration=settings.steps_per_iteration,
-                run_state=RunIdentity.new().to_state(),
-                stop=stop,
-                is_synchronous=settings.rollout.async_steps == 0,
-                on_phase=tracker.phase,
-            )
-            loop.run()
+            tracker.watch({"generate": rollout.progress} | ({} if trainer is None else {"save": trainer.save_progress}))
+            profiler = IterationProfiler(settings.profiling, settings.tracking.output_dir, trainer, rollout, workers)
+            profiler.on_phase = tracker.phase
+            _run_loop(settings, context, rollout, trainer, tracker, profiler, offload)
+
+
+def _run_loop(
+    settings: Settings,
+    context: RunContext,
+    rollout: RolloutDriver,
+    trainer: TrainDriver | None,
+    tracker: Tracker,
+    profiler: IterationProfiler,
+    offload: Offload,
+) -> None:
+    """Run the iterations, with a trainer or without."""
+    from miles.cluster.folders.run_identity import RunIdentity
+    from miles.generation_loop import GenerationLoop
+    from miles.loop import TrainingLoop
+
+    steps, stop = settings.steps_per_iteration, context.stop
+    if trainer is None:
+        GenerationLoop(rollout, tracker, settings.evaluation, steps, stop, profiler.phase, profiler.iteration).run()
+        return
+    TrainingLoop(
+        rollout,
+        trainer,
+        tracker,
+        evaluation=settings.evaluation,
+        checkpoint=settings.checkpoint,
+        offload=offload,
+        steps_per_iteration=steps,
+        run_state=RunIdentity.new().to_state(),
+        stop=stop,
+        is_synchronous=settings.rollout.async_steps == 0,
+        on_phase=profiler.phase,
+        profiled=profiler.iteration,
+    ).run()
 
 
 def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], total_steps: int) -> Tracker:

@@ -42,10 +42,19 @@ class PromptStream:
         """The pass that the last drawn prompt belongs to, counted from 0."""
         return self._epoch
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a prompt is left to draw."""
+        return len(self._mastered) < len(self._prompts)
+
     def leave_out(self, group_index: int) -> None:
         """Do not draw the prompt of that group again, in this pass or a later one."""
         epoch, position = divmod(group_index, len(self._prompts))
-        self._mastered.add(self._order_of(epoch)[position])
+        self.leave_out_prompt(self._order_of(epoch)[position])
+
+    def leave_out_prompt(self, position: int) -> None:
+        """Do not draw the prompt at ``position`` of the set again."""
+        self._mastered.add(position)
 
     def draw(self, n: int) -> list[PromptGroup]:
         """Return the next ``n`` prompts as groups without samples; ``group_index`` counts all draws of the run.
@@ -53,7 +62,7 @@ class PromptStream:
         Raises:
             NoPromptsLeft: All prompts are left out, and fewer than ``n`` groups are to be drawn again. None is drawn.
         """
-        if len(self._unfinished) < n and len(self._mastered) == len(self._prompts):
+        if len(self._unfinished) < n and not self.has_prompts:
             raise NoPromptsLeft(
                 f"--max-prompt-pass-rate: all {len(self._prompts)} prompts have reached it; give harder prompts, or a "
                 "higher rate"
@@ -84,6 +93,12 @@ class PromptStream:
         Raises ``ValueError`` for a state of another order: another number of prompts, shuffling or seed, or of
         the user's own source.
         """
+        if "sets" in state:
+            raise ValueError(
+                "--prompt-data: the checkpoint's position is one in the sets of --prompt-mix, so it cannot continue "
+                "from there; give --prompt-mix as in the run that was saved, or start a new run from its weights with "
+                "--finetune"
+            )
         if "source" in state:
             raise ValueError(
                 "--prompt-data: the checkpoint's position is one in the rows of --data-source-path, so it cannot "
@@ -120,6 +135,11 @@ class PromptStream:
         return PromptGroup(group_index, self._prompts[self._order_of(epoch)[position]])
 
     def _draw_one(self) -> PromptGroup:
+        position = self.draw_position()
+        return PromptGroup(self._next_group_index - 1, self._prompts[position])
+
+    def draw_position(self) -> int:
+        """Draw a new prompt, and return its position in the set. One must be left."""
         while True:
             if self._position == len(self._order):
                 self._move_to(self._epoch + 1, 0, self._next_group_index)
@@ -127,10 +147,10 @@ class PromptStream:
                 break
             self._position += 1
             self._next_group_index += 1
-        group = PromptGroup(self._next_group_index, self._prompts[self._order[self._position]])
+        found = self._order[self._position]
         self._position += 1
         self._next_group_index += 1
-        return group
+        return found
 
 
 @lru_cache(maxsize=4)  # groups that are drawn again are from the last two passes

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from miles.components import build, engine_spec
 from miles.weights import WeightChunk
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from miles.arguments.settings import Settings
     from miles.engine.host import EngineHost
+    from miles.replay.token_sets import TokenSets
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -20,7 +23,9 @@ FinishReason = Literal["stop", "length", "abort"]
 class SamplingParams:
     """Say how tokens are drawn.
 
-    ``temperature`` 0 is greedy. ``top_k`` -1 and ``top_p`` 1.0 keep the whole vocabulary. ``stop_token_ids`` end a
+    ``temperature`` 0 is greedy. ``top_k`` -1, ``top_p`` 1.0 and ``min_p`` 0.0 keep the whole vocabulary. With
+    ``returns_support`` the engine says what they have kept for each token, with ``returns_experts`` which experts each
+    layer has chosen. ``stop_token_ids`` end a
     response and stay in it, as the model's end-of-sequence token does; so does the token that completes one of
     ``stop_texts``, which only the torch engine takes.
     """
@@ -31,6 +36,9 @@ class SamplingParams:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
+    min_p: float = 0.0
+    returns_support: bool = False
+    returns_experts: bool = False
 
     def check(self) -> None:
         """Raise ``ValueError`` for a value outside its range."""
@@ -39,6 +47,7 @@ class SamplingParams:
             ("--rollout-temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
             ("--rollout-top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1 (1 keeps all)"),
             ("--rollout-top-k", self.top_k, self.top_k == -1 or self.top_k >= 1, "-1 (all) or at least 1"),
+            ("--rollout-min-p", self.min_p, 0 <= self.min_p <= 1, "from 0 (keeps all) to 1"),
         )
         for flag, value, holds, rule in rules:
             if not holds:
@@ -64,12 +73,15 @@ class Generation:
 
     Attributes:
         token_ids: The sampled tokens.
-        log_probs: Their fp32 log-probs under softmax(logits / temperature) of the full vocabulary, before top-k and
-            top-p; under the raw logits if greedy.
+        log_probs: Their fp32 log-probs under softmax(logits / temperature): over ``support`` if that was asked for,
+            else over the full vocabulary, before top-k, top-p and min-p; under the raw logits if greedy.
         finish_reason: ``stop`` (a stop token), ``length`` (``max_new_tokens``) or ``abort``.
         weight_version: The version of the weights that generated the last token.
         earlier_versions: If the weights changed during the response: a (version, tokens) pair for each run of tokens
             before those of ``weight_version``, oldest first.
+        support: The set that each token was drawn from, if ``returns_support`` asked for it.
+        experts: The experts of each layer for the tokens of prompt and response but the last, [positions, layers, k],
+            if ``returns_experts`` asked for them (``miles/replay/expert_choices.py``).
 
     >>> Generation([5, 6, 7], [-1.0, -1.0, -1.0], "stop", weight_version=4, earlier_versions=((3, 2),)).token_versions
     [3, 3, 4]
@@ -80,6 +92,8 @@ class Generation:
     finish_reason: FinishReason
     weight_version: int
     earlier_versions: tuple[tuple[int, int], ...] = ()
+    support: TokenSets | None = None
+    experts: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def token_versions(self) -> list[int]:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from miles.flags import collect_errors
+from miles.objective.adaptive_entropy import check_adaptive_entropy
 from miles.objective.canary import check_canary
 from miles.objective.distillation import check_distillation, distillation_needs
 from miles.objective.estimators import ESTIMATORS
@@ -90,6 +91,7 @@ class Objective:
             or self.policy_loss.zero_advantage_has_gradient(flags)
             or flags.kl_loss_coef != 0.0
             or flags.entropy_coef != 0.0
+            or flags.entropy_target is not None
             or flags.use_opd
             or flags.custom_pg_loss_reducer_function_path is not None
         )
@@ -147,6 +149,7 @@ def check_objective(loss: LossArguments, shape: StepShape, errors: Errors) -> No
     check_token_weights(loss, errors)
     check_canary(loss, errors)
     errors.finite(loss, "entropy_coef")
+    check_adaptive_entropy(loss, errors)
     if objective.loss_type.uses_advantages:
         objective.estimator.check(loss, shape, errors)
         _check_group(objective, shape, errors)

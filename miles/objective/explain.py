@@ -44,7 +44,11 @@ def objective_in_words(loss: LossArguments, shape: StepShape) -> str:
             if loss.kl_loss_coef
             else f"The KL to the reference model ({loss.kl_loss_type}) is measured, and not part of the loss."
         )
-    if loss.entropy_coef:
+    if loss.kl_target is not None:
+        sentences.append(f"That weight is adapted so that the KL stays near {loss.kl_target:g}.")
+    if loss.entropy_target is not None:
+        sentences.append(f"Entropy is rewarded while it is {loss.entropy_target:g} or less, with a weight that adapts.")
+    elif loss.entropy_coef:
         verb = "rewarded" if loss.entropy_coef > 0 else "penalized"
         sentences.append(f"Entropy is {verb}, weighted by {abs(loss.entropy_coef):g}.")
     return " ".join(sentences)

@@ -11,7 +11,24 @@ from miles.metrics import Metric
 if TYPE_CHECKING:
     import torch
 
-    from miles.train_batch import TrainBatch
+    from miles.train_batch import MicroBatch, TrainBatch
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """What the loss reads of each response token of ``micro``: fp32 [R] without a graph.
+
+    Attributes:
+        micro: The micro-batch, or one with whole responses, whose layout the columns have.
+        log_probs: The trainer's, before the iteration's first step.
+        log_ratios: log current - log old; 0 where the mask is 0.
+        token_weights: The product of the factors of token_weights.py.
+    """
+
+    micro: MicroBatch
+    log_probs: torch.Tensor
+    log_ratios: torch.Tensor
+    token_weights: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -25,6 +42,7 @@ class LossOutput:
 
     loss: torch.Tensor  # fp32 scalar with a graph, also when the micro-batch is empty
     metrics: dict[str, torch.Tensor]
+    tokens: TokenValues | None = None  # of a policy loss
 
 
 def add_metrics(totals: dict[str, torch.Tensor], metrics: Mapping[str, torch.Tensor]) -> None:

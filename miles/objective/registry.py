@@ -43,6 +43,7 @@ class Needs:
         teacher_log_probs: Log-probs of the teacher that is distilled.
         values: Values of a critic, which is trained beside the policy.
         entropy: The entropy of the policy, with the current log-probs.
+        sum_squared_probs: The sum over the vocabulary of the policy's squared probabilities, under the old log-probs.
     """
 
     old_log_probs: bool = False
@@ -50,6 +51,7 @@ class Needs:
     teacher_log_probs: bool = False
     values: bool = False
     entropy: bool = False
+    sum_squared_probs: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(**{field.name: getattr(self, field.name) or getattr(other, field.name) for field in fields(self)})

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from miles.flags import flag
+from miles.objective.adaptive_entropy import AdaptiveEntropyFlags
+from miles.objective.adaptive_kl import AdaptiveKlFlags
 from miles.objective.aggregation import AggregationFlags
 from miles.objective.chosen import find_objective
 from miles.objective.distillation import DistillationFlags
@@ -106,7 +108,12 @@ class CommonFlags:
 
 
 # The order of the bases puts the common flags first.
-_OWN_FLAGS = (*reversed(POLICY_LOSSES.own_flags), *reversed(ESTIMATORS.own_flags))
+_OWN_FLAGS = (
+    *reversed(POLICY_LOSSES.own_flags),
+    *reversed(ESTIMATORS.own_flags),
+    AdaptiveEntropyFlags,
+    AdaptiveKlFlags,
+)
 
 
 @dataclass(frozen=True)

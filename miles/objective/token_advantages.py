@@ -29,6 +29,8 @@ class SampleTokens:
     values: np.ndarray | None = None  # the critic's; V of the state in which the token is chosen
     log_ratio: np.ndarray | None = None  # log policy - log reference, both before the first step; with --kl-coef
     teacher_log_ratio: np.ndarray | None = None  # log policy - log teacher, before the first step; with --use-opd
+    group_index: int = 0
+    score_norm: np.ndarray | None = None  # 1 - 2 p + sum p(v)^2, if the estimator reads it
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,11 @@ def token_advantages(objective: Objective, samples: Sequence[SampleTokens]) -> S
     loss = objective.flags
     trajectories = list(_trajectories(objective, samples))
     rewards, values = [t.rewards for t in trajectories], [t.values for t in trajectories]
-    found = objective.estimator.token_advantages(loss, rewards, values)
+    if objective.estimator.reads_score_norms:
+        groups, norms = [t.group for t in trajectories], [t.score_norms for t in trajectories]
+        found = objective.estimator.group_token_advantages(loss, rewards, groups, norms)
+    else:
+        found = objective.estimator.token_advantages(loss, rewards, values)
     returns = objective.estimator.returns(loss, rewards, values, found) if objective.needs.values else None
     if loss.use_opd:
         found = [a - loss.opd_kl_coef * t.teacher_kl for a, t in zip(found, trajectories, strict=True)]
@@ -87,6 +93,8 @@ class _Trajectory:
     values: np.ndarray
     kl: np.ndarray
     teacher_kl: np.ndarray
+    group: int
+    score_norms: np.ndarray  # empty if the estimator does not read them
 
 
 def _trajectories(objective: Objective, samples: Sequence[SampleTokens]) -> Iterator[_Trajectory]:
@@ -105,7 +113,16 @@ def _trajectories(objective: Objective, samples: Sequence[SampleTokens]) -> Iter
             rewards += np.concatenate([np.full(int(k.sum()), p.reward) for p, k in zip(parts, kept, strict=True)])
         values = [np.zeros(0) if p.values is None else p.values[k] for p, k in zip(parts, kept, strict=True)]
         teacher_kl = np.concatenate([_teacher_kl(loss, part)[k] for part, k in zip(parts, kept, strict=True)])
-        yield _Trajectory(members, rewards, np.concatenate(values).astype(np.float64), kl, teacher_kl)
+        norms = [np.zeros(0) if p.score_norm is None else p.score_norm[k] for p, k in zip(parts, kept, strict=True)]
+        yield _Trajectory(
+            members,
+            rewards,
+            np.concatenate(values).astype(np.float64),
+            kl,
+            teacher_kl,
+            parts[0].group_index,
+            np.concatenate(norms).astype(np.float64),
+        )
 
 
 def _kl(loss: LossArguments, sample: SampleTokens) -> np.ndarray:

@@ -2,15 +2,26 @@
 
 Positions are processed in chunks, whose logits are freed when their results are known. The backward pass computes each
 chunk's logits again and their gradient in closed form; only the log-sum-exp and the entropy, [R] each, are kept.
+
+With ``--fp32-lm-head`` the head's product is in fp32 under a body in bf16 (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv
+2510.13786). Rounding a logit of size 16 to bf16 changes it by up to 1/16, and trainer and engine round
+differently.
+
+On a CPU, logits of half precision are turned into fp32 a few rows at a time, which stay in the cache of a core. One
+after the other, passes over all rows of a chunk would wait for memory (docs/performance.md has the figures).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+
+from miles.replay.support import Support
+
+CACHED_BYTES = 1 << 20  # of fp32 logits that fit in a core's cache; 0 leaves chunks whole
 
 
 def chunked_log_probs(
@@ -21,22 +32,47 @@ def chunked_log_probs(
     chunk_size: int,
     bias: torch.Tensor | None = None,
     with_entropy: bool = False,
+    fp32: bool = False,
+    support: Support | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute log-probs of ``targets`` [R] under softmax(logits / temperature), and its entropy in nats; fp32 [R].
 
     ``hidden`` [R, H] and ``weight`` [V, H] share a dtype, in which the logits ``hidden @ weight.T + bias`` are
-    computed; everything after is fp32. At most ``chunk_size`` positions have their logits in memory, -1 for no limit.
+    computed, or in fp32 if ``fp32`` (``head_logits``); everything after is fp32. At most ``chunk_size`` positions have
+    their logits in memory, -1 for no limit.
     Temperature 0 (greedy sampling) means the raw logits. Gradients flow to ``hidden``, ``weight`` and ``bias``, from
     both outputs; those of ``weight`` and ``bias`` are accumulated over the chunks in fp32 (fp64 for fp64).
+
+    With ``support``, the softmax is over the tokens of each position's set alone: the distribution that truncated
+    sampling draws from (DeepSeek-V3.2, arXiv 2512.02556 §3.1, "Keep Sampling Mask"). Others have no gradient.
     """
+    assert support is None or support.vocab_size <= len(weight), (
+        f"sets of {support.vocab_size} tokens, and a head of {len(weight)}"
+    )
     assert chunk_size == -1 or chunk_size > 0, f"--log-probs-chunk-size {chunk_size} must be above 0, or -1"
     assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight {weight.dtype}"
     rows = chunk_size if chunk_size > 0 else max(len(hidden), 1)
     scale = 1.0 / temperature if temperature > 0 else 1.0
     found: tuple[torch.Tensor, torch.Tensor | None] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, scale, rows, with_entropy
+        hidden, weight, bias, targets, scale, rows, with_entropy, fp32, support
     )
     return found
+
+
+def head_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, fp32: bool = False
+) -> torch.Tensor:
+    """Compute ``hidden @ weight.T + bias``, [R, V]; in fp32 and unrounded if ``fp32``, without a gradient.
+
+    Products of two bf16 numbers are exact in fp32, so neither result depends on how it is computed but by the order of
+    its sums. GPUs add them up in fp32 without a copy of the head (``out_dtype``); elsewhere the head is copied.
+    """
+    if not fp32 or hidden.dtype != torch.bfloat16:
+        return torch.nn.functional.linear(hidden, weight, bias)
+    if hidden.is_cuda:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return logits if bias is None else logits.add_(bias)
+    return torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -58,20 +94,27 @@ class _ChunkedLogProbs(torch.autograd.Function):
         scale: float,
         rows: int,
         with_entropy: bool,
+        fp32: bool,
+        support: Support | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         lse = hidden.new_empty(len(hidden), dtype=_accumulate_dtype(hidden))
         log_probs = torch.empty_like(lse)
         entropy = torch.empty_like(lse) if with_entropy else None
         for part in _chunks(len(hidden), rows):
-            logits = _logits(hidden[part], weight, bias, scale)
-            chosen = logits.gather(1, targets[part, None]).squeeze(1)
-            lse[part] = torch.logsumexp(logits, 1)
-            log_probs[part] = chosen - lse[part]
-            if entropy is not None:
-                log_p = logits.sub_(lse[part, None])
-                entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
+            whole, blocks = _logits(hidden[part], weight, bias, fp32)
+            for block in blocks:
+                rows_at = slice(part.start + block.start, part.start + block.stop)
+                logits = _in_fp32(whole[block], scale)
+                if support is not None:
+                    support.exclude_(logits, rows_at)
+                chosen = logits.gather(1, targets[rows_at, None]).squeeze(1)
+                lse[rows_at] = torch.logsumexp(logits, 1)
+                log_probs[rows_at] = chosen - lse[rows_at]
+                if entropy is not None:
+                    log_p = logits.sub_(lse[rows_at, None])
+                    entropy[rows_at] = -torch.linalg.vecdot(log_p.exp(), log_p)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.scale, ctx.rows = scale, rows
+        ctx.scale, ctx.rows, ctx.fp32, ctx.support = scale, rows, fp32, support
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -81,31 +124,62 @@ class _ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if needs_weight else None
+        dtype = lse.dtype if ctx.fp32 else hidden.dtype  # of the products
+        head = weight.to(dtype)
+        grad_weight: torch.Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if needs_bias else None
         for part in _chunks(len(hidden), ctx.rows):
-            log_p = _logits(hidden[part], weight, bias, ctx.scale).sub_(lse[part, None])
-            grad = _logits_gradient(
-                log_p,
-                targets[part],
-                None if grad_log_probs is None else grad_log_probs[part],
-                None if grad_entropy is None else grad_entropy[part],
-                None if entropy is None else entropy[part],
-            )
-            if ctx.scale != 1.0:
-                grad.mul_(ctx.scale)
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            grad = grad.to(hidden.dtype)
+            whole, blocks = _logits(hidden[part], weight, bias, ctx.fp32)
+            for block in blocks:
+                rows_at = slice(part.start + block.start, part.start + block.stop)
+                log_p = _in_fp32(whole[block], ctx.scale)
+                if ctx.support is not None:
+                    ctx.support.exclude_(log_p, rows_at)
+                block_grad = _logits_gradient(
+                    log_p.sub_(lse[rows_at, None]),
+                    targets[rows_at],
+                    None if grad_log_probs is None else grad_log_probs[rows_at],
+                    None if grad_entropy is None else grad_entropy[rows_at],
+                    None if entropy is None else entropy[rows_at],
+                )
+                if ctx.scale != 1.0:
+                    block_grad.mul_(ctx.scale)
+                if grad_bias is not None:
+                    grad_bias += block_grad.sum(0)
+                if whole.dtype != block_grad.dtype:  # otherwise it was computed in place
+                    whole[block] = block_grad
+            grad = whole.to(dtype)
             if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[part]
-        return (grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), None, None, None, None)
+                grad_hidden[part] = grad @ head
+            if needs_weight:
+                product = grad.t() @ hidden[part].to(dtype)
+                if len(hidden) > len(hidden[part]):  # several chunks are added up in fp32
+                    product = product.to(lse.dtype)
+                grad_weight = product if grad_weight is None else grad_weight.add_(product)
+        if needs_weight and grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
+        return (grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), *(None,) * 6)
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float) -> torch.Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias).to(_accumulate_dtype(hidden))
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fp32: bool
+) -> tuple[torch.Tensor, Sequence[slice]]:
+    """Return the logits [rows, V] without scale, and the rows that are worked on at a time.
+
+    They are fp32 (fp64 for fp64) if those are all rows.
+    """
+    logits = head_logits(hidden, weight, bias, fp32)
+    dtype = _accumulate_dtype(logits)
+    rows = len(logits)
+    if logits.dtype != dtype and logits.device.type == "cpu" and CACHED_BYTES:
+        rows = max(1, CACHED_BYTES // (logits.shape[1] * dtype.itemsize))
+    blocks = list(_chunks(len(logits), max(rows, 1)))
+    return (logits if len(blocks) > 1 else logits.to(dtype)), blocks
+
+
+def _in_fp32(logits: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the scaled logits, in place if they are fp32 or fp64 already."""
+    logits = logits.to(_accumulate_dtype(logits))
     return logits if scale == 1.0 else logits.mul_(scale)
 
 
@@ -116,7 +190,10 @@ def _logits_gradient(
     grad_entropy: torch.Tensor | None,
     entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``g_lp (onehot - p) - g_H p (log p + H)`` as ``p * (-g_H log p - g_H H - g_lp) + g_lp onehot``; [rows, V]."""
+    """``g_lp (onehot - p) - g_H p (log p + H)`` as ``p * (-g_H log p - g_H H - g_lp) + g_lp onehot``; [rows, V].
+
+    In place of ``log_p``.
+    """
     shift = torch.zeros_like(log_p[:, 0])
     if grad_log_probs is not None:
         shift -= grad_log_probs

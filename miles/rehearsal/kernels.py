@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from miles.objective import token_log_probs
 from miles.rehearsal.meter import EXTRA_FLOPS
 from miles.training import packed_attention
 
@@ -85,13 +86,16 @@ EXTRA_FLOPS[torch.ops.miles_rehearsal.attention_backward] = _backward_flops
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Trace attention as a GPU's kernel. It counts the pairs that a causal query sees, not the whole square."""
-    original = packed_attention._attend
-    packed_attention._attend = _attend
+    """Trace attention as a GPU's kernel. It counts the pairs that a causal query sees, not the whole square.
+
+    Logits are worked on as on a GPU too: a whole chunk at a time.
+    """
+    original, cached = packed_attention._attend, token_log_probs.CACHED_BYTES
+    packed_attention._attend, token_log_probs.CACHED_BYTES = _attend, 0
     try:
         yield
     finally:
-        packed_attention._attend = original
+        packed_attention._attend, token_log_probs.CACHED_BYTES = original, cached
 
 
 def _attend(

@@ -211,6 +211,8 @@ class _Run:
             models.append(self.backend.teacher)
         if needs.old_log_probs:
             models.append(self.backend.policy)
+        if needs.sum_squared_probs:
+            models.append(self.backend.policy)
         if models or needs.values:
             self.backend.expect(self.shard)
         for model in models:

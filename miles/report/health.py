@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from miles.report.figures import evaluation_names
 from miles.report.metrics_file import MetricsFile
+from miles.rewards.passing import deciding_part
 
 WINDOW = 10
 
@@ -85,11 +86,27 @@ class Curves:
         return fmean(values[:WINDOW]), fmean(values[-WINDOW:])
 
     def success(self) -> tuple[float, float] | None:
-        """Return success early and now: held-out accuracy if it was measured twice, else the mean reward."""
-        sets = [values for name in evaluation_names(self._metrics.names) if len(values := self.of(name)) > 1]
+        """Return success early and now: held-out accuracy if it was measured twice, else the mean reward.
+
+        Of a weighted sum of rewards, the part that says whether an answer is right counts alone: what pays for length
+        or format says nothing about that.
+        """
+        sets = [values for name in evaluation_names(self._metrics.names) if len(values := self._success_in(name)) > 1]
         if sets:
             return fmean(values[0] for values in sets), fmean(values[-1] for values in sets)
-        return self.ends("rollout/reward")
+        part = self._deciding_part("rollout/")
+        return self.ends("rollout/reward" if part is None else part)
+
+    def _success_in(self, accuracy: str) -> list[float]:
+        part = self._deciding_part(accuracy.removesuffix("accuracy"))
+        return self.of(accuracy if part is None else part)
+
+    def _deciding_part(self, prefix: str) -> str | None:
+        """Return the metric of the part that decides whether a sample passes; None without parts."""
+        start = f"{prefix}reward_parts/"
+        names = [name.removeprefix(start) for name in self._metrics.names if name.startswith(start)]
+        part = deciding_part(names)
+        return None if part is None else start + part
 
     def has_gained(self) -> bool | None:
         """Return whether success has grown by more than 0.02 (or 2 % of a larger scale); None if not measured."""

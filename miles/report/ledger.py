@@ -1,7 +1,8 @@
 """The token ledger: how the weight of each token of a stored sample arises, and what the sample adds up to.
 
 The policy loss of a step is ``1/N Σ_i 1/denominator_i Σ_t m_it w_it l_it`` (docs/loss-aggregation.md). The denominator
-is stored with the sample, as the batch had it; nothing is recomputed from flags.
+is stored with the sample, as the batch had it; nothing is recomputed from flags. Of a few samples the trainer has also
+recorded w (``token_weights``), the ratio, its own log-prob and the advantage of each token.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ def expand(runs: Sequence[Sequence[int]] | None) -> list[int]:
     return [value for value, count in runs or [] for _ in range(count)]
 
 
+def is_recorded(row: Mapping[str, Any]) -> bool:
+    """Return whether the trainer has recorded what the loss read of the tokens."""
+    return bool(row.get("log_probs"))
+
+
 def token_weight(row: Mapping[str, Any]) -> float | None:
     """Return the weight of one loss token of the sample, before corrections: 1 / (N · denominator)."""
     denominator, trajectories = row.get("denominator"), row.get("trajectories")
@@ -42,8 +48,9 @@ def share(row: Mapping[str, Any]) -> float | None:
 def token_columns(row: Mapping[str, Any]) -> dict[str, list[float | None]]:
     """Return the per-token columns that can be shown for a row, by name; empty if it was stored without tokens.
 
-    ``weight`` is that of the token in the loss, before corrections. ``credit`` is the advantage times this weight: the
-    token's part in the gradient.
+    ``weight`` is that of the token in the loss, with corrections if the trainer has recorded them. ``credit`` is the
+    advantage times this weight: the token's part in the gradient, at a ratio of 1. ``gap`` is the trainer's log-prob
+    less the engine's. What the trainer has of tokens outside the loss is left out (None).
     """
     count = len(row.get("tokens") or [])
     if not count:
@@ -56,10 +63,36 @@ def token_columns(row: Mapping[str, Any]) -> dict[str, list[float | None]]:
         columns["rollout_log_probs"] = list(row["rollout_log_probs"])
     weight = token_weight(row)
     if weight is not None:
-        columns["weight"] = [weight * m for m in mask]
-        if row.get("advantage") is not None:
-            columns["credit"] = [weight * m * float(row["advantage"]) for m in mask]
+        weights = [weight * m for m in mask]
+        if row.get("token_weights"):
+            weights = [w * (factor or 0.0) for w, factor in zip(weights, row["token_weights"], strict=True)]
+        columns["weight"] = list(weights)
+        if (advantages := _advantages(row, count)) is not None:
+            columns["credit"] = [w * a for w, a in zip(weights, advantages, strict=True)]
+            if row.get("advantages"):
+                columns["advantage"] = _where(mask, list(advantages))
+    if is_recorded(row):
+        columns["ratio"] = _where(mask, row.get("ratios") or [1.0] * count)
+        columns["log_probs"] = _where(mask, row["log_probs"])
+        if row.get("rollout_log_probs"):
+            columns["gap"] = _where(mask, _gaps(row))
     return columns
+
+
+def _advantages(row: Mapping[str, Any], count: int) -> list[float] | None:
+    """Return the advantage of each token, by the trainer or that of the sample; None if it is not stored."""
+    if row.get("advantages"):
+        return [value or 0.0 for value in row["advantages"]]
+    return None if row.get("advantage") is None else [float(row["advantage"])] * count
+
+
+def _gaps(row: Mapping[str, Any]) -> list[float | None]:
+    pairs = zip(row["log_probs"], row["rollout_log_probs"], strict=True)
+    return [None if trainer is None or engine is None else trainer - engine for trainer, engine in pairs]
+
+
+def _where(mask: Sequence[int], values: Sequence[float | None]) -> list[float | None]:
+    return [value if m else None for m, value in zip(mask, values, strict=True)]
 
 
 def ledger(row: Mapping[str, Any], settings: Settings, step_rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -85,16 +118,43 @@ def ledger(row: Mapping[str, Any], settings: Settings, step_rows: Sequence[Mappi
         _line("denominator", f"{row['denominator']:g}", _denominator_words(mode, bool(reducer))),
         _line("N", f"{row['trajectories']:g}", "trajectories of the optimizer step"),
         _line("weight of a loss token", f"{weight:.6g}", f"1 / ({row['trajectories']:g} · {row['denominator']:g})"),
-        _correction_line(settings),
+        _correction_line(row, settings, weight * kept),
         _line("share of the sample", f"{weight * kept:.6g}", f"{kept} · {weight:.6g}, before corrections"),
         _step_line(row, step_rows),
     ]
-    if row.get("advantage") is not None:
-        advantage = float(row["advantage"])
-        lines.append(_line("advantage", f"{advantage:.6g}", f"of the sample, by {loss.get('advantage_estimator')}"))
-        why = "advantage · share: what a token loss of -advantage adds to the loss, with the sign turned"
-        lines.append(_line("credit of the sample", f"{advantage * weight * kept:.6g}", why))
-    return [line for line in lines if line["value"]]
+    columns = token_columns(row)
+    if row.get("advantages"):
+        lines.append(
+            _line("advantage", _range(columns["advantage"]), f"of a token, by {loss.get('advantage_estimator')}")
+        )
+    elif row.get("advantage") is not None:
+        advantage = f"{float(row['advantage']):.6g}"
+        lines.append(_line("advantage", advantage, f"of the sample, by {loss.get('advantage_estimator')}"))
+    if (credits := columns.get("credit")) is not None:
+        why = "sum of advantage · weight: what token losses of -advantage add to the loss, with the sign turned"
+        lines.append(_line("credit of the sample", f"{sum(credit or 0.0 for credit in credits):.6g}", why))
+    return [*(line for line in lines if line["value"]), *_trainer_lines(columns)]
+
+
+def _trainer_lines(columns: Mapping[str, Sequence[float | None]]) -> list[dict[str, str]]:
+    """Return the lines about what the trainer has recorded."""
+    lines = []
+    if columns.get("ratio"):
+        why = "the policy in this step over the one that the iteration began with"
+        lines.append(_line("ratio", _range(columns["ratio"]), why))
+    gaps = [abs(gap) for gap in columns.get("gap", ()) if gap is not None]
+    if gaps:
+        why = f"nats per loss token, at most {max(gaps):.4g}: the trainer's log-probs less the engine's"
+        lines.append(_line("engine-trainer gap", f"{sum(gaps) / len(gaps):.4g}", why))
+    return lines
+
+
+def _range(values: Sequence[float | None]) -> str:
+    found = [value for value in values if value is not None]
+    if not found:
+        return "–"
+    low, high = f"{min(found):.4g}", f"{max(found):.4g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _line(name: str, value: str, why: str) -> dict[str, str]:
@@ -107,12 +167,19 @@ def _denominator_words(mode: str, custom: bool) -> str:
     return MODES[mode].denominator  # type: ignore[index]
 
 
-def _correction_line(settings: Settings) -> dict[str, str]:
+def _correction_line(row: Mapping[str, Any], settings: Settings, share_before: float) -> dict[str, str]:
     loss = settings.get("loss", {})
     flags = [f"--{name.replace('_', '-')}" for name in ("use_tis", "use_rs", "use_opsm") if loss.get(name)]
+    if loss.get("top_entropy_quantile", 1.0) != 1:
+        flags.append("--top-entropy-quantile")
     if not flags:
         return _line("corrections", "none", "every loss token keeps its weight")
-    return _line("corrections", "not stored", f"the trainer multiplies the weights as {' '.join(flags)} say")
+    if not is_recorded(row):
+        return _line("corrections", "not stored", f"the trainer multiplies the weights as {' '.join(flags)} say")
+    factors = _where(expand(row.get("mask")), row.get("token_weights") or [1.0] * len(row["log_probs"]))
+    after = sum(weight or 0.0 for weight in token_columns(row).get("weight", ()))
+    why = f"factors of the tokens by {' '.join(flags)}; the share becomes {after:.4g} of {share_before:.4g}"
+    return _line("corrections", _range(factors), why)
 
 
 def _step_line(row: Mapping[str, Any], step_rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from miles.report.metrics_file import MetricsFile
 
 WALL = "time/step"
 TRAIN = "time/train"
-INSIDE_TRAIN = ("log_probs", "token_selection", "forward_backward", "optimizer", "critic")
+INSIDE_TRAIN = ("log_probs", "token_selection", "forward_backward", "optimizer", "critic", "ref_update")
 OVERLAPPING = ("rollout",)
 ORDER = ("generate", *INSIDE_TRAIN, "train, other", "sync_weights", "offload", "eval", "save", "other")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from miles.report.figures import charts, tiles
 from miles.report.health import verdicts
-from miles.report.ledger import ledger, share, token_columns
+from miles.report.ledger import is_recorded, ledger, share, token_columns
 from miles.report.metrics_file import MetricsFile
 from miles.report.phases import phase_bars
 from miles.tracking.run_files import METRICS, SAMPLES
@@ -106,7 +106,7 @@ class RunView:
         """Return what the page shows of ``rows[index]``; ``rows`` are all of its iteration."""
         row = rows[index]
         return {
-            **{name: row.get(name) for name in ("prompt", "response", "reward", "status")},
+            **{name: row.get(name) for name in ("prompt", "response", "reward", "reward_parts", "status")},
             "label": _text(row.get("label")),
             **{name: row.get(name) for name in ("group", "trajectory", "train_step", "advantage")},
             "step": row["rollout_id"],
@@ -141,7 +141,9 @@ def _card(row: Row, index: int) -> Json:
         "response": response[:SHORT_TEXT],
         "cut": len(response) > SHORT_TEXT,
         "reward": row.get("reward"),
+        "reward_parts": row.get("reward_parts"),
         "status": row.get("status"),
+        "recorded": is_recorded(row),
         "trajectory": row.get("trajectory"),
         "advantage": row.get("advantage"),
         "length": len(row.get("tokens") or []) or None,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from miles.report.ledger import is_recorded
 from miles.report.page import json_in_html, single_file
 from miles.report.run_view import MOST_BARS, RunView, grouped
 from miles.tracking.run_files import REPORT
@@ -103,9 +104,19 @@ def _samples(view: RunView, per_iteration: int, room: int) -> tuple[dict[str, An
 
 
 def _chosen(rows: Sequence[Row], count: int) -> list[int]:
-    """Return the positions of ``count`` rows, spread evenly so that they show different prompts."""
-    count = min(count, len(rows))
-    return [position * len(rows) // count for position in range(count)]
+    """Return the positions of ``count`` rows, spread evenly so that they show different prompts.
+
+    Rows with what the loss read of their tokens come before the others.
+    """
+    recorded = [index for index, row in enumerate(rows) if is_recorded(row)]
+    others = [index for index, row in enumerate(rows) if not is_recorded(row)]
+    first = _evenly(recorded, count)
+    return sorted([*first, *_evenly(others, count - len(first))])
+
+
+def _evenly(positions: Sequence[int], count: int) -> list[int]:
+    count = min(count, len(positions))
+    return [positions[number * len(positions) // count] for number in range(count)]
 
 
 def _iterations(view: RunView, most: int) -> list[Iteration]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from miles.arguments.rollout import RolloutArguments
 from miles.engine.concurrency import gather_or_cancel
@@ -73,6 +73,16 @@ class GroupCollector(Protocol):
         ...
 
 
+@runtime_checkable
+class HasProgress(Protocol):
+    """A collector that says how far an iteration is."""
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The groups of the iteration in progress that are ready, and those of a whole one."""
+        ...
+
+
 @dataclass
 class Tally:
     """The groups that were produced for one iteration, and what happened to them."""
@@ -122,6 +132,7 @@ class BurstCollector:
         self._produce = produce
         self._log_passrate = reward.log_passrate
         self._batch_size = rollout.rollout_batch_size
+        self._ready = 0
         self._burst_size = rule.most_groups
         self._guard = (
             FilterStallGuard(stream, path, self._burst_size, self._batch_size)
@@ -139,9 +150,10 @@ class BurstCollector:
         """
         kept: list[PromptGroup] = []
         tally = Tally()
+        self._ready = 0
         while len(kept) < self._batch_size:
             drawn = self._stream.draw(self._burst_size)  # by group_index, like everything that follows
-            for produced in await gather_or_cancel(self._produce(group) for group in drawn):
+            for produced in await gather_or_cancel(self._counted(group) for group in drawn):
                 tally.add(produced)
                 if produced.drop_reason is None:
                     kept.append(produced.group)
@@ -154,6 +166,16 @@ class BurstCollector:
         if self._guard is not None:
             metrics["rollout/surplus_groups"] = Metric(len(kept) - len(groups), 1.0)
         return ScoredGroups(groups, metrics, tuple(tally.generated))
+
+    async def _counted(self, group: PromptGroup) -> ProducedGroup:
+        produced = await self._produce(group)
+        self._ready += produced.drop_reason is None
+        return produced
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The groups of the iteration in progress that are ready, and those of a whole one."""
+        return min(self._ready, self._batch_size), self._batch_size
 
     def state(self) -> dict[str, Any]:
         """Return the stream's position: between two iterations no group is in flight."""

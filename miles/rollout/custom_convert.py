@@ -114,6 +114,8 @@ def _sample(columns: Mapping[str, Sequence[Any]], row: int, owner: Sample, path:
         reward=owner.reward,
         reward_parts=owner.reward_parts,
         weight_versions=list(owner.weight_versions) if is_unchanged else [],
+        support=owner.support if is_unchanged else None,
+        experts=owner.experts if is_unchanged else None,
         remove_sample=owner.remove_sample,
         advantage=advantage,
     )

@@ -4,11 +4,13 @@ There is one file per iteration, in JSON lines with one prompt group per line::
 
     {"group_index": 0, "prompt": {"text": …, "token_ids": […], …}, "samples": [{"trajectory_id": 0, …}, …]}
 
-A sample whose prompt differs from its group's (a compacted trajectory) has its own ``prompt``.
+A sample whose prompt differs from its group's (a compacted trajectory) has its own ``prompt``. One of truncated
+sampling has its ``support``, the columns of ``TokenSets``. Bits, and the ``experts`` of routing replay, are in base64.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -16,9 +18,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from miles import strict_json
 from miles.input_error import InputError
 from miles.one_line import one_line
+from miles.replay.token_sets import WHOLE, TokenSets
 from miles.rollout.collect import ScoredGroups
 from miles.rollout.metrics import rollout_metrics
 from miles.sample import NO_WEIGHTS, Prompt, PromptGroup, Sample, SampleStatus
@@ -32,7 +37,7 @@ _SAMPLE_FIELDS = (
     "reward",
     "weight_versions",
 )
-_PROMPT_FIELDS = ("text", "label", "metadata", "source")
+_PROMPT_FIELDS = ("text", "label", "metadata", "source", "prompt_set")
 
 
 def rollout_path(template: str, iteration: int) -> Path:
@@ -167,7 +172,20 @@ def _encode_sample(sample: Sample, group: PromptGroup) -> dict[str, Any]:
         record["teacher_log_probs"] = sample.teacher_log_probs
     if sample.reward_parts:
         record["reward_parts"] = sample.reward_parts
+    if sample.support is not None:
+        record["support"] = _encode_support(sample.support)
+    if sample.experts is not None:
+        record["experts"] = _encode_experts(sample.experts)
     return record if sample.prompt == group.prompt else record | {"prompt": _encode_prompt(sample.prompt)}
+
+
+def _encode_support(support: TokenSets) -> dict[str, Any]:
+    return {
+        "vocab_size": support.vocab_size,
+        "sizes": support.sizes.tolist(),
+        "ids": support.ids.tolist(),
+        "bits": base64.b64encode(support.bits.tobytes()).decode(),
+    }
 
 
 def _decode(line: bytes, vocab_size: int | None) -> PromptGroup:
@@ -197,6 +215,7 @@ def _decode(line: bytes, vocab_size: int | None) -> PromptGroup:
 
 
 _LARGEST = 2**63 - 1
+_LARGEST_VOCABULARY = 2**31
 
 
 def _decode_prompt(record: dict[str, Any], end: int) -> Prompt:
@@ -209,6 +228,7 @@ def _decode_prompt(record: dict[str, Any], end: int) -> Prompt:
         label=record["label"],
         metadata=_object(record["metadata"], "metadata of the prompt"),
         source=_text(record["source"], "source of the prompt"),
+        prompt_set=_text(record.get("prompt_set", ""), "set of the prompt"),  # absent in earlier files
     )
 
 
@@ -228,9 +248,41 @@ def _decode_sample(record: dict[str, Any], group: PromptGroup, end: int) -> Samp
         reward=_numbers([record["reward"]], "reward")[0],
         reward_parts=_reward_parts(record.get("reward_parts", {})),
         weight_versions=_integers(record["weight_versions"], "weight_versions", NO_WEIGHTS, _LARGEST),
+        support=_decode_support(_object(record["support"], "support"), end) if "support" in record else None,
+        experts=_decode_experts(_object(record["experts"], "experts")) if "experts" in record else None,
     )
     sample.check()
     return sample
+
+
+def _decode_support(record: dict[str, Any], end: int) -> TokenSets:
+    vocab_size = _integers([record["vocab_size"]], "vocab_size of support", 1, _LARGEST_VOCABULARY)[0]
+    if end < _LARGEST and vocab_size != end:
+        raise ValueError(f"vocab_size of support is {vocab_size}, and the model's is {end}")
+    sizes = np.array(_integers(record["sizes"], "sizes of support", WHOLE, vocab_size + 1), np.int32)
+    ids = np.array(_integers(record["ids"], "ids of support", 0, vocab_size), np.uint32)
+    width = -(-vocab_size // 8)
+    packed = base64.b64decode(_text(record["bits"], "bits of support"), validate=True)
+    if len(packed) % width:
+        raise ValueError(f"bits of support are {len(packed)} bytes, not a multiple of {width}")
+    sets = TokenSets(vocab_size, sizes, ids, np.frombuffer(packed, np.uint8).reshape(-1, width))
+    sets.check()
+    return sets
+
+
+def _encode_experts(experts: np.ndarray) -> dict[str, Any]:
+    packed = base64.b64encode(experts.tobytes()).decode()
+    return {"shape": list(experts.shape), "dtype": experts.dtype.name, "numbers": packed}
+
+
+def _decode_experts(record: dict[str, Any]) -> np.ndarray:
+    shape = _integers(record["shape"], "shape of experts", 0, _LARGEST)
+    kinds = {"uint8": np.uint8, "int16": np.int16}
+    kind = kinds.get(_text(record["dtype"], "dtype of experts"))
+    packed = base64.b64decode(_text(record["numbers"], "numbers of experts"), validate=True)
+    if kind is None or math.prod(shape) * np.dtype(kind).itemsize != len(packed):
+        raise ValueError(f"experts of shape {shape} and dtype {record['dtype']} in {len(packed)} bytes")
+    return np.frombuffer(packed, kind).reshape(shape)
 
 
 def _object(value: Any, name: str) -> dict[str, Any]:

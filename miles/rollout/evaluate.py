@@ -37,6 +37,7 @@ _KEYS: dict[str, tuple[type, ...]] = {  # what an entry of --eval-config may hol
     "temperature": _NUMBER,
     "top_p": _NUMBER,
     "top_k": _COUNT,
+    "min_p": _NUMBER,
     "max_response_len": _COUNT,
     "input_key": _TEXT,
     "label_key": _TEXT,
@@ -138,6 +139,7 @@ def _load(
         "temperature": evaluation.eval_temperature,
         "top_p": evaluation.eval_top_p,
         "top_k": evaluation.eval_top_k,
+        "min_p": evaluation.eval_min_p,
         "max_response_len": evaluation.eval_max_response_len,
         "input_key": evaluation.eval_input_key,
         "label_key": evaluation.eval_label_key,
@@ -156,6 +158,7 @@ def _load(
         temperature=chosen["temperature"],
         top_p=chosen["top_p"],
         top_k=chosen["top_k"],
+        min_p=chosen["min_p"],
         stop_token_ids=rollout.stop_token_ids,
         stop_texts=rollout.stop_texts,
     )
@@ -213,6 +216,7 @@ def _check_ranges(entry: dict[str, Any], where: str) -> None:
         "temperature": (lambda v: 0 <= v < float("inf"), "finite, and 0 (greedy) or more"),
         "top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
         "top_k": (lambda v: v == -1 or v >= 1, "-1 (all) or at least 1"),
+        "min_p": (lambda v: 0 <= v <= 1, "from 0 (all) to 1"),
     }
     for key, (holds, rule) in rules.items():
         if key in entry and not holds(entry[key]):

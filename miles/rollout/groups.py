@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from miles.arguments.rollout import RolloutArguments
 from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams
 from miles.engine.concurrency import gather_or_cancel
+from miles.profiling.spans import waiting
 from miles.rewards.base import RewardFunction
 from miles.rewards.scoring import score
 from miles.rollout.filters import FilterDecision, load_group_filter
@@ -129,9 +130,11 @@ async def produce_group(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) 
         Exception: Whatever generation, the reward function and the filter raise.
     """
     greedy = [_generate_greedy(drawn, tools, spec)] if spec.greedy_baseline else []
-    group, *others = await gather_or_cancel([_generate(drawn, tools, spec), *greedy])
+    with waiting("generate a group"):
+        group, *others = await gather_or_cancel([_generate(drawn, tools, spec), *greedy])
     drops = tools.drops_reward_errors
-    errors = await score(group.samples, tools.reward_function, tools.reward_error_value, drop=drops)
+    with waiting("score a group"):
+        errors = await score(group.samples, tools.reward_function, tools.reward_error_value, drop=drops)
     for other in others:
         errors += await score(other.samples, tools.reward_function, tools.reward_error_value, drop=drops)
         group.baseline_tokens += sum(len(sample.response_ids) for sample in other.samples)
@@ -164,7 +167,8 @@ async def _generate(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> P
 
 async def _generate_greedy(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> PromptGroup:
     """Generate one trajectory at temperature 0. It is scored and not trained on, so its trajectory_id is not read."""
-    sampling = replace(spec.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+    sampling = replace(spec.sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+    sampling = replace(sampling, returns_support=False, returns_experts=False)
     return await _generate(drawn, tools, replace(spec, sampling=sampling, n_samples=1))
 
 
@@ -194,6 +198,9 @@ def sampling_params(rollout: RolloutArguments) -> SamplingParams:
         top_k=rollout.rollout_top_k,
         stop_token_ids=rollout.stop_token_ids,
         stop_texts=rollout.stop_texts,
+        min_p=rollout.rollout_min_p,
+        returns_support=rollout.replays_support,
+        returns_experts=rollout.use_rollout_routing_replay,
     )
 
 
@@ -255,6 +262,8 @@ def _sample(group: PromptGroup, trajectory_id: int, generation: Generation, toke
         rollout_log_probs=list(generation.log_probs),
         status=STATUS[generation.finish_reason],
         weight_versions=generation.token_versions,
+        support=generation.support,
+        experts=generation.experts,
     )
     sample.check()
     return sample

@@ -9,6 +9,8 @@ from itertools import groupby
 
 from miles.engine.base import Engine, Generation, GenerationRequest
 from miles.engine.concurrency import gather_or_cancel
+from miles.replay.expert_choices import continued
+from miles.replay.token_sets import extended
 from miles.rollout.groups import response_seed
 from miles.weights import WeightChunk
 
@@ -100,4 +102,6 @@ def _joined(first: Generation, rest: Generation) -> Generation:
         rest.finish_reason,
         rest.weight_version,
         tuple(run for i, run in enumerate(runs) if i < len(runs) - 1 or run[0] != rest.weight_version),
+        extended(first.support, len(first.token_ids), rest.support, len(rest.token_ids)),
+        continued(first.experts, rest.experts),
     )

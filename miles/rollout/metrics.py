@@ -22,9 +22,9 @@ def rollout_metrics(
     """Return the metrics ``rollout/…`` of one iteration.
 
     Args:
-        kept: The groups that are trained on. They give reward, reward_parts/NAME, reward_std (unbiased, within a group,
-            averaged over groups), the lengths of prompts and responses in tokens, the truncated and aborted
-            fractions, and greedy_reward if greedy responses were generated.
+        kept: The groups that are trained on. They give reward, reward_parts/NAME, metrics of each set of a mixture,
+            reward_std (unbiased, within a group, averaged over groups), the lengths of prompts and responses in
+            tokens, the truncated and aborted fractions, and greedy_reward if greedy responses were generated.
         generated: All groups, so that a filter does not bias zero_std_groups (a fraction), pass@k and tokens (a total,
             of greedy responses too).
         reward_errors: Samples that the reward function failed on. dropped_trajectories counts those that kept groups
@@ -37,6 +37,7 @@ def rollout_metrics(
     metrics = {
         "reward": Metric.mean(reward for group in kept for reward in group.rewards),
         **reward_part_metrics(samples),
+        **prompt_set_metrics(kept),
         "reward_std": Metric.mean(_reward_std(group) for group in kept),
         "prompt_length": Metric.mean(len(s.prompt.token_ids) for s in samples),
         **response_metrics(samples),
@@ -93,6 +94,18 @@ def reward_part_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
         f"reward_parts/{name}": Metric.mean(s.reward_parts[name] for s in samples if name in s.reward_parts)
         for name in names
     }
+
+
+def prompt_set_metrics(kept: Sequence[PromptGroup]) -> dict[str, Metric]:
+    """Return ``prompts/NAME``, ``reward/NAME`` and ``response_length/NAME`` of each set of a mixture that was drawn."""
+    metrics: dict[str, Metric] = {}
+    for name in dict.fromkeys(group.prompt.prompt_set for group in kept if group.prompt.prompt_set):
+        groups = [group for group in kept if group.prompt.prompt_set == name]
+        metrics[f"prompts/{name}"] = Metric(len(groups))
+        metrics[f"reward/{name}"] = Metric.mean(reward for group in groups for reward in group.rewards)
+        lengths = (len(sample.response_ids) for group in groups for sample in group.samples)
+        metrics[f"response_length/{name}"] = Metric.mean(lengths)
+    return metrics
 
 
 def _reward_std(group: PromptGroup) -> float:

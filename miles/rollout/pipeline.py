@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -24,7 +23,8 @@ from miles.arguments.model import local_vocab_size
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.data.conversations import Conversation
-from miles.data.custom_source import CustomStream
+from miles.data.curriculum import CurriculumStream
+from miles.data.mixture import Mixture
 from miles.data.stream import PromptStream
 from miles.data.tokenizer import load_tokenizer
 from miles.engine.base import Engine, HasQueues, ReleasesMemory, start_engine
@@ -32,9 +32,10 @@ from miles.engine.host import EngineHost
 from miles.engine.sglang.teacher import ServedTeacher
 from miles.metrics import Metric
 from miles.objective.settings import LossArguments
+from miles.profiling.spans import waiting
 from miles.rewards.registry import get_reward_function
 from miles.rewards.settings import RewardArguments
-from miles.rollout.collect import BurstCollector, GroupCollector, PromptSource, ScoredGroups
+from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, PromptSource, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
 from miles.rollout.debug_data import SavedGroups, save_rollout
 from miles.rollout.evaluate import EvalSet, evaluate, load_eval_sets
@@ -45,10 +46,10 @@ from miles.rollout.iteration_hooks import IterationHooks
 from miles.rollout.metrics import leave_out_mastered, staleness_metrics
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, RolloutGate, Start
 from miles.rollout.rollout_function import FunctionCollector, RolloutTools, load_rollout_function
+from miles.rollout.sample_records import StoredSamples
 from miles.rollout.stream_collector import StreamCollector
-from miles.rollout.supply import build_supply
+from miles.rollout.supply import TrainingStream, build_supply, iterations_of
 from miles.rollout.trajectory import get_group_generator
-from miles.tracking.run_files import SampleRecord
 from miles.weights import WeightChunk
 
 
@@ -58,12 +59,12 @@ class IterationSummary:
 
     Attributes:
         metrics: Its metrics, ``rollout/…`` and ``time/…``.
-        records: The samples to store.
+        samples: The samples to store.
         prompts_after: The position in the prompts after it, for a process that replaces this one.
     """
 
     metrics: dict[str, Metric]
-    records: list[SampleRecord]
+    samples: StoredSamples
     prompts_after: dict[str, Any]
 
 
@@ -74,9 +75,9 @@ class CollectedIteration:
     scored: ScoredGroups
     prompts_after: dict[str, Any]
 
-    def summary(self, records: list[SampleRecord]) -> IterationSummary:
+    def summary(self, samples: StoredSamples) -> IterationSummary:
         """Return what the main loop sees of it, with the samples to store."""
-        return IterationSummary(self.scored.metrics, records, self.prompts_after)
+        return IterationSummary(self.scored.metrics, samples, self.prompts_after)
 
 
 class RolloutPipeline:
@@ -101,7 +102,7 @@ class RolloutPipeline:
         engine: Engine | None,
         tools: GroupTools | None,
         collector: GroupCollector,
-        stream: PromptStream | CustomStream | None,
+        stream: TrainingStream | None,
         eval_sets: list[EvalSet],
         rollout: RolloutArguments,
         rule: OrderingRule,
@@ -150,8 +151,15 @@ class RolloutPipeline:
 
     async def _collect(self, iteration: int) -> ScoredGroups:
         began = time.perf_counter()
+        curriculum = self._stream if isinstance(self._stream, CurriculumStream) else None
+        if curriculum is not None:
+            curriculum.start(iteration)
+        mixture = self._stream if curriculum is None else curriculum.mixture
+        weights = mixture.weights if isinstance(mixture, Mixture) else {}
         scored = await self._collector.collect(iteration)
-        metrics = scored.metrics
+        if curriculum is not None:
+            curriculum.record(iteration, scored.generated or scored.groups)
+        metrics = scored.metrics | {f"rollout/prompt_weight/{name}": Metric(w) for name, w in weights.items()}
         if self._rule.generates_stale_tokens and self._rollout.load_debug_rollout_data is None:
             metrics = metrics | staleness_metrics(scored.groups, iteration)
         if self._rule.overlap is not Overlap.SYNCHRONOUS:  # otherwise it is the launcher's time/generate
@@ -176,7 +184,8 @@ class RolloutPipeline:
         """
         async with self._gate.loading(version, after):
             if self.engine is not None and chunks is not None:
-                await self.engine.update_weights(chunks, version)
+                with waiting("update weights"):
+                    await self.engine.update_weights(chunks, version)
             self._collector.weights_changed(version)
 
     async def release_memory(self) -> None:
@@ -199,6 +208,10 @@ class RolloutPipeline:
     def queue_lengths(self) -> dict[str, int]:
         """Return the lengths of the engine's queues, if it says them, for the report of a hang."""
         return self.engine.queue_lengths() if isinstance(self.engine, HasQueues) else {}
+
+    def progress(self) -> tuple[int, int] | None:
+        """Return how many groups of the iteration in progress are ready, and of how many; None if that is not known."""
+        return self._collector.progress if isinstance(self._collector, HasProgress) else None
 
     def save_tokenizer(self, folder: str) -> None:
         """Add the tokenizer to a Hugging Face export."""
@@ -231,7 +244,7 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
     supply = build_supply(settings, tokenizer)
     generate = get_group_generator(rollout)
     hooks = IterationHooks(settings, supply.stream)
-    num_iterations = _num_iterations(rollout, supply.num_prompts)
+    num_iterations = iterations_of(rollout, supply.num_prompts)
     engine = await start_engine(settings, host) if settings.generates else None
     tools: GroupTools | None = None
     if engine is not None:
@@ -275,14 +288,6 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
 
 def _teacher(loss: LossArguments) -> ServedTeacher | None:
     return ServedTeacher(loss.teachers, loss.opd_teacher_key) if loss.teacher_is_served else None
-
-
-def _num_iterations(rollout: RolloutArguments, num_prompts: int) -> int:
-    """Return ``--num-rollout``, or the iterations of ``--num-epoch`` passes over the prompts."""
-    if rollout.num_rollout is not None:
-        return rollout.num_rollout
-    assert rollout.num_epoch is not None and rollout.rollout_batch_size is not None, "validate() requires one of them"
-    return math.ceil(rollout.num_epoch * num_prompts / rollout.rollout_batch_size)
 
 
 def build_collector(
@@ -349,5 +354,5 @@ def _group_spec(stream: PromptSource, rollout: RolloutArguments, seed: int, gree
     spec = GroupSpec.for_training(rollout, seed, greedy_baseline)
     if rollout.max_prompt_pass_rate is None:
         return spec
-    assert isinstance(stream, PromptStream), "validate() refuses it with --data-source-path"
+    assert isinstance(stream, PromptStream | Mixture | CurriculumStream), "validate() refuses it with a source of yours"
     return replace(spec, scored=leave_out_mastered(stream, rollout.max_prompt_pass_rate))

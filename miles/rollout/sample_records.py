@@ -1,18 +1,30 @@
-"""The answers of an iteration as they are stored: with tokens, advantage and denominator, within a bound of bytes."""
+"""The answers of an iteration as they are stored: with tokens, advantage and denominator, within a bound of bytes.
+
+A few of them, or all, also get what the loss read of their tokens. The rollout side chooses these and leaves room for
+them; the trainer's ranks record the values (batching/token_record.py), and the launcher joins both.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
 
+from miles.objective.settings import LossArguments
+from miles.objective.token_weights import token_weights_of
 from miles.sample import PromptGroup, Sample
 from miles.tracking.jsonl import dump_line
 from miles.tracking.run_files import SampleRecord
 from miles.tracking.sample_file import spread_order
-from miles.train_batch import TrainShard
+from miles.train_batch import TokenColumns, TrainShard
+
+ALL = -1  # of ``--samples-token-values``
+VALUE_BYTES = 12  # of a rounded number in a list, at most: "-1.234e-05, "
+_LARGEST, _LARGEST_LOG = 9.999e6, 9999.0  # that have no more bytes
+
+Place = tuple[int, int]  # of a sample: the step in the iteration, the position in the step
 
 
 class Tokenizer(Protocol):
@@ -30,6 +42,62 @@ class _Weighing:
     advantage: float
     denominator: float
     trajectories: int
+    place: Place
+
+
+@dataclass(frozen=True)
+class StoredSamples:
+    """The records of an iteration, and which of them the trainer completes.
+
+    Attributes:
+        records: In the order of groups.
+        places: The place of each chosen record, by its position in ``records``.
+        columns: The columns of tokens that there is room for.
+    """
+
+    records: list[SampleRecord]
+    places: dict[int, Place] = field(default_factory=dict)
+    columns: tuple[str, ...] = ()
+
+    def marked(self, shards_by_rank: Sequence[Sequence[TrainShard]]) -> list[list[TrainShard]]:
+        """Return the shards with the chosen samples marked, so that the trainer records their tokens."""
+        wanted: dict[int, set[int]] = {}
+        for step, position in self.places.values():
+            wanted.setdefault(step, set()).add(position)
+        return [
+            [replace(shard, recorded=frozenset(wanted.get(step, ()))) for step, shard in enumerate(shards)]
+            for shards in shards_by_rank
+        ]
+
+    def completed(self, tokens: Mapping[Place, TokenColumns]) -> list[SampleRecord]:
+        """Return the records with what the trainer recorded."""
+        records = list(self.records)
+        for index, place in self.places.items():
+            if place in tokens:
+                columns: dict[str, Any] = {name: _column(tokens[place], name) for name in self.columns}
+                records[index] = replace(records[index], **columns)
+        return records
+
+
+def token_columns_of(loss: LossArguments, steps: int) -> tuple[str, ...]:
+    """Return the columns of tokens that a run stores: those that can be other than 1, or than the sample's advantage.
+
+    None without a policy loss, which has them.
+
+    Args:
+        loss: The flags of the objective.
+        steps: The optimizer steps of a pass over an iteration. In the only one every ratio is 1.
+    """
+    if not loss.type.uses_policy_loss:
+        return ()
+    columns = ["log_probs"]
+    if steps > 1:
+        columns.append("ratios")
+    if token_weights_of(loss):
+        columns.append("token_weights")
+    if loss.estimates_by_token:
+        columns.append("advantages")
+    return tuple(columns)
 
 
 class SampleRecorder:
@@ -45,6 +113,8 @@ class SampleRecorder:
         num_iterations: How many iterations the run has.
         steps_per_iteration: Optimizer steps per iteration.
         advantage_by_sample: Whether phase 1 gives the advantage; otherwise the trainer makes it, and none is stored.
+        token_values: How many records of an iteration the trainer completes; ``ALL``: all.
+        token_columns: The columns that these get.
     """
 
     def __init__(
@@ -55,18 +125,22 @@ class SampleRecorder:
         num_iterations: int,
         steps_per_iteration: int,
         advantage_by_sample: bool,
+        token_values: int = 0,
+        token_columns: tuple[str, ...] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
         self._num_iterations = num_iterations
         self._steps_per_iteration = steps_per_iteration
         self._advantage_by_sample = advantage_by_sample
+        self._token_values = token_values if token_columns else 0
+        self._token_columns = token_columns
         self._texts: dict[int, str] = {}
         self._spent: int | None = None
 
     def record(
         self, iteration: int, groups: Sequence[PromptGroup], shards_by_rank: Sequence[Sequence[TrainShard]]
-    ) -> list[SampleRecord]:
+    ) -> StoredSamples:
         """Return the records of the samples that fit, in the order of groups.
 
         Args:
@@ -75,34 +149,40 @@ class SampleRecorder:
             shards_by_rank: For each token rank its shards, one per optimizer step.
         """
         if self._max_bytes == 0:
-            return []
+            return StoredSamples([])
         if self._spent is None:  # a resumed run: what came before had at most its share
             self._spent = self._max_bytes * iteration // self._num_iterations
         room = self._max_bytes * (iteration + 1) // self._num_iterations - self._spent
         weighings = _weighings(shards_by_rank, iteration * self._steps_per_iteration + 1)
         step = (iteration + 1) * self._steps_per_iteration
         kept: dict[int, list[SampleRecord]] = {}
-        for position in spread_order(len(groups)):
-            records = self._records(groups[position], weighings)
-            if (size := _size(records, step)) > room:
+        places: dict[int, dict[int, Place]] = {}  # of the chosen records of a group, by their position in it
+        wanted = sum(len(group.samples) for group in groups) if self._token_values == ALL else self._token_values
+        for number, position in enumerate(spread_order(len(groups))):
+            known = list(_known(groups[position], weighings))
+            records = [self._record(sample, weighing) for sample, weighing in known]
+            chosen = _turn(number, wanted, len(groups), len(records))
+            size = _size(records, step) + sum(self._reserved(known[i][0]) for i in chosen)
+            if size > room:
                 break
             kept[position] = records
+            places[position] = {i: known[i][1].place for i in chosen}
             room -= size
+            self._spent += size
         if not kept and groups:
             kept[0] = list(self._cut_to_fit(groups[0], weighings, step, room))
-        chosen = [record for position in sorted(kept) for record in kept[position]]
-        self._spent += _size(chosen, step)
-        return chosen
+            self._spent += _size(kept[0], step)
+        stored = StoredSamples([], columns=self._token_columns)
+        for position in sorted(kept):
+            begin = len(stored.records)
+            stored.places.update({begin + i: place for i, place in places.get(position, {}).items()})
+            stored.records.extend(kept[position])
+        return stored
 
-    def _records(self, group: PromptGroup, weighings: dict[tuple[int, int], _Weighing]) -> list[SampleRecord]:
-        seen: dict[int, int] = {}  # samples of each trajectory so far
-        records = []
-        for sample in group.samples:
-            assert sample.trajectory_id is not None, "scored samples have one"
-            place = seen.get(sample.trajectory_id, 0)
-            seen[sample.trajectory_id] = place + 1
-            records.append(self._record(sample, weighings[sample.trajectory_id, place]))
-        return records
+    def _reserved(self, sample: Sample) -> int:
+        """Return the bytes that the trainer's columns of a sample take at most."""
+        names = sum(len(f', "{name}": []') for name in self._token_columns)
+        return names + VALUE_BYTES * len(self._token_columns) * sample.response_length
 
     def _record(self, sample: Sample, weighing: _Weighing) -> SampleRecord:
         return SampleRecord(
@@ -132,12 +212,33 @@ class SampleRecorder:
     def _cut_to_fit(
         self, group: PromptGroup, weighings: dict[tuple[int, int], _Weighing], step: int, room: int
     ) -> Iterator[SampleRecord]:
-        for record in self._records(group, weighings):
+        for sample, weighing in _known(group, weighings):
+            record = self._record(sample, weighing)
             short = replace(record, tokens=None, rollout_log_probs=None, weight_versions=None)
             room -= _size([short], step)
             if room < 0:
                 return
             yield short
+
+
+def _known(group: PromptGroup, weighings: Mapping[tuple[int, int], _Weighing]) -> Iterator[tuple[Sample, _Weighing]]:
+    """Yield the samples of a group with what the train batch says of them."""
+    seen: dict[int, int] = {}  # samples of each trajectory so far
+    for sample in group.samples:
+        assert sample.trajectory_id is not None, "scored samples have one"
+        place = seen.get(sample.trajectory_id, 0)
+        seen[sample.trajectory_id] = place + 1
+        yield sample, weighings[sample.trajectory_id, place]
+
+
+def _turn(number: int, wanted: int, groups: int, samples: int) -> list[int]:
+    """Return which of its ``samples`` the group at place ``number`` gives to the ``wanted`` ones of all groups.
+
+    >>> [_turn(number, 3, 2, 4) for number in range(2)]
+    [[0, 1], [1]]
+    """
+    share = min(samples, wanted // groups + (number < wanted % groups))
+    return sorted((number + i) % samples for i in range(share))
 
 
 def run_lengths(values: Sequence[int]) -> list[list[int]]:
@@ -157,7 +258,8 @@ def _weighings(shards_by_rank: Sequence[Sequence[TrainShard]], first_step: int) 
             batch = shard.batch
             columns = zip(batch.trajectory_ids, batch.position_in_step, batch.rewards, batch.sample_denoms, strict=True)
             for trajectory, position, advantage, denominator in columns:
-                weighing = _Weighing(first_step + number, advantage, denominator, batch.num_trajectories)
+                place = number, position
+                weighing = _Weighing(first_step + number, advantage, denominator, batch.num_trajectories, place)
                 places.setdefault(trajectory, {})[position] = weighing
     return {
         (trajectory, place): found[position]
@@ -168,6 +270,24 @@ def _weighings(shards_by_rank: Sequence[Sequence[TrainShard]], first_step: int) 
 
 def _size(records: Sequence[SampleRecord], step: int) -> int:
     return sum(len(dump_line(record.row(step)).encode("utf-8", "backslashreplace")) for record in records)
+
+
+def _column(tokens: TokenColumns, name: str) -> list[float | None] | None:
+    """Return a column, rounded; None for ratios and weights that are all 1.
+
+    Log-probs get the digits of the engine's, from which they are subtracted.
+    """
+    shorten = _four_places if name == "log_probs" else _four_digits
+    column = [shorten(float(value)) for value in getattr(tokens, name)]
+    return None if name in ("ratios", "token_weights") and all(value == 1.0 for value in column) else column
+
+
+def _four_digits(value: float) -> float | None:
+    return float(f"{max(-_LARGEST, min(value, _LARGEST)):.4g}") if math.isfinite(value) else None
+
+
+def _four_places(value: float) -> float | None:
+    return _rounded(max(-_LARGEST_LOG, min(value, _LARGEST_LOG)), 4) if math.isfinite(value) else None
 
 
 def _rounded(value: float, digits: int) -> float | None:

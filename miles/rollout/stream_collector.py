@@ -230,6 +230,11 @@ class StreamCollector:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The groups of the iteration in progress that are ready, and those of a whole one."""
+        return min(len(self._ready), self._batch_size), self._batch_size
+
     def state(self) -> dict[str, Any]:
         """Return the position in the prompts, with the groups that are in flight or ready.
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 from miles.arguments.flags_view import flags_view
+from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.data.conversations import Conversation, load_conversations
+from miles.data.curriculum import CurriculumStream, load_curriculum
 from miles.data.custom_source import CustomStream
+from miles.data.mixture import Mixture, NamedSet
 from miles.data.prompts import RowReader, load_prompts
 from miles.data.stream import PromptStream
+
+TrainingStream: TypeAlias = PromptStream | Mixture | CurriculumStream | CustomStream
 
 
 @dataclass(frozen=True)
@@ -24,22 +30,28 @@ class Supply:
         conversations: Those whose prompts are drawn, if the run trains on conversations.
     """
 
-    stream: PromptStream | CustomStream | None = None
+    stream: TrainingStream | None = None
     num_prompts: int = 0
     conversations: Sequence[Conversation] = ()
 
 
 def build_supply(settings: Settings, tokenizer: Any) -> Supply:
-    """Load what ``--prompt-data`` or ``--data-source-path`` names.
+    """Load what ``--prompt-data``, ``--prompt-mix`` or ``--data-source-path`` names.
 
     Raises:
-        ValueError: A row is malformed, or the source cannot be imported.
+        ValueError: A row is malformed, or the source or the curriculum cannot be imported.
     """
     data, rollout = settings.data, settings.rollout
     context, labels_optional = rollout.rollout_max_context_len, settings.reward.labels_optional
     if data.data_source_path is not None:
         reader = RowReader(data, tokenizer, labels_optional=labels_optional, max_context_len=context)
         return Supply(CustomStream(data.data_source_path, flags_view(settings), reader))
+    if data.prompt_mix is not None or data.curriculum_path is not None:
+        sources = data.mixed_sources
+        sets = [_named_set(name, source, settings, tokenizer) for name, source in sources.items()]
+        weights = data.prompt_mix_weights or [float(len(one.prompts)) for one in sets]
+        mixture = Mixture(sets, weights, data.rollout_shuffle, data.rollout_seed)
+        return Supply(_with_curriculum(mixture, data.curriculum_path, rollout), mixture.num_prompts)
     if data.prompt_data is None:
         return Supply()
     conversations: Sequence[Conversation] = ()
@@ -55,3 +67,28 @@ def build_supply(settings: Settings, tokenizer: Any) -> Supply:
         )
         prompts = list(loaded.prompts)
     return Supply(PromptStream(prompts, data.rollout_shuffle, data.rollout_seed), len(prompts), conversations)
+
+
+def _named_set(name: str, source: str, settings: Settings, tokenizer: Any) -> NamedSet:
+    loaded = load_prompts(
+        source,
+        settings.data,
+        tokenizer,
+        labels_optional=settings.reward.labels_optional,
+        max_context_len=settings.rollout.rollout_max_context_len,
+    )
+    return NamedSet(name, [replace(prompt, prompt_set=name) for prompt in loaded.prompts])
+
+
+def _with_curriculum(mixture: Mixture, path: str | None, rollout: RolloutArguments) -> Mixture | CurriculumStream:
+    if path is None:
+        return mixture
+    return CurriculumStream(mixture, load_curriculum(path), path, iterations_of(rollout, mixture.num_prompts))
+
+
+def iterations_of(rollout: RolloutArguments, num_prompts: int) -> int:
+    """Return ``--num-rollout``, or the iterations of ``--num-epoch`` passes over the prompts."""
+    if rollout.num_rollout is not None:
+        return rollout.num_rollout
+    assert rollout.num_epoch is not None and rollout.rollout_batch_size is not None, "validate() requires one of them"
+    return math.ceil(rollout.num_epoch * num_prompts / rollout.rollout_batch_size)

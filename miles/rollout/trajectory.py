@@ -14,6 +14,8 @@ from miles.arguments.rollout import RolloutArguments
 from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingParams
 from miles.engine.concurrency import gather_or_cancel
 from miles.import_path import load_function
+from miles.replay.expert_choices import continued
+from miles.replay.token_sets import TokenSets, extended
 from miles.rollout.groups import (
     STATUS,
     Detokenizer,
@@ -95,7 +97,8 @@ class Trajectory:
         seeds = (self.seed_of_turn(self.turns),)
         [generation] = await self.engine.generate(GenerationRequest(tuple(self.sample.tokens), seeds, sampling))
         self.turns += 1
-        self._extend(generation.token_ids, 1, generation.log_probs, generation.token_versions)
+        self._extend(generation.token_ids, 1, generation.log_probs, generation.token_versions, generation.support)
+        self.sample.experts = continued(self.sample.experts, generation.experts)
         self.sample.status = STATUS[generation.finish_reason]
         text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
         return Turn(text, generation.token_ids, generation.finish_reason)
@@ -109,10 +112,18 @@ class Trajectory:
         if len(token_ids) >= self.room:
             self.sample.status = SampleStatus.TRUNCATED
         token_ids = token_ids[: self.room]
-        self._extend(token_ids, 0, [0.0] * len(token_ids), [NO_WEIGHTS] * len(token_ids))
+        self._extend(token_ids, 0, [0.0] * len(token_ids), [NO_WEIGHTS] * len(token_ids), None)
 
-    def _extend(self, token_ids: list[int], mask: int, log_probs: list[float], versions: list[int]) -> None:
+    def _extend(
+        self,
+        token_ids: list[int],
+        mask: int,
+        log_probs: list[float],
+        versions: list[int],
+        support: TokenSets | None,
+    ) -> None:
         sample = self.sample
+        sample.support = extended(sample.support, len(sample.response_ids), support, len(token_ids))
         sample.response_ids += token_ids
         sample.loss_mask += [mask] * len(token_ids)
         sample.rollout_log_probs += log_probs

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from miles.arguments.files.saved import settings_from_json
 from miles.arguments.settings import Settings
+from miles.cluster.folders.best_checkpoint import BestCheckpoint, best_in
 from miles.cluster.folders.folder_lock import is_held
 from miles.input_error import InputError
 from miles.report.metrics_file import MetricsFile
@@ -119,6 +120,11 @@ class SavedRun:
             for path in folders
             if (done := iterations_of(path)) is not None
         ]
+
+    def best(self) -> BestCheckpoint | None:
+        """Return what ``--save-best`` has noted, or None."""
+        save = self.settings.checkpoint.save
+        return None if save is None else best_in(self.inside(save))
 
     def newest_complete(self) -> SavedCheckpoint | None:
         """Return the newest complete checkpoint, or None."""

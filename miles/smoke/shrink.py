@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from miles.arguments.checkpoint import CheckpointArguments
+from miles.arguments.data import DataArguments
 from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.launch.machine import has_bf16
 from miles.arguments.megatron.overrides import TRIED
@@ -52,7 +53,7 @@ def shrink(settings: Settings, folder: Path, iterations: int) -> tuple[Settings,
             opd_teacher_load=str(folder / MODEL) if settings.loss.use_opd else None,
         ),
         loss=_loss(settings.loss),
-        data=replace(settings.data, prompt_data=_cut(settings.data.prompt_data, folder, "prompts", ROWS)),
+        data=_data(settings.data, folder),
         reward=_reward(settings.reward, folder),
         rollout=rollout,
         training=replace(
@@ -176,6 +177,8 @@ def _checkpoint(given: CheckpointArguments, folder: Path) -> CheckpointArguments
         save_interval=1 if saves else None,
         save_keep_last=given.save_keep_last,
         save_retain_interval=given.save_retain_interval,
+        save_best=given.save_best if saves else None,
+        async_save=given.async_save and saves,
         save_hf=str(folder / "export") if given.save_hf is not None else None,
     )
 
@@ -196,6 +199,14 @@ def _evaluation(evaluation: EvaluationArguments, folder: Path, iterations: int) 
         n_samples_per_eval_prompt=1,
         eval_max_response_len=None if longest is None else min(longest, RESPONSE),
     )
+
+
+def _data(data: DataArguments, folder: Path) -> DataArguments:
+    """Return the prompts with the first rows of each file."""
+    mix = data.prompt_mix
+    if mix is not None:
+        mix = tuple(str(_cut(word, folder, f"prompts_{i}", ROWS)) if i % 2 else word for i, word in enumerate(mix))
+    return replace(data, prompt_data=_cut(data.prompt_data, folder, "prompts", ROWS), prompt_mix=mix)
 
 
 def _cut(source: str | None, folder: Path, name: str, rows: int) -> str | None:

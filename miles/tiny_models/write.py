@@ -64,15 +64,15 @@ def write_model(config: Mapping[str, Any], folder: Path, seed: int = 1) -> None:
     model.save_pretrained(folder)
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per printable character and an end token, whose id is 0."""
+def character_tokenizer(characters: str = string.printable) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per character, by default the printable ones, and an end token of id 0."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate([END, *string.printable])}
-    characters = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
-    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token=END, pad_token=END)
+    vocabulary = {token: i for i, token in enumerate([END, *characters])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END, pad_token=END)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -1,6 +1,6 @@
 """The run in the terminal: one line of at most 80 columns per step, the time that is left, and what takes long.
 
-On a terminal a bar below the lines names the phase. Elsewhere a phase that takes long is reported every minute.
+On a terminal a bar below the lines names the phase and how far it is; elsewhere a long one is reported every minute.
 ``--log-format json`` prints the same as JSON objects (``JsonSink``).
 """
 
@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from miles.tracking.json_output import print_event
+from miles.tracking.phase_progress import Details, PhaseProgress
 from miles.tracking.run_header import RunHeader
 
 WIDTH = 80
@@ -48,6 +49,9 @@ class RunOutput(Protocol):
 
     def phase(self, name: str | None) -> None:
         """Show what the run is doing from now on; None between two phases."""
+
+    def watch(self, details: Details) -> None:
+        """Show how far a phase is, where the output is a terminal."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Print a step."""
@@ -183,6 +187,16 @@ class ConsoleSink:
         if self._console.is_terminal:
             self._progress = self._start_bar(header.total_steps)
         self._phases = None if self._progress is not None else LongPhases(self.note)
+        self._details: PhaseProgress | None = None
+
+    def watch(self, details: Details) -> None:
+        """Ask from now on how far each phase is, and show it in the bar. Without a terminal nothing is asked."""
+        if self._progress is not None:
+            self._details = PhaseProgress(details, self._describe)
+
+    def _describe(self, text: str) -> None:
+        assert self._progress is not None
+        self._progress.update(self._bar, description=text)
 
     def _start_bar(self, total_steps: int) -> Progress:
         columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), _LeftColumn())
@@ -202,7 +216,9 @@ class ConsoleSink:
     def phase(self, name: str | None) -> None:
         """Name the phase in the bar, or time it for the lines about long phases."""
         if self._progress is not None:
-            self._progress.update(self._bar, description=name or "")
+            self._describe(name or "")
+            if self._details is not None:
+                self._details.enter(name)
         elif self._phases is not None:
             self._phases.enter(name)
 
@@ -217,6 +233,8 @@ class ConsoleSink:
 
     def close(self) -> None:
         """Stop the bar where it is and release the terminal."""
+        if self._details is not None:
+            self._details.close()
         if self._progress is not None:
             self._progress.stop()
         if self._phases is not None:
@@ -268,6 +286,9 @@ class JsonSink:
     def note(self, text: str) -> None:
         """Print one sentence."""
         print_event("text", {"text": text})
+
+    def watch(self, details: Details) -> None:
+        """Ask nothing: progress is for terminals."""
 
     def phase(self, name: str | None) -> None:
         """Time the phase, for the lines about long ones."""

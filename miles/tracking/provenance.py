@@ -40,7 +40,8 @@ def provenance(settings: Settings) -> dict[str, Any]:
         settings: The run's settings.
     """
     evaluation = settings.evaluation
-    sources = [settings.data.prompt_data, *(evaluation.eval_prompt_data or ())[1::2], evaluation.eval_config]
+    training = [settings.data.prompt_data, *(settings.data.prompt_mix or ())[1::2]]
+    sources = [*training, *(evaluation.eval_prompt_data or ())[1::2], evaluation.eval_config]
     return {
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "versions": versions(),

@@ -40,6 +40,11 @@ class SampleRecord:
         mask: The loss mask.
         rollout_log_probs: The engine's log-probs.
         weight_versions: The weights behind each token.
+        log_probs: The trainer's log-probs before the iteration's first step. It and what follows is stored of few
+            samples (``--samples-token-values``).
+        ratios: Current policy over the one that the iteration began with; None: 1 throughout.
+        token_weights: What corrections multiply the tokens' losses by; None: 1 throughout.
+        advantages: Those of the tokens; None: ``advantage``.
     """
 
     prompt: str
@@ -58,6 +63,10 @@ class SampleRecord:
     mask: list[list[int]] | None = None
     rollout_log_probs: list[float | None] | None = None
     weight_versions: list[list[int]] | None = None
+    log_probs: list[float | None] | None = None
+    ratios: list[float | None] | None = None
+    token_weights: list[float | None] | None = None
+    advantages: list[float | None] | None = None
 
     def row(self, step: int) -> dict[str, Any]:
         """Return the row of samples.jsonl; ``step`` is the last optimizer step of the iteration."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import re
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import Any, Literal, Protocol
 
 from miles.arguments.tracking import TrackingArguments
 from miles.input_error import InputError
+from miles.tracking.run_files import SampleRecord, str_value
 from miles.tracking.run_header import RunHeader
 
 MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000  # that MLflow takes in one call
 MLFLOW_VALUE = 500  # characters of a parameter
+MOST_TABLES = 100  # of answers in a run, spread over it
 CLOSE_SECONDS = 60.0  # for what is still to be sent at the end of a run
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]  # how a run ended
@@ -62,6 +65,51 @@ class TensorBoardSink:
         self._writer.close()
 
 
+class SampleTables:
+    """Chooses the tables of answers of a run: ``--report-samples`` answers of at most ``MOST_TABLES`` iterations.
+
+    Args:
+        tracking: The flags.
+        header: Knows how long the run is.
+    """
+
+    columns = (
+        "step",
+        "group",
+        "prompt",
+        "response",
+        "label",
+        "reward",
+        "reward_parts",
+        "advantage",
+        "status",
+        "tokens",
+    )
+
+    def __init__(self, tracking: TrackingArguments, header: RunHeader) -> None:
+        self._samples = tracking.report_samples
+        self._every = max(1, -(-header.total_steps // MOST_TABLES))
+        self._seen = 0
+
+    def rows(self, step: int, samples: Sequence[SampleRecord]) -> list[list[Any]]:
+        """Return the rows of the next iteration, spread over its prompts; none if it gets no table."""
+        self._seen += 1
+        if (self._seen - 1) % self._every:
+            return []
+        count = min(self._samples, len(samples))
+        return [_table_row(step, samples[number * len(samples) // count]) for number in range(count)]
+
+
+def _table_row(step: int, sample: SampleRecord) -> list[Any]:
+    label = (
+        sample.label if sample.label is None or isinstance(sample.label, str) else json.dumps(sample.label, default=str)
+    )
+    parts = None if sample.reward_parts is None else json.dumps(sample.reward_parts)
+    tokens = None if sample.tokens is None else len(sample.tokens)
+    about = [label, sample.reward, parts, sample.advantage, str_value(sample.status), tokens]
+    return [step, sample.group, sample.prompt, sample.response, *about]
+
+
 class WandbSink:
     """One W&B run."""
 
@@ -69,6 +117,7 @@ class WandbSink:
         import wandb
 
         self.status: Status = "FINISHED"
+        self._tables, self._table = SampleTables(tracking, header), wandb.Table
         if tracking.wandb_key is not None or tracking.wandb_host is not None:
             wandb.login(key=tracking.wandb_key, host=tracking.wandb_host)
         self._run = wandb.init(
@@ -83,6 +132,11 @@ class WandbSink:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send one step; several calls for one step are joined by W&B."""
         self._run.log(dict(values), step=step)
+
+    def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        """Send some answers of an iteration as the table ``samples``."""
+        if rows := self._tables.rows(step, samples):
+            self._run.log({"samples": self._table(columns=list(SampleTables.columns), data=rows)}, step=step)
 
     def close(self) -> None:
         """Finish the run: waits until everything is uploaded."""
@@ -107,6 +161,7 @@ class MlflowSink:
         for start in range(0, len(params), MLFLOW_PARAMS):
             batch = [self._param(name, value[:MLFLOW_VALUE]) for name, value in params[start : start + MLFLOW_PARAMS]]
             self._client.log_batch(self._run, params=batch)
+        self._tables = SampleTables(tracking, header)
         self._calls = Calls("--use-mlflow")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -116,6 +171,12 @@ class MlflowSink:
         for start in range(0, len(metrics), MLFLOW_METRICS):
             batch = metrics[start : start + MLFLOW_METRICS]
             self._calls.add(partial(self._client.log_batch, self._run, metrics=batch))
+
+    def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        """Have some answers of an iteration sent, as a file in the format of MLflow's tables."""
+        if rows := self._tables.rows(step, samples):
+            table = {"columns": list(SampleTables.columns), "data": rows}
+            self._calls.add(partial(self._client.log_dict, self._run, table, f"samples/step_{step:07d}.json"))
 
     def close(self) -> None:
         """End the run, and wait for that up to ``CLOSE_SECONDS``."""

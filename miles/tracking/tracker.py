@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from miles.arguments.tracking import TrackingArguments
 from miles.metrics import Metric
 from miles.tracking.console import ConsoleSink, JsonSink, RunOutput
+from miles.tracking.phase_progress import Details
 from miles.tracking.run_files import CONFIG, TENSORBOARD, RunFiles, SampleRecord
 from miles.tracking.run_header import RunHeader
 from miles.tracking.sinks import MlflowSink, Sink, Status, TensorBoardSink, WandbSink, failure_note
@@ -72,23 +74,35 @@ class Tracker:
         values = {name: m.value if isinstance(m, Metric) else float(m) for name, m in metrics.items()}
         self._files.append_metrics(step, values)
         if self._wandb is not None:
-            try:
-                self._wandb.log(step, values)
-            except Exception as error:
-                if not self._noted:
-                    print(failure_note("--use-wandb", error), file=sys.stderr)
-                self._noted = True
+            self._try_wandb(partial(self._wandb.log, step, values))
         for sink in (*self._sinks, *self._further):
             sink.log(step, values)
+
+    def watch(self, details: Details) -> None:
+        """Show on a terminal how far a phase is: ``details`` has what to ask in it."""
+        self._console.watch(details)
 
     def phase(self, name: str | None) -> None:
         """Show what the run is doing from now on; None between two phases."""
         self._console.phase(name)
 
     def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Store the samples of an iteration, named by its last step."""
+        """Store the samples of an iteration, named by its last step, and send some to W&B and MLflow."""
         self._begin()
         self._files.append_samples(step, samples)
+        if self._wandb is not None:
+            self._try_wandb(partial(self._wandb.log_samples, step, samples))
+        if self._mlflow is not None:
+            self._mlflow.log_samples(step, samples)
+
+    def _try_wandb(self, call: Callable[[], None]) -> None:
+        """Call W&B. Its first failure is a note."""
+        try:
+            call()
+        except Exception as error:
+            if not self._noted:
+                print(failure_note("--use-wandb", error), file=sys.stderr)
+            self._noted = True
 
     def close(self, status: Status = "FINISHED") -> None:
         """Close all sinks. Closing twice is harmless.

@@ -59,7 +59,25 @@ class AdvantageEstimator:
         reference = _log_ratio(batch, batch.ref_log_probs, i) if self.loss.kl_coef else None
         teacher = _log_ratio(batch, batch.teacher_log_probs, i) if self.loss.use_opd else None
         values = None if batch.values is None else batch.values[i]
-        return SampleTokens(batch.trajectory_ids[i], batch.rewards[i], batch.loss_masks[i], values, reference, teacher)
+        return SampleTokens(
+            batch.trajectory_ids[i],
+            batch.rewards[i],
+            batch.loss_masks[i],
+            values,
+            reference,
+            teacher,
+            batch.group_indices[i],
+            _score_norm(batch, i),
+        )
+
+
+def _score_norm(batch: TrainBatch, i: int) -> np.ndarray | None:
+    """Return ``1 - 2 p + sum_v p(v)^2`` of each response token, float64, if the sum was scored."""
+    if batch.sum_squared_probs is None:
+        return None
+    assert batch.old_log_probs is not None, "both are scored before"
+    norm: np.ndarray = 1.0 - 2.0 * np.exp(batch.old_log_probs[i].astype(np.float64)) + batch.sum_squared_probs[i]
+    return norm
 
 
 def _log_ratio(batch: TrainBatch, other: list[np.ndarray] | None, i: int) -> np.ndarray:

@@ -25,6 +25,7 @@ from miles.components import build, train_backend_spec
 from miles.metrics import Metric
 from miles.objective.output import LossOutput
 from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
+from miles.training.checkpoint_io import StagedFiles
 from miles.weights import WeightChunk
 
 
@@ -39,8 +40,8 @@ class PolicyScores(NamedTuple):
 class PolicyScorer(Protocol):
     """A language model's forward pass over one micro-batch, or the end of it. Call it once."""
 
-    def __call__(self, with_entropy: bool) -> PolicyScores:
-        """Compute log-probs, and the entropy if asked."""
+    def __call__(self, with_entropy: bool, sharpness: float = 1.0) -> PolicyScores:
+        """Compute log-probs, and the entropy if asked; of logits that are multiplied by ``sharpness``."""
         ...
 
 
@@ -161,16 +162,26 @@ class TrainBackend(Protocol):
         """Move them back."""
         ...
 
+    def refresh_reference(self) -> None:
+        """Let the reference follow the policy (training/reference_refresh.py); under --ref-update-interval only."""
+        ...
+
     def export_hf(self, folder: Path) -> None:
         """Write a folder that transformers' ``from_pretrained`` loads; the tokenizer is the launcher's to add."""
         ...
 
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
-        """Write models, optimizers, schedules, random state and ``state`` (the launcher's own) into ``folder``."""
+    def save(self, folder: Path, state: dict[str, Any], staged: StagedFiles | None = None) -> None:
+        """Write models, optimizers, schedules, random state and ``state`` (the launcher's own) into ``folder``.
+
+        Tensors go into ``staged`` if it is given, for the caller to write.
+        """
         ...
 
-    def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
-        """Read what ``save`` wrote; returns ``state``."""
+    def load(self, folder: Path, optimizer: bool = True, rng: bool = True, reference: bool = True) -> dict[str, Any]:
+        """Read what ``save`` wrote; returns ``state``.
+
+        Without ``reference``, one that follows the policy starts again, at ``--ref-load``.
+        """
         ...
 
 

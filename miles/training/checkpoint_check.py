@@ -6,7 +6,7 @@ from pathlib import Path
 
 from miles.components import TRAIN_BACKENDS
 from miles.training.checkpoint_files import DamagedFile, read_json_object
-from miles.training.checkpoint_folder import STATE, critic_folder, read_state
+from miles.training.checkpoint_folder import STATE, critic_folder, read_state, reference_folder
 from miles.training.checkpoint_manifest import MANIFEST, CheckCost, check_against_manifest, has_manifest
 from miles.training.random_state import is_random_state, random_state_of
 from miles.training.restricted_pickle import check_files_of_index, read_index, read_tensors
@@ -33,12 +33,13 @@ def check_checkpoint(folder: Path) -> CheckCost | None:
         raise DamagedFile(f"{MANIFEST} is missing")
     cost = check_against_manifest(folder) if has_manifest(folder) else None
     _check_tensors(folder, state.get("backend", "fsdp"))
-    critic = critic_folder(folder)
-    if critic.is_dir():
+    for within in (critic_folder(folder), reference_folder(folder)):
+        if not within.is_dir():
+            continue
         try:
-            _check_tensors(critic, read_state(critic).get("backend", "fsdp"))
+            _check_tensors(within, read_state(within).get("backend", "fsdp"))
         except DamagedFile as fault:
-            raise DamagedFile(f"{critic.name}/{fault}") from None
+            raise DamagedFile(f"{within.name}/{fault}") from None
     if not (folder / random_state_of(0)).is_file():
         raise DamagedFile(f"{random_state_of(0)} is missing")
     return cost

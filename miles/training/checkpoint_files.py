@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ class DamagedFile(ValueError):
     """A file of a checkpoint is missing, or holds something other than what was saved. The message names the file."""
 
 
-def write_through(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` and return when it is on the disk."""
+def write_through(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Write ``data``, or its pieces, to ``path`` and return when it is on the disk."""
     with path.open("wb") as file:
-        file.write(data)
+        file.writelines([data] if isinstance(data, bytes) else data)
         file.flush()
         os.fsync(file.fileno())
 

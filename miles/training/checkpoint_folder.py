@@ -7,6 +7,7 @@
         state.json           which backend wrote it, the launcher's state, the learning rate's schedule
         random_state_rank*.pt
         critic/              model, optimizer and state.json of the critic, if there is one
+        reference/           model and state.json of a reference that follows the policy (--ref-update-interval)
         …                    the backend's tensors
     .writing_iter_…      being written
     .removing_iter_…     being removed (checkpoint_pruning.py)
@@ -19,6 +20,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,16 @@ def staging_path(root: Path, iterations_done: int) -> Path:
     return root / f".writing_iter_{iterations_done:07d}"
 
 
+def bytes_being_written(root: Path) -> int | None:
+    """Return the size of what is written of the next checkpoint in ``root``; None if none is being written."""
+    found = None
+    for folder in root.glob(".writing_iter_*"):
+        for path in folder.rglob("*"):
+            with suppress(FileNotFoundError):  # renamed meanwhile: it is complete
+                found = (found or 0) + path.stat().st_size * path.is_file()
+    return found
+
+
 def at(path: Path) -> Path | None:
     """Return the checkpoint that ``path`` names: itself, or the newest in it; None for any other folder."""
     return path if is_checkpoint(path) else newest(path)
@@ -153,6 +165,34 @@ def saved_critic(folder: Path) -> Path:
             "the model that --save-hf exported, as --hf-checkpoint, or load a checkpoint of a run with a critic"
         )
     return critic
+
+
+def reference_folder(folder: Path) -> Path:
+    """Return the place of a reference that follows the policy in the checkpoint ``folder``."""
+    return folder / "reference"
+
+
+def saved_reference(folder: Path, interval: int | None, reads_reference: bool) -> Path | None:
+    """Return the same, to be read; None if the run starts from its own, as one that has just been given the flag does.
+
+    Args:
+        folder: The checkpoint.
+        interval: ``--ref-update-interval`` of this run.
+        reads_reference: Whether this run has a reference.
+
+    Raises:
+        ValueError: The checkpoint's reference has followed the policy, and this run would compare with another one.
+    """
+    reference = reference_folder(folder)
+    if not reference.is_dir():
+        return None
+    if interval is None and reads_reference:
+        raise ValueError(
+            f"--load {folder.parent}: the reference of {folder.name} has followed the policy, and this run would "
+            f"compare with that of --ref-load; add --ref-update-interval, or give {reference} as --ref-load to a "
+            "new run that starts from its weights with --finetune"
+        )
+    return reference if interval is not None else None
 
 
 def write_run_state(folder: Path, backend: str, launcher: dict[str, Any], schedule: dict[str, Any]) -> None:

@@ -1,15 +1,113 @@
-"""Errors of torch.distributed.checkpoint, a ``BaseException`` with all ranks' tracebacks, as one sentence."""
+"""Write through torch.distributed.checkpoint: to the disk at once, or into memory; its errors as one sentence.
+
+With ``--async-save`` the ranks agree on the contents of the files and copy them into memory (``StagedFiles``), which
+takes collective operations and the device. A thread writes them to the disk, which takes neither. So training goes on
+while the disk works, and the files are those of a save that waits.
+"""
 
 from __future__ import annotations
 
+import io
+import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
-from miles.training.checkpoint_files import in_one_line
+from miles.training.checkpoint_files import in_one_line, write_through
+
+
+class StagedFiles:
+    """Files of a checkpoint that are complete in memory."""
+
+    def __init__(self) -> None:
+        self._contents: dict[Path, _Content] = {}
+
+    def create(self, path: Path) -> io.BufferedIOBase:
+        """Return an empty file; closing it keeps its content."""
+        content = self._contents[path] = _Content()
+        return content
+
+    def holds(self, path: Path) -> bool:
+        """Return whether a file is there."""
+        return path in self._contents
+
+    def rename(self, path: Path, new: Path) -> None:
+        """Give a file another name."""
+        self._contents[new] = self._contents.pop(path)
+
+    def remove(self, path: Path) -> None:
+        """Forget a file."""
+        del self._contents[path]
+
+    def write(self) -> None:
+        """Write the files to the disk one by one, and free the memory of each. Raises ``OSError``."""
+        for path in list(self._contents):
+            content = self._contents.pop(path)
+            write_through(path, content.take())
+
+
+class _Content(io.BufferedIOBase):
+    """What was written, in the pieces in which it came: one growing buffer would be copied again and again."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[bytes] = deque()
+        self._size = 0
+
+    def write(self, data: Any) -> int:
+        piece = bytes(data)
+        self._pieces.append(piece)
+        self._size += len(piece)
+        return len(piece)
+
+    def tell(self) -> int:
+        return self._size
+
+    def writable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Keep the content: torch closes a file when it is complete."""
+
+    def take(self) -> Iterator[bytes]:
+        """Yield the pieces, and free each."""
+        while self._pieces:
+            yield self._pieces.popleft()
+
+
+class _InMemory(FileSystem):
+    """torch's file system, whose files stay in memory. Folders are made on the disk."""
+
+    def __init__(self, staged: StagedFiles) -> None:
+        self._staged = staged
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:  # as torch's own: any file
+        assert mode == "wb", "a checkpoint is written, and not read"
+        yield self._staged.create(Path(path))
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return self._staged.holds(Path(path)) or super().exists(path)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        self._staged.rename(Path(path), Path(new_path))
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        self._staged.remove(Path(path))
+
+
+class StagingWriter(FileSystemWriter):
+    """torch's writer of a checkpoint, into ``staged`` if given, else to the disk."""
+
+    def __init__(self, folder: str | Path, staged: StagedFiles | None = None, **given: Any) -> None:
+        super().__init__(folder, sync_files=staged is None, **given)
+        if staged is not None:
+            self.fs = _InMemory(staged)
 
 
 @contextmanager

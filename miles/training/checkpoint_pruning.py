@@ -3,7 +3,7 @@
 A checkpoint stays if it is one of the newest N complete ones, or if its iterations are a multiple of K. With only the
 interval, the newest complete one stays too. So a run always keeps one that it can resume from. Not counted and not
 removed are damaged checkpoints, those of more iterations than the one that was just saved (a run that resumed from an
-older one has passed them over as damaged), and those that ``--ref-load`` and ``--opd-teacher-load`` name.
+older one has passed them over as damaged), those that ``--ref-load`` and ``--opd-teacher-load`` name, and the best one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def prune(saved: Path, keep_last: int | None, retain_interval: int | None, in_us
         saved: The checkpoint that the run has just published.
         keep_last: How many of the newest complete checkpoints stay; None: one, if there is an interval.
         retain_interval: Checkpoints after a multiple of so many iterations stay too; None: none.
-        in_use: Checkpoints that the run reads at every start.
+        in_use: Checkpoints that the run reads at every start, and the best one.
 
     Raises:
         OSError: A checkpoint cannot be removed.

@@ -25,6 +25,7 @@ from miles.batching.collate import to_device
 from miles.parallel.context_parallel import padded_length, zigzag_chunks
 from miles.parallel.groups import ALONE, ContextGroup
 from miles.train_batch import MicroBatch
+from miles.training.cpu.cached_attention import cached_attention
 
 NAME = "miles_packed"
 SHORT = 128  # keys of a row up to which attention is computed with its scores in memory
@@ -181,10 +182,13 @@ def _short_attention(
     """Compute attention as two matrix products, for rows so short that the scores are small.
 
     PyTorch's fused CPU kernel has a slow backward: on rows of 54 tokens this is several times faster
-    (benchmarks/packed_attention.py). Heads that share a key head become rows of one product; the softmax is fp32.
+    (benchmarks/packed_attention.py). Heads that share a key head become rows of one product; the softmax is fp32. In
+    half precision the same is done a few rows at a time (cpu/cached_attention.py).
     """
     rows, heads, length, width = q.shape
     groups = k.shape[1]
+    if q.dtype.itemsize < 4:
+        return cached_attention(q, k, v, scaling, visible)
     scores = q.reshape(rows, groups, heads // groups * length, width) @ k.transpose(-1, -2)
     if visible is None:
         visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()[None, None]

@@ -28,6 +28,7 @@ def needs_of(objective: Objective, step: int, trains_policy: bool, passes: int =
         ref_log_probs=(trains_policy and loss.ref_log_probs) or advantages.ref_log_probs,
         teacher_log_probs=advantages.teacher_log_probs,
         values=advantages.values,
+        sum_squared_probs=advantages.sum_squared_probs,
     )
 
 
@@ -42,6 +43,9 @@ def score(backend: TrainBackend, shard: TrainShard, needs: Needs) -> TrainShard:
         batch = replace(batch, teacher_log_probs=log_probs(backend, backend.teacher, shard))
     if needs.old_log_probs and batch.old_log_probs is None:
         batch = replace(batch, old_log_probs=log_probs(backend, backend.policy, shard))
+    if needs.sum_squared_probs and batch.sum_squared_probs is None:
+        assert batch.old_log_probs is not None, "who needs the sum needs the log-probs"
+        batch = replace(batch, sum_squared_probs=sum_squared_probs(backend, backend.policy, shard, batch.old_log_probs))
     if needs.values and batch.values is None:
         assert backend.critic is not None, "values need a critic"
         batch = replace(batch, values=values(backend, backend.critic, shard))
@@ -51,6 +55,20 @@ def score(backend: TrainBackend, shard: TrainShard, needs: Needs) -> TrainShard:
 def log_probs(backend: TrainBackend, model: ScoredModel[PolicyScorer], shard: TrainShard) -> list[np.ndarray]:
     """Return the log-probs of each sample's response tokens, float32 [response], on every rank."""
     return _by_sample(backend, model, shard, lambda scorer: scorer(with_entropy=False).log_probs)
+
+
+def sum_squared_probs(
+    backend: TrainBackend, model: ScoredModel[PolicyScorer], shard: TrainShard, log_probs: list[np.ndarray]
+) -> list[np.ndarray]:
+    """Return the sum over the vocabulary of squared probabilities at each response token, float32 [response].
+
+    ``log_probs`` are those of the model, so that no logits are needed: with logits z, their log-sum-exp L(z) and q the
+    probabilities at half the temperature, ``log p = z - L(z)`` and ``log q = 2 z - L(2 z)`` of any token, and the sum
+    is ``exp(L(2 z) - 2 L(z)) = p^2 / q``.
+    """
+    sharper = _by_sample(backend, model, shard, lambda scorer: scorer(with_entropy=False, sharpness=2.0).log_probs)
+    pairs = zip(log_probs, sharper, strict=True)
+    return [np.exp(2.0 * p.astype(np.float64) - q).astype(np.float32) for p, q in pairs]
 
 
 def entropies(backend: TrainBackend, model: ScoredModel[PolicyScorer], shard: TrainShard) -> list[np.ndarray]:

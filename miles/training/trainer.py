@@ -9,19 +9,22 @@ The models run behind the seam of backend.py; miles/objective computes the losse
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic
 
 import torch
 
+from miles.batching.token_record import TokenRecorder
 from miles.metrics import Metric
 from miles.objective.aggregation import is_per_token
 from miles.objective.canary import check_loss_mass
 from miles.objective.chosen import Objective, build_objective
+from miles.objective.coefficients import Coefficients
 from miles.objective.output import LossOutput, add_metrics, reported
 from miles.objective.settings import LossArguments
 from miles.objective.value_loss import value_loss_function
+from miles.profiling.spans import span
 from miles.train_batch import MicroBatch, TrainShard
 from miles.training.advantages import AdvantageEstimator
 from miles.training.backend import (
@@ -47,12 +50,17 @@ class Role(Generic[Scorer]):
     prefix: str = ""  # of the optimizer's metrics
 
 
-def policy_role(model: TrainedModel[PolicyScorer], objective: Objective) -> Role[PolicyScorer]:
+def policy_role(
+    model: TrainedModel[PolicyScorer], objective: Objective, recorder: TokenRecorder | None = None
+) -> Role[PolicyScorer]:
     """Return the policy's role: it learns from the objective of ``--loss-type``."""
 
     def loss_function(micro: MicroBatch, scorer: PolicyScorer) -> LossOutput:
         scores = scorer(with_entropy=objective.needs.entropy)
-        return objective.language_model_loss(micro, scores.log_probs, scores.entropy, scores.canary)
+        output = objective.language_model_loss(micro, scores.log_probs, scores.entropy, scores.canary)
+        if recorder is not None and output.tokens is not None:
+            recorder.take(output.tokens)
+        return output
 
     return Role(model, model.optimizer, loss_function)
 
@@ -75,11 +83,22 @@ class Trainer:
         self.loss = loss
         self.token_ranks = token_ranks
         self.passes = passes
-        self.objective = build_objective(loss)
-        self.policy = policy_role(backend.policy, self.objective)
+        self.coefficients = Coefficients(loss)
+        self.recorder = TokenRecorder()
+        self._use(loss)
         self.critic = None if backend.critic is None else critic_role(backend.critic, loss)
         self.selector = TokenSelector(self.objective, backend.token_group)
-        self.estimator = AdvantageEstimator(loss, backend.token_group) if loss.estimates_by_token else None
+
+    def _use(self, loss: LossArguments) -> None:
+        """Compute with the weights of ``loss`` from now on."""
+        self.objective = build_objective(loss)
+        self.policy = policy_role(self.backend.policy, self.objective, self.recorder)
+        self.estimator = AdvantageEstimator(loss, self.backend.token_group) if loss.estimates_by_token else None
+
+    def restore_coefficients(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Continue with the weights of a checkpoint (objective/coefficients.py)."""
+        self.coefficients.restore(state)
+        self._use(self.coefficients.loss)
 
     def train(self, shards: Sequence[TrainShard], trains_policy: bool = True) -> list[dict[str, Metric]]:
         """Take one optimizer step per shard and pass; returns each step's metrics, with seconds under ``time/``.
@@ -94,24 +113,41 @@ class Trainer:
             FloatingPointError: if a gradient is not finite; the weights are left as they were.
         """
         started = time.perf_counter()
-        scored = [
-            score(self.backend, shard, needs_of(self.objective, step, trains_policy, self.passes))
-            for step, shard in enumerate(shards)
-        ]
-        estimated = [self._with_advantages(shard) for shard in scored]
+        with span("score before the first step"):
+            scored = [
+                score(self.backend, shard, needs_of(self.objective, step, trains_policy, self.passes))
+                for step, shard in enumerate(shards)
+            ]
+            estimated = [self._with_advantages(shard) for shard in scored]
         scoring = time.perf_counter() - started
+        in_advantages = self.coefficients.metrics_in_advantages()
         steps = []
         for step, (shard, found) in enumerate(estimated * self.passes):
             metrics = dict(found)
             if trains_policy:
-                selected, selection = self._with_selection(shard, step)
-                metrics |= self._policy_step(self.policy, selected) | selection
+                self.recorder.begin(step, shard if step < len(shards) else None)  # later passes see the same samples
+                with span("select tokens"):
+                    selected, selection = self._with_selection(shard, step)
+                with span(f"policy step {step}"):
+                    metrics |= self._policy_step(self.policy, selected) | selection
+                if self.coefficients.adapt:
+                    # What was measured before the first step is followed in the first pass only.
+                    new = {name: m for name, m in metrics.items() if step < len(estimated) or name not in found}
+                    metrics |= self._adapt(new, shard) | in_advantages
             if self.critic is not None:
-                metrics |= self._critic_step(self.critic, shard)
+                with span(f"critic step {step}"):
+                    metrics |= self._critic_step(self.critic, shard)
             steps.append(metrics)
         if steps:
             steps[0]["time/log_probs"] = Metric(scoring)
         return steps
+
+    def _adapt(self, metrics: Mapping[str, Metric], shard: TrainShard) -> dict[str, Metric]:
+        """Let the weights follow a step; returns those that the step was computed with."""
+        used = self.coefficients.metrics()
+        self.coefficients.follow(metrics, shard.batch.num_trajectories)
+        self._use(self.coefficients.loss)
+        return used
 
     def _with_advantages(self, shard: TrainShard) -> tuple[TrainShard, dict[str, Metric]]:
         """Return the shard with advantages of tokens (and returns), if the estimator makes these on the trainer."""
@@ -155,7 +191,8 @@ class Trainer:
             add_metrics(totals, of_micro_batch)
         sums = {name: totals[name] for name in sorted(totals)}
         mass = role.model.take_loss_mass()
-        reduced = self.backend.sum_over_ranks(sums if mass is None else sums | {"loss_mass": mass})
+        with span("sum metrics over ranks"):
+            reduced = self.backend.sum_over_ranks(sums if mass is None else sums | {"loss_mass": mass})
         loss_mass = reduced.pop("loss_mass", 0.0)  # no gradient: no token's loss has reached the canary
         metrics = reported(reduced, shard.batch, is_per_token(self.loss))
         if shard.expected_loss_mass is not None:
@@ -164,7 +201,8 @@ class Trainer:
 
     def _update(self, role: Role[Scorer], shard: TrainShard) -> dict[str, Metric]:
         """Let the optimizer step, unless the step has no loss token."""
-        metrics = role.optimizer.step() if shard.batch.num_loss_tokens else role.optimizer.skip()
+        with span("optimizer"):
+            metrics = role.optimizer.step() if shard.batch.num_loss_tokens else role.optimizer.skip()
         return _under(f"train/{role.prefix}", metrics)
 
 

@@ -9,9 +9,11 @@ from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.cluster import Offload
 from miles.arguments.evaluation import EvaluationArguments
 from miles.cluster.stop_requests import StopRequested, StopRequests
+from miles.cluster.train_actor import TrainedIteration
 from miles.generation_loop import GenerationLoop
 from miles.loop import TrainingLoop
 from miles.metrics import Metric
+from miles.rollout.sample_records import StoredSamples
 
 
 class Recorder:
@@ -24,6 +26,7 @@ class Recorder:
         self.calls = []
         self.rows = {}
         self.saved_states = []
+        self.saved_bests = []
         self.resume_from = resume_from
 
     def __getattr__(self, name):
@@ -36,12 +39,12 @@ class Recorder:
         if iteration >= self.prompts_for:
             return None
         metrics = {"rollout/tokens": Metric(100.0)}
-        summary = SimpleNamespace(metrics=metrics, records=[])
+        summary = SimpleNamespace(metrics=metrics, samples=StoredSamples([]))
         return SimpleNamespace(shards_by_rank="shards", summary=summary)
 
     def train(self, shards, iteration):
         self.calls.append(("train", iteration))
-        return [{"train/loss": Metric(0.0)}, {"train/loss": Metric(1.0)}]
+        return TrainedIteration([{"train/loss": Metric(0.0)}, {"train/loss": Metric(1.0)}], {})
 
     def evaluate(self):
         self.calls.append(("evaluate",))
@@ -50,9 +53,10 @@ class Recorder:
     def update_weights(self, weights, version):
         self.calls.append(("sync", version))
 
-    def save(self, done, state):
+    def save(self, done, state, best):
         self.calls.append(("save", done))
         self.saved_states.append(state)
+        self.saved_bests.append(best)
 
     def resume(self, step=None):
         if step is not None:  # called as the tracker's
@@ -125,6 +129,25 @@ def test_checkpoints_and_evaluation_come_every_interval_and_after_the_last_itera
 
 def test_without_a_folder_nothing_is_saved(run):
     assert run().of("save") == []
+
+
+def test_the_best_iteration_is_saved_beside_those_that_are_due(monkeypatch, run, tmp_path, capsys):
+    accuracies = iter([0.0, 0.5, 0.2, 0.1])  # before the first iteration, and after 2, 4 and 5
+    monkeypatch.setattr(Recorder, "evaluate", lambda self: {"eval/held_out": Metric(next(accuracies))})
+    sides = run(save=str(tmp_path), save_interval=4, save_best="eval/held_out")
+    assert sides.of("save") == [("save", 2), ("save", 4), ("save", 5)]
+    assert [best and (best.iterations, best.value) for best in sides.saved_bests] == [(2, 0.5), None, None]
+    assert "--save-best" not in capsys.readouterr().out
+
+
+def test_a_metric_that_no_iteration_has_is_named_at_the_end(run, tmp_path, capsys):
+    sides = run(save=str(tmp_path), save_best="eval/other/accuracy")
+    assert sides.of("save") == [("save", 5)]
+    assert "note: --save-best eval/other/accuracy: no iteration had this metric" in capsys.readouterr().out
+
+
+def test_a_run_ends_when_its_last_checkpoint_is_written(run, tmp_path):
+    assert run(save=str(tmp_path)).calls[-1] == ("settle_save",)
 
 
 def test_every_step_has_a_row_and_the_last_of_an_iteration_has_seconds_and_throughput(run):
@@ -248,7 +271,8 @@ def test_after_the_timeout_the_run_stops(monkeypatch, run):
 def test_the_export_has_weights_and_tokenizer(run, tmp_path):
     """It is written to a folder that gets its name when it is complete."""
     staged = tmp_path / ".writing_hf"
-    assert run(save_hf=str(tmp_path / "hf")).calls[-2:] == [("export_hf", staged), ("save_tokenizer", staged)]
+    calls = run(save_hf=str(tmp_path / "hf")).of("export_hf", "save_tokenizer")
+    assert calls == [("export_hf", staged), ("save_tokenizer", staged)]
     assert (tmp_path / "hf").is_dir() and not staged.exists()
 
 

@@ -68,7 +68,9 @@ class InProcess:
         return GeneratedIteration(summary, shards)
 
     def train(self, shards_by_rank, iteration):
-        return self.trainer.train(shards_by_rank[0], self.settings.trains_policy(iteration))
+        settings = self.settings
+        due = settings.trains_policy(iteration), settings.refreshes_reference(iteration)
+        return self.trainer.train(shards_by_rank[0], *due)
 
     def export_weights(self):
         return list(self.trainer.backend.export_weights())

@@ -4,6 +4,10 @@ The tests need SGLang's own GPU environment, and torch-memory-saver for the colo
 """
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from tests.fast.conftest import byte_tokenizer
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -66,3 +70,26 @@ def test_engine_that_dies_during_a_broadcast_does_not_hang_the_sender(launch):
     scheduler.kill()
     assert run.wait() == 0, run.err
     assert sorted(run.rows()) == list(range(1, 13))
+
+
+@pytest.mark.gpus(2)
+def test_the_support_of_sampling_is_replayed(launch):
+    """Without it the difference would be the logarithm of what top-p and top-k keep."""
+    run = launch("support", *FLAGS, "--rollout-top-p", "0.8", "--rollout-top-k", "64")
+    assert run.wait() == 0, run.err
+    assert_learns(run)
+
+
+@pytest.mark.gpus(2)
+def test_the_experts_of_the_servers_are_replayed(launch, tmp_path):
+    tokenizer = byte_tokenizer()
+    shape = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, head_dim=64)
+    experts = dict(num_experts=16, num_experts_per_tok=4, moe_intermediate_size=128, norm_topk_prob=True)
+    ends = dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(vocab_size=1024, num_key_value_heads=2, **shape, **experts, **ends)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    run = launch("experts", *FLAGS, "--hf-checkpoint", str(tmp_path), "--use-rollout-routing-replay")
+    assert run.wait() == 0, run.err
+    assert_learns(run)

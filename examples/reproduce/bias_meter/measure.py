@@ -69,7 +69,7 @@ class Row:
             prompt's part is along the gradient of that prompt's mean reward.
         prompt_weight: The weight of the harder prompt over that of the easier, both relative to the mean reward's.
         curl: Asymmetry of the expected gradient's derivative, over its size: 0 if it is the gradient of anything.
-            On-policy and without a critic, which would have to follow the policy.
+            On-policy, and without a critic or a baseline that would have to follow the policy.
         noise: The variance of a step's gradient, summed over parameters, over the squared length of its mean.
         objective: The function that it is exactly the gradient of, up to a factor, if that has a name.
     """
@@ -104,9 +104,13 @@ def rewards_of(loss: LossArguments) -> np.ndarray:
     return RIGHT + 0.5 * SHORT if loss.advantage_estimator == "gdpo" else RIGHT
 
 
-def advantages_of(steps: Steps, loss: LossArguments, logits: np.ndarray) -> np.ndarray:
-    """Compute the advantage of every token of every step, [tokens], step by step as a run does."""
+def advantages_of(steps: Steps, loss: LossArguments, logits: np.ndarray, old: np.ndarray | None = None) -> np.ndarray:
+    """Compute the advantage of every token of every step, [tokens], step by step as a run does.
+
+    ``logits`` are those that responses are drawn from, ``old`` the trainer's; by default the same.
+    """
     objective, found = build_objective(loss), []
+    trainers = task.log_probs(logits if old is None else old)
     table, critic = rewards_of(loss), task.values(logits, rewards_of(loss))
     for draw in steps.draws:
         places = [(x, k) for x, group in enumerate(draw) for k in group]
@@ -123,7 +127,15 @@ def advantages_of(steps: Steps, loss: LossArguments, logits: np.ndarray) -> np.n
         )
         if loss.estimates_by_token:
             samples = [
-                SampleTokens(i, reward, np.ones(len(RESPONSES[k])), critic[x][k] if loss.has_critic else None)
+                SampleTokens(
+                    i,
+                    reward,
+                    np.ones(len(RESPONSES[k])),
+                    critic[x][k] if loss.has_critic else None,
+                    group_index=x,
+                    # 1 - 2 p + p^2 + (1 - p)^2 of two tokens
+                    score_norm=2 * (1 - np.exp(trainers[x][k])) ** 2,
+                )
                 for i, (reward, (x, k)) in enumerate(zip(of_step, places, strict=True))
             ]
             found += token_advantages(objective, samples).advantages
@@ -244,13 +256,14 @@ class Meter:
         size = float(np.linalg.norm(mean))
         within = float(np.linalg.norm(mean - factors[:, None] * target) / size)
         bias = float(np.linalg.norm(mean - scale * target) / size)
-        curl = self._curl(weights) if with_curl and not loss.has_critic else None
+        follows_policy = loss.has_critic or build_objective(loss).estimator.reads_score_norms
+        curl = self._curl(weights) if with_curl and not follows_policy else None
         name = _name_of(bias, within, factors, self.policy, curl)
         return Row(kind, *names, scale, bias, within, float(factors[0] / factors[1]), curl, spread / size**2, name)
 
     @cache  # noqa: B019 - a meter lives as long as the program
     def _advantages(self, loss: LossArguments) -> np.ndarray:
-        return advantages_of(self.steps, loss, self.sampler)
+        return advantages_of(self.steps, loss, self.sampler, self.old)
 
     @cache  # noqa: B019
     def _denominators_of_mode(self, loss: LossArguments) -> list[float]:

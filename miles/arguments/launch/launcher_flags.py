@@ -89,11 +89,12 @@ _REPORTING = [
     ),
     *noted(
         REPORTING,
-        "nothing is profiled",
-        "--use-pytorch-profiler",
-        "--profile-step-start V",
-        "--profile-step-end V",
+        "a profile has all of an iteration",
         "--profile-target V...",
+    ),
+    *noted(
+        REPORTING,
+        "allocations are not recorded",
         "--record-memory-history",
         "--memory-snapshot-path V",
         "--memory-snapshot-dir V",
@@ -119,12 +120,6 @@ _ROLLOUT = [
         "rewards of a whole group are not called in this version",
         "score each sample, or normalize with --custom-advantage-function-path, which sees groups",
         "--group-rm",
-    ),
-    *refused(
-        "the routing of experts at generation is not reported to the trainer in this version",
-        "drop it; --use-tis corrects for the difference between engine and trainer",
-        "--use-rollout-routing-replay",
-        "--use-routing-replay",
     ),
 ]
 _HOOKS = [
@@ -170,7 +165,6 @@ _OBJECTIVE = [
         accepted_if=_has_no_advantages,
         accepted_why="this --loss-type has no advantages",
     ),
-    *refused("the reference model stays as it is", "drop it", "--ref-update-interval V"),
 ]
 _ADAPTERS = [
     *noted(MEMORY, "engines receive the weights with the adapter added to them", "--lora-base-cpu-backup"),
@@ -192,7 +186,6 @@ _CHECKPOINTS = [
     *noted(
         FILES,
         "checkpoints are written by the run itself",
-        "--async-save",
         "--ckpt-format V",
         "--dist-ckpt-strictness V",
     ),

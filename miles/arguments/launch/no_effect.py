@@ -48,6 +48,7 @@ EVALUATION = (
     "eval_temperature",
     "eval_top_p",
     "eval_top_k",
+    "eval_min_p",
     "eval_max_response_len",
     "eval_input_key",
     "eval_label_key",

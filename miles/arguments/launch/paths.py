@@ -59,6 +59,10 @@ HOOKS = {
     "custom_eval_rollout_log_function_path": Hook(
         "evaluation", "def log(version: int, args, data: dict[str, dict], metrics: dict[str, float]) -> bool"
     ),
+    "curriculum_path": Hook(
+        "data",
+        "def choose(curriculum: Curriculum) -> dict[str, float] | list[tuple[str, int]] | None (miles.data.curriculum)",
+    ),
     "data_source_path": Hook(
         "data", "class Source: __init__(args), draw(n), state() and restore(state) (miles.data.custom_source)"
     ),

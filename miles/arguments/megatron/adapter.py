@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles.arguments.lora import LoraArguments
+from miles.arguments.lora import LoraArguments, refuse_projections_of_experts
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.flags import Errors
 
@@ -36,6 +36,10 @@ def check_adapter_with_model(lora: LoraArguments, model_type: str, shape: dict[s
         shape: The model's shape in Megatron's terms.
         errors: Collects the refusal.
     """
-    if lora.trains_adapter and shape.get("multi_latent_attention"):
+    if not lora.trains_adapter:
+        return
+    if "num_moe_experts" in shape and errors.none_about("target_modules"):
+        refuse_projections_of_experts(lora, errors)
+    if shape.get("multi_latent_attention"):
         rule = f"the latent attention of a {model_type} gets no adapter with --train-backend megatron"
         errors.refuse("lora_rank", lora.lora_rank, rule, "use --train-backend fsdp")

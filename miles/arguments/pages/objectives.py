@@ -12,6 +12,8 @@ from typing import Any
 
 from miles.choices import Registry
 from miles.flags import flag_name
+from miles.objective.adaptive_entropy import adaptive_entropy_formula
+from miles.objective.adaptive_kl import adaptive_kl_formula
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.estimators.base import Estimator
 from miles.objective.policy_losses import POLICY_LOSSES
@@ -71,6 +73,8 @@ def _lines() -> Iterator[str]:
     yield "nothing is compared within it."
     yield ""
     yield "`remax` has one more response generated per prompt, at temperature 0, which is scored and not trained on."
+    yield "`optimal_token_baseline` needs two forward passes before the first step of an iteration, for log-probs and"
+    yield "sums of squared probabilities, and steps of whole groups. `--otb-zero-tail` is verl's `handle_zero_tail`."
     yield "`gdpo` reads the several rewards of `--rm-type a:1,b:0.2` ([Rewards](rewards.md))."
     yield "[Reproductions](reproductions.md) has what each estimator is the gradient of, and how noisy it is."
     yield from _table("Policy losses", POLICY_LOSSES)
@@ -80,6 +84,27 @@ def _lines() -> Iterator[str]:
     yield "`kl_cov` from the second step of an iteration on. No other policy loss has that pass."
     yield "`--top-entropy-quantile`, which keeps the most uncertain tokens of the step under any policy loss, has one"
     yield "in every step."
+    yield from _adaptive()
+
+
+def _adaptive() -> Iterator[str]:
+    kl = adaptive_kl_formula(LossArguments(use_kl_loss=True, kl_loss_coef=0.01, kl_target=0.1))
+    entropy = adaptive_entropy_formula(LossArguments(entropy_target=0.2))
+    yield from ("", "## Weights that adapt", "", "| flag | paper | rule | tested in |", "|---|---|---|---|")
+    for flag, terms in (("--kl-target", kl), ("--entropy-target", entropy)):
+        numbers = _PAPER.findall(str(sys.modules[terms[0].module].__doc__))
+        links = ", ".join(f"[{paper}](https://arxiv.org/abs/{paper})" for paper in dict.fromkeys(numbers))
+        rule = "<br>".join(f"`{term.text}`" for term in terms)
+        yield f"| `{flag}` | {links} | {rule} | `test_adaptive_coefficients.py` |"
+    yield ""
+    yield "`--kl-target 0.1` adapts `--kl-coef` or `--kl-loss-coef`, whichever is given, to the KL per token of each"
+    yield "step (`train/reward_kl`, `train/kl_loss`), as verl's `kl_ctrl.type=adaptive` does; `--kl-horizon` is in"
+    yield "trajectories. `--entropy-target 0.2` rewards entropy only while it is that low or lower, with a weight that"
+    yield "starts at `--entropy-coef` and moves by `--entropy-coef-delta` between `--entropy-coef-min` and"
+    yield "`--entropy-coef-max`. Weights change after every optimizer step in which the policy learns, are logged as"
+    yield "the step used them, and are in the checkpoint. A KL in the reward is subtracted before the first step of an"
+    yield "iteration, so it has the weight of that moment. A reference that follows the policy is described in"
+    yield "[Checkpoints](checkpoints.md#a-reference-that-follows-the-policy)."
 
 
 def _table(title: str, registry: Registry[Estimator] | Registry[PolicyLoss]) -> Iterator[str]:

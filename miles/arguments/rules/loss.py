@@ -8,6 +8,7 @@ from dataclasses import replace
 from miles.arguments.critic import check_critic, check_no_critic
 from miles.arguments.settings import Settings
 from miles.flags import Errors, changed
+from miles.objective.adaptive_kl import check_adaptive_kl
 from miles.objective.chosen import check_objective, find_objective
 from miles.objective.estimators.base import Estimator
 from miles.objective.settings import LossArguments, StepShape
@@ -16,9 +17,9 @@ from miles.objective.settings import LossArguments, StepShape
 def check_loss(settings: Settings, errors: Errors) -> None:
     """Check the loss section, and the flags of other sections that depend on it."""
     loss = settings.loss
-    # N may be implied; the rule that needs it is checked with the aggregation.
-    shape = StepShape(settings.training.global_batch_size or 0, settings.rollout.n_samples_per_prompt)
+    shape = StepShape(_trajectories_of_step(settings), settings.rollout.n_samples_per_prompt)
     check_objective(loss, shape, errors)
+    check_adaptive_kl(loss, shape.num_trajectories, errors)
     if settings.reward.custom_reward_post_process_path is not None:
         why = "beside --custom-reward-post-process-path, which makes the advantages"
         errors.refuse_ignored(loss, ["custom_advantage_function_path"], why, "keep one of the two")
@@ -27,7 +28,11 @@ def check_loss(settings: Settings, errors: Errors) -> None:
         errors.refuse_ignored(loss, ["custom_advantage_function_path"], why, what_to_do)
         errors.refuse_ignored(settings.reward, ["custom_reward_post_process_path"], why, what_to_do)
     if not loss.needs_reference:
-        errors.refuse_ignored(settings.model, ["ref_load"], "without --use-kl-loss", "add that switch")
+        of_reference = ["ref_load", "ref_update_interval"]
+        errors.refuse_ignored(settings.model, of_reference, "without --use-kl-loss", "add that switch")
+    elif settings.lora.trains_adapter and errors.none_about("lora_rank"):
+        why = "with --lora-rank: the reference is the model without the adapter"
+        errors.refuse_ignored(settings.model, ["ref_update_interval"], why, "train all weights")
     _check_teacher(settings, errors)
     _check_reward_parts(settings, errors)
     if not loss.type.uses_advantages:
@@ -38,6 +43,13 @@ def check_loss(settings: Settings, errors: Errors) -> None:
     else:
         why = f"by --advantage-estimator {loss.advantage_estimator}, which has no critic"
         check_no_critic(settings.critic, why, errors)
+
+
+def _trajectories_of_step(settings: Settings) -> int:
+    """Return N, which may be implied; numbers that do not divide are refused elsewhere."""
+    rollout, training = settings.rollout, settings.training
+    collected = (rollout.rollout_batch_size or 0) * rollout.n_samples_per_prompt
+    return training.global_batch_size or collected // max(training.num_steps_per_rollout or 1, 1)
 
 
 def _check_reward_parts(settings: Settings, errors: Errors) -> None:
@@ -73,6 +85,11 @@ def _check_teacher(settings: Settings, errors: Errors) -> None:
         rule = "the teacher's servers give log-probs at temperature 1"
         what_to_do = "give 1, or load the teacher with --opd-teacher-load"
         errors.refuse("rollout_temperature", rollout.rollout_temperature, rule, what_to_do)
+    if rollout.replays_support:
+        [name, *_] = changed(rollout, ["rollout_top_p", "rollout_top_k", "rollout_min_p"])
+        rule = "the teacher's servers give log-probs over the whole vocabulary, not over what this keeps"
+        what_to_do = "drop it, or load the teacher with --opd-teacher-load"
+        errors.refuse(name, getattr(rollout, name), rule, what_to_do)
     why = "with --opd-type server, whose teachers score the samples that are generated"
     names = ["custom_convert_samples_to_train_data_path", "rollout_function_path"]
     what_to_do = "load the teacher with --opd-teacher-load"

@@ -6,10 +6,18 @@ from dataclasses import fields, replace
 
 from miles.arguments.cluster import ClusterArguments
 from miles.arguments.settings import Settings
-from miles.arguments.sglang.server_flags import ADMIN_KEY, SERVER, SERVER_KEY, ServerFlags, check_server_flags
+from miles.arguments.sglang.server_flags import (
+    ADMIN_KEY,
+    SERVER,
+    SERVER_KEY,
+    ServerFlags,
+    check_server_flags,
+    known_server_flags,
+    value_of,
+)
 from miles.arguments.sglang.settings import SglangArguments
 from miles.components import ENGINES, engine_spec, names_with
-from miles.flags import Errors
+from miles.flags import Errors, changed
 
 
 def check_engine(settings: Settings, errors: Errors) -> None:
@@ -39,6 +47,8 @@ def _check_servers(settings: Settings, errors: Errors) -> None:
     errors.above(sglang, 0, "rollout_health_check_interval", "rollout_health_check_timeout", "engine_log_max_mb")
     check_server_flags(passed_on, sglang.rollout_num_gpus_per_engine, errors)
     _check_external(settings.cluster, sglang, passed_on, errors)
+    if settings.rollout.replays_support and not settings.is_given_samples:
+        _check_support(settings, errors)
     if can_count_engines(errors):
         if not sglang.rollout_external:
             _check_devices(settings.cluster, settings.engine_devices, sglang.rollout_num_gpus_per_engine, errors)
@@ -48,6 +58,32 @@ def _check_servers(settings: Settings, errors: Errors) -> None:
     if sglang.update_weight_transfer_mode != "disk":
         why = f"with --update-weight-transfer-mode {sglang.update_weight_transfer_mode}"
         errors.refuse_ignored(sglang, ["update_weight_disk_dir"], why, "use --update-weight-transfer-mode disk")
+
+
+LARGEST_SUPPORT = "--sampling-mask-max-tokens"  # of SGLang's server, which 0.5.23 is the first to have
+_SUPPORT_TOKENS = 4096  # its default
+
+
+def _check_support(settings: Settings, errors: Errors) -> None:
+    """Check that the servers say which tokens they draw from: SGLang does for a top-k up to a limit only."""
+    rollout, known = settings.rollout, known_server_flags()
+    names = changed(rollout, ["rollout_top_p", "rollout_top_k", "rollout_min_p"])
+    otherwise = "use --rollout-engine torch, or add --no-support-replay (docs/replay.md)"
+    if not settings.sglang.rollout_external and known and LARGEST_SUPPORT not in known:
+        rule = "the installed SGLang does not say which tokens this keeps, so the trainer cannot repeat it"
+        errors.refuse(names[0], getattr(rollout, names[0]), rule, f"install SGLang 0.5.23, {otherwise}")
+        return
+    given = value_of(settings.server_flags.server, LARGEST_SUPPORT)
+    limit = int(given) if given is not None and given.isdecimal() else _SUPPORT_TOKENS
+    if rollout.rollout_top_k == -1 or rollout.rollout_top_k > limit:
+        name = next((n for n in names if n != "rollout_top_k"), "rollout_top_k")
+        name = name if rollout.rollout_top_k == -1 else "rollout_top_k"
+        rule = (
+            "SGLang says which tokens it keeps, so that the trainer can repeat it, only under a --rollout-top-k of at "
+            f"most {SERVER}{LARGEST_SUPPORT.removeprefix('--')} {limit}"
+        )
+        what_to_do = f"give --rollout-top-k {min(limit, 1024)}, {otherwise}"
+        errors.refuse(name, getattr(rollout, name), rule, what_to_do)
 
 
 def fill_rollout_num_gpus(settings: Settings) -> ClusterArguments:

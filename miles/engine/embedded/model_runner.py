@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from miles.engine.base import eos_token_ids
 from miles.engine.embedded import attention
 from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep
+from miles.engine.embedded.fp32_head import Fp32Head
 from miles.model_families.reading import read_config
+from miles.replay.routers import Routers
 from miles.weights import WeightChunk
 
 
 class ModelRunner:
     """Run a decoder-only transformers model with plain full attention, and keep the KV cache of its rows."""
 
-    def __init__(self, model_path: str, dtype: torch.dtype, device: str) -> None:
-        """Load the model.
+    def __init__(self, model_path: str, dtype: torch.dtype, device: str, fp32_head: bool = False) -> None:
+        """Load the model; with ``fp32_head`` its logits are computed in fp32 whatever its dtype is.
 
         Raises:
             ValueError: If some layers would be computed wrongly (sliding windows, recurrent layers, sinks).
@@ -38,8 +42,26 @@ class ModelRunner:
         self.max_length: int = config.get_text_config().max_position_embeddings
         self.eos_ids = eos_token_ids(self.model.generation_config.eos_token_id)
         self._last_positions: torch.Tensor | None = None
-        self.model.get_output_embeddings().register_forward_pre_hook(self._keep_last_positions)
+        head = self.model.get_output_embeddings()
+        head.register_forward_pre_hook(self._keep_last_positions)
+        self._fp32_head = Fp32Head(head) if fp32_head else None
         self._check_every_layer_uses_the_cache(model_path)
+        self._routers: Routers | None = None
+
+    def prepare_experts(self) -> None:
+        """Find the routers, so that passes can say which experts they choose.
+
+        Raises ``ValueError`` for a model whose routers are not known.
+        """
+        if self._routers is None:
+            self._routers = Routers(self.model, "--use-rollout-routing-replay")
+
+    @contextmanager
+    def recording_experts(self) -> Iterator[Callable[[], np.ndarray]]:
+        """Give a function that returns the experts of the block's pass, [tokens of all rows, layers, k]."""
+        assert self._routers is not None, "prepare_experts() comes first"
+        with self._routers.recording():
+            yield self._routers.take_numpy
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], prompt_of_row: Sequence[int], first_row: int) -> torch.Tensor:
@@ -82,6 +104,8 @@ class ModelRunner:
         Raises:
             ValueError: Naming tensors that are unknown, misshapen or missing.
         """
+        if self._fp32_head is not None:
+            self._fp32_head.forget()
         targets: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True)
         arrived: dict[int, dict[int, int]] = {}  # per parameter: sizes that arrived, by address
         for chunk in chunks:

@@ -17,6 +17,7 @@ from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.running_batch import RunningBatch, Sequence
 from miles.engine.embedded.stop_text import StopText
 from miles.engine.host import EngineHost
+from miles.profiling.spans import span
 from miles.weights import WeightChunk
 
 
@@ -51,10 +52,11 @@ class TorchEngine:
         device: str,
         max_batch_size: int,
         decode: Callable[[list[int]], str] | None = None,
+        fp32_head: bool = False,
     ) -> None:
         """Load the model onto ``device``. Raises ``ValueError`` for a model that would be computed wrongly.
 
-        ``decode`` returns the text of tokens; requests with ``stop_texts`` need it.
+        ``decode`` returns the text of tokens; requests with ``stop_texts`` need it. ``fp32_head`` is --fp32-lm-head.
         """
         self._decode = decode
         if max_batch_size < 1:
@@ -64,7 +66,7 @@ class TorchEngine:
         # OpenMP pool of its own; with more pools than cores, their workers sleep between operations, which halves the
         # speed.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-engine")
-        self._runner = self._thread.submit(ModelRunner, model_path, dtype, device).result()
+        self._runner = self._thread.submit(ModelRunner, model_path, dtype, device, fp32_head).result()
         self._batch = RunningBatch(self._runner)
         self._version = 0
         self._weights_whole = True
@@ -98,8 +100,18 @@ class TorchEngine:
         if request.sampling.stop_texts:
             assert self._decode is not None, "start() gives an engine what its run's stop texts need"
             stop_text = StopText(request.sampling.stop_texts, self._decode)
+        if request.sampling.returns_experts:
+            await self._on_thread(self._runner.prepare_experts)
         sequences = [
-            Sequence.start(request.prompt_ids, request.sampling, stop_ids, seed, self._version, stop_text)
+            Sequence.start(
+                request.prompt_ids,
+                request.sampling,
+                stop_ids,
+                seed,
+                self._version,
+                stop_text,
+                self._runner.vocab_size,
+            )
             for seed in request.seeds
         ]
         entry = _Request(sequences, asyncio.get_running_loop().create_future())
@@ -119,9 +131,13 @@ class TorchEngine:
         """
         async with self._between_steps:
             self._weights_whole = False
-            await self._on_thread(lambda: self._runner.load_weights(chunks))
+            await self._on_thread(lambda: self._load_weights(chunks))
             self._weights_whole = True
             self._version = version
+
+    def _load_weights(self, chunks: Iterable[WeightChunk]) -> None:
+        with span("load weights"):
+            self._runner.load_weights(chunks)
 
     async def pause(self) -> None:
         """Return when the step in progress has ended. Requests in flight keep their tokens."""
@@ -227,7 +243,8 @@ async def start(settings: Settings, host: EngineHost) -> TorchEngine:
     dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
     decode = _decoder(settings.model.hf_checkpoint) if settings.rollout.stop_texts else None
     longest_batch = settings.rollout.torch_engine_max_batch_size
-    return TorchEngine(settings.model.hf_checkpoint, dtype, host.device, longest_batch, decode)
+    fp32_head = settings.training.fp32_lm_head
+    return TorchEngine(settings.model.hf_checkpoint, dtype, host.device, longest_batch, decode, fp32_head)
 
 
 def _decoder(model_path: str) -> Callable[[list[int]], str]:

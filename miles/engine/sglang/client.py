@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from miles.engine.base import Generation, SamplingParams
 from miles.engine.sglang.keys import bearer
+from miles.replay.expert_choices import dtype_for
+from miles.replay.token_sets import TokenSets
 from miles.secret_values import public
 
 CONNECT_SECONDS = 60.0  # many requests sent at once connect one after the other
@@ -60,9 +65,17 @@ class SglangClient:
         self._http: aiohttp.ClientSession | None = None  # created by the first request: it belongs to an event loop
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, seed: int, vocab: int, cache_key: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        seed: int,
+        vocab: int,
+        cache_key: str | None = None,
+        experts_shape: tuple[int, int] | None = None,
     ) -> Generation:
         """Generate one response. Only requests of the same ``cache_key`` share prefixes.
+
+        ``experts_shape`` is that of a token's experts, layers and k, if they are asked for.
 
         SGLang honours the seed only under deterministic inference on GPUs.
         """
@@ -71,8 +84,17 @@ class SglangClient:
             "sampling_params": sampling_params(sampling, seed),
             "return_logprob": True,
             **({} if cache_key is None else {"extra_key": cache_key}),
+            **({"return_sampling_mask": True} if sampling.returns_support else {}),
         }
-        return read_generation(await self._post("/generate", body, seconds=None), vocab)
+        if sampling.returns_experts:
+            body["return_routed_experts"] = True
+        answer = await self._post("/generate", body, seconds=None)
+        found = read_generation(answer, vocab, sampling.returns_support)
+        if not sampling.returns_experts or not found.token_ids:
+            return found
+        assert experts_shape is not None, "the engine knows the model's experts"
+        positions = len(prompt_ids) + len(found.token_ids) - 1
+        return replace(found, experts=read_experts(answer["meta_info"], (positions, *experts_shape)))
 
     async def input_log_probs(self, token_ids: Sequence[int], first: int) -> dict[str, Any]:
         """Return an answer with the log-probs of the tokens from position ``first`` on, at temperature 1."""
@@ -189,13 +211,19 @@ def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
         "stop_token_ids": list(sampling.stop_token_ids),
         "sampling_seed": seed & 0x7FFFFFFF,  # SGLang's kernels hash 32-bit seeds
     }
 
 
-def read_generation(answer: dict[str, Any], vocab: int) -> Generation:
-    """Read the response in SGLang's answer. Raises ``EngineUnavailable`` for what no sound server says."""
+def read_generation(answer: dict[str, Any], vocab: int, with_support: bool = False) -> Generation:
+    """Read the response in SGLang's answer, with the support of each token if that was asked for.
+
+    Raises:
+        EngineUnavailable: For what no sound server says.
+        RequestRefused: If the server knows no supports.
+    """
     try:
         meta = answer["meta_info"]
         entries = meta.get("output_token_logprobs") or []
@@ -215,7 +243,58 @@ def read_generation(answer: dict[str, Any], vocab: int) -> Generation:
     )
     if not sound:
         raise EngineUnavailable(f"an answer whose tokens and log-probs are no generation: {str(answer)[:300]}")
-    return Generation(token_ids, log_probs, reason, last, earlier)
+    if not with_support:
+        return Generation(token_ids, log_probs, reason, last, earlier)
+    log_probs, support = read_support(meta, token_ids, vocab)
+    return Generation(token_ids, log_probs, reason, last, earlier, support)
+
+
+def read_support(meta: dict[str, Any], token_ids: Sequence[int], vocab: int) -> tuple[list[float], TokenSets]:
+    """Return the log-probs of the tokens over the sets that they were drawn from, and these sets.
+
+    Raises what ``read_generation`` does.
+    """
+    sets = meta.get("output_token_sampling_mask", [] if not token_ids else None)
+    log_probs = meta.get("output_token_sampling_logprobs", [])
+    if sets is None:
+        raise RequestRefused(
+            "the server returns no tokens that top-p, top-k and min-p have kept; SGLang 0.5.23 and later do, and a "
+            "router must pass the field return_sampling_mask on: use those, or add --no-support-replay"
+        )
+    try:
+        made = TokenSets.of(vocab, [[int(token) for token in kept] for kept in sets])
+        made.check()
+        sound = len(sets) == len(log_probs) == len(token_ids) and bool(made.contain(token_ids).all())
+        found = [float(value) for value in log_probs]
+    except (TypeError, ValueError, IndexError, OverflowError) as error:
+        raise EngineUnavailable(f"an answer whose kept tokens are none ({error})") from error
+    if not (sound and all(math.isfinite(value) and value <= 1e-4 for value in found)):
+        raise EngineUnavailable(f"an answer whose kept tokens do not fit its tokens: {str(meta)[:300]}")
+    return found, made
+
+
+def read_experts(meta: dict[str, Any], shape: tuple[int, int, int]) -> np.ndarray:
+    """Return the experts of all tokens but the last, of ``shape``: positions, layers, k.
+
+    SGLang gives them as int32 in base64 (0.5.23, ``srt/managers/tokenizer_manager.py``, ``routed_experts``).
+
+    Raises:
+        EngineUnavailable: They are of another shape.
+        RequestRefused: If the server gives none.
+    """
+    given = meta.get("routed_experts")
+    if given is None:
+        raise RequestRefused(
+            "--use-rollout-routing-replay: the server says nothing of the experts that it chose; start it with "
+            "--enable-return-routed-experts"
+        )
+    try:
+        numbers = np.frombuffer(base64.b64decode(given, validate=True), np.int32)
+    except (TypeError, ValueError) as error:
+        raise EngineUnavailable(f"an answer whose experts cannot be read ({error})") from error
+    if len(numbers) != math.prod(shape) or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < 2**15):
+        raise EngineUnavailable(f"an answer with {len(numbers)} experts, for a shape of {shape}")
+    return numbers.reshape(shape).astype(dtype_for(int(numbers.max(initial=0)) + 1))
 
 
 def read_versions(meta: dict[str, Any]) -> tuple[int, tuple[tuple[int, int], ...]]:

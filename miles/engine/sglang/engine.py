@@ -49,6 +49,7 @@ class SglangEngine:
         eos_ids: Collection[int] = (),
         unresponsive_seconds: float = 300.0,
         keys: Keys = NO_KEYS,
+        experts_shape: tuple[int, int] | None = None,
     ) -> None:
         """Put the engine together. ``start()`` starts the servers.
 
@@ -61,6 +62,7 @@ class SglangEngine:
             eos_ids: The model's own stop tokens.
             unresponsive_seconds: Without ``--use-fault-tolerance``: how long a server may pass no health check.
             keys: The keys that servers and router want.
+            experts_shape: Layers and experts per token of a model with experts, if servers say which they choose.
         """
         self._concurrency = sglang.sglang_server_concurrency * len(processes)
         self._concurrency_flag = f"--sglang-server-concurrency {sglang.sglang_server_concurrency}"
@@ -73,7 +75,7 @@ class SglangEngine:
         self._health = Health(self.servers, sglang, vocab_size, router, put_into_use, unresponsive_seconds)
         entrance = connect(router.url, key=keys.router) if router is not None else None
         after_failure = self._health.check_after_failure
-        self._requests = Requests(self.servers, sglang, vocab_size, eos_ids, entrance, after_failure)
+        self._requests = Requests(self.servers, sglang, vocab_size, eos_ids, entrance, after_failure, experts_shape)
 
     async def start(self) -> None:
         """Start the servers. Raises what ``Server.start`` raises, and ``ValueError`` for too many sockets."""
@@ -157,15 +159,17 @@ async def start(settings: Settings, host: EngineHost) -> SglangEngine:
         requests = settings.sglang.sglang_server_concurrency * len(processes)
         log = LogFile(logs / "router.log", max_mb)
         router = Router(settings.server_flags.router, "127.0.0.1", log, requests, keys)
+    config, says_experts = read_config(model).get_text_config(), settings.rollout.use_rollout_routing_replay
     engine = SglangEngine(
         processes,
         settings.sglang,
-        vocab_size=read_config(model).get_text_config().vocab_size,
+        vocab_size=config.vocab_size,
         sender=WeightSender(settings.sglang, settings.weights_folder, host.broadcast_device()),
         router=router,
         eos_ids=model_eos_ids(model),
         unresponsive_seconds=settings.cluster.worker_timeout,
         keys=keys,
+        experts_shape=(config.num_hidden_layers, config.num_experts_per_tok) if says_experts else None,
     )
     try:
         await engine.start()
@@ -192,6 +196,8 @@ def server_spec(settings: Settings, device: str, number: int, keys: Keys) -> Ser
         releases_memory=settings.offload(device).rollout,
         keys=keys,
         is_deterministic=settings.training.deterministic_mode,
+        fp32_head=settings.training.fp32_lm_head,
+        says_experts=settings.rollout.use_rollout_routing_replay,
     )
 
 

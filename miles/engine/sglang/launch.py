@@ -34,8 +34,8 @@ MODULE = "sglang.launch_server"
 MODULE_ON_CPU = "sglang_on_cpu"  # in cpu/, which is on the import path of servers on CPU
 
 # Flags that SGLang needs, or runs better with, on CPU: (flag, value, other spellings that the user may have given).
-# The limit in tokens bounds the cache. The fraction is a second bound, and what SGLang allows the weights and the memory
-# that other processes take while the server loads: below that it does not start. With 0.1 a busy host stopped it.
+# The limit in tokens bounds the cache. The fraction of memory bounds it too. SGLang does not start if its weights, and
+# what other processes take while it loads, exceed the fraction: with 0.1, a busy host prevented that.
 _ON_CPU = (
     ("--device", "cpu", ()),
     ("--attention-backend", "torch_native", ("--prefill-attention-backend", "--decode-attention-backend")),
@@ -61,6 +61,8 @@ class ServerSpec:
         releases_memory: Whether it can release its GPU memory and take it back, by the package torch-memory-saver.
         keys: The keys that it wants.
         is_deterministic: Whether the seed of a request decides its answer, whatever else the server computes.
+        fp32_head: Whether it computes its logits in fp32.
+        says_experts: Whether answers may say which experts were chosen.
     """
 
     model_path: str
@@ -72,6 +74,8 @@ class ServerSpec:
     releases_memory: bool = False
     keys: Keys = NO_KEYS
     is_deterministic: bool = False
+    fp32_head: bool = False
+    says_experts: bool = False
 
     @property
     def module(self) -> str:
@@ -89,6 +93,8 @@ class ServerSpec:
             *(_ON_CPU if self.device == "cpu" else ()),
             *([("--enable-memory-saver", None, ())] if self.releases_memory else ()),
             *([("--enable-deterministic-inference", None, ())] if self.is_deterministic else ()),
+            *([("--enable-fp32-lm-head", None, ())] if self.fp32_head else ()),
+            *([("--enable-return-routed-experts", None, ())] if self.says_experts else ()),
         ]
         for flag, value, spellings in defaults:
             if not has_flag(self.flags, flag, *spellings):

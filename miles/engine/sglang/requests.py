@@ -34,6 +34,7 @@ class Requests:
         eos_ids: Collection[int],
         router: SglangClient | None,
         after_failure: Callable[[], Awaitable[None]],
+        experts_shape: tuple[int, int] | None = None,
     ) -> None:
         """Send requests through ``router``, or to the only server.
 
@@ -44,6 +45,7 @@ class Requests:
             eos_ids: The model's own stop tokens.
             router: The client of the router; None if there is one server and no router.
             after_failure: Called after each failed try: finds the servers that do not work, and restarts them.
+            experts_shape: Layers and k of a model with experts.
         """
         assert router is not None or len(servers.all) == 1, f"{len(servers.all)} servers need a router"
         self._servers = servers
@@ -53,6 +55,7 @@ class Requests:
         self._keeps_cache = sglang.keeps_cache
         self._router = router
         self._after_failure = after_failure
+        self._experts_shape = experts_shape
         self._slots = asyncio.Semaphore(sglang.sglang_server_concurrency * len(servers.all))
         self._sent: set[asyncio.Task[Generation]] = set()  # in flight
         self._aborts = 0
@@ -109,15 +112,20 @@ class Requests:
         return self._servers.version or 0  # servers of our own start with version 0
 
     async def _send(self, request: GenerationRequest, seed: int) -> Generation:
-        """Send to the router or the only server, and wait for the answer, an abort, or the server's failure."""
+        """Send to the router or a server, and wait for the answer, an abort, or the server's failure.
+
+        sglang-router 0.3.2 drops the fields of a request that it does not know. Requests with such a field go to the
+        server that has the fewest of them.
+        """
         # Unless the cache is flushed with each update, what the old weights have computed must not be found again.
         key = str(self._version) if self._keeps_cache else None
-        if self._router is not None:
+        unknown = request.sampling.returns_support or request.sampling.returns_experts
+        if self._router is not None and not unknown:
             client, name, tracked_by = self._router, "the router", [self._sent]
         else:
-            [only] = self._servers.all
-            client, name, tracked_by = only.client, only.name, [self._sent, only.requests]
-        work = client.generate(request.prompt_ids, request.sampling, seed, self._vocab_size, key)
+            server = min(self._servers.in_use, key=lambda server: len(server.requests))
+            client, name, tracked_by = server.client, server.name, [self._sent, server.requests]
+        work = client.generate(request.prompt_ids, request.sampling, seed, self._vocab_size, key, self._experts_shape)
         task = asyncio.create_task(work)
         for tasks in tracked_by:
             tasks.add(task)

@@ -11,6 +11,7 @@ import statistics
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from miles.objective.registry import Needs, ObjectivePart, Term
@@ -61,7 +62,7 @@ class SampleRewards:
         for reward, group, trajectory in zip(self.rewards, self.group_indices, self.trajectory_ids, strict=True):
             samples.setdefault(group, {}).setdefault(trajectory, []).append(float(reward))
         return {
-            group: {trajectory: statistics.mean(values) for trajectory, values in trajectories.items()}
+            group: {trajectory: _mean(values) for trajectory, values in trajectories.items()}
             for group, trajectories in samples.items()
         }
 
@@ -84,6 +85,7 @@ class Estimator(ObjectivePart):
         reward_at_last_token: Whether phase 2 puts the reward on the last token of the trajectory, or on every token.
         greedy_baseline: Whether it reads the reward of a greedy response to each prompt, which is generated for it.
         reads_reward_parts: Whether it reads the parts of a sum of rewards, and not the sum alone.
+        reads_score_norms: Whether its phase 2 is ``group_token_advantages``.
     """
 
     flag: ClassVar[str] = "advantage_estimator"
@@ -93,6 +95,7 @@ class Estimator(ObjectivePart):
     reward_at_last_token: bool = False
     greedy_baseline: bool = False
     reads_reward_parts: bool = False
+    reads_score_norms: bool = False
     accepts_one: bool = False  # a group of one, whose advantage is 0, is allowed, with a note
 
     @abstractmethod
@@ -120,6 +123,20 @@ class Estimator(ObjectivePart):
         Only loss tokens are there. ``values`` are empty arrays without a critic. By default the rewards as they are.
         """
         return list(rewards)
+
+    def group_token_advantages(
+        self,
+        flags: Any,
+        rewards: Sequence[np.ndarray],
+        groups: Sequence[int],
+        score_norms: Sequence[np.ndarray],
+    ) -> list[np.ndarray]:
+        """Compute phase 2 in the form of ``token_advantages``, with what ``reads_score_norms`` asks for.
+
+        ``groups`` has the prompt group of each trajectory. ``score_norms`` are the squared norms of the gradient of
+        each token's log-prob by its logits, ``1 - 2 p + sum_v p(v)^2``.
+        """
+        raise NotImplementedError
 
     def returns(
         self,
@@ -153,12 +170,23 @@ def less_group_mean(samples: SampleRewards, *, std: bool, eps: float = 1e-6) -> 
     means: dict[int, float] = {}
     scales: dict[int, float] = {}
     for group, of_trajectory in samples.by_group().items():
-        group_rewards = list(of_trajectory.values())
-        means[group] = statistics.mean(group_rewards)
-        spread = statistics.stdev(group_rewards) if std and len(group_rewards) > 1 else 0.0
+        means[group], spread = _mean_and_spread(tuple(of_trajectory.values()), std)
         scales[group] = spread + eps if std else 1.0
     pairs = zip(samples.rewards, samples.group_indices, strict=True)
     return [(reward - means[group]) / scales[group] for reward, group in pairs]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return values[0] if len(values) == 1 else statistics.mean(values)
+
+
+@lru_cache(maxsize=4096)
+def _mean_and_spread(rewards: tuple[float, ...], std: bool) -> tuple[float, float]:
+    """Return the mean and, with ``std``, the standard deviation, exactly rounded.
+
+    That is slow arithmetic with fractions, and the groups of a step often have the same rewards.
+    """
+    return statistics.mean(rewards), statistics.stdev(rewards) if std and len(rewards) > 1 else 0.0
 
 
 def spread_over_tokens(advantages: torch.Tensor, sample_index: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from miles.objective.adaptive_entropy import adaptive_entropy_formula
+from miles.objective.adaptive_kl import adaptive_kl_formula
 from miles.objective.aggregation import (
     aggregation_formula,
     get_default_pg_loss_reducer,
@@ -14,7 +16,7 @@ from miles.objective.aggregation import (
 )
 from miles.objective.kl import approximate_kl, kl_formula, masked_log_ratio
 from miles.objective.loss_types.base import LossType, advantage_terms
-from miles.objective.output import LossOutput
+from miles.objective.output import LossOutput, TokenValues
 from miles.objective.policy_losses.base import PolicyTokens
 from miles.objective.registry import Needs, Term
 from miles.objective.sequences import count_once, gather_whole, whole_responses
@@ -50,12 +52,15 @@ class PolicyGradientLoss(LossType):
         summands = ["pg_loss"]
         if flags.use_kl_loss and flags.kl_loss_coef:
             summands.append(f"+ {flags.kl_loss_coef:g} KL_{flags.kl_loss_type}(policy, reference)")
-        if flags.entropy_coef:
+        if flags.entropy_target is not None:
+            summands.append("- c entropy")
+        elif flags.entropy_coef:
             sign = "-" if flags.entropy_coef > 0 else "+"
             summands.append(f"{sign} {abs(flags.entropy_coef):g} entropy")
         whole = Term("loss = " + " ".join(summands), __name__)
         mean = aggregation_formula("pg_loss", flags, shape)
-        others = [*kl_formula(flags), *_entropy_formula(flags), *advantage_terms(objective, shape)]
+        adaptive = [*adaptive_kl_formula(flags), *adaptive_entropy_formula(flags)]
+        others = [*kl_formula(flags), *_entropy_formula(flags), *adaptive, *advantage_terms(objective, shape)]
         return [whole, *mean, *_token_loss_formula(objective), *others]
 
     def words(self, objective: Objective) -> str:
@@ -91,7 +96,8 @@ def _token_loss_formula(objective: Objective) -> list[Term]:
 
 def _entropy_formula(loss: LossArguments) -> list[Term]:
     text = "entropy = -Σ p log p over the vocabulary, of each token"
-    return [Term(text, "miles.objective.token_log_probs")] if loss.entropy_coef else []
+    has_entropy = loss.entropy_coef or loss.entropy_target is not None
+    return [Term(text, "miles.objective.token_log_probs")] if has_entropy else []
 
 
 def policy_loss_function(
@@ -147,7 +153,8 @@ def policy_loss_function(
         if loss.kl_loss_coef:
             total = total + loss.kl_loss_coef * kl_loss
     metrics["loss"] = total
-    return LossOutput(total, {name: value.detach() for name, value in metrics.items()})
+    values = TokenValues(micro, ratios.old_log_probs, ratios.policy, weights)
+    return LossOutput(total, {name: value.detach() for name, value in metrics.items()}, values)
 
 
 def _evaluated_whole(
@@ -168,7 +175,7 @@ def _evaluated_whole(
     total = count_once(output.loss, micro)
     if canary is not None:
         total = total + get_default_pg_loss_reducer(objective.flags, micro)(canary.expand(micro.loss_mask.shape))
-    return LossOutput(total, {name: count_once(value, micro) for name, value in output.metrics.items()})
+    return LossOutput(total, {name: count_once(value, micro) for name, value in output.metrics.items()}, output.tokens)
 
 
 def _token_kl(loss: LossArguments, micro: MicroBatch, log_probs: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:

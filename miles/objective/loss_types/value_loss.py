@@ -29,7 +29,7 @@ class ValueLoss(LossType):
     ignores = (
         *("policy_loss", "entropy_coef", "get_mismatch_metrics", "use_kl_loss", "normalize_advantages"),
         *("custom_pg_loss_reducer_function_path", "pg_loss_divisor", "loss_canary"),
-        "custom_policy_loss_function_path",
+        *("custom_policy_loss_function_path", "kl_target", "entropy_target"),
         *POLICY_LOSSES.reads,
         *(weight.switch for weight in TOKEN_WEIGHTS),
     )

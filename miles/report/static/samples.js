@@ -8,6 +8,7 @@ const FILTERS = {
   mixed: { label: 'mixed rewards', keep: group => new Set(group.samples.map(s => s.reward)).size > 1 },
   equal: { label: 'equal rewards', keep: group => new Set(group.samples.map(s => s.reward)).size === 1 },
   truncated: { label: 'with truncated answers', keep: group => group.samples.some(s => s.status === 'truncated') },
+  recorded: { label: 'with the trainer’s values of tokens', keep: group => group.samples.some(s => s.recorded) },
   aborted: { label: 'with aborted answers', keep: group => group.samples.some(s => s.status === 'aborted') },
 };
 
@@ -109,9 +110,10 @@ class SampleBrowser {
 
   card(step, sample, others) {
     const good = sample.reward > 0 ? 'good' : 'bad';
-    const facts = [sample.status, sample.length ? `${sample.length} tokens` : null, sample.advantage !== null ? `advantage ${shown(sample.advantage)}` : null];
+    const facts = [sample.status, sample.length ? `${sample.length} tokens` : null, sample.advantage !== null ? `advantage ${shown(sample.advantage)}` : null, sample.recorded ? 'ratio and gap' : null];
     return make('button', { class: 'answer', onclick: () => this.dialog.open(step, sample.index, others) },
       make('span', { class: `reward ${good}` }, shown(sample.reward)), make('span', { class: 'text' }, sample.response + (sample.cut ? ' …' : '')),
+      sample.reward_parts ? make('small', { class: 'parts' }, rewardParts(sample.reward_parts)) : null,
       make('small', {}, facts.filter(Boolean).join(' · ')));
   }
 

@@ -3,9 +3,13 @@
 
 const COLOURINGS = {
   credit: { label: 'advantage × weight', kind: 'signed' },
+  advantage: { label: 'advantage', kind: 'signed' },
   weight: { label: 'weight', kind: 'positive' },
+  ratio: { label: 'ratio', kind: 'ratio' },
+  gap: { label: 'trainer − engine log-prob', kind: 'gap' },
   mask: { label: 'mask', kind: 'mask' },
   rollout_log_probs: { label: 'engine log-prob', kind: 'surprise' },
+  log_probs: { label: 'trainer log-prob', kind: 'surprise' },
   version: { label: 'weight version', kind: 'category' },
 };
 
@@ -43,8 +47,30 @@ function tint(kind, value, largest) {
   if (kind === 'mask') return value ? ['--good', 0.35] : ['--soft', 0.3];
   if (kind === 'category') return [COLOURS[value % COLOURS.length], 0.4];
   if (kind === 'surprise') return ['--mark', Math.min(1, -value / 5)];
+  if (kind === 'ratio') return around(Math.log(Math.max(value, 1e-6)), Math.log(1.5));
+  if (kind === 'gap') return around(value, 0.5);
   if (!value || !largest) return null;
   return [kind === 'signed' && value < 0 ? '--bad' : '--good', 0.15 + 0.85 * Math.abs(value) / largest];
+}
+
+/* A value that should be 0: as strong as its size, full at `most`; less than 5 % of that is no colour. */
+function around(value, most) {
+  const strength = Math.min(1, Math.abs(value) / most);
+  return strength < 0.05 ? null : [value < 0 ? '--bad' : '--good', strength];
+}
+
+/* What the colours say, in words. */
+const KEYS = {
+  signed: 'green raises the token’s probability, red lowers it', positive: 'the stronger, the more the token weighs',
+  ratio: 'green: more probable than when the iteration began, red: less; full colour at 1.5 and 0.67',
+  gap: 'green: the trainer gives the token more than the engine, red: less; full colour at 0.5 nats',
+  mask: 'green is in the loss', surprise: 'the stronger, the less probable', category: 'a colour for each version of the weights',
+};
+
+/* The parts of a reward that is a weighted sum, in words; null: it has none. */
+function rewardParts(parts) {
+  const named = Object.entries(parts || {});
+  return named.length ? named.map(([name, value]) => `${name} ${shown(value)}`).join(' · ') : null;
 }
 
 function describeToken(sample, i) {
@@ -104,8 +130,9 @@ class SampleDialog {
     if (!can.includes(this.colouring)) this.colouring = can[0] || null;
     const status = make('p', { class: 'status', 'aria-live': 'polite' }, can.length ? 'Point at a token to see its values.' : 'Tokens of this answer are not stored.');
     const response = make('div', { class: 'response' });
-    const draw = () => response.replaceChildren(...(sample.tokens.length ? tokenBlocks(sample, this.colouring, status)
-      : [make('section', { class: 'turn model' }, make('h4', {}, 'model'), make('pre', {}, sample.response))]));
+    const key = make('small', { class: 'key-words' });
+    const draw = () => { key.textContent = this.colouring ? KEYS[COLOURINGS[this.colouring].kind] : ''; response.replaceChildren(...(sample.tokens.length ? tokenBlocks(sample, this.colouring, status)
+      : [make('section', { class: 'turn model' }, make('h4', {}, 'model'), make('pre', {}, sample.response))])); };
     const select = make('select', { 'aria-label': 'colour tokens by', onchange: event => { this.colouring = event.target.value; draw(); } },
       ...can.map(name => make('option', { value: name, selected: name === this.colouring }, COLOURINGS[name].label)));
     draw();
@@ -113,7 +140,7 @@ class SampleDialog {
     const facts = [
       `step ${sample.step}`, sample.train_step && sample.train_step !== sample.step ? `optimizer step ${sample.train_step}` : null,
       sample.group !== null ? `group ${sample.group}` : null, sample.trajectory !== null ? `trajectory ${sample.trajectory}` : null,
-      `reward ${shown(sample.reward)}`,
+      `reward ${shown(sample.reward)}${sample.reward_parts ? ` (${rewardParts(sample.reward_parts)})` : ''}`,
       sample.advantage !== null ? `advantage ${shown(sample.advantage)}` : null, sample.status,
       sample.label !== null ? `reference ${sample.label}` : null,
     ].filter(Boolean);
@@ -124,7 +151,7 @@ class SampleDialog {
         make('button', { onclick: () => this.dialog.close(), title: 'Escape', class: 'close' }, 'close')),
       make('p', { class: 'facts' }, facts.join(' · ')),
       ...turns(sample.prompt).map(turn => make('section', { class: 'turn prompt' }, make('h4', {}, turn.role), make('pre', {}, turn.text))),
-      can.length ? make('label', { class: 'colouring' }, 'colour tokens by ', select) : null, response, status,
+      can.length ? make('p', { class: 'colouring' }, make('label', {}, 'colour tokens by ', select), ' ', key) : null, response, status,
       sample.ledger.length ? this.ledger() : null,
     ].filter(Boolean));
   }

@@ -9,21 +9,34 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from miles.arguments.lora import LoraArguments
 from miles.arguments.settings import Settings
 from miles.parallel.groups import ContextGroups
+from miles.replay.routers import Routers
 from miles.training import checkpoint_folder
 from miles.training.adapter_folder import adapter_folder, check_adapter
 from miles.training.backend import PolicyScorer, TrainBackend, ValueScorer
+from miles.training.checkpoint_folder import saved_reference
+from miles.training.checkpoint_io import StagedFiles
 from miles.training.fsdp import checkpoint
 from miles.training.fsdp.adapter import add_adapter, merged_weights, names_on_disk, save_adapter
-from miles.training.fsdp.models import Policy, load_model, load_policy, load_value_model, shard_model
+from miles.training.fsdp.models import (
+    Policy,
+    ShardedModule,
+    load_model,
+    load_policy,
+    load_value_model,
+    shard_model,
+)
 from miles.training.fsdp.optimizer import ShardedOptimizer
 from miles.training.fsdp.packing_check import check_layout, check_untested_model
 from miles.training.fsdp.runner import FsdpBaseModel, FsdpModel, FsdpTrainedModel
+from miles.training.reference_refresh import check_can_follow, check_same_positions, follow, names_of_state
 from miles.weights import WeightChunk, in_chunks
 
 
@@ -61,7 +74,13 @@ class FsdpBackend:
         policy = self._load_policy("--hf-checkpoint", path, dtype, lora)
         policy.train()
         optimizer = ShardedOptimizer(policy.language_model, self.settings.optimizer, total_steps)
-        return FsdpTrainedModel(policy, optimizer, self.groups, self.device)
+        model = FsdpTrainedModel(policy, optimizer, self.groups, self.device)
+        if self.settings.rollout.use_rollout_routing_replay:
+            policy.routers = Routers(policy.language_model, "--use-rollout-routing-replay")
+        elif self.settings.training.use_routing_replay:
+            policy.routers = Routers(policy.language_model, "--use-routing-replay")
+            model.record_experts(policy.routers)
+        return model
 
     def _build_critic(self, path: str, total_steps: int) -> FsdpTrainedModel[ValueScorer]:
         model = load_value_model(path, torch.float32, self._read)
@@ -77,18 +96,28 @@ class FsdpBackend:
         """
         if ref_load is None and self.settings.lora.trains_adapter:
             return FsdpBaseModel(self.policy.module, self.groups, self.device)
-        return self._build_frozen("--ref-load", ref_load)
+        if self.settings.model.ref_update_interval is None:
+            return self._build_frozen("--ref-load", ref_load)
+        mixes = self.settings.model.ref_mixup_alpha < 1
+        reference = self._build_frozen("--ref-load", ref_load, torch.float32 if mixes else self.compute_dtype)
+        check_can_follow(_state(reference.module), _state(self.policy.module), ref_load)
+        check_same_positions(reference.module.language_model.config, self.policy.module.language_model.config, ref_load)
+        return reference
 
-    def _build_frozen(self, flag: str, path: str | None) -> FsdpModel[PolicyScorer]:
-        """Freeze a model: a Hugging Face folder, or a checkpoint of this backend; None is ``--hf-checkpoint``."""
+    def _build_frozen(self, flag: str, path: str | None, dtype: torch.dtype | None = None) -> FsdpModel[PolicyScorer]:
+        """Freeze a model: a Hugging Face folder, or a checkpoint of this backend; None is ``--hf-checkpoint``.
+
+        ``dtype`` is that of the weights that are kept; by default the one that they are computed with.
+        """
+        dtype = dtype or self.compute_dtype
         hf_checkpoint = self.settings.model.hf_checkpoint
         assert hf_checkpoint is not None
         folder = checkpoint_folder.at(Path(path)) if path is not None else None
         if path is None or folder is not None:
-            model = self._load_policy("--hf-checkpoint", hf_checkpoint, self.compute_dtype)
+            model = self._load_policy("--hf-checkpoint", hf_checkpoint, dtype)
         else:
             check_layout(flag, path, self.settings.parallel)
-            model = self._load_policy(flag, path, self.compute_dtype)
+            model = self._load_policy(flag, path, dtype)
         if folder is not None:
             self._read_frozen(folder, model, f"{flag} {path}")
         model.eval().requires_grad_(False)
@@ -96,7 +125,9 @@ class FsdpBackend:
 
     def _load_policy(self, flag: str, path: str, dtype: torch.dtype, lora: LoraArguments | None = None) -> Policy:
         temperature, chunk_size = self.settings.rollout.rollout_temperature, self.settings.loss.log_probs_chunk_size
-        policy = load_policy(path, temperature, chunk_size, dtype, self._read)
+        policy = load_policy(
+            path, temperature, chunk_size, dtype, self._read, fp32_head=self.settings.training.fp32_lm_head
+        )
         self._check(policy, flag, path)
         if lora is not None and lora.trains_adapter:
             add_adapter(policy.language_model, lora, self.settings.training.seed)
@@ -155,20 +186,37 @@ class FsdpBackend:
             self.critic.optimizer.to(device)
         self.policy.optimizer.to(device)
 
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
-        """Write the critic, if there is one, and the policy."""
-        if self.critic is not None:
-            checkpoint.save_critic(folder, self.critic.module, self.critic.optimizer)
-        self._save_adapter(folder)
-        checkpoint.save(folder, self.policy.module.language_model, self.policy.optimizer, state)
+    def refresh_reference(self) -> None:
+        """Let the reference follow the policy."""
+        assert self.reference is not None, "validate() demands a reference"
+        reference = {name: _local(weight) for name, weight in _state(self.reference.module).items()}
+        policy = {
+            # Weights that are updated are fp32, and gathered in compute dtype; buffers stay as they are.
+            name: _local(weight).to(self.compute_dtype) if isinstance(weight, nn.Parameter) else weight
+            for name, weight in _state(self.policy.module).items()
+        }
+        follow(reference, policy, self.settings.model.ref_mixup_alpha)
 
-    def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
+    def save(self, folder: Path, state: dict[str, Any], staged: StagedFiles | None = None) -> None:
+        """Write the critic, if there is one, a reference that follows the policy, and the policy."""
+        if self.critic is not None:
+            checkpoint.save_critic(folder, self.critic.module, self.critic.optimizer, staged)
+        if self.reference is not None and self.settings.model.ref_update_interval is not None:
+            checkpoint.save_reference(folder, self.reference.module.language_model, staged)
+        self._save_adapter(folder)
+        checkpoint.save(folder, self.policy.module.language_model, self.policy.optimizer, state, staged)
+
+    def load(self, folder: Path, optimizer: bool = True, rng: bool = True, reference: bool = True) -> dict[str, Any]:
         """Read what ``save`` wrote, on any number of ranks."""
         language_model, lora = self.policy.module.language_model, self.settings.lora
         check_adapter(folder, lora, names_on_disk(language_model), "--load")
         state = checkpoint.load(folder, self.policy.module.language_model, self.policy.optimizer, optimizer, rng)
         if self.critic is not None:
             checkpoint.load_critic(folder, self.critic.module, self.critic.optimizer, optimizer)
+        within = saved_reference(folder, self.settings.model.ref_update_interval, self.reference is not None)
+        if reference and within is not None:
+            assert self.reference is not None, "validate() demands a reference"
+            checkpoint.load_reference(within, self.reference.module.language_model)
         return state
 
     def export_hf(self, folder: Path) -> None:
@@ -181,6 +229,14 @@ class FsdpBackend:
         if lora.trains_adapter:
             assert base is not None
             save_adapter(adapter_folder(folder), self.policy.module.language_model, lora, base)
+
+
+def _state(policy: ShardedModule[PolicyScorer]) -> dict[str, torch.Tensor]:
+    return dict(names_of_state(policy.language_model))
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def build(settings: Settings, device: torch.device, total_steps: int) -> TrainBackend:

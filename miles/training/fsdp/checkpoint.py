@@ -24,18 +24,28 @@ from miles.model_families.base import HEADS_IN_CONFIG
 from miles.training.checkpoint_folder import (
     critic_folder,
     read_run_state,
+    reference_folder,
     saved_critic,
     write_run_state,
 )
-from miles.training.checkpoint_io import load_errors, save_errors
+from miles.training.checkpoint_io import StagedFiles, StagingWriter, load_errors, save_errors
 from miles.training.fsdp.optimizer import ShardedOptimizer
 from miles.training.random_state import restore_random_state, write_random_state
 from miles.training.restricted_pickle import restricted_loading
 
 
-def save(folder: Path, model: PreTrainedModel, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
-    """Write everything that a resumed run needs into ``folder``; the caller makes it appear at once (atomic)."""
-    _save_tensors(folder, model, optimizer, state)
+def save(
+    folder: Path,
+    model: PreTrainedModel,
+    optimizer: ShardedOptimizer,
+    state: dict[str, Any],
+    staged: StagedFiles | None = None,
+) -> None:
+    """Write everything that a resumed run needs into ``folder``; the caller makes it appear at once (atomic).
+
+    Tensors go into ``staged`` if it is given.
+    """
+    _save_tensors(folder, model, optimizer, state, staged)
     write_random_state(folder)
     dist.barrier()
 
@@ -51,9 +61,9 @@ def load(
     return launcher
 
 
-def save_critic(folder: Path, model: nn.Module, optimizer: ShardedOptimizer) -> None:
+def save_critic(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, staged: StagedFiles | None = None) -> None:
     """Add the critic to the checkpoint that is being written into ``folder``."""
-    _save_tensors(critic_folder(folder), model, optimizer, {})
+    _save_tensors(critic_folder(folder), model, optimizer, {}, staged)
 
 
 def load_critic(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, with_optimizer: bool) -> None:
@@ -61,10 +71,12 @@ def load_critic(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, wit
     _load_tensors(saved_critic(folder), model, optimizer, with_optimizer)
 
 
-def _save_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
+def _save_tensors(
+    folder: Path, model: nn.Module, optimizer: ShardedOptimizer, state: dict[str, Any], staged: StagedFiles | None
+) -> None:
     tensors = {"model": _trained_state(model), "optimizer": _optimizer_state(model, optimizer)}
     with save_errors(folder):
-        dcp.save(tensors, checkpoint_id=folder)
+        dcp.save(tensors, storage_writer=StagingWriter(folder, staged))
     if dist.get_rank() == 0:
         write_run_state(folder, "fsdp", state, optimizer.state())
 
@@ -114,6 +126,24 @@ def load_weights(folder: Path, model: PreTrainedModel, flag: str) -> None:
     with load_errors(folder), restricted_loading():
         dcp.load(tensors, checkpoint_id=folder)
     _set_state(model, tensors["model"])
+
+
+def save_reference(folder: Path, model: PreTrainedModel, staged: StagedFiles | None = None) -> None:
+    """Add a reference that follows the policy to the checkpoint that is being written into ``folder``."""
+    within = reference_folder(folder)
+    with save_errors(within):
+        dcp.save({"model": get_model_state_dict(model)}, storage_writer=StagingWriter(within, staged))
+    if dist.get_rank() == 0:
+        write_run_state(within, "fsdp", {}, {"steps_done": 0})
+
+
+def load_reference(within: Path, model: PreTrainedModel) -> None:
+    """Read what ``save_reference`` wrote into ``within``."""
+    read_run_state(within, "fsdp", "--load")
+    tensors = {"model": get_model_state_dict(model)}
+    with load_errors(within), restricted_loading():
+        dcp.load(tensors, checkpoint_id=within)
+    set_model_state_dict(model, tensors["model"])
 
 
 def export_hf(

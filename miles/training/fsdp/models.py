@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from miles.model_families.reading import read_config
 from miles.objective.token_log_probs import chunked_log_probs
+from miles.replay.routers import Routers
 from miles.train_batch import MicroBatch
 from miles.training.backend import PolicyScorer, PolicyScores, Scorer, ValueScorer
 from miles.training.packed_attention import NAME, PackedLayout
@@ -104,10 +105,15 @@ class ValueModel(ShardedModule[ValueScorer]):
 class Policy(ShardedModule[PolicyScorer]):
     """The language model. Only response positions reach its head, in chunks (objective/token_log_probs.py)."""
 
-    def __init__(self, language_model: PreTrainedModel, temperature: float, chunk_size: int) -> None:
+    routers: Routers | None = None  # what gives its layers the experts of a micro-batch
+
+    def __init__(
+        self, language_model: PreTrainedModel, temperature: float, chunk_size: int, fp32_head: bool = False
+    ) -> None:
         super().__init__(language_model)
         self.temperature = temperature
         self.chunk_size = chunk_size
+        self.fp32_head = fp32_head
         self.canary = LossCanary()
 
     @property
@@ -123,21 +129,27 @@ class Policy(ShardedModule[PolicyScorer]):
         """Return this rank's part of the canary's gradient, and clear it; None if the step was not watched."""
         return self.canary.take_mass()
 
-    def forward(self, micro: MicroBatch, watched: bool, with_entropy: bool) -> PolicyScores:
-        """Return log-probs of ``micro.targets`` under softmax(logits / temperature), and the entropy if asked.
+    def forward(self, micro: MicroBatch, watched: bool, with_entropy: bool, sharpness: float = 1.0) -> PolicyScores:
+        """Return log-probs of ``micro.targets`` under softmax(logits sharpness / temperature), entropy if asked.
+
+        If the micro-batch has supports, the softmax is over these. If it has experts, the layers use these.
 
         The canary stays out of the graph of steps that are not watched: its gradient would enter norm and optimizer.
         """
+        if self.routers is not None:
+            self.routers.replay(micro.experts)
         hidden = hidden_states(self.language_model, micro)
         head = self.language_model.get_output_embeddings()
         log_probs, entropy = chunked_log_probs(
             hidden[micro.logit_index],
             head.weight,
             micro.targets,
-            temperature=self.temperature,
+            temperature=(self.temperature or 1.0) / sharpness,
             chunk_size=self.chunk_size,
             bias=head.bias,
             with_entropy=with_entropy,
+            fp32=self.fp32_head,
+            support=micro.support,
         )
         canary = self.canary()  # always: every rank takes part in the gathering of its weight
         return PolicyScores(log_probs, entropy, canary if watched else None)
@@ -179,7 +191,12 @@ ModelReader: TypeAlias = Callable[[str, torch.dtype], PreTrainedModel]
 
 
 def load_policy(
-    path: str, temperature: float, chunk_size: int, dtype: torch.dtype, read: ModelReader = load_model
+    path: str,
+    temperature: float,
+    chunk_size: int,
+    dtype: torch.dtype,
+    read: ModelReader = load_model,
+    fp32_head: bool = False,
 ) -> Policy:
     """Load the model at ``path`` in ``dtype``. Raises ``ValueError`` if its logits are not the head's plain product."""
     config = read_config(path)
@@ -189,7 +206,7 @@ def load_policy(
                 f"--hf-checkpoint {path}: its config sets {name}, which --train-backend fsdp does not compute; "
                 "choose a model without it"
             )
-    return Policy(read(path, dtype), temperature, chunk_size)
+    return Policy(read(path, dtype), temperature, chunk_size, fp32_head)
 
 
 def load_value_model(path: str, dtype: torch.dtype, read: ModelReader = load_model) -> ValueModel:
@@ -230,5 +247,6 @@ def shard_model(
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if mesh.size() > 1:  # one rank would divide every gradient by 1, in a pass of its own
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

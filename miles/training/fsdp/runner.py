@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Generic
 
 import torch
@@ -10,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from miles.batching.collate import collate
 from miles.parallel.groups import ContextGroups
+from miles.profiling.spans import span
+from miles.replay.routers import Routers
 from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 from miles.training.backend import LossFunction, Result, Scorer, StepSums
 from miles.training.fsdp.adapter import without_adapter
@@ -24,6 +29,11 @@ class FsdpModel(Generic[Scorer]):
         self.module = module
         self._groups = groups
         self._device = device
+        self._recorded: RecordedExperts | None = None  # --use-routing-replay
+
+    def record_experts(self, routers: Routers) -> None:
+        """From now on, use the experts of the first pass over a micro-batch in the later ones too."""
+        self._recorded = RecordedExperts(routers)
 
     def forward(
         self, shard: TrainShard, plans: Sequence[MicroBatchPlan], function: Callable[[MicroBatch, Scorer], Result]
@@ -32,7 +42,11 @@ class FsdpModel(Generic[Scorer]):
         was_training = self.module.training
         self.module.eval()
         with torch.no_grad():
-            found = [function(micro, self.module.scorer(micro)) for micro in self._collated(shard, plans)]
+            found = []
+            for number, (plan, micro) in enumerate(zip(plans, self._collated(shard, plans), strict=True)):
+                records = nullcontext() if self._recorded is None else self._recorded.first_pass(plan)
+                with span(f"micro-batch {number}: score"), records:
+                    found.append(function(micro, self.module.scorer(micro)))
         self.module.train(was_training)
         # FSDP frees gathered weights in the backward pass, and there was none.
         for module in self.module.modules():
@@ -44,7 +58,37 @@ class FsdpModel(Generic[Scorer]):
         for plan in plans:
             context = self._groups.of(plan.context_parallel_size)
             multiple = 1 if plan.padded else None
-            yield collate(shard.batch, plan.samples, self._device, context, row_multiple=multiple)
+            with span("collate"):
+                micro = collate(shard.batch, plan.samples, self._device, context, row_multiple=multiple)
+            yield micro if self._recorded is None else replace(micro, experts=self._recorded.of(plan, self._device))
+
+
+class RecordedExperts:
+    """The experts that the policy chose in its first pass over each micro-batch of an iteration, in host memory.
+
+    A micro-batch is laid out alike in every pass, so its tokens are in the same places. Entries are removed when their
+    plans are no longer used.
+    """
+
+    def __init__(self, routers: Routers) -> None:
+        self._routers = routers
+        self._of_plan: dict[int, torch.Tensor] = {}
+
+    def of(self, plan: MicroBatchPlan, device: torch.device) -> torch.Tensor | None:
+        """Return the experts of a micro-batch, int16 [T, layers, k]; None before its first pass."""
+        found = self._of_plan.get(id(plan))
+        return None if found is None else found.to(device)
+
+    @contextmanager
+    def first_pass(self, plan: MicroBatchPlan) -> Iterator[None]:
+        """Record the experts of the block's pass over ``plan``, unless they are known."""
+        if id(plan) in self._of_plan:
+            yield
+            return
+        with self._routers.recording():
+            yield
+        self._of_plan[id(plan)] = self._routers.take().to(torch.int16).cpu()
+        weakref.finalize(plan, self._of_plan.pop, id(plan), None)
 
 
 class FsdpBaseModel(FsdpModel[Scorer]):
@@ -53,9 +97,10 @@ class FsdpBaseModel(FsdpModel[Scorer]):
     def forward(
         self, shard: TrainShard, plans: Sequence[MicroBatchPlan], function: Callable[[MicroBatch, Scorer], Result]
     ) -> list[Result]:
-        """Run ``plans`` without the adapter."""
+        """Run ``plans`` without the adapter, and with experts of its own choice."""
+        own = replace(shard, batch=replace(shard.batch, experts=None))
         with without_adapter(self.module.language_model):
-            return super().forward(shard, plans, function)
+            return super().forward(own, plans, function)
 
 
 class FsdpTrainedModel(FsdpModel[Scorer]):
@@ -75,9 +120,11 @@ class FsdpTrainedModel(FsdpModel[Scorer]):
         """Run backward through every micro-batch, then score those that are not trained on."""
         watched = shard.expected_loss_mass is not None
         metrics = []
-        for micro in self._collated(shard, shard.micro_batches):
-            output = loss_function(micro, self.module.scorer(micro, watched))
-            output.loss.backward()
+        for number, micro in enumerate(self._collated(shard, shard.micro_batches)):
+            with span(f"micro-batch {number}: forward"):
+                output = loss_function(micro, self.module.scorer(micro, watched))
+            with span(f"micro-batch {number}: backward"):
+                output.loss.backward()
             metrics.append(output.metrics)
         scored = self.forward(shard, shard.score_only, lambda micro, scorer: loss_function(micro, scorer).metrics)
         return StepSums([*metrics, *scored])

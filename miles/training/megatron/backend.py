@@ -24,7 +24,8 @@ from miles.model_families.reading import read_config
 from miles.training import checkpoint_folder
 from miles.training.adapter_folder import check_adapter
 from miles.training.backend import PolicyScorer, ValueScorer
-from miles.training.checkpoint_folder import critic_folder, saved_critic
+from miles.training.checkpoint_folder import critic_folder, reference_folder, saved_critic, saved_reference
+from miles.training.checkpoint_io import StagedFiles
 from miles.training.megatron.adapter import add_adapter, exported_value, save_adapter
 from miles.training.megatron.checkpoint import save_load as checkpoint
 from miles.training.megatron.model.policy_model import PolicyModel
@@ -32,10 +33,12 @@ from miles.training.megatron.model.transformer_config import ddp_config, optimiz
 from miles.training.megatron.model.value_model import ValueModel
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import initialize_process_groups
+from miles.training.megatron.reference import MegatronReference
 from miles.training.megatron.runner import MegatronBaseModel, MegatronModel, MegatronTrainedModel
 from miles.training.megatron.versions import megatron_version
 from miles.training.megatron.weights.converter import build_converter
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights, export_hf
+from miles.training.reference_refresh import check_same_positions
 from miles.weights import WeightChunk, in_chunks
 
 
@@ -78,13 +81,16 @@ class MegatronBackend:
             self.teacher = self._build_frozen("--opd-teacher-load", settings.model.opd_teacher_load)
 
     def _build_policy(self, total_steps: int) -> MegatronTrainedModel[PolicyScorer]:
-        policy = self._load(self.hf_config, self.hf_weights, is_trained=True)
+        model = self._load(self.hf_config, self.hf_weights, is_trained=True)
         if self.settings.lora.trains_adapter:
-            self._add_adapter(policy)
-        models = self._distributed(policy)
+            self._add_adapter(model)
+        models = self._distributed(model)
         config = optimizer_config(self.settings.optimizer, self.settings.megatron, self.compute_dtype, self.device)
         optimizer = MegatronOptimizer(models, config, self.settings.optimizer, total_steps)
-        return MegatronTrainedModel(models, optimizer, self.settings.megatron, self.ranks, self.device)
+        policy = MegatronTrainedModel[PolicyScorer](models, optimizer, self.settings.megatron, self.ranks, self.device)
+        policy.replays_experts = self.settings.rollout.use_rollout_routing_replay
+        policy.records_experts = self.settings.training.use_routing_replay and not policy.replays_experts
+        return policy
 
     def _build_critic(self, total_steps: int) -> MegatronTrainedModel[ValueScorer]:
         models = self._distributed(self._load(self.hf_config, self.hf_weights, of=ValueModel))
@@ -96,11 +102,16 @@ class MegatronBackend:
     def _build_reference(self, ref_load: str | None) -> MegatronModel[PolicyScorer]:
         """Return the model of ``--ref-load``, or the one that training starts from.
 
-        Under an adapter that one is frozen already.
+        Under an adapter that one is frozen already. ``refresh_reference`` can update the model if the run does that.
         """
         if ref_load is None and self.settings.lora.trains_adapter:
             return MegatronBaseModel(self.policy.stage, self.ranks, self.device)
-        return self._build_frozen("--ref-load", ref_load)
+        frozen = self._build_frozen("--ref-load", ref_load)
+        if self.settings.model.ref_update_interval is None:
+            return frozen
+        reference = MegatronReference(frozen.stage, self.ranks, self.device, self.settings.model.ref_mixup_alpha)
+        reference.check(self.policy.stage, ref_load)
+        return reference
 
     def _build_frozen(self, flag: str, path: str | None) -> MegatronModel[PolicyScorer]:
         """Freeze a model: a Hugging Face folder, or a checkpoint of this backend; None is ``--hf-checkpoint``."""
@@ -114,6 +125,8 @@ class MegatronBackend:
                 (hf_config.to_dict(), self.converter.shape_of(hf_config)),
                 (self.hf_config.to_dict(), self.converter.shape),
             )
+            if flag == "--ref-load" and self.settings.model.ref_update_interval is not None:
+                check_same_positions(hf_config, self.hf_config, path)
         model = self._load(hf_config, weights)
         if folder is not None:
             self._read_frozen(folder, model, f"{flag} {path}")
@@ -145,6 +158,7 @@ class MegatronBackend:
             self.settings.rollout.rollout_temperature,
             self.settings.loss.log_probs_chunk_size,
             is_trained and self.settings.loss.loss_canary != "off",
+            self.settings.training.fp32_lm_head,
         )
         for chunk in policy.chunks:
             chunk.to(self.device)  # before it is filled: ranks may send each other parts
@@ -218,16 +232,25 @@ class MegatronBackend:
     def onload(self) -> None:
         """Nothing was moved."""
 
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
-        """Write the policy, and the critic if there is one."""
+    def refresh_reference(self) -> None:
+        """Let the reference follow the policy."""
+        assert isinstance(self.reference, MegatronReference), "validate() demands a reference"
+        self.reference.follow(self.policy.stage)
+
+    def save(self, folder: Path, state: dict[str, Any], staged: StagedFiles | None = None) -> None:
+        """Write the policy, the critic if there is one, and a reference that follows the policy."""
         self._save_adapter(folder)
-        checkpoint.save(folder, self.policy.stage, self.policy.optimizer, self.ranks, state)
+        checkpoint.save(folder, self.policy.stage, self.policy.optimizer, self.ranks, state, staged)
         if self.critic is not None:
             within = critic_folder(folder)
             within.mkdir(exist_ok=True)
-            checkpoint.save(within, self.critic.stage, self.critic.optimizer, self.ranks, {})
+            checkpoint.save(within, self.critic.stage, self.critic.optimizer, self.ranks, {}, staged)
+        if isinstance(self.reference, MegatronReference):
+            within = reference_folder(folder)
+            within.mkdir(exist_ok=True)
+            self.reference.save(within, staged)
 
-    def load(self, folder: Path, optimizer: bool = True, rng: bool = True) -> dict[str, Any]:
+    def load(self, folder: Path, optimizer: bool = True, rng: bool = True, reference: bool = True) -> dict[str, Any]:
         """Read what ``save`` wrote, under any layout."""
         adapter = self.policy.stage.adapter
         check_adapter(folder, self.settings.lora, [] if adapter is None else adapter.names, "--load")
@@ -235,6 +258,10 @@ class MegatronBackend:
         if self.critic is not None:
             model, own = self.critic.stage, self.critic.optimizer
             checkpoint.load(saved_critic(folder), model, own, self.ranks, optimizer, rng=False)
+        within = saved_reference(folder, self.settings.model.ref_update_interval, self.reference is not None)
+        if reference and within is not None:
+            assert isinstance(self.reference, MegatronReference)
+            self.reference.load(within)
         return state
 
     def export_hf(self, folder: Path) -> None:

@@ -5,6 +5,7 @@ Only the last pipeline stage has a loss: results are there, and empty lists on t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.batching.collate import collate
+from miles.profiling.spans import span
 from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 from miles.training.backend import LossFunction, Result, Scorer, StepSums
 from miles.training.megatron.loss_scaling import ScheduleLoss, scaling_of
@@ -25,9 +27,11 @@ from miles.training.megatron.model.mtp import NextTokens
 from miles.training.megatron.model.packed_tokens import PackedTokens
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.moe.auxiliary import AuxiliaryStep
+from miles.training.megatron.moe.replay import MicroBatchExperts
 from miles.training.megatron.moe.router import RoutedTokens
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import Ranks
+from miles.training.megatron.span_timers import named_by_timers
 
 
 class MegatronModel(Generic[Scorer]):
@@ -37,6 +41,9 @@ class MegatronModel(Generic[Scorer]):
         self.stage = stage
         self.ranks = ranks
         self.device = device
+        self.replays_experts = False  # --use-rollout-routing-replay
+        self.records_experts = False  # --use-routing-replay
+        self._kept: dict[int, dict[int, torch.Tensor]] = {}  # by plan, the experts of its first pass
 
     def forward(
         self, shard: TrainShard, plans: Sequence[MicroBatchPlan], function: Callable[[MicroBatch, Scorer], Result]
@@ -76,15 +83,16 @@ class MegatronModel(Generic[Scorer]):
             return hidden, partial(loss_function, micro)
 
         data = [self._collated(shard, padded, auxiliary) for _ in chunks]
-        results: list[Any] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=data if len(chunks) > 1 else data[0],
-            model=[*chunks],
-            num_microbatches=len(padded),
-            seq_length=1,  # not read: variable_seq_lengths
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        with named_by_timers(self.stage.config):
+            results: list[Any] = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=data if len(chunks) > 1 else data[0],
+                model=[*chunks],
+                num_microbatches=len(padded),
+                seq_length=1,  # not read: variable_seq_lengths
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
         return results[: len(plans)]
 
     def _padded(self, plans: Sequence[MicroBatchPlan]) -> list[MicroBatchPlan]:
@@ -100,16 +108,18 @@ class MegatronModel(Generic[Scorer]):
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         heads = auxiliary.sizes.mtp_heads if auxiliary is not None else 0
         for plan in plans:
-            micro = collate(
-                shard.batch,
-                plan.samples,
-                self.device,
-                self.ranks.context.of(plan.context_parallel_size),
-                # The tokens after the end of a prompt, which heads are given, differ from sample to sample.
-                share_prompts=not heads,
-                row_multiple=multiple if plan.padded else None,
-            )
+            with span("collate"):
+                micro = collate(
+                    shard.batch,
+                    plan.samples,
+                    self.device,
+                    self.ranks.context.of(plan.context_parallel_size),
+                    # The tokens after the end of a prompt, which heads are given, differ from sample to sample.
+                    share_prompts=not heads,
+                    row_multiple=multiple if plan.padded else None,
+                )
             tokens = PackedTokens.of(micro, multiple)
+            tokens.experts = self._experts(plan, micro, tokens)
             if auxiliary is not None:
                 tokens.auxiliary = auxiliary
                 if auxiliary.sizes.has_router_loss:
@@ -118,6 +128,25 @@ class MegatronModel(Generic[Scorer]):
             if heads:
                 tokens.ahead = NextTokens.of(shard.batch, plan.samples, micro, heads, tokens.shape)
             yield micro, tokens
+
+    def _experts(self, plan: MicroBatchPlan, micro: MicroBatch, tokens: PackedTokens) -> MicroBatchExperts | None:
+        """Return the experts that the micro-batch's routers are given, or where they are kept; None for neither.
+
+        A micro-batch is laid out alike in every pass. What is kept is removed when its plan is no longer used.
+        """
+        if self.replays_experts and micro.experts is not None:
+            shared = self.ranks.tp if self.stage.config.sequence_parallel else None
+            return MicroBatchExperts.of(micro.experts, tokens.shape, tokens.padding, shared)
+        if not self.records_experts:
+            return None
+        if id(plan) in self._kept:
+            return MicroBatchExperts(kept=self._kept[id(plan)])
+        if torch.is_grad_enabled():  # nothing was scored before: this pass is the only one
+            return None
+        kept: dict[int, torch.Tensor] = {}
+        self._kept[id(plan)] = kept
+        weakref.finalize(plan, self._kept.pop, id(plan), None)
+        return MicroBatchExperts(kept=kept, keeps=True)
 
 
 class MegatronBaseModel(MegatronModel[Scorer]):

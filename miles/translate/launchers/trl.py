@@ -45,7 +45,7 @@ ROWS = {
     "eval_steps": Row("--eval-interval", "counts optimizer steps there, iterations here; needs --eval-prompt-data"),
     "vllm_tensor_parallel_size": Row("--rollout-num-gpus-per-engine", kind="number"),
     "fp16": Row(why="this version computes in bf16 or fp32", kind="switch", neutral=(False,)),
-    "min_p": Row(why="no such sampling here", neutral=(0,)),
+    "min_p": Row("--rollout-min-p", kind="number"),
     "repetition_penalty": Row(why="no such sampling here", neutral=(1, 1.0)),
     "reward_weights": Row(why="weights are written with the names here: --rm-type a:1,b:0.2"),
     "multi_objective_aggregation": Row(
@@ -55,11 +55,7 @@ ROWS = {
         why="no such mask here; a filter or your own generation can set the loss mask", kind="switch", neutral=(False,)
     ),
     "num_iterations": Row("--ppo-epochs", kind="number", neutral=(1,)),
-    "sync_ref_model": Row(why="the reference does not follow the policy here", kind="switch", neutral=(False,)),
-    "ref_model_mixup_alpha": Row(why="the reference does not follow the policy here"),
-    "ref_model_sync_steps": Row(why="the reference does not follow the policy here"),
     "top_entropy_quantile": Row(why=_NO_TERM, kind="number", neutral=(1,)),
-    "use_adaptive_entropy": Row(why=_NO_TERM, kind="switch", neutral=(False,)),
     "off_policy_mask_threshold": Row(why="the nearest is --use-opsm with --opsm-delta, whose bound is another one"),
     "use_bias_correction_kl": Row(why="the KL is not weighted by the ratio here", kind="switch", neutral=(False,)),
     "entropy_coef": Row("--entropy-coef", "a mean that follows TRL's own rule there, a sample mean here", "number"),
@@ -209,6 +205,35 @@ def _policy(translation: Translation) -> None:
         translation.differ("beta", why, "--use-kl-loss", "--kl-loss-coef", beta, "--kl-loss-type", "k3")
     elif translation.has("beta"):
         translation.carry("beta")
+    _reference(translation)
+    _adaptive_entropy(translation)
+
+
+def _reference(translation: Translation) -> None:
+    switch, alpha, steps = "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"
+    if translation.switch(switch) and translation.number("beta", 0.0):
+        translation.carry(switch)
+        translation.carry(alpha, "--ref-mixup-alpha", translation.number(alpha, 0.6))
+        why = "counts optimizer steps there, iterations here"
+        translation.differ(steps, why, "--ref-update-interval", int(translation.number(steps, 512)))
+        return
+    for name in filter(translation.has, (switch, alpha, steps)):
+        translation.miss(name, "without sync_ref_model and beta it has no effect")
+
+
+def _adaptive_entropy(translation: Translation) -> None:
+    switch, target = "use_adaptive_entropy", "entropy_target"
+    bounds = {"entropy_coef_delta": 0.005, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0}
+    if translation.switch(switch):
+        translation.carry(switch)
+        why = "compared with a mean over tokens there, over samples here"
+        translation.differ(target, why, "--entropy-target", translation.number(target, 0.2))
+        for name in filter(translation.has, bounds):
+            flag = "--" + name.replace("_", "-")
+            translation.carry(name, flag, translation.number(name, bounds[name]))
+        return
+    for name in filter(translation.has, (switch, target, *bounds)):
+        translation.miss(name, "without use_adaptive_entropy it has no effect")
 
 
 def _delta(translation: Translation, bound: float) -> None:

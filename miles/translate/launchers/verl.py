@@ -291,17 +291,34 @@ def _kl(translation: Translation) -> None:
     reward, weight = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
     if translation.has(reward) and translation.switch(reward):
         translation.carry(weight, "--kl-coef", translation.number(weight, 0.001))
+        _kl_control(translation)
         penalty = translation.text("algorithm.kl_penalty", "kl")
         if penalty in KL_TYPES:
             translation.carry("algorithm.kl_penalty", "--kl-loss-type", KL_TYPES[penalty])
         else:
             translation.miss("algorithm.kl_penalty", f"{penalty} is no estimator of the KL here")
     else:
-        for name in (weight, "algorithm.kl_penalty"):
+        for name in (weight, *_KL_CONTROL, "algorithm.kl_penalty"):
             if translation.has(name):
                 translation.miss(name, "without algorithm.use_kl_in_reward it has no effect")
     if translation.has(reward) and not translation.switch(reward):
         translation.carry(reward)
+
+
+_KL_CONTROL = tuple(f"algorithm.kl_ctrl.{name}" for name in ("type", "target_kl", "horizon"))
+
+
+def _kl_control(translation: Translation) -> None:
+    kind, target, horizon = _KL_CONTROL
+    if translation.text(kind, "fixed") == "adaptive":
+        translation.carry(kind)
+        translation.carry(target, "--kl-target", translation.number(target, 0.1))
+        translation.carry(horizon, "--kl-horizon", translation.number(horizon, 10000))
+        return
+    if translation.has(kind):
+        translation.carry(kind)
+    for name in filter(translation.has, (target, horizon)):
+        translation.miss(name, "without kl_ctrl.type=adaptive it has no effect")
 
 
 def _engine(translation: Translation) -> None:

@@ -66,4 +66,4 @@ def test_experts_get_no_adapter(refused, validated, tmp_path):
     (message,) = refused(f"{model} --target-modules q_proj,gate_proj", without="--hf-checkpoint")
     assert message.startswith("--target-modules q_proj,gate_proj: gate_proj of a model with experts")
     notes = validated(f"{model}", without="--hf-checkpoint").notes
-    assert any(note.startswith("--lora-rank: linear layers get an adapter") for note in notes)
+    assert any(note.startswith("--lora-rank: the layers of attention get an adapter") for note in notes)

@@ -41,6 +41,9 @@ SAMPLING = [
     ("--rollout-top-p nan", "", "above 0"),
     ("--rollout-top-p 1.5", "", r"\[0, 1\]"),
     ("--rollout-top-k 0", "", "-1 .all tokens. or at least 1"),
+    ("--rollout-min-p 1.5", "", r"--rollout-min-p 1.5: must be in \[0, 1\]"),
+    ("--no-support-replay", "", "--no-support-replay: would be ignored without --rollout-top-p, --rollout-top-k or"),
+    ("--no-support-replay --rollout-top-p 0.9 --rollout-temperature 0", "", "--no-support-replay: would be ignored"),
     ("--rollout-stop-token-ids 3 -1", "", "token ids are not negative"),
     ("--rollout-max-context-len 64", "", "no room for a prompt"),
     ("--rollout-max-context-len 100 --rollout-max-prompt-len 100", "", "no room for a response"),
@@ -95,6 +98,46 @@ def test_fully_async_has_its_own_flow(refused):
 def test_old_samples_without_a_correction_are_noted(validated):
     assert any("--async-steps 2: samples come from weights" in note for note in validated("--async-steps 2").notes)
     assert not any("--async-steps" in note for note in validated("--async-steps 2 --use-tis").notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            "--rollout-top-p 0.9",
+            "--rollout-top-p 0.9: SGLang says which .* most --sglang-sampling-mask",
+        ),
+        ("--rollout-min-p 0.1", "--rollout-min-p 0.1: SGLang says .*give --rollout-top-k 1024, .*--no-support-replay"),
+        ("--rollout-top-p 0.9 --rollout-top-k 5000", "--rollout-top-k 5000: SGLang says .* 4096;"),
+        (
+            "--rollout-top-k 99 --sglang-sampling-mask-max-tokens 64",
+            "--rollout-top-k 99: .* 64; give",
+        ),
+    ],
+)
+def test_sglang_says_what_it_keeps_under_a_top_k(validated, refused, flags, sentence):
+    (message,) = refused(f"--rollout-engine sglang {flags}")
+    assert re.search(sentence, message)
+    assert validated(f"--rollout-engine sglang {flags} --no-support-replay").settings.rollout.no_support_replay
+    replayed = validated("--rollout-engine sglang --rollout-top-p 0.9 --rollout-top-k 1000")
+    assert replayed.settings.rollout.replays_support
+
+
+def test_truncated_sampling_is_replayed_unless_that_is_switched_off(validated):
+    for flags in ("--rollout-top-p 0.9", "--rollout-top-k 20", "--rollout-min-p 0.1"):
+        kept, biased = validated(flags), validated(f"{flags} --no-support-replay")
+        assert kept.settings.rollout.replays_support and not biased.settings.rollout.replays_support
+        assert not any("--no-support-replay" in note for note in kept.notes)
+        assert any(note.startswith("--no-support-replay: the trainer's log-probs are over") for note in biased.notes)
+    for flags in ("", "--rollout-top-p 1", "--rollout-temperature 0 --rollout-top-p 0.9"):
+        assert not validated(flags).settings.rollout.replays_support
+
+
+def test_a_served_teacher_knows_no_support(refused, validated):
+    served = "--use-opd --opd-type server --opd-teacher-urls http://h:1"
+    (message,) = refused(f"{served} --rollout-top-p 0.9")
+    assert message.startswith("--rollout-top-p 0.9: the teacher's servers give log-probs over the whole vocabulary")
+    validated(f"{served} --rollout-top-p 0.9 --no-support-replay")
 
 
 def test_texts_that_end_a_response_need_an_engine_that_sees_text(validated, refused, command):

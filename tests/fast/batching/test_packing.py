@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import heapq
+
+import numpy as np
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.batching.schedule import PackedSample, balanced_partition, pack_by_budget, rows_by_budget, split_to_count
+from miles.batching.packing import PackedSample, PackedSamples, pack_by_budget, pack_shares, rows_by_budget
+from miles.batching.partition import balanced_partition
+from miles.batching.schedule import split_to_count
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=30)
 PROMPT_LENGTHS = {b"a": 5, b"b": 9, b"c": 20}
@@ -80,3 +85,69 @@ def test_parts_differ_by_at_most_the_largest_weight(weights, parts):
 @given(st.integers(1, 8), st.integers(0, 5), st.integers(1, 50))
 def test_equal_weights_are_shared_equally(parts, each, weight):
     assert all(len(part) == each for part in balanced_partition([weight] * (parts * each), parts))
+
+
+def plainly_packed(samples, budget):
+    """First-fit decreasing, bin by bin: the cheapest bin that has room, and the first of equally cheap ones."""
+    longest = {}
+    for sample in samples:
+        longest[sample.prompt] = max(longest.get(sample.prompt, 0), sample.length)
+    order = sorted(
+        range(len(samples)), key=lambda i: (-longest[samples[i].prompt], samples[i].prompt, -samples[i].length, i)
+    )
+    bins = []
+    for index in order:
+        sample = samples[index]
+        fitting = []
+        for number, members in enumerate(bins):
+            cost = sample.response if sample.prompt in {samples[i].prompt for i in members} else sample.length
+            if packed_tokens([samples[i] for i in members]) + cost <= budget:
+                fitting.append((cost, number))
+        if fitting:
+            bins[min(fitting)[1]].append(index)
+        else:
+            bins.append([index])
+    return bins
+
+
+@settings(max_examples=300, deadline=None)
+@given(SAMPLES, st.integers(1, 100))
+def test_bins_are_those_of_the_plain_method(samples, budget):
+    assert pack_by_budget(samples, budget) == plainly_packed(samples, budget)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(SAMPLES, st.integers(0, 3)), max_size=4), st.integers(1, 100))
+def test_shares_are_packed_as_each_alone(given_shares, budget):
+    samples = [sample for share, _ in given_shares for sample in share]
+    columns = PackedSamples(
+        np.array([ord(sample.prompt) for sample in samples], np.int64),
+        np.array([sample.prompt_length for sample in samples], np.int64),
+        np.array([sample.response for sample in samples], np.int64),
+    )
+    ends = np.cumsum([len(share) for share, _ in given_shares]).tolist()
+    shares = [range(end - len(share), end) for end, (share, _) in zip(ends, given_shares, strict=True)]
+    alone = [[[r[i] for i in b] for b in plainly_packed([samples[i] for i in r], budget)] for r in shares]
+    assert pack_shares(columns, shares, budget) == alone
+
+
+def plainly_balanced(weights, parts):
+    """The largest differencing method as it is written down, with every empty part, and every weight in the heap."""
+    heap = []
+    for index, weight in enumerate(weights):
+        empty = [(0, []) for _ in range(parts - 1)]
+        heapq.heappush(heap, (-weight if parts > 1 else 0, index, [(weight, [index]), *empty]))
+    age = len(weights)
+    while len(heap) > 1:
+        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        merged = [(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
+        merged.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], age, merged))
+        age += 1
+    return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(1, 60).flatmap(lambda most: st.lists(st.integers(1, most), max_size=40)), st.integers(1, 12))
+def test_parts_are_those_of_the_plain_method(weights, parts):
+    assert balanced_partition(weights, parts) == plainly_balanced(weights, parts)

@@ -16,7 +16,12 @@ def batches_of(case: Case) -> list[TrainBatch]:
     """One batch per optimizer step; if the case is off-policy, with its scores."""
     rows = rows_of(case)
     per_step = case.trajectories_per_step or len({row.sample.trajectory_id for row in rows})
-    batches = convert(groups_of(case, rows), loss=case.loss, global_batch_size=per_step)
+    batches = convert(
+        groups_of(case, rows),
+        loss=case.loss,
+        global_batch_size=per_step,
+        with_experts=case.routing is not None,
+    )
     return [_scored(batch, rows, case) for batch in batches] if case.off_policy else batches
 
 

@@ -12,7 +12,9 @@ from miles.arguments.parallel import ParallelArguments
 from miles.arguments.training import TrainingArguments
 from miles.objective.estimators.base import SampleRewards, less_group_mean
 from miles.objective.settings import LossArguments
+from miles.replay.token_sets import TokenSets
 from miles.sample import Prompt, PromptGroup, Sample
+from miles.train_batch import TokenColumns
 
 VOCABULARY = 64
 DIVISOR = 8.0  # L of ``constant``
@@ -113,18 +115,22 @@ class Case:
     equal_group: int = 0
     long_rows: bool = False  # attention as for rows whose scores do not fit in memory
     model: str = "untied"
+    restricted: bool = False  # tokens were drawn from sets, over which every log-prob is
+    routing: tuple[int, int, int] | None = None  # layers, experts and k: the experts of every token are given
+    records_routing: bool = False  # experts are those that scored the old log-probs
     watch: bool = False  # the loss-mass canary may stop the run
     scores: dict[str, list[list[float]]] = field(default_factory=dict)  # old and ref, by the sample's place in the spec
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one step: gradients and weights before the step by parameter, and the reported metrics."""
+    """The result of one step: gradients and weights before the step by parameter, metrics, and recorded tokens."""
 
     gradients: dict[str, np.ndarray]
     weights: dict[str, np.ndarray]
     metrics: dict[str, float]
     critic_gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    tokens: dict[int, TokenColumns] = field(default_factory=dict)  # recorded for the report, by position in the step
 
 
 def loss_of(mode: Any, **given: Any) -> LossArguments:
@@ -162,6 +168,10 @@ def rows_of(case: Case) -> list[Row]:
             reward = 1.0 if case.equal_rewards and number == case.equal_group else float(rng.normal())
             samples += [_sample(rng, prompt, number, rollout, mask, reward) for mask in masks]
             rollout += 1
+    if case.restricted:
+        samples = [replace(sample, support=_support(sample, (case.seed, i))) for i, sample in enumerate(samples)]
+    if case.routing is not None:
+        samples = [replace(s, experts=_experts(s, case.routing, case.seed)) for s in samples]
     rewards = [s.reward or 0.0 for s in samples]
     std = not case.loss.disable_grpo_std_normalization
     of_step = SampleRewards(rewards, [s.group_index for s in samples], [s.trajectory_id or 0 for s in samples])
@@ -180,6 +190,31 @@ def _sample(rng: np.random.Generator, prompt: Prompt, group: int, rollout: int, 
         rollout_log_probs=rng.normal(-4, 0.3, n).tolist(),
         reward=reward,
     )
+
+
+def _experts(sample: Sample, routing: tuple[int, int, int], seed: int) -> np.ndarray:
+    """Return experts [tokens - 1, layers, k]. The prompt's are the same in every second group, so it can be shared."""
+    layers, experts, k = routing
+    own = sum(sample.response_ids) + 1000 * (sample.trajectory_id or 0)
+
+    def drawn(count: int, *parts: int) -> np.ndarray:
+        order = np.random.default_rng((seed, *parts)).random((count, layers, experts)).argsort(-1)
+        chosen: np.ndarray = order[..., :k].astype(np.uint8)
+        return chosen
+
+    prompt = len(sample.prompt.token_ids)
+    of_prompt = drawn(prompt, sample.group_index, 0 if sample.group_index % 2 else own)
+    return np.concatenate([of_prompt, drawn(len(sample.response_ids) - 1, own, 1)])
+
+
+def _support(sample: Sample, seed: tuple[int, int]) -> TokenSets:
+    """Return sets of 1 to 20 tokens with the response's own; every fifth token was drawn from all."""
+    rng = np.random.default_rng(seed)
+    sets = [
+        None if t % 5 == 4 else {token, *rng.choice(VOCABULARY, rng.choice([0, 1, 5, 19]), replace=False).tolist()}
+        for t, token in enumerate(sample.response_ids)
+    ]
+    return TokenSets.of(VOCABULARY, [None if one is None else sorted(one) for one in sets])
 
 
 def groups_of(case: Case, rows: Sequence[Row]) -> list[PromptGroup]:

@@ -18,10 +18,14 @@ def off_policy(case: Case, model: Any) -> Case:
     """Return ``case`` with old and reference log-probs near the model's own."""
     with torch.no_grad():
         scores = [
-            token_scores(model, row.sample.tokens, len(row.sample.response_ids), TEMPERATURE)[0].tolist()
-            for row in rows_of(case)
+            token_scores(model, s.tokens, len(s.response_ids), TEMPERATURE, sets_of(s), s.experts)[0].tolist()
+            for s in (row.sample for row in rows_of(case))
         ]
     return with_scores(case, scores)
+
+
+def sets_of(sample: Any) -> list[Any] | None:
+    return None if sample.support is None else sample.support.sets()
 
 
 def samples_of(case: Case) -> list[OracleSample]:
@@ -31,7 +35,7 @@ def samples_of(case: Case) -> list[OracleSample]:
         assert sample.trajectory_id is not None and sample.rollout_log_probs is not None
         plain = OracleSample(
             sample.tokens, sample.loss_mask, sample.trajectory_id, sample.group_index, row.advantage,
-            sample.rollout_log_probs,
+            sample.rollout_log_probs, support=sets_of(sample), experts=sample.experts,
         )  # fmt: skip
         if case.off_policy:
             plain = replace(

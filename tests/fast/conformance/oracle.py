@@ -5,7 +5,8 @@ It follows the table there, not the code: sums and means over whole samples, wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,18 +28,89 @@ class OracleSample:
     rollout_log_probs: Sequence[float]
     old_log_probs: Sequence[float] | None = None
     ref_log_probs: Sequence[float] | None = None
+    support: Sequence[Any] | None = None  # the tokens that each was drawn from; None: all
+    experts: Any = None  # [tokens - 1, layers, k]; None: the routers' own
 
 
 def load_oracle(path: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa").train()
 
 
-def token_scores(model, tokens: Sequence[int], response: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def token_scores(
+    model,
+    tokens: Sequence[int],
+    response: int,
+    temperature: float,
+    support: Sequence[Any] | None = None,
+    experts: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and entropies of the last ``response`` of ``tokens``, each [response]."""
     ids = torch.as_tensor(tokens)
-    logits = model(input_ids=ids[None]).logits[0] / temperature
-    log_p = logits[len(ids) - response - 1 : len(ids) - 1].log_softmax(-1)
+    with given_experts(model, experts):
+        logits = model(input_ids=ids[None]).logits[0] / temperature
+    logits = logits[len(ids) - response - 1 : len(ids) - 1]
+    if support is not None:
+        return _restricted_scores(logits, ids[len(ids) - response :].tolist(), support)
+    log_p = logits.log_softmax(-1)
     return log_p.gather(-1, ids[len(ids) - response :, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@contextmanager
+def given_experts(model, experts: Any) -> Iterator[None]:
+    """Have the routers take ``experts`` for all tokens but the last, if they are given."""
+
+    def use(layer: int) -> Any:
+        def choose(router, _, output):
+            logits, own = output[0].double(), output[2]
+            chosen = torch.cat([torch.as_tensor(experts[:, layer]).long(), own[-1:]])
+            values = logits.gather(1, chosen)
+            if hasattr(router, "e_score_correction_bias"):  # DeepSeek-V3 (arXiv 2412.19437) eq. 13 to 15
+                scores = 1 / (1 + (-values).exp())
+                scale = router.routed_scaling_factor / (scores.sum(1, keepdim=True) if router.norm_topk_prob else 1)
+                return output[0], scores * scale, chosen
+            over = values if router.norm_topk_prob else logits
+            return output[0], values.exp() / over.exp().sum(1, keepdim=True), chosen
+
+        return choose
+
+    gates = [] if experts is None else routers_of(model)
+    hooks = [gate.register_forward_hook(use(layer)) for layer, gate in gates]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def routers_of(model) -> list[tuple[int, Any]]:
+    layers = enumerate(model.model.layers)
+    return [(number, layer.mlp.gate) for number, layer in layers if hasattr(layer.mlp, "gate")]
+
+
+def chosen_experts(model, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the experts that the routers choose for all tokens but the last, [tokens - 1, layers, k]."""
+    found: dict[int, torch.Tensor] = {}
+    hooks = [
+        gate.register_forward_hook(lambda _, __, output, n=layer: found.update({n: output[2][:-1]}))
+        for layer, gate in routers_of(model)
+    ]
+    with torch.no_grad():
+        model(input_ids=torch.as_tensor(tokens)[None])
+    for hook in hooks:
+        hook.remove()
+    some = next(iter(found.values()))
+    return torch.stack([found.get(n, torch.zeros_like(some)) for n in range(len(model.model.layers))], 1)
+
+
+def _restricted_scores(logits, tokens: Sequence[int], support: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both over each token's own set, whose logits alone are in the softmax."""
+    log_probs, entropies = [], []
+    for row, token, kept in zip(logits, tokens, support, strict=True):
+        members = list(range(len(row))) if kept is None else list(kept)
+        log_p = row[members].log_softmax(-1)
+        log_probs.append(log_p[members.index(token)])
+        entropies.append(-(log_p.exp() * log_p).sum())
+    return torch.stack(log_probs), torch.stack(entropies)
 
 
 @dataclass(frozen=True)
@@ -91,7 +163,7 @@ def objective(
 ) -> dict[str, torch.Tensor]:
     """Return every metric of the step by name; ``loss`` is the quantity to minimize."""
     aggregate = Aggregate(samples, loss.loss_aggregation_divisor, loss.loss_aggregation_alpha)
-    scored = [token_scores(model, s.tokens, len(s.mask), temperature) for s in samples]
+    scored = [token_scores(model, s.tokens, len(s.mask), temperature, s.support, s.experts) for s in samples]
     log_probs, entropy = [s[0] for s in scored], [s[1] for s in scored]
     if loss.loss_type == "sft_loss":
         return {"loss": aggregate(loss.loss_aggregation, [-p for p in log_probs])}

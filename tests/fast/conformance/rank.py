@@ -117,6 +117,7 @@ class Rank:
             )[dist.get_rank()]
             for batch in batches_of(case)
         ]
+        shards = [replace(shard, recorded=frozenset(shard.batch.position_in_step)) for shard in shards]
         backend = self._backend(case)
         trainer = Trainer(backend, case.loss, dist.get_world_size(), case.passes)
         of_policy = dict(backend.policy.module.language_model.named_parameters())
@@ -129,11 +130,19 @@ class Rank:
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, reported)
         assert all(str(other) == str(reported) for other in everywhere), "ranks report different metrics"
+        tokens: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(tokens, trainer.recorder.read())
+        of_step = [
+            {place[1]: found for of_rank in tokens for place, found in of_rank.items() if place[0] == step}
+            for step in range(len(metrics))
+        ]
         critic_gradients = [{} for _ in metrics] if critic is None else [g for g, _ in critic.taken]
-        return [StepResult(g, w, m, c) for (g, w), m, c in zip(policy.taken, reported, critic_gradients, strict=True)]
+        columns = zip(policy.taken, reported, critic_gradients, of_step, strict=True)
+        return [StepResult(g, w, m, c, t) for (g, w), m, c, t in columns]
 
     def _backend(self, case: Case) -> FsdpBackend:
-        key = (case.layout.backend, case.layout.parallel, case.model, case.loss.has_critic)
+        replays = case.routing is not None, case.records_routing
+        key = (case.layout.backend, case.layout.parallel, case.model, case.loss.has_critic, replays)
         if key not in self.backends:
             # With rate 0 the weights are unchanged for the next case. Several steps need weights that move.
             rate = 0.0 if case.trajectories_per_step is None else 1e-2
@@ -148,10 +157,12 @@ class Rank:
         return Settings(
             cluster=ClusterArguments(actor_num_gpus_per_node=dist.get_world_size()),
             model=ModelArguments(hf_checkpoint=str(self.folder / case.model)),
-            rollout=RolloutArguments(rollout_temperature=TEMPERATURE),
+            rollout=RolloutArguments(
+                rollout_temperature=TEMPERATURE, use_rollout_routing_replay=case.routing is not None
+            ),
             optimizer=OptimizerArguments(lr=rate, weight_decay=0.0),
             loss=LossArguments(advantage_estimator=case.loss.advantage_estimator),
-            training=case.layout.training,
+            training=replace(case.layout.training, use_routing_replay=case.records_routing),
             parallel=case.layout.parallel,
         )
 

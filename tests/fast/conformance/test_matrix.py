@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from cases import BATCHES, FULL, LAYOUTS, MODES, TEMPERATURE, VOCABULARY, Case, loss_of, rows_of, without_loss_tokens
 from compare import differences, off_policy, samples_of, wanted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import load_oracle, token_scores
+from oracle import chosen_experts, load_oracle, token_scores
 from tiny_llama import SHAPE
+from tolerance import RELATIVE_ERROR
 from transformers import AutoConfig, AutoModelForCausalLM
 
 DRAWN = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -74,6 +76,48 @@ def test_corrections_change_only_the_numerator(ranks, oracle, correction, layout
         near = replace(case, spec=BATCHES["uneven"], off_policy=False, scores={})
         for each in (case, off_policy(near, oracle)):
             assert_conforms(each, ranks, oracle)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["alone, packed", "alone, padded", "dp2 x cp2, packed", "dynamic cp, 4 ranks"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "cp2", "cp4, packed", "dp2, padded by budget")],
+)
+def test_the_support_of_truncated_sampling_is_replayed(ranks, oracle, layout):
+    """Log-probs, entropy, KL and ratios are over the set of each token, in every layout."""
+    for batch, loss in (
+        ("uneven", loss_of("sample_mean", **FULL)),
+        ("compacted", loss_of("token_mean", use_tis=True, tis_clip=1.3, **FULL)),
+    ):
+        case = off_policy(Case(BATCHES[batch], loss, LAYOUTS[layout], restricted=True, watch=True), oracle)
+        assert_conforms(case, ranks, oracle)
+    assert_conforms(Case(BATCHES["masked"], loss_of("prompt_mean"), LAYOUTS[layout], restricted=True), ranks, oracle)
+
+
+@pytest.mark.parametrize("given", [{}, dict(custom_policy_loss_function_path="custom_hooks:ppo_losses")])
+@pytest.mark.parametrize("layout", ["alone, packed", "alone, padded", "dp2 x cp2", "dynamic cp, 4 ranks"])
+def test_the_report_gets_what_the_loss_has_read_of_the_tokens(ranks, oracle, layout, given):
+    """Whole responses, each once, however the step is split."""
+    loss = loss_of("sample_mean", use_tis=True, tis_clip=1.3, tis_clip_low=0.8, **given)
+    case = off_policy(Case(BATCHES["compacted"], loss, LAYOUTS[layout]), oracle)
+    (result,) = ranks.run(case)
+    samples = samples_of(case)
+    assert sorted(result.tokens) == list(range(len(samples)))
+    for position, sample in enumerate(samples):
+        found, kept = result.tokens[position], np.asarray(sample.mask) != 0
+        with torch.no_grad():
+            current = token_scores(oracle, sample.tokens, len(sample.mask), TEMPERATURE)[0].numpy()
+        old, engine = np.asarray(sample.old_log_probs), np.asarray(sample.rollout_log_probs)
+        want = {
+            "advantages": np.full(len(old), sample.advantage),
+            "log_probs": old,
+            "ratios": np.exp(current - old),
+            "token_weights": np.exp(old - engine).clip(0.8, 1.3),
+        }
+        for name, column in want.items():
+            assert getattr(found, name)[kept] == pytest.approx(column[kept], rel=RELATIVE_ERROR, abs=RELATIVE_ERROR), (
+                name
+            )
 
 
 @pytest.mark.parametrize("batch", ["uneven", "masked", "compacted"])
@@ -140,6 +184,65 @@ def test_sigmoid_routing_and_latent_attention(ranks, sigmoid_model, layout, long
     assert_conforms(case, ranks, oracle)
 
 
+SOFTMAX = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+ROUTED = {
+    "softmax": ("qwen3_moe", SOFTMAX | {"norm_topk_prob": False}),
+    "softmax, normalized": ("qwen3_moe", SOFTMAX | {"norm_topk_prob": True}),
+    "sigmoid": ("deepseek_v3", LATENT | {"routed_scaling_factor": 1.7}),
+}
+
+
+@pytest.fixture(scope="module", params=ROUTED)
+def routed_model(request, ranks) -> tuple[str, torch.nn.Module]:
+    """Return the name of a model with experts among those of the ranks, and its oracle."""
+    kind, given = ROUTED[request.param]
+    torch.manual_seed(8)
+    shape = SHAPE | {"vocab_size": VOCABULARY, "initializer_range": 0.15}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(shape | given))).save_pretrained(
+        ranks.folder / request.param
+    )
+    oracle = AutoModelForCausalLM.from_pretrained(
+        ranks.folder / request.param, dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager"
+    )
+    return request.param, oracle.train()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["alone, packed", "dp2 x cp2"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("alone, padded", "cp2", "dynamic cp, 4 ranks")],
+)
+def test_the_experts_of_the_engine_are_replayed(ranks, routed_model, layout):
+    """Their weights are the router's own, so the gradient reaches it. Prompts with other experts are not shared."""
+    name, oracle = routed_model
+    case = Case(BATCHES["compacted"], loss_of("sample_mean", **FULL), LAYOUTS[layout], model=name, routing=(2, 4, 2))
+    assert_conforms(off_policy(case, oracle), ranks, oracle)
+    case = Case(BATCHES["uneven"], loss_of("token_mean"), LAYOUTS[layout], model=name, routing=(2, 4, 2), watch=True)
+    assert_conforms(case, ranks, oracle)
+    own = [replace(sample, experts=None) for sample in samples_of(case)]
+    assert differences(ranks.run(case)[0], *wanted(case, oracle, own)) != []
+
+
+@pytest.mark.parametrize("layout", ["alone, packed", pytest.param("dp2 x cp2", marks=pytest.mark.slow)])
+def test_the_experts_of_the_old_log_probs_are_replayed(ranks, routed_model, layout):
+    """Also in a second pass, when the routers would choose others."""
+    name, oracle = routed_model
+    spec = (*BATCHES["uneven"][1:2], *BATCHES["even"], *BATCHES["uneven"][1:2])
+    loss = loss_of("sample_mean")
+    case = Case(spec, loss, LAYOUTS[layout], trajectories_per_step=4, passes=2, model=name, records_routing=True)
+    samples = [replace(s, experts=chosen_experts(oracle, s.tokens)) for s in samples_of(case)]
+    results = ranks.run(case)
+    check_steps(case, results, samples, oracle)
+    initial = {name: p.detach().clone() for name, p in oracle.named_parameters()}
+    with torch.no_grad():
+        for parameter_name, parameter in oracle.named_parameters():
+            parameter.copy_(torch.from_numpy(results[-1].weights[parameter_name]))
+        changed = any((chosen_experts(oracle, s.tokens) != s.experts).any() for s in samples)
+        for parameter_name, parameter in oracle.named_parameters():
+            parameter.copy_(initial[parameter_name])
+    assert changed, "the routers choose others by the last step"
+
+
 @pytest.mark.parametrize("layout", ["alone, packed", "dp2", "cp2", "dp2 x cp2", "dynamic cp, 4 ranks"])
 @pytest.mark.parametrize("form", ["typed", "positional"])
 def test_custom_reducers_see_whole_samples(ranks, oracle, form, layout):
@@ -201,7 +304,7 @@ def check_steps(case, results, samples, oracle) -> None:
     """Compare every step with an oracle that has its weights, and the first weights for the old log-probs."""
     initial = {name: p.detach().clone() for name, p in oracle.named_parameters()}
     with torch.no_grad():
-        old = [token_scores(oracle, s.tokens, len(s.mask), TEMPERATURE)[0].tolist() for s in samples]
+        old = [token_scores(oracle, s.tokens, len(s.mask), TEMPERATURE, experts=s.experts)[0].tolist() for s in samples]
     size = case.trajectories_per_step
     try:
         for number, result in enumerate(results):

@@ -8,7 +8,9 @@ demand (``POST /misbehave``). The response to ``input_ids`` is the reversed prom
 
 import argparse
 import asyncio
+import base64
 
+import numpy as np
 from aiohttp import web
 
 LATENCY_SECONDS = 0.02
@@ -82,7 +84,15 @@ class FakeSglang:
         if self.fault == "unsound":
             return web.json_response(self.answer([10**9]))
         self.served += 1
-        return web.json_response(self.answer(body["input_ids"][::-1]))
+        tokens = body["input_ids"][::-1]
+        answer = self.answer(tokens)
+        if body.get("return_sampling_mask"):
+            support = {"mask": [[token, 0] for token in tokens], "logprobs": [-0.5] * len(tokens)}
+            answer["meta_info"] |= {f"output_token_sampling_{name}": value for name, value in support.items()}
+        if body.get("return_routed_experts"):  # two layers, one expert each
+            packed = np.ones((2 * len(tokens) - 1, 2, 1), np.int32).tobytes()
+            answer["meta_info"]["routed_experts"] = base64.b64encode(packed).decode()
+        return web.json_response(answer)
 
     def answer(self, tokens):
         meta = {

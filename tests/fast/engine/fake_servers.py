@@ -78,7 +78,16 @@ async def started_engine(folder, num_servers, updated=True, unresponsive_seconds
     router = Router((), "127.0.0.1", LogFile(folder / "router.log"), 1024, KEYS) if num_servers > 1 else None
     sglang = SglangArguments(update_weight_transfer_mode="disk", **flags)
     sender = WeightSender(sglang, folder)
-    engine = SglangEngine(servers, sglang, VOCAB, sender, router, unresponsive_seconds=unresponsive_seconds, keys=KEYS)
+    engine = SglangEngine(
+        servers,
+        sglang,
+        VOCAB,
+        sender,
+        router,
+        unresponsive_seconds=unresponsive_seconds,
+        keys=KEYS,
+        experts_shape=(2, 1),
+    )
     try:
         await engine.start()
         if updated:

@@ -20,7 +20,7 @@ def draw(logits, params, uniforms):
 def many_draws(logits, params, count=4096):
     """Draw with stratified uniforms: each token's frequency is within 1 / count of its probability."""
     uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    tokens, log_probs = draw(logits.expand(count, -1), [params] * count, uniforms)
+    tokens, log_probs, _ = draw(logits.expand(count, -1), [params] * count, uniforms)
     return torch.bincount(tokens, minlength=logits.shape[-1]).double() / count, log_probs, tokens
 
 
@@ -53,6 +53,46 @@ def test_top_p_reads_beyond_the_first_candidates():
     assert frequency[:150].sum() == 0
 
 
+@settings(max_examples=15)
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([-1, 1, 7, 2000]),
+    st.sampled_from([1.0, 0.9, 0.3]),
+    st.sampled_from([0.0, 0.01, 0.2]),
+    st.sampled_from([0.05, 1.0]),
+)
+def test_the_support_is_what_is_drawn_from_and_log_probs_are_over_it(seed, top_k, top_p, min_p, spread):
+    """Also if more tokens are kept than the first candidates, which small spreads of the logits need."""
+    logits = torch.randn(1700, generator=torch.Generator().manual_seed(seed)) * spread
+    params = SamplingParams(1, 0.7, top_p, top_k, min_p=min_p, returns_support=True)
+    uniforms = torch.rand(3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    tokens, log_probs, supports = draw(logits.expand(3, -1), [params] * 3, uniforms)
+    probs, order = (logits.double() / 0.7).softmax(-1).sort(descending=True)
+    kept = torch.arange(1700) < (top_k if top_k > 0 else 1700)
+    kept &= (probs * kept).cumsum(-1) - probs * kept < top_p * (probs * kept).sum()
+    kept &= probs >= min_p * probs[0]
+    if top_k in (-1, 2000) and top_p == 1 and min_p == 0:
+        assert supports == {}
+        return
+    for row in range(3):
+        found = set(supports[row].tolist())
+        assert tokens[row].item() in found
+        # fp32 may decide about a token at the edge of the nucleus otherwise.
+        assert len(found ^ set(order[kept].tolist())) <= 1
+        expected = torch.log_softmax(logits.double()[sorted(found)] / 0.7, -1)[sorted(found).index(tokens[row].item())]
+        assert log_probs[row].item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_supports_are_given_to_the_rows_that_ask():
+    logits = torch.randn(4, 600, generator=torch.Generator().manual_seed(0))
+    cut = SamplingParams(1, 1.0, 0.5, 5)
+    params = [cut, SamplingParams(1, 1.0, 0.5, 5, returns_support=True), SamplingParams(1, returns_support=True), cut]
+    _, log_probs, supports = draw(logits, params, torch.full((4,), 0.3, dtype=torch.float64))
+    assert list(supports) == [1]
+    plain = draw(logits, [cut] * 4, torch.full((4,), 0.3, dtype=torch.float64)).log_probs
+    assert log_probs[1] > plain[1] and torch.equal(log_probs[[0, 3]], plain[[0, 3]])
+
+
 def test_rows_are_independent():
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0))
     params = [
@@ -60,9 +100,9 @@ def test_rows_are_independent():
         for t, p, k in ((0, 1, -1), (1, 1, -1), (0.7, 0.5, -1), (1, 1, 5), (2, 0.9, 9), (0, 0.1, 1))
     ]
     uniforms = torch.rand(6, dtype=torch.float64)
-    tokens, log_probs = draw(logits, params, uniforms)
+    tokens, log_probs, _ = draw(logits, params, uniforms)
     for i in range(6):
-        token, log_prob = draw(logits[i : i + 1], params[i : i + 1], uniforms[i : i + 1])
+        token, log_prob, _ = draw(logits[i : i + 1], params[i : i + 1], uniforms[i : i + 1])
         assert token.item() == tokens[i]
         assert log_prob.item() == pytest.approx(log_probs[i].item(), abs=1e-6)
     assert tokens[0] == logits[0].argmax()
@@ -73,7 +113,7 @@ def test_rows_are_independent():
 def test_impossible_tokens_are_never_drawn(uniform):
     logits = torch.full((1, 600), -math.inf)
     logits[0, 300] = logits[0, 301] = 5.0
-    token, log_prob = draw(logits, [SamplingParams(1)], torch.tensor([uniform], dtype=torch.float64))
+    token, log_prob, _ = draw(logits, [SamplingParams(1)], torch.tensor([uniform], dtype=torch.float64))
     assert token.item() == (300 if uniform == 0 else 301)
     assert log_prob.item() == pytest.approx(math.log(0.5))
 
@@ -91,6 +131,7 @@ def test_uniforms_repeat_by_seed_and_do_not_depend_on_the_count():
         (SamplingParams(1, float("nan")), "--rollout-temperature nan"),
         (SamplingParams(1, 1.0, 0.0), "--rollout-top-p 0.0"),
         (SamplingParams(1, 1.0, 1.0, 0), "--rollout-top-k 0"),
+        (SamplingParams(1, min_p=1.5), "--rollout-min-p 1.5"),
     ],
 )
 def test_values_outside_their_range_are_named(params, flag):

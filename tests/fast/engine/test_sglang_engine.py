@@ -27,6 +27,19 @@ def test_log_probs_are_the_models(running, engine, temperature, top_k, top_p):
         assert_log_probs(generation, log_probs_of(running.model, prompt, generation.token_ids, temperature))
 
 
+def test_log_probs_are_over_the_support_that_the_server_returns(running, engine):
+    given = {"max_new_tokens": 12, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
+    generations = running.generate(engine, PROMPTS, seeds=4, **given, returns_support=True)
+    for prompt, generation in zip([p for p in PROMPTS for _ in range(4)], generations, strict=True):
+        ids = torch.tensor([[*prompt, *generation.token_ids]])
+        logits = running.model(ids).logits[0, len(prompt) - 1 : -1].double() / 0.7
+        expected = []
+        for row, kept, token in zip(logits, generation.support.sets(), generation.token_ids, strict=True):
+            assert 1 <= len(kept) <= 20
+            expected.append(row[kept].log_softmax(-1)[kept.tolist().index(token)])
+        assert_log_probs(generation, torch.stack(expected))
+
+
 def test_greedy_repeats_and_follows_the_model(running, engine):
     first, again = (running.generate(engine, PROMPTS, max_new_tokens=8, temperature=0.0) for _ in range(2))
     assert [g.token_ids for g in first] == [g.token_ids for g in again]

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from safetensors.torch import load_file
-from tolerance import log_prob_error
+from tolerance import log_prob_error, rounding_error
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from miles.engine.base import GenerationRequest, SamplingParams, WeightChunk
+from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.torch_engine import TorchEngine
 
 torch.set_num_threads(1)
@@ -380,3 +381,26 @@ async def test_a_text_ends_a_response_with_the_token_that_completes_it(llama_pat
         assert response.token_ids == whole.token_ids[:length]
         assert response.finish_reason == ("length" if length == 40 else "stop")
     assert len(found[0].token_ids) <= 9
+
+
+@pytest.mark.parametrize("config", ["llama", "tied"])
+def test_an_fp32_head_computes_the_trainers_logits_of_bf16_hidden_states(config, tmp_path):
+    """--fp32-lm-head: in prefill and decode, before and after an update of the weights."""
+    base = CONFIGS["llama"]
+    path = save(type(base)(**(base.to_dict() | {"tie_word_embeddings": config == "tied"})), tmp_path)
+    runner = ModelRunner(path, torch.bfloat16, "cpu", fp32_head=True)
+    seen = []
+    runner.model.get_output_embeddings().register_forward_hook(lambda head, given, _: seen.append(given[0]))
+    for scale in (1.0, 1.5):
+        weights = {name: scale * p for name, p in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
+        runner.load_weights([WeightChunk(weights)])
+        head = runner.model.get_output_embeddings().weight.double()
+        found = [runner.prefill([[5, 6, 7], [9]], [0, 1], 0), runner.decode([3, 4], [3, 1], 4)]
+        for hidden, logits in zip([given[:, -1] for given in seen], found, strict=True):
+            assert hidden.dtype == torch.bfloat16 and logits.dtype == torch.float32
+            expected = hidden.double() @ head.t()
+            size = float((hidden.double().abs() @ head.t().abs()).max())
+            assert float((logits.double() - expected).abs().max()) < rounding_error(head.shape[1], size)
+            assert not torch.equal(logits, logits.bfloat16().float())
+        seen.clear()
+        runner.cache.clear()

@@ -15,6 +15,8 @@ from miles.arguments.explain import explain
 from miles.arguments.parser import build_parser, parse
 from miles.arguments.validate import validate
 from miles.flags import flag_name
+from miles.objective.adaptive_entropy import AdaptiveEntropyFlags
+from miles.objective.adaptive_kl import AdaptiveKlFlags
 from miles.objective.aggregation import MODES, AggregationFlags
 from miles.objective.chosen import build_objective
 from miles.objective.distillation import DistillationFlags
@@ -51,6 +53,7 @@ def test_what_a_choice_reads_is_a_flag(field):
 
 def test_no_flag_is_declared_twice():
     owners = [*ESTIMATORS.own_flags, *POLICY_LOSSES.own_flags, DistillationFlags, AggregationFlags, CommonFlags]
+    owners += [AdaptiveEntropyFlags, AdaptiveKlFlags]
     names = [f.name for owner in owners for f in dataclasses.fields(owner)]
     assert len(names) == len(set(names)) == len(dataclasses.fields(LossArguments))
 

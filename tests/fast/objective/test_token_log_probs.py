@@ -6,8 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tolerance import rounding_error
 
+from miles.objective import token_log_probs
 from miles.objective.token_log_probs import chunked_log_probs
+from miles.replay.support import Support
+from miles.replay.token_sets import TokenSets
 
 
 def inputs(rows: int, dtype: torch.dtype, bias: bool = True, seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -45,6 +49,36 @@ def test_values_and_gradients_are_those_of_the_naive_computation(rows, chunk, te
     expected = naive(hidden, weight, offset, targets, temperature)
     torch.testing.assert_close(chunked, expected)
     torch.testing.assert_close(gradients(chunked), gradients(expected))
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(0, 9),
+    chunk=st.sampled_from([-1, 1, 2, 100]),
+    uses=st.sampled_from([(True, True), (True, False), (False, True)]),
+)
+def test_over_a_support_other_logits_have_no_part(seed, rows, chunk, uses):
+    """Values and gradients are those of a softmax over the set's own logits."""
+    tensors, targets = inputs(rows, torch.float64, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.rand(rows, 11, generator=generator) < torch.rand(rows, 1, generator=generator)
+    kept[torch.arange(rows), targets] = True
+    support = Support.of(TokenSets.of(11, [row.nonzero()[:, 0].numpy() for row in kept]), torch.device("cpu"))
+    found = chunked_log_probs(*tensors[:2], targets, 0.7, chunk, tensors[2], with_entropy=True, support=support)
+    log_probs, entropies = [], []
+    logits = torch.nn.functional.linear(*tensors) / 0.7
+    for row, mask, target in zip(logits, kept, targets, strict=True):
+        log_p = torch.log_softmax(row[mask], -1)
+        log_probs.append(log_p[mask[:target].sum()])
+        entropies.append(-(log_p.exp() * log_p).sum())
+    expected = [torch.stack(column) if column else logits.sum(-1) for column in (log_probs, entropies)]
+    torch.testing.assert_close(list(found), expected)
+
+    def gradients(outputs):
+        return torch.autograd.grad(sum((o * (2 + i)).sum() for i, o in enumerate(outputs) if uses[i]), tensors)
+
+    torch.testing.assert_close(gradients(found), gradients(expected))
 
 
 def test_gradcheck():
@@ -96,3 +130,58 @@ def test_chunk_size_is_checked(chunk):
     tensors, targets = inputs(2, torch.float32, bias=False)
     with pytest.raises(AssertionError, match="--log-probs-chunk-size"):
         chunked_log_probs(*tensors, targets, 1.0, chunk)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk", [-1, 3])
+def test_an_fp32_head_computes_log_probs_of_bf16_inputs_as_float64_does(bias, chunk):
+    """--fp32-lm-head: logits are not rounded to bf16, which alone changes log-probs by a hundred times as much."""
+    tensors, targets = inputs(40, torch.bfloat16, bias)
+    hidden, weight, offset = [*tensors, None][:3]
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    expected = naive(*[*exact, None][:3], targets, 0.7)
+    found = chunked_log_probs(hidden, weight, targets, 0.7, chunk, offset, with_entropy=True, fp32=True)
+    rounded = chunked_log_probs(hidden, weight, targets, 0.7, chunk, offset, with_entropy=True)
+    size = float((exact[0].abs() @ exact[1].abs().t()).max()) / 0.7
+    bound = rounding_error(6 + 11, size)  # the sums of the product and of the softmax
+    for column, wanted, coarse in zip(found, expected, rounded, strict=True):
+        assert column.dtype == torch.float32
+        assert (column.double() - wanted).abs().max() < bound
+        assert (coarse.double() - wanted).abs().max() > 30 * bound
+    (found[0].sum() + found[1].sum()).backward()
+    (expected[0].sum() + expected[1].sum()).backward()
+    for tensor, reference in zip(tensors, exact, strict=True):
+        assert tensor.grad.dtype == torch.bfloat16
+        # One rounding to bf16, of the result: half a unit in the last of 8 digits.
+        close = 2.0**-8 * reference.grad.abs() + 100 * bound
+        assert ((tensor.grad.double() - reference.grad).abs() <= close).all()
+
+
+def test_an_fp32_head_changes_nothing_in_fp32():
+    tensors, targets = inputs(9, torch.float32)
+    found = [chunked_log_probs(*tensors[:2], targets, 1.0, 4, tensors[2], fp32=fp32)[0] for fp32 in (False, True)]
+    assert torch.equal(*found)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    cached_rows=st.integers(1, 4),
+    chunk=st.sampled_from([-1, 3, 100]),
+    temperature=st.sampled_from([0.5, 1.0]),
+    bias=st.booleans(),
+)
+def test_in_half_precision_a_few_rows_at_a_time_give_the_same_bits(rows, cached_rows, chunk, temperature, bias):
+    def results(cached_bytes):
+        tensors, targets = inputs(rows, torch.bfloat16, bias)
+        hidden, weight, offset = [*tensors, None][:3]
+        before, token_log_probs.CACHED_BYTES = token_log_probs.CACHED_BYTES, cached_bytes
+        try:
+            found = chunked_log_probs(hidden, weight, targets, temperature, chunk, offset, with_entropy=True)
+            (found[0].sum() + 0.1 * found[1].sum()).backward()
+        finally:
+            token_log_probs.CACHED_BYTES = before
+        return [*found, hidden.grad, weight.grad]  # the bias is summed over rows, whose order differs
+
+    for few, all_rows in zip(results(4 * 11 * cached_rows), results(0), strict=True):
+        assert torch.equal(few, all_rows)

@@ -220,6 +220,47 @@ def test_tokens_are_coloured_and_the_ledger_adds_up(tmp_path: Path, open_page: A
     page.wait_for_selector("dialog:not([open])", state="attached")
 
 
+def test_tokens_are_coloured_by_what_the_trainer_recorded(tmp_path: Path, open_page: Any, serve: Any) -> None:
+    write_header(tmp_path, SETTINGS | {"loss": SETTINGS["loss"] | {"use_tis": True}})
+    write_rows(tmp_path, [(1, {"rollout/reward": 0.5})])
+    recorded = {
+        "reward_parts": {"math": 1.0, "format": 0.5},
+        "log_probs": [-0.1, -1.1, -2.0, -4.0],
+        "ratios": [1.0, 1.4, 1.0, 0.6],
+        "token_weights": [1.0, 0.5, 1.0, 2.0],
+        "advantages": [0.5, -0.5, 0.0, 1.0],
+    }
+    RunFiles(tmp_path).append_samples(1, [sample(0, 1, **recorded), sample(0, 2), sample(1, 3), sample(1, 4)])
+    for url in (serve(tmp_path), write_report(tmp_path, 1).as_uri()):
+        page = open_page(url)
+        page.get_by_label("groups shown").select_option("recorded")
+        assert page.locator("#samples .group").count() == 1
+        card = page.locator("#samples .answer").first
+        assert "math 1 · format 0.5" in card.inner_text() and "ratio and gap" in card.inner_text()
+        card.click()
+        page.wait_for_selector("dialog[open] .ledger")
+        assert "reward 1 (math 1 · format 0.5)" in page.locator("dialog .facts").inner_text()
+        plain = "rgba(0, 0, 0, 0)"
+        seen = {}
+        for choice in ("credit", "ratio", "mask", "gap"):
+            page.get_by_label("colour tokens by").select_option(choice)
+            seen[choice] = backgrounds(page)
+            assert page.locator("dialog .key-words").inner_text()
+        assert len({tuple(colours) for colours in seen.values()}) == 4
+        assert seen["ratio"][0] == seen["ratio"][2] == plain, "a ratio of 1 and a token outside the loss"
+        assert len({seen["ratio"][i] for i in (0, 1, 3)}) == 3, "above, at and below 1"
+        assert seen["gap"][0] == plain and seen["gap"][1] != seen["gap"][3]
+        assert len(set(seen["credit"])) == 4
+        page.locator("dialog .tokens span").nth(1).hover()
+        figures = page.locator("dialog .status").inner_text()
+        for figure in ("ratio 1.4", "trainer − engine log-prob 0.4", "mask 1", "advantage -0.5", "weight 0.04167"):
+            assert figure in figures, figures
+        assert "by --use-tis" in page.locator(".ledger").inner_text()
+        page.get_by_label("colour tokens by").select_option("credit")
+        if url.startswith("http"):
+            picture(page, "tokens")
+
+
 def test_curves_are_zoomed_smoothed_hovered_and_filtered(tmp_path: Path, open_page: Any, serve: Any) -> None:
     page = open_page(serve(write_run(tmp_path, steps=60)))
     reward = page.locator("#curves figure[data-title=Reward]")

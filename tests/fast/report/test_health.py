@@ -104,6 +104,24 @@ def test_reward_without_held_out_accuracy_does_not_excuse_length(tmp_path: Path)
     assert fired(tmp_path, rows) == ["Length without accuracy"]
 
 
+@pytest.mark.parametrize("place", ["rollout/reward_parts/", "eval/heldout/reward_parts/"])
+def test_a_reward_that_pays_for_length_does_not_excuse_it(tmp_path: Path, place: str) -> None:
+    """The whole reward grows; the part that says whether an answer is right does not."""
+    rows = [
+        row | {"rollout/response_length": 10.0 + step, "rollout/reward": step} for step, row in enumerate(healthy())
+    ]
+    for step, row in enumerate(rows):
+        row |= {f"{place}math": 0.2, f"{place}length": 10.0 + step, "eval/heldout/accuracy": float(step)}
+    if place.startswith("rollout/"):
+        rows = [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in rows]
+    assert fired(tmp_path, rows) == ["Length without accuracy"]
+
+
+def test_a_part_that_grows_excuses_length(tmp_path: Path) -> None:
+    rows = [row | {"rollout/response_length": 10.0 + step, "rollout/reward": 0.2} for step, row in enumerate(healthy())]
+    assert fired(tmp_path, [row | {"rollout/reward_parts/math": step / 40} for step, row in enumerate(rows)]) == []
+
+
 def test_truncation_that_training_removes_is_no_fault(tmp_path: Path) -> None:
     rows = [row | {"rollout/truncated_fraction": 0.9 - 0.3 * step / STEPS} for step, row in enumerate(healthy(), 1)]
     assert fired(tmp_path, rows) == []

@@ -49,6 +49,40 @@ def test_corrections_and_a_custom_reducer_are_named() -> None:
     assert found["mode"][0] == "custom" and "my.reducer" in found["mode"][1]
 
 
+RECORDED = {
+    "log_probs": [-0.3, -1.4, -9.0, None],
+    "ratios": [1.1, 0.9, 7.0, 1.0],
+    "token_weights": [2.0, 0.5, 7.0, 1.0],
+    "advantages": [1.0, -2.0, 7.0, 0.5],
+}
+
+
+def test_what_the_trainer_recorded_replaces_what_was_assumed() -> None:
+    stored = row(**RECORDED)
+    columns = token_columns(stored)
+    weights = [2 / 12, 0.5 / 12, 0.0, 1 / 12]
+    assert columns["weight"] == pytest.approx(weights)
+    assert columns["credit"] == pytest.approx([1.0 * weights[0], -2.0 * weights[1], 0.0, 0.5 * weights[3]])
+    assert columns["ratio"] == [1.1, 0.9, None, 1.0]
+    assert columns["advantage"] == [1.0, -2.0, None, 0.5]
+    assert columns["gap"] == [pytest.approx(-0.2), pytest.approx(0.1), None, None]
+    found = lines(stored, SETTINGS | {"loss": SETTINGS["loss"] | {"use_tis": True}})
+    assert found["corrections"] == ("0.5 to 2", "factors of the tokens by --use-tis; the share becomes 0.2917 of 0.25")
+    assert float(found["credit of the sample"][0]) == pytest.approx(sum(columns["credit"]), rel=1e-5)
+    assert found["advantage"][0] == "-2 to 1" and found["ratio"][0] == "0.9 to 1.1"
+    value, why = found["engine-trainer gap"]
+    assert float(value) == pytest.approx(0.15) and "at most 0.2" in why
+
+
+def test_columns_that_are_not_stored_are_1_in_a_recorded_sample_and_unknown_in_others() -> None:
+    recorded = row(log_probs=RECORDED["log_probs"])
+    settings = SETTINGS | {"loss": SETTINGS["loss"] | {"use_rs": True}}
+    assert token_columns(recorded)["ratio"] == [1.0, 1.0, None, 1.0]
+    assert token_columns(recorded)["weight"] == token_columns(row())["weight"]
+    assert lines(recorded, settings)["corrections"][0] == "1" and lines(recorded, settings)["ratio"][0] == "1"
+    assert "ratio" not in token_columns(row()) and "ratio" not in lines(row(), settings)
+
+
 def test_without_an_advantage_there_is_no_credit() -> None:
     stored = row(advantage=None)
     assert "credit" not in token_columns(stored) and "advantage" not in lines(stored)

@@ -51,6 +51,21 @@ async def test_without_a_filter_one_burst_is_the_iteration(scripted_engine, coun
     assert not any("dropped" in name or "surplus" in name for name in collected.metrics)
 
 
+async def test_an_iteration_in_progress_says_how_many_groups_are_ready(scripted_engine, counting_stream, tokenizer):
+    seen = []
+
+    async def reward(samples):
+        seen.append(found.progress)
+        return [0.0] * len(samples)
+
+    found = collector(scripted_engine(), counting_stream(100), tokenizer, reward)
+    assert found.progress == (0, 4)
+    await found.collect(0)
+    assert seen[0] == (0, 4) and found.progress == (4, 4)
+    await found.collect(1)
+    assert seen[4] == (0, 4), "counted anew"
+
+
 @pytest.mark.parametrize("path", [None, NONZERO_STD])
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.sampled_from([4, 6, 9]))
 def test_the_order_of_completion_changes_nothing(scripted_engine, counting_stream, tokenizer, path, delays, burst):

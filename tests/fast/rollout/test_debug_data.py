@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scored_groups import scored_group
 
 from miles.input_error import InputError
+from miles.replay.token_sets import TokenSets
 from miles.rollout.debug_data import load_rollout, save_rollout
 from miles.sample import Prompt, PromptGroup, Sample, SampleStatus
 
@@ -32,16 +33,29 @@ PROMPTS = st.builds(
 
 
 @st.composite
+def supports(draw, response_ids):
+    """Draw no support, or sets in both forms with the tokens of the response."""
+    if draw(st.booleans()):
+        return None
+    others = st.none() | st.sets(st.integers(0, 99), max_size=12)
+    drawn = [draw(others) for _ in response_ids]
+    pairs = zip(drawn, response_ids, strict=True)
+    return TokenSets.of(100, [None if one is None else sorted({*one, token}) for one, token in pairs])
+
+
+@st.composite
 def groups(draw):
     group = PromptGroup(draw(st.integers(0, 10**9)), draw(PROMPTS))
     for k in range(draw(st.integers(1, 3))):
         n = draw(st.integers(0, 3))
+        response_ids = draw(st.lists(st.integers(0, 99), min_size=n, max_size=n))
         group.samples.append(
             Sample(
                 prompt=draw(st.just(group.prompt) | PROMPTS),
                 group_index=group.group_index,
                 trajectory_id=group.group_index * 3 + k,
-                response_ids=draw(st.lists(st.integers(0, 2**40), min_size=n, max_size=n)),
+                response_ids=response_ids,
+                support=draw(supports(response_ids)),
                 response=draw(TEXT),
                 loss_mask=draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)),
                 rollout_log_probs=draw(st.lists(FLOATS, min_size=n, max_size=n)),
@@ -116,6 +130,9 @@ def put(record, **values):
     record["samples"][0].update(values)
 
 
+SUPPORT = {"vocab_size": 100, "sizes": [-1, 1, -1], "ids": [5], "bits": ""}  # of three tokens
+
+
 def break_samples(record):
     record["samples"] = [3]
 
@@ -148,6 +165,15 @@ def break_samples(record):
                 ({"trajectory_id": 0}, "trajectory_id 0 is in line 1 too"),
                 ({"status": []}, "is not a valid SampleStatus"),
                 ({"prompt": 3}, "prompt is of type int, not an object"),
+                ({"support": []}, "support is of type list, not an object"),
+                ({"support": SUPPORT | {"vocab_size": 50}}, "vocab_size of support is 50, and the model's is 100"),
+                ({"support": SUPPORT | {"sizes": [-1, -2, -1]}}, "sizes of support has -2"),
+                ({"support": SUPPORT | {"sizes": [-1, 2, -1]}}, "sizes of the sets are not those of their ids"),
+                ({"support": SUPPORT | {"sizes": [-1, -1], "ids": []}}, "support has 2 entries for 3 response tokens"),
+                ({"support": SUPPORT | {"ids": [100]}}, "ids of support has 100"),
+                ({"support": SUPPORT | {"ids": [99]}}, "support lacks a response token"),
+                ({"support": SUPPORT | {"bits": "x"}}, "sample 1: "),
+                ({"support": SUPPORT | {"bits": "AAAA"}}, "bits of support are 3 bytes, not a multiple of 13"),
             ]
         ),
         (lambda record: record.update(group_index=0), "group_index 0 is in line 1 too"),

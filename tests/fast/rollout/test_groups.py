@@ -86,9 +86,10 @@ def test_sampling_follows_the_flags():
         rollout_temperature=0.5,
         rollout_top_p=0.9,
         rollout_top_k=3,
+        rollout_min_p=0.1,
         rollout_stop_token_ids=(8,),
     )
-    assert sampling_params(rollout) == SamplingParams(7, 0.5, 0.9, 3, (8,))
+    assert sampling_params(rollout) == SamplingParams(7, 0.5, 0.9, 3, (8,), min_p=0.1, returns_support=True)
 
 
 @pytest.mark.parametrize(("rewards", "left_out"), [([1, 1, 1, 1, 0], [7]), ([1, 1, 1, 0, 0], []), ([1.5] * 5, [7])])

@@ -31,6 +31,7 @@ from miles.rollout.filters import FilterDecision
 from miles.rollout.groups import GroupSpec, produce_group
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
+from miles.rollout.sample_records import StoredSamples
 from miles.sample import Prompt
 from miles.tracking.run_files import SampleRecord
 from miles.weights import WeightChunk
@@ -117,9 +118,9 @@ def test_saved_groups_of_another_size_are_one_dynamic_step_or_refused(settings):
 
 async def test_the_summary_has_the_samples_to_store(settings, weights):
     collected = await collect(await build(settings()), weights, 0)
-    records = [SampleRecord("p", "r", 1.0, None, "completed")]
-    summary = collected.summary(records)
-    assert summary.records == records
+    samples = StoredSamples([SampleRecord("p", "r", 1.0, None, "completed")])
+    summary = collected.summary(samples)
+    assert summary.samples == samples
     assert (summary.metrics, summary.prompts_after) == (collected.scored.metrics, collected.prompts_after)
 
 

@@ -15,6 +15,7 @@ import pytest
 from miles.arguments.files.saved import settings_from_json
 from miles.arguments.parser import parse
 from miles.arguments.validate import validate
+from miles.cluster.folders.best_checkpoint import BestCheckpoint
 from miles.cluster.folders.folder_lock import locked_folders
 from miles.commands import runs
 from miles.input_error import InputError
@@ -85,6 +86,16 @@ def test_a_checkpoint_is_named_by_its_optimizer_steps(tmp_path):
     assert SavedRun(tmp_path / "moved").checkpoint(None).iterations == 2, "checkpoints move with the run's folder"
     write_run(tmp_path / "a", 5, saved=(5,))
     assert SavedRun(tmp_path / "moved").checkpoint(None).iterations == 2, "not those of a later run in the old place"
+
+
+def test_the_best_checkpoint_is_listed(tmp_path, capsys):
+    write_run(tmp_path / "a", 5, saved=(2, 5), more="--save-best rollout/reward")
+    BestCheckpoint("rollout/reward", "max", 0.4, 2, True).save(tmp_path / "a" / "checkpoints")
+    assert runs.main([str(tmp_path)]) == 0
+    assert "best: iter_0000002 (rollout/reward 0.4)" in capsys.readouterr().out
+    assert runs.main([str(tmp_path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["best"]["folder"], found["best"]["value"]) == ("iter_0000002", 0.4)
 
 
 def test_runs_are_listed_without_torch(tmp_path, capsys):

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from miles.tracking.console import WIDTH, ConsoleSink, LongPhases, TimeLeft, held_out_lines, in_words, step_line
+from miles.tracking.console import (
+    WIDTH,
+    ConsoleSink,
+    JsonSink,
+    LongPhases,
+    TimeLeft,
+    held_out_lines,
+    in_words,
+    step_line,
+)
+from miles.tracking.phase_progress import Loading, PhaseProgress
 from miles.tracking.run_header import RunHeader
 
 HEADER = RunHeader("a run", {}, "the mean of means", "1/N", total_steps=3)
@@ -44,6 +54,66 @@ def test_plain_and_unwrapped_without_a_terminal() -> None:
 def test_a_terminal_gets_a_bar_with_the_phase_and_the_time_left_that_reaches_its_end() -> None:
     text = printed(console_is_terminal=True)
     assert "3/3" in text and "left 0s" in text and "train" in text
+
+
+def test_a_terminal_shows_how_far_a_phase_is() -> None:
+    file = io.StringIO()
+    sink = ConsoleSink(HEADER, "out", Console(file=file, force_terminal=True, width=80))
+    asked = threading.Event()
+    answers = iter(["37 of 64 groups", None])
+
+    def groups() -> str | None:
+        answer = next(answers, None)
+        if answer is None:
+            asked.set()  # the answer before it is shown
+        return answer
+
+    sink.watch({"generate": groups})
+    sink.phase("generate")
+    assert asked.wait(60)
+    sink.phase("train")
+    sink.close()
+    assert "generate  37 of 64 groups" in file.getvalue()
+
+
+def test_elsewhere_nothing_is_asked() -> None:
+    def never() -> str | None:
+        raise AssertionError
+
+    file = io.StringIO()
+    sink = ConsoleSink(HEADER, "out", Console(file=file, force_terminal=False, width=80))
+    sink.watch({"generate": never})
+    sink.phase("generate")
+    sink.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "phase-progress"]
+    JsonSink.watch(object.__new__(JsonSink), {"generate": never})
+
+
+def test_an_answer_that_comes_after_its_phase_is_not_shown() -> None:
+    shown: list[str] = []
+    asked, answer = threading.Event(), threading.Event()
+
+    def slow() -> str:
+        asked.set()
+        assert answer.wait(60)
+        return "1 of 2 groups"
+
+    progress = PhaseProgress({"generate": slow}, shown.append, seconds=0.01)
+    progress.enter("generate")
+    assert asked.wait(60)
+    progress.enter("train")
+    answer.set()
+    progress.close()
+    assert shown == []
+
+
+@pytest.mark.parametrize(("is_terminal", "log_format"), [(True, "text"), (True, "json"), (False, "text")])
+def test_loading_is_shown_on_a_terminal_only(is_terminal: bool, log_format: str) -> None:
+    file = io.StringIO()
+    with Loading(log_format, Console(file=file, force_terminal=is_terminal, width=80)) as loading:
+        loading.show("the trainer's models")
+        loading.close()
+    assert ("loading" in file.getvalue()) == (is_terminal and log_format == "text")
 
 
 def test_the_line_names_what_was_measured() -> None:

@@ -1,6 +1,8 @@
 """Sinks outside the output folder, against real receivers: a Prometheus client, MLflow's own store."""
 
+import json
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
@@ -10,8 +12,9 @@ import pytest
 from miles.arguments.parser import parse
 from miles.arguments.tracking import TrackingArguments
 from miles.flags import FlagError
+from miles.tracking.run_files import SampleRecord
 from miles.tracking.run_header import RunHeader
-from miles.tracking.sinks import MlflowSink, PrometheusSink, mlflow_name
+from miles.tracking.sinks import MlflowSink, PrometheusSink, SampleTables, WandbSink, mlflow_name
 
 HEADER = RunHeader("a run", {"tracking": {"wandb_key": "sesame", "output_dir": "out"}}, "words", "1/N", total_steps=4)
 
@@ -58,6 +61,50 @@ def test_mlflow_has_settings_without_secrets_and_every_step(tmp_path, monkeypatc
     assert runs[0].data.params == {"tracking.wandb_key": "(hidden)", "tracking.output_dir": "out"}
     history = client.get_metric_history(runs[0].info.run_id, "train/1199")
     assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.5)]
+
+
+SAMPLES = [
+    SampleRecord(
+        f"prompt {i}", f"answer {i}", i / 8, {"answer": i}, "completed", {"math": 1.0}, group=i // 4, tokens=["a"]
+    )
+    for i in range(8)
+]
+
+
+def test_tables_have_a_few_answers_of_iterations_that_are_spread_over_the_run():
+    tables = SampleTables(TrackingArguments(report_samples=2), replace(HEADER, total_steps=250))
+    found = [tables.rows(step, SAMPLES) for step in range(1, 251)]
+    assert sum(map(bool, found)) == 84 and found[0] and not found[1]
+    assert [row[:4] for row in found[3]] == [[4, 0, "prompt 0", "answer 0"], [4, 1, "prompt 4", "answer 4"]]
+    assert found[0][1][4:] == ['{"answer": 4}', 0.5, '{"math": 1.0}', None, "completed", 1]
+    assert all(len(row) == len(SampleTables.columns) for row in found[0])
+    assert SampleTables(TrackingArguments(report_samples=0), HEADER).rows(1, SAMPLES) == []
+
+
+def test_mlflow_has_a_table_of_answers(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlruns").as_uri()
+    sink = MlflowSink(TrackingArguments(use_mlflow=True, mlflow_tracking_uri=uri), HEADER)
+    sink.log_samples(3, SAMPLES)
+    sink.close()
+    [path] = (tmp_path / "mlruns").glob("*/*/artifacts/samples/step_0000003.json")
+    table = json.loads(path.read_text())
+    assert table["columns"] == list(SampleTables.columns)
+    assert [row[table["columns"].index("response")] for row in table["data"]] == [f"answer {i}" for i in (0, 2, 4, 6)]
+
+
+def test_wandb_writes_a_table_of_answers_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sink = WandbSink(TrackingArguments(use_wandb=True, output_dir=str(tmp_path)), HEADER)
+    sink.log(3, {"train/loss": 0.5})
+    sink.log_samples(3, SAMPLES)
+    sink.close()
+    [path] = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
+    table = json.loads(path.read_text())
+    assert table["columns"] == list(SampleTables.columns)
+    assert [row[table["columns"].index("response")] for row in table["data"]] == [f"answer {i}" for i in (0, 2, 4, 6)]
 
 
 def test_names_of_metrics_are_such_as_mlflow_takes():

@@ -157,6 +157,7 @@ def test_wandb_gets_the_settings_and_the_steps_but_no_key(
         finish=lambda exit_code: calls.append(("finish", exit_code)),
     )
     fake = SimpleNamespace(
+        Table=lambda columns, data: (columns, data),
         login=lambda **given: calls.append(("login", given)),
         init=lambda **given: calls.append(("init", given)) or wandb_run,
     )
@@ -165,7 +166,9 @@ def test_wandb_gets_the_settings_and_the_steps_but_no_key(
     tracking = arguments(tmp_path, use_wandb=True, disable_wandb_random_suffix=suffix is None, **named)
     with Tracker(tracking, HEADER) as tracker:
         tracker.log(0, {"a": Metric(1.0, 2.0), "b": math.nan})
-    (_, login), (_, init), (_, step, values), finish = calls
+        tracker.log_samples(1, [SampleRecord("p", "r", 1.0, None, "completed")])
+    (_, login), (_, init), (_, step, values), (_, *table), finish = calls
+    assert table[0] == 1 and len(table[1]["samples"][1]) == 1
     assert login == {"key": "sesame", "host": "h"}
     assert (init["entity"], init["group"]) == ("t", "g")
     assert re.fullmatch(f"a run{suffix or ''}", init["name"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from miles.training.checkpoint_folder import at, newest, publish, remove_unfinished, staging
+from miles.training.checkpoint_folder import at, bytes_being_written, newest, publish, remove_unfinished, staging
 
 
 def write(root, rollout, text):
@@ -36,6 +36,17 @@ def test_a_staged_folder_is_no_checkpoint(tmp_path):
     done = write(tmp_path, 1, "done")
     (staging(tmp_path, 2) / "weights").write_text("half")
     assert newest(tmp_path) == done
+
+
+def test_the_size_of_what_is_being_written_is_known(tmp_path):
+    assert bytes_being_written(tmp_path) is None
+    folder = staging(tmp_path, 2)
+    (folder / "critic").mkdir()
+    (folder / "a").write_bytes(bytes(100))
+    (folder / "critic" / "b").write_bytes(bytes(10))
+    assert bytes_being_written(tmp_path) == 110
+    publish(tmp_path, 2)
+    assert bytes_being_written(tmp_path) is None
 
 
 def test_leftovers_of_a_killed_run_are_removed(tmp_path):

@@ -12,6 +12,7 @@ from tolerance import RELATIVE_ERROR, log_prob_error
 from transformers import LlamaForCausalLM
 
 from miles.training import packed_attention
+from miles.training.cpu import cached_attention
 from miles.training.packed_attention import NAME, PackedLayout
 
 CPU = torch.device("cpu")
@@ -98,6 +99,38 @@ def test_values_may_be_narrower_than_queries(monkeypatch, short):
     ]
     assert found.shape == (1, sum(lengths), 4, 8)
     torch.testing.assert_close(found, torch.cat(wanted, 2).transpose(1, 2), rtol=0, atol=1e-5)
+
+
+def plain_attention(q, k, v, scaling, visible):
+    """Return softmax(q k) v of all rows at once: products in the dtype of q, the softmax in fp32."""
+    rows, heads, length, width = q.shape
+    groups = heads // k.shape[1]
+    scores = (q.reshape(rows, k.shape[1], groups * length, width) @ k.transpose(-1, -2)).float() * scaling
+    shares = scores.masked_fill(~visible.repeat(1, 1, groups, 1), -torch.inf).softmax(-1)
+    return (shares.to(v.dtype) @ v).reshape(rows, heads, length, v.shape[-1])
+
+
+@pytest.mark.parametrize("each_row_has_a_mask", [False, True])
+@pytest.mark.parametrize("rows_at_a_time", [1, 2, 5])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_in_half_precision_a_few_rows_at_a_time_give_the_same_bits(
+    monkeypatch, kv_heads, rows_at_a_time, each_row_has_a_mask
+):
+    rows, heads, queries, keys, width = 5, 3, 6, 8, 16
+    monkeypatch.setattr(cached_attention, "CACHED_BYTES", 4 * rows_at_a_time * heads * queries * keys)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(heads, queries, width), (kv_heads, keys, width), (kv_heads, keys, 12), (heads, queries, 12)]
+    *inputs, weights = (torch.randn(rows, *shape, generator=generator).bfloat16() for shape in shapes)
+    first = torch.arange(rows) % 3 if each_row_has_a_mask else torch.tensor([2])
+    visible = (torch.arange(keys) <= first[:, None, None] + torch.arange(queries)[:, None])[:, None]
+    results = []
+    for attend in (cached_attention.cached_attention, plain_attention):
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        out = attend(*leaves, 0.3, visible)
+        (out * weights).sum().backward()
+        results.append([out, *(leaf.grad for leaf in leaves)])
+    for cached, plain in zip(*results, strict=True):
+        assert torch.equal(cached, plain)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12))

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from miles.objective.coefficients import Coefficients
+from miles.objective.settings import LossArguments
 from miles.training.trainer import Trainer
 
 
@@ -26,6 +28,8 @@ def test_scoring_for_the_choice_of_tokens_is_timed(monkeypatch, selects, ranks):
     trainer.objective = SimpleNamespace(selects_tokens=selects, ranks_entropies=ranks)
     trainer.estimator = trainer.critic = None
     trainer.passes = 1
+    trainer.coefficients = Coefficients(LossArguments())
+    trainer.recorder = SimpleNamespace(begin=lambda step, shard: None)
     monkeypatch.setattr(Trainer, "_policy_step", lambda self, policy, shard: {"columns": shard})
     monkeypatch.setattr("miles.training.trainer.score", lambda backend, shard, needs: shard)
     monkeypatch.setattr("miles.training.trainer.needs_of", lambda *arguments: None)

@@ -163,6 +163,36 @@ def test_several_files_of_prompts_become_no_flag(tmp_path, files, words):
     parse(translation.words)
 
 
+VERL = "actor_rollout_ref: {actor: {clip_ratio_low: 0.2}}\n"
+TRL_REFERENCE = '"sync_ref_model": true, "ref_model_sync_steps": 64'
+TRL_ENTROPY = '"use_adaptive_entropy": true, "entropy_coef_max": 0.5'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("trl.json", f'"beta": 0.1, {TRL_REFERENCE}', "--ref-mixup-alpha 0.6 --ref-update-interval 64"),
+        ("trl.json", TRL_REFERENCE, ""),
+        ("trl.json", TRL_ENTROPY, "--entropy-target 0.2 --entropy-coef-max 0.5"),
+        ("trl.json", '"entropy_target": 0.3', ""),
+        ("verl.yaml", "type: adaptive, kl_coef: 0.01", "--kl-coef 0.01 --kl-target 0.1 --kl-horizon 10000"),
+        ("verl.yaml", "type: fixed, target_kl: 1", ""),
+    ],
+)
+def test_weights_that_adapt_and_a_reference_that_follows(tmp_path, name, text, words):
+    """The flags of this feature are those given; without the feature's switch there are none."""
+    in_file = {
+        "trl.json": f'{{"loss_type": "grpo", {text}}}',
+        "verl.yaml": f"{VERL}algorithm: {{use_kl_in_reward: true, kl_ctrl: {{{text}}}}}\n",
+    }
+    _, translation, _ = translated(tmp_path, name, in_file[name])
+    found = " ".join(map(str, translation.words))
+    flags = ("--ref-update-interval", "--ref-mixup-alpha", "--kl-target", "--kl-horizon", "--entropy-target")
+    assert all(pair in found for pair in re.findall(r"--\S+ \S+", words))
+    assert bool(words) == any(flag in found for flag in flags)
+    parse(translation.words)
+
+
 def test_trl_token_mean_with_several_steps_per_generation_is_not_ours(tmp_path):
     text = '{"loss_type": "dapo", "gradient_accumulation_steps": 2, "steps_per_generation": 4}'
     _, _, objective = translated(tmp_path, "trl.json", text)

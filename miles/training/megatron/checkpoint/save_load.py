@@ -7,7 +7,7 @@ time to the CPU, loading reads ``BUCKET_BYTES`` at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,8 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from miles.training.checkpoint_files import in_one_line
 from miles.training.checkpoint_folder import read_run_state, write_run_state
-from miles.training.checkpoint_io import load_errors, save_errors
-from miles.training.megatron.checkpoint.optimizer_state import MASTER, MOMENTS, AdamState
+from miles.training.checkpoint_io import StagedFiles, load_errors, save_errors
+from miles.training.megatron.checkpoint.optimizer_state import MASTER, MOMENTS, AdamState, Piece
 from miles.training.megatron.checkpoint.writer import DirectWriter
 from miles.training.megatron.model.adapter import Adapter
 from miles.training.megatron.model.policy_model import PolicyModel
@@ -61,16 +61,25 @@ def _storage(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def save(folder: Path, policy: PolicyModel, optimizer: MegatronOptimizer, ranks: Ranks, state: dict[str, Any]) -> None:
+def save(
+    folder: Path,
+    policy: PolicyModel,
+    optimizer: MegatronOptimizer,
+    ranks: Ranks,
+    state: dict[str, Any],
+    staged: StagedFiles | None = None,
+) -> None:
     """Write everything that a resumed run needs into ``folder``, which is empty. Collective.
 
-    The caller makes the folder visible when it is complete. Raises ``OSError`` on all ranks if one cannot write.
+    Tensors go into ``staged`` if it is given. The caller makes the folder visible when it is complete. Raises
+    ``OSError`` on all ranks if one cannot write.
     """
     adam = AdamState(optimizer.adam)
     sharded = _sharded(policy, ranks)
     pieces = {name: adam.piece(described.data) for name, described in sharded.items()}
     with save_errors(folder):
-        dist_checkpointing.save(_empty(sharded, KINDS, "meta"), str(folder), sharded_strategy=DirectWriter(pieces))
+        writer = DirectWriter(pieces, staged)
+        dist_checkpointing.save(_empty(sharded, KINDS, "meta"), str(folder), sharded_strategy=writer)
     write_random_state(folder, tensor_parallel.get_cuda_rng_tracker().get_states())
     if dist.get_rank() == 0:
         write_run_state(folder, "megatron", state, optimizer.state())
@@ -102,9 +111,40 @@ def load_weights(folder: Path, policy: PolicyModel, ranks: Ranks, flag: str) -> 
 
     Raises ``ValueError`` naming ``flag``, as ``load`` does.
     """
+    for parameter, whole in read_weights(folder, policy, ranks, flag):
+        parameter.copy_(whole)
+
+
+def read_weights(
+    folder: Path, policy: PolicyModel, ranks: Ranks, flag: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each weight of ``policy`` with what ``folder`` has for it, whole and fp32 on CPU. Collective."""
     read_run_state(folder, "megatron", flag)
-    for parameter, whole in _read(folder, policy, ranks, (MASTER,)):
-        parameter.copy_(whole[MASTER])
+    yield from ((parameter, whole[MASTER]) for parameter, whole in _read(folder, policy, ranks, (MASTER,)))
+
+
+def save_weights(
+    folder: Path,
+    policy: PolicyModel,
+    ranks: Ranks,
+    value_of: Callable[[torch.Tensor], torch.Tensor],
+    staged: StagedFiles | None = None,
+) -> None:
+    """Write weights alone: ``value_of`` each weight of ``policy``. Collective.
+
+    They go into ``folder``, which is empty, or into ``staged`` if it is given.
+    """
+    sharded = _sharded(policy, ranks)
+    pieces = {
+        name: Piece(0, described.data.numel(), False, {MASTER: value_of(described.data).detach().view(-1)})
+        for name, described in sharded.items()
+    }
+    with save_errors(folder):
+        writer = DirectWriter(pieces, staged)
+        dist_checkpointing.save(_empty(sharded, (MASTER,), "meta"), str(folder), sharded_strategy=writer)
+    if dist.get_rank() == 0:
+        write_run_state(folder, "megatron", {}, {"steps_done": 0})
+    dist.barrier()
 
 
 def _read(

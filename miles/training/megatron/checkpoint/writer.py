@@ -20,13 +20,14 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from miles.training.checkpoint_io import StagedFiles, StagingWriter
 from miles.training.megatron.checkpoint.optimizer_state import Piece
 from miles.training.megatron.versions import objects_to_write
 
@@ -40,12 +41,13 @@ class DirectWriter(TorchDistSaveShardedStrategy):
     replica if several do.
     """
 
-    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+    def __init__(self, pieces: Mapping[str, Piece], staged: StagedFiles | None = None) -> None:
         super().__init__("torch_dist", 1)
         self._pieces = pieces
+        self._staged = staged
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Write the checkpoint; return when every file is flushed to disk. Collective.
+        """Write the checkpoint; return when every file is flushed to disk, or staged in memory. Collective.
 
         Raises ``CheckpointException`` before writing if the slices of all ranks do not fill every tensor exactly once.
         """
@@ -56,7 +58,7 @@ class DirectWriter(TorchDistSaveShardedStrategy):
             for kind, described in kinds.items():
                 for part in nested_values([described]):
                     planner.add(part, kind, self._pieces[name])
-        save_planned({}, storage_writer=_OneByOne(checkpoint_dir), planner=planner)
+        save_planned({}, storage_writer=_OneByOne(checkpoint_dir, self._staged), planner=planner)
 
 
 class _Planner(DefaultSavePlanner):
@@ -112,21 +114,23 @@ class _Planner(DefaultSavePlanner):
         return elements.to("cpu", torch.float32, copy=True).view(sizes)
 
 
-class _OneByOne(FileSystemWriter):
+class _OneByOne(StagingWriter):
     """Writes one file per rank. torch's own keeps every tensor in memory until its file is complete."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of ``plan`` one by one."""
         name = f"{plan.storage_data.prefix}0.distcp"
         written = []
-        with (Path(self.path) / name).open("wb") as file:
+        with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
+            file: Any = stream  # torch says no more than that it is a file
             for item in plan.items:
                 start = file.tell()
                 torch.save(planner.resolve_data(item), file)
                 length = file.tell() - start
                 written.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
-            file.flush()
-            os.fsync(file.fileno())
+            if self.sync_files:
+                file.flush()
+                os.fsync(file.fileno())
         future: Future[list[WriteResult]] = Future()
         future.set_result(written)
         return future

@@ -25,6 +25,7 @@ from miles.training.packed_attention import PackedLayout, packed_attention
 if TYPE_CHECKING:
     from miles.training.megatron.model.mtp import NextTokens
     from miles.training.megatron.moe.auxiliary import AuxiliaryStep
+    from miles.training.megatron.moe.replay import MicroBatchExperts
     from miles.training.megatron.moe.router import RoutedTokens
 
 
@@ -43,6 +44,7 @@ class PackedTokens(PackedSeqParams):
     auxiliary: AuxiliaryStep | None = None  # in passes that train on auxiliary losses
     routed: RoutedTokens | None = None  # for the routers
     ahead: NextTokens | None = None  # for the heads of multi-token prediction
+    experts: MicroBatchExperts | None = None  # what the routers choose, if that was decided before
 
     @property
     def shape(self) -> tuple[int, int]:

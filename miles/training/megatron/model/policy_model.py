@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from miles.arguments.lora import LoraArguments
 from miles.model_families.registry import vocabulary_shape
+from miles.replay.support import Support
 from miles.train_batch import MicroBatch
 from miles.training.backend import PolicyScores
 from miles.training.megatron.model.adapter import Adapter, LinearLayer
@@ -50,6 +51,7 @@ class PolicyModel(GPTModel):
         temperature: float,
         chunk_size: int,
         with_canary: bool,
+        fp32_head: bool = False,
         *,
         chunk: int | None = None,
     ) -> None:
@@ -74,6 +76,7 @@ class PolicyModel(GPTModel):
         self.tokens_in_vocabulary = vocabulary["vocab_size"]
         self.temperature = temperature
         self.chunk_size = chunk_size
+        self.fp32_head = fp32_head
         self.to(config.params_dtype)
         # The scalar of objective/canary.py is reduced like every parameter, in fp32.
         self.canary = torch.nn.Parameter(torch.zeros(1)) if with_canary and is_last else None
@@ -145,13 +148,20 @@ class PolicyModel(GPTModel):
         """Return the end of the forward pass over ``micro``: here a ``PolicyScorer`` (training/backend.py)."""
         return partial(self.score, hidden_states, micro)
 
-    def score(self, hidden_states: torch.Tensor, micro: MicroBatch, with_entropy: bool) -> PolicyScores:
-        """Compute log-probs of ``micro.targets`` under softmax(logits / temperature), and the entropy if asked.
+    def score(
+        self, hidden_states: torch.Tensor, micro: MicroBatch, with_entropy: bool, sharpness: float = 1.0
+    ) -> PolicyScores:
+        """Compute log-probs of ``micro.targets`` under softmax(logits sharpness / temperature), entropy if asked.
+
+        If the micro-batch has supports, the softmax is over these.
 
         The canary is in the graph of every step, watched or not: overlapped reductions wait for the gradient of every
         parameter.
         """
-        of_targets = self._log_probs(hidden_states, micro.logit_index, micro.targets, self.temperature, with_entropy)
+        temperature = (self.temperature or 1.0) / sharpness
+        of_targets = self._log_probs(
+            hidden_states, micro.logit_index, micro.targets, temperature, with_entropy, micro.support
+        )
         return PolicyScores(*of_targets, canary=None if self.canary is None else self.canary.sum())
 
     def _log_probs(
@@ -161,6 +171,7 @@ class PolicyModel(GPTModel):
         targets: torch.Tensor,
         temperature: float,
         with_entropy: bool = False,
+        support: Support | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Of ``targets`` [R] at the tokens ``index`` [R], as in ``MicroBatch``, of ``hidden_states`` [S, B, H]."""
         tp = self.pg_collection.tp
@@ -179,6 +190,8 @@ class PolicyModel(GPTModel):
             chunk_size=self.chunk_size,
             group=tp,
             with_entropy=with_entropy,
+            fp32=self.fp32_head,
+            support=support,
         )
 
     def head_weight(self) -> torch.Tensor:

@@ -148,10 +148,12 @@ def expert_biases(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class RoutedLayer(TransformerLayer):
-    """A layer that passes its router the micro-batch's tokens, also when recomputation runs it again."""
+    """A layer that passes its router the micro-batch's tokens and experts, also when recomputation runs it again."""
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Run the layer. ``packed_seq_params`` is passed by name."""
         if isinstance(router := getattr(self.mlp, "router", None), BalancedRouter):
-            router.tokens = named["packed_seq_params"].routed
+            packed = named["packed_seq_params"]
+            router.tokens = packed.routed
+            router.router_replay = None if packed.experts is None else packed.experts.of_layer(self.layer_number - 1)
         return super().forward(*arguments, **named)

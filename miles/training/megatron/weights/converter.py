@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers import PretrainedConfig
 
+from miles.arguments.lora import is_in_experts
 from miles.model_families.base import HEADS_IN_CONFIG
 from miles.model_families.parameters import HEAD, Binding, is_of_head
 from miles.model_families.registry import converted_family, megatron_shape
@@ -162,7 +163,8 @@ class RawConverter:
         for name, module in linear_layers(model):
             binding = self.names.binding(f"{_global_name(name, first_layer, 0)}.weight")
             held = tuple(hf_name.removesuffix(".weight") for hf_name in binding.hf_names)
-            found.append(LinearLayer(module, held, binding.layout))
+            if not (model.config.num_moe_experts and any(map(is_in_experts, held))):
+                found.append(LinearLayer(module, held, binding.layout))
         return found
 
     def _whole_model(self, local: dict[str, torch.Tensor]) -> dict[str, _Location]:

@@ -128,7 +128,6 @@ def test_no_secret_is_shown(accepted, flags):
         "--rollout-engine torch --sglang-context-length 4096",  # cuts answers
         "--rollout-engine torch --sglang-kv-cache-dtype fp8_e4m3",
         "--opd-log-prob-top-k 8",
-        "--use-rollout-routing-replay",
     ],
 )
 def test_what_would_change_the_result_is_refused(refusals, flags):

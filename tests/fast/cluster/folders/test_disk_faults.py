@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from small_checkpoint import one_rank, save_checkpoint
 
 from miles.arguments.checkpoint import CheckpointArguments
+from miles.arguments.model import ModelArguments
 from miles.cluster.failures import exit_with_message
 from miles.cluster.folders.disk_faults import SaveFailed, disk_fault
 from miles.cluster.folders.folder_lock import locked_folders
@@ -33,7 +34,8 @@ WORDS = {
 def driver(root, write):
     """Return a driver of one rank, whose files ``write`` makes."""
     made = TrainDriver.__new__(TrainDriver)  # the ranks of a real one are Ray actors
-    made.settings = SimpleNamespace(checkpoint=CheckpointArguments(save=str(root)))
+    made.settings = SimpleNamespace(checkpoint=CheckpointArguments(save=str(root)), model=ModelArguments())
+    made._saving = None
     made._on_all = lambda verb, folder, state: [write(folder) or {}]
     return made
 

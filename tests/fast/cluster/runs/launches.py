@@ -71,11 +71,12 @@ LOCAL_RAY = {
     "gcs_server",
     "raylet",
     "monitor.py",
+    "dashboard.py",  # with the packages of ray[default]
     "ray::RuntimeEnvAgent",
     "ray::DashboardAgent",
     "ray::IDLE",
 }
-LOCAL_RAY |= {"ray::DashboardAgent", "ray::TrainActor", "ray::RolloutActor"}
+LOCAL_RAY |= {"ray::TrainActor", "ray::RolloutActor"}
 OF_SERVERS = {"ray::EngineActor", "sglang::router", "sglang::scheduler", "sglang_on_cpu"}
 
 
@@ -90,7 +91,8 @@ def kind_of(process):
     words = process.cmdline() or [process.name()]
     if "::" in words[0]:
         return words[0].split()[0].split(".")[0]  # ray::TrainActor.connect
-    modules = [Path(word).name for word in words if word.endswith(("train.py", "monitor.py", "sglang_on_cpu"))]
+    named = ("train.py", "monitor.py", "dashboard.py", "sglang_on_cpu")
+    modules = [Path(word).name for word in words if word.endswith(named)]
     return modules[0] if modules else Path(words[0]).name
 
 

@@ -35,6 +35,7 @@ from miles.engine.embedded.model_runner import ModelRunner
 from miles.metrics import values
 from miles.objective.settings import LossArguments
 from miles.train_batch import TrainShard
+from miles.training.checkpoint_io import StagedFiles
 from miles.training.fsdp.backend import FsdpBackend
 from miles.training.fsdp.runner import FsdpTrainedModel
 from miles.training.trainer import Trainer
@@ -229,14 +230,20 @@ def _adam_state(backend: FsdpBackend) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def save_checkpoint(stage: Stage) -> None:
-    """Train and save on two ranks; also save the whole tensors that the loader must find."""
+    """Train and save on two ranks; also save the whole tensors that the loader must find.
+
+    The files are written while training goes on, and hold what there was when they were staged.
+    """
     backend = make_backend(stage, **ADAM)
     _train_two_steps(stage, backend)
     folder = stage.folder / "checkpoint"
     folder.mkdir(exist_ok=True)
-    backend.save(folder, {"rollout": 2})
+    staged = StagedFiles()
+    backend.save(folder, {"rollout": 2}, staged)
+    assert not list(folder.glob("*.distcp")) and not (folder / ".metadata").exists()
     wanted = {"weights": weights(backend), "adam": _adam_state(backend)}
     _train_two_steps(stage, backend)
+    staged.write()
     wanted["later"] = weights(backend)
     if stage.rank == 0:
         torch.save(wanted, stage.folder / "wanted.pt")

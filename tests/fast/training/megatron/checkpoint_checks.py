@@ -43,6 +43,7 @@ from tolerance import log_prob_error
 from miles.metrics import values
 from miles.training.checkpoint_check import check_checkpoint
 from miles.training.checkpoint_folder import at, newest, publish, staging
+from miles.training.checkpoint_io import StagedFiles
 from miles.training.megatron.backend import MegatronBackend
 from miles.training.megatron.checkpoint import save_load as checkpoint
 from miles.training.megatron.checkpoint.save_load import check_can_save
@@ -108,7 +109,7 @@ def saves(process: RankProcess) -> None:
         for _, bias in expert_biases(backend.policy.stage):
             bias.add_(0.125)  # no longer that of the model's folder
         root = change.root(process.folder)
-        _save(process, backend, root, 2)
+        _save(process, backend, root, 2, in_background=CHANGES.index(change) % 2 == 0)
         dist.barrier()
         _each_rank_writes_its_part(process, root / "iter_0000002")
         if change is CHANGES[0]:
@@ -141,12 +142,23 @@ def _rank_that_could_not_write_is_named(process: RankProcess, backend: MegatronB
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def _save(process: RankProcess, backend: MegatronBackend, root: Path, done: int) -> None:
-    """Save as the launcher does."""
+def _save(process: RankProcess, backend: MegatronBackend, root: Path, done: int, in_background: bool = False) -> None:
+    """Save as the launcher does. ``in_background``: the files are written after the weights have changed."""
     if process.rank == 0:
         staging(root, done)
     dist.barrier()
-    backend.save(root / f".writing_iter_{done:07d}", LAUNCHER)
+    staged = StagedFiles() if in_background else None
+    backend.save(root / f".writing_iter_{done:07d}", LAUNCHER, staged)
+    if staged is not None:
+        parameters = list(backend.policy.stage.parameters())
+        before = [parameter.detach().clone() for parameter in parameters]
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.zero_()
+            staged.write()
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+        dist.barrier()
     if process.rank == 0:
         publish(root, done)
 

@@ -50,8 +50,13 @@ def expectations_of(folder: Path, models: list[str]) -> dict[str, list[Expected]
             for case in (full, plain, alone):
                 gradient, metrics = wanted(case, oracle, samples_of(case))
                 found.setdefault(name, []).append(Expected(case, by_expert(gradient), metrics))
-        for loss in (loss_of("delta_l"), loss_of("constant", top_entropy_quantile=0.4)):
-            case = off_policy(Case(BATCHES["uneven"], loss, ANYWHERE, seed=4), oracle)
+        if getattr(oracle.config, "num_experts_per_tok", None):
+            case = off_policy(Case(BATCHES["compacted"], loss_of("sample_mean"), ANYWHERE, routing=(2, 4, 2)), oracle)
+            gradient, metrics = wanted(case, oracle, samples_of(case))
+            found[name].append(Expected(case, by_expert(gradient), metrics))
+        full = loss_of("token_mean", **FULL)
+        for loss in (loss_of("delta_l"), loss_of("constant", top_entropy_quantile=0.4), full):
+            case = off_policy(Case(BATCHES["uneven"], loss, ANYWHERE, seed=4, restricted=loss is full), oracle)
             gradient, metrics = wanted(case, oracle, samples_of(case))
             found[name].append(Expected(case, by_expert(gradient), metrics))
     return found
@@ -122,6 +127,7 @@ def compare_norm_alone(result: Result, wanted: dict[str, torch.Tensor]) -> tuple
 
 
 def _run(backend: Any, case: Case) -> Result:
+    backend.policy.replays_experts = case.routing is not None
     return run_step(backend, case, batch_of(case))
 
 

@@ -27,6 +27,8 @@ import state_checks  # noqa: E402
 from forked_ranks import Check, run_on_ranks  # noqa: E402
 from layouts import LAYOUTS, MEASURED, RankProcess, save_models  # noqa: E402
 
+from tests.fast.training.megatron.model import reference_checks  # noqa: E402
+
 
 def checks_of(
     name: str,
@@ -36,7 +38,7 @@ def checks_of(
 ) -> dict[str, Check]:
     """Return every check of the layout ``name``. A check raises, or returns what is wrong."""
     found: dict[str, Check] = {}
-    for module in (state_checks, offload_checks):
+    for module in (state_checks, offload_checks, reference_checks):
         found |= {check.__name__: check for check in module.OF_LAYOUT.get(name, ())}
     for model in LAYOUTS[name].models:
         for contract in conformance_checks.CONTRACTS:

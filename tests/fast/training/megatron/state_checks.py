@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training import scoring
 from miles.training.megatron.backend import MegatronBackend
+from miles.training.megatron.moe.router import expert_biases
 from miles.training.trainer import Trainer
 
 PLAIN = LossArguments(loss_canary="always")
@@ -183,6 +185,26 @@ def reference_is_rotated_by_its_own_config(process: RankProcess) -> None:
     _are_those_of_transformers(found, shard, process, "llama3_rope")
 
 
+def the_first_choice_of_experts_is_repeated(process: RankProcess) -> None:
+    """``--use-routing-replay``: other biases would choose other experts, and change no weight of an expert."""
+    for model in process.layout.models:
+        backend = make_backend(process, model, PLAIN)
+        backend.policy.records_experts = True
+        shard = shard_of(backend, batch_of(CASE), watch_mass=False)
+        first = log_probs(backend, shard)
+        for number, (_, bias) in enumerate(expert_biases(backend.policy.stage)):
+            bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(number)))
+        again = log_probs(backend, shard)
+        assert all((a == b).all() for a, b in zip(first, again, strict=True)), model
+        backend.policy.records_experts = False
+        other = log_probs(backend, shard)
+        assert max(abs(a - b).max() for a, b in zip(first, other, strict=True)) > 1e-3, model
+        assert backend.policy._kept
+        del shard
+        gc.collect()
+        assert not backend.policy._kept, "what is kept goes with its iteration"
+
+
 CHECKS = (
     log_probs_equal_transformers,
     weights_come_back_exactly,
@@ -205,8 +227,8 @@ OF_LAYOUT = {
     "tp2 with sp, ep2": CONVERSION,
     "tp2 with sp, ep2, experts cut": CONVERSION,
     "tp2 with sp, pp2": CONVERSION,
-    "one, sigmoid": (*CONVERSION, engine_takes_the_weights),
-    "tp2 with sp, ep2, sigmoid": (*CONVERSION, engine_takes_the_weights),
-    "cp2 with ep2, sigmoid": CONVERSION,
-    "pp2, dp2, sigmoid": CONVERSION,
+    "one, sigmoid": (*CONVERSION, engine_takes_the_weights, the_first_choice_of_experts_is_repeated),
+    "tp2 with sp, ep2, sigmoid": (*CONVERSION, engine_takes_the_weights, the_first_choice_of_experts_is_repeated),
+    "cp2 with ep2, sigmoid": (*CONVERSION, the_first_choice_of_experts_is_repeated),
+    "pp2, dp2, sigmoid": (*CONVERSION, the_first_choice_of_experts_is_repeated),
 }

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from miles.arguments.sglang.server_flags import known_server_flags
 from miles.engine.sglang.launch import ServerSpec, cpu_support
 
 STORE = Path("some") / "store"
@@ -58,3 +59,9 @@ def test_only_cpu_servers_see_the_support_files():
     assert cuda.module == "sglang.launch_server"
     assert cuda.environment(given, STORE)["PYTHONPATH"] == "mine"
     assert (cpu_support() / "sgl_kernel" / "__init__.py").is_file()
+
+
+def test_a_server_can_compute_its_logits_in_fp32():
+    plain, exact = (ServerSpec("m", "bfloat16", "cuda", 1, seed=0, fp32_head=asked) for asked in (False, True))
+    assert set(exact.arguments("h", 1)) - set(plain.arguments("h", 1)) == {"--enable-fp32-lm-head"}
+    assert "--enable-fp32-lm-head" in known_server_flags() or not known_server_flags()

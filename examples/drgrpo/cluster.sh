@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Dr.GRPO with the settings of its authors' code (arXiv 2503.20783), on eight GPUs.
+#   MODEL=… DATA=… bash examples/drgrpo/cluster.sh [--explain] [FLAGS OF train.py…]
+source "$(dirname "${BASH_SOURCE[0]}")/../recipe.sh"
+cluster --rm-type math --advantage-estimator grpo --disable-grpo-std-normalization \
+    --loss-aggregation constant --loss-aggregation-divisor 3000 --rollout-max-response-len 3000 \
+    --rollout-batch-size 128 --n-samples-per-prompt 8 --num-epoch 1 --rollout-top-p 1 \
+    --output-dir "$OUTPUTS/drgrpo_cluster" "$@"

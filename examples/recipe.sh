@@ -1,0 +1,78 @@
+# Source this from the run.sh and the cluster.sh of a recipe; it has what all of them share.
+#   recipe NAME TASK "$@"   prepare a run on CPU; the arguments are those of run.sh: [--smoke] [FLAGS OF train.py…]
+#   train FLAGS             train with the flags of the recipe, and print the held-out accuracy before and after
+#   cluster FLAGS "$@"      train on eight GPUs; --explain shows what that would do
+# Environment: SEED=1, OUTPUTS=outputs (where all is written), PYTHON (an interpreter; default: install .venv and use it).
+# For cluster.sh: MODEL, DATA (prompts and labels of your own) and PYTHON=python.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+SEED="${SEED:-1}"
+OUTPUTS="${OUTPUTS:-outputs}"
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" # the matrices are tiny: a waiting thread must not keep a core busy
+
+PLACE=(--colocate) # of trainer and engine; a recipe that generates during training sets its own
+# One trainer rank with the embedded engine, in fp32.
+ON_CPU=(
+    --device cpu --train-backend fsdp --fp32 --rollout-engine torch --actor-num-gpus-per-node 1
+    --use-dynamic-batch-size --max-tokens-per-gpu 8192
+    --lr-decay-style constant --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
+)
+
+recipe() {
+    [ -n "${PYTHON:-}" ] || source scripts/venv.sh
+    NAME="$1" TASK="$2"
+    shift 2
+    SMOKE=()
+    SFT_STEPS=400
+    if [ "${1:-}" = --smoke ]; then
+        shift
+        SMOKE=(--num-rollout 2 --eval-interval 2 --n-samples-per-eval-prompt 1)
+        SFT_STEPS=2
+    fi
+    MORE=("$@")
+    OUT="$OUTPUTS/$NAME"
+    rm -rf "$OUT"
+    [ -d "$OUTPUTS/tasks/model" ] || "$PYTHON" examples/tasks/write.py "$OUTPUTS/tasks"
+    case "$TASK" in
+        backward) DATA_FLAGS=(--label-key label --rm-type exact_match --rollout-max-response-len 8) ;;
+        record) DATA_FLAGS=(--rm-type json_schema --rollout-max-response-len 36) ;;
+        *) echo "recipe: $TASK is no task; give backward or record" >&2 && return 2 ;;
+    esac
+    POLICY="$OUTPUTS/tasks/base"
+    if [ ${#SMOKE[@]} -gt 0 ]; then
+        POLICY="$OUTPUTS/tasks/model" # random weights show as well that two iterations run
+    elif [ ! -d "$POLICY" ]; then
+        fine_tune "$OUTPUTS/tasks/sft" && mv "$OUTPUTS/tasks/sft/hf" "$POLICY"
+    fi
+}
+
+fine_tune() { # FOLDER: train the random model on the demonstrations of both tasks; export it to FOLDER/hf
+    rm -rf "$1"
+    "$PYTHON" train.py "${ON_CPU[@]}" \
+        --hf-checkpoint "$OUTPUTS/tasks/model" --prompt-data "$OUTPUTS/tasks/chats.jsonl" --input-key chat --rollout-shuffle \
+        --loss-type sft_loss --debug-train-only --loss-aggregation token_mean \
+        --num-rollout "$SFT_STEPS" --rollout-batch-size 64 --n-samples-per-prompt 1 --rollout-max-response-len 40 \
+        --lr 5e-3 --lr-warmup-iters 20 --lr-decay-style cosine \
+        --save-hf "$1/hf" --output-dir "$1" --seed "$SEED" --rollout-seed "$SEED"
+}
+
+train() {
+    "$PYTHON" train.py "${ON_CPU[@]}" "${PLACE[@]}" \
+        --hf-checkpoint "$POLICY" --prompt-data "$OUTPUTS/tasks/$TASK/train.jsonl" --apply-chat-template --rollout-shuffle \
+        "${DATA_FLAGS[@]}" \
+        --num-rollout 20 --rollout-batch-size 16 --n-samples-per-prompt 8 --rollout-temperature 1.0 --lr 2e-4 \
+        --eval-prompt-data heldout "$OUTPUTS/tasks/$TASK/heldout.jsonl" --eval-interval 10 --n-samples-per-eval-prompt 4 \
+        --output-dir "$OUT" --save-hf "$OUT/hf" --seed "$SEED" --rollout-seed "$SEED" \
+        "$@" "${SMOKE[@]}" "${MORE[@]}"
+    "$PYTHON" -m miles.quickstart.summary "$OUT/metrics.jsonl" --label "$NAME"
+}
+
+cluster() {
+    "${PYTHON:-python}" train.py \
+        --device cuda --train-backend fsdp --rollout-engine sglang --actor-num-nodes 1 --actor-num-gpus-per-node 8 "${PLACE[@]}" \
+        --hf-checkpoint "${MODEL:-Qwen/Qwen3-4B}" \
+        --prompt-data "${DATA:-examples/from_scripts/problems.jsonl}" --input-key prompt --label-key label \
+        --apply-chat-template --rollout-shuffle --rollout-temperature 1.0 \
+        --use-dynamic-batch-size --max-tokens-per-gpu 16384 --gradient-checkpointing \
+        --lr 1e-6 --lr-decay-style constant --clip-grad 1.0 --seed "$SEED" --rollout-seed "$SEED" "$@"
+}

@@ -1,0 +1,96 @@
+"""Record iterations of a run in all of its processes (``--profile``), and write a trace and a table of each."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from miles.arguments.profiling import FOLDER, ProfilingArguments
+from miles.cluster.liveness import Workers
+from miles.cluster.rollout_actor import RolloutDriver
+from miles.cluster.train_actor import TrainDriver
+from miles.profiling.loop_phases import LoopPhases
+from miles.profiling.merged_trace import write_trace
+from miles.profiling.process_trace import ProcessTrace
+from miles.profiling.recorder import clock_name, clock_offset
+from miles.profiling.table import table
+
+CLOCK_READINGS = 5  # of another machine's clock; the fastest counts
+
+
+class IterationProfiler:
+    """Records the iterations that the flags name, around the loop's own work on each.
+
+    Attributes:
+        on_phase: Is told every phase too.
+    """
+
+    def __init__(
+        self,
+        profiling: ProfilingArguments,
+        output_dir: str,
+        trainer: TrainDriver | None,
+        rollout: RolloutDriver,
+        workers: Workers,
+    ) -> None:
+        self.on_phase: Callable[[str | None], None] = lambda name: None
+        self._profiling = profiling
+        self._folder = Path(output_dir) / FOLDER
+        self._trainer = trainer
+        self._rollout = rollout
+        self._workers = workers
+        self._loop = LoopPhases()
+
+    def phase(self, name: str | None) -> None:
+        """Note the phase of the loop."""
+        self._loop.phase(name)
+        self.on_phase(name)
+
+    def iteration(self, number: int) -> AbstractContextManager[None]:
+        """Record the block if the flags name the iteration."""
+        return self._recorded(number) if number in self._profiling.iterations else nullcontext()
+
+    @contextmanager
+    def _recorded(self, number: int) -> Iterator[None]:
+        # Starting and stopping take seconds, in which the processes wait: both are outside of what is recorded.
+        self._workers.results([actor.start_profile.remote() for actor in self._actors])
+        self._loop.begin()
+        yield
+        loop = self._loop.end(clock_name())
+        actors = self._actors
+        traces = self._workers.results([actor.stop_profile.remote() for actor in actors])
+        pairs = zip(actors, traces, strict=True)
+        processes = [self._by_own_clock(actor, trace) for actor, trace in pairs if trace is not None]
+        self._write(number, loop, [process.within(loop) for process in processes])
+
+    @property
+    def _actors(self) -> list[Any]:
+        """The processes that are recorded; the rollout worker may have been replaced."""
+        return [*(self._trainer.profiled if self._trainer is not None else ()), self._rollout.worker]
+
+    def _by_own_clock(self, actor: Any, trace: ProcessTrace) -> ProcessTrace:
+        """Return what a process has recorded, by this machine's clock."""
+        if trace.clock == clock_name():
+            return trace
+        readings = []
+        for _ in range(CLOCK_READINGS):
+            before = time.time_ns()
+            _, there = self._workers.results([actor.read_clock.remote()])[0]
+            readings.append((before, there, time.time_ns()))
+        return trace.shifted(-clock_offset(readings))
+
+    def _write(self, number: int, loop: ProcessTrace, processes: list[ProcessTrace]) -> None:
+        """Write both files. A full disk does not end the run."""
+        trace = self._folder / f"iteration_{number}.json.gz"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_trace(trace, [loop, *processes])
+            trace.with_name(f"iteration_{number}.txt").write_text(table(loop, processes, number), encoding="utf-8")
+        except OSError as error:
+            print(f"note: --profile: {trace} was not written ({error})", file=sys.stderr)
+            return
+        print(f"note: --profile: {trace} opens in https://ui.perfetto.dev; the table is beside it", flush=True)

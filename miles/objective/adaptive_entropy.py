@@ -1,0 +1,98 @@
+"""Adapt the weight of the entropy so that the entropy does not fall below a target (``--entropy-target``).
+
+Skywork-OR1 (arXiv 2505.22312, section "Adaptive Entropy Control"), with TRL's names and bounds. With e_k the entropy of
+step k::
+
+    c_{k+1} = min(c_k + delta, max)    if e_k <= target,    else max(c_k - delta, min)
+    alpha_{k+1} = c_{k+1} if e_k <= target else 0
+
+alpha is the weight in the loss. c starts at ``--entropy-coef``. In the paper alpha_k is 0 if e_k itself is above the
+target; a step knows its entropy when its loss is computed, so here, as in TRL, the entropy of the step before decides.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Optional
+
+from miles.flags import flag
+from miles.metrics import Metric
+from miles.objective.registry import Term
+
+if TYPE_CHECKING:
+    from miles.flags import Errors
+
+_OF_TARGET = ("entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
+
+
+@dataclass(frozen=True)
+class AdaptiveEntropyFlags:
+    """loss: the entropy below which it is rewarded, and by how much."""
+
+    entropy_target: Optional[float] = flag(
+        None, "entropy in nats per token below which it is rewarded, with a weight that adapts from --entropy-coef on"
+    )
+    entropy_coef_delta: float = flag(0.005, "how much --entropy-target changes the weight after each optimizer step")
+    entropy_coef_min: float = flag(0.0, "smallest weight of --entropy-target")
+    entropy_coef_max: float = flag(1.0, "largest weight of --entropy-target")
+
+
+class AdaptiveEntropy:
+    """The weight of the entropy. ``is_low`` says whether the entropy of the last step was at the target or below."""
+
+    field = "entropy_coef"
+
+    def __init__(self, flags: Any) -> None:
+        self._flags = flags
+        self.value: float = flags.entropy_coef
+        self.is_low = True
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The flags of the objective as they are now."""
+        return {self.field: self.value if self.is_low else 0.0}
+
+    def follow(self, metrics: Mapping[str, Metric], trajectories: int) -> None:
+        """Adapt to the entropy of a step."""
+        if "train/entropy_loss" not in metrics:  # a step without a loss token has none
+            return
+        flags = self._flags
+        self.is_low = metrics["train/entropy_loss"].value <= flags.entropy_target
+        if self.is_low:
+            self.value = min(self.value + flags.entropy_coef_delta, flags.entropy_coef_max)
+        else:
+            self.value = max(self.value - flags.entropy_coef_delta, flags.entropy_coef_min)
+
+    def state(self) -> dict[str, float]:
+        """Return what a checkpoint holds."""
+        return {"value": self.value, "is_low": float(self.is_low)}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue from a checkpoint."""
+        self.value, self.is_low = state["value"], bool(state["is_low"])
+
+
+def check_adaptive_entropy(flags: Any, errors: "Errors") -> None:
+    """Check the target and the bounds."""
+    if flags.entropy_target is None:
+        errors.refuse_ignored(flags, _OF_TARGET, "without --entropy-target", "add --entropy-target 0.2")
+        return
+    errors.above(flags, 0, "entropy_target", "entropy_coef_delta")
+    errors.at_least(flags, 0, "entropy_coef_min", "entropy_coef_max")
+    low, high = flags.entropy_coef_min, flags.entropy_coef_max
+    if errors.none_about("entropy_coef", "entropy_coef_min", "entropy_coef_max") and not (
+        low <= flags.entropy_coef <= high
+    ):
+        rule = f"must be between --entropy-coef-min {low:g} and --entropy-coef-max {high:g} with --entropy-target"
+        errors.refuse("entropy_coef", flags.entropy_coef, rule, "change one of the three")
+
+
+def adaptive_entropy_formula(flags: Any) -> list[Term]:
+    """Return how the weight changes, if it does."""
+    if flags.entropy_target is None:
+        return []
+    low, high, delta = flags.entropy_coef_min, flags.entropy_coef_max, flags.entropy_coef_delta
+    text = (
+        f"entropy weight: c +- {delta:g} in [{low:g}, {high:g}] after each step, + if the entropy is at most "
+        f"{flags.entropy_target:g}, else -, and 0 instead of c"
+    )
+    return [Term(text, __name__)]

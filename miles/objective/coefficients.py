@@ -1,0 +1,85 @@
+"""Weights in the loss that change during a run: of the KL (adaptive_kl.py), of the entropy (adaptive_entropy.py).
+
+After each optimizer step they follow what the step has measured. Metrics of a step are the same on every rank, so the
+weights are too, and nothing is sent. A checkpoint has their state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from miles.metrics import Metric
+from miles.objective.adaptive_entropy import AdaptiveEntropy
+from miles.objective.adaptive_kl import AdaptiveKl
+from miles.objective.settings import LossArguments
+
+
+class AdaptiveCoefficient(Protocol):
+    """A weight that follows a metric."""
+
+    field: str  # the flag that it starts at
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The flag as it is now."""
+        ...
+
+    def follow(self, metrics: Mapping[str, Metric], trajectories: int) -> None:
+        """Adapt to the metrics of a step of so many trajectories."""
+        ...
+
+    def state(self) -> dict[str, float]:
+        """Return what a checkpoint holds."""
+        ...
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue from a checkpoint."""
+        ...
+
+
+class Coefficients:
+    """The flags of the objective with the weights as they are now."""
+
+    def __init__(self, given: LossArguments) -> None:
+        self._given = given
+        self._adaptive: list[AdaptiveCoefficient] = []
+        if given.kl_target is not None:
+            self._adaptive.append(AdaptiveKl(given))
+        if given.entropy_target is not None:
+            self._adaptive.append(AdaptiveEntropy(given))
+
+    @property
+    def adapt(self) -> bool:
+        """Whether any weight changes."""
+        return bool(self._adaptive)
+
+    @property
+    def loss(self) -> LossArguments:
+        """The flags, to compute the next step with."""
+        changed = {name: value for part in self._adaptive for name, value in part.settings.items()}
+        return replace(self._given, **changed) if changed else self._given
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return the weights of the next step, ``train/kl_coef`` and the like."""
+        return {f"train/{name}": Metric(value) for part in self._adaptive for name, value in part.settings.items()}
+
+    def metrics_in_advantages(self) -> dict[str, Metric]:
+        """Return the weights that advantages are made with: later steps of their iteration keep these."""
+        return {name: metric for name, metric in self.metrics().items() if name == "train/kl_coef"}
+
+    def follow(self, metrics: Mapping[str, Metric], trajectories: int) -> None:
+        """Adapt every weight to the metrics of a step of so many trajectories."""
+        for part in self._adaptive:
+            part.follow(metrics, trajectories)
+
+    def state(self) -> dict[str, dict[str, float]]:
+        """Return what a checkpoint holds, by flag."""
+        return {part.field: part.state() for part in self._adaptive}
+
+    def restore(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Continue from a checkpoint. A weight that it does not have, of a run without the flag, stays as given."""
+        for part in self._adaptive:
+            if part.field in state:
+                part.restore(state[part.field])

@@ -1,0 +1,110 @@
+"""The optimal token baseline: each token's own baseline, from its group's rewards and gradients (arXiv 2602.07078)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from miles.flags import flag
+from miles.objective.estimators.base import Estimator
+from miles.objective.kl import reward_penalty
+from miles.objective.registry import Needs, Term
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from miles.flags import Errors
+    from miles.objective.settings import StepShape
+
+_EPS = 1e-8
+
+
+@dataclass(frozen=True)
+class OptimalTokenBaselineFlags:
+    """loss: the end of the longest response of a group under the optimal token baseline."""
+
+    otb_zero_tail: bool = flag(
+        False,
+        "give the end of a group's longest response, where no other is as long, the baseline 0 instead of its own "
+        "return (verl's handle_zero_tail)",
+    )
+
+
+class OptimalTokenBaseline(Estimator):
+    """``A_t = G_t - B_t``, a baseline for each position t of a group's responses (2602.07078; verl's of this name).
+
+    ::
+
+        G_t = sum of r_t' over t' >= t                     the return from token t on
+        W_t = sum over j <= t of 1 - 2 p_j + sum_v p_j(v)^2
+        B_t = sum over the group of G_t W_t / (sum over the group of W_t + 1e-8)
+
+    The summand of W is the squared norm of the gradient of log p_j by the logits (one-hot less softmax), so W_t
+    measures the gradient of the response up to t without a backward pass. Only responses that have a token t count at
+    t: where the longest is alone, B is its own return and A is 0, unless ``--otb-zero-tail``. Tokens that the mask
+    leaves out are no tokens, as in verl's ``tir_optimal_token_baseline``. p is the trainer's before the first step;
+    sum p(v)^2 costs one more forward pass. verl scales W by squared importance weights if it corrects for the
+    engine's; here it does not.
+
+    A group of one is its own baseline, so its advantage is 0 (verl returns the reward).
+    """
+
+    name = "optimal_token_baseline"
+    summary = "the return less a baseline of each token, weighted by the group's gradients"
+    reads = ("normalize_advantages", "kl_coef", "otb_zero_tail")
+    own_flags = OptimalTokenBaselineFlags
+    by_token = True
+    reward_at_last_token = True
+    reads_score_norms = True
+
+    def smallest_group(self, flags: Any) -> int:
+        """Return 2: a group of one is its own baseline."""
+        return 2
+
+    def needs(self, flags: Any) -> Needs:
+        """Ask for the policy's log-probs and the sum of its squared probabilities."""
+        return super().needs(flags) | Needs(old_log_probs=True, sum_squared_probs=True)
+
+    def check(self, flags: Any, shape: "StepShape", errors: "Errors") -> None:
+        """Check that a step has whole groups."""
+        if shape.num_trajectories % max(shape.samples_per_prompt, 1):
+            rule = f"--advantage-estimator {self.name} compares whole groups of {shape.samples_per_prompt} in a step"
+            what_to_do = f"give a multiple of --n-samples-per-prompt {shape.samples_per_prompt}"
+            errors.refuse("global_batch_size", shape.num_trajectories, rule, what_to_do)
+
+    def formula(self, flags: Any) -> list[Term]:
+        """Return what A, its baseline and the weights are."""
+        tail = ", 0 where one response is alone" if flags.otb_zero_tail else ""
+        return [
+            Term(f"A_t = G_t - B_t, G_t = Σ_(k>=t) r_k, r_k = [k = T] reward{reward_penalty(flags)}", __name__),
+            Term(f"B_t = Σ_group G_t W_t / Σ_group W_t{tail}, W_t = Σ_(j<=t) (1 - 2 p_j + Σ_v p_j(v)²)", __name__),
+        ]
+
+    def group_token_advantages(
+        self,
+        flags: Any,
+        rewards: "Sequence[np.ndarray]",
+        groups: Sequence[int],
+        score_norms: "Sequence[np.ndarray]",
+    ) -> "list[np.ndarray]":
+        """Subtract the baseline of each position, group by group."""
+        import numpy as np
+
+        returns = [np.cumsum(reward[::-1])[::-1] for reward in rewards]
+        weights = [np.cumsum(norms) for norms in score_norms]
+        found = [np.zeros(0)] * len(returns)
+        for group in dict.fromkeys(groups):
+            members = [i for i, of in enumerate(groups) if of == group]
+            lengths = sorted(len(returns[i]) for i in members)
+            above, below = np.zeros(lengths[-1]), np.full(lengths[-1], _EPS)
+            for i in members:
+                above[: len(returns[i])] += returns[i] * weights[i]
+                below[: len(returns[i])] += weights[i]
+            baseline = above / below
+            if flags.otb_zero_tail and len(lengths) > 1:
+                baseline[lengths[-2] :] = 0.0
+            for i in members:
+                found[i] = returns[i] - baseline[: len(returns[i])]
+        return found
+
+
+ESTIMATOR = OptimalTokenBaseline()

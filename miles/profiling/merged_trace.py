@@ -1,0 +1,56 @@
+"""One trace of several processes, in the format that Perfetto and chrome://tracing open.
+
+Every process is a row of its own with its threads below it; ``idle`` is a thread that shows when no other one works.
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from miles.profiling.process_trace import ProcessTrace, idle_times, threads_of
+
+WAITS = "waits of coroutines"
+IDLE = "idle"
+
+
+def write_trace(path: Path, processes: Sequence[ProcessTrace]) -> None:
+    """Write the processes, whose clocks are the same, as one compressed file."""
+    begin = min(process.start for process in processes)
+    with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for number, event in enumerate(_events(processes, begin)):
+            file.write(("" if number == 0 else ",\n") + json.dumps(event, separators=(",", ":")))
+        file.write("\n]}\n")
+
+
+def _events(processes: Sequence[ProcessTrace], begin: int) -> Iterator[dict[str, Any]]:
+    for number, process in enumerate(processes, start=1):
+        yield _named("process_name", number, 0, process.name)
+        yield {"ph": "M", "name": "process_sort_index", "pid": number, "tid": 0, "args": {"sort_index": number}}
+        rows = [IDLE, *threads_of(process)]
+        for row, name in enumerate(rows, start=1):
+            yield _named("thread_name", number, row, name)
+            yield {"ph": "M", "name": "thread_sort_index", "pid": number, "tid": row, "args": {"sort_index": row}}
+        for start, end in idle_times(process):
+            yield _slice(IDLE, IDLE, number, 1, start - begin, end - start)
+        row_of = {name: row for row, name in enumerate(rows, start=1)}
+        for event in process.events:
+            yield _slice(event.name, event.category, number, row_of[event.thread], event.start - begin, event.duration)
+        for wait, (name, start, end) in enumerate(process.waits):
+            one: dict[str, Any] = {"cat": WAITS, "name": name, "pid": number, "tid": 0, "id": f"{number}.{wait}"}
+            yield one | {"ph": "b", "ts": (start - begin) / 1000}
+            yield one | {"ph": "e", "ts": (end - begin) / 1000}
+
+
+def _slice(name: str, category: str, process: int, row: int, start: int, duration: int) -> dict[str, Any]:
+    times = {"ts": start / 1000, "dur": duration / 1000}
+    return {"ph": "X", "name": name, "cat": category, "pid": process, "tid": row, **times}
+
+
+def _named(what: str, process: int, row: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": row, "args": {"name": name}}

@@ -1,0 +1,83 @@
+"""Record one process with ``torch.profiler``."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from miles.profiling import spans
+from miles.profiling.process_trace import ProcessTrace, from_kineto
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def clock_name() -> str:
+    """Return a name of the clock that this process reads: the same in all processes of a machine."""
+    return _BOOT.read_text().strip() if _BOOT.exists() else ""
+
+
+def read_clock() -> tuple[str, int]:
+    """Return the name of this process's clock, and its nanoseconds since 1970."""
+    return clock_name(), time.time_ns()
+
+
+class Recorder:
+    """Record the operations, kernels and spans of all threads of this process between ``start`` and ``stop``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._profiler: Any = None
+        self._recording: spans.Recording | None = None
+        self._began = 0
+
+    def start(self) -> None:
+        """Begin to record. Does nothing if it records already."""
+        if self._profiler is not None:
+            return
+        import torch
+        from torch._C._profiler import _ExperimentalConfig
+
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        # The embedded engine and conversion work in threads of their own.
+        every_thread = _ExperimentalConfig(profile_all_threads=True)
+        self._profiler = torch.profiler.profile(activities=activities, experimental_config=every_thread)
+        self._profiler.start()
+        self._recording = spans.begin()
+        self._began = time.time_ns()
+
+    def stop(self) -> ProcessTrace | None:
+        """Return what was recorded; None if ``start`` was not called, as in a process that replaced another."""
+        if self._profiler is None or self._recording is None:
+            return None
+        ended = time.time_ns()
+        spans.end()
+        self._profiler.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(path))
+            written = json.loads(path.read_bytes())
+        self._profiler = None
+        events, dropped = from_kineto(written)
+        dropped += self._recording.dropped
+        return ProcessTrace(self._name, self._began, ended, events, self._recording.waits, dropped, clock_name())
+
+
+def clock_offset(readings: Sequence[tuple[int, int, int]]) -> int:
+    """Return by how many nanoseconds another machine's clock is ahead of this one's.
+
+    As in NTP (RFC 5905, section 8), the reading with the shortest way counts; its error is at most half of that way.
+
+    Args:
+        readings: This clock before, the other clock, and this clock after, of each reading.
+
+    >>> clock_offset([(0, 1_500, 2_000), (3_000, 4_050, 3_100)])
+    1000
+    """
+    before, other, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return other - (before + after) // 2

@@ -1,0 +1,1 @@
+"""Kernels of training for CPUs: the same results in an order that suits their caches."""

@@ -1,0 +1,62 @@
+"""The reference model on Megatron under ``--ref-update-interval`` (training/reference_refresh.py has the formula)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from miles.training.backend import PolicyScorer
+from miles.training.checkpoint_io import StagedFiles
+from miles.training.megatron.checkpoint import save_load as checkpoint
+from miles.training.megatron.model.policy_model import PolicyModel
+from miles.training.megatron.moe.router import expert_biases
+from miles.training.megatron.process_groups import Ranks
+from miles.training.megatron.runner import MegatronModel
+from miles.training.reference_refresh import check_can_follow, follow
+
+
+class MegatronReference(MegatronModel[PolicyScorer]):
+    """One rank of a reference that follows the policy. ``exact`` are its weights, in fp32 if they are mixed."""
+
+    def __init__(self, stage: PolicyModel, ranks: Ranks, device: torch.device, alpha: float) -> None:
+        super().__init__(stage, ranks, device)
+        self._alpha = alpha
+        self._own = _weights(stage)
+        self.exact = {name: w.detach() if alpha == 1 else w.detach().float() for name, w in self._own.items()}
+
+    def check(self, policy: PolicyModel, path: str | None) -> None:
+        """Raise ``ValueError`` if the reference at ``path`` has other weights than ``policy``."""
+        of_policy = {
+            name: w for name, w in _weights(policy).items() if not name.startswith("mtp.")
+        }  # it alone has heads
+        check_can_follow(self._own, of_policy, path)
+
+    def follow(self, policy: PolicyModel) -> None:
+        """Take over the weights of ``policy``, or a part of them."""
+        follow(self.exact, _weights(policy), self._alpha)
+        self._compute_with_exact()
+
+    def save(self, folder: Path, staged: StagedFiles | None = None) -> None:
+        """Write the weights into ``folder``, which is empty, or into ``staged``. Collective."""
+        names = {id(weight): name for name, weight in self._own.items()}
+        checkpoint.save_weights(folder, self.stage, self.ranks, lambda weight: self.exact[names[id(weight)]], staged)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Read what ``save`` wrote, under any layout. Collective."""
+        names = {id(weight): name for name, weight in self._own.items()}
+        for weight, whole in checkpoint.read_weights(folder, self.stage, self.ranks, "--load"):
+            self.exact[names[id(weight)]].copy_(whole)
+        self._compute_with_exact()
+
+    @torch.no_grad()
+    def _compute_with_exact(self) -> None:
+        for name, weight in self._own.items():
+            weight.copy_(self.exact[name])  # itself, unless weights are mixed
+
+
+def _weights(stage: PolicyModel) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint has: parameters without the canary, and the biases of experts."""
+    named = dict(stage.named_parameters()) | dict(expert_biases(stage))
+    return {name: weight for name, weight in named.items() if weight is not stage.canary}

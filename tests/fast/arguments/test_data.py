@@ -1,0 +1,35 @@
+"""Rules of mixtures of prompt sets."""
+
+import pytest
+
+MIX = "--prompt-mix a reasoning_gym:products b reasoning_gym:chain_sum"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--prompt-mix a", "1 word cannot be NAME SOURCE pairs"),
+        ("--prompt-mix a reasoning_gym:x a reasoning_gym:y", "the name a is given twice"),
+        ("--prompt-mix a missing.jsonl", "no such file"),
+        (f"{MIX} --prompt-mix-weights 1", "1 weight cannot be one for each of 2 sets"),
+        (f"{MIX} --prompt-mix-weights 1 -1", "are not all finite numbers of at least 0"),
+        (f"{MIX} --prompt-mix-weights 0 0", "are all 0"),
+        (f"{MIX} --prompt-data reasoning_gym:products", "would be ignored beside --prompt-mix"),
+        (f"{MIX} --data-source-path here:Rows", "would be ignored with --data-source-path"),
+    ],
+)
+def test_refused_with_one_error(refused, flags, sentence):
+    (message,) = refused(flags, without="--prompt-data")
+    assert sentence in message
+
+
+def test_a_curriculum_needs_prompts(refused):
+    messages = refused("--curriculum-path here:f", without="--prompt-data")
+    assert any("--curriculum-path" in message for message in messages)
+
+
+def test_sources_by_name(validated):
+    data = validated(f"{MIX} --prompt-mix-weights 0.7 0.3", without="--prompt-data").settings.data
+    assert data.mixed_sources == {"a": "reasoning_gym:products", "b": "reasoning_gym:chain_sum"}
+    assert data.prompt_mix_weights == (0.7, 0.3)
+    assert validated().settings.data.mixed_sources == {"prompts": "reasoning_gym:products"}

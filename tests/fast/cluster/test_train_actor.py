@@ -1,0 +1,76 @@
+"""What a rank of the trainer saves and restores beside its backend, and when the reference follows the policy."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from miles.arguments.checkpoint import CheckpointArguments
+from miles.arguments.model import ModelArguments
+from miles.arguments.settings import Settings
+from miles.cluster.train_actor import TrainActor
+from miles.metrics import Metric
+from miles.objective.coefficients import Coefficients
+from miles.objective.settings import LossArguments
+
+LOSS = LossArguments(use_kl_loss=True, kl_loss_coef=0.1, kl_target=0.2, entropy_target=0.3)
+
+
+class Backend:
+    """Keeps what it is given, as JSON does."""
+
+    def __init__(self, saved=None):
+        self.saved = saved
+        self.refreshed = 0
+
+    def save(self, folder, state):
+        self.saved = json.dumps(state)
+
+    def load(self, folder, optimizer=True, rng=True, reference=True):
+        self.given = optimizer, rng, reference
+        return json.loads(self.saved)
+
+    def refresh_reference(self):
+        self.refreshed += 1
+
+
+def actor_of(backend, **checkpoint):
+    """An actor without its process group: backend and trainer are set as ``connect`` would."""
+    actor = object.__new__(TrainActor)
+    actor.rank = 0
+    actor.settings = Settings(checkpoint=CheckpointArguments(**checkpoint), loss=LOSS, model=ModelArguments())
+    actor.backend = backend
+    coefficients = Coefficients(LOSS)
+    trainer = SimpleNamespace(coefficients=coefficients, restore_coefficients=coefficients.restore)
+    trainer.train = lambda shards, trains_policy: [{"train/loss": Metric(1.0)}, {"train/loss": Metric(2.0)}]
+    actor.trainer = trainer
+    return actor
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+def test_weights_that_adapt_are_restored_unless_only_the_weights_are_wanted(tmp_path, finetune):
+    backend = Backend()
+    saving = actor_of(backend)
+    metrics = {"train/kl_loss": Metric(0.5), "train/entropy_loss": Metric(0.1)}
+    saving.trainer.coefficients.follow(metrics, 100)
+    saving.save(tmp_path, {"rollouts_done": 1})
+    resumed = actor_of(backend, finetune=finetune)
+    assert resumed.load(tmp_path)["rollouts_done"] == 1
+    assert backend.given == (not finetune, not finetune, not finetune)
+    expected = LOSS if finetune else replace(LOSS, kl_loss_coef=0.1 * (1 + 0.2 * 100 / 10000), entropy_coef=0.005)
+    assert resumed.trainer.coefficients.loss == expected
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_weights_that_adapt(tmp_path):
+    resumed = actor_of(Backend(json.dumps({"rollouts_done": 3})))
+    assert resumed.load(tmp_path)["rollouts_done"] == 3
+    assert resumed.trainer.coefficients.loss == LOSS
+
+
+@pytest.mark.parametrize("due", [False, True])
+def test_the_reference_follows_after_the_last_step_of_an_iteration(due):
+    actor = actor_of(Backend())
+    steps = actor.train([], True, due)
+    assert actor.backend.refreshed == due
+    assert ["time/ref_update" in step for step in steps] == [False, due]

@@ -1,0 +1,147 @@
+"""The recipes in examples/: found by listing, explained for a cluster, described with what was measured, and run."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from miles.commands import train
+from tests.fast.docs.tutorial_page import REPO
+
+EXAMPLES = REPO / "examples"
+FOLDERS = sorted(path for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__")
+RECIPES = [folder for folder in FOLDERS if (folder / "cluster.sh").exists()]
+recipes = pytest.mark.parametrize("folder", RECIPES, ids=lambda folder: folder.name)
+
+# In the place of the interpreter: it prints the words of `python train.py …`, and what judge.py prints first.
+WORDS = """#!/bin/sh
+case "$1" in
+    train.py) printf '%s\\n' "$@" ;;
+    *judge.py) echo http://127.0.0.1:9/v1 ;;
+esac
+"""
+HEADINGS = ["Equation", "Flags", "Measured", "A healthy run", "What is not seen here"]
+
+spec = importlib.util.spec_from_file_location("curves", EXAMPLES / "tasks" / "curves.py")
+curves = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(curves)
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """Return a folder with the tasks' files, as far as --explain looks at them."""
+    folder = tmp_path_factory.mktemp("outputs")
+    for name in ("model", "base"):
+        write_config(folder / "tasks" / name)
+    for name in ("backward", "record"):
+        (folder / "tasks" / name).mkdir()
+        for split in ("train", "heldout"):
+            (folder / "tasks" / name / f"{split}.jsonl").write_text('{"input": "a", "label": "a"}\n')
+    (folder / "tasks" / "chats.jsonl").write_text("{}\n")
+    (folder / "words").write_text(WORDS)
+    (folder / "words").chmod(0o755)
+    return folder
+
+
+def write_config(folder):
+    """Write what --explain reads of a model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+
+
+def training_commands(script, outputs, *arguments):
+    """Return the flags of each ``python train.py`` that a script starts."""
+    environment = os.environ | {"PYTHON": str(outputs / "words"), "OUTPUTS": str(outputs)}
+    ended = subprocess.run(["bash", script, *arguments], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return [part.splitlines() for part in ended.stdout.split("train.py\n")[1:]]
+
+
+def explanation(words, capsys):
+    """Return what ``--explain`` among the flags prints."""
+    with pytest.raises(SystemExit) as ended:
+        train.main(words)
+    shown = capsys.readouterr()
+    assert ended.value.code == 0, shown.err
+    return shown.out
+
+
+def test_every_folder_has_a_page_and_something_to_run():
+    for folder in FOLDERS:
+        assert list(folder.glob("**/README.md")) and list(folder.glob("**/*.sh")) or folder.name == "tasks", folder
+    using = {path.parent for path in EXAMPLES.glob("*/run.sh") if "recipe.sh" in path.read_text(encoding="utf-8")}
+    assert using == set(RECIPES), "a recipe has run.sh and cluster.sh, and both read recipe.sh"
+
+
+@recipes
+def test_cluster_is_explained_without_a_gpu(folder, outputs, capsys, monkeypatch):
+    monkeypatch.chdir(REPO)
+    commands = training_commands(folder / "cluster.sh", outputs, "--explain")
+    assert commands
+    for words in commands:
+        shown = " ".join(explanation(words, capsys).split())
+        assert "device: cuda" in shown or "--debug-train-only" in words
+        assert "8 ranks" in shown or "6 ranks" in shown
+
+
+@recipes
+def test_run_is_explained(folder, outputs, capsys, monkeypatch):
+    monkeypatch.chdir(REPO)
+    write_config(outputs / "dapo" / "hf")  # opd's teacher; the run of dapo removes it
+    commands = training_commands(folder / "run.sh", outputs)
+    assert commands
+    for words in commands:
+        assert "\n  no effect" not in explanation([*words, "--explain"], capsys)
+
+
+@recipes
+def test_page_has_its_parts_and_the_figures_of_its_metrics(folder):
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    assert re.match(r"# [^\n:]+: ", page)
+    assert [heading for heading in HEADINGS if f"\n## {heading}\n" not in page] == []
+    assert f"bash examples/{folder.name}/run.sh" in page and f"bash examples/{folder.name}/cluster.sh" in page
+    if folder not in curves.measured_examples():
+        assert curves.BLOCK.search(page)[0] == curves.NOT_MEASURED
+        return
+    assert (folder / "curve.png").is_file()
+    assert curves.BLOCK.search(page)[0] == curves.readme_block(curves.read(folder)), "run examples/tasks/curves.py draw"
+
+
+def test_the_page_of_recipes_lists_all_of_them():
+    page = curves.PAGE.read_text(encoding="utf-8")
+    assert curves.BLOCK.search(page)[0] == curves.page_block(RECIPES), "run examples/tasks/curves.py draw"
+
+
+def test_nothing_held_out_is_trained_on_or_demonstrated(tmp_path):
+    spec = importlib.util.spec_from_file_location("write", EXAMPLES / "tasks" / "write.py")
+    write = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(write)
+    write.NUM_DEMONSTRATIONS, write.NUM_TRAINED = 600, 200
+    write.write_tasks(tmp_path, seed=1)
+
+    def subjects(path, column):
+        rows = map(json.loads, path.read_text().splitlines())
+        texts = [row[column] if column == "input" else row[column][0]["content"] for row in rows]
+        return {re.search(rf"(?:{re.escape(write.SPELL)}|{write.RECORD})(\w+)", text)[0] for text in texts}
+
+    demonstrated = subjects(tmp_path / "chats.jsonl", "chat")
+    for task in ("backward", "record"):
+        held_out, trained = (subjects(tmp_path / task / f"{split}.jsonl", "input") for split in ("heldout", "train"))
+        assert len(held_out) == write.NUM_HELD_OUT and len(trained) == write.NUM_TRAINED
+        assert not held_out & (trained | demonstrated) and not trained & demonstrated
+
+
+@pytest.mark.slow
+@recipes
+def test_two_iterations_run(folder, tmp_path):
+    environment = os.environ | {"PYTHON": sys.executable, "OUTPUTS": str(tmp_path)}
+    command = ["bash", folder / "run.sh", "--smoke"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert re.search(rf"^{folder.name}: held-out accuracy \S+ -> \S+ in \d+ s$", ended.stdout, re.MULTILINE)
+    rows = [json.loads(line) for line in (tmp_path / folder.name / "metrics.jsonl").read_text().splitlines()]
+    assert sum("rollout/reward" in row for row in rows) == 2

@@ -1,0 +1,45 @@
+"""benchmarks/step_history.py: what is read from the history, and which parts it reports as slower."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "step_history.py"
+
+
+@pytest.fixture(scope="module")
+def history():
+    spec = importlib.util.spec_from_file_location("step_history", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["step_history"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def record(history):
+    return history.Record("2026-11-23", "abc1234", "2.13.0", "A processor", "bf16", (60.0, 20.0, 4.0), "a change")
+
+
+def test_a_row_is_read_as_it_was_written(history, record):
+    page = history.HISTORY.read_text(encoding="utf-8")
+    before = history.records_in(page)
+    assert history.records_in(page + record.row() + "\n") == [*before, record]
+    with pytest.raises(ValueError, match="columns"):
+        history.records_in(page + "| 2026-11-23 | abc1234 |\n")
+
+
+def test_only_parts_that_are_more_than_a_tenth_slower_are_reported(history, record):
+    assert history.slower_parts(record, replace(record, ratios=(65.9, 10.0, 4.3))) == []
+    (line,) = history.slower_parts(record, replace(record, ratios=(60.0, 22.1, 4.0)))
+    assert line.startswith("log-probs: 22.10 of the fixed work, 1.10 times the 20.00 of 2026-11-23 (abc1234)")
+
+
+def test_a_row_is_compared_with_the_last_one_of_its_processor_and_dtype(history, record):
+    newer, other = replace(record, date="2026-11-24"), replace(record, processor="Another")
+    assert history.last_of_kind([record, newer, other], record) == newer
+    assert history.last_of_kind([record, replace(record, dtype="fp32")], replace(record, dtype="fp32")).dtype == "fp32"
+    assert history.last_of_kind([other], record) is None

@@ -1,0 +1,112 @@
+"""Given experts, through Megatron's own routing: their weights are those of the router's logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+from miles.training.megatron.moe.replay import LayerExperts, MicroBatchExperts
+
+TOKENS, EXPERTS, K = 7, 6, 2
+GROUPS = {"num_groups": 2, "group_topk": 1}
+KINDS = {
+    "softmax over the chosen": {},
+    "softmax over all": {"use_pre_softmax": True},
+    "sigmoid": {"score_function": "sigmoid", "scaling_factor": 1.7, **GROUPS},
+}
+
+
+def expected_weights(kind: str, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    values = logits.gather(1, chosen)
+    match kind:
+        case "softmax over the chosen":
+            return values.exp() / values.exp().sum(1, keepdim=True)
+        case "softmax over all":
+            return values.exp() / logits.exp().sum(1, keepdim=True)
+    scores = 1 / (1 + (-values).exp())
+    return 1.7 * scores / scores.sum(1, keepdim=True)
+
+
+def inputs(kind: str) -> tuple[torch.Tensor, dict[str, object]]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(TOKENS, EXPERTS, generator=generator, dtype=torch.float64).requires_grad_()
+    bias = 0.1 * torch.randn(EXPERTS, generator=generator, dtype=torch.float64) if kind == "sigmoid" else None
+    return logits, {"expert_bias": bias, **KINDS[kind]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_given_experts_replace_the_choice_alone(kind: str) -> None:
+    logits, given = inputs(kind)
+    own, _ = topk_routing_with_score_function(logits, K, **given)  # type: ignore[arg-type]
+    experts = torch.tensor([[(t + 1) % EXPERTS, (t + 4) % EXPERTS] for t in range(TOKENS)], dtype=torch.int16)
+    experts[-1] = -1  # the last token chooses by itself
+    weights, chosen = topk_routing_with_score_function(
+        logits,
+        K,
+        router_replay=LayerExperts(experts, None),
+        **given,  # type: ignore[arg-type]
+    )
+    index = experts[:-1].long()
+    expected = torch.zeros(TOKENS, EXPERTS, dtype=torch.float64)
+    expected = expected[:-1].scatter(1, index, expected_weights(kind, logits[:-1], index))
+    torch.testing.assert_close(weights[:-1], expected)
+    torch.testing.assert_close(weights[-1], own[-1])
+    assert torch.equal(chosen, weights != 0)
+    weigh = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    [gradient] = torch.autograd.grad((weights * weigh)[:-1].sum(), logits, retain_graph=True)
+    [wanted] = torch.autograd.grad((expected * weigh[:-1]).sum(), logits)
+    torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_kept_is_chosen_again(kind: str) -> None:
+    logits, given = inputs(kind)
+    kept: dict[int, torch.Tensor] = {}
+    first = MicroBatchExperts(kept=kept, keeps=True)
+    own, _ = topk_routing_with_score_function(logits, K, router_replay=first.of_layer(3), **given)  # type: ignore[arg-type]
+    plain, _ = topk_routing_with_score_function(logits, K, **given)  # type: ignore[arg-type]
+    assert list(kept) == [3] and torch.equal(own, plain)
+    again, _ = topk_routing_with_score_function(
+        logits,
+        K,
+        router_replay=MicroBatchExperts(kept=kept).of_layer(3),
+        **given,  # type: ignore[arg-type]
+    )
+    torch.testing.assert_close(again, plain)
+    moved = -logits.detach()
+    _, other = topk_routing_with_score_function(moved, K, **given)  # type: ignore[arg-type]
+    _, replayed = topk_routing_with_score_function(
+        moved,
+        K,
+        router_replay=MicroBatchExperts(kept=kept).of_layer(3),
+        **given,  # type: ignore[arg-type]
+    )
+    assert torch.equal(replayed, plain != 0) and not torch.equal(other, replayed)
+
+
+class Half:
+    """Two sequence-parallel ranks, as seen by one."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return self._rank
+
+
+def test_routers_see_tokens_with_the_sequence_first() -> None:
+    experts = torch.arange(6, dtype=torch.int16).view(6, 1, 1)
+
+    def order(shape: tuple[int, int], padding: int, group: object = None) -> list[int]:
+        found = MicroBatchExperts.of(experts, shape, padding, group)  # type: ignore[arg-type]
+        assert found.given is not None
+        return found.given[:, 0, 0].tolist()
+
+    assert order((1, 8), 2) == [0, 1, 2, 3, 4, 5, -1, -1]
+    assert order((2, 3), 0) == [0, 3, 1, 4, 2, 5]
+    assert order((1, 8), 2, Half(1)) == [4, 5, -1, -1]
+    assert order((2, 3), 0, Half(0)) == [0, 3, 1]
