@@ -52,6 +52,7 @@ LATENT = (
 )
 SIX = dict(num_hidden_layers=6)
 PIPELINE3 = "--actor-num-gpus-per-node 6 --pipeline-model-parallel-size 3"
+INTERLEAVED = f"{PIPELINE3} --num-layers-per-virtual-pipeline-stage 1"
 RANKS4 = "--actor-num-gpus-per-node 4 "
 
 
@@ -173,6 +174,21 @@ def test_pipeline_stages_repeat_the_shards(megatron):
             ["--num-layers-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-size 3 or more"],
         ),
         ("--num-layers-per-virtual-pipeline-stage 2", LLAMA, ["without pipeline stages"]),
+        (
+            f"{INTERLEAVED} --use-kl-loss --kl-loss-coef 0.1 --ref-update-interval 2",
+            LLAMA | SIX,
+            ["--num-layers-per-virtual-pipeline-stage 1", "not tested with --ref-update-interval"],
+        ),
+        (
+            f"{INTERLEAVED} --use-routing-replay",
+            EXPERTS | SIX,
+            ["--num-layers-per-virtual-pipeline-stage 1", "not tested with --use-routing-replay"],
+        ),
+        (
+            f"{INTERLEAVED} --moe-aux-loss-coeff 0.1",
+            EXPERTS | SIX,
+            ["--num-layers-per-virtual-pipeline-stage 1", "not tested with a loss of the routers"],
+        ),
         ("--optimizer-cpu-offload --optimizer-offload-fraction 1.5", LLAMA, ["--optimizer-offload-fraction 1.5"]),
         ("--optimizer-cpu-offload --optimizer-offload-fraction 0", LLAMA, ["--optimizer-offload-fraction 0.0"]),
         (
