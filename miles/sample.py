@@ -37,7 +37,8 @@ class Prompt:
 
     ``text`` is the prompt as the model reads it (chat template applied); ``token_ids`` its tokens; ``label`` the
     reference answer; ``metadata`` whatever else the row carries for rewards and filters; ``source`` is the place of the
-    row (``file.jsonl:17``), for messages to the user; ``prompt_set`` the name of its set in a mixture.
+    row (``file.jsonl:17``), for messages to the user; ``prompt_set`` the name of its set in a mixture; ``input`` what
+    its column of prompts holds, as it is: text or messages.
     """
 
     text: str
@@ -46,6 +47,7 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     prompt_set: str = ""
+    input: Any = None
 
 
 @dataclass
@@ -72,6 +74,7 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)  # of a weighted sum: each reward by name, unweighted
     # Version of the weights behind each response token, NO_WEIGHTS for a tool's; empty if not recorded.
     weight_versions: list[int] = field(default_factory=list)
+    failure: str = ""  # of the program that made the trajectory; then it is scored as --reward-error says
     remove_sample: bool = False  # set by a function of the user's: the sample is not trained on
     support: TokenSets | None = None  # what truncated sampling drew each response token from, if the engine said so
     # Experts of each layer for the tokens from the first on, [positions, layers, k], if the engine said them.

@@ -13,6 +13,7 @@ from miles.arguments.cluster import ClusterArguments
 from miles.components import ENGINES
 from miles.flags import Errors, changed, count, flag, flag_name
 from miles.objective.settings import LossArguments
+from miles.one_line import one_line
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,15 @@ class RolloutArguments:
     custom_generate_function_path: Optional[str] = flag(
         None, "your function that generates a whole trajectory (multi-turn, tools), module:function"
     )
+    agent_command: Optional[str] = flag(
+        None,
+        "program that makes a trajectory by calls of OpenAI's chat API, e.g. 'python agent.py' (docs/agents.md)",
+        metavar="COMMAND",
+    )
+    agent_timeout: float = flag(
+        600.0, "with --agent-command: seconds that a program may take, without those in which the model answers"
+    )
+    agent_concurrency: int = flag(16, "with --agent-command: programs that run at the same time")
     rollout_function_path: Optional[str] = flag(
         None, "your function that generates a whole iteration, instead of the built-in collector, module:function"
     )
@@ -400,7 +410,8 @@ def explain_generation(rollout: RolloutArguments, reads_conversations: bool) -> 
     assert prompts is not None
     if reads_conversations:
         return f"draw       {count(prompts, 'conversation')}, each of them one trajectory"
-    return f"generate   {prompts} prompts x {samples} samples = {count(prompts * samples, 'trajectory')}"
+    maker = "" if rollout.agent_command is None else f", each by a run of {one_line(rollout.agent_command, 80)}"
+    return f"generate   {prompts} prompts x {samples} samples = {count(prompts * samples, 'trajectory')}{maker}"
 
 
 def explain_length(rollout: RolloutArguments, steps_per_iteration: int) -> str:

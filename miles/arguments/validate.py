@@ -29,6 +29,7 @@ from miles.arguments.parallel import check_parallel, pad_recurrent_models
 from miles.arguments.profiling import check_profiling
 from miles.arguments.rehearsal import check_rehearsal
 from miles.arguments.rollout import check_async, check_rollout, fill_over_sampling, notes_on_rollout
+from miles.arguments.rules.agents import check_agents
 from miles.arguments.rules.debug_modes import check_debug_modes
 from miles.arguments.rules.deterministic import check_deterministic
 from miles.arguments.rules.loss import check_loss, name_policy_loss, notes_on_loss
@@ -107,6 +108,7 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
     check_debug_modes(settings, errors)
     check_cluster(cluster, errors)
     check_async(rollout, cluster, errors)
+    check_agents(settings, errors)
     check_reward(settings.reward, settings.generates, errors)
     _check_pass_rate(settings, errors)
     check_optimizer(settings.optimizer, errors)

@@ -144,7 +144,8 @@ class _Columns:
 def _prompt(row: Row, text: str, token_ids: Sequence[int], columns: _Columns, notes: Notes) -> Prompt:
     if not token_ids:
         row.refuse(f"the tokenizer makes no token of the prompt {text!r}; correct or remove the row")
-    return Prompt(text, tuple(token_ids), _label(row, columns, notes), _metadata(row, columns.metadata), row.where)
+    label, metadata = _label(row, columns, notes), _metadata(row, columns.metadata)
+    return Prompt(text, tuple(token_ids), label, metadata, row.where, input=row.columns[columns.input])
 
 
 def _has_label(row: Row, columns: _Columns) -> bool:

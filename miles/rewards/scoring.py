@@ -27,13 +27,16 @@ async def score(
 ) -> int:
     """Set the ``reward`` of every sample, aborted and truncated ones too; return how many the function fails on.
 
-    The function is called once with all samples. If that fails, it is called with each sample alone to find those at
+    A sample of a program that failed is treated like one that the function fails on, and not given to it. The function
+    is called once with all others. If that fails, it is called with each sample alone to find those at
     fault. They get ``error_value``, or with ``drop`` no reward, and a line in the log.
 
     Raises:
-        RewardError: With ``error_value`` None and without ``drop``, for the first sample at fault, or for a batch that
-            fails although no sample alone does. No reward is set then.
+        RewardError: With ``error_value`` None and without ``drop``, for the first sample at fault or failed, or for a
+            batch that fails although no sample alone does. No reward is set then.
     """
+    if any(sample.failure for sample in samples):
+        return await _score_without_failed(samples, function, error_value, drop=drop)
     if not samples:
         return 0
     name = getattr(function, "reward_name", "")
@@ -54,6 +57,27 @@ async def score(
         sample.reward = float(outcome) if isinstance(outcome, float) else None if drop else error_value
         sample.reward_parts = dict(outcome.parts) if isinstance(outcome, RewardSum) else {}
     return len(failures)
+
+
+async def _score_without_failed(
+    samples: Sequence[Sample], function: RewardFunction, error_value: float | None, *, drop: bool
+) -> int:
+    """Score the samples whose programs did not fail; the others are as if the reward function had failed on them."""
+    failed = [sample for sample in samples if sample.failure]
+    if error_value is None and not drop:
+        raise RewardError(_program_failure(failed[0]))
+    for sample in failed:
+        _logger.warning("%s: %s", "dropped by --reward-error" if drop else f"reward {error_value}", sample.failure)
+        sample.reward = None if drop else error_value
+    return len(failed) + await score([s for s in samples if not s.failure], function, error_value, drop=drop)
+
+
+def _program_failure(sample: Sample) -> str:
+    return (
+        f"the program of --agent-command {sample.failure}; prompt {one_line(sample.prompt.source, 200)}, group "
+        f"{sample.group_index}, trajectory {sample.trajectory_id}; fix the program, give such trajectories a reward "
+        "with --reward-error-value, or drop them with --reward-error drop"
+    )
 
 
 async def _one_by_one(

@@ -35,6 +35,7 @@ from miles.objective.settings import LossArguments
 from miles.profiling.spans import waiting
 from miles.rewards.registry import get_reward_function
 from miles.rewards.settings import RewardArguments
+from miles.rollout.agents.generator import AgentGenerator
 from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, PromptSource, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
 from miles.rollout.debug_data import SavedGroups, save_rollout
@@ -93,6 +94,7 @@ class RolloutPipeline:
         hooks: The user's functions on each iteration.
         evaluation: The user's evaluation, of a version of the weights; None for that of ``eval_sets``.
         teacher: The servers of a teacher, which ``close`` disconnects from.
+        agents: What runs agent programs; ``close`` stops its server.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class RolloutPipeline:
         hooks: IterationHooks | None = None,
         evaluation: Callable[[int], Awaitable[dict[str, Metric]]] | None = None,
         teacher: ServedTeacher | None = None,
+        agents: AgentGenerator | None = None,
     ) -> None:
         self.engine = engine
         self.num_iterations = num_iterations
@@ -125,6 +128,7 @@ class RolloutPipeline:
         self._hooks = None if hooks is None or hooks.is_idle else hooks
         self._evaluation = evaluation
         self._teacher = teacher
+        self._agents = agents
         self._gate = RolloutGate()
         self._positions: dict[int, dict[str, Any]] = {}  # in the prompts, before each iteration in progress
 
@@ -219,6 +223,8 @@ class RolloutPipeline:
 
     async def close(self) -> None:
         """Close the engine. No call may follow."""
+        if self._agents is not None:
+            await self._agents.close()
         if self._teacher is not None:
             await self._teacher.close()
         if self.engine is not None:
@@ -236,21 +242,21 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
         ValueError: A prompt row is malformed, a reward or function is unknown, and the like.
     """
     rollout, reward, data = settings.rollout, settings.reward, settings.data
-    assert settings.model.hf_checkpoint is not None, "validate() requires --hf-checkpoint"
-    tokenizer = load_tokenizer(settings.model.hf_checkpoint)
+    tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
     scores = reward.rm_type is not None or reward.custom_rm_path is not None
     reward_function = get_reward_function(reward, memory_limit(reward.reward_memory)) if scores else None
     eval_sets = load_eval_sets(settings.evaluation, data, rollout, tokenizer, labels_optional=reward.labels_optional)
     supply = build_supply(settings, tokenizer)
-    generate = get_group_generator(rollout)
+    agents = None if rollout.agent_command is None else AgentGenerator(settings)
+    generate = agents or get_group_generator(rollout)
     hooks = IterationHooks(settings, supply.stream)
     num_iterations = iterations_of(rollout, supply.num_prompts)
     engine = await start_engine(settings, host) if settings.generates else None
     tools: GroupTools | None = None
     if engine is not None:
         assert reward_function is not None, "validate() requires a reward if samples are generated"
-        on_error = reward.reward_error_value, reward.on_error == "drop"
-        tools = GroupTools(engine, tokenizer, generate, reward_function, *on_error)
+        drops = reward.on_error == "drop"
+        tools = GroupTools(engine, tokenizer, generate, reward_function, reward.reward_error_value, drops)
     teacher = _teacher(settings.loss)
     try:
         evaluation = own_evaluation(settings, eval_sets, tools) if tools is not None else None
@@ -283,6 +289,7 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
         hooks=hooks,
         evaluation=evaluation,
         teacher=teacher,
+        agents=agents,
     )
 
 

@@ -27,11 +27,11 @@ from miles.engine.local_host import LocalHost
 from miles.input_error import InputError
 from miles.rewards.passing import passes
 from miles.rewards.registry import get_reward_function
+from miles.rollout.agents.generator import group_generator
 from miles.rollout.evaluate import EvalSet, evaluate, load_eval_sets
 from miles.rollout.groups import GroupTools, response_seed, sampling_params
 from miles.rollout.intervals import Estimate, mean_over_prompts
 from miles.rollout.metrics import pass_at_k, powers_of_two
-from miles.rollout.trajectory import get_group_generator
 from miles.sample import Prompt, PromptGroup, Sample
 from miles.secret_values import HIDDEN
 
@@ -143,11 +143,11 @@ async def evaluate_sets(settings: Settings, sets: Sequence[str], samples_per_pro
     if samples_per_prompt is not None:  # also if --eval-config says another number
         loaded = [replace(eval_set, samples_per_prompt=samples_per_prompt) for eval_set in loaded]
     reward_function = get_reward_function(reward)
-    async with _engine(settings) as engine:
+    async with _engine(settings) as engine, group_generator(settings) as generate:
         tools = GroupTools(
             engine,
             tokenizer,
-            get_group_generator(settings.rollout),
+            generate,
             reward_function,
             reward.reward_error_value,
             reward.on_error == "drop",
@@ -227,9 +227,8 @@ async def answer(
     if max_new_tokens is not None:
         sampling = replace(sampling, max_new_tokens=max_new_tokens)
     sampling.check()
-    generate = get_group_generator(settings.rollout)
-    drawn = PromptGroup(0, Prompt(rendered.text, tuple(ids), source="the prompt"))
-    async with _engine(settings) as engine:
+    drawn = PromptGroup(0, Prompt(rendered.text, tuple(ids), source="the prompt", input=text))
+    async with _engine(settings) as engine, group_generator(settings) as generate:
         limit = settings.rollout.rollout_max_context_len
         group = await generate(
             drawn,

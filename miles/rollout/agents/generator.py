@@ -1,0 +1,151 @@
+"""Trajectories made by an agent program: ``--agent-command``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from miles.arguments.settings import Settings
+from miles.components import engine_spec
+from miles.engine.base import Engine, SamplingParams
+from miles.flags import json_object
+from miles.input_error import InputError
+from miles.rollout.agents.chat_format import ChatFormat
+from miles.rollout.agents.program import environment_of, row_of, run_program
+from miles.rollout.agents.server import MODEL, SessionServer
+from miles.rollout.agents.session import Session
+from miles.rollout.groups import GroupGenerator, SeedOf
+from miles.rollout.trajectory import Trajectory, generate_trajectories, get_group_generator
+from miles.sample import PromptGroup, Sample
+
+
+class AgentGenerator:
+    """A ``GroupGenerator`` that runs a program for every trajectory, and records what the model answers to its calls.
+
+    The server starts with the first group. At most ``--agent-concurrency`` programs run at a time.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Raise ``InputError`` if the program is not on this machine."""
+        rollout, data = settings.rollout, settings.data
+        assert rollout.agent_command is not None
+        self._command = shlex.split(rollout.agent_command)
+        if shutil.which(self._command[0]) is None:
+            raise InputError(
+                f"--agent-command {rollout.agent_command}: {self._command[0]} is no program that can be run from "
+                f"{os.getcwd()}; give its path, or a name in PATH"
+            )
+        self._seconds = rollout.agent_timeout
+        self._template_kwargs = json_object("apply_chat_template_kwargs", data.apply_chat_template_kwargs)
+        # An answer that --partial-rollout has interrupted is continued without the text before.
+        has_servers = engine_spec(rollout.rollout_engine).has_servers
+        self._takes_stop_texts = not has_servers and not rollout.partial_rollout
+        self._places = asyncio.Semaphore(rollout.agent_concurrency)
+        self._starting = asyncio.Lock()
+        self._server: SessionServer | None = None
+        self._chat: ChatFormat | None = None
+        self._running = 0
+        self._nothing_runs = asyncio.Event()
+        self._nothing_runs.set()
+
+    async def __call__(
+        self,
+        group: PromptGroup,
+        engine: Engine,
+        sampling: SamplingParams,
+        tokenizer: Any,
+        *,
+        n_samples: int,
+        seed_of: SeedOf,
+        max_context_len: int | None = None,
+    ) -> PromptGroup:
+        """Return the group with ``n_samples`` trajectories. See ``GroupGenerator``.
+
+        A program that fails leaves samples with a ``failure``, which are scored as ``--reward-error`` says.
+
+        Raises:
+            Exception: Whatever the engine raises.
+        """
+        return await generate_trajectories(
+            self._run,
+            "",
+            group,
+            engine,
+            sampling,
+            tokenizer,
+            n_samples=n_samples,
+            seed_of=seed_of,
+            max_context_len=max_context_len,
+        )
+
+    async def close(self) -> None:
+        """End the programs, and stop the server. No call may follow."""
+        if self._server is not None:
+            await self._server.close()
+        await self._nothing_runs.wait()
+
+    async def _started(self) -> SessionServer:
+        async with self._starting:
+            if self._server is None:
+                self._server = await SessionServer.start()
+            return self._server
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        """Count a program while it runs, for ``close``."""
+        self._running += 1
+        self._nothing_runs.clear()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._nothing_runs.set()
+
+    async def _run(self, trajectory: Trajectory) -> list[Sample]:
+        """Run the program for one trajectory."""
+        if self._chat is None:
+            self._chat = ChatFormat(trajectory.tokenizer, self._template_kwargs)
+        async with self._places:
+            server = await self._started()
+            session = Session(trajectory, self._chat, takes_stop_texts=self._takes_stop_texts)
+            async with server.serving(session) as key, self._counted():
+                environment = environment_of(server.url, key, MODEL, os.environ)
+                row = row_of(trajectory.sample.prompt)
+                end = await run_program(self._command, row, environment, session, self._seconds)
+                aborted = session.ended.is_set()
+        if session.error is not None:
+            raise session.error
+        failure = ""
+        if not aborted and end.status is None:
+            failure = (
+                f"took more than {self._seconds:g} s by itself (--agent-timeout); its standard error ends with "
+                f"{end.errors!r}"
+            )
+        elif not aborted and not session.refused_for_room:  # that is the model's length, not the program's fault
+            failure = end.fault
+            if not failure and not session.has_answered:
+                failure = f"made no call that was answered; its standard error ends with {end.errors!r}"
+        return session.samples(end.last_line or session.last_message, failure)
+
+
+@asynccontextmanager
+async def group_generator(settings: Settings) -> AsyncIterator[GroupGenerator]:
+    """Give a block what generates groups: programs, a user's function, or the engine alone.
+
+    Raises:
+        ValueError: The program or the function is not there.
+    """
+    if settings.rollout.agent_command is None:
+        yield get_group_generator(settings.rollout)
+        return
+    agents = AgentGenerator(settings)
+    try:
+        yield agents
+    finally:
+        await agents.close()

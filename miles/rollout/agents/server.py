@@ -1,0 +1,150 @@
+"""The HTTP server that agent programs call: OpenAI's chat completions, on the loopback interface, a key per session."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from miles.rollout.agents.api_error import ApiError
+from miles.rollout.agents.chat_request import ChatRequest, read_request
+from miles.rollout.agents.session import Answer, Session
+
+MODEL = "policy"  # the one model; a call may name any
+HOST = "127.0.0.1"
+MAX_BODY = 64 << 20  # bytes of a call
+
+_logger = logging.getLogger(__name__)
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class SessionServer:
+    """Answers ``POST /v1/chat/completions`` and ``GET /v1/models`` of the open sessions. ``start`` makes one.
+
+    Attributes:
+        url: What programs take as the base URL of the API.
+    """
+
+    def __init__(self) -> None:
+        self.url = ""
+        self._sessions: dict[str, Session] = {}  # by key
+        self._replaced: set[str] = set()  # parameters of sampling that a warning has named
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        # A call whose client has gone is cancelled, so that it is not recorded.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+
+    @classmethod
+    async def start(cls) -> SessionServer:
+        """Listen at a free port of the loopback interface."""
+        server = cls()
+        await server._runner.setup()
+        site = web.TCPSite(server._runner, HOST, 0)
+        await site.start()
+        port = server._runner.addresses[0][1]
+        server.url = f"http://{HOST}:{port}/v1"
+        return server
+
+    @asynccontextmanager
+    async def serving(self, session: Session) -> AsyncIterator[str]:
+        """Answer the calls of ``session`` inside the block, which is given the key. Afterwards the key is wrong."""
+        key = f"sk-{secrets.token_urlsafe(32)}"
+        self._sessions[key] = session
+        try:
+            yield key
+        finally:
+            del self._sessions[key]
+            await session.close()
+
+    async def close(self) -> None:
+        """End the sessions, stop listening, and close all connections."""
+        for session in list(self._sessions.values()):
+            await session.close()
+        await self._runner.cleanup()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Refuse what has no session's key, and give errors OpenAI's form."""
+        try:
+            self._session_of(request)
+            return await handler(request)
+        except ApiError as error:
+            return web.json_response(error.body(), status=error.status)
+        except web.HTTPException as error:
+            refusal = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
+            return web.json_response(refusal.body(), status=error.status)
+
+    def _session_of(self, request: web.Request) -> Session:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+        if session is None:
+            raise ApiError(
+                "the API key is missing, or that of no open session; use OPENAI_API_KEY of the environment",
+                status=401,
+                code="invalid_api_key",
+            )
+        return session
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "miles"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        session = self._session_of(request)
+        try:
+            text = await request.text()
+        except UnicodeDecodeError as error:
+            raise ApiError("the body is not text") from error
+        call = read_request(text)
+        self._note_sampling(call)
+        answer = await session.answer(call)
+        if call.stream:
+            return await self._stream(request, call, answer)
+        choice = {"index": 0, "message": answer.message, "logprobs": None, "finish_reason": answer.finish_reason}
+        return web.json_response(_object("chat.completion", answer, [choice]) | {"usage": _usage(answer)})
+
+    async def _stream(self, request: web.Request, call: ChatRequest, answer: Answer) -> web.StreamResponse:
+        """Send the answer as server-sent events: as a whole, since it is recorded as a whole."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        delta = answer.message
+        for place, tool_call in enumerate(delta.get("tool_calls", ())):
+            tool_call["index"] = place
+        choices: list[list[dict[str, Any]]] = [
+            [{"index": 0, "delta": delta, "finish_reason": None}],
+            [{"index": 0, "delta": {}, "finish_reason": answer.finish_reason}],
+        ]
+        events = [_object("chat.completion.chunk", answer, choice) for choice in choices]
+        if call.stream_usage:
+            events.append(_object("chat.completion.chunk", answer, []) | {"usage": _usage(answer)})
+        for event in (*map(json.dumps, events), "[DONE]"):
+            await response.write(f"data: {event}\n\n".encode())
+        await response.write_eof()
+        return response
+
+    def _note_sampling(self, call: ChatRequest) -> None:
+        new = sorted(set(call.sampling) - self._replaced)
+        if new:
+            self._replaced.update(new)
+            _logger.warning(
+                "--agent-command: its calls set %s, without effect: the trainer assumes the sampling of this "
+                "run (--rollout-temperature, --rollout-top-p, --rollout-top-k, --rollout-seed)",
+                ", ".join(new),
+            )
+
+
+def _object(kind: str, answer: Answer, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    created = int(time.time())
+    return {"id": f"chatcmpl-{answer.number}", "object": kind, "created": created, "model": MODEL, "choices": choices}
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    total = answer.prompt_tokens + answer.sampled_tokens
+    return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.sampled_tokens, "total_tokens": total}

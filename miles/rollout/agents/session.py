@@ -1,0 +1,348 @@
+"""The calls of one trajectory, recorded token by token.
+
+A call whose messages begin with those of an earlier answer, and the answer itself, continues after the tokens that were
+sampled for it; only what is new is tokenized. A call continues the sample of that answer if no other call has done so.
+Any other call begins a new sample of the trajectory: an independent question, a branch, or a compacted conversation. A
+branch begins with the sampled tokens of the answers that it shares, which are a part of its prompt there, so every
+sampled token is trained on once::
+
+    call 1   user                            sample A   prompt [user]  response [answer 1
+    call 2   user, answer 1, tool                                                tool, answer 2
+    call 3   user, answer 1, other           sample B   prompt [user, answer 1, other]  response [answer 3]
+    call 4   summary                         sample C   prompt [summary]  response [answer 4]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+from miles.engine.base import Generation, GenerationRequest
+from miles.replay.expert_choices import continued
+from miles.replay.token_sets import extended
+from miles.rollout.agents.api_error import OUT_OF_ROOM, ApiError
+from miles.rollout.agents.chat_format import ChatFormat
+from miles.rollout.agents.chat_request import ChatRequest, Message, message_key, read_messages
+from miles.rollout.agents.tool_calls import ToolCall, parse_tool_calls
+from miles.rollout.groups import STATUS
+from miles.rollout.trajectory import Trajectory
+from miles.sample import NO_WEIGHTS, Sample, SampleStatus
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a call.
+
+    Attributes:
+        number: The calls of the session before it.
+        content: The text without tool calls.
+        tool_calls: The calls that the model makes.
+        finish_reason: As OpenAI's API has it: ``stop``, ``length`` or ``tool_calls``.
+        prompt_tokens: The tokens that the model has read.
+        sampled_tokens: The tokens that it has written.
+    """
+
+    number: int
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: str
+    prompt_tokens: int
+    sampled_tokens: int
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The message, as OpenAI's API has it."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.tool_calls:
+            message["content"] = self.content or None
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{self.number}_{place}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for place, call in enumerate(self.tool_calls)
+            ]
+        return message
+
+
+@dataclass(eq=False)
+class _Turn:
+    """An answer in a sample. ``end`` counts the response tokens of the sample up to its last token."""
+
+    sample: Sample
+    end: int
+    continued: bool = False  # by a call that extends the sample
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.sample.prompt.token_ids, *self.sample.response_ids[: self.end]]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the answer to a call goes: behind ``turn`` in its sample, or into a new sample of ``prompt_ids``."""
+
+    turn: _Turn | None
+    prompt_ids: list[int]  # all that the model reads
+    read: list[int]  # of these: those that come behind ``turn``
+    room: int
+
+
+class Session:
+    """The calls of one trajectory, until it is closed. All methods belong to one event loop.
+
+    Attributes:
+        idle: Set while no call is being answered, so while the program works by itself.
+        busy: Set while a call is being answered.
+        ended: Set when no further call can be answered, because the engine failed or was aborted.
+        error: What the engine raised.
+        refused_for_room: Whether a call was refused because the conversation has become too long.
+    """
+
+    def __init__(self, trajectory: Trajectory, chat: ChatFormat, *, takes_stop_texts: bool) -> None:
+        assert trajectory.max_context_len is not None, "validate() requires --rollout-max-context-len"
+        self.idle, self.busy, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.error: Exception | None = None
+        self.refused_for_room = False
+        self._trajectory = trajectory
+        self._chat = chat
+        self._takes_stop_texts = takes_stop_texts
+        self._limit = trajectory.max_context_len
+        self._turns: dict[bytes, list[_Turn]] = {}  # by the messages through the answer
+        self._texts: dict[str, str] = {}  # message with tool calls -> what the model wrote
+        self._samples: list[tuple[int, Sample]] = []  # with the number of its first call
+        self._last_answer: Answer | None = None
+        self._calls = 0
+        self._answering: set[asyncio.Task[Answer]] = set()
+        self._own_seconds = 0.0
+        self._idle_since = time.monotonic()
+        self.idle.set()
+
+    @property
+    def own_seconds(self) -> float:
+        """Seconds in which no call was being answered."""
+        return self._own_seconds + (time.monotonic() - self._idle_since if self.idle.is_set() else 0.0)
+
+    @property
+    def last_message(self) -> str:
+        """The content of the last answer; empty without one."""
+        return "" if self._last_answer is None else self._last_answer.content
+
+    async def answer(self, call: ChatRequest) -> Answer:
+        """Have the model answer a call, and record the tokens.
+
+        A call that is cancelled, as by a client that has gone, is not recorded.
+
+        Raises:
+            ApiError: The call cannot be answered. What fails in the engine ends the session as well.
+        """
+        if self.ended.is_set():
+            raise _ended()
+        task = asyncio.ensure_future(self._answer(call))
+        self._answering.add(task)
+        self._note_calls()
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self.ended.is_set():
+                raise _ended() from None
+            raise
+        finally:
+            self._answering.discard(task)
+            self._note_calls()
+
+    async def close(self) -> None:
+        """End the calls that are being answered. No further one is answered."""
+        self.ended.set()
+        tasks = list(self._answering)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def samples(self, response: str, failure: str = "") -> list[Sample]:
+        """Return the samples of the trajectory, in the order of their first calls.
+
+        Args:
+            response: The trajectory's answer, which rewards see of each of them.
+            failure: Why the program failed, if it did.
+        """
+        found = [sample for _, sample in sorted(self._samples, key=lambda entry: entry[0])]
+        if not found:
+            found = [replace(self._trajectory.sample, status=SampleStatus.ABORTED)]
+        if self.refused_for_room:
+            found[-1].status = SampleStatus.TRUNCATED
+        for sample in found:
+            sample.response = response
+            sample.failure = failure
+        return found
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether a call was answered."""
+        return bool(self._samples)
+
+    def _note_calls(self) -> None:
+        """Keep the time that the program takes by itself."""
+        if self._answering and self.idle.is_set():
+            self._own_seconds = self.own_seconds
+            self.idle.clear()
+            self.busy.set()
+        elif not self._answering and self.busy.is_set():
+            self._idle_since = time.monotonic()
+            self.busy.clear()
+            self.idle.set()
+
+    async def _answer(self, call: ChatRequest) -> Answer:
+        if call.stop and not self._takes_stop_texts:
+            raise ApiError(
+                "stop: the engine of this run sees tokens, not texts; leave it out, or see --rollout-stop-token-ids",
+                param="stop",
+            )
+        digests = _digests(call)
+        place = self._place(call, digests)
+        number, self._calls = self._calls, self._calls + 1
+        if place.turn is not None:
+            place.turn.continued = True
+        try:
+            generation = await self._generate(call, place, number)
+        except BaseException:
+            if place.turn is not None:
+                place.turn.continued = False
+            raise
+        turn = self._record(place, generation, number)
+        if generation.finish_reason == "abort":
+            self.ended.set()
+            raise _ended()
+        answer = self._read(call, place, generation, number)
+        key = message_key(_as_given(answer))
+        self._turns.setdefault(_digest(digests[-1], key), []).append(turn)
+        if answer.tool_calls:
+            self._texts[key] = self._chat.text(generation.token_ids)
+        self._last_answer = answer
+        return answer
+
+    def _place(self, call: ChatRequest, digests: Sequence[bytes]) -> _Place:
+        """Find the longest beginning of the conversation that was sampled, and room for an answer.
+
+        Raises:
+            ApiError: There is no room, or the template refuses the messages.
+        """
+        messages = [self._as_sampled(message) for message in call.messages]
+        for answered in range(len(messages), 0, -1):
+            turns = self._turns.get(digests[answered])
+            if turns is None:
+                continue
+            turn = next((turn for turn in turns if not turn.continued), turns[-1])
+            known = turn.token_ids
+            new = self._chat.continuation(messages, answered, call.tools, known[-1])
+            if new is None:
+                continue
+            if turn.continued:
+                return self._with_room(None, [*known, *new], [])
+            return self._with_room(turn, [*known, *new], new)
+        return self._with_room(None, self._chat.prompt(messages, call.tools), [])
+
+    def _with_room(self, turn: _Turn | None, prompt_ids: list[int], read: list[int]) -> _Place:
+        longest = self._trajectory.sampling.max_new_tokens
+        in_response = longest - (0 if turn is None else turn.end + len(read))
+        in_context = self._limit - len(prompt_ids)
+        if min(in_response, in_context) < 1:
+            self.refused_for_room = True
+            if in_context < 1:
+                limit = f"this model's maximum context length is {self._limit} tokens (--rollout-max-context-len)"
+            else:
+                limit = f"a conversation may have {longest} tokens behind its first prompt (--rollout-max-response-len)"
+            raise ApiError(
+                f"{limit}, and the messages have {len(prompt_ids)}, which leaves no room for an answer; shorten them",
+                param="messages",
+                code=OUT_OF_ROOM,
+            )
+        self.refused_for_room = False  # the program has found a way to continue
+        return _Place(turn, prompt_ids, read, min(in_response, in_context))
+
+    def _as_sampled(self, message: Message) -> Message:
+        """Return an answer with tool calls as the text that the model wrote, so that it is rendered identically."""
+        text = self._texts.get(message_key(message)) if "tool_calls" in message else None
+        return message if text is None else {"role": "assistant", "content": text}
+
+    async def _generate(self, call: ChatRequest, place: _Place, number: int) -> Generation:
+        sampling = self._trajectory.sampling
+        sampling = replace(
+            sampling,
+            max_new_tokens=min(place.room, call.max_tokens or place.room),
+            stop_texts=(*sampling.stop_texts, *call.stop),
+        )
+        seeds = (self._trajectory.seed_of_turn(number),)
+        try:
+            [generation] = await self._trajectory.engine.generate(
+                GenerationRequest(tuple(place.prompt_ids), seeds, sampling)
+            )
+        except Exception as error:  # whatever the engine raises ends the trajectory, as without a program
+            self.error = error
+            self.ended.set()
+            raise ApiError("the engine failed, which ends the run", status=500) from error
+        return generation
+
+    def _record(self, place: _Place, generation: Generation, number: int) -> _Turn:
+        """Add the tokens to the sample, or to a new one."""
+        if place.turn is not None:
+            sample = place.turn.sample
+            assert len(sample.response_ids) == place.turn.end, "one call only continues an answer"
+        else:
+            given = self._trajectory.sample.prompt
+            text = str(self._chat.tokenizer.decode(place.prompt_ids, skip_special_tokens=False))
+            prompt = replace(given, text=text, token_ids=tuple(place.prompt_ids))
+            sample = Sample(prompt, self._trajectory.sample.group_index, self._trajectory.sample.trajectory_id)
+            if generation.token_ids:
+                self._samples.append((number, sample))
+        read, written = place.read, generation.token_ids
+        before = len(sample.response_ids)
+        support = extended(sample.support, before, None, len(read))
+        sample.support = extended(support, before + len(read), generation.support, len(written))
+        sample.experts = continued(sample.experts, generation.experts)
+        sample.response_ids += [*read, *written]
+        sample.loss_mask += [0] * len(read) + [1] * len(written)
+        sample.rollout_log_probs += [0.0] * len(read) + list(generation.log_probs)
+        sample.weight_versions += [NO_WEIGHTS] * len(read) + generation.token_versions
+        sample.status = STATUS[generation.finish_reason]
+        return _Turn(sample, len(sample.response_ids))
+
+    def _read(self, call: ChatRequest, place: _Place, generation: Generation, number: int) -> Answer:
+        """Make the answer of sampled tokens: its text ends before a text of ``stop``, and tool calls are parsed."""
+        content, finish = self._chat.text(generation.token_ids), str(generation.finish_reason)
+        ends = [end for stop in call.stop if (end := content.find(stop)) >= 0]
+        content = content[: min(ends)] if ends else content
+        tool_calls: list[ToolCall] = []
+        if call.tools:
+            content, tool_calls = parse_tool_calls(content)
+        if tool_calls and finish == "stop":
+            finish = "tool_calls"
+        sizes = len(place.prompt_ids), len(generation.token_ids)
+        return Answer(number, content, tuple(tool_calls), finish, *sizes)
+
+
+def _ended() -> ApiError:
+    return ApiError("the trajectory has ended, and no further call is answered", status=503)
+
+
+def _as_given(answer: Answer) -> Message:
+    """Return the message of an answer as ``read_request`` would read it."""
+    [message] = read_messages([answer.message])
+    return message
+
+
+def _digests(call: ChatRequest) -> list[bytes]:
+    """Return a digest of the tools with each beginning of the messages: 0, 1, … all of them."""
+    digests = [_digest(b"", repr(call.tools))]
+    for key in call.keys:
+        digests.append(_digest(digests[-1], key))
+    return digests
+
+
+def _digest(before: bytes, key: str) -> bytes:
+    return blake2b(key.encode(), key=before, digest_size=32).digest()

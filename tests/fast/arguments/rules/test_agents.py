@@ -1,0 +1,40 @@
+"""The flags of an agent program, and what they need."""
+
+import pytest
+
+from miles.arguments.explain import explain
+from miles.arguments.parser import parse
+from miles.arguments.validate import validate
+from miles.flags import FlagError
+
+NEEDED = ("--apply-chat-template", "--rollout-max-context-len", "4096")
+
+
+def read(command, agent, *flags):
+    return validate(parse([*command(), *(["--agent-command", agent] if agent else []), *flags]))
+
+
+def test_a_program_is_named_with_what_it_needs(command):
+    found = read(command, "python agent.py --fast", *NEEDED, "--agent-timeout", "5")
+    rollout = found.settings.rollout
+    assert (rollout.agent_command, rollout.agent_concurrency) == ("python agent.py --fast", 16)
+    assert "each by a run of python agent.py --fast" in explain(found)
+
+
+@pytest.mark.parametrize(
+    ("agent", "flags", "fault"),
+    [
+        ("", ["--agent-timeout", "5"], "--agent-timeout 5.0: would be ignored without --agent-command"),
+        ("", ["--agent-concurrency", "5"], "--agent-concurrency 5: would be ignored without --agent-command"),
+        ("agent", [*NEEDED, "--agent-timeout", "0"], "--agent-timeout 0.0: must be a finite number above 0"),
+        ("agent", [*NEEDED, "--agent-concurrency", "0"], "--agent-concurrency 0: .* at least 1"),
+        ("'agent", NEEDED, "--agent-command 'agent: cannot be split into words"),
+        ("#", [*NEEDED, "--custom-generate-function-path", "a:b"], "keep one of the two"),
+        ("''", NEEDED, "names no program"),
+        ("agent", NEEDED[1:], "add --apply-chat-template"),
+        ("agent", NEEDED[:1], "add --rollout-max-context-len"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(command, agent, flags, fault):
+    with pytest.raises(FlagError, match=fault):
+        read(command, agent, *flags)
