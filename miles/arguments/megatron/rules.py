@@ -83,7 +83,6 @@ def _check_interleaved_run(settings: Settings, sizes: MegatronArguments, errors:
         return
     untested = {
         "--use-routing-replay": settings.training.use_routing_replay,
-        "--use-rollout-routing-replay": settings.rollout.use_rollout_routing_replay,
         "--ref-update-interval": settings.model.ref_update_interval is not None,
         "a loss of the routers": sizes.has_router_loss,
     }
