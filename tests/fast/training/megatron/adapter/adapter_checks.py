@@ -270,5 +270,4 @@ CHECKS = (
     export_is_the_sum_and_peft_reads_the_adapter,
     saves_the_adapter,
 )
-ALONE = (layers_that_are_not_there_are_refused, latent_attention_is_refused)
-LAST = (reads_the_adapter,)
+LAST = (reads_the_adapter, layers_that_are_not_there_are_refused, latent_attention_is_refused)

@@ -19,8 +19,7 @@ def main(folder: Path, names: list[str]) -> None:
     save_models(folder)
     results: dict[str, dict[str, str]] = {}
     for name in names:
-        checks = adapter_checks.CHECKS + (adapter_checks.ALONE if name == names[0] else ())
-        results[name] = launch.run_layout(folder, name, {check.__name__: check for check in checks})
+        results[name] = launch.run_layout(folder, name, {check.__name__: check for check in adapter_checks.CHECKS})
     last = {check.__name__: check for check in adapter_checks.LAST}
     results["read on one rank"] = launch.run_layout(folder, "one", last)
     (folder / "results.json").write_text(json.dumps(results))

@@ -49,4 +49,5 @@ def test_an_adapter_is_that_of_peft(results: dict[str, dict[str, str]], layout: 
 @pytest.mark.timeout(SECONDS + 30)
 @pytest.mark.parametrize("layout", QUICK)
 def test_a_checkpoint_is_read_on_one_rank(results: dict[str, dict[str, str]], layout: str) -> None:
+    """There, layers that cannot have an adapter are refused too."""
     assert layout in results and not _failures(results["read on one rank"])
