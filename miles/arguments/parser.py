@@ -238,6 +238,7 @@ class Command:
         explains: Whether to explain the command instead of running it.
         is_strict: Whether flags without effect are errors.
         names_for_functions: The names in ``--custom-config-path`` that are no flags.
+        words: Its words, in which no ``@file``, no ``--config`` and no keyword is left.
     """
 
     settings: Settings
@@ -251,6 +252,7 @@ class Command:
     explains: bool = False
     is_strict: bool = False
     names_for_functions: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
 
 
 def parse(argv: Sequence[str]) -> Settings:
@@ -293,7 +295,8 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
     except FlagError as error:
         raise FlagError(*located(error.messages, expanded.origins)) from None
     command = _command(namespace, passed_on, given, flags_in(words), tuple(notes), parser.errors)
-    return replace(command, origins=expanded.origins, names_for_functions=tuple(names_for_functions))
+    names = tuple(names_for_functions)
+    return replace(command, origins=expanded.origins, names_for_functions=names, words=tuple(expanded.words))
 
 
 def _with_custom_config(parser: FlagParser, words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:

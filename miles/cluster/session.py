@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -160,7 +162,8 @@ def ray_session(
             guard = RunGuard(private_session_root())
             if files is not None:
                 files.run_folder = guard.folder
-        _connect(cluster, device, num_cpus, environment, guard)
+        with _keeping_sigterm():
+            _connect(cluster, device, num_cpus, environment, guard)
         watch = RayWatch(parts_of_ray(), lambda loss: _end_after(loss, guard, on_loss), own_node())
         group = _place(bundles, cluster)
         slots = find_slots(group, cluster.world_size) if device == "cuda" and engines.beside_trainer else ()
@@ -229,6 +232,20 @@ def end_at_once(guard: RunGuard | None, result: Continuation | int = 1) -> None:
             result.take_over(output)
     finally:
         os._exit(status)
+
+
+@contextmanager
+def _keeping_sigterm() -> Iterator[None]:
+    """Restore what this process does at SIGTERM: as it starts, Ray sets a handler that ends everything at once.
+
+    Only the main thread can have handlers; elsewhere Ray sets none.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _connect(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,7 @@ class Comparison:
 
     def settings(self) -> list[tuple[str, list[str]]]:
         """Return the settings that differ: ``section.name`` and the value of each run ("–": it has none)."""
-        public = [header.public_settings() for header in self.headers]
-        known = dict.fromkeys((s, name) for settings in public for s, fields in settings.items() for name in fields)
-        found = []
-        for section, name in known:
-            values = [_shown(settings.get(section, {}).get(name)) for settings in public]
-            if len(set(values)) > 1 and (section, name) not in _OWN_PATHS:
-                found.append((f"{section}.{name}", values))
-        return found
+        return differing_settings([header.public_settings() for header in self.headers], _OWN_PATHS)
 
     def differences(self) -> list[FirstDifference]:
         """Return the first difference of each metric that differs, the earliest first.
@@ -161,6 +154,24 @@ class Comparison:
                 "None, in the steps that all runs have.",
             ),
         ]
+
+
+def differing_settings(
+    runs: Sequence[Mapping[str, Mapping[str, Any]]], left_out: Collection[tuple[str, str]]
+) -> list[tuple[str, list[str]]]:
+    """Return the settings that differ: ``section.name`` and the value of each run ("–": it has none).
+
+    Args:
+        runs: Section to field to value, of each run.
+        left_out: Sections and fields that always differ.
+    """
+    known = dict.fromkeys((s, name) for settings in runs for s, fields in settings.items() for name in fields)
+    found = []
+    for section, name in known:
+        values = [_shown(settings.get(section, {}).get(name)) for settings in runs]
+        if len(set(values)) > 1 and (section, name) not in left_out:
+            found.append((f"{section}.{name}", values))
+    return found
 
 
 def _rows(rows: Sequence[tuple[str, list[str]]]) -> list[list[str]]:

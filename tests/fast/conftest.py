@@ -46,6 +46,7 @@ LONGEST = (
     "cluster/runs/test_hangs.py",
     "engine/test_server_states.py",
     "cluster/runs/test_ppo_run.py",
+    "sweep/test_sweep_command.py",
     "cluster/test_liveness.py",
     "conformance/test_critic.py",
     "rewards/test_reward_process.py",

@@ -85,7 +85,7 @@ LAYERS = [
     ("loop",),
     ("generation_loop",),
     ("translate",),
-    ("doctor", "quickstart"),
+    ("doctor", "quickstart", "sweep"),
     ("commands",),
     ("api",),
     ("cli",),

@@ -17,6 +17,11 @@ function colour(name) {
   return found;
 }
 
+/* A colour that lets others behind it be seen. */
+function transparent(rgb) {
+  return rgb.replace(/^rgb\((.*)\)$/, 'rgba($1, 0.18)');
+}
+
 /* Exponential moving average without the bias of its start; gaps stay gaps. */
 function smooth(values, weight) {
   let mean = 0, total = 0;
@@ -60,20 +65,20 @@ class Chart {
     const asked = this.asked = (this.asked || 0) + 1;
     const drawn = await this.load();
     if (asked !== this.asked || !drawn) return;
-    const { data, series } = drawn;
+    const { data, series, bands = [] } = drawn;
     const shape = series.map(s => s.label + s.stroke).join('|');
     if (this.plot && this.shape === shape) {
       this.plot.setData(data);
     } else {
       this.plot?.destroy();
       this.shape = shape;
-      this.plot = new uPlot(this.options(series), data, this.area);
+      this.plot = new uPlot(this.options(series, bands), data, this.area);
     }
     this.figure.dataset.points = data[0].length;
     this.idle();
   }
 
-  options(series) {
+  options(series, bands) {
     const axis = { stroke: () => colour('--soft'), grid: { stroke: () => colour('--edge'), width: 1 }, ticks: { show: false }, font: '11px system-ui', size: 24 };
     const values = (plot, ticks) => ticks.map(tick => tick === null ? '' : shown(tick));
     return {
@@ -82,6 +87,7 @@ class Chart {
       scales: { x: { time: false }, y: { range: (plot, low, high) => this.range(low, high) } },
       axes: [{ ...axis, values, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6] }, { ...axis, size: 52, values }],
       series: [{}, ...series],
+      bands,
       hooks: {
         setCursor: [plot => plot.cursor.idx === null || plot.cursor.idx === undefined ? this.idle() : this.show(plot.cursor.idx)],
         setSelect: [plot => this.select(plot)],
@@ -125,23 +131,30 @@ class Curves extends Chart {
   }
 
   async load() {
-    const answer = await page.source.metrics(this.keys.map(s => s.key), view.from, view.to, 1500);
+    const answer = await page.source.metrics(this.keys.flatMap(s => s.low ? [s.key, s.low, s.high] : [s.key]), view.from, view.to, 1500);
     this.values = this.keys.map(s => answer.values[s.key]);
     this.steps = answer.steps;
     const measured = Math.max(...this.values.map(column => column.filter(v => v !== null).length));
     const smoothing = measured >= SMOOTHED_FROM ? view.smoothing : 0;
-    const series = [], data = [answer.steps];
+    const series = [], data = [answer.steps], bands = [];
+    const smoothed = values => smoothing > 0 ? smooth(values, smoothing) : values;
     this.keys.forEach((key, i) => {
-      const stroke = COLOURS[i % COLOURS.length], faint = smoothing > 0;
+      const stroke = COLOURS[i % COLOURS.length], faint = smoothing > 0 && !key.low;
       const base = { label: key.label, spanGaps: true, points: { show: measured < SMOOTHED_FROM, size: 4 } };
       series.push({ ...base, stroke: () => colour(stroke), alpha: faint ? 0.3 : 1, width: faint ? 1 : 1.6 });
-      data.push(this.values[i]);
+      data.push(key.low ? smoothed(this.values[i]) : this.values[i]);
+      if (key.low) { // a mean of several runs, with the bounds of its interval
+        const edge = { label: key.label, spanGaps: true, width: 0, points: { show: false }, stroke: () => 'transparent' };
+        series.push(edge, edge);
+        data.push(smoothed(answer.values[key.high]), smoothed(answer.values[key.low]));
+        bands.push({ series: [data.length - 2, data.length - 1], fill: () => transparent(colour(stroke)) });
+      }
       if (faint) {
         series.push({ ...base, stroke: () => colour(stroke), width: 1.8, points: { show: false } });
         data.push(smooth(this.values[i], smoothing));
       }
     });
-    return { data, series };
+    return { data, series, bands };
   }
 
   last(i) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,21 @@ def test_only_a_run_on_cpu_bounds_the_object_store(monkeypatch: pytest.MonkeyPat
         pass
     found = given["num_cpus"], given["object_store_memory"]
     assert found == ((3, 2**30) if device == "cpu" else (None, None))
+
+
+def test_ray_leaves_the_answer_to_sigterm_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it starts, Ray sets a handler that ends the process, and would leave no time to save."""
+
+    def init(**options: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Started
+
+    monkeypatch.setattr(ray, "init", init)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Started), ray_session(ClusterArguments(device="cpu")):
+        pass
+    found = signal.signal(signal.SIGTERM, before)
+    assert found is before
 
 
 def test_without_a_trainer_all_bundles_are_for_generation(monkeypatch: pytest.MonkeyPatch) -> None:

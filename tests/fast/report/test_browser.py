@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 from run_folder import SETTINGS, healthy_row, sample, write_header, write_rows, write_run
+from sweep_files import planned, write_run_of
 
 from miles.report.comparison import Comparison
 from miles.report.server import ReportServer
 from miles.report.static_report import write_report
+from miles.sweep.page import write_page
+from miles.sweep.results import Results
 from miles.tracking.run_files import RunFiles
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
@@ -361,3 +364,37 @@ def test_compared_runs_are_drawn_over_each_other(tmp_path: Path, open_page: Any)
     ]
     assert "First step at which metrics differ" in page.locator("#tables").inner_text()
     picture(page, "compare")
+
+
+FAINT = """canvas => {
+  const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+  let count = 0;
+  for (let i = 3; i < data.length; i += 4) count += data[i] > 40 && data[i] < 52;  // of 255: an opacity of 0.18
+  return count;
+}"""
+
+
+def test_the_curves_of_a_sweep_have_bands(tmp_path: Path, open_page: Any) -> None:
+    """Four seeds of two variants; the metric that one seed alone has is a line without a band."""
+
+    def metrics(variant: str, seed: int, step: int) -> dict[str, float]:
+        row = healthy_row(step + (6 if variant == "clip-higher" else 0), 30)
+        row = {name: value * (1 + 0.3 * (seed - 2.5) / 2.5) for name, value in row.items()}
+        return row | ({"train/own": float(step)} if seed == 1 else {})
+
+    variants = {"symmetric": {}, "clip-higher": {"eps_clip_high": "0.28"}}
+    definition, runs = planned(tmp_path, variants=variants, seeds=["1", "2", "3", "4"])
+    results = Results(definition, [write_run_of(run, metrics, 30) for run in runs])
+    page = open_page(write_page(results, tmp_path).as_uri())
+    assert page.locator("h1").inner_text() == "sweep: sweep"
+    reward, own = (page.locator(f"#curves figure[data-title='{title}']") for title in ("Reward", "train/own"))
+    assert [text.split()[0] for text in reward.locator(".readout span").all_inner_texts()] == [*variants]
+    assert reward.locator("canvas").evaluate(FAINT) > 2000
+    page.evaluate("scrollTo(0, 0)")
+    picture(page, "sweep")
+    own.scroll_into_view_if_needed()
+    assert own.locator("canvas").evaluate(FAINT) < 500
+    shown = page.locator("#tables").inner_text()
+    assert "Difference from symmetric, at the same seed" in shown and "loss.eps_clip_high" in shown
+    page.evaluate("scrollTo(0, 0)")
+    picture(page, "sweep")

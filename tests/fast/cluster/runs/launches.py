@@ -106,9 +106,12 @@ class Launch:
     def __init__(self, folder, flags, program=REPO / "train.py", **environment):
         self.output = folder
         folder.mkdir(parents=True, exist_ok=True)
+        self.start([sys.executable, program, *flags, "--output-dir", folder], environment)
+
+    def start(self, command, environment):
+        """Start the process."""
         self.mark = uuid.uuid4().hex
         environ = {**os.environ, "LAUNCH_MARK": self.mark, "OMP_NUM_THREADS": "1", **environment}
-        command = [sys.executable, program, *flags, "--output-dir", folder]
         self.process = subprocess.Popen(
             list(map(str, command)),
             env=environ,

@@ -1,0 +1,126 @@
+"""Run variants times seeds as independent training runs, and compare them.
+
+FILE says what is run (docs/sweep.md). Each run is a miles train in a process and a folder of its own. The same command
+goes on after an interruption: finished runs are kept, others resume from their last checkpoint or start again. Exit
+status 0: all runs are finished; 1: some failed twice; 2: wrong flags, and nothing was started; 128 + N: stopped by
+signal N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from miles.cluster.folders.folder_lock import locked_folders
+from miles.flags import FlagError, count
+from miles.secret_values import public_words
+from miles.sweep.definition import Definition, read_definition
+from miles.sweep.page import text_table, write_page
+from miles.sweep.plan import PlannedRun, plan
+from miles.sweep.progress import SweepProgress, summary
+from miles.sweep.results import TABLE_CSV, TABLE_JSON, Results, write_tables
+from miles.sweep.run_queue import Ended, RunQueue
+from miles.sweep.slots import Machine, Slot, slots
+from miles.sweep.swept_run import Start, SweptRun
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the sweep and write its comparison; return the exit status."""
+    parser = argparse.ArgumentParser(prog="miles sweep", description=__doc__, allow_abbrev=False)
+    parser.add_argument("file", type=Path, metavar="FILE", help="the sweep, as YAML or TOML")
+    parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time (default: as many as have own devices)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of all runs (default: outputs/NAME_OF_FILE)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--page-only", action="store_true", help="run nothing, and write the comparison of what is there"
+    )
+    which.add_argument("--explain", action="store_true", help="print the runs and their commands, then stop")
+    given = parser.parse_args(list(argv))
+    if given.jobs is not None and given.jobs < 1:
+        parser.error(f"--jobs {given.jobs}: must be at least 1; give 1 or more")
+    try:
+        definition = read_definition(given.file)
+        out: Path = given.out or definition.output
+        planned = plan(definition, out)
+        places = slots(given.jobs, [run.settings for run in planned], Machine.here())
+    except FlagError as error:
+        return _refuse(error.messages)
+    runs = [SweptRun(run) for run in planned]
+    if given.explain:
+        print(_explained(planned, runs, places))
+        return 0
+    if given.page_only:
+        _compare(definition, runs, out)
+        return 0
+    with ExitStack() as lock:
+        try:
+            lock.enter_context(locked_folders([("--out", out)]))
+        except ValueError as error:  # another sweep writes there, or nobody can
+            return _refuse([str(error)])
+        faults = [fault for run in runs if (fault := run.fault()) is not None]
+        return _refuse(faults) if faults else _run(definition, runs, places, out, ["miles", "sweep", *argv])
+
+
+def _refuse(messages: Sequence[str]) -> int:
+    if len(messages) == 1:
+        print(f"miles sweep: error: {messages[0]}", file=sys.stderr)
+    else:
+        lines = [f"miles sweep: {len(messages)} errors, and nothing was started:", *(f"  {text}" for text in messages)]
+        print("\n".join(lines), file=sys.stderr)
+    return 2
+
+
+def _run(definition: Definition, runs: Sequence[SweptRun], places: list[Slot], out: Path, command: list[str]) -> int:
+    to_do = [run for run in runs if not run.is_finished]
+    places = places[: len(to_do)]
+    print(_beginning(definition, runs, to_do, places), flush=True)
+    ended = Ended()
+    if to_do:
+        progress = SweepProgress(to_do, len(runs) - len(to_do), len(places))
+        try:
+            ended = RunQueue(to_do, places, progress).run()
+        finally:
+            progress.close()
+    _compare(definition, runs, out)
+    unfinished = sum(not run.is_finished for run in runs)
+    last = summary(ended, unfinished, shlex.join(command))
+    if last:
+        print(f"\n{last}", file=sys.stderr)
+    if ended.signal is not None:
+        return 128 + ended.signal
+    return 1 if unfinished else 0
+
+
+def _beginning(
+    definition: Definition, runs: Sequence[SweptRun], to_do: Sequence[SweptRun], places: Sequence[Slot]
+) -> str:
+    what = f"{count(len(definition.variants), 'variant')} × {count(len(definition.seeds), 'seed')}"
+    lines = [f"sweep: {count(len(runs), 'run')} ({what}), {len(runs) - len(to_do)} finished before"]
+    if to_do:
+        lines[0] += f"; {len(places)} at a time, each on {places[0]}"
+    lines += [f"  {run.name} {run.in_words()}" for run in to_do if run.start is not Start.NEW]
+    return "\n".join(lines)
+
+
+def _explained(planned: Sequence[PlannedRun], runs: Sequence[SweptRun], places: Sequence[Slot]) -> str:
+    lines = [f"{count(len(planned), 'run')}, {len(places)} at a time, each on {places[0]}"]
+    for each, run in zip(planned, runs, strict=True):
+        fault = run.fault()
+        lines += [f"\n{each.name} {run.in_words() if fault is None else f'cannot run: {fault}'}"]
+        lines += [f"  miles train {shlex.join(public_words(each.words))}"]
+    return "\n".join(lines)
+
+
+def _compare(definition: Definition, runs: Sequence[SweptRun], out: Path) -> None:
+    results = Results(definition, runs)
+    print(f"\n{text_table(results)}")
+    if results.missing_metrics and results.finished:
+        print(f"note: metrics: no finished run has {', '.join(results.missing_metrics)}")
+    out.mkdir(parents=True, exist_ok=True)
+    write_tables(results, out)
+    page = write_page(results, out)
+    print(f"\npage: {page}; tables: {out / TABLE_JSON} and {out / TABLE_CSV}", flush=True)

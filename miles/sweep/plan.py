@@ -1,0 +1,152 @@
+"""The runs of a sweep: the words of each command, validated before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from miles.arguments.launch.machine import has_gpu
+from miles.arguments.parser import Command, judge, read_command
+from miles.arguments.settings import Settings
+from miles.flags import Errors, FlagError, flag_name
+from miles.sweep.definition import OF_THE_SWEEP, Definition, Variant
+
+CHECKPOINTS, EXPORT = "checkpoints", "hf"  # in the folder of a run
+_STARTING_POINT = ("finetune", "no_load_optim", "no_load_rng", "no_load_fallback")  # say how --load starts a run
+_SHARED_PORTS = ("report_port", "prometheus_port")
+_SHARED_FILES = ("save_debug_rollout_data", "update_weight_disk_dir")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run of a variant with a seed.
+
+    Attributes:
+        variant: The name of the variant.
+        seed: The seed by which runs of different variants are paired. Its own seeds have the variant's offset.
+        folder: Its ``--output-dir``.
+        words: The flags of the command that starts it: no file is left in them.
+        resuming: The flags that continue it from its checkpoints; None if it saves none.
+        settings: What ``words`` say, validated.
+    """
+
+    variant: str
+    seed: int
+    folder: Path
+    words: tuple[str, ...]
+    resuming: tuple[str, ...] | None
+    settings: Settings
+
+    @property
+    def name(self) -> str:
+        """The run as people read it."""
+        return f"{self.variant} seed {self.seed}"
+
+
+def plan(definition: Definition, out: Path) -> list[PlannedRun]:
+    """Return the runs, seed by seed, so that all variants have equally many whenever the sweep is stopped.
+
+    Raises:
+        FlagError: With every error in the flags of every variant, each with the variants that have it.
+    """
+    runs: list[PlannedRun] = []
+    found: dict[str, list[str]] = {}
+    for seed in definition.seeds:
+        for variant in definition.variants:
+            try:
+                runs.append(_planned(definition, variant, seed, out))
+            except FlagError as error:
+                for message in error.messages:
+                    found.setdefault(message, []).append(variant.name)
+            except ValueError as error:
+                found.setdefault(str(error), []).append(variant.name)
+    if found:
+        raise FlagError(*_located(found, [variant.name for variant in definition.variants]))
+    return runs
+
+
+def _located(found: Mapping[str, Iterable[str]], variants: list[str]) -> Iterator[str]:
+    for message, names in found.items():
+        where = list(dict.fromkeys(names))
+        if len(variants) == 1:
+            yield message
+        else:
+            yield f"{'all variants' if len(where) == len(variants) else '; '.join(where)}: {message}"
+
+
+def _planned(definition: Definition, variant: Variant, seed: int, out: Path) -> PlannedRun:
+    folder = out / variant.name / f"seed-{seed}"
+    own = seed + variant.seed_offset
+    keywords = {**definition.flags, **variant.flags}
+    keywords |= {"seed": own, "rollout_seed": own, "output_dir": str(folder)}
+    given = read_command(definition.words, keywords).settings.checkpoint
+    if given.save is not None:
+        keywords["save"] = str(folder / CHECKPOINTS)
+    if given.save_hf is not None:
+        per_iteration = any(name in given.save_hf for name in ("{iteration}", "{rollout_id}"))
+        keywords["save_hf"] = str(folder / EXPORT / "{iteration}" if per_iteration else folder / EXPORT)
+    command = _on_one_rank(read_command(definition.words, keywords))
+    settings = _judged(command, folder, own)
+    resuming = None
+    if given.save is not None:
+        from_checkpoint = {"load": keywords["save"], **dict.fromkeys(_STARTING_POINT)}
+        resumed = _on_one_rank(read_command(definition.words, keywords | from_checkpoint))
+        judge(resumed)
+        resuming = resumed.words
+    return PlannedRun(variant.name, seed, folder, command.words, resuming, settings)
+
+
+def _on_one_rank(command: Command) -> Command:
+    """Give a command on CPU one trainer rank unless it names a number.
+
+    The default depends on the cores that a process sees. Those of a run depend on ``--jobs``, which must not change its
+    results.
+    """
+    cluster = command.settings.cluster
+    on_cpu = cluster.device == "cpu" or (cluster.device == "auto" and not has_gpu())
+    if command.ranks is None or not on_cpu:
+        return command
+    words = (*command.words, f"{flag_name('actor_num_gpus_per_node')}=1")
+    return replace(command, ranks=1, words=words)
+
+
+def _judged(command: Command, folder: Path, seed: int) -> Settings:
+    """Validate a run, and refuse what runs of a sweep cannot share.
+
+    Raises:
+        FlagError: With all errors.
+    """
+    errors = Errors()
+    for message in _faults(command, folder, seed):
+        errors.add(message)
+    with errors.catching():
+        validated = judge(command)
+    errors.raise_if_any()
+    return validated.settings
+
+
+def _faults(command: Command, folder: Path, seed: int) -> Iterator[str]:
+    """Yield what runs of a sweep cannot share, and what is no run."""
+    settings = command.settings
+    sections: dict[str, Any] = {}
+    for section in (settings.tracking, settings.rollout, settings.sglang):
+        sections |= vars(section)
+    for name in _SHARED_PORTS:
+        if sections[name]:
+            rule = "two runs at a time cannot have one port"
+            yield f"{flag_name(name)} {sections[name]}: {rule}; give 0, or drop {flag_name(name)}"
+    for name in _SHARED_FILES:
+        if sections[name] is not None:
+            rule = "all runs would write to the same place"
+            yield f"{flag_name(name)} {sections[name]}: {rule}; drop {flag_name(name)}"
+    if command.explains or settings.rehearsal.rehearse:
+        name = "explain" if command.explains else "rehearse"
+        yield f"--{name}: a sweep trains; drop it, and run miles {name} for one command"
+    if (settings.tracking.output_dir, settings.training.seed, settings.data.rollout_seed) != (str(folder), seed, seed):
+        names = ", ".join(map(flag_name, OF_THE_SWEEP))
+        yield (
+            f"--custom-config-path {settings.rollout.custom_config_path}: sets one of {names}, which the sweep sets "
+            "for each run; drop it there"
+        )

@@ -1,0 +1,82 @@
+"""Whole sweeps of tiny runs: finished runs stay, interrupted ones resume, failed ones are tried twice and told."""
+
+import json
+import re
+import signal
+
+import pytest
+
+from miles.report.metrics_file import MetricsFile
+from miles.saved_runs.run import RunState, SavedRun
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def metrics(folder):
+    """Return the rows of a run without what depends on the machine, and the canary, which a resumed run has again."""
+    file = MetricsFile(folder / "metrics.jsonl")
+    file.refresh()
+    names = [name for name in file.names if not name.startswith(("time/", "perf/", "memory/", "train/loss_mass"))]
+    return list(file.steps), {name: list(map(repr, file.column(name))) for name in names}
+
+
+def test_two_variants_run_once_and_are_compared(sweep, tmp_path):
+    two = {"variants": {"base": {"num_rollout": 1}, "faster": {"num_rollout": 1, "lr": "1e-2"}}, "seeds": [3]}
+    first = sweep(two, "--jobs", 2)
+    assert first.wait() == 0, first.out + first.err
+    assert "sweep: 2 runs (2 variants × 1 seed), 0 finished before; 2 at a time" in first.out
+    out = tmp_path / "out"
+    runs = {name: SavedRun(out / name / "seed-3") for name in ("base", "faster")}
+    for run in runs.values():
+        assert run.state is RunState.FINISHED
+        assert (run.settings.training.seed, run.settings.data.rollout_seed) == (3, 3)
+    assert (runs["base"].settings.optimizer.lr, runs["faster"].settings.optimizer.lr) == (1e-3, 1e-2)
+    assert metrics(out / "base" / "seed-3") != metrics(out / "faster" / "seed-3")
+    table = json.loads((out / "table.json").read_text())
+    assert table["settings"]["optimizer.lr"] == {"base": "0.001", "faster": "0.01"}
+    assert "rollout/reward" in {row["metric"] for row in table["rows"]}
+    assert (out / "sweep.html").exists() and first.none_left()
+    again = sweep(two, "--jobs", 2)
+    assert again.wait() == 0 and "2 finished before\n" in again.out, again.out + again.err
+    assert [len(json.loads((run.folder / "sweep-run.json").read_text())["attempts"]) for run in runs.values()] == [1, 1]
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_goes_on_to_the_same_result(sweep, tmp_path, workplace):
+    """One run is stopped while it generates: it saves, the sweep says how to go on, and its metrics are as without."""
+    definition = {"variants": {"a": {}, "b": {"lr": "1e-4"}}, "seeds": [1]}
+    saving = {
+        **definition,
+        "variants": {name: {**v, "save": "x", "num_rollout": 4} for name, v in definition["variants"].items()},
+    }
+    held = workplace / f"{tmp_path.name}.held"
+    first = sweep(saving, "--jobs", 1, HOLD_AT="2", HELD=str(held))
+    first.wait_until(held.exists)
+    first.interrupt()
+    assert first.wait() == 128 + signal.SIGINT, first.out + first.err
+    assert "SIGINT: stopping; waiting for 1 run" in first.out
+    assert re.search(r"2 runs are not finished; miles sweep \S*sweep.yaml .* goes on", first.err)
+    assert first.none_left() and not (tmp_path / "out" / "b").exists()
+    second = sweep(saving, "--jobs", 1)
+    assert second.wait() == 0, second.out + second.err
+    assert "a seed 1 resumes after iteration 2" in second.out
+    interrupted = metrics(tmp_path / "out" / "a" / "seed-1")
+    whole = sweep({**saving, "variants": {"whole": saving["variants"]["a"]}})
+    assert whole.wait() == 0
+    assert interrupted == metrics(tmp_path / "out" / "whole" / "seed-1")
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_twice_is_told_and_the_others_are_compared(sweep, tmp_path):
+    short = {"num_rollout": 1}
+    bad = {**short, "custom_rm_path": "launch_rewards:raises"}
+    definition = {"variants": {"bad": bad, "good": short}, "seeds": [1], "baseline": "good"}
+    run = sweep(definition, "--jobs", 1)
+    assert run.wait() == 1, run.out + run.err
+    lines = run.out.splitlines()
+    assert sum("bad seed 1: failed with status 1" in line and "trying once more" in line for line in lines) == 1
+    assert "[1/2] good seed 1: finished in" in run.out
+    assert "1 run failed:" in run.err and "gold" in run.err and "log.txt" in run.err
+    log = (tmp_path / "out" / "bad" / "seed-1" / "log.txt").read_text()
+    assert len(re.findall("^--- ", log, re.MULTILINE)) == 2
+    assert json.loads((tmp_path / "out" / "table.json").read_text())["runs"][1]["is_finished"]
