@@ -9,8 +9,9 @@ import pytest
 from rank_scripts import run_checks
 
 SECONDS = 900.0
-QUICK = ("tp2 with sp",)
+QUICK = ("one, sigmoid",)
 SLOW = (
+    "tp2 with sp",
     "one",
     "one, recomputed",
     "dp2, distributed optimizer",
@@ -20,7 +21,6 @@ SLOW = (
     "ep2 with cp2",
     "tp2 with sp, pp2",
     "tp2 with sp, ep2",
-    "one, sigmoid",
     "tp2 with sp, ep2, sigmoid",
 )
 LAYOUTS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]

@@ -152,4 +152,4 @@ def on_cpu_the_flag_changes_nothing(process: RankProcess) -> None:
 
 
 CHECKS = (steps_in_host_memory_are_the_same, checkpoints_are_the_same, on_cpu_the_flag_changes_nothing)
-OF_LAYOUT = {"one": CHECKS[2:], "dp2, distributed optimizer": CHECKS[:2], "tp2 with sp": CHECKS[:1]}
+OF_LAYOUT = {"one": CHECKS[2:], "dp2, distributed optimizer": CHECKS[:2], "tp2": CHECKS[:1]}
