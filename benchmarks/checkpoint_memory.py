@@ -94,7 +94,7 @@ def measure(rank: int, folder: Path, options: argparse.Namespace) -> None:
     from miles.training.megatron.backend import MegatronBackend
 
     backend = MegatronBackend(settings_of(str(folder), options), torch.device("cpu"), total_steps=2)
-    distributed = backend.policy.distributed
+    (distributed,) = backend.policy.distributed
     for buffer in (*distributed.buffers, *distributed.expert_parallel_buffers):
         buffer.grad_data.normal_()
     backend.policy.optimizer.step()

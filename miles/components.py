@@ -74,6 +74,7 @@ TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
         "miles.training.megatron:build_rehearsed",
         importer="miles.training.megatron:import_backend",
         reads_megatron_flags=True,
+        trains_adapters=True,
         checkpoint_json=("metadata.json",),
     ),
 }

@@ -173,6 +173,8 @@ def _stages(settings: Settings) -> str:
     sizes = settings.megatron
     named = {"first": sizes.decoder_first_pipeline_num_layers, "last": sizes.decoder_last_pipeline_num_layers}
     given = [f"{count(layers, 'layer')} in the {place} stage" for place, layers in named.items() if layers is not None]
+    if sizes.num_layers_per_virtual_pipeline_stage is not None:
+        given.append(f"interleaved by {count(sizes.num_layers_per_virtual_pipeline_stage, 'layer')}")
     return f" ({', '.join(given)})" if given else ""
 
 
@@ -203,7 +205,7 @@ def explain_precision(settings: Settings) -> str:
 
 def explain_memory(settings: Settings) -> list[str]:
     """Return the place of the optimizer's state, and the choices that memory depends on."""
-    divided = not reads_megatron_flags(settings) or settings.megatron.use_distributed_optimizer
+    divided = not reads_megatron_flags(settings) or settings.megatron.divides_optimizer
     where = "divided over the ranks that hold the same weights" if divided else "whole on every rank of its weights"
     recomputes = settings.training.gradient_checkpointing or "recompute_granularity" in dict(
         settings.megatron_overrides
@@ -211,10 +213,20 @@ def explain_memory(settings: Settings) -> list[str]:
     chunk = settings.loss.log_probs_chunk_size
     logits = "whole logits of a micro-batch" if chunk == -1 else f"logits of {chunk} tokens at a time"
     return [
-        f"optimizer  fp32 state of AdamW (two moments), {where}, on the trainer's device",
+        f"optimizer  fp32 state of AdamW (two moments), {where}, {_place_of_state(settings)}",
         f"memory     activations {'recomputed layer by layer' if recomputes else 'kept'}; {logits}",
         *_shared(settings),
     ]
+
+
+def _place_of_state(settings: Settings) -> str:
+    sizes = settings.megatron
+    if not sizes.optimizer_cpu_offload or settings.cluster.device == "cpu":
+        return "on the trainer's device"
+    fraction = sizes.optimizer_offload_fraction
+    part = "" if fraction == 1 else f" ({fraction:g} of it)"
+    overlap = ", overlapped with the copies" if sizes.overlap_cpu_optimizer_d2h_h2d else ""
+    return f"with the fp32 weights in host memory{part} and updated there{overlap}"
 
 
 def _shared(settings: Settings) -> list[str]:

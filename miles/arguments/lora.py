@@ -7,7 +7,7 @@ and B starts at 0; W stays as it is.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 from miles.arguments.model import ModelArguments, local_config
 from miles.components import TRAIN_BACKENDS, names_with
@@ -118,17 +118,36 @@ def _check_names(field: str, words: tuple[str, ...] | None, errors: Errors) -> N
 
 def _check_experts(lora: LoraArguments, model: ModelArguments, errors: Errors) -> None:
     """Refuse names of projections that a model has inside of its experts, which get no adapter."""
-    found = sorted(_IN_EXPERTS & {name.split(".")[-1] for name in lora.targets})
-    if found and has_experts(model):
+    if has_experts(model):
+        refuse_projections_of_experts(lora, errors)
+
+
+def refuse_projections_of_experts(lora: LoraArguments, errors: Errors) -> None:
+    """Refuse the names in ``--target-modules`` that a model with experts has inside of them."""
+    found = sorted({last for name in lora.targets if is_in_experts(last := name.split(".")[-1])})
+    if found:
         rule = f"{', '.join(found)} of a model with experts: the experts' weights get no adapter in this version"
         errors.refuse(
             "target_modules", lora.target_modules, rule, f"name the layers of attention, or give {ALL_LINEAR}"
         )
 
 
+def is_in_experts(layer: str) -> bool:
+    """Return whether experts have a layer of this name.
+
+    In a model with experts no other layer of such a name can have an adapter either: peft, given ``gate_proj`` or
+    ``layers.0.mlp.gate_proj``, puts it into the experts (peft 0.21.2 ``utils/transformers_weight_conversion.py``).
+    """
+    return layer.split(".")[-1] in _IN_EXPERTS
+
+
 def has_experts(model: ModelArguments) -> bool:
     """Return whether the model has experts, if its ``config.json`` can be read without a network."""
-    config = local_config(model, "hf_checkpoint") or {}
+    return counts_experts(local_config(model, "hf_checkpoint") or {})
+
+
+def counts_experts(config: dict[str, Any]) -> bool:
+    """Return whether a model with this Hugging Face config has experts."""
     text = config.get("text_config") or config
     return any(text.get(name) for name in _EXPERT_COUNTS)
 
@@ -140,7 +159,7 @@ def notes_on_lora(lora: LoraArguments, model: ModelArguments) -> Iterator[str]:
     for name in _written_fused(lora):
         yield f"--target-modules {name}: read as {','.join(FUSED_LAYERS[name])}"
     if not lora.targets and has_experts(model):
-        yield "--lora-rank: linear layers get an adapter; the experts' weights, one tensor per layer, get none"
+        yield "--lora-rank: the layers of attention get an adapter; experts and dense layers get none"
 
 
 def _written_fused(lora: LoraArguments) -> list[str]:

@@ -45,8 +45,10 @@ def changes(settings: Settings) -> Iterator[Change]:
     if loss.log_probs_chunk_size == -1 or loss.log_probs_chunk_size > 512:
         yield _set("loss", "--log-probs-chunk-size 512", log_probs_chunk_size=512)
     if train_backend_spec(training.train_backend).reads_megatron_flags:
-        if not megatron.use_distributed_optimizer:
+        if not megatron.divides_optimizer:
             yield _set("megatron", "--use-distributed-optimizer", use_distributed_optimizer=True)
+        if not megatron.optimizer_cpu_offload:
+            yield _set("megatron", "--optimizer-cpu-offload", optimizer_cpu_offload=True)
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         words = f"--tensor-model-parallel-size {tp * 2} --sequence-parallel"
         yield _set("megatron", words, tensor_model_parallel_size=tp * 2, sequence_parallel=True)

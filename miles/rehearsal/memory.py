@@ -26,15 +26,16 @@ def phases_of_rank(settings: Settings, trace: RankTrace, generation: Generation)
     offload = settings.offload("cuda")
     engine = {Kind.ENGINE: generation.device_bytes, Kind.KV_CACHE: generation.cache_bytes} if shares else {}
     while_training = {} if offload.rollout else engine
-    phases = {Phase.BUILD: _sum(trace.peaks[Phase.BUILD], while_training)}
+    peaks, resident = {p: _on_device(u, settings) for p, u in trace.peaks.items()}, _on_device(trace.resident, settings)
+    phases = {Phase.BUILD: _sum(peaks[Phase.BUILD], while_training)}
     if generation.engines:
-        phases[Phase.GENERATE] = _sum({} if offload.train else trace.resident, engine)
+        phases[Phase.GENERATE] = _sum({} if offload.train else resident, engine)
     for phase in (Phase.SCORE, Phase.TRAIN, Phase.REDUCE, Phase.OPTIMIZE):
-        if phase in trace.peaks:
-            phases[phase] = _sum(trace.peaks[phase], while_training)
+        if phase in peaks:
+            phases[phase] = _sum(peaks[phase], while_training)
     if generation.engines:
         weights = {Kind.ENGINE: generation.weight_bytes} if shares and offload.rollout else while_training
-        phases[Phase.SYNC] = _sum(trace.resident, weights)
+        phases[Phase.SYNC] = _sum(resident, weights)
     return {phase: _with_runtime(usage) for phase, usage in phases.items()}
 
 
@@ -46,6 +47,14 @@ def total(usage: Mapping[Kind, int]) -> int:
 def worst_phase(phases: Mapping[Phase, Usage]) -> Phase:
     """Return the phase that needs most."""
     return max(phases, key=lambda phase: total(phases[phase]))
+
+
+def _on_device(usage: Usage, settings: Settings) -> Usage:
+    """Return ``usage`` without the part of the optimizer's state that ``--optimizer-cpu-offload`` keeps elsewhere."""
+    sizes = settings.megatron
+    if not sizes.optimizer_cpu_offload or Kind.OPTIMIZER not in usage:
+        return usage
+    return usage | {Kind.OPTIMIZER: int(usage[Kind.OPTIMIZER] * (1 - sizes.optimizer_offload_fraction))}
 
 
 def _sum(*usages: Mapping[Kind, int]) -> Usage:

@@ -117,6 +117,7 @@ def _on_two_ranks(settings: Settings) -> Settings:
             pipeline_model_parallel_size=size["pipeline_model_parallel_size"],
             decoder_first_pipeline_num_layers=None,
             decoder_last_pipeline_num_layers=None,
+            num_layers_per_virtual_pipeline_stage=None,
             expert_model_parallel_size=experts,
             expert_tensor_parallel_size=1 if experts == 2 else None,
             sequence_parallel=sizes.sequence_parallel and size["tensor_model_parallel_size"] > 1,

@@ -1,4 +1,4 @@
-"""The adapter in a checkpoint or an export: its place, and a comparison with the flags of a run.
+"""The adapter in a checkpoint or an export: its place, its files, and a comparison with the flags of a run.
 
 The files are peft's. They lie in a folder of their own, because transformers would add an adapter that it finds beside
 ``config.json`` to weights that hold it already.
@@ -6,14 +6,21 @@ The files are peft's. They lie in a folder of their own, because transformers wo
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 
 from miles.arguments.lora import LoraArguments
 from miles.training.checkpoint_files import DamagedFile, read_json_object
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # peft's names of parameters begin with it on disk
 
 
 def adapter_folder(folder: Path) -> Path:
@@ -24,6 +31,44 @@ def adapter_folder(folder: Path) -> Path:
 def holds_adapter(folder: Path) -> bool:
     """Return whether the checkpoint ``folder`` is that of an adapter, and not of all weights."""
     return adapter_folder(folder).is_dir()
+
+
+def peft_config(lora: LoraArguments, targets: str | list[str], **given: Any) -> Any:
+    """Return peft's configuration of the adapter."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.lora_rank,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        **given,
+    )
+
+
+def write_adapter(
+    folder: Path, tensors: Mapping[str, torch.Tensor], layers: list[str], lora: LoraArguments, base: str
+) -> None:
+    """Write the adapter into ``folder`` as peft does: ``PeftModel.from_pretrained(base_model, folder)`` reads it.
+
+    Collective; rank 0 writes.
+
+    Args:
+        folder: Is created.
+        tensors: ``model.layers.0.self_attn.q_proj.lora_A`` and so on: whole tensors; of rank 0.
+        layers: The names that select the layers with an adapter, and no others.
+        lora: The flags of the adapter.
+        base: Name or path of the model without the adapter.
+    """
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        named = {f"{_PREFIX}{name}.weight": tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}
+        save_file(named, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        config = peft_config(lora, layers, base_model_name_or_path=base, inference_mode=True).to_dict()
+        plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True))
+    dist.barrier()
 
 
 def check_adapter(folder: Path, lora: LoraArguments, layers: list[str], flag: str) -> None:

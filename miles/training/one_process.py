@@ -62,6 +62,7 @@ def on_one_rank(settings: Settings) -> Settings:
             pipeline_model_parallel_size=1,
             decoder_first_pipeline_num_layers=None,
             decoder_last_pipeline_num_layers=None,
+            num_layers_per_virtual_pipeline_stage=None,
             expert_model_parallel_size=1,
             expert_tensor_parallel_size=None,
             sequence_parallel=False,

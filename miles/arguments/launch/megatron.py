@@ -61,6 +61,8 @@ def judge(field: MegatronField, value: Any, shape: dict[str, Any], given: dict[s
     name, shown = field.name, _shown(field, value)
     if name in FIXED and repeats(value, FIXED[name][0]) and name not in _RECOMPUTE:
         return Verdict(value)
+    if name == "kv_channels" and shape.get("multi_latent_attention"):
+        return Verdict(note=Note(NO_EFFECT, shown, "latent attention has widths of its own"))
     if name in shape:
         return Verdict(value)
     if name in _RECOMPUTE:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from miles.arguments.launch.foreign import by_flag, noted, refused
 from miles.arguments.launch.notes import MEMORY, NO_EFFECT, REPORTING, SAME, SPEED
 
-_OPTIMIZER = "the optimizer's state stays with the trainer, in fp32"
+_OPTIMIZER = "the optimizer is torch's AdamW with fp32 state, pinned where it is in host memory"
 _RECOMPUTED = "recomputation is that of whole layers, one by one"
 
 # Fields whose every value gives the same results: heading of the note, and reason.
@@ -69,15 +69,12 @@ FREE_FIELDS: dict[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(
         (
-            "optimizer_cpu_offload",
-            "optimizer_offload_fraction",
             "use_torch_optimizer_for_cpu_offload",
-            "overlap_cpu_optimizer_d2h_h2d",
             "use_precision_aware_optimizer",
             "pin_cpu_grads",
             "pin_cpu_params",
         ),
-        (MEMORY, _OPTIMIZER),
+        (SAME, _OPTIMIZER),
     ),
     **dict.fromkeys(
         (
@@ -163,12 +160,21 @@ _MODEL = [
 ]
 _STAGES = noted(
     SPEED,
-    "each pipeline stage holds consecutive layers",
-    "--num-layers-per-virtual-pipeline-stage V",
+    "a pipeline is interleaved by --num-layers-per-virtual-pipeline-stage",
     "--num-virtual-stages-per-pipeline-rank V",
     is_megatron=True,
 )
 _REFUSED = [
+    *refused(
+        "gradients, moments and master weights are fp32",
+        "drop it, or give fp32",
+        "--main-grads-dtype V",
+        "--main-params-dtype V",
+        "--exp-avg-dtype V",
+        "--exp-avg-sq-dtype V",
+        neutral=("fp32",),
+        is_megatron=True,
+    ),
     *refused(
         "layers in low precision were not compared with an oracle",
         "drop it: the run computes in bf16 with fp32 master weights, or in fp32",

@@ -62,6 +62,7 @@ WANDB = (
     "wandb_host",
 )
 OF_ADAPTER = ("lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
+OF_OFFLOAD = ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")
 _SHARES_NOTHING = "the trainer and the engines have their own devices, or no SGLang server is started"
 
 
@@ -203,10 +204,14 @@ IDLE = (
             "pipeline_model_parallel_size",
             "decoder_first_pipeline_num_layers",
             "decoder_last_pipeline_num_layers",
+            "num_layers_per_virtual_pipeline_stage",
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
             "sequence_parallel",
             "use_distributed_optimizer",
+            "optimizer_cpu_offload",
+            "optimizer_offload_fraction",
+            "overlap_cpu_optimizer_d2h_h2d",
             "megatron_to_hf_mode",
             "mtp_num_layers",
         ),
@@ -216,9 +221,26 @@ IDLE = (
     ),
     Idle(
         "megatron",
-        ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        (
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "num_layers_per_virtual_pipeline_stage",
+        ),
         lambda s: s.megatron.pipeline_model_parallel_size == 1,
         "without pipeline stages",
+    ),
+    Idle(
+        "megatron",
+        OF_OFFLOAD,
+        lambda s: s.cluster.device == "cpu",
+        "on CPU the optimizer's state is in host memory anyway",
+        MEMORY,
+    ),
+    Idle(
+        "megatron",
+        OF_OFFLOAD,
+        lambda s: not s.megatron.optimizer_cpu_offload,
+        "without --optimizer-cpu-offload",
     ),
     Idle(
         "megatron",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from miles.arguments.launch.abilities import reads_megatron_flags
 from miles.arguments.launch.foreign import Foreign
 from miles.arguments.launch.launcher_flags import LAUNCHER_FLAGS
 from miles.arguments.launch.megatron import settle_megatron
@@ -15,8 +16,11 @@ from miles.arguments.launch.no_effect import settle_idle, settle_values
 from miles.arguments.launch.notes import READ_AS, Note, note_on
 from miles.arguments.launch.paths import HOOKS, missing_function, our_function
 from miles.arguments.launch.server import settle_server_flags
+from miles.arguments.megatron.rules import lacks_bridge
+from miles.arguments.model import local_config
 from miles.arguments.settings import Settings
 from miles.flags import Errors
+from miles.model_families.registry import CONVERTED
 
 _CONVERTED = "_torch_dist"  # the ending that converters of related launchers give to a folder
 
@@ -38,6 +42,8 @@ def settle(settings: Settings, foreign: Mapping[str, Any], errors: Errors) -> tu
     judged = (FOREIGN_FLAGS[flag].judge(value, settings, foreign, errors) for flag, value in foreign.items())
     notes += [note for note in judged if note is not None]
     settings, found = _settle_paths(settings, errors)
+    notes += found
+    settings, found = _settle_converter(settings)
     notes += found
     settings, found = settle_megatron(settings, errors)
     notes += found
@@ -78,6 +84,26 @@ def _settle_reference(settings: Settings) -> tuple[Settings, list[Note]]:
     return (
         replace(settings, model=replace(settings.model, ref_load=None)),
         [note_on(READ_AS, "ref_load", reference, why)],
+    )
+
+
+def _settle_converter(settings: Settings) -> tuple[Settings, list[Note]]:
+    """Convert weights without Megatron-Bridge if it is not there, or an adapter is trained, and the family is known."""
+    mode = settings.megatron.megatron_to_hf_mode
+    if mode != "bridge" or not reads_megatron_flags(settings) or settings.model.hf_checkpoint is None:
+        return settings, []
+    try:
+        config = local_config(settings.model, "hf_checkpoint")
+    except ValueError:
+        return settings, []  # the validator reports it
+    if config is None or config.get("model_type") not in CONVERTED:
+        return settings, []
+    if not settings.lora.trains_adapter and not lacks_bridge():
+        return settings, []
+    why = "raw: miles converts this family itself, to the same weights"
+    return (
+        replace(settings, megatron=replace(settings.megatron, megatron_to_hf_mode="raw")),
+        [note_on(READ_AS, "megatron_to_hf_mode", mode, why)],
     )
 
 

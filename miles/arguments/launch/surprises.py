@@ -23,6 +23,8 @@ def surprises(settings: Settings, given: Collection[str], on_cpu: bool, has_bf16
     """
     if settings.training.bf16 and on_cpu and not has_bf16:
         yield "bf16 is emulated: this CPU has no bf16 arithmetic; --fp32 may be faster, and takes more memory"
+    if settings.megatron.optimizer_cpu_offload and on_cpu:
+        yield "--optimizer-cpu-offload: on CPU the optimizer's state is in host memory anyway"
     relied_on = [name for name in ON_FSDP if name not in given]
     if "train_backend" in given and not reads_megatron_flags(settings) and relied_on:
         here = ", ".join(f"--{name.replace('_', '-')} {getattr(settings.optimizer, name)}" for name in relied_on)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
+from miles.arguments.lora import LoraArguments
+from miles.arguments.megatron.adapter import check_adapter_flags, check_adapter_with_model
 from miles.arguments.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.arguments.megatron.overrides import Overrides, check_overrides
 from miles.arguments.megatron.settings import MegatronArguments
@@ -54,19 +57,60 @@ def check_megatron(settings: Settings, errors: Errors) -> None:
     if sizes.sequence_parallel and sizes.tensor_model_parallel_size == 1:
         what_to_do = "add --tensor-model-parallel-size 2 or more, or drop it"
         errors.refuse("sequence_parallel", True, "would be ignored without tensor parallelism", what_to_do)
-    errors.at_least(sizes, 1, *STAGES)
+    errors.at_least(sizes, 1, *STAGES, INTERLEAVED)
     if sizes.pipeline_model_parallel_size == 1:
-        errors.refuse_ignored(sizes, STAGES, "without pipeline stages", "add --pipeline-model-parallel-size 2 or more")
+        what_to_do = "add --pipeline-model-parallel-size 2 or more"
+        errors.refuse_ignored(sizes, (*STAGES, INTERLEAVED), "without pipeline stages", what_to_do)
+    _check_interleaved_run(settings, sizes, errors)
+    _check_offload(settings, sizes, errors)
     _check_auxiliary_losses(sizes, errors)
     _check_recomputation(settings.training.gradient_checkpointing, dict(overrides), errors)
     if settings.loss.has_critic and sizes.has_auxiliary_loss:
         rule = "needs a critic, whose experts would be balanced by no loss"
         what_to_do = "drop the router losses and --enable-mtp-training, or use --advantage-estimator grpo"
         errors.refuse("advantage_estimator", settings.loss.advantage_estimator, rule, what_to_do)
+    check_adapter_flags(settings.lora, sizes, errors)
     with errors.catching():  # megatron_shape() raises at the first setting that is not computed
-        _check_local_models(settings.model, sizes, overrides, errors)
+        _check_local_models(settings.model, sizes, overrides, settings.lora, errors)
         return
     check_overrides(overrides, None, _flags(), errors)  # what does not depend on the model
+
+
+def _check_interleaved_run(settings: Settings, sizes: MegatronArguments, errors: Errors) -> None:
+    """Refuse what reads or fills the layers of a rank outside of Megatron's schedule, and knows one part of a model."""
+    each = sizes.num_layers_per_virtual_pipeline_stage
+    if each is None or not errors.none_about(INTERLEAVED):
+        return
+    untested = {
+        "--use-routing-replay": settings.training.use_routing_replay,
+        "--ref-update-interval": settings.model.ref_update_interval is not None,
+        "a loss of the routers": sizes.has_router_loss,
+    }
+    for name, is_given in untested.items():
+        if is_given:
+            errors.refuse(INTERLEAVED, each, f"was not tested with {name}", "drop one of the two")
+
+
+def _check_offload(settings: Settings, sizes: MegatronArguments, errors: Errors) -> None:
+    """Check the flags of an optimizer in host memory. Megatron updates no fp32 weight that is left on the GPU."""
+    if not sizes.optimizer_cpu_offload:
+        names = ["optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"]
+        errors.refuse_ignored(sizes, names, "without --optimizer-cpu-offload", "add that flag")
+        return
+    errors.above(sizes, 0, "optimizer_offload_fraction")
+    errors.within(sizes, 0, 1, "optimizer_offload_fraction")
+    fraction = sizes.optimizer_offload_fraction
+    if fraction == 1 or not errors.none_about("optimizer_offload_fraction"):
+        return
+    reasons = {
+        "--fp32": not settings.training.bf16,
+        "--lora-rank": settings.lora.trains_adapter,
+        "a critic": settings.loss.has_critic,
+    }
+    with_fp32 = next((reason for reason, applies in reasons.items() if applies), None)
+    if with_fp32 is not None:
+        rule = f"with {with_fp32}: megatron-core does not update fp32 weights that stay on the GPU"
+        errors.refuse("optimizer_offload_fraction", fraction, rule, "drop it, so that all state is in host memory")
 
 
 def _check_auxiliary_losses(sizes: MegatronArguments, errors: Errors) -> None:
@@ -99,7 +143,9 @@ def _check_recomputation(gradient_checkpointing: bool, overrides: dict[str, Any]
             errors.refuse(name, overrides[name], "would be ignored without --recompute-granularity", what_to_do)
 
 
-def _check_local_models(model: ModelArguments, sizes: MegatronArguments, overrides: Overrides, errors: Errors) -> None:
+def _check_local_models(
+    model: ModelArguments, sizes: MegatronArguments, overrides: Overrides, lora: LoraArguments, errors: Errors
+) -> None:
     """Check what the configs in local folders determine; of a name on a hub, the backend checks it at run time."""
     config = local_config(model, "hf_checkpoint")
     left_to_the_backend: Collection[Any] = ()
@@ -113,6 +159,7 @@ def _check_local_models(model: ModelArguments, sizes: MegatronArguments, overrid
     with reading_config("hf_checkpoint", model.hf_checkpoint):
         shape = megatron_shape(config)
         _check_with_model(sizes, overrides, config, shape, errors)
+        check_adapter_with_model(lora, config["model_type"], shape, errors)
     for field in ("ref_load", "opd_teacher_load"):
         path, other = getattr(model, field), local_config(model, field)
         if other is not None and other.get("model_type") not in left_to_the_backend:
@@ -207,11 +254,13 @@ def _check_sizes(sizes: MegatronArguments, shape: dict[str, Any], errors: Errors
         rule = f"must divide the {shared} rows of the model's shared experts"
         errors.refuse("tensor_model_parallel_size", tp, rule, "give a common divisor")
     _check_stages(sizes, layers, errors)
+    _check_interleaving(sizes, layers, errors)
     if "num_moe_experts" in shape:
         _check_experts(sizes, shape["num_moe_experts"], errors)
 
 
 STAGES = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+INTERLEAVED = "num_layers_per_virtual_pipeline_stage"
 
 
 def _check_stages(sizes: MegatronArguments, layers: int, errors: Errors) -> None:
@@ -231,6 +280,30 @@ def _check_stages(sizes: MegatronArguments, layers: int, errors: Errors) -> None
     left = f"{count(max(rest, 0), 'layer')} of {layers} for {count(stages, 'other stage')}"
     what_to_do = "give a number that leaves each of the others as many, and at least one"
     errors.refuse(name, given[name], f"leaves {left} of --pipeline-model-parallel-size {pp}", what_to_do)
+
+
+def _check_interleaving(sizes: MegatronArguments, layers: int, errors: Errors) -> None:
+    """Check that the layers divide into equal parts, and that stages do not send each other two messages at once."""
+    each, pp = sizes.num_layers_per_virtual_pipeline_stage, sizes.pipeline_model_parallel_size
+    if each is None or pp == 1 or not errors.none_about(INTERLEAVED, "pipeline_model_parallel_size"):
+        return
+    if any(getattr(sizes, name) is not None for name in STAGES):
+        rule = "divides the layers equally, and other flags name those of the first or the last stage"
+        errors.refuse(INTERLEAVED, each, rule, f"drop it, or {' and '.join(map(flag_name, STAGES))}")
+    elif layers % (pp * each):
+        rule = f"{layers} layers in {pp} stages are no multiple of it per stage"
+        errors.refuse(INTERLEAVED, each, rule, f"give a divisor of {layers // pp}")
+    elif pp == 2 and sizes.chunks(layers) > 1:
+        rule = "needs 3 pipeline stages: two would exchange several messages at once, which arrive in any order"
+        errors.refuse(INTERLEAVED, each, rule, "give --pipeline-model-parallel-size 3 or more, or drop it")
+    elif sizes.chunks(layers) > 1:
+        untested = {
+            "--mtp-num-layers": sizes.mtp_heads,
+            "--megatron-to-hf-mode bridge": sizes.megatron_to_hf_mode == "bridge",
+        }
+        for name, is_given in untested.items():
+            if is_given:
+                errors.refuse(INTERLEAVED, each, f"was not tested with {name}", "drop one of the two")
 
 
 def _check_experts(sizes: MegatronArguments, experts: int, errors: Errors) -> None:
@@ -274,6 +347,13 @@ def _check_heads(sizes: MegatronArguments, config: dict[str, Any], errors: Error
             "of a tied embedding then, and updates only two of them"
         )
         errors.refuse("mtp_num_layers", sizes.mtp_heads, rule, "give --pipeline-model-parallel-size 1")
+
+
+def lacks_bridge() -> bool:
+    """Return whether Megatron-Bridge is missing, or a release of it or of what it needs was not tested."""
+    with suppress(PackageNotFoundError):
+        return not all(version(package).startswith(release) for package, release in BRIDGE_RELEASES.items())
+    return True
 
 
 def check_bridge(sizes: MegatronArguments) -> None:

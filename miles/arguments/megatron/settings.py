@@ -16,12 +16,24 @@ class MegatronArguments:
         None, "layers of the first pipeline stage; the stages without a number share the rest equally"
     )
     decoder_last_pipeline_num_layers: Optional[int] = flag(None, "layers of the last pipeline stage")
+    num_layers_per_virtual_pipeline_stage: Optional[int] = flag(
+        None,
+        "interleave the pipeline: every rank holds several parts of so many layers, and waits less for the others",
+    )
     expert_model_parallel_size: int = flag(1, "ranks that each hold some of the experts")
     expert_tensor_parallel_size: Optional[int] = flag(
         None, "ranks that share the matrices of each expert; default: --tensor-model-parallel-size"
     )
     sequence_parallel: bool = flag(False, "divide the activations of the norms over the tensor-parallel ranks as well")
     use_distributed_optimizer: bool = flag(False, "divide the optimizer's state over the data-parallel ranks")
+    optimizer_cpu_offload: bool = flag(
+        False,
+        "on a GPU, keep the optimizer's state in host memory and update there; implies --use-distributed-optimizer",
+    )
+    optimizer_offload_fraction: float = flag(1.0, "part of the state that --optimizer-cpu-offload keeps in host memory")
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(
+        False, "with --optimizer-cpu-offload, copy gradients and weights while other weights are updated"
+    )
     megatron_to_hf_mode: Literal["raw", "bridge"] = flag(
         "raw",
         "what converts weights between Megatron and Hugging Face: miles (raw), or Megatron-Bridge, if it is installed "
@@ -39,6 +51,16 @@ class MegatronArguments:
     )
     enable_mtp_training: bool = flag(False, "train the heads of --mtp-num-layers, and the model through their loss")
     mtp_loss_scaling_factor: float = flag(0.2, "weight of the mean loss of the heads")
+
+    def chunks(self, layers: int) -> int:
+        """Return the parts that every rank has of a model of ``layers``, which the sizes divide: 1 without a flag."""
+        each = self.num_layers_per_virtual_pipeline_stage
+        return 1 if each is None else layers // (self.pipeline_model_parallel_size * each)
+
+    @property
+    def divides_optimizer(self) -> bool:
+        """Whether the optimizer's state is divided over the data-parallel ranks, as an offloaded one is too."""
+        return self.use_distributed_optimizer or self.optimizer_cpu_offload
 
     @property
     def mtp_heads(self) -> int:

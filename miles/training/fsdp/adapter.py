@@ -6,24 +6,21 @@ peft puts each chosen linear layer into one of its own: ``q_proj.weight`` become
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from miles.arguments.lora import ALL_LINEAR, LoraArguments
-from miles.training.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from miles.arguments.lora import ALL_LINEAR, LoraArguments, counts_experts, is_in_experts, refuse_projections_of_experts
+from miles.flags import collect_errors
+from miles.training.adapter_folder import peft_config, write_adapter
 
 _ADAPTER = "default"  # peft's name of a model's only adapter
-_PREFIX = "base_model.model."  # peft's names of parameters begin with it on disk
 
 
 def add_adapter(model: PreTrainedModel, lora: LoraArguments, seed: int) -> None:
@@ -38,7 +35,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraArguments, seed: int) -> None:
     from peft import inject_adapter_in_model
 
     _check_layers(model, lora)
-    config = _config(lora, list(lora.targets) or ALL_LINEAR, exclude_modules=list(lora.excluded) or None)
+    config = peft_config(lora, list(lora.targets) or _all_linear(model), exclude_modules=list(lora.excluded) or None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # every rank draws the same A, and keeps its part
         inject_adapter_in_model(config, model)
@@ -49,7 +46,10 @@ def add_adapter(model: PreTrainedModel, lora: LoraArguments, seed: int) -> None:
 
 
 def _check_layers(model: PreTrainedModel, lora: LoraArguments) -> None:
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if counts_experts(model.config.to_dict()):
+        with collect_errors() as errors:  # of a model on a hub, whose config the validator has not read
+            refuse_projections_of_experts(lora, errors)
+    linear = _linear_layers(model)
     for field, names in (("--target-modules", lora.targets), ("--exclude-modules", lora.excluded)):
         for name in names:
             if not any(layer == name or layer.endswith(f".{name}") for layer in linear):
@@ -58,6 +58,21 @@ def _check_layers(model: PreTrainedModel, lora: LoraArguments) -> None:
                 raise ValueError(
                     f"{field} {name}: a {kind} has no linear layer of this name; give some of {', '.join(known)}"
                 )
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def _all_linear(model: PreTrainedModel) -> str | list[str]:
+    """Return what has peft choose all linear layers of the decoder.
+
+    Of a model with experts it would choose these too, and the routers: so all other names are given.
+    """
+    if not counts_experts(model.config.to_dict()):
+        return ALL_LINEAR
+    names = {name.split(".")[-1] for name in _linear_layers(model)}
+    return sorted(name for name in names - {"lm_head", "gate"} if not is_in_experts(name))
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -130,34 +145,13 @@ def save_adapter(folder: Path, model: PreTrainedModel, lora: LoraArguments, base
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in adapted_layers(model).items():
         for part, parameters in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
-            whole = full_tensor(parameters[_ADAPTER].weight)
-            tensors[f"{_PREFIX}{name}.{part}.weight"] = whole.cpu().clone().contiguous()
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        config = _config(lora, names_on_disk(model), base_model_name_or_path=base, inference_mode=True).to_dict()
-        plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
-        (folder / ADAPTER_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True))
-    dist.barrier()
+            tensors[f"{name}.{part}"] = full_tensor(parameters[_ADAPTER].weight).cpu()
+    write_adapter(folder, tensors, names_on_disk(model), lora, base)
 
 
 def names_on_disk(model: nn.Module) -> list[str]:
     """Return the names that select the adapted layers and no other: short ones, which engines read, if they do."""
     layers = adapted_layers(model)
     short = {name.split(".")[-1] for name in layers}
-    others = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - layers.keys()
+    others = set(_linear_layers(model)) - layers.keys()
     return sorted(layers if any(name.split(".")[-1] in short for name in others) else short)
-
-
-def _config(lora: LoraArguments, targets: str | list[str], **given: Any) -> Any:
-    """Return peft's configuration of the adapter."""
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=lora.lora_rank,
-        lora_alpha=lora.lora_alpha,
-        lora_dropout=lora.lora_dropout,
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-        **given,
-    )

@@ -15,15 +15,18 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from transformers import PretrainedConfig
 
+from miles.arguments.lora import LoraArguments
 from miles.arguments.megatron.rules import check_same_shape, check_with_model
 from miles.arguments.settings import Settings
 from miles.model_families.base import HEADS_IN_CONFIG
 from miles.model_families.parameters import is_of_head
 from miles.model_families.reading import read_config
 from miles.training import checkpoint_folder
+from miles.training.adapter_folder import check_adapter
 from miles.training.backend import PolicyScorer, ValueScorer
 from miles.training.checkpoint_folder import critic_folder, reference_folder, saved_critic, saved_reference
 from miles.training.checkpoint_io import StagedFiles
+from miles.training.megatron.adapter import add_adapter, exported_value, save_adapter
 from miles.training.megatron.checkpoint import save_load as checkpoint
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.model.transformer_config import ddp_config, optimizer_config, transformer_config
@@ -31,7 +34,7 @@ from miles.training.megatron.model.value_model import ValueModel
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import initialize_process_groups
 from miles.training.megatron.reference import MegatronReference
-from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel
+from miles.training.megatron.runner import MegatronBaseModel, MegatronModel, MegatronTrainedModel
 from miles.training.megatron.versions import megatron_version
 from miles.training.megatron.weights.converter import build_converter
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights, export_hf
@@ -78,23 +81,31 @@ class MegatronBackend:
             self.teacher = self._build_frozen("--opd-teacher-load", settings.model.opd_teacher_load)
 
     def _build_policy(self, total_steps: int) -> MegatronTrainedModel[PolicyScorer]:
-        model = self._distributed(self._load(self.hf_config, self.hf_weights, is_trained=True))
-        config = optimizer_config(self.settings.optimizer, self.settings.megatron, self.compute_dtype)
-        optimizer = MegatronOptimizer(model, config, self.settings.optimizer, total_steps)
-        policy = MegatronTrainedModel[PolicyScorer](model, optimizer, self.settings.megatron, self.ranks, self.device)
+        model = self._load(self.hf_config, self.hf_weights, is_trained=True)
+        if self.settings.lora.trains_adapter:
+            self._add_adapter(model)
+        models = self._distributed(model)
+        config = optimizer_config(self.settings.optimizer, self.settings.megatron, self.compute_dtype, self.device)
+        optimizer = MegatronOptimizer(models, config, self.settings.optimizer, total_steps)
+        policy = MegatronTrainedModel[PolicyScorer](models, optimizer, self.settings.megatron, self.ranks, self.device)
         policy.replays_experts = self.settings.rollout.use_rollout_routing_replay
         policy.records_experts = self.settings.training.use_routing_replay and not policy.replays_experts
         return policy
 
     def _build_critic(self, total_steps: int) -> MegatronTrainedModel[ValueScorer]:
-        model = self._distributed(self._load(self.hf_config, self.hf_weights, of=ValueModel))
+        models = self._distributed(self._load(self.hf_config, self.hf_weights, of=ValueModel))
         given = self.settings.critic_optimizer
-        config = optimizer_config(given, self.settings.megatron, self.compute_dtype)
-        optimizer = MegatronOptimizer(model, config, given, total_steps, rate_flag="--critic-lr")
-        return MegatronTrainedModel(model, optimizer, self.settings.megatron, self.ranks, self.device)
+        config = optimizer_config(given, self.settings.megatron, self.compute_dtype, self.device)
+        optimizer = MegatronOptimizer(models, config, given, total_steps, rate_flag="--critic-lr")
+        return MegatronTrainedModel(models, optimizer, self.settings.megatron, self.ranks, self.device)
 
     def _build_reference(self, ref_load: str | None) -> MegatronModel[PolicyScorer]:
-        """Return a frozen model, which ``refresh_reference`` can update if the run does that."""
+        """Return the model of ``--ref-load``, or the one that training starts from.
+
+        Under an adapter that one is frozen already. ``refresh_reference`` can update the model if the run does that.
+        """
+        if ref_load is None and self.settings.lora.trains_adapter:
+            return MegatronBaseModel(self.policy.stage, self.ranks, self.device)
         frozen = self._build_frozen("--ref-load", ref_load)
         if self.settings.model.ref_update_interval is None:
             return frozen
@@ -119,7 +130,8 @@ class MegatronBackend:
         model = self._load(hf_config, weights)
         if folder is not None:
             self._read_frozen(folder, model, f"{flag} {path}")
-        model.eval().requires_grad_(False)
+        for chunk in model.chunks:
+            chunk.eval().requires_grad_(False)
         return MegatronModel(model, self.ranks, self.device)
 
     def _load(
@@ -139,7 +151,7 @@ class MegatronBackend:
             deterministic=self.settings.training.deterministic_mode,
         )
         config.mtp_num_layers = self.settings.megatron.mtp_num_layers if is_trained else None
-        policy: PolicyModel = of(
+        policy: PolicyModel = of.build_chunks(
             config,
             hf_config,
             self.ranks,
@@ -148,7 +160,8 @@ class MegatronBackend:
             is_trained and self.settings.loss.loss_canary != "off",
             self.settings.training.fp32_lm_head,
         )
-        policy = policy.to(self.device)  # before it is filled: ranks may send each other parts
+        for chunk in policy.chunks:
+            chunk.to(self.device)  # before it is filled: ranks may send each other parts
         self._fill(policy, weights)
         return policy
 
@@ -160,18 +173,27 @@ class MegatronBackend:
     def _fill(self, policy: PolicyModel, weights: HuggingFaceWeights) -> None:
         self.converter.load(policy, weights)
 
+    def _add_adapter(self, policy: PolicyModel) -> None:
+        adapter = add_adapter(policy, self.converter, self.settings.lora, self.hf_config.model_type, self.ranks)
+        adapter.draw(self.settings.training.seed)
+
     def _read_frozen(self, folder: Path, model: PolicyModel, name: str) -> None:
+        check_adapter(folder, LoraArguments(), [], name)
         checkpoint.load_weights(folder, model, self.ranks, name)
 
-    def _distributed(self, policy: PolicyModel) -> DistributedDataParallel:
-        """Wrap a model with gradient buffers, which are reduced when the schedule ends."""
+    def _distributed(self, policy: PolicyModel) -> list[DistributedDataParallel]:
+        """Wrap the chunks of a model with gradient buffers, which are reduced when the schedule ends."""
         config = ddp_config(self.settings.megatron, self.settings.megatron_overrides)
-        model = DistributedDataParallel(policy.config, config, policy)
-        model.train()
+        models = [
+            DistributedDataParallel(policy.config, config, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(policy.chunks)
+        ]
+        for model in models:
+            model.train()
         policy.config.finalize_model_grads_func = finalize_model_grads
-        if model.ddp_config.overlap_grad_reduce:
-            policy.config.no_sync_func = model.no_sync
-        return model
+        if models[0].ddp_config.overlap_grad_reduce:
+            policy.config.no_sync_func = [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
+        return models
 
     def sum_over_ranks(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Add up over the ranks of the last stage, which send names and sums to the others."""
@@ -200,7 +222,7 @@ class MegatronBackend:
         return in_chunks((name, tensor) for name, tensor in self._full_weights() if not is_of_head(name))
 
     def _full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        exported = self.converter.export(self.policy.stage, lambda parameter: parameter.data, self.compute_dtype)
+        exported = self.converter.export(self.policy.stage, exported_value(self.policy.stage), self.compute_dtype)
         return ((name, tensor.cpu()) for name, tensor in exported)
 
     def offload(self) -> None:
@@ -217,6 +239,7 @@ class MegatronBackend:
 
     def save(self, folder: Path, state: dict[str, Any], staged: StagedFiles | None = None) -> None:
         """Write the policy, the critic if there is one, and a reference that follows the policy."""
+        self._save_adapter(folder)
         checkpoint.save(folder, self.policy.stage, self.policy.optimizer, self.ranks, state, staged)
         if self.critic is not None:
             within = critic_folder(folder)
@@ -229,6 +252,8 @@ class MegatronBackend:
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True, reference: bool = True) -> dict[str, Any]:
         """Read what ``save`` wrote, under any layout."""
+        adapter = self.policy.stage.adapter
+        check_adapter(folder, self.settings.lora, [] if adapter is None else adapter.names, "--load")
         state = checkpoint.load(folder, self.policy.stage, self.policy.optimizer, self.ranks, optimizer, rng)
         if self.critic is not None:
             model, own = self.critic.stage, self.critic.optimizer
@@ -249,3 +274,7 @@ class MegatronBackend:
             self.compute_dtype,
             {HEADS_IN_CONFIG: self.settings.megatron.mtp_heads},
         )
+        self._save_adapter(folder)
+
+    def _save_adapter(self, folder: Path) -> None:
+        save_adapter(folder, self.policy.stage, self.settings, self.ranks)

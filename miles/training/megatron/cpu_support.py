@@ -7,6 +7,7 @@ deleted once Megatron asks ``torch.accelerator`` or the tensor instead. Nothing 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -42,11 +43,13 @@ def _replace_device() -> None:
 
 
 class _NoStream:
-    """A stream without work to wait for: work on CPU is done when the call returns."""
+    """A stream, or its event, without work to wait for: work on CPU is done when the call returns."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def wait_stream(self, stream: object) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -80,12 +83,16 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _keep_random_state() -> None:
-    """Use the CPU's random state, where tensor-parallel ranks fork CUDA's for dropout and recomputation."""
+    """Use the CPU's random state, where tensor-parallel ranks fork CUDA's for dropout and recomputation.
+
+    Megatron warns when CPU's has changed meanwhile, which is the purpose here.
+    """
     cuda: Any = torch.cuda
     cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
     from megatron.core.tensor_parallel import random
 
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state" not in record.getMessage())
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 

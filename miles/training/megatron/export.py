@@ -9,6 +9,8 @@ import torch
 from miles.arguments.settings import Settings
 from miles.model_families.base import HEADS_IN_CONFIG
 from miles.model_families.reading import read_config
+from miles.training.adapter_folder import check_adapter
+from miles.training.megatron.adapter import add_adapter, exported_value, save_adapter
 from miles.training.megatron.checkpoint.save_load import load_weights
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.model.transformer_config import transformer_config
@@ -38,7 +40,13 @@ def export(settings: Settings, checkpoint: Path, folder: Path) -> None:
     config.mtp_num_layers = settings.megatron.mtp_num_layers
     temperature, chunk_size = settings.rollout.rollout_temperature, settings.loss.log_probs_chunk_size
     policy = PolicyModel(config, hf_config, ranks, temperature, chunk_size, with_canary=False)
+    names: list[str] = []
+    if settings.lora.trains_adapter:
+        converter.load(policy, hf_weights)
+        names = add_adapter(policy, converter, settings.lora, hf_config.model_type, ranks).names
+    check_adapter(checkpoint, settings.lora, names, str(checkpoint))
     load_weights(checkpoint, policy, ranks, str(checkpoint))
     heads = {HEADS_IN_CONFIG: settings.megatron.mtp_heads}
-    weights = converter.export(policy, lambda parameter: parameter.data, dtype)
+    weights = converter.export(policy, exported_value(policy), dtype)
     export_hf(folder, hf_config, hf_weights.generation_config(), weights, dtype, heads)
+    save_adapter(folder, policy, settings, ranks)

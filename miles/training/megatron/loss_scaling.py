@@ -81,10 +81,13 @@ class PerTokenScaling:
         return output.loss * self.num_loss_tokens, tokens, output.metrics
 
 
-def scaling_of(shard: TrainShard, per_token: bool, ranks: Ranks) -> MegatronLossScaling:
-    """Return the contract that ``calculate_per_token_loss`` selects, for one pass over ``shard``."""
+def scaling_of(shard: TrainShard, per_token: bool, ranks: Ranks, micro_batches: int) -> MegatronLossScaling:
+    """Return the contract that ``calculate_per_token_loss`` selects, for one pass over ``shard``.
+
+    ``micro_batches`` are those that the schedule runs, empty ones among them.
+    """
     if not per_token:
-        return AveragingScaling(len(shard.micro_batches), ranks.token_group.size())
+        return AveragingScaling(micro_batches, ranks.token_group.size())
     return PerTokenScaling(shard.batch.num_loss_tokens, _scored_tokens(shard, ranks))
 
 

@@ -30,6 +30,7 @@ from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.moe.router import BalancedRouter
 from miles.training.megatron.reference import MegatronReference
 from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel
+from miles.training.megatron.weights.converter import RawConverter
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights
 from miles.training.rehearsed import RehearsedBackend
 
@@ -57,8 +58,8 @@ class RehearsedMegatron(MegatronBackend):
     reducing: Callable[[], AbstractContextManager[None]] = nullcontext
     starting: Callable[[], None] = staticmethod(_note_nothing)
 
-    def _distributed(self, policy: PolicyModel) -> DistributedDataParallel:
-        model = super()._distributed(policy)
+    def _distributed(self, policy: PolicyModel) -> list[DistributedDataParallel]:
+        models = super()._distributed(policy)
         finalize = policy.config.finalize_model_grads_func
 
         def finalized(*given: Any, **named: Any) -> None:
@@ -66,13 +67,18 @@ class RehearsedMegatron(MegatronBackend):
                 finalize(*given, **named)
 
         policy.config.finalize_model_grads_func = finalized
-        return model
+        return models
 
     def _weights_at(self, path: str) -> HuggingFaceWeights:
         return _NoWeights(path)
 
     def _fill(self, policy: PolicyModel, weights: HuggingFaceWeights) -> None:
         """Read nothing."""
+
+    def _add_adapter(self, policy: PolicyModel) -> None:
+        """Add it, and neither draw it nor ask the other stages for theirs."""
+        assert isinstance(self.converter, RawConverter)
+        policy.add_adapter(self.converter.linear_layers(policy), self.settings.lora)
 
     def _read_frozen(self, folder: Path, model: PolicyModel, name: str) -> None:
         """Read nothing."""
@@ -98,7 +104,7 @@ class RehearsedMegatron(MegatronBackend):
         """Yield the fp32 buffers in which gradients are accumulated."""
         for model in self._models():
             if isinstance(model, MegatronTrainedModel):
-                wrapper = model.distributed
+                (wrapper,) = model.distributed
                 yield from (buffer.grad_data for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers))
 
     def optimizer_states(self) -> Iterator[torch.Tensor]:
@@ -154,6 +160,10 @@ def rehearsed(
     if settings.megatron.megatron_to_hf_mode != "raw":
         rule = "cannot be rehearsed: Megatron-Bridge builds a model from its weights"
         refuse("megatron_to_hf_mode", settings.megatron.megatron_to_hf_mode, rule, "use raw, or --train-backend fsdp")
+    each = settings.megatron.num_layers_per_virtual_pipeline_stage
+    if each is not None:
+        rule = "cannot be rehearsed: a rehearsal has one part of the model per stage"
+        refuse("num_layers_per_virtual_pipeline_stage", each, rule, "rehearse without it: a rank holds a little less")
     shapes, routing = P2PCommunicator._communicate_shapes, BalancedRouter.routing
     built: list[RehearsedMegatron] = []
 

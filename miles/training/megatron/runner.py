@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic
@@ -55,11 +56,11 @@ class MegatronModel(Generic[Scorer]):
             return hidden.new_zeros(()), function(micro, self.stage.scorer(hidden, micro))
 
         with torch.no_grad():
-            return self._run(self.stage, shard, plans, result_of, forward_only=True)
+            return self._run(self.stage.chunks, shard, plans, result_of, forward_only=True)
 
     def _run(
         self,
-        model: torch.nn.Module,
+        chunks: Sequence[torch.nn.Module],
         shard: TrainShard,
         plans: Sequence[MicroBatchPlan],
         loss_function: Callable[[MicroBatch, torch.Tensor], tuple[Any, ...]],
@@ -68,9 +69,10 @@ class MegatronModel(Generic[Scorer]):
     ) -> list[Any]:
         """Run ``plans`` through the pipeline; returns the last entry of what ``loss_function`` gives for each.
 
-        ``model`` is ``stage``, in its data-parallel wrapper where gradients are wanted. ``loss_function`` gets the
-        hidden states of the last stage.
+        ``chunks`` are those of ``stage``, in data-parallel wrappers where gradients are wanted. ``loss_function`` gets
+        the hidden states of the last stage.
         """
+        padded = self._padded(plans)
 
         def forward_step(
             data: Iterator[tuple[MicroBatch, PackedTokens]], stage: torch.nn.Module
@@ -80,17 +82,23 @@ class MegatronModel(Generic[Scorer]):
             hidden = stage(tokens.input_ids, tokens.position_ids, None, packed_seq_params=tokens)
             return hidden, partial(loss_function, micro)
 
+        data = [self._collated(shard, padded, auxiliary) for _ in chunks]
         with named_by_timers(self.stage.config):
             results: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=self._collated(shard, plans, auxiliary),
-                model=[model],
-                num_microbatches=len(plans),
+                data_iterator=data if len(chunks) > 1 else data[0],
+                model=[*chunks],
+                num_microbatches=len(padded),
                 seq_length=1,  # not read: variable_seq_lengths
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-        return results
+        return results[: len(plans)]
+
+    def _padded(self, plans: Sequence[MicroBatchPlan]) -> list[MicroBatchPlan]:
+        """Return ``plans``, with empty ones added where an interleaved schedule wants a multiple of the stages."""
+        missing = -len(plans) % self.ranks.pp.size() if len(self.stage.chunks) > 1 else 0
+        return [*plans, *(replace(plans[-1], samples=()) for _ in range(missing))]
 
     def _collated(
         self, shard: TrainShard, plans: Sequence[MicroBatchPlan], auxiliary: AuxiliaryStep | None
@@ -141,18 +149,30 @@ class MegatronModel(Generic[Scorer]):
         return MicroBatchExperts(kept=kept, keeps=True)
 
 
+class MegatronBaseModel(MegatronModel[Scorer]):
+    """The model under an adapter, which is left out: as a reference it needs no weights of its own."""
+
+    def forward(
+        self, shard: TrainShard, plans: Sequence[MicroBatchPlan], function: Callable[[MicroBatch, Scorer], Result]
+    ) -> list[Result]:
+        """Run ``plans`` without the adapter."""
+        assert self.stage.adapter is not None
+        with self.stage.adapter.off():
+            return super().forward(shard, plans, function)
+
+
 class MegatronTrainedModel(MegatronModel[Scorer]):
-    """``TrainedModel`` for one rank: ``distributed`` is ``stage`` with gradient buffers."""
+    """``TrainedModel`` for one rank: ``distributed`` are the chunks of ``stage`` with gradient buffers."""
 
     def __init__(
         self,
-        distributed: DistributedDataParallel,
+        distributed: Sequence[DistributedDataParallel],
         optimizer: MegatronOptimizer,
         sizes: MegatronArguments,
         ranks: Ranks,
         device: torch.device,
     ) -> None:
-        super().__init__(distributed.module, ranks, device)
+        super().__init__(distributed[-1].module, ranks, device)
         self.distributed = distributed
         self.optimizer = optimizer
         self.sizes = sizes
@@ -160,7 +180,8 @@ class MegatronTrainedModel(MegatronModel[Scorer]):
     def forward_backward(self, shard: TrainShard, loss_function: LossFunction[Scorer]) -> StepSums:
         """Score the samples that are not trained on, then run backward through every micro-batch."""
         scored = self.forward(shard, shard.score_only, lambda micro, scorer: loss_function(micro, scorer).metrics)
-        scaling = scaling_of(shard, self.stage.config.calculate_per_token_loss, self.ranks)
+        micro_batches = len(self._padded(shard.micro_batches)) if shard.micro_batches else 0
+        scaling = scaling_of(shard, self.stage.config.calculate_per_token_loss, self.ranks, micro_batches)
         auxiliary: AuxiliaryStep | None = None
         if self.sizes.has_auxiliary_loss:
             assert not shard.score_only, "an auxiliary loss gives every sample a gradient"
@@ -170,7 +191,9 @@ class MegatronTrainedModel(MegatronModel[Scorer]):
         def scaled(micro: MicroBatch, hidden: torch.Tensor) -> ScheduleLoss:
             return scaling(loss_function(micro, self.stage.scorer(hidden, micro)), micro)
 
-        trained = self._run(self.distributed, shard, shard.micro_batches, scaled, auxiliary)
+        adapter = self.stage.adapter
+        with nullcontext() if adapter is None else adapter.dropping():
+            trained = self._run(self.distributed, shard, shard.micro_batches, scaled, auxiliary)
         inside = {} if auxiliary is None else auxiliary.metrics(layers_with_experts(self.stage.config))
         return StepSums([*trained, *scored], inside if shard.batch.num_loss_tokens else {})
 
@@ -190,9 +213,10 @@ class MegatronTrainedModel(MegatronModel[Scorer]):
         return mass if self.ranks.token_group.rank() == self._owner(canary) else nothing
 
     def _owner(self, canary: torch.nn.Parameter) -> int:
-        if not self.distributed.ddp_config.use_distributed_optimizer:
+        *_, distributed = self.distributed
+        if not distributed.ddp_config.use_distributed_optimizer:
             return 0
-        for buffer in self.distributed.buffers:
+        for buffer in distributed.buffers:
             for bucket in buffer.buckets:
                 if canary in bucket.params:
                     start, _end = bucket.param_to_index[canary]

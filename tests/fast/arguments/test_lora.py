@@ -7,6 +7,7 @@ import pytest
 from miles.arguments.explain import explain
 
 LORA = "--train-backend fsdp --lora-rank 8"
+ON_MEGATRON = "--train-backend megatron --lora-rank 8"
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,12 @@ LORA = "--train-backend fsdp --lora-rank 8"
         ),
         (f"{LORA} --target-modules all-linear,q_proj", ["all-linear has the other names in it"]),
         (f"{LORA} --target-modules ,", ["names no layer"]),
-        ("--train-backend megatron --lora-rank 8", ["--train-backend megatron trains all weights, not adapters"]),
+        (f"{ON_MEGATRON} --mtp-num-layers 1 --enable-mtp-training", ["--lora-rank 8: with --mtp-num-layers"]),
+        (
+            f"{ON_MEGATRON} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+            ["--lora-rank 8: with --num-layers-per-virtual-pipeline-stage"],
+        ),
+        (f"{ON_MEGATRON} --moe-z-loss-coeff 0.1", ["--lora-rank 8: with a loss of the routers"]),
         (
             f"{LORA} --advantage-estimator ppo --loss-type value_loss",
             ["--lora-rank 8: would be ignored by --loss-type"],
@@ -60,4 +66,4 @@ def test_experts_get_no_adapter(refused, validated, tmp_path):
     (message,) = refused(f"{model} --target-modules q_proj,gate_proj", without="--hf-checkpoint")
     assert message.startswith("--target-modules q_proj,gate_proj: gate_proj of a model with experts")
     notes = validated(f"{model}", without="--hf-checkpoint").notes
-    assert any(note.startswith("--lora-rank: linear layers get an adapter") for note in notes)
+    assert any(note.startswith("--lora-rank: the layers of attention get an adapter") for note in notes)

@@ -88,6 +88,31 @@ def test_an_adapter_leaves_one_model_without_optimizer_and_a_teacher_adds_one(tm
     assert rank.trace.resident[Kind.WEIGHTS] == pytest.approx(2 * whole + adapter, rel=0.05), "policy and teacher"
 
 
+def test_megatron_holds_an_adapters_state_and_an_optimizer_in_host_memory_holds_none(tmp_path):
+    save_models(tmp_path, weights=False)
+    given = next(iter(MEGATRON.values())).settings(tmp_path)
+    offload = replace(given.megatron, optimizer_cpu_offload=True)
+    held = {}
+    for name, changed in {
+        "all": given,
+        "adapter": replace(given, lora=LoraArguments(lora_rank=4, target_modules=("q_proj", "o_proj"))),
+        "offloaded": replace(given, megatron=offload),
+    }.items():
+        found = rehearse_settings(validate(changed).settings)
+        held[name] = found.ranks[0].phases[Phase.TRAIN].get(Kind.OPTIMIZER, 0)
+    assert 0 < held["adapter"] < held["all"] / 4
+    assert held["offloaded"] == 0
+
+
+def test_an_interleaved_pipeline_is_not_rehearsed(tmp_path):
+    save_models(tmp_path, weights=False)
+    given = next(iter(MEGATRON.values())).settings(tmp_path)
+    sizes = MegatronArguments(pipeline_model_parallel_size=4, num_layers_per_virtual_pipeline_stage=1)
+    cluster = replace(given.cluster, actor_num_gpus_per_node=4)
+    with pytest.raises(FlagError, match="--num-layers-per-virtual-pipeline-stage 1: cannot be rehearsed"):
+        rehearse_settings(validate(replace(given, cluster=cluster, megatron=sizes)).settings)
+
+
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 4), (4, 8), (4, 2)])
 def test_the_picture_of_the_schedule_has_the_bubble_of_the_formula(stages, count):
     tasks = list(one_forward_one_backward(stages, count))

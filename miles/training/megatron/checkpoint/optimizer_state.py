@@ -1,8 +1,8 @@
 """Adam's state by model parameter, for all of Megatron's optimizers.
 
-Megatron keeps it in three forms: for fp32 models beside the parameter, for bf16 models beside an fp32 copy, and with
-``--use-distributed-optimizer`` in flat pieces on the data-parallel ranks. Here all three look the same, so that a
-checkpoint written under one can be read under another.
+Megatron keeps it in four forms: for fp32 models beside the parameter, for bf16 models beside an fp32 copy, with
+``--use-distributed-optimizer`` in flat pieces on the data-parallel ranks, and with ``--optimizer-cpu-offload`` in such
+pieces in host memory. Here all of them look the same, so that a checkpoint written under one can be read under another.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
@@ -44,11 +45,11 @@ class AdamState:
         """Return this rank's part of the state of ``parameter``. Nothing is copied or sent."""
         if not isinstance(parameter, torch.nn.Parameter):
             return Piece(0, parameter.numel(), False, {MASTER: parameter.view(-1)})
-        main, place, part = self._find(parameter)
+        main, place, adam = self._find(parameter)
         is_cut = parameter in self._sharded
         if main is None:
             return Piece(0, 0, is_cut, {})
-        state = part.optimizer.state.get(main, {})
+        state = adam.state.get(main, {})
         held = {MASTER: main} | {name: state[name] for name in MOMENTS if name in state}
         start, stop, _ = place.indices(parameter.numel())
         return Piece(start, stop, is_cut, {kind: tensor.detach().view(-1) for kind, tensor in held.items()})
@@ -65,11 +66,11 @@ class AdamState:
         parameter.copy_(whole[MASTER])
         if not isinstance(parameter, torch.nn.Parameter):
             return
-        main, place, part = self._find(parameter)
+        main, place, adam = self._find(parameter)
         if main is None:
             return
         main.copy_(whole[MASTER].view(-1)[place].view(main.shape))
-        state = part.optimizer.state
+        state = adam.state
         state.pop(main, None)
         if MOMENTS[0] not in whole:
             return
@@ -80,16 +81,25 @@ class AdamState:
         state[main]["step"] = torch.tensor(float(steps), device=main.device)  # as the fused kernel expects
 
     def _find(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, slice, Any]:
-        """Return the tensor that Adam updates for it on this rank (or None), its place in it, and the optimizer."""
+        """Return the tensor that Adam updates for it on this rank (or None), its place in it, and torch's optimizer."""
         part = self._sharded.get(parameter)
         if part is None:
             main = getattr(parameter, "main_param", parameter)
-            return main, slice(None), self._owner[main]
+            return main, slice(None), self._owner[main].optimizer
         if parameter not in part.model_param_gbuf_map:
-            return None, slice(0, 0), part
+            return None, slice(0, 0), part.optimizer
         place = part._get_model_param_range_map(parameter)["param"]
         group, order = part.model_param_group_index_map[parameter]
-        return _groups(part)[group]["params"][order], slice(place.start, place.end), part
+        held, adam = _groups(part)[group]["params"][order], part.optimizer
+        if isinstance(adam, HybridDeviceOptimizer):
+            held = adam.param_to_inner_param[held]  # fp32, and in host memory if it is offloaded
+            adam = _optimizer_of(held, adam.sub_optimizers)
+        return held, slice(place.start, place.end), adam
+
+
+def _optimizer_of(held: torch.Tensor, optimizers: list[Any]) -> Any:
+    """Return the optimizer that updates ``held``."""
+    return next(adam for adam in optimizers for group in adam.param_groups for p in group["params"] if p is held)
 
 
 def _groups(part: Any) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from miles.training.checkpoint_files import in_one_line
@@ -26,6 +27,7 @@ from miles.training.checkpoint_folder import read_run_state, write_run_state
 from miles.training.checkpoint_io import StagedFiles, load_errors, save_errors
 from miles.training.megatron.checkpoint.optimizer_state import MASTER, MOMENTS, AdamState, Piece
 from miles.training.megatron.checkpoint.writer import DirectWriter
+from miles.training.megatron.model.adapter import Adapter
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.moe.router import expert_biases
 from miles.training.megatron.optimizer import MegatronOptimizer
@@ -198,17 +200,39 @@ def _empty(sharded: dict[str, Sharded], kinds: tuple[str, ...], device: str) -> 
 def _sharded(policy: PolicyModel, ranks: Ranks) -> dict[str, Sharded]:
     """Return Megatron's description of each parameter, and of the experts' biases; ``data`` is the tensor itself.
 
+    With an adapter that is all: the other weights are those of ``--hf-checkpoint``.
+
     Shards are singletons: every layer and every expert has its own tensor, whatever the pipeline and expert sizes. The
     canary (objective/canary.py) is always 0 and is not saved.
     """
-    described = policy.sharded_state_dict(metadata={"dp_cp_group": ranks.token_group, "singleton_local_shards": True})
-    named = dict(policy.named_parameters()) | dict(expert_biases(policy))
-    tensors = {id(tensor): name for name, tensor in named.items() if tensor is not policy.canary}
+    if policy.adapter is not None:
+        return dict(_sharded_adapter(policy.adapter, ranks))
+    found: dict[str, Sharded] = {}
+    for number, chunk in enumerate(policy.chunks):
+        # The names of a dictionary are those of a chunk; the keys in a checkpoint are those of the whole model.
+        found |= {f"{number}.{name}": sharded for name, sharded in _sharded_chunk(chunk, ranks).items()}
+    return found
+
+
+def _sharded_chunk(chunk: PolicyModel, ranks: Ranks) -> dict[str, Sharded]:
+    described = chunk.sharded_state_dict(metadata={"dp_cp_group": ranks.token_group, "singleton_local_shards": True})
+    named = dict(chunk.named_parameters()) | dict(expert_biases(chunk))
+    tensors = {id(tensor): name for name, tensor in named.items() if tensor is not chunk.canary}
     found = {name: sharded for name, sharded in described.items() if id(sharded.data) in tensors}
     missing = tensors.keys() - {id(sharded.data) for sharded in found.values()}
     if missing:
         raise _refusal(", ".join(name for number, name in tensors.items() if number in missing))
     return found
+
+
+def _sharded_adapter(adapter: Adapter, ranks: Ranks) -> Iterator[tuple[str, Sharded]]:
+    for layer, name, part, parameter in adapter.parameters_by_name():
+        key = f"adapter.{name}.{part}"
+        groups = {"tp_group": ranks.tp, "dp_cp_group": ranks.token_group}
+        if layer.divides(part):
+            yield key, make_tp_sharded_tensor_for_checkpoint(parameter, key, layer.divided_dim, **groups)
+        else:
+            yield key, make_sharded_tensor_for_checkpoint(parameter, key, **groups)
 
 
 def _refusal(reason: str) -> ValueError:

@@ -33,13 +33,16 @@ def _norm(config: TransformerConfig) -> type:
     return {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[config.normalization]
 
 
-def decoder_spec(config: TransformerConfig, pp_rank: int) -> TransformerBlockSubmodules:
-    """Return the layers of pipeline stage ``pp_rank``, dense or with experts as ``moe_layer_freq`` says."""
+def decoder_spec(config: TransformerConfig, pp_rank: int, chunk: int | None) -> TransformerBlockSubmodules:
+    """Return the layers of pipeline stage ``pp_rank``, dense or with experts as ``moe_layer_freq`` says.
+
+    ``chunk`` is the number of its part of an interleaved pipeline, else None.
+    """
     pattern = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     assert isinstance(pattern, list) and len(pattern) == config.num_layers
     layers = [_layer_spec(config, bool(has_experts)) for has_experts in pattern]
-    first = get_transformer_layer_offset(config, pp_rank=pp_rank)
-    count = get_num_layers_to_build(config, pp_rank=pp_rank)
+    first = get_transformer_layer_offset(config, chunk, pp_rank)
+    count = get_num_layers_to_build(config, chunk, pp_rank)
     return TransformerBlockSubmodules(layer_specs=layers[first : first + count], layer_norm=_norm(config))
 
 

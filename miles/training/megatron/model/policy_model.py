@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -14,10 +16,12 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
+from miles.arguments.lora import LoraArguments
 from miles.model_families.registry import vocabulary_shape
 from miles.replay.support import Support
 from miles.train_batch import MicroBatch
 from miles.training.backend import PolicyScores
+from miles.training.megatron.model.adapter import Adapter, LinearLayer
 from miles.training.megatron.model.layer_spec import decoder_spec, heads_spec
 from miles.training.megatron.model.packed_tokens import PackedTokens, tokens_at
 from miles.training.megatron.model.rotary_embedding import PackedRotaryEmbedding, inverse_frequencies
@@ -26,10 +30,15 @@ from miles.training.megatron.moe.auxiliary import attach
 from miles.training.megatron.process_groups import Ranks
 
 
+def _with_gradient(_module: torch.nn.Module, _given: Any, embedded: torch.Tensor) -> torch.Tensor:
+    return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
+
+
 class PolicyModel(GPTModel):
     """One pipeline stage. ``forward`` gives hidden states on every stage; the last one's go to ``scorer``.
 
-    The head is not part of ``forward``: only response positions need it, and a chunk of them at a time.
+    The head is not part of ``forward``: only response positions need it, and a chunk of them at a time. In an
+    interleaved pipeline a rank has several ``chunks``, in order; the last of them stands for the rank.
     """
 
     NOT_IN_CHECKPOINT: tuple[str, ...] = ("canary",)  # parameters that no Hugging Face checkpoint has
@@ -43,20 +52,26 @@ class PolicyModel(GPTModel):
         chunk_size: int,
         with_canary: bool,
         fp32_head: bool = False,
+        *,
+        chunk: int | None = None,
     ) -> None:
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        is_last = ranks.is_last_stage and chunk in (None, chunks - 1)
         vocabulary = vocabulary_shape(hf_config.to_dict())
         tp_size = ranks.tp.size()
         super().__init__(
             config,
-            decoder_spec(config, ranks.pp.rank()),
+            decoder_spec(config, ranks.pp.rank(), chunk),
             vocab_size=-(-vocabulary["vocab_size"] // tp_size) * tp_size,
             max_sequence_length=vocabulary["max_position_embeddings"],
-            pre_process=ranks.is_first_stage,
-            post_process=ranks.is_last_stage,
+            pre_process=ranks.is_first_stage and not chunk,
+            post_process=is_last,
             share_embeddings_and_output_weights=not vocabulary["untie_embeddings_and_output_weights"],
             position_embedding_type="rope",
-            mtp_block_spec=heads_spec(config) if ranks.is_last_stage else None,
+            mtp_block_spec=heads_spec(config) if is_last else None,
+            vp_stage=chunk,
         )
+        self.earlier_chunks: tuple[PolicyModel, ...] = ()
         self.rotary_pos_emb = PackedRotaryEmbedding(inverse_frequencies(hf_config))
         self.tokens_in_vocabulary = vocabulary["vocab_size"]
         self.temperature = temperature
@@ -64,7 +79,39 @@ class PolicyModel(GPTModel):
         self.fp32_head = fp32_head
         self.to(config.params_dtype)
         # The scalar of objective/canary.py is reduced like every parameter, in fp32.
-        self.canary = torch.nn.Parameter(torch.zeros(1)) if with_canary and ranks.is_last_stage else None
+        self.canary = torch.nn.Parameter(torch.zeros(1)) if with_canary and is_last else None
+        self.adapter: Adapter | None = None
+
+    @classmethod
+    def build_chunks(cls, config: TransformerConfig, *given: Any) -> PolicyModel:
+        """Build all chunks of this rank, and return the last; ``given`` are the other arguments of the class."""
+        number = config.virtual_pipeline_model_parallel_size
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(number)  # the schedule asks for it
+        if number is None:
+            return cls(config, *given)
+        *earlier, last = (cls(config, *given, chunk=chunk) for chunk in range(number))
+        last.earlier_chunks = tuple(earlier)
+        return last
+
+    @property
+    def chunks(self) -> tuple[PolicyModel, ...]:
+        """All chunks of this rank, in order; of the last one only."""
+        return (*self.earlier_chunks, self)
+
+    def add_adapter(self, layers: Sequence[LinearLayer], lora: LoraArguments) -> Adapter:
+        """Give ``layers`` an adapter, which is still 0, and freeze everything else but the canary."""
+        self.requires_grad_(False)
+        if self.canary is not None:
+            self.canary.requires_grad_(True)
+        self.adapter = Adapter(layers, lora)
+        if self.pre_process:
+            # Recomputed layers have no graph if nothing that they are given has one.
+            self.embedding.register_forward_hook(_with_gradient)
+        return self.adapter
+
+    def is_of_checkpoint(self, name: str) -> bool:
+        """Return whether a Hugging Face checkpoint has the parameter ``name``."""
+        return name not in self.NOT_IN_CHECKPOINT and not name.startswith("adapter.")
 
     def _postprocess(
         self, hidden_states: torch.Tensor, *_: Any, packed_seq_params: PackedTokens, **given: Any

@@ -51,8 +51,10 @@ def transformer_config(
         # If this says so, GPTModel leaves the rotary angles to Megatron's own layer; latent_attention.py is given them.
         kind, of_model = MLATransformerConfig, of_model | {"multi_latent_attention": False}
     given = _recomputation(gradient_checkpointing, overrides) | _given(overrides, TransformerConfig)
+    chunks = sizes.chunks(shape["num_layers"])
     return kind(
         **of_model,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         tensor_model_parallel_size=sizes.tensor_model_parallel_size,
         pipeline_model_parallel_size=sizes.pipeline_model_parallel_size,
         num_layers_in_first_pipeline_stage=sizes.decoder_first_pipeline_num_layers,
@@ -96,14 +98,27 @@ def ddp_config(sizes: MegatronArguments, overrides: Overrides) -> DistributedDat
     """Return the configuration of gradient buffers: accumulated and reduced in fp32, whatever the model's dtype."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=sizes.use_distributed_optimizer,
+        use_distributed_optimizer=sizes.divides_optimizer,
         **_given(overrides, DistributedDataParallelConfig),
     )
 
 
-def optimizer_config(given: OptimizerArguments, sizes: MegatronArguments, dtype: torch.dtype) -> OptimizerConfig:
-    """Return the configuration of AdamW with fp32 master weights. optimizer.py sets the rate before every step."""
-    return OptimizerConfig(
+def optimizer_config(
+    given: OptimizerArguments, sizes: MegatronArguments, dtype: torch.dtype, device: torch.device
+) -> OptimizerConfig:
+    """Return the configuration of AdamW with fp32 master weights. optimizer.py sets the rate before every step.
+
+    On CPU ``--optimizer-cpu-offload`` changes nothing: the state is in host memory.
+    """
+    offload: dict[str, Any] = {}
+    if sizes.optimizer_cpu_offload and device.type == "cuda":
+        offload = {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": sizes.optimizer_offload_fraction,
+            "overlap_cpu_optimizer_d2h_h2d": sizes.overlap_cpu_optimizer_d2h_h2d,
+        }
+    config = OptimizerConfig(
+        **offload,
         optimizer="adam",
         lr=given.lr,
         weight_decay=given.weight_decay,
@@ -113,5 +128,12 @@ def optimizer_config(given: OptimizerArguments, sizes: MegatronArguments, dtype:
         clip_grad=given.clip_grad,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=sizes.use_distributed_optimizer,
+        use_distributed_optimizer=sizes.divides_optimizer,
     )
+    if offload:
+        # Otherwise a copy of the fp32 weights stays on the GPU (optimizer/distrib_optimizer.py,
+        # _build_model_and_main_param_groups). All of its dtypes are fp32 by default. Set here, because the
+        # configuration compares the release of Transformer Engine when it is made, which fails without it.
+        config.use_precision_aware_optimizer = True
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    return config

@@ -114,7 +114,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         hidden, weight, local, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=lse.dtype)
+        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
         dtype = lse.dtype if ctx.fp32 else hidden.dtype  # of the products
         head = weight.to(dtype)
         for start in range(0, len(hidden), ctx.rows):
@@ -134,8 +134,10 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 grad.scatter_add_(1, local[part].clamp_min(0)[:, None], (grad_log_probs[part] * mine)[:, None])
             grad = grad.mul_(ctx.scale).to(dtype)
             grad_hidden[part] = grad @ head
-            grad_weight += grad.t() @ hidden[part].to(dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), *(None,) * 8
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[part].to(dtype)
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, of_weight, *(None,) * 8
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, scale: float, fp32: bool) -> torch.Tensor:

@@ -18,9 +18,11 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers import PretrainedConfig
 
+from miles.arguments.lora import is_in_experts
 from miles.model_families.base import HEADS_IN_CONFIG
 from miles.model_families.parameters import HEAD, Binding, is_of_head
 from miles.model_families.registry import converted_family, megatron_shape
+from miles.training.megatron.model.adapter import LinearLayer, linear_layers
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.moe.router import expert_biases
 from miles.training.megatron.process_groups import Ranks
@@ -145,13 +147,25 @@ class RawConverter:
 
     def _local(self, model: PolicyModel) -> dict[str, torch.Tensor]:
         """Return this rank's parameters, and the biases of its experts, by their names in the whole model."""
-        first_layer = get_transformer_layer_offset(model.config, pp_rank=self.ranks.pp.rank())
         first_expert = self.ranks.ep.rank() * self._experts_per_rank
         return {
             _global_name(n, first_layer, first_expert): tensor
-            for n, tensor in (*model.named_parameters(), *expert_biases(model))
-            if n not in model.NOT_IN_CHECKPOINT
+            for chunk in model.chunks
+            for first_layer in (get_transformer_layer_offset(chunk.config, chunk.vp_stage, self.ranks.pp.rank()),)
+            for n, tensor in (*chunk.named_parameters(), *expert_biases(chunk))
+            if chunk.is_of_checkpoint(n)
         }
+
+    def linear_layers(self, model: PolicyModel) -> list[LinearLayer]:
+        """Return the decoder's linear layers on this rank that can get an adapter, with their names in the model."""
+        first_layer = get_transformer_layer_offset(model.config, pp_rank=self.ranks.pp.rank())
+        found = []
+        for name, module in linear_layers(model):
+            binding = self.names.binding(f"{_global_name(name, first_layer, 0)}.weight")
+            held = tuple(hf_name.removesuffix(".weight") for hf_name in binding.hf_names)
+            if not (model.config.num_moe_experts and any(map(is_in_experts, held))):
+                found.append(LinearLayer(module, held, binding.layout))
+        return found
 
     def _whole_model(self, local: dict[str, torch.Tensor]) -> dict[str, _Location]:
         """Return where every parameter of the model is, in order."""
@@ -164,7 +178,7 @@ class RawConverter:
         merged: dict[str, _Location] = {}
         for places in _gather_objects([entry for part in of_stage for entry in part.items()], self.ranks.pp):
             merged |= dict(places)
-        return merged
+        return merged  # of an interleaved pipeline, by stage and then by layer
 
     def _gathered(
         self, binding: Binding, location: _Location, shard: torch.Tensor | None, dtype: torch.dtype

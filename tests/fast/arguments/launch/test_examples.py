@@ -21,7 +21,7 @@ SCRIPTS = {
     "moe_offload": [
         "experts: EP 8 x ETP 1, 1 replica of each expert",
         "1 SGLang engine of 8 devices",
-        "--optimizer-cpu-offload",
+        "in host memory and updated there, overlapped with the copies",
         "miles.rollout.filters:check_reward_nonzero_std",
     ],
     "async_multi_turn": [

@@ -1,15 +1,29 @@
 """Flags without effect are accepted with a note, change nothing, and are refused by --strict-flags."""
 
 import dataclasses
+import json
 
 import pytest
 
+from miles.arguments.launch import settle
 from miles.arguments.launch.no_effect import IDLE
 from miles.arguments.settings import Settings
 
 DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 100"
 SAVED = "--load-debug-rollout-data saved_{rollout_id}.jsonl"
 SGLANG = "--rollout-engine sglang --actor-num-gpus-per-node 2"
+
+QWEN3 = dict(
+    model_type="qwen3",
+    num_hidden_layers=4,
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=64,
+    max_position_embeddings=128,
+)
 
 # flags, and the same command without those that have no effect
 CASES = [
@@ -44,7 +58,13 @@ CASES = [
     (f"{SGLANG} --sglang-tp-size 4", SGLANG),
     (f"{SGLANG} --router-policy random", SGLANG),
     ("--train-backend megatron --attention-backend flash --moe-permute-fusion", "--train-backend megatron"),
-    ("--train-backend megatron --optimizer-cpu-offload --use-precision-aware-optimizer", "--train-backend megatron"),
+    (
+        "--train-backend megatron --device cpu --optimizer-cpu-offload --use-precision-aware-optimizer",
+        "--train-backend megatron --device cpu",
+    ),
+    ("--train-backend megatron --overlap-cpu-optimizer-d2h-h2d --exp-avg-dtype fp32", "--train-backend megatron"),
+    ("--train-backend fsdp --optimizer-cpu-offload", "--train-backend fsdp"),
+    ("--train-backend megatron --num-layers-per-virtual-pipeline-stage 2", "--train-backend megatron"),
     ("--train-backend megatron --recompute-method uniform --recompute-num-layers 1", "--train-backend megatron"),
     (
         "--train-backend megatron --recompute-granularity selective",
@@ -128,3 +148,21 @@ def test_a_converted_copy_of_the_model_is_the_model(accepted, refusals):
     assert accepted(f"{kl} ./copies/model_torch_dist").settings.model.ref_load is None
     assert accepted(f"{kl} other/model").settings.model.ref_load == "other/model"
     assert "no such folder" in refusals(f"{kl} ./copies/teacher_torch_dist")[0]
+
+
+def test_megatron_bridge_is_read_as_our_converter_where_that_is_the_same(accepted, refusals, monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    flags = f"--train-backend megatron --megatron-to-hf-mode bridge --hf-checkpoint {tmp_path}"
+    for is_missing, further, mode in ((True, "", "raw"), (False, "", "bridge"), (False, "--lora-rank 8", "raw")):
+        monkeypatch.setattr(settle, "lacks_bridge", lambda is_missing=is_missing: is_missing)
+        if mode == "raw":
+            validated = accepted(f"{flags} {further}", without="--hf-checkpoint")
+            assert validated.settings.megatron.megatron_to_hf_mode == "raw"
+            assert any("--megatron-to-hf-mode bridge" in note.written for note in validated.accepted)
+        else:
+            found = refusals(f"{flags} {further}", without="--hf-checkpoint")
+            assert any("megatron-bridge, which is not installed" in message for message in found), "it is left as it is"
+    monkeypatch.setattr(settle, "lacks_bridge", lambda: True)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"model_type": "mistral"}))
+    found = refusals(flags, without="--hf-checkpoint")
+    assert any(message.startswith("--megatron-to-hf-mode bridge: needs megatron-bridge") for message in found)

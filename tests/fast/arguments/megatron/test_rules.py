@@ -50,6 +50,9 @@ LATENT = (
         auto_map={"AutoConfig": "code.Config"},
     )
 )
+SIX = dict(num_hidden_layers=6)
+PIPELINE3 = "--actor-num-gpus-per-node 6 --pipeline-model-parallel-size 3"
+INTERLEAVED = f"{PIPELINE3} --num-layers-per-virtual-pipeline-stage 1"
 RANKS4 = "--actor-num-gpus-per-node 4 "
 
 
@@ -159,6 +162,47 @@ def test_pipeline_stages_repeat_the_shards(megatron):
         ("--tensor-model-parallel-size 3", LLAMA, ["--tensor-model-parallel-size 3", "4 trainer ranks"]),
         ("--tensor-model-parallel-size 4", LLAMA, ["--tensor-model-parallel-size 4", "2 key and value heads"]),
         ("--pipeline-model-parallel-size 4", LLAMA | {"num_hidden_layers": 6}, ["--pipeline", "6 layers"]),
+        (f"{PIPELINE3} --num-layers-per-virtual-pipeline-stage 4", LLAMA | SIX, ["multiple of it", "a divisor of 2"]),
+        (
+            f"{PIPELINE3} --num-layers-per-virtual-pipeline-stage 1 --decoder-last-pipeline-num-layers 2",
+            LLAMA | SIX,
+            ["--num-layers-per-virtual-pipeline-stage 1", "those of the first or the last stage"],
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+            LLAMA,
+            ["--num-layers-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-size 3 or more"],
+        ),
+        ("--num-layers-per-virtual-pipeline-stage 2", LLAMA, ["without pipeline stages"]),
+        (
+            f"{INTERLEAVED} --use-kl-loss --kl-loss-coef 0.1 --ref-update-interval 2",
+            LLAMA | SIX,
+            ["--num-layers-per-virtual-pipeline-stage 1", "not tested with --ref-update-interval"],
+        ),
+        (
+            f"{INTERLEAVED} --use-routing-replay",
+            EXPERTS | SIX,
+            ["--num-layers-per-virtual-pipeline-stage 1", "not tested with --use-routing-replay"],
+        ),
+        (
+            f"{INTERLEAVED} --moe-aux-loss-coeff 0.1",
+            EXPERTS | SIX,
+            ["--num-layers-per-virtual-pipeline-stage 1", "not tested with a loss of the routers"],
+        ),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 1.5", LLAMA, ["--optimizer-offload-fraction 1.5"]),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0", LLAMA, ["--optimizer-offload-fraction 0.0"]),
+        (
+            "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --fp32",
+            LLAMA,
+            ["--optimizer-offload-fraction 0.5", "with --fp32"],
+        ),
+        (
+            "--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --lora-rank 8",
+            LLAMA,
+            ["--optimizer-offload-fraction 0.5", "with --lora-rank"],
+        ),
+        ("--overlap-cpu-optimizer-d2h-h2d", LLAMA, ["--overlap-cpu-optimizer-d2h-h2d", "without --optimizer-cpu"]),
+        ("--lora-rank 8", LATENT, ["--lora-rank 8", "latent attention of a kimi_k2", "--train-backend fsdp"]),
         ("--sequence-parallel", LLAMA, ["--sequence-parallel", "--tensor-model-parallel-size 2"]),
         ("--expert-model-parallel-size 2", LLAMA, ["--expert-model-parallel-size 2", "without experts"]),
         ("--tensor-model-parallel-size 2", EXPERTS, ["--tensor-model-parallel-size 2", "--sequence-parallel"]),
@@ -203,3 +247,18 @@ def test_reference_has_the_shape_of_the_policy(megatron, tmp_path):
 def test_other_backend_takes_none_of_these_flags(validated):
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 2: would be ignored"):
         validated("--train-backend fsdp --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2")
+
+
+def test_an_interleaved_pipeline_has_equal_parts(megatron):
+    flags = f"{PIPELINE3} --num-layers-per-virtual-pipeline-stage"
+    assert megatron(f"{flags} 1", LLAMA | SIX).megatron.chunks(6) == 2
+    assert megatron(f"{flags} 2", LLAMA | SIX | {"num_hidden_layers": 12}).megatron.chunks(12) == 2
+    assert (
+        megatron("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2").megatron.chunks(4) == 1
+    )
+    assert megatron("").megatron.chunks(4) == 1
+
+
+def test_an_optimizer_in_host_memory_is_divided(megatron):
+    assert megatron("--optimizer-cpu-offload").megatron.divides_optimizer
+    assert not megatron("").megatron.divides_optimizer

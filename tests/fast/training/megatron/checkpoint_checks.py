@@ -79,6 +79,8 @@ CHANGES = (
     ),
     Change("tied", "pp2, cp2", ("tp2 with sp, pp2", "dp2, distributed optimizer")),
     Change("three_layers", "pp2, uneven", ("one", "pp2, uneven")),
+    Change("six_layers", "pp3, interleaved", ("one", "pp3, interleaved")),
+    Change("six_layers", "one", ("pp3, interleaved",)),
     Change("odd", "tp2", ("one", "tp2")),
     Change("odd", "one", ("tp2",)),
     Change("qwen3_moe", "tp2 with sp, ep2", ("one", "ep2")),

@@ -51,7 +51,8 @@ def expectations_of(folder: Path, models: list[str]) -> dict[str, list[Expected]
                 gradient, metrics = wanted(case, oracle, samples_of(case))
                 found.setdefault(name, []).append(Expected(case, by_expert(gradient), metrics))
         if getattr(oracle.config, "num_experts_per_tok", None):
-            case = off_policy(Case(BATCHES["compacted"], loss_of("sample_mean"), ANYWHERE, routing=(2, 4, 2)), oracle)
+            routing = (oracle.config.num_hidden_layers, 4, 2)
+            case = off_policy(Case(BATCHES["compacted"], loss_of("sample_mean"), ANYWHERE, routing=routing), oracle)
             gradient, metrics = wanted(case, oracle, samples_of(case))
             found[name].append(Expected(case, by_expert(gradient), metrics))
         full = loss_of("token_mean", **FULL)

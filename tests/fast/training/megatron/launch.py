@@ -16,11 +16,13 @@ from pathlib import Path
 from miles.training.megatron.cpu_support import support_cpu
 
 support_cpu()
+sys.path.insert(0, str(Path(__file__).parent / "optimizer"))
 
 import auxiliary_checks  # noqa: E402  # Megatron is imported from here on
 import conformance_checks  # noqa: E402
 import critic_checks  # noqa: E402
 import fault_checks  # noqa: E402
+import offload_checks  # noqa: E402
 import state_checks  # noqa: E402
 from forked_ranks import Check, run_on_ranks  # noqa: E402
 from layouts import LAYOUTS, MEASURED, RankProcess, save_models  # noqa: E402
@@ -35,8 +37,9 @@ def checks_of(
     auxiliary: auxiliary_checks.Oracle,
 ) -> dict[str, Check]:
     """Return every check of the layout ``name``. A check raises, or returns what is wrong."""
-    of_layout = (*state_checks.OF_LAYOUT.get(name, ()), *reference_checks.OF_LAYOUT.get(name, ()))
-    found: dict[str, Check] = {check.__name__: check for check in of_layout}
+    found: dict[str, Check] = {}
+    for module in (state_checks, offload_checks, reference_checks):
+        found |= {check.__name__: check for check in module.OF_LAYOUT.get(name, ())}
     for model in LAYOUTS[name].models:
         for contract in conformance_checks.CONTRACTS:
             found[f"{model}, {contract}"] = partial(

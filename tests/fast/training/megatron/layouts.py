@@ -70,6 +70,12 @@ LAYOUTS = {
     "tp2 with sp, padded": Layout(2, SP, PADDED, models=("untied", "qwen3_moe")),
     "pp2": Layout(2, PP, models=DENSE),
     "pp2, uneven": Layout(2, replace(PP, decoder_last_pipeline_num_layers=1), models=("three_layers",)),
+    "pp3, interleaved": Layout(
+        3,
+        replace(ONE, pipeline_model_parallel_size=3, num_layers_per_virtual_pipeline_stage=1),
+        training=BUDGET,
+        models=("six_layers", "six_moe_layers"),
+    ),
     "pp2, padded": Layout(2, PP, PADDED, BUDGET),
     "cp2": Layout(2, ONE, context(2)),
     "ep2": Layout(2, EP, models=("qwen3_moe",)),
@@ -178,6 +184,11 @@ MODELS: dict[str, PretrainedConfig] = {
     "tied": LlamaConfig(**small(tie_word_embeddings=True)),
     "untied": LlamaConfig(**small(head_dim=8)),
     "three_layers": LlamaConfig(**(small(head_dim=8) | {"num_hidden_layers": 3})),
+    "six_layers": LlamaConfig(**(small(tie_word_embeddings=True) | {"num_hidden_layers": 6})),
+    "six_moe_layers": Qwen3MoeConfig(
+        **small(head_dim=8, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
+        | {"num_hidden_layers": 6}
+    ),
     "llama3_rope": LlamaConfig(**small(rope_parameters=LLAMA3_ROPE)),
     "qwen2": Qwen2Config(**small(tie_word_embeddings=True)),
     "qwen3": Qwen3Config(**small(head_dim=16)),
@@ -206,17 +217,19 @@ def note(process: RankProcess, what: str, distance: float, norm: float = 0.0) ->
 def models_of(process: RankProcess) -> list[str]:
     """Return the models that the layout trains: without experts if these are refused, only them if it needs them.
 
-    Three layers are for stages that differ.
+    Three layers are for stages that differ, six for several parts per rank.
     """
     sizes = process.layout.sizes
     if set(process.layout.models) <= set(SIGMOID):
         return list(SIGMOID)
     if sizes.decoder_last_pipeline_num_layers is not None:
         return ["three_layers"]
+    if sizes.num_layers_per_virtual_pipeline_stage is not None:
+        return ["six_layers", "six_moe_layers"]
     if sizes.expert_model_parallel_size > 1:
         return ["qwen3_moe"]
     refused = sizes.tensor_model_parallel_size > 1 and not sizes.sequence_parallel
-    left_out = {*SIGMOID, "three_layers"} | ({"qwen3_moe"} if refused else set())
+    left_out = {*SIGMOID, "three_layers", "six_layers", "six_moe_layers"} | ({"qwen3_moe"} if refused else set())
     return [name for name in MODELS if name not in left_out]
 
 

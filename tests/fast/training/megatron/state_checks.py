@@ -148,7 +148,7 @@ def non_finite_gradient_leaves_the_weights(process: RankProcess) -> None:
     backend = make_backend(process, "untied", PLAIN)
     before = weights(backend)
     if process.rank == 0:
-        backend.policy.distributed.buffers[0].grad_data[0] = (
+        backend.policy.distributed[0].buffers[0].grad_data[0] = (
             math.nan
         )  # as after a micro-batch, before the sum over ranks
     policy = Trainer(backend, backend.settings.loss, backend.settings.dims.token_ranks).policy
@@ -221,6 +221,7 @@ OF_LAYOUT = {
     "tp2 with sp": CONVERSION,
     "pp2": CHECKS,
     "pp2, uneven": CONVERSION,
+    "pp3, interleaved": (*CONVERSION, engine_takes_the_weights),
     "cp2": CHECKS,
     "ep2": CONVERSION,
     "tp2 with sp, ep2": CONVERSION,

@@ -1,0 +1,334 @@
+"""A low-rank adapter on Megatron's linear layers (docs/lora.md), with the arithmetic and the files of peft's.
+
+A fused layer holds several layers of the Hugging Face model (``linear_qkv``: q_proj, k_proj, v_proj). Each of them has
+its own A [rank, in] and B [out, rank], so what is trained here is what peft would train on the Hugging Face model.
+
+Under tensor parallelism a column-parallel layer has A on every rank and its rows of B; a row-parallel layer has its
+columns of A, and B on every rank. Ranks exchange the product of A, which is ``rank`` wide, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import nn
+
+from miles.arguments.lora import LoraArguments
+from miles.model_families.tensor_layouts import QueryKeyValue, TensorLayout
+
+PARTS = ("lora_A", "lora_B")
+
+
+@dataclass
+class AdapterMode:
+    """How the adapters of a model compute at present. One object, which all layers share."""
+
+    is_on: bool = True
+    drops: bool = False  # --lora-dropout, in passes with a gradient
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """One of Megatron's linear layers on this rank, and the layers of the Hugging Face model that it holds."""
+
+    module: ColumnParallelLinear | RowParallelLinear
+    hf_names: tuple[str, ...]  # in the order of the layout
+    layout: TensorLayout
+
+    @property
+    def is_row_parallel(self) -> bool:
+        """Whether ranks share the columns of the weight, and not its rows."""
+        return isinstance(self.module, RowParallelLinear)
+
+    @property
+    def blocks(self) -> int:
+        """How often the rows of the held layers alternate on this rank: once per group of query heads."""
+        size = self.module.tp_group.size()
+        return self.layout.groups // size if isinstance(self.layout, QueryKeyValue) else 1
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows of each held layer on this rank."""
+        total: int = self.module.weight.shape[0]
+        if isinstance(self.layout, QueryKeyValue):
+            keys = self.blocks * self.layout.width
+            return [total - 2 * keys, keys, keys]
+        return [total // len(self.hf_names)] * len(self.hf_names)
+
+
+class LayerAdapter(nn.Module):
+    """The adapters of one linear layer: A and B by the number of the held layer. ``chosen`` has those that get one."""
+
+    def __init__(self, layer: LinearLayer, chosen: Sequence[bool], lora: LoraArguments, mode: AdapterMode) -> None:
+        super().__init__()
+        linear = layer.module
+        self.hf_names = layer.hf_names
+        self.rows, self.blocks, self.is_row_parallel = layer.rows, layer.blocks, layer.is_row_parallel
+        self.scaling = lora.lora_alpha / lora.lora_rank
+        self.dropout, self.mode = lora.lora_dropout, mode
+        self.tp: dist.ProcessGroup = linear.tp_group
+        self.is_sequence_parallel: bool = linear.sequence_parallel and self.tp.size() > 1
+        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        device = linear.weight.device
+        for number, is_chosen in enumerate(chosen):
+            if is_chosen:
+                a = torch.zeros(lora.lora_rank, linear.weight.shape[1], dtype=torch.float32, device=device)
+                b = torch.zeros(self.rows[number], lora.lora_rank, dtype=torch.float32, device=device)
+                self.lora_A[str(number)], self.lora_B[str(number)] = nn.Parameter(a), nn.Parameter(b)
+        divided, whole = (self.lora_A, self.lora_B) if self.is_row_parallel else (self.lora_B, self.lora_A)
+        for parameter in divided.values():  # read where gradient norms and checkpoints count each element once
+            set_tensor_model_parallel_attributes(parameter, True, self.divided_dim, 1)
+        for parameter in whole.values():  # its gradient is that of the rank's own tokens, which Megatron sums up
+            parameter.sequence_parallel = self.is_sequence_parallel
+
+    @property
+    def divided_dim(self) -> int:
+        """The dimension along which ranks share A of a row-parallel layer, or B of a column-parallel one."""
+        return 1 if self.is_row_parallel else 0
+
+    def divides(self, part: str) -> bool:
+        """Return whether tensor-parallel ranks share ``lora_A`` or ``lora_B``."""
+        return part == ("lora_A" if self.is_row_parallel else "lora_B")
+
+    def parameters_by_name(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """Yield the name of the Hugging Face layer, ``lora_A`` or ``lora_B``, and this rank's part of it."""
+        for number in self.lora_A:
+            for part in PARTS:
+                yield self.hf_names[int(number)], part, getattr(self, part)[number]
+
+    def add_to(self, linear: nn.Module, given: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> Any:
+        """Add the adapter's product to what ``linear`` returns: a forward hook."""
+        if not self.mode.is_on:
+            return output
+        product, bias = output
+        return product + self(given[0]), bias
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return (alpha / rank) B A x, laid out as the layer's output. ``inputs`` [s, B, in] are those of the layer."""
+        narrow = [F.linear(self._dropped(inputs), a.to(inputs.dtype)) for a in self.lora_A.values()]
+        together = self._exchanged(torch.cat(narrow, -1)) * self.scaling
+        products = iter(together.chunk(len(narrow), -1))
+        outputs = [
+            F.linear(next(products), self.lora_B[str(number)].to(inputs.dtype))
+            if str(number) in self.lora_B
+            else together.new_zeros(*together.shape[:-1], rows)
+            for number, rows in enumerate(self.rows)
+        ]
+        return self._interleaved(outputs)
+
+    def _dropped(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not (self.dropout and self.mode.drops):
+            return inputs
+        if not (self.is_row_parallel or self.is_sequence_parallel):
+            return F.dropout(inputs, self.dropout)  # ranks have the same inputs, and drop the same
+        with get_cuda_rng_tracker().fork():
+            return F.dropout(inputs, self.dropout)
+
+    def _exchanged(self, narrow: torch.Tensor) -> torch.Tensor:
+        """Return the products of A for the tokens that B is applied to. Collective over tensor parallelism."""
+        if self.is_row_parallel and self.is_sequence_parallel:
+            found = reduce_scatter_to_sequence_parallel_region(narrow, group=self.tp)
+        elif self.is_row_parallel:
+            found = reduce_from_tensor_model_parallel_region(narrow, group=self.tp)
+        elif self.is_sequence_parallel:
+            found = gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True, group=self.tp)
+        else:
+            found = copy_to_tensor_model_parallel_region(narrow, group=self.tp)  # backward sums the ranks' gradients
+        exchanged: torch.Tensor = found
+        return exchanged
+
+    def _interleaved(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Join what the held layers give, along the last dimension, in the order of the rows of the fused weight."""
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([part.unflatten(-1, (self.blocks, -1)) for part in parts], -1).flatten(-2)
+
+    @torch.no_grad()
+    def product(self) -> torch.Tensor:
+        """Return (alpha / rank) B A in fp32, of the shape of this rank's part of the weight."""
+        columns = next(iter(self.lora_A.values())).shape[1]
+        parts = [
+            self.lora_B[str(number)] @ self.lora_A[str(number)]
+            if str(number) in self.lora_A
+            else torch.zeros(rows, columns, device=next(self.parameters()).device)
+            for number, rows in enumerate(self.rows)
+        ]
+        return self._interleaved([part.t() for part in parts]).t() * self.scaling
+
+
+@dataclass(frozen=True)
+class Place:
+    """A layer with an adapter: its pipeline stage, and the numbers that it reads and gives."""
+
+    stage: int
+    inputs: int
+    outputs: int
+
+
+class Adapter(nn.Module):
+    """The adapters of one rank's layers."""
+
+    def __init__(self, layers: Sequence[LinearLayer], lora: LoraArguments) -> None:
+        super().__init__()
+        self.mode = AdapterMode()
+        self.lora = lora
+        self.layers = nn.ModuleList()
+        self._of_weight: dict[int, LayerAdapter] = {}
+        self.linear_names = [name for layer in layers for name in layer.hf_names]
+        self.places: dict[str, Place] = {}  # of all stages, in the order of the layers; gather_places() fills it
+        self.names: list[str] = []  # as adapter_config.json selects them
+        for layer in layers:
+            chosen = [is_chosen(name, lora) for name in layer.hf_names]
+            if any(chosen):
+                adapter = LayerAdapter(layer, chosen, lora, self.mode)
+                self.layers.append(adapter)
+                self._of_weight[id(layer.module.weight)] = adapter
+                layer.module.register_forward_hook(adapter.add_to)
+
+    def parameters_by_name(self) -> Iterator[tuple[LayerAdapter, str, str, nn.Parameter]]:
+        """Yield each layer's adapter, the name of the Hugging Face layer, ``lora_A`` or ``lora_B``, and its part."""
+        for layer in self.layers:
+            assert isinstance(layer, LayerAdapter)
+            yield from ((layer, *named) for named in layer.parameters_by_name())
+
+    @torch.no_grad()
+    def draw(self, seed: int) -> None:
+        """Draw A as peft does, and set B to 0. The numbers depend on the name and ``seed``, not on the layout."""
+        for layer, name, part, parameter in self.parameters_by_name():
+            if part == "lora_B":
+                parameter.zero_()
+                continue
+            parts = layer.tp.size() if layer.divides(part) else 1
+            whole = torch.empty(len(parameter), parameter.shape[1] * parts)
+            generator = torch.Generator().manual_seed((zlib.crc32(name.encode()) << 20) ^ seed)
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+            parameter.copy_(whole.chunk(parts, 1)[layer.tp.rank() if parts > 1 else 0])
+
+    def merged(self, weight: nn.Parameter) -> torch.Tensor:
+        """Return this rank's part of ``weight`` with its adapter added, in fp32; the weight itself if it has none."""
+        adapter = self._of_weight.get(id(weight))
+        return weight.data if adapter is None else weight.data.float() + adapter.product()
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Compute without the adapter within the block."""
+        self.mode.is_on = False
+        try:
+            yield
+        finally:
+            self.mode.is_on = True
+
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Drop inputs as ``--lora-dropout`` says within the block."""
+        self.mode.drops = True
+        try:
+            yield
+        finally:
+            self.mode.drops = False
+
+    def gather_places(self, pipeline: dist.ProcessGroup) -> None:
+        """Learn which layers of all stages have an adapter. Collective over the pipeline.
+
+        Raises:
+            ValueError: On every rank, if a name of ``--target-modules`` is no linear layer.
+        """
+        mine: dict[str, tuple[int, int]] = {}
+        for layer, name, part, parameter in self.parameters_by_name():
+            size = layer.tp.size()
+            inputs, outputs = mine.get(name, (0, 0))
+            if part == "lora_A":
+                inputs = parameter.shape[1] * (size if layer.divides(part) else 1)
+            else:
+                outputs = parameter.shape[0] * (size if layer.divides(part) else 1)
+            mine[name] = inputs, outputs
+        found: list[Any] = [None] * pipeline.size()
+        dist.all_gather_object(found, (self.linear_names, mine), group=pipeline)
+        linear = [name for names, _ in found for name in names]
+        _check_names(self.lora, linear)
+        self.places = {
+            name: Place(stage, *sizes) for stage, (_, sizes_of) in enumerate(found) for name, sizes in sizes_of.items()
+        }
+        short = {_last(name) for name in self.places}
+        others = [name for name in linear if name not in self.places]
+        self.names = sorted(self.places if any(_last(name) in short for name in others) else short)
+
+    @torch.no_grad()
+    def whole(
+        self, pipeline: dist.ProcessGroup, value: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield ``model.layers.0.self_attn.q_proj.lora_A`` and its whole tensor, fp32, on every rank. Collective.
+
+        ``value`` returns what is yielded of a parameter: itself or its gradient, in its shape.
+        """
+        local = {(name, part): (layer, value(p)) for layer, name, part, p in self.parameters_by_name()}
+        gloo = dist.get_backend(pipeline) == "gloo"
+        for name, place in self.places.items():
+            for part in PARTS:
+                rank = self.lora.lora_rank
+                shape = (rank, place.inputs) if part == "lora_A" else (place.outputs, rank)
+                if (name, part) in local:
+                    layer, held = local[name, part]
+                    tensor = held.contiguous()
+                    if layer.divides(part) and layer.tp.size() > 1:
+                        parts = [torch.empty_like(tensor) for _ in range(layer.tp.size())]
+                        dist.all_gather(parts, tensor, group=layer.tp)
+                        tensor = torch.cat(parts, layer.divided_dim)
+                else:
+                    tensor = torch.empty(shape, device="cpu" if gloo else "cuda")
+                if pipeline.size() > 1:
+                    dist.broadcast(tensor, dist.get_global_rank(pipeline, place.stage), group=pipeline)
+                assert tensor.shape == shape
+                yield f"{name}.{part}", tensor
+
+
+def is_chosen(name: str, lora: LoraArguments) -> bool:
+    """Return whether the Hugging Face layer ``name`` gets an adapter."""
+    wanted = not lora.targets or any(_matches(name, target) for target in lora.targets)
+    return wanted and not any(_matches(name, target) for target in lora.excluded)
+
+
+def _matches(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _check_names(lora: LoraArguments, linear: Sequence[str]) -> None:
+    for field, names in (("--target-modules", lora.targets), ("--exclude-modules", lora.excluded)):
+        for name in names:
+            if not any(_matches(layer, name) for layer in linear):
+                known = ", ".join(sorted({_last(layer) for layer in linear}))
+                raise ValueError(f"{field} {name}: the model has no linear layer of this name; give some of {known}")
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
+    """Yield the linear layers of the decoder by name, without those of experts, of heads and of the vocabulary."""
+    for name, module in model.named_modules():
+        if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            continue
+        if re.match(r"decoder\.layers\.\d+\.(?!.*experts)", name):
+            yield name, module
