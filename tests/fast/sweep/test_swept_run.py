@@ -12,6 +12,7 @@ from sweep_files import planned, write_run_of
 from miles.cluster.folders.folder_lock import locked_folders
 from miles.sweep.plan import PlannedRun
 from miles.sweep.swept_run import FILE_NAME, Attempt, Start, SweptRun
+from miles.tracking.run_files import RunFiles
 from miles.training.checkpoint_folder import publish, staging
 
 PROGRAM = [sys.executable, "-m", "miles", "train"]
@@ -37,6 +38,12 @@ def test_a_new_run_starts(tmp_path: Path) -> None:
 def test_a_run_with_all_its_steps_is_finished(tmp_path: Path) -> None:
     run = write_run_of(one(tmp_path))
     assert run.is_finished and run.fraction() == 1.0 and run.fault() is None
+
+
+def test_a_run_that_ended_early_without_prompts_is_finished(tmp_path: Path) -> None:
+    run = write_run_of(one(tmp_path), steps=4)
+    RunFiles(run.folder).mark_ended_early(4)
+    assert run.is_finished and run.fault() is None
 
 
 def test_an_interrupted_run_without_checkpoint_starts_again(tmp_path: Path) -> None:
