@@ -1,11 +1,14 @@
 # Source this from the run.sh and the cluster.sh of a recipe; it has what all of them share.
 #   recipe NAME TASK "$@"   prepare a run on CPU; the arguments are those of run.sh: [--smoke] [FLAGS OF train.py…]
+#                          With --explain and other flags that do not train, earlier results stay.
 #   train FLAGS             train with the flags of the recipe, and print the held-out accuracy before and after
 #   cluster FLAGS "$@"      train on eight GPUs; --explain shows what that would do
-# Environment: SEED=1, OUTPUTS=outputs (where all is written), PYTHON (an interpreter; default: install .venv and use it).
+# Environment: SEED=1, OUTPUTS=outputs (where all is written; --smoke: OUTPUTS/smoke),
+# PYTHON (an interpreter; default: install .venv and use it).
 # For cluster.sh: MODEL, DATA (prompts and labels of your own) and PYTHON=python.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/trains.sh
 SEED="${SEED:-1}"
 OUTPUTS="${OUTPUTS:-outputs}"
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" # the matrices are tiny: a waiting thread must not keep a core busy
@@ -22,16 +25,17 @@ recipe() {
     [ -n "${PYTHON:-}" ] || source scripts/venv.sh
     NAME="$1" TASK="$2"
     shift 2
+    OUT="$OUTPUTS/$NAME"
     SMOKE=()
     SFT_STEPS=400
     if [ "${1:-}" = --smoke ]; then
         shift
+        OUT="$OUTPUTS/smoke/$NAME" # not beside trained models, which other recipes read
         SMOKE=(--num-rollout 2 --eval-interval 2 --n-samples-per-eval-prompt 1)
         SFT_STEPS=2
     fi
     MORE=("$@")
-    OUT="$OUTPUTS/$NAME"
-    rm -rf "$OUT"
+    if trains "${MORE[@]}"; then rm -rf "$OUT"; fi
     [ -d "$OUTPUTS/tasks/model" ] || "$PYTHON" examples/tasks/write.py "$OUTPUTS/tasks"
     case "$TASK" in
         backward) DATA_FLAGS=(--label-key label --rm-type exact_match --rollout-max-response-len 8) ;;
@@ -41,8 +45,11 @@ recipe() {
     POLICY="$OUTPUTS/tasks/base"
     if [ ${#SMOKE[@]} -gt 0 ]; then
         POLICY="$OUTPUTS/tasks/model" # random weights show as well that two iterations run
+    elif [ ! -d "$POLICY" ] && trains "${MORE[@]}"; then
+        fine_tune "$OUTPUTS/tasks/sft"
+        mv "$OUTPUTS/tasks/sft/hf" "$POLICY"
     elif [ ! -d "$POLICY" ]; then
-        fine_tune "$OUTPUTS/tasks/sft" && mv "$OUTPUTS/tasks/sft/hf" "$POLICY"
+        POLICY="$OUTPUTS/tasks/model" # of the same shape
     fi
 }
 
@@ -64,7 +71,7 @@ train() {
         --eval-prompt-data heldout "$OUTPUTS/tasks/$TASK/heldout.jsonl" --eval-interval 10 --n-samples-per-eval-prompt 4 \
         --output-dir "$OUT" --save-hf "$OUT/hf" --seed "$SEED" --rollout-seed "$SEED" \
         "$@" "${SMOKE[@]}" "${MORE[@]}"
-    "$PYTHON" -m miles.quickstart.summary "$OUT/metrics.jsonl" --label "$NAME"
+    if trains "${MORE[@]}"; then "$PYTHON" -m miles.quickstart.summary "$OUT/metrics.jsonl" --label "$NAME"; fi
 }
 
 cluster() {

@@ -46,6 +46,7 @@ class GenerationLoop:
                 has_prompts = self.run_iteration(iteration)
             if not has_prompts:
                 print(no_prompts_left(iteration, self.rollout.num_iterations))
+                self.tracker.end_early(iteration * self.steps_per_iteration)
                 break
             if self.stop.is_requested:
                 self.stop.end_run()

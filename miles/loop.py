@@ -140,6 +140,7 @@ class TrainingLoop:
                 self.tracker.log(done * self.steps_per_iteration, self.evaluate())
             if self.checkpoint.save is not None and done > self.run_checkpoints.last_saved:
                 self.save(done, exports=self.checkpoint.save_hf is not None)
+            self.tracker.end_early(done * self.steps_per_iteration)
 
     def generate(self, iteration: int) -> GeneratedIteration | None:
         """Wait for the samples of an iteration; a signal abandons them, and what was trained before is saved.

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Train a tiny model inside an agent program that knows OpenAI's client only, on two CPU cores.
 #   SEED=1 bash examples/agent_client/run.sh [--smoke]
-#   OUTPUTS=outputs is where all is written; PYTHON is an interpreter (default: install .venv and use it).
+#   OUTPUTS=outputs is where all is written (--smoke: OUTPUTS/smoke).
+#   PYTHON is an interpreter (default: install .venv and use it).
 # Further flags are passed to train.py and override those below.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 [ -n "${PYTHON:-}" ] || source scripts/venv.sh
+source scripts/trains.sh
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" # the matrices are tiny: a waiting thread must not keep a core busy
 
 SEED="${SEED:-1}"
@@ -13,10 +15,11 @@ OUT="${OUTPUTS:-outputs}/agent_client"
 SMOKE=()
 if [ "${1:-}" = --smoke ]; then
     shift
+    OUT="${OUTPUTS:-outputs}/smoke/agent_client"
     SMOKE=(--num-rollout 2 --rollout-batch-size 2 --n-samples-per-prompt 2 --eval-interval 2 --n-samples-per-eval-prompt 1)
 fi
-rm -rf "$OUT"
-"$PYTHON" examples/agent_client/make_data.py "$OUT/data"
+if trains "$@"; then rm -rf "$OUT"; fi
+[ -d "$OUT/data" ] || "$PYTHON" examples/agent_client/make_data.py "$OUT/data"
 
 "$PYTHON" train.py \
     --agent-command "$PYTHON examples/agent_client/agent.py" --agent-concurrency 4 \
@@ -34,4 +37,4 @@ rm -rf "$OUT"
     --output-dir "$OUT" \
     --seed "$SEED" --rollout-seed "$SEED" "${SMOKE[@]}" "$@"
 
-"$PYTHON" -m miles.quickstart.summary "$OUT/metrics.jsonl" --label agent_client
+if trains "$@"; then "$PYTHON" -m miles.quickstart.summary "$OUT/metrics.jsonl" --label agent_client; fi

@@ -7,6 +7,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/venv.sh
 source scripts/precision.sh
+source scripts/trains.sh
 
 SEED="${SEED:-1}"
 ENGINE="${ENGINE:-torch}"
@@ -16,9 +17,9 @@ if [ $# -gt 0 ] && [[ "$1" != --* ]]; then
     FOLDER=("$1")
     shift
 fi
-rm -rf "$OUT"
 MODEL="$("$PYTHON" -m miles.quickstart.model "${FOLDER[@]}")"
-"$PYTHON" examples/calculator_tool/make_data.py "$OUT/data"
+if trains "$@"; then rm -rf "$OUT"; fi
+[ -d "$OUT/data" ] || "$PYTHON" examples/calculator_tool/make_data.py "$OUT/data"
 
 "$PYTHON" train.py \
     --hf-checkpoint "$MODEL" \
@@ -36,4 +37,4 @@ MODEL="$("$PYTHON" -m miles.quickstart.model "${FOLDER[@]}")"
     --output-dir "$OUT" \
     --seed "$SEED" --rollout-seed "$SEED" "$@"
 
-"$PYTHON" -m miles.quickstart.summary "$OUT/metrics.jsonl" --label calculator_tool
+if trains "$@"; then "$PYTHON" -m miles.quickstart.summary "$OUT/metrics.jsonl" --label calculator_tool; fi

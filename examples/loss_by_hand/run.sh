@@ -6,8 +6,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/venv.sh
 
 OUT=outputs/loss_by_hand
+MODEL="$("$PYTHON" -m miles.quickstart.model "$@")" # refuses wrong words before results are removed
 rm -rf "$OUT"
-MODEL="$("$PYTHON" -m miles.quickstart.model "$@")"
 "$PYTHON" examples/loss_by_hand/make_samples.py "$OUT/samples.jsonl"
 
 step() { # MODE [FLAGS...]

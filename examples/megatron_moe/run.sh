@@ -4,11 +4,12 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/venv.sh
+source scripts/trains.sh
 
 SEED="${SEED:-1}"
 OUT=outputs/megatron_moe
-rm -rf "$OUT"
-"$PYTHON" examples/megatron_moe/make_model.py "$OUT" --seed "$SEED"
+if trains "$@"; then rm -rf "$OUT"; fi
+[ -d "$OUT/model" ] || "$PYTHON" examples/megatron_moe/make_model.py "$OUT" --seed "$SEED"
 
 "$PYTHON" train.py \
     --hf-checkpoint "$OUT/model" \
@@ -26,4 +27,4 @@ rm -rf "$OUT"
     --save-hf "$OUT/hf" --output-dir "$OUT" \
     --seed "$SEED" --rollout-seed "$SEED" "$@"
 
-"$PYTHON" examples/megatron_moe/summary.py "$OUT/metrics.jsonl"
+if trains "$@"; then "$PYTHON" examples/megatron_moe/summary.py "$OUT/metrics.jsonl"; fi

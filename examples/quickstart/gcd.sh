@@ -8,8 +8,8 @@ source scripts/precision.sh
 
 SEED="${SEED:-1}"
 OUT=outputs/quickstart-gcd
+MODEL="$("$PYTHON" -m miles.quickstart.model "$@")" # refuses wrong words before results are removed
 rm -rf "$OUT"
-MODEL="$("$PYTHON" -m miles.quickstart.model "$@")"
 
 # Training and held-out tasks are of the same kind; they differ in the seed of the generator.
 "$PYTHON" train.py \

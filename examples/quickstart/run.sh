@@ -19,6 +19,5 @@ if [ $# -gt 0 ] && [[ "$1" != --* ]]; then
     FOLDER=("$1")
     shift
 fi
-rm -rf "$OUT"
 exec "$PYTHON" -m miles quickstart "${FOLDER[@]}" --output-dir "$OUT" --seed "$SEED" \
     --train-backend "$BACKEND" --rollout-engine "$ENGINE" "$@"

@@ -4,9 +4,9 @@
 # The first part is fine_tune in recipe.sh. Its result is kept for all recipes; rm -r outputs/tasks/base repeats it.
 source "$(dirname "${BASH_SOURCE[0]}")/../recipe.sh"
 recipe sft_then_rl record "$@"
-if [ ${#SMOKE[@]} -gt 0 ]; then
-    fine_tune "$OUTPUTS/sft_then_rl_sft"
-    POLICY="$OUTPUTS/sft_then_rl_sft/hf"
+if [ ${#SMOKE[@]} -gt 0 ] && trains "${MORE[@]}"; then
+    fine_tune "${OUT}_sft"
+    POLICY="${OUT}_sft/hf"
 fi
 train --advantage-estimator grpo --loss-aggregation sample_mean \
     --eps-clip 0.2 --num-steps-per-rollout 4 --use-kl-loss --kl-loss-coef 0

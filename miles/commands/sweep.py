@@ -2,8 +2,8 @@
 
 FILE says what is run (docs/sweep.md). Each run is a miles train in a process and a folder of its own. The same command
 goes on after an interruption: finished runs are kept, others resume from their last checkpoint or start again. Exit
-status 0: all runs are finished; 1: some failed twice; 2: wrong flags, and nothing was started; 128 + N: stopped by
-signal N.
+status 0: all runs are finished; 1: some failed twice, or a file could not be written; 2: wrong flags, and nothing was
+started; 128 + N: stopped by signal N.
 """
 
 from __future__ import annotations
@@ -50,11 +50,15 @@ def main(argv: Sequence[str]) -> int:
     except FlagError as error:
         return _refuse(error.messages)
     runs = [SweptRun(run) for run in planned]
+    again = ["miles", "sweep", *argv]
     if given.explain:
         print(_explained(planned, runs, places))
         return 0
     if given.page_only:
-        _compare(definition, runs, out)
+        try:
+            _compare(definition, runs, out)
+        except OSError as error:
+            return _stopped_by(error, out, again)
         return 0
     with ExitStack() as lock:
         try:
@@ -62,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         except ValueError as error:  # another sweep writes there, or nobody can
             return _refuse([str(error)])
         faults = [fault for run in runs if (fault := run.fault()) is not None]
-        return _refuse(faults) if faults else _run(definition, runs, places, out, ["miles", "sweep", *argv])
+        return _refuse(faults) if faults else _run(definition, runs, places, out, again)
 
 
 def _refuse(messages: Sequence[str]) -> int:
@@ -79,13 +83,16 @@ def _run(definition: Definition, runs: Sequence[SweptRun], places: list[Slot], o
     places = places[: len(to_do)]
     print(_beginning(definition, runs, to_do, places), flush=True)
     ended = Ended()
-    if to_do:
-        progress = SweepProgress(to_do, len(runs) - len(to_do), len(places))
-        try:
-            ended = RunQueue(to_do, places, progress).run()
-        finally:
-            progress.close()
-    _compare(definition, runs, out)
+    try:
+        if to_do:
+            progress = SweepProgress(to_do, len(runs) - len(to_do), len(places))
+            try:
+                ended = RunQueue(to_do, places, progress).run()
+            finally:
+                progress.close()
+        _compare(definition, runs, out)
+    except OSError as error:  # the queue has stopped its runs
+        return _stopped_by(error, out, command)
     unfinished = sum(not run.is_finished for run in runs)
     last = summary(ended, unfinished, shlex.join(command))
     if last:
@@ -93,6 +100,20 @@ def _run(definition: Definition, runs: Sequence[SweptRun], places: list[Slot], o
     if ended.signal is not None:
         return 128 + ended.signal
     return 1 if unfinished else 0
+
+
+def _stopped_by(error: OSError, out: Path, command: Sequence[str]) -> int:
+    """Say why a file of the sweep could not be written or read, as on a full disk, and how to go on; return the status.
+
+    Raises:
+        BrokenPipeError: It was the output of this command, which nobody reads any more.
+    """
+    if isinstance(error, BrokenPipeError):
+        raise error
+    where = "" if error.filename is None else f" at {error.filename}"
+    why = f"--out {out}: cannot go on ({error.strerror or error}{where})"
+    print(f"miles sweep: error: {why}; correct that, and {shlex.join(command)} goes on", file=sys.stderr)
+    return 1
 
 
 def _beginning(

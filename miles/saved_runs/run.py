@@ -18,7 +18,7 @@ from miles.cluster.folders.best_checkpoint import BestCheckpoint, best_in
 from miles.cluster.folders.folder_lock import is_held
 from miles.input_error import InputError
 from miles.report.metrics_file import MetricsFile
-from miles.tracking.run_files import METRICS
+from miles.tracking.run_files import METRICS, RunFiles
 from miles.tracking.run_header import FILE_NAME, RunHeader
 from miles.training.checkpoint_folder import all_in, iterations_of
 from miles.training.checkpoint_pruning import is_complete
@@ -100,14 +100,19 @@ class SavedRun:
 
     @property
     def state(self) -> RunState:
-        """Whether the run is running, has finished, or ended before that."""
+        """Whether the run is running, has finished, or ended before that.
+
+        A run that ended early, as no prompts were left for it, has finished with the steps that it has done.
+        """
         if is_held(self.folder):
             return RunState.RUNNING
-        if self.steps < self.header.total_steps:
+        early = RunFiles(self.folder).ended_early_after
+        last_step = self.header.total_steps if early is None else early
+        if self.steps < last_step:
             return RunState.FAILED
-        if self.settings.checkpoint.save is not None:
+        if self.settings.checkpoint.save is not None and last_step:
             last = self.newest_complete()
-            if last is None or last.steps < self.header.total_steps:
+            if last is None or last.steps < last_step:
                 return RunState.FAILED
         return RunState.FINISHED
 

@@ -5,7 +5,7 @@ cores of the thread that starts it. The main thread receives what happens, and s
 
     signal to the sweep              what happens
     SIGINT, SIGTERM, SIGHUP once     nothing more is started; the running commands get SIGTERM, at which a training run
-                                     finishes its iteration and saves
+                                     finishes its iteration and saves (unless it shares GPUs with its engines)
     a second time                    they get it again: a training run stops at its last checkpoint
     a third time                     they are killed
 """

@@ -68,12 +68,13 @@ def slots(jobs: int | None, runs: Sequence[Settings], machine: Machine) -> list[
     """Return the places for runs at a time.
 
     Args:
-        jobs: How many, ``--jobs``; by default as many as have devices of their own. On CPU a device is a core.
+        jobs: How many, ``--jobs``; by default as many as have devices of their own. On CPU a device is a core. Runs on
+            a cluster, or with engines that are running already, are one at a time by default.
         runs: The settings of the runs.
         machine: What there is.
 
     Raises:
-        FlagError: A run needs more GPUs than there are.
+        FlagError: A run needs more GPUs than there are, or several at a time would write their weights to one engine.
     """
     needed = max(devices_of(settings) for settings in runs)
     joined = any(settings.cluster.ray_address is not None for settings in runs)
@@ -82,9 +83,13 @@ def slots(jobs: int | None, runs: Sequence[Settings], machine: Machine) -> list[
     if uses_gpus and needed > len(machine.gpus):
         what_to_do = "lower --actor-num-gpus-per-node or --rollout-num-gpus, add --colocate, or use another machine"
         raise FlagError(f"a run needs {count(needed, 'GPU')} and this machine has {len(machine.gpus)}; {what_to_do}")
+    share_engines = sum(settings.sglang.rollout_external and settings.generates for settings in runs) > 1
+    if share_engines and jobs is not None and jobs > 1:
+        rule = "all runs write their weights to the engines of --rollout-external, so only one may run at a time"
+        raise FlagError(f"--jobs {jobs}: {rule}; give --jobs 1, or drop --rollout-external")
     if jobs is None:
         there = len(machine.gpus) if uses_gpus else int(machine.busy)
-        jobs = 1 if joined else max(1, there // needed)
+        jobs = 1 if joined or share_engines else max(1, there // needed)
     found = []
     for number in range(min(jobs, len(runs))):
         gpus = (

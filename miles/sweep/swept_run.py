@@ -17,8 +17,9 @@ from miles.input_error import InputError
 from miles.one_line import one_line
 from miles.saved_runs.run import RunState, SavedRun
 from miles.secret_values import public_words
-from miles.sweep.plan import PlannedRun
+from miles.sweep.plan import CHECKPOINTS, PlannedRun
 from miles.tracking.run_header import FILE_NAME as RUN_HEADER
+from miles.training.checkpoint_folder import all_in
 
 FILE_NAME = "sweep-run.json"
 LOG = "log.txt"
@@ -91,7 +92,21 @@ class SweptRun:
             shown = one_line("; ".join(changed), 1000)
             what_to_do = "give the variant another name, remove the folder, or give another --out"
             return f"{self.folder}: was run with other flags ({shown}); {what_to_do}"
-        return None
+        return self._fault_of_checkpoints()
+
+    def _fault_of_checkpoints(self) -> str | None:
+        """Say why checkpoints that are there keep the run from both resuming and starting again; None if none does."""
+        if self.start is not Start.RESTARTS or self.planned.settings.checkpoint.start_over:
+            return None
+        root = self.folder / CHECKPOINTS
+        found = all_in(root) if self.planned.resuming is not None else []
+        if not found:
+            return None
+        if self._run_on_disk() is None:
+            why = f"{self.folder / RUN_HEADER} cannot be read, so the run cannot resume from {found[-1].name}"
+            return f"{root}: {why}; remove {self.folder} to start it again"
+        names = one_line(", ".join(path.name for path in found), LONGEST_VALUE)
+        return f"{root}: no checkpoint is complete ({names}), so the run cannot resume; remove {root} to start it again"
 
     @property
     def start(self) -> Start:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ SAMPLES = "samples.jsonl"
 TENSORBOARD = "tensorboard"
 REPORT = "report.html"
 CONFIG = run_config.FILE_NAME
+ENDED_EARLY = "ended-early.json"  # of a run that came to its end before the last of its steps
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,27 @@ class RunFiles:
         jsonl.drop_from(self._metrics, "step", step)
         SampleFile(self._samples).cut(step)
 
+    def mark_ended_early(self, step: int) -> None:
+        """Note that the run came to its end after ``step``, with nothing left to train on."""
+        new = self.output_dir / f".{ENDED_EARLY}"
+        new.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+        new.replace(self.output_dir / ENDED_EARLY)
+
+    def forget_early_end(self) -> None:
+        """Remove that note: the run goes on."""
+        (self.output_dir / ENDED_EARLY).unlink(missing_ok=True)
+
+    @property
+    def ended_early_after(self) -> int | None:
+        """The step of that note; None without one, or if it is damaged: a run that is resumed writes it again."""
+        try:
+            return int(json.loads((self.output_dir / ENDED_EARLY).read_text(encoding="utf-8"))["step"])
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return None
+
     def set_aside(self) -> Path | None:
         """Move what an earlier run left here into ``earlier-1``, ``earlier-2``…; give that folder, None if none was."""
-        names = (METRICS, SAMPLES, TENSORBOARD, REPORT, CONFIG, run_header.FILE_NAME)
+        names = (METRICS, SAMPLES, TENSORBOARD, REPORT, CONFIG, ENDED_EARLY, run_header.FILE_NAME)
         present = [self.output_dir / name for name in names if (self.output_dir / name).exists()]
         if not present:
             return None

@@ -55,6 +55,7 @@ class Tracker:
         """Continue at ``step``: drop its rows and later ones, which the resumed run repeats."""
         assert not self._begun, "resume() comes before the first log()"
         self._files.drop_from(step)
+        self._files.forget_early_end()
         self._begin(resume_step=step)
 
     def _begin(self, resume_step: int | None = None) -> None:
@@ -77,6 +78,11 @@ class Tracker:
             self._try_wandb(partial(self._wandb.log, step, values))
         for sink in (*self._sinks, *self._further):
             sink.log(step, values)
+
+    def end_early(self, step: int) -> None:
+        """Note in the folder of the run that it has come to its end after ``step``, before the last of its steps."""
+        self._begin()
+        self._files.mark_ended_early(step)
 
     def watch(self, details: Details) -> None:
         """Show the progress of phases on a terminal; ``details`` has the function to ask in each."""

@@ -191,6 +191,7 @@ def test_a_run_whose_prompts_are_all_mastered_ends_with_what_is_due_after_the_la
     assert len(sides.of("evaluate")) == len(evaluated), "each once"
     assert sides.of("save") == {0: [], 2: [("save", 2)], 3: [("save", 2), ("save", 3)]}[done]
     assert len(sides.of("export_hf")) == max(1, len(sides.of("save")))
+    assert sides.of("save", "log", "end_early")[-1] == ("end_early", 2 * done), "when all else is there"
     assert f"the run ends after {done} of 5 iterations" in capsys.readouterr().out
 
 
@@ -305,4 +306,5 @@ def test_without_a_trainer_a_run_without_prompts_ends_too(monkeypatch, capsys):
     sides = Recorder()
     GenerationLoop(sides, sides, evaluation=EvaluationArguments(), steps_per_iteration=2, stop=StopRequests(60.0)).run()
     assert list(sides.rows) == [2]
+    assert sides.of("end_early") == [("end_early", 2)]
     assert "the run ends after 1 of 5 iterations" in capsys.readouterr().out

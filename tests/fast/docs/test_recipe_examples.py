@@ -24,6 +24,14 @@ case "$1" in
     *judge.py) echo http://127.0.0.1:9/v1 ;;
 esac
 """
+# The same, and it says what else it would run; with FAILS it fails to fine-tune.
+CALLS = """#!/bin/sh
+case "$*" in
+    *judge.py) echo http://127.0.0.1:9/v1 ;;
+    *) echo "call: $*" ;;
+esac
+case "$*" in *sft_loss*) exit "${FAILS:-0}" ;; esac
+"""
 HEADINGS = ["Equation", "Flags", "Measured", "A healthy run", "What is not seen here"]
 
 spec = importlib.util.spec_from_file_location("curves", EXAMPLES / "tasks" / "curves.py")
@@ -98,6 +106,49 @@ def test_run_is_explained(folder, outputs, capsys, monkeypatch):
         assert "\n  no effect" not in explanation([*words, "--explain"], capsys)
 
 
+def calls(folder, outputs, *arguments, **environment):
+    """Return how run.sh ended, and what it has run with the interpreter; the data of the tasks are there."""
+    (outputs / "tasks" / "model").mkdir(parents=True, exist_ok=True)
+    (outputs / "calls").write_text(CALLS)
+    (outputs / "calls").chmod(0o755)
+    environment = os.environ | {"PYTHON": str(outputs / "calls"), "OUTPUTS": str(outputs)} | environment
+    command = ["bash", EXAMPLES / folder / "run.sh", *arguments]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return ended, [line.removeprefix("call: ") for line in ended.stdout.splitlines() if line.startswith("call: ")]
+
+
+@pytest.mark.parametrize("flag", ["--explain", "--rehearse"])
+@pytest.mark.parametrize("name", [*(folder.name for folder in RECIPES), "agent_client"])
+def test_without_training_earlier_results_stay_and_nothing_is_fine_tuned(tmp_path, name, flag):
+    kept = [tmp_path / place / name / "metrics.jsonl" for place in (".", "smoke")]
+    for path in kept:
+        (path.parent / "data").mkdir(parents=True)
+        path.touch()
+    for smoke in ([], ["--smoke"]):
+        ended, started = calls(name, tmp_path, *smoke, flag)
+        assert ended.returncode == 0, ended.stderr
+        assert [call.split()[0] for call in started] == ["train.py"] and flag in started[0].split()
+        assert "sft_loss" not in started[0]
+    assert all(path.exists() for path in kept)
+
+
+def test_a_smoke_run_is_no_result_of_the_recipe(tmp_path):
+    """Opd takes the model that dapo has trained; a smoke run leaves an almost random one."""
+    (tmp_path / "dapo" / "hf").mkdir(parents=True)
+    smoke = calls("dapo", tmp_path, "--smoke")[1][0]
+    assert f"--save-hf {tmp_path}/smoke/dapo/hf" in smoke and (tmp_path / "dapo" / "hf").exists()
+    (tmp_path / "tasks" / "base").mkdir()
+    (tmp_path / "dapo" / "hf").rmdir()
+    trained = [call for call in calls("opd", tmp_path)[1] if call.startswith("train.py")]
+    assert f"--save-hf {tmp_path}/dapo/hf" in trained[0]
+    assert f"--opd-teacher-load {tmp_path}/dapo/hf" in trained[1]
+
+
+def test_a_failed_fine_tuning_ends_the_recipe(tmp_path):
+    ended, started = calls("grpo", tmp_path, FAILS="3")
+    assert ended.returncode == 3 and len(started) == 1
+
+
 @recipes
 def test_page_has_its_parts_and_the_figures_of_its_metrics(folder):
     page = (folder / "README.md").read_text(encoding="utf-8")
@@ -143,5 +194,5 @@ def test_two_iterations_run(folder, tmp_path):
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert re.search(rf"^{folder.name}: held-out accuracy \S+ -> \S+ in \d+ s$", ended.stdout, re.MULTILINE)
-    rows = [json.loads(line) for line in (tmp_path / folder.name / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "smoke" / folder.name / "metrics.jsonl").read_text().splitlines()]
     assert sum("rollout/reward" in row for row in rows) == 2

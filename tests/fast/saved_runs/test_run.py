@@ -22,6 +22,7 @@ from miles.input_error import InputError
 from miles.saved_runs.run import RunState, SavedRun, runs_below
 from miles.tracking.run_files import RunFiles
 from miles.tracking.run_header import RunHeader
+from miles.tracking.tracker import Tracker
 from miles.training.checkpoint_folder import publish, staging
 
 REPO = Path(__file__).parents[3]
@@ -69,6 +70,36 @@ def test_states(tmp_path):
         json.dumps({"host": os.uname().nodename, "pid": 2**22 + 1, "started": ""})
     )
     assert SavedRun(tmp_path / "ended").state is RunState.FAILED, "its launcher was killed"
+
+
+def test_a_run_without_prompts_has_finished_early_until_it_goes_on(tmp_path):
+    settings = write_run(tmp_path / "a", 3, saved=(2,))
+    RunFiles(tmp_path / "a").mark_ended_early(6)
+    assert SavedRun(tmp_path / "a").state is RunState.FAILED, "its last checkpoint is missing"
+    (staging(tmp_path / "a" / "checkpoints", 3) / "weights").write_text("whole")
+    publish(tmp_path / "a" / "checkpoints", 3)
+    assert SavedRun(tmp_path / "a").state is RunState.FINISHED
+    header = RunHeader.from_sections("miles", settings, "words", "formula", 10)
+    with Tracker(settings.tracking, header) as tracker:
+        tracker.resume(7)
+    assert SavedRun(tmp_path / "a").state is RunState.FAILED, "a resumed run has its steps before it"
+    with Tracker(settings.tracking, header) as tracker:
+        tracker.resume(5)
+        tracker.log(5, {"rollout/reward": 0.5})
+        tracker.log(6, {"rollout/reward": 0.5})
+        tracker.end_early(6)
+    assert SavedRun(tmp_path / "a").state is RunState.FINISHED
+    (tmp_path / "a" / "ended-early.json").write_text("{")
+    assert SavedRun(tmp_path / "a").state is RunState.FAILED
+    RunFiles(tmp_path / "a").set_aside()
+    assert not (tmp_path / "a" / "ended-early.json").exists(), "it belongs to the earlier run"
+
+
+def test_a_run_without_any_prompts_has_finished_without_a_checkpoint(tmp_path):
+    settings = settings_of(tmp_path / "a")
+    with Tracker(settings.tracking, RunHeader.from_sections("miles", settings, "words", "formula", 10)) as tracker:
+        tracker.end_early(0)
+    assert SavedRun(tmp_path / "a").state is RunState.FINISHED
 
 
 def test_a_checkpoint_is_named_by_its_optimizer_steps(tmp_path):

@@ -68,6 +68,18 @@ def test_a_joined_cluster_runs_one_at_a_time_unless_asked(settings: Settings) ->
     assert len(slots(3, joined, Machine((0, 1), 2, ()))) == 3
 
 
+def test_runs_with_the_same_engines_are_one_at_a_time(settings: Settings) -> None:
+    """Each would write its weights to the servers from which the others generate."""
+    external = replace(settings, sglang=replace(settings.sglang, rollout_external=True))
+    machine = Machine(tuple(range(8)), 8, ())
+    assert len(slots(None, [external] * 4, machine)) == len(slots(1, [external] * 4, machine)) == 1
+    with pytest.raises(FlagError, match="--jobs 2: all runs write their weights .*; give --jobs 1, or drop"):
+        slots(2, [external] * 4, machine)
+    assert len(slots(2, [external, settings], machine)) == 2, "only one of them has these engines"
+    given = replace(external, rollout=replace(external.rollout, debug_train_only=True))
+    assert len(slots(2, [given] * 4, machine)) == 2, "nothing is generated"
+
+
 def test_the_gpus_of_this_process_are_those_that_it_may_see(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()

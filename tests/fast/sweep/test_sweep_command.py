@@ -2,10 +2,13 @@
 
 import json
 import re
+import shlex
 import signal
 
 import pytest
+from sweep_files import write_sweep
 
+from miles.commands import sweep as sweep_command
 from miles.report.metrics_file import MetricsFile
 from miles.saved_runs.run import RunState, SavedRun
 
@@ -39,6 +42,20 @@ def test_two_variants_run_once_and_are_compared(sweep, tmp_path):
     again = sweep(two, "--jobs", 2)
     assert again.wait() == 0 and "2 finished before\n" in again.out, again.out + again.err
     assert [len(json.loads((run.folder / "sweep-run.json").read_text())["attempts"]) for run in runs.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("words", [[], ["--page-only"]], ids=["queue", "page"])
+def test_what_cannot_be_written_is_told_in_one_sentence(tmp_path, capsys, words):
+    """In a thread of the queue, and in the comparison at the end; a folder that is a file stands for a full disk."""
+    file, out = write_sweep(tmp_path), tmp_path / "out"
+    out.mkdir()
+    blocked = out / "table.json" if words else out / "run"
+    blocked.mkdir() if words else blocked.touch()
+    command = [str(file), "--out", str(out), *words]
+    assert sweep_command.main(command) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"miles sweep: error: --out {out}: cannot go on (") and told.count("\n") == 1
+    assert str(blocked) in told and f"miles sweep {shlex.join(command)} goes on" in told
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 from sweep_files import planned, write_run_of
 
 from miles.cluster.folders.folder_lock import locked_folders
+from miles.cluster.folders.run_identity import own_save_folder
 from miles.sweep.plan import PlannedRun
 from miles.sweep.swept_run import FILE_NAME, Attempt, Start, SweptRun
+from miles.tracking.run_files import RunFiles
 from miles.training.checkpoint_folder import publish, staging
 
 PROGRAM = [sys.executable, "-m", "miles", "train"]
@@ -39,6 +42,12 @@ def test_a_run_with_all_its_steps_is_finished(tmp_path: Path) -> None:
     assert run.is_finished and run.fraction() == 1.0 and run.fault() is None
 
 
+def test_a_run_that_ended_early_without_prompts_is_finished(tmp_path: Path) -> None:
+    run = write_run_of(one(tmp_path), steps=4)
+    RunFiles(run.folder).mark_ended_early(4)
+    assert run.is_finished and run.fault() is None
+
+
 def test_an_interrupted_run_without_checkpoint_starts_again(tmp_path: Path) -> None:
     run = write_run_of(one(tmp_path), steps=4)
     assert run.in_words() == "starts again, as it has no checkpoint" and run.fraction() == 0.4
@@ -57,6 +66,26 @@ def test_an_interrupted_run_resumes_from_its_newest_checkpoint(tmp_path: Path) -
     assert finished.start is Start.RESTARTS, "the last checkpoint is missing"
     save(finished.planned, 10)
     assert finished.is_finished
+
+
+def test_damaged_checkpoints_that_would_be_refused_at_each_start_are_told(tmp_path: Path) -> None:
+    """The run cannot resume from them, and miles train saves nothing beside checkpoints of another run."""
+    planned_run = one(tmp_path, save="x", save_interval="2")
+    run = write_run_of(planned_run, steps=5)
+    save(planned_run, 2)
+    save(planned_run, 4)
+    root = run.folder / "checkpoints"
+    (root / "iter_0000004" / "weights").write_text("")
+    assert run.fault() is None, "it resumes from the other one"
+    (root / "iter_0000002" / "weights").write_text("")
+    fault = run.fault() or ""
+    assert "no checkpoint is complete (iter_0000002, iter_0000004)" in fault and f"; remove {root} to" in fault
+    with pytest.raises(ValueError, match="holds checkpoints"):
+        own_save_folder(planned_run.settings.checkpoint)
+    (run.folder / "run.json").write_text("{")
+    assert f"remove {run.folder} to start it again" in (SweptRun(planned_run).fault() or "")
+    shutil.rmtree(root)
+    assert SweptRun(planned_run).fault() is None and SweptRun(planned_run).start is Start.RESTARTS
 
 
 def test_a_run_that_failed_before_its_first_step_starts_again(tmp_path: Path) -> None:
