@@ -44,6 +44,7 @@ def actor_of(backend, **checkpoint):
     coefficients = Coefficients(LOSS)
     trainer = SimpleNamespace(coefficients=coefficients, restore_coefficients=coefficients.restore)
     trainer.train = lambda shards, trains_policy: [{"train/loss": Metric(1.0)}, {"train/loss": Metric(2.0)}]
+    trainer.recorder = SimpleNamespace(read=dict)  # nothing is recorded
     actor.trainer = trainer
     return actor
 
@@ -71,6 +72,6 @@ def test_a_checkpoint_of_an_earlier_version_has_no_weights_that_adapt(tmp_path):
 @pytest.mark.parametrize("due", [False, True])
 def test_the_reference_follows_after_the_last_step_of_an_iteration(due):
     actor = actor_of(Backend())
-    steps = actor.train([], True, due)
+    steps = actor.train([], True, due).steps
     assert actor.backend.refreshed == due
     assert ["time/ref_update" in step for step in steps] == [False, due]
