@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from miles.arguments.rules.debug_modes import NOTHING_IS_GENERATED
 from miles.arguments.settings import Settings
 from miles.flags import Errors
 
@@ -17,6 +18,13 @@ def check_agents(settings: Settings, errors: Errors) -> None:
     errors.at_least(rollout, 1, "agent_concurrency")
     if command is None:
         errors.refuse_ignored(rollout, _OF_PROGRAMS, "without --agent-command", "add the command of a program")
+        return
+    if not settings.generates:
+        why, what_to_do = NOTHING_IS_GENERATED, "drop that switch"
+        if not rollout.debug_train_only:
+            why = "by a run that generates nothing: it reads its samples, and evaluates none"
+            what_to_do = "add --eval-prompt-data NAME SOURCE"
+        errors.refuse_ignored(rollout, ["agent_command"], why, what_to_do)
         return
     try:
         words = shlex.split(command)

@@ -8,6 +8,8 @@ from miles.arguments.validate import validate
 from miles.flags import FlagError
 
 NEEDED = ("--apply-chat-template", "--rollout-max-context-len", "4096")
+SAVED = ("--load-debug-rollout-data", "saved_{iteration}.jsonl")
+EVALUATED = ("--eval-prompt-data", "held", "reasoning_gym:products", "--eval-interval", "2")
 
 
 def read(command, agent, *flags):
@@ -19,6 +21,10 @@ def test_a_program_is_named_with_what_it_needs(command):
     rollout = found.settings.rollout
     assert (rollout.agent_command, rollout.agent_concurrency) == ("python agent.py --fast", 16)
     assert "each by a run of python agent.py --fast" in explain(found)
+
+
+def test_a_program_may_evaluate_a_run_that_reads_its_samples(command):
+    assert read(command, "agent", *NEEDED, *SAVED, *EVALUATED).settings.generates
 
 
 @pytest.mark.parametrize(
@@ -33,6 +39,9 @@ def test_a_program_is_named_with_what_it_needs(command):
         ("''", NEEDED, "names no program"),
         ("agent", NEEDED[1:], "add --apply-chat-template"),
         ("agent", NEEDED[:1], "add --rollout-max-context-len"),
+        ("agent", [*NEEDED, *SAVED], "--agent-command agent: would be ignored by a run that .* --eval-prompt-data"),
+        ("agent", [*NEEDED, "--loss-type", "sft_loss"], "--agent-command agent: would be ignored by a run that"),
+        ("agent", [*NEEDED, *SAVED, *EVALUATED, "--debug-train-only"], "--agent-command agent: .*--debug-train-only"),
     ],
 )
 def test_what_does_not_go_together_is_refused(command, agent, flags, fault):
