@@ -16,6 +16,7 @@ from pathlib import Path
 from miles.one_line import one_line
 from miles.rollout.agents.session import Session
 from miles.sample import Prompt
+from miles.secret_values import is_secret
 
 MAX_OUTPUT = 1 << 16  # bytes of either output that are kept, from its end
 SHOWN = 400  # characters of standard error in a message
@@ -56,8 +57,12 @@ def row_of(prompt: Prompt) -> str:
 
 
 def environment_of(url: str, key: str, model: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a program: ``given``, and where the API is. Proxies are not used for it."""
-    environment = {**given, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": model}
+    """Return the environment of a program: ``given`` without its credentials, and where the API is.
+
+    Proxies are not used for the API. Credentials are left out, since the program runs what a model writes.
+    """
+    public = {name: value for name, value in given.items() if not is_secret(name)}
+    environment = {**public, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": model}
     host = url.split("/")[2].split(":")[0]
     for name in ("NO_PROXY", "no_proxy"):
         environment[name] = ",".join(filter(None, [given.get(name, ""), host]))
