@@ -161,12 +161,16 @@ def get_group_generator(rollout: RolloutArguments) -> GroupGenerator:
         ValueError: The path cannot be imported.
     """
     path = rollout.custom_generate_function_path
-    return generate_group if path is None else partial(generate_trajectories, load_function(path, _FLAG), path)
+    return (
+        generate_group
+        if path is None
+        else partial(generate_trajectories, load_function(path, _FLAG), f"{_FLAG} {path}")
+    )
 
 
 async def generate_trajectories(
     function: GenerateFunction,
-    path: str,
+    origin: str,
     group: PromptGroup,
     engine: Engine,
     sampling: SamplingParams,
@@ -181,7 +185,7 @@ async def generate_trajectories(
     A function that takes one turn gives what ``generate_group`` gives: the first turn has the sample's own seed.
 
     Raises:
-        ValueError: The function returns something wrong; the message names ``path``.
+        ValueError: The function returns something wrong; the message begins with ``origin``, its flag and value.
         Exception: Whatever the function raises.
     """
     fit_context(sampling, group.prompt, max_context_len)  # refuses a prompt that leaves no room
@@ -196,31 +200,30 @@ async def generate_trajectories(
             lambda turn: response_seed(seed, "turn", turn) if turn else seed,
             max_context_len,
         )
-        return _checked(await function(trajectory), trajectory, path)
+        return _checked(await function(trajectory), trajectory, origin)
 
     made = await gather_or_cancel(make(k) for k in range(n_samples))
     return PromptGroup(group.group_index, group.prompt, [sample for samples in made for sample in samples])
 
 
-def _checked(answer: Any, trajectory: Trajectory, path: str) -> list[Sample]:
+def _checked(answer: Any, trajectory: Trajectory, origin: str) -> list[Sample]:
     own = trajectory.sample
     samples = [own] if answer is None else answer
     if not isinstance(samples, Sequence) or not samples or not all(isinstance(s, Sample) for s in samples):
         raise ValueError(
-            f"{_FLAG} {path}: it returned {answer!r:.80} for {own.prompt.source}; return None for the trajectory's own "
+            f"{origin}: it returned {answer!r:.80} for {own.prompt.source}; return None for the trajectory's own "
             f"sample, or a list of one or more samples"
         )
     for sample in samples:
         if (sample.group_index, sample.trajectory_id) != (own.group_index, own.trajectory_id):
             raise ValueError(
-                f"{_FLAG} {path}: a sample of {own.prompt.source} has group {sample.group_index} and trajectory_id "
+                f"{origin}: a sample of {own.prompt.source} has group {sample.group_index} and trajectory_id "
                 f"{sample.trajectory_id}, but its trajectory has group {own.group_index} and trajectory_id "
                 f"{own.trajectory_id}; make further samples with dataclasses.replace(trajectory.sample, ...)"
             )
         if not sample.response_ids and sample.status is not SampleStatus.ABORTED:
             raise ValueError(
-                f"{_FLAG} {path}: a sample of {own.prompt.source} has no response; call trajectory.generate() at least "
-                f"once"
+                f"{origin}: a sample of {own.prompt.source} has no response; call trajectory.generate() at least once"
             )
         sample.check()
     return list(samples)

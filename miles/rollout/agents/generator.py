@@ -8,6 +8,7 @@ import shlex
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from miles.arguments.settings import Settings
@@ -16,12 +17,12 @@ from miles.engine.base import Engine, SamplingParams
 from miles.flags import json_object
 from miles.input_error import InputError
 from miles.rollout.agents.chat_format import ChatFormat
-from miles.rollout.agents.program import environment_of, row_of, run_program
+from miles.rollout.agents.program import ProgramEnd, environment_of, row_of, run_program
 from miles.rollout.agents.server import MODEL, SessionServer
 from miles.rollout.agents.session import Session
 from miles.rollout.groups import GroupGenerator, SeedOf
 from miles.rollout.trajectory import Trajectory, generate_trajectories, get_group_generator
-from miles.sample import PromptGroup, Sample
+from miles.sample import PromptGroup, Sample, SampleStatus
 
 
 class AgentGenerator:
@@ -48,6 +49,7 @@ class AgentGenerator:
         self._places = asyncio.Semaphore(rollout.agent_concurrency)
         self._starting = asyncio.Lock()
         self._server: SessionServer | None = None
+        self._closed = False
         self._chat: ChatFormat | None = None
         self._running = 0
         self._nothing_runs = asyncio.Event()
@@ -73,7 +75,7 @@ class AgentGenerator:
         """
         return await generate_trajectories(
             self._run,
-            "",
+            f"--agent-command {shlex.join(self._command)}",
             group,
             engine,
             sampling,
@@ -84,13 +86,18 @@ class AgentGenerator:
         )
 
     async def close(self) -> None:
-        """End the programs, and stop the server. No call may follow."""
-        if self._server is not None:
-            await self._server.close()
+        """End the programs, and stop the server. No further program starts: what waits for one is ``ABORTED``."""
+        self._closed = True
+        async with self._starting:  # a server that is starting is stopped as well
+            if self._server is not None:
+                await self._server.close()
         await self._nothing_runs.wait()
 
-    async def _started(self) -> SessionServer:
+    async def _started(self) -> SessionServer | None:
+        """Return the server, which the first call starts; None after ``close``."""
         async with self._starting:
+            if self._closed:
+                return None
             if self._server is None:
                 self._server = await SessionServer.start()
             return self._server
@@ -113,6 +120,8 @@ class AgentGenerator:
             self._chat = ChatFormat(trajectory.tokenizer, self._template_kwargs)
         async with self._places:
             server = await self._started()
+            if server is None:
+                return [replace(trajectory.sample, status=SampleStatus.ABORTED)]
             session = Session(trajectory, self._chat, takes_stop_texts=self._takes_stop_texts)
             async with server.serving(session) as key, self._counted():
                 environment = environment_of(server.url, key, MODEL, os.environ)
@@ -121,17 +130,28 @@ class AgentGenerator:
                 aborted = session.ended.is_set()
         if session.error is not None:
             raise session.error
-        failure = ""
-        if not aborted and end.status is None:
-            failure = (
-                f"took more than {self._seconds:g} s by itself (--agent-timeout); its standard error ends with "
-                f"{end.errors!r}"
-            )
-        elif not aborted and not session.refused_for_room:  # that is the model's length, not the program's fault
-            failure = end.fault
-            if not failure and not session.has_answered:
-                failure = f"made no call that was answered; its standard error ends with {end.errors!r}"
+        failure = "" if aborted else self._failure(session, end)
         return session.samples(end.last_line or session.last_message, failure)
+
+    def _failure(self, session: Session, end: ProgramEnd) -> str:
+        """Return what is wrong with a trajectory whose program has ended or was killed for its time; empty if nothing.
+
+        However a program ends after its conversation has become too long, that is the model's length and not the
+        program's fault. Without any answer there is nothing to score.
+        """
+        errors = f"its standard error ends with {end.errors!r}"
+        if session.refused_for_room:
+            if session.has_answered:
+                return ""
+            return (
+                "made no call that was answered: the messages leave no room for an answer "
+                f"(--rollout-max-context-len); {errors}"
+            )
+        if end.status is None:
+            return f"took more than {self._seconds:g} s by itself (--agent-timeout); {errors}"
+        if end.status == 0 and not session.has_answered:
+            return f"made no call that was answered; {errors}"
+        return end.fault
 
 
 @asynccontextmanager

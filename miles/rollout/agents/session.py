@@ -167,6 +167,8 @@ class Session:
     def samples(self, response: str, failure: str = "") -> list[Sample]:
         """Return the samples of the trajectory, in the order of their first calls.
 
+        If no call was answered, it is one ``ABORTED`` sample without a response.
+
         Args:
             response: The trajectory's answer, which rewards see of each of them.
             failure: Why the program failed, if it did.
@@ -174,7 +176,7 @@ class Session:
         found = [sample for _, sample in sorted(self._samples, key=lambda entry: entry[0])]
         if not found:
             found = [replace(self._trajectory.sample, status=SampleStatus.ABORTED)]
-        if self.refused_for_room:
+        elif self.refused_for_room:
             found[-1].status = SampleStatus.TRUNCATED
         for sample in found:
             sample.response = response

@@ -34,7 +34,7 @@ async def generate(engine, function, max_new=20, n_samples=3, **options):
     group = PromptGroup(5, PROMPT)
     return await generate_trajectories(
         function,
-        "mine:generate",
+        "--custom-generate-function-path mine:generate",
         group,
         engine,
         SamplingParams(max_new),

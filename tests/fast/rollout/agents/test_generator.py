@@ -1,6 +1,7 @@
 """Programs run for trajectories: what they are given, what becomes of them, and how they fail."""
 
 import asyncio
+import json
 import os
 import shlex
 import sys
@@ -24,15 +25,20 @@ from miles.sample import Prompt, PromptGroup, SampleStatus
 
 # What all programs share. It knows nothing of miles: OpenAI's API, the environment and standard input.
 CLIENT = """
-import json, os, sys, urllib.request
+import http.client, json, os, sys
 
 row = json.load(sys.stdin)
 
 def chat(messages):
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
     body = json.dumps({"model": "gpt-4o", "messages": messages}).encode()
-    call = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-    return json.load(urllib.request.urlopen(call))["choices"][0]["message"]
+    host, _, path = os.environ["OPENAI_BASE_URL"].partition("://")[2].partition("/")
+    connection = http.client.HTTPConnection(host)
+    connection.request("POST", f"/{path}/chat/completions", body, headers)
+    response = connection.getresponse()
+    answer = json.load(response)
+    assert response.status == 200, answer
+    return answer["choices"][0]["message"]
 """
 TWO_TURNS = """
 messages = [{"role": "user", "content": row["input"]}]
@@ -40,6 +46,10 @@ messages += [chat(messages), {"role": "user", "content": "ab"}]
 chat(messages)
 print("noise\\n\\nanswer to " + row["input"] + " " + row["label"] + " " + str(row["metadata"]["n"]) + "\\n")
 """
+
+
+# Without the packages of this environment, which a program starts faster without.
+PYTHON = (sys.executable, "-I", "-S")
 
 
 @pytest.fixture
@@ -50,7 +60,7 @@ def agents(tmp_path):
     def make(source, **flags):
         path = tmp_path / f"agent_{len(made)}.py"
         path.write_text(CLIENT + source)
-        command = shlex.join([sys.executable, str(path)])
+        command = shlex.join([*PYTHON, str(path)])
         settings = Settings()
         made.append(
             AgentGenerator(replace(settings, rollout=replace(settings.rollout, agent_command=command, **flags)))
@@ -160,6 +170,63 @@ async def test_a_program_that_runs_out_of_room_is_a_truncated_answer(agents, ran
     )
     group = await generate(agents(endless), random_engine(), chat_tokenizer, max_new=200)
     assert {(s.status, s.failure) for s in group.samples} == {(SampleStatus.TRUNCATED, "")}
+
+
+async def test_a_program_that_hangs_without_room_is_a_truncated_answer(agents, random_engine, chat_tokenizer):
+    source = """
+messages = [{"role": "user", "content": "abcd"}]
+messages += [chat(messages), {"role": "user", "content": "abcd" * 1000}]
+try:
+    chat(messages)
+except AssertionError:
+    import threading; threading.Event().wait()
+"""
+    group = await generate(agents(source, agent_timeout=0.5), random_engine(), chat_tokenizer, n_samples=1)
+    [sample] = group.samples
+    assert (sample.status, sample.failure) == (SampleStatus.TRUNCATED, "") and sample.response_ids
+
+
+@pytest.mark.parametrize("ending", ["chat(call)", "\ntry: chat(call)\nexcept AssertionError: print('too long')"])
+async def test_a_first_call_without_room_fails_and_can_be_dropped(agents, random_engine, chat_tokenizer, ending):
+    source = f"call = [{{'role': 'user', 'content': 'abcd' * 1000}}]; {ending}"
+    group = await generate(agents(source), random_engine(), chat_tokenizer, n_samples=1)
+
+    async def reward(samples):
+        raise AssertionError("it is not called with them")
+
+    with pytest.raises(RewardError, match=r"--agent-command made no call .* \(--rollout-max-context-len\)"):
+        await score(group.samples, reward, None)
+    assert await score(group.samples, reward, None, drop=True) == 1 and group.samples[0].reward is None
+
+
+async def test_no_program_starts_after_the_close(agents, random_engine, chat_tokenizer, tmp_path):
+    started = tmp_path / "started"
+    source = f"open({str(started)!r}, 'a').write('x')\nchat([{{'role': 'user', 'content': 'x'}}])"
+    made, engine, asked = agents(source, agent_concurrency=1), random_engine(), asyncio.Event()
+
+    async def wait(request):
+        asked.set()
+        await asyncio.Event().wait()
+
+    engine.generate = wait
+    task = asyncio.ensure_future(generate(made, engine, chat_tokenizer, n_samples=3))
+    await asyncio.wait_for(asked.wait(), 120)
+    await made.close()
+    group = await task
+    assert started.read_text() == "x"
+    assert [(s.status, s.failure) for s in group.samples] == [(SampleStatus.ABORTED, "")] * 3
+
+
+async def test_a_program_has_the_environment_without_credentials(agents, random_engine, chat_tokenizer, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "not for programs")
+    monkeypatch.setenv("OPENAI_API_KEY", "not for programs")
+    monkeypatch.setenv("HF_TOKEN", "not for programs")
+    monkeypatch.setenv("PLACE", "here")
+    source = "chat([{'role': 'user', 'content': 'x'}]); print(json.dumps(dict(os.environ)))"
+    group = await generate(agents(source), random_engine(), chat_tokenizer, n_samples=1)
+    found = json.loads(group.samples[0].response)
+    assert found["PLACE"] == "here" and found["OPENAI_API_KEY"].startswith("sk-")
+    assert "not for programs" not in found.values()
 
 
 HANGS = """

@@ -81,7 +81,7 @@ def spans(sample):
     return found if start is None else [*found, (start, len(sample.loss_mask))]
 
 
-@settings(max_examples=120)
+@settings(max_examples=30)
 @given(steps=STEPS, seed=st.integers(0, 100))
 def test_every_sampled_token_is_trained_once_behind_what_the_model_has_read(random_engine, new_trajectory, steps, seed):
     engine = random_engine(seed)
@@ -113,7 +113,7 @@ def test_every_sampled_token_is_trained_once_behind_what_the_model_has_read(rand
     assert sorted(found) == list(range(len(engine.answers)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=15)
 @given(steps=STEPS)
 def test_a_call_continues_the_sample_of_an_answer_that_nothing_continues_yet(random_engine, new_trajectory, steps):
     """The oracle knows texts only: a call extends the longest earlier conversation that it begins with."""
@@ -133,7 +133,7 @@ def test_a_call_continues_the_sample_of_an_answer_that_nothing_continues_yet(ran
     assert len(session.samples("")) == samples
 
 
-@settings(max_examples=60)
+@settings(max_examples=15)
 @given(steps=STEPS, seed=st.integers(0, 100))
 def test_the_model_reads_what_the_template_writes(random_engine, new_trajectory, chat_tokenizer, steps, seed):
     """For answers whose text has one spelling in tokens, the request is the rendered conversation, also after a cut."""
@@ -260,6 +260,15 @@ async def test_a_conversation_without_room_is_refused_and_can_be_compacted(
         assert len(sample.response_ids) <= max_new and len(sample.tokens) <= max_context
     await session.answer(request([USER]))
     assert not session.refused_for_room
+
+
+async def test_a_first_call_without_room_leaves_an_empty_aborted_sample(random_engine, new_trajectory):
+    session = session_of(new_trajectory(random_engine(), max_context=5))
+    with pytest.raises(ApiError, match="--rollout-max-context-len"):
+        await session.answer(request([USER]))
+    [sample] = session.samples("")
+    assert session.refused_for_room and not session.has_answered
+    assert (sample.status, sample.response_ids) == (SampleStatus.ABORTED, [])
 
 
 async def test_an_aborted_answer_ends_the_session(random_engine, new_trajectory):
