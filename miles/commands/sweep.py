@@ -1,7 +1,7 @@
 """Run variants times seeds as independent training runs, and compare them.
 
 FILE says what is run (docs/sweep.md). Each run is a miles train in a process and a folder of its own. The same command
-goes on after an interruption: finished runs are kept, others resume from their last checkpoint or start again. Exit
+continues after an interruption: finished runs are kept, others resume from their last checkpoint or start again. Exit
 status 0: all runs are finished; 1: some failed twice, or a file could not be written; 2: wrong flags, and nothing was
 started; 128 + N: stopped by signal N.
 """
@@ -103,7 +103,7 @@ def _run(definition: Definition, runs: Sequence[SweptRun], places: list[Slot], o
 
 
 def _stopped_by(error: OSError, out: Path, command: Sequence[str]) -> int:
-    """Say why a file of the sweep could not be written or read, as on a full disk, and how to go on; return the status.
+    """Say why a file of the sweep could not be written or read, as on a full disk, and how to continue; return the status.
 
     Raises:
         BrokenPipeError: It was the output of this command, which nobody reads any more.
@@ -111,8 +111,8 @@ def _stopped_by(error: OSError, out: Path, command: Sequence[str]) -> int:
     if isinstance(error, BrokenPipeError):
         raise error
     where = "" if error.filename is None else f" at {error.filename}"
-    why = f"--out {out}: cannot go on ({error.strerror or error}{where})"
-    print(f"miles sweep: error: {why}; correct that, and {shlex.join(command)} goes on", file=sys.stderr)
+    why = f"--out {out}: cannot continue ({error.strerror or error}{where})"
+    print(f"miles sweep: error: {why}; correct that, and {shlex.join(command)} continues", file=sys.stderr)
     return 1
 
 

@@ -155,12 +155,12 @@ class SweepProgress:
 
 
 def summary(ended: Ended, unfinished: int, again: str) -> str:
-    """Return the last lines: what failed, and how to go on.
+    """Return the last lines: what failed, and how to continue.
 
     Args:
         ended: How the queue ended.
         unfinished: Runs that are not finished.
-        again: The command that goes on.
+        again: The command that continues.
     """
     lines = []
     if ended.failed:
@@ -169,7 +169,7 @@ def summary(ended: Ended, unfinished: int, again: str) -> str:
             lines.append(f"  {run.name}: {_how(attempt.status)}: {attempt.last_line} ({run.log})")
     if unfinished:
         runs = "1 run is" if unfinished == 1 else f"{unfinished} runs are"
-        lines.append(f"{runs} not finished; {again} goes on, and runs nothing again that is finished")
+        lines.append(f"{runs} not finished; {again} continues, and runs nothing again that is finished")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""A run of a sweep on disk: whether it is finished, how it goes on, and the attempts that were made."""
+"""A run of a sweep on disk: whether it is finished, how it continues, and the attempts that were made."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class SweptRun:
         return 0.0 if saved is None else saved.steps / max(saved.header.total_steps, 1)
 
     def _checkpoint(self) -> int | None:
-        """Return the iterations before the checkpoint that the run would go on from."""
+        """Return the iterations before the checkpoint that the run would continue from."""
         saved = self._run_on_disk()
         if saved is None or self.planned.resuming is None:
             return None

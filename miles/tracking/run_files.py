@@ -133,7 +133,7 @@ class RunFiles:
         new.replace(self.output_dir / ENDED_EARLY)
 
     def forget_early_end(self) -> None:
-        """Remove that note: the run goes on."""
+        """Remove that note: the run continues."""
         (self.output_dir / ENDED_EARLY).unlink(missing_ok=True)
 
     @property

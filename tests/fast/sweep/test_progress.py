@@ -118,6 +118,6 @@ def test_the_last_lines_say_what_failed_and_how_to_go_on(tmp_path: Path) -> None
     assert said.splitlines() == [
         "1 run failed:",
         f"  run seed 1: failed with status 3: gold ({run.log})",
-        "2 runs are not finished; miles sweep x.yaml goes on, and runs nothing again that is finished",
+        "2 runs are not finished; miles sweep x.yaml continues, and runs nothing again that is finished",
     ]
     assert summary(Ended(), 0, "miles sweep x.yaml") == ""

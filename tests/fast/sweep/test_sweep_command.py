@@ -54,13 +54,13 @@ def test_what_cannot_be_written_is_told_in_one_sentence(tmp_path, capsys, words)
     command = [str(file), "--out", str(out), *words]
     assert sweep_command.main(command) == 1
     told = capsys.readouterr().err
-    assert told.startswith(f"miles sweep: error: --out {out}: cannot go on (") and told.count("\n") == 1
-    assert str(blocked) in told and f"miles sweep {shlex.join(command)} goes on" in told
+    assert told.startswith(f"miles sweep: error: --out {out}: cannot continue (") and told.count("\n") == 1
+    assert str(blocked) in told and f"miles sweep {shlex.join(command)} continues" in told
 
 
 @pytest.mark.slow
 def test_an_interrupted_sweep_goes_on_to_the_same_result(sweep, tmp_path, workplace):
-    """One run is stopped while it generates: it saves, the sweep says how to go on, and its metrics are as without."""
+    """One run is stopped while it generates: it saves, the sweep says how to continue, and its metrics are as without."""
     definition = {"variants": {"a": {}, "b": {"lr": "1e-4"}}, "seeds": [1]}
     saving = {
         **definition,
@@ -72,7 +72,7 @@ def test_an_interrupted_sweep_goes_on_to_the_same_result(sweep, tmp_path, workpl
     first.interrupt()
     assert first.wait() == 128 + signal.SIGINT, first.out + first.err
     assert "SIGINT: stopping; waiting for 1 run" in first.out
-    assert re.search(r"2 runs are not finished; miles sweep \S*sweep.yaml .* goes on", first.err)
+    assert re.search(r"2 runs are not finished; miles sweep \S*sweep.yaml .* continues", first.err)
     assert first.none_left() and not (tmp_path / "out" / "b").exists()
     second = sweep(saving, "--jobs", 1)
     assert second.wait() == 0, second.out + second.err
