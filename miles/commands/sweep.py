@@ -103,7 +103,7 @@ def _run(definition: Definition, runs: Sequence[SweptRun], places: list[Slot], o
 
 
 def _stopped_by(error: OSError, out: Path, command: Sequence[str]) -> int:
-    """Say why a file of the sweep could not be written or read, as on a full disk, and how to continue; return the status.
+    """Say why a file of the sweep cannot be used, as on a full disk, and how to continue; return the status.
 
     Raises:
         BrokenPipeError: It was the output of this command, which nobody reads any more.

@@ -60,7 +60,7 @@ def test_what_cannot_be_written_is_told_in_one_sentence(tmp_path, capsys, words)
 
 @pytest.mark.slow
 def test_an_interrupted_sweep_goes_on_to_the_same_result(sweep, tmp_path, workplace):
-    """One run is stopped while it generates: it saves, the sweep says how to continue, and its metrics are as without."""
+    """A run is stopped while it generates: it saves, the sweep says how to continue, and its metrics are as without."""
     definition = {"variants": {"a": {}, "b": {"lr": "1e-4"}}, "seeds": [1]}
     saving = {
         **definition,
