@@ -136,10 +136,15 @@ class TrainingLoop:
         """End a run whose prompts are all left out after ``done`` iterations: do what is due after the last one."""
         print(no_prompts_left(done, self.rollout.num_iterations))
         with self.stop.finish_first():
+            best = None
             if done and self.evaluation.has_sets and not self.is_due(self.evaluation.eval_interval, done):
-                self.tracker.log(done * self.steps_per_iteration, self.evaluate())
-            if self.checkpoint.save is not None and done > self.run_checkpoints.last_saved:
-                self.save(done, exports=self.checkpoint.save_hf is not None)
+                metrics = self.evaluate()
+                self.tracker.log(done * self.steps_per_iteration, metrics)
+                best = self.run_checkpoints.best_with(metrics, done, due=True)
+            # One that is there already is written again if it turns out to be the best: saving notes it.
+            if self.checkpoint.save is not None and (done > self.run_checkpoints.last_saved or best is not None):
+                exports = self.checkpoint.save_hf is not None and self.run_checkpoints.last_exported != done
+                self.save(done, exports, best)
             self.tracker.end_early(done * self.steps_per_iteration)
 
     def generate(self, iteration: int) -> GeneratedIteration | None:

@@ -116,7 +116,7 @@ def without_effect(settings: Settings) -> list[str]:
 def _files(settings: Settings) -> list[str]:
     return [
         *explain_tracking(settings.tracking),
-        *explain_profiling(settings.profiling, settings.tracking.output_dir),
+        *explain_profiling(settings.profiling, settings.tracking.output_dir, settings.rollout.num_rollout),
         *explain_checkpoint(settings.checkpoint),
         *explain_saved_samples(settings.rollout),
     ]

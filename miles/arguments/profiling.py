@@ -63,6 +63,9 @@ def check_profiling(profiling: ProfilingArguments, num_iterations: int | None, w
     if num_iterations is not None and start >= num_iterations:
         rule = f"the run has {count(num_iterations, 'iteration')}, counted from 0, so nothing would be recorded"
         errors.refuse("profile_step_start", start, rule, f"give at most {num_iterations - 1}")
+    elif num_iterations is not None and end is not None and end > num_iterations:
+        rule = f"the run has {count(num_iterations, 'iteration')}, counted from 0"
+        errors.refuse("profile_step_end", end, rule, f"give at most {num_iterations}")
     wrong = [rank for rank in profiling.profile_ranks or () if not 0 <= rank < world_size]
     if wrong:
         rule = f"the run has {count(world_size, 'trainer rank')}, counted from 0"
@@ -77,9 +80,10 @@ def unused_in_profiling(profiling: ProfilingArguments) -> Iterator[str]:
         yield "--profile-step-start, --profile-step-end, --profile-ranks: nothing is recorded without --profile"
 
 
-def explain_profiling(profiling: ProfilingArguments, output_dir: str) -> Iterator[str]:
-    """List what is written."""
+def explain_profiling(profiling: ProfilingArguments, output_dir: str, num_iterations: int | None) -> Iterator[str]:
+    """List what is written, by a run of so many iterations (None: not known yet) that starts at its first one."""
     if profiling.is_on:
         first, last = profiling.iterations[0], profiling.iterations[-1]
         which = f"iteration {first}" if first == last else f"iterations {first} to {last}"
-        yield f"{output_dir}/{FOLDER}: a trace and a table of {which}"
+        unsure = ", if the run has so many" if num_iterations is None else ""
+        yield f"{output_dir}/{FOLDER}: a trace and a table of {which}{unsure}"

@@ -44,6 +44,7 @@ class IterationProfiler:
         self._rollout = rollout
         self._workers = workers
         self._loop = LoopPhases()
+        self._has_begun = False
 
     def phase(self, name: str | None) -> None:
         """Note the phase of the loop."""
@@ -51,7 +52,13 @@ class IterationProfiler:
         self.on_phase(name)
 
     def iteration(self, number: int) -> AbstractContextManager[None]:
-        """Record the block if the flags name the iteration."""
+        """Record the block if the flags name the iteration.
+
+        A run that resumes after those iterations says so, unless an earlier attempt has recorded them.
+        """
+        if not self._has_begun:
+            self._has_begun = True
+            self._note_missed(number)
         return self._recorded(number) if number in self._profiling.iterations else nullcontext()
 
     @contextmanager
@@ -66,6 +73,17 @@ class IterationProfiler:
         pairs = zip(actors, traces, strict=True)
         processes = [self._by_own_clock(actor, trace) for actor, trace in pairs if trace is not None]
         self._write(number, loop, [process.within(loop) for process in processes])
+
+    def _note_missed(self, first: int) -> None:
+        """Name the iterations that are done before the first one of this process and were never recorded."""
+        missed = [each for each in self._profiling.iterations if each < first and not self._trace(each).is_file()]
+        if missed:
+            which = f"iteration {missed[0]}" if len(missed) == 1 else f"iterations {missed[0]} to {missed[-1]}"
+            print(
+                f"note: --profile: the run continues with iteration {first}, so {which} cannot be recorded; give "
+                f"--profile-step-start {first} or more",
+                flush=True,
+            )
 
     @property
     def _actors(self) -> list[Any]:
@@ -83,9 +101,12 @@ class IterationProfiler:
             readings.append((before, there, time.time_ns()))
         return trace.shifted(-clock_offset(readings))
 
+    def _trace(self, number: int) -> Path:
+        return self._folder / f"iteration_{number}.json.gz"
+
     def _write(self, number: int, loop: ProcessTrace, processes: list[ProcessTrace]) -> None:
         """Write both files. A full disk does not end the run."""
-        trace = self._folder / f"iteration_{number}.json.gz"
+        trace = self._trace(number)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_trace(trace, [loop, *processes])

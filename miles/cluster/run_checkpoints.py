@@ -42,7 +42,7 @@ class RunCheckpoints:
         if given.save is None or given.save_best is None:
             return None
         if self.best is None:
-            self.best = BestSoFar(given.save_best, Path(given.save), done - 1)
+            self.best = BestSoFar(given.save_best, Path(given.save), self.last_saved)
         return self.best.improved_by(metrics, done, due)
 
     def save(self, done: int, best: BestCheckpoint | None = None) -> None:

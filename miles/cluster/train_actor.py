@@ -342,7 +342,7 @@ class TrainActor:
 
     def save(self, folder: Path, state: dict[str, Any]) -> dict[str, FileRecord]:
         """Write this rank's part of a checkpoint; returns size and hash of its files."""
-        self.backend.save(folder, state | {"coefficients": self.trainer.coefficients.state()})
+        self.backend.save(folder, self._state_with(state))
         return hash_files_of_rank(folder, self.rank)
 
     def stage(self, folder: Path, state: dict[str, Any]) -> None:
@@ -350,7 +350,7 @@ class TrainActor:
         from miles.training.checkpoint_io import StagedFiles
 
         staged = StagedFiles()
-        self.backend.save(folder, state, staged)
+        self.backend.save(folder, self._state_with(state), staged)
 
         def write() -> dict[str, FileRecord]:
             staged.write()
@@ -359,6 +359,10 @@ class TrainActor:
         pool = ThreadPoolExecutor(1, thread_name_prefix="write-checkpoint")
         self._written = pool.submit(write)
         pool.shutdown(wait=False)
+
+    def _state_with(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the launcher's state with what this rank keeps beside its backend."""
+        return state | {"coefficients": self.trainer.coefficients.state()}
 
     @ray.method(concurrency_group=SAVING)
     def written(self) -> dict[str, FileRecord]:

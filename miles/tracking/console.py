@@ -192,7 +192,7 @@ class ConsoleSink:
     def watch(self, details: Details) -> None:
         """Show the progress of each phase in the bar from now on. Without a terminal nothing is asked."""
         if self._progress is not None:
-            self._details = PhaseProgress(details, self._describe)
+            self._details = PhaseProgress(details, self._describe, self.note)
 
     def _describe(self, text: str) -> None:
         assert self._progress is not None

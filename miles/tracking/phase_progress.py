@@ -9,6 +9,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.status import Status
 
+from miles.one_line import one_line
+
 SECONDS = 1.0  # between two questions
 
 Details = Mapping[str, Callable[[], str | None]]  # by phase; None: not known
@@ -20,12 +22,17 @@ class PhaseProgress:
     Args:
         details: The function to ask in each phase. It must return soon.
         show: Shows the phase and the answer.
+        note: Prints a sentence, once per phase whose question has failed. The run goes on, and so do the questions.
         seconds: The time between two questions.
     """
 
-    def __init__(self, details: Details, show: Callable[[str], None], seconds: float = SECONDS) -> None:
+    def __init__(
+        self, details: Details, show: Callable[[str], None], note: Callable[[str], None], seconds: float = SECONDS
+    ) -> None:
         self._details = details
         self._show = show
+        self._note = note
+        self._noted: set[str] = set()  # phases
         self._seconds = seconds
         self._phase: str | None = None
         self._ended = threading.Event()
@@ -45,9 +52,19 @@ class PhaseProgress:
         while not self._ended.wait(self._seconds):
             phase = self._phase
             if phase is not None and phase in self._details:
-                answer = self._details[phase]()
+                answer = self._ask(phase)
                 if answer is not None and phase == self._phase:
                     self._show(f"{phase}  {answer}")
+
+    def _ask(self, phase: str) -> str | None:
+        try:
+            return self._details[phase]()
+        except Exception as error:  # whatever it is, the work itself reports it
+            if phase not in self._noted:
+                self._noted.add(phase)
+                reason = one_line(f"{type(error).__name__}: {error}", 200)
+                self._note(f"note: how far {phase} is cannot be shown ({reason})")
+            return None
 
 
 class Loading:

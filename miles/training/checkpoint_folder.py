@@ -106,9 +106,10 @@ def bytes_being_written(root: Path) -> int | None:
     """Return the bytes of the next checkpoint in ``root`` that are written so far; None if none is being written."""
     found = None
     for folder in root.glob(".writing_iter_*"):
-        for path in folder.rglob("*"):
-            with suppress(FileNotFoundError):  # renamed meanwhile: it is complete
-                found = (found or 0) + path.stat().st_size * path.is_file()
+        with suppress(FileNotFoundError):  # the folder was renamed meanwhile: it is complete
+            for path in folder.rglob("*"):
+                with suppress(FileNotFoundError):  # only this file was renamed
+                    found = (found or 0) + path.stat().st_size * path.is_file()
     return found
 
 

@@ -8,6 +8,7 @@ import pytest
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.cluster import Offload
 from miles.arguments.evaluation import EvaluationArguments
+from miles.cluster.folders.best_checkpoint import BestCheckpoint
 from miles.cluster.stop_requests import StopRequested, StopRequests
 from miles.cluster.train_actor import TrainedIteration
 from miles.generation_loop import GenerationLoop
@@ -193,6 +194,26 @@ def test_a_run_whose_prompts_are_all_mastered_ends_with_what_is_due_after_the_la
     assert len(sides.of("export_hf")) == max(1, len(sides.of("save")))
     assert sides.of("save", "log", "end_early")[-1] == ("end_early", 2 * done), "when all else is there"
     assert f"the run ends after {done} of 5 iterations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("interval", "saved"), [(None, [2, 3]), (3, [2, 3, 3])])
+def test_the_last_evaluation_of_a_run_that_ends_early_may_be_the_best(monkeypatch, run, tmp_path, interval, saved):
+    accuracies = iter([0.0, 0.5, 0.7])  # before the first iteration, and after 2 and 3
+    monkeypatch.setattr(Recorder, "prompts_for", 3)
+    monkeypatch.setattr(Recorder, "evaluate", lambda self: {"eval/held_out": Metric(next(accuracies))})
+    sides = run(save=str(tmp_path), save_interval=interval, save_best="eval/held_out")
+    assert sides.of("save") == [("save", done) for done in saved]
+    best = sides.saved_bests[-1]
+    assert (best.iterations, best.value, best.due) == (3, 0.7, True)
+
+
+def test_a_resumed_run_without_prompts_counts_the_checkpoint_that_it_resumed_from(monkeypatch, run, tmp_path):
+    (tmp_path / "iter_0000003").mkdir()
+    BestCheckpoint("eval/held_out", "max", 0.7, 3, True).save(tmp_path)
+    monkeypatch.setattr(Recorder, "prompts_for", 3)
+    monkeypatch.setattr(Recorder, "evaluate", lambda self: {"eval/held_out": Metric(0.6)})
+    earlier = {"rollouts_done": 3, "prompts": {}}
+    assert run(resume_from=earlier, save=str(tmp_path), save_best="eval/held_out").of("save") == []
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """The best checkpoint of a run by a metric (``--save-best``): ``best.json`` in the folder of ``--save`` names it.
 
 It is a checkpoint beside the others, and stays until a better one is complete. The file is replaced after that, so it
-never names a checkpoint that is still being written.
+never names a checkpoint that is still being written. What happens to the one before is for the flags that prune
+(training/checkpoint_pruning.py) if they are given; without them it goes unless it was due anyway.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ class BestCheckpoint:
     def name(self) -> str:
         """The name of its folder."""
         return f"iter_{self.iterations:07d}"
+
+    def is_by_metric_of(self, other: BestCheckpoint) -> bool:
+        """Return whether both are the best by the same metric, so that their values can be compared."""
+        return (self.metric, self.mode) == (other.metric, other.mode)
 
     def save(self, root: Path) -> None:
         """Write the file in the folder of checkpoints ``root``, in one step."""
@@ -111,7 +116,8 @@ class BestSoFar:
 def remove_superseded(saved: Path, settings: Settings, best: BestCheckpoint | None) -> None:
     """Record a new best checkpoint, and remove those that the flags do not keep.
 
-    One that cannot be removed does not stop the run.
+    One that was the best by another metric stays: nothing better by that metric is saved. One that cannot be removed
+    does not stop the run.
 
     Args:
         saved: The checkpoint that the run has just published.
@@ -122,6 +128,7 @@ def remove_superseded(saved: Path, settings: Settings, best: BestCheckpoint | No
         OSError: The record of the best checkpoint cannot be written.
     """
     given, model, root = settings.checkpoint, settings.model, saved.parent
+    prunes = given.save_keep_last is not None or given.save_retain_interval is not None
     before = best_in(root) if given.save_best is not None else None
     if best is not None:
         best.save(root)
@@ -131,7 +138,14 @@ def remove_superseded(saved: Path, settings: Settings, best: BestCheckpoint | No
         kept = best_in(root)
         if kept is not None:
             in_use.append(root / kept.name)
-        if best is not None and before is not None and not before.due:
+        if best is not None and before is not None and not before.is_by_metric_of(best):
+            in_use.append(root / before.name)
+            until = " until --save-keep-last and --save-retain-interval remove it" if prunes else ""
+            print(
+                f"note: --save-best {given.save_best}: {FILE_NAME} now names {best.name}; {before.name}, the best by "
+                f"{before.metric}:{before.mode}, stays{until}"
+            )
+        elif best is not None and before is not None and not before.due and not prunes:
             superseded = root / before.name
             if superseded.resolve() not in (path.resolve() for path in in_use):
                 remove(superseded)

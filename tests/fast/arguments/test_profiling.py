@@ -11,6 +11,7 @@ from miles.arguments.explain import explain
         ("--profile --profile-step-start 10", "--profile-step-start 10: the run has 10 iterations"),
         ("--profile --profile-step-start -1", "--profile-step-start -1: must be a finite number of at least 0"),
         ("--profile --profile-step-start 3 --profile-step-end 3", "--profile-step-end 3: must be above"),
+        ("--profile --profile-step-end 11", "--profile-step-end 11: the run has 10 iterations, counted from 0"),
         ("--profile --actor-num-gpus-per-node 2 --profile-ranks 0 2", "--profile-ranks 2: the run has 2 trainer ranks"),
     ],
 )

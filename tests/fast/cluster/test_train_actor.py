@@ -24,7 +24,7 @@ class Backend:
         self.saved = saved
         self.refreshed = 0
 
-    def save(self, folder, state):
+    def save(self, folder, state, staged=None):
         self.saved = json.dumps(state)
 
     def load(self, folder, optimizer=True, rng=True, reference=True):
@@ -49,13 +49,24 @@ def actor_of(backend, **checkpoint):
     return actor
 
 
+def save_at_once(actor, folder, state):
+    actor.save(folder, state)
+
+
+def save_in_background(actor, folder, state):
+    """As with ``--async-save``."""
+    actor.stage(folder, state)
+    actor.written()
+
+
+@pytest.mark.parametrize("save", [save_at_once, save_in_background])
 @pytest.mark.parametrize("finetune", [False, True])
-def test_weights_that_adapt_are_restored_unless_only_the_weights_are_wanted(tmp_path, finetune):
+def test_weights_that_adapt_are_restored_unless_only_the_weights_are_wanted(tmp_path, finetune, save):
     backend = Backend()
     saving = actor_of(backend)
     metrics = {"train/kl_loss": Metric(0.5), "train/entropy_loss": Metric(0.1)}
     saving.trainer.coefficients.follow(metrics, 100)
-    saving.save(tmp_path, {"rollouts_done": 1})
+    save(saving, tmp_path, {"rollouts_done": 1})
     resumed = actor_of(backend, finetune=finetune)
     assert resumed.load(tmp_path)["rollouts_done"] == 1
     assert backend.given == (not finetune, not finetune, not finetune)

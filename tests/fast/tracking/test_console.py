@@ -91,6 +91,7 @@ def test_elsewhere_nothing_is_asked() -> None:
 
 def test_an_answer_that_comes_after_its_phase_is_not_shown() -> None:
     shown: list[str] = []
+    noted: list[str] = []
     asked, answer = threading.Event(), threading.Event()
 
     def slow() -> str:
@@ -98,13 +99,34 @@ def test_an_answer_that_comes_after_its_phase_is_not_shown() -> None:
         assert answer.wait(60)
         return "1 of 2 groups"
 
-    progress = PhaseProgress({"generate": slow}, shown.append, seconds=0.01)
+    progress = PhaseProgress({"generate": slow}, shown.append, noted.append, seconds=0.01)
     progress.enter("generate")
     assert asked.wait(60)
     progress.enter("train")
     answer.set()
     progress.close()
-    assert shown == []
+    assert shown == noted == []
+
+
+def test_a_question_that_fails_is_noted_once_and_asked_again() -> None:
+    shown: list[str] = []
+    noted: list[str] = []
+    done = threading.Event()
+    faults: list[Exception] = [FileNotFoundError("iter_1 is\ngone"), RuntimeError("again")]
+
+    def fails_twice() -> str | None:
+        if faults:
+            raise faults.pop(0)
+        if shown:
+            done.set()
+        return "0.10 GB"
+
+    progress = PhaseProgress({"save": fails_twice}, shown.append, noted.append, seconds=0.01)
+    progress.enter("save")
+    assert done.wait(60)
+    progress.close()
+    assert noted == ["note: how far save is cannot be shown (FileNotFoundError: iter_1 is gone)"]
+    assert set(shown) == {"save  0.10 GB"}
 
 
 @pytest.mark.parametrize(("is_terminal", "log_format"), [(True, "text"), (True, "json"), (False, "text")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from miles.training.checkpoint_folder import at, bytes_being_written, newest, publish, remove_unfinished, staging
 
@@ -47,6 +48,23 @@ def test_the_size_of_what_is_being_written_is_known(tmp_path):
     assert bytes_being_written(tmp_path) == 110
     publish(tmp_path, 2)
     assert bytes_being_written(tmp_path) is None
+
+
+def test_a_checkpoint_may_be_published_while_its_size_is_asked(tmp_path, monkeypatch):
+    folder = staging(tmp_path, 2)
+    (folder / "critic").mkdir()
+    (folder / "a").write_bytes(bytes(100))
+    (folder / "critic" / "b").write_bytes(bytes(10))
+    stat, publishing = Path.stat, [publish]
+
+    def published_first(path, **options):
+        if path.parent == folder and publishing:
+            publishing.pop()(tmp_path, 2)
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", published_first)
+    assert bytes_being_written(tmp_path) is None
+    assert not publishing and newest(tmp_path) == tmp_path / "iter_0000002"
 
 
 def test_leftovers_of_a_killed_run_are_removed(tmp_path):

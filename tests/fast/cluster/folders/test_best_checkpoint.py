@@ -17,15 +17,18 @@ from miles.training.checkpoint_folder import all_in, publish, staging
 METRIC = "eval/heldout/accuracy"
 
 
-def run(root, values, interval=None, mode="max", **given):
-    """Save as the loop and the driver do: one value of the metric per iteration; None: it was not measured."""
+def run(root, values, interval=None, mode="max", metric=METRIC, after=0, **given):
+    """Save as the loop and the driver do: one value of the metric per iteration; None: it was not measured.
+
+    The run resumes after so many iterations.
+    """
     made = SimpleNamespace(
-        checkpoint=CheckpointArguments(save=str(root), save_best=METRIC, **given), model=ModelArguments()
+        checkpoint=CheckpointArguments(save=str(root), save_best=f"{metric}:{mode}", **given), model=ModelArguments()
     )
-    so_far = BestSoFar(f"{METRIC}:{mode}", root, 0)
-    for done, value in enumerate(values, 1):
-        due = done == len(values) or (interval is not None and done % interval == 0)
-        metrics = {} if value is None else {METRIC: Metric(2 * value, 2.0)}
+    so_far = BestSoFar(f"{metric}:{mode}", root, after)
+    for done, value in enumerate(values, after + 1):
+        due = done == after + len(values) or (interval is not None and done % interval == 0)
+        metrics = {} if value is None else {metric: Metric(2 * value, 2.0)}
         best = so_far.improved_by(metrics, done, due)
         if due or best is not None:
             (staging(root, done) / "weights").write_text("whole")
@@ -46,6 +49,43 @@ def test_the_best_is_kept_beside_those_that_are_due(tmp_path):
 def test_pruning_never_removes_it(tmp_path):
     run(tmp_path, [0.1, 0.9, 0.2, 0.3, 0.2, 0.1], interval=1, save_keep_last=1)
     assert left(tmp_path) == [2, 6]
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        ({"save_retain_interval": 4, "save_keep_last": 3}, [4, 5, 7, 9]),
+        ({"save_retain_interval": 4}, [4, 7, 9]),
+        ({"save_keep_last": 3}, [5, 7, 9]),
+        ({"save_keep_last": 1}, [7, 9]),
+    ],
+)
+def test_one_that_was_the_best_stays_if_the_flags_keep_it(tmp_path, kept, expected):
+    run(tmp_path, [0.1, 0.2, 0.3, 0.4, 0.5, None, 0.7, None, None], **kept)
+    assert best_in(tmp_path).iterations == 7
+    assert left(tmp_path) == expected
+
+
+@pytest.mark.parametrize(("metric", "mode"), [("rollout/reward", "max"), (METRIC, "min")])
+def test_the_best_by_another_metric_stays(tmp_path, capsys, metric, mode):
+    run(tmp_path, [0.1, 0.9, 0.2, 0.3])
+    assert left(tmp_path) == [2, 4]
+    run(tmp_path, [0.03, 0.02, 0.01], metric=metric, mode=mode, after=4)
+    better = {"max": 5, "min": 7}[mode]
+    assert best_in(tmp_path).iterations == better
+    assert left(tmp_path) == sorted({2, 4, better, 7})
+    out = capsys.readouterr().out
+    assert f"note: --save-best {metric}:{mode}: best.json now names iter_0000005" in out
+    assert out.count(f"iter_0000002, the best by {METRIC}:max, stays\n") == 1
+
+
+def test_the_best_by_another_metric_goes_only_by_the_flags(tmp_path, capsys):
+    run(tmp_path, [0.1, 0.9, 0.2], save_keep_last=1)
+    run(tmp_path, [0.03], metric="rollout/reward", after=3, save_keep_last=1)
+    assert left(tmp_path) == [2, 4]
+    assert "stays until --save-keep-last and --save-retain-interval remove it" in capsys.readouterr().out
+    run(tmp_path, [0.02], metric="rollout/reward", after=4, save_keep_last=1)
+    assert left(tmp_path) == [4, 5]
 
 
 def test_the_smallest_is_the_best_if_that_is_asked_for(tmp_path):

@@ -1,0 +1,42 @@
+"""Which iterations a profiler cannot record any more when a run resumes."""
+
+import pytest
+
+from miles.arguments.profiling import ProfilingArguments
+from miles.cluster.iteration_profiler import IterationProfiler
+
+
+def begun_at(folder, first, **given):
+    """Enter the first iteration of a process; it records none of them itself."""
+    profiling = ProfilingArguments(**given)
+    assert first not in profiling.iterations
+    profiler = IterationProfiler(profiling, str(folder), trainer=None, rollout=None, workers=None)
+    for number in (first, first + 1):
+        with profiler.iteration(number):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("given", "first", "note"),
+    [
+        ({}, 2, "the run continues with iteration 2, so iteration 1 cannot be recorded; give --profile-step-start 2"),
+        ({"profile_step_start": 2, "profile_step_end": 5}, 7, "iteration 7, so iterations 2 to 4 cannot be recorded"),
+    ],
+)
+def test_a_run_that_resumes_after_the_iterations_to_record_says_so_once(tmp_path, capsys, given, first, note):
+    begun_at(tmp_path, first, profile=True, **given)
+    out = capsys.readouterr().out
+    assert note in out and out.count("note: --profile: ") == 1
+
+
+def test_what_an_earlier_attempt_has_recorded_is_not_missed(tmp_path, capsys):
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "iteration_1.json.gz").touch()
+    begun_at(tmp_path, 2, profile=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_nothing_is_missed_before_those_iterations_or_without_the_flag(tmp_path, capsys):
+    begun_at(tmp_path, 0, profile=True, profile_step_start=3)
+    begun_at(tmp_path, 2)
+    assert capsys.readouterr().out == ""
