@@ -6,7 +6,7 @@ from pathlib import Path
 
 from miles.components import TRAIN_BACKENDS
 from miles.training.checkpoint_files import DamagedFile, read_json_object
-from miles.training.checkpoint_folder import STATE, critic_folder, read_state, reference_folder
+from miles.training.checkpoint_folder import STATE, critic_folder, is_reference, read_state, reference_folder
 from miles.training.checkpoint_manifest import MANIFEST, CheckCost, check_against_manifest, has_manifest
 from miles.training.random_state import is_random_state, random_state_of
 from miles.training.restricted_pickle import check_files_of_index, read_index, read_tensors
@@ -42,6 +42,27 @@ def check_checkpoint(folder: Path) -> CheckCost | None:
             raise DamagedFile(f"{within.name}/{fault}") from None
     if not (folder / random_state_of(0)).is_file():
         raise DamagedFile(f"{random_state_of(0)} is missing")
+    return cost
+
+
+def check_weights(folder: Path) -> CheckCost | None:
+    """Check a checkpoint whose weights alone are read: a whole one, or the reference in one (``iter_N/reference``).
+
+    A reference has no state of a run, and its files are listed in the manifest of the checkpoint that it is in.
+
+    Returns:
+        As ``check_checkpoint``; None as well for a reference that was moved out of its checkpoint.
+
+    Raises:
+        DamagedFile: If the weights cannot be loaded as they were saved.
+    """
+    if not is_reference(folder):
+        return check_checkpoint(folder)
+    whole, state = folder.parent, read_state(folder)
+    if (whole / STATE).is_file() and read_state(whole).get("manifest") and not has_manifest(whole):
+        raise DamagedFile(f"../{MANIFEST} is missing")
+    cost = check_against_manifest(whole, folder.name) if has_manifest(whole) else None
+    _check_tensors(folder, state.get("backend", "fsdp"))
     return cost
 
 

@@ -173,6 +173,16 @@ def reference_folder(folder: Path) -> Path:
     return folder / "reference"
 
 
+def is_reference(folder: Path) -> bool:
+    """Return whether ``folder`` is the reference in a checkpoint, which has weights and no state of a run."""
+    return folder == reference_folder(folder.parent)
+
+
+def whole_of(folder: Path) -> Path:
+    """Return the checkpoint that ``folder`` belongs to: itself, or the one that has it as its reference."""
+    return folder.parent if is_reference(folder) else folder
+
+
 def saved_reference(folder: Path, interval: int | None, reads_reference: bool) -> Path | None:
     """Return the reference in ``folder`` for a run to load; None if it starts from ``--ref-load``, as with a new flag.
 

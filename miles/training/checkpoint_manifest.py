@@ -68,14 +68,19 @@ def has_manifest(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def check_against_manifest(folder: Path) -> CheckCost:
-    """Compare every file of the checkpoint ``folder`` with its manifest.
+def check_against_manifest(folder: Path, within: str | None = None) -> CheckCost:
+    """Compare every file of the checkpoint ``folder`` with its manifest, or those of its folder ``within`` alone.
 
     Raises:
-        DamagedFile: If the manifest cannot be read, or a file is missing, of another size, or has another hash.
+        DamagedFile: If the manifest cannot be read or lists none of the files, or a file is missing, of another size,
+            or has another hash.
     """
     start = time.perf_counter()
     records = read_manifest(folder)
+    if within is not None:
+        records = {name: record for name, record in records.items() if Path(name).parts[0] == within}
+        if not records:
+            raise DamagedFile(f"{MANIFEST} lists no files in {within}")
     for name, record in records.items():
         _check_size(folder, name, record.bytes)
     found = _hash_files(folder, records)

@@ -19,7 +19,7 @@ from miles.arguments.checkpoint import read_best
 from miles.arguments.settings import Settings
 from miles.metrics import Metric
 from miles.training.checkpoint_files import DamagedFile, read_json_object, sync, write_through
-from miles.training.checkpoint_folder import at, remove
+from miles.training.checkpoint_folder import at, remove, whole_of
 from miles.training.checkpoint_pruning import prune
 
 FILE_NAME = "best.json"
@@ -134,7 +134,7 @@ def remove_superseded(saved: Path, settings: Settings, best: BestCheckpoint | No
         best.save(root)
     frozen = [Path(path) for path in (model.ref_load, model.opd_teacher_load) if path is not None]
     try:
-        in_use = [folder for path in frozen if (folder := at(path)) is not None]
+        in_use = [whole_of(folder) for path in frozen if (folder := at(path)) is not None]
         kept = best_in(root)
         if kept is not None:
             in_use.append(root / kept.name)

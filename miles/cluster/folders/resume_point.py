@@ -75,6 +75,8 @@ def resume_point(checkpoint: CheckpointArguments) -> ResumePoint:
 def check_frozen_models(model: ModelArguments) -> list[str]:
     """Check the checkpoints that ``--ref-load`` and ``--opd-teacher-load`` name, if they do; return notes for the user.
 
+    Either may name the reference in a checkpoint, ``iter_N/reference``.
+
     Raises:
         ValueError: If one is damaged. No other is taken: the KL would be measured to another model.
     """
@@ -85,16 +87,16 @@ def check_frozen_models(model: ModelArguments) -> list[str]:
             continue
         flag = f"{name} {path}"
         try:
-            notes.append(_check(folder, flag))
+            notes.append(_check(folder, flag, weights_alone=True))
         except DamagedFile as fault:
             raise ValueError(f"{flag}: the checkpoint {folder.name} is damaged: {fault}; give another one") from None
     return notes
 
 
-def _check(folder: Path, flag: str) -> str:
-    from miles.training.checkpoint_check import check_checkpoint  # imports torch
+def _check(folder: Path, flag: str, weights_alone: bool = False) -> str:
+    from miles.training.checkpoint_check import check_checkpoint, check_weights  # imports torch
 
-    cost = check_checkpoint(folder)
+    cost = check_weights(folder) if weights_alone else check_checkpoint(folder)
     if cost is None:
         return f"{flag}: {folder.name} has no manifest (an earlier version of miles), so its files are not verified"
     return f"{flag}: {folder.name} is complete ({cost})"

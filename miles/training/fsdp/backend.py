@@ -213,8 +213,10 @@ class FsdpBackend:
         state = checkpoint.load(folder, self.policy.module.language_model, self.policy.optimizer, optimizer, rng)
         if self.critic is not None:
             checkpoint.load_critic(folder, self.critic.module, self.critic.optimizer, optimizer)
+        if not reference:
+            return state
         within = saved_reference(folder, self.settings.model.ref_update_interval, self.reference is not None)
-        if reference and within is not None:
+        if within is not None:
             assert self.reference is not None, "validate() demands a reference"
             checkpoint.load_reference(within, self.reference.module.language_model)
         return state

@@ -258,8 +258,10 @@ class MegatronBackend:
         if self.critic is not None:
             model, own = self.critic.stage, self.critic.optimizer
             checkpoint.load(saved_critic(folder), model, own, self.ranks, optimizer, rng=False)
+        if not reference:
+            return state
         within = saved_reference(folder, self.settings.model.ref_update_interval, self.reference is not None)
-        if reference and within is not None:
+        if within is not None:
             assert isinstance(self.reference, MegatronReference)
             self.reference.load(within)
         return state

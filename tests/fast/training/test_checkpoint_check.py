@@ -15,9 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_checkpoint import one_rank, save_checkpoint, tensors
 
-from miles.training.checkpoint_check import check_checkpoint
+from miles.training.checkpoint_check import check_checkpoint, check_weights
 from miles.training.checkpoint_files import DamagedFile
-from miles.training.checkpoint_folder import STATE, read_run_state
+from miles.training.checkpoint_folder import (
+    STATE,
+    at,
+    publish,
+    read_run_state,
+    reference_folder,
+    staging,
+    write_run_state,
+)
 from miles.training.checkpoint_manifest import MANIFEST, read_manifest
 from miles.training.random_state import restore_random_state
 from miles.training.restricted_pickle import restricted_loading
@@ -98,6 +106,42 @@ def test_an_empty_folder_is_no_checkpoint(tmp_path):
 def test_a_lost_manifest_is_a_fault(saved):
     (saved / MANIFEST).unlink()
     assert fault_of(saved) == "manifest.json is missing"
+
+
+@pytest.fixture
+def with_reference(tmp_path):
+    """A checkpoint whose reference has followed the policy."""
+    within = reference_folder(staging(tmp_path, 4))
+    with one_rank():
+        dcp.save({"model": tensors()["model"]}, checkpoint_id=within)
+        write_run_state(within, "fsdp", {}, {"steps_done": 0})
+    return publish(tmp_path, 4)
+
+
+def test_a_reference_is_checked_against_the_manifest_around_it(with_reference, tmp_path):
+    """It has no manifest, random state or state of a run of its own, and can be given as ``--ref-load``."""
+    reference = with_reference / "reference"
+    assert at(reference) == reference
+    cost = check_weights(reference)
+    assert cost is not None and cost.files == 3
+    moved = Path(shutil.copytree(reference, tmp_path / "elsewhere" / "reference"))
+    assert check_weights(moved) is None, "nothing lists its files"
+    alter(reference / SHARD)
+    with pytest.raises(DamagedFile, match=f"reference/{SHARD} was altered"):
+        check_weights(reference)
+    (moved / INDEX).unlink()
+    with pytest.raises(DamagedFile, match=f"{INDEX} is missing"):
+        check_weights(moved)
+
+
+def test_a_reference_whose_manifest_is_lost_is_a_fault(original, with_reference, tmp_path):
+    saved = Path(shutil.copytree(original, tmp_path / "other" / original.name))
+    shutil.copytree(with_reference / "reference", saved / "reference")
+    with pytest.raises(DamagedFile, match="manifest.json lists no files in reference"):
+        check_weights(saved / "reference")
+    (saved / MANIFEST).unlink()
+    with pytest.raises(DamagedFile, match="manifest.json is missing"):
+        check_weights(saved / "reference")
 
 
 class Hostile:

@@ -93,6 +93,18 @@ def test_the_smallest_is_the_best_if_that_is_asked_for(tmp_path):
     assert best_in(tmp_path).iterations == 2 and left(tmp_path) == [2, 3]
 
 
+def test_pruning_never_removes_a_checkpoint_whose_reference_is_read(tmp_path):
+    for done in (1, 2, 3):
+        reference = staging(tmp_path, done) / "reference"
+        reference.mkdir()
+        (reference / "state.json").write_text("{}")
+        saved = publish(tmp_path, done)
+        model = ModelArguments(ref_load=str(tmp_path / "iter_0000001" / "reference"))
+        checkpoint = CheckpointArguments(save=str(tmp_path), save_keep_last=1)
+        remove_superseded(saved, SimpleNamespace(checkpoint=checkpoint, model=model), None)
+    assert left(tmp_path) == [1, 3]
+
+
 @settings(max_examples=12)
 @given(
     st.lists(st.one_of(st.none(), st.floats(allow_nan=True)), min_size=1, max_size=8), st.sampled_from(["max", "min"])

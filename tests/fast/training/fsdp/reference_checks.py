@@ -96,6 +96,7 @@ def resumed_reference_is_exact(stage: Stage) -> None:
         train(straight, [shards[0]])
         straight.refresh_reference()
         straight.save(folder, {"rollouts_done": 1})
+        saved = _weights(straight.reference)
         dist.barrier()
         resumed = _backend(stage, alpha, bf16)
         assert resumed.load(folder) == {"rollouts_done": 1}
@@ -111,12 +112,16 @@ def resumed_reference_is_exact(stage: Stage) -> None:
             expected = _weights(getattr(straight, role))
             found = _weights(getattr(resumed, role))
             assert all(torch.equal(found[name], weight) for name, weight in expected.items()), (role, alpha, bf16)
-        message = ""
+        message, other = "", _backend(stage, 1.0, bf16, ref_update_interval=None)
         try:
-            _backend(stage, 1.0, bf16, ref_update_interval=None).load(folder)
+            other.load(folder)
         except ValueError as error:
             message = str(error)
         assert "add --ref-update-interval" in message
+        assert other.load(folder, reference=False) == {"rollouts_done": 1}, "as with --finetune"
+        advised = _backend(stage, 1.0, bf16, ref_update_interval=None, ref_load=str(folder / "reference"))
+        for name, weight in _weights(advised.reference).items():
+            assert torch.equal(weight, saved[name].to(weight.dtype)), name
 
 
 def weights_adapt_from_step_to_step(stage: Stage) -> None:

@@ -72,6 +72,7 @@ def resumed_reference_is_exact(process: RankProcess) -> None:
         fresh = _exact(straight)
         _train(straight)
         straight.save(folder, {"rollouts_done": 1})
+        saved = _exact(straight)
         dist.barrier()
         resumed = _backend(process, model, alpha, bf16)
         assert resumed.load(folder) == {"rollouts_done": 1}
@@ -84,12 +85,17 @@ def resumed_reference_is_exact(process: RankProcess) -> None:
         assert all(torch.equal(_exact(resumed)[name], weight) for name, weight in _exact(straight).items())
         later = dict(resumed.policy.stage.named_parameters())
         assert all(torch.equal(later[name], weight) for name, weight in straight.policy.stage.named_parameters())
-        message = ""
+        message, other = "", _backend(process, model, 1.0, bf16, ref_update_interval=None)
         try:
-            _backend(process, model, 1.0, bf16, ref_update_interval=None).load(folder)
+            other.load(folder)
         except ValueError as error:
             message = str(error)
         assert "add --ref-update-interval" in message
+        assert other.load(folder, reference=False) == {"rollouts_done": 1}, "as with --finetune"
+        advised = _backend(process, model, 1.0, bf16, ref_update_interval=None, ref_load=str(folder / "reference"))
+        assert advised.reference is not None
+        for name, weight in advised.reference.stage.named_parameters():
+            assert name not in saved or torch.equal(weight, saved[name].to(weight.dtype)), name
 
 
 def logits_are_fp32_under_a_bf16_body(process: RankProcess) -> None:
