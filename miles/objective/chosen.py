@@ -49,7 +49,7 @@ class Objective:
     @property
     def advantages_need(self) -> Needs:
         """What the trainer scores before it makes advantages of tokens."""
-        return self.estimator.needs(self.flags) | distillation_needs(self.flags)
+        return self.estimator.token_needs(self.flags) | distillation_needs(self.flags)
 
     @property
     def selects_tokens(self) -> bool:

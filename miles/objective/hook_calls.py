@@ -7,6 +7,7 @@ evaluated whole on every rank of the context group and counted once (sequences.p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from miles.objective.estimators.base import Estimator, SampleRewards
@@ -48,13 +49,23 @@ class CustomAdvantages(Estimator):
         self.reads = estimator.reads
         self.instead = estimator.instead
         self.default_policy_loss = estimator.default_policy_loss
+        self.by_token = estimator.by_token
         self.reward_at_last_token = estimator.reward_at_last_token
         self.greedy_baseline = estimator.greedy_baseline
         self.reads_reward_parts = estimator.reads_reward_parts
+        self.reads_score_norms = estimator.reads_score_norms
+        self.accepts_one = estimator.accepts_one
 
     def needs(self, flags: Any) -> Needs:
         """Return what the chosen estimator needs."""
         return self.estimator.needs(flags)
+
+    def token_needs(self, flags: Any) -> Needs:
+        """Return the same, less what a function of phase 2 is not shown."""
+        needs = self.needs(flags)
+        if needs.sum_squared_probs and ADVANTAGES.phase(self.path) == 2:
+            return replace(needs, sum_squared_probs=False)
+        return needs
 
     def check(self, flags: Any, shape: StepShape, errors: Errors) -> None:
         """Check what the chosen estimator checks."""
@@ -63,6 +74,13 @@ class CustomAdvantages(Estimator):
     def formula(self, flags: Any) -> list[Term]:
         """Return the call of the function."""
         return [Term(f"A = {self.path}(...) in the place of --advantage-estimator {self.name}", __name__, self.path)]
+
+    def smallest_group(self, flags: Any) -> int:
+        """Return the chosen estimator's if it compares in phase 2, which may follow; else the function may do without.
+
+        Flags are checked before the function is imported, so its phase is not known here.
+        """
+        return self.estimator.smallest_group(flags) if self.reads_score_norms else 1
 
     def estimates_by_token(self, flags: Any) -> bool:
         """Return whether phase 2 runs."""
@@ -100,6 +118,18 @@ class CustomAdvantages(Estimator):
                 "return one finite number per loss token"
             )
         return found
+
+    def group_token_advantages(
+        self,
+        flags: Any,
+        rewards: Sequence[np.ndarray],
+        groups: Sequence[int],
+        score_norms: Sequence[np.ndarray],
+    ) -> list[np.ndarray]:
+        """Call a function of phase 2; after one of phase 1 compute the chosen estimator's."""
+        if ADVANTAGES.phase(self.path) == 1:
+            return self.estimator.group_token_advantages(flags, rewards, groups, score_norms)
+        return self.token_advantages(flags, rewards, [reward[:0] for reward in rewards])
 
     def returns(
         self,

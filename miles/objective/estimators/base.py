@@ -111,6 +111,10 @@ class Estimator(ObjectivePart):
         reads_kl = flags.kl_coef != 0
         return Needs(old_log_probs=reads_kl, ref_log_probs=reads_kl)
 
+    def token_needs(self, flags: Any) -> Needs:
+        """Return what phase 2 reads of ``needs``. Unlike that, it may import the user's function."""
+        return self.needs(flags)
+
     def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
         """Compute phase 1: one number per sample, from whole groups. By default the rewards as they are."""
         return list(samples.rewards)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from miles.arguments.parser import parse
 from miles.arguments.validate import validate
 from miles.objective.aggregation import get_pg_loss_reducer
 from miles.objective.chosen import build_objective
-from miles.objective.estimators.base import SampleRewards
+from miles.objective.estimators.base import Estimator, SampleRewards
+from miles.objective.hook_calls import CustomAdvantages
 from miles.objective.hooks import ADVANTAGES, check_hooks
 from miles.objective.loss_types.policy_loss import policy_loss_function
 from miles.objective.settings import LossArguments
@@ -185,6 +187,37 @@ def test_advantages_of_tokens_are_what_the_function_returns(hook):
     assert found.advantages[0].tolist() == [7.0, 0.0, 2.0]
     assert found.returns is not None and found.returns[0].tolist() == [8.0, 0.0, 3.0]
     assert objective.samples_with_gradient([0.0]) == [True]
+
+
+def test_every_attribute_of_an_estimator_is_that_of_the_chosen_one():
+    marks = {name: object() for name in Estimator.__annotations__ if name != "flag"}
+    chosen = SimpleNamespace(name="chosen", reads=(), **marks)
+    found = CustomAdvantages("module:function", chosen)
+    assert {name: getattr(found, name) for name in marks} == marks and len(marks) > 5
+
+
+def test_the_optimal_token_baseline_follows_a_function_of_phase_1_only(hook):
+    """Phase 2 is the baseline after a function of phase 1; one of phase 2 replaces it and needs no squared probs."""
+    chosen = dict(advantage_estimator="optimal_token_baseline")
+    mask, norms = np.ones(2, np.float32), (np.array([0.5, 0.25]), np.array([0.125, 1.0]))
+
+    def found(function, rewards):
+        given = chosen if function is None else chosen | dict(custom_advantage_function_path=hook(function))
+        objective = build_objective(LossArguments(**given))
+        samples = [
+            SampleTokens(i, reward, mask, group_index=0, score_norm=norm)
+            for i, (reward, norm) in enumerate(zip(rewards, norms, strict=True))
+        ]
+        columns = token_advantages(objective, samples).advantages
+        return [column.tolist() for column in columns], objective.advantages_need
+
+    baseline, needs = found(None, [1.0, -3.0])
+    assert needs.sum_squared_probs and baseline[0] != [1.0, 1.0]
+    assert found("halved", [1.0, -3.0]) == (baseline, needs)
+    assert build_objective(LossArguments(**chosen)).needs.sum_squared_probs
+    columns, needs = found("reversed_rewards", [1.0, -3.0])
+    assert columns == [[1.0, 0.0], [-3.0, 0.0]]
+    assert needs.old_log_probs and not needs.sum_squared_probs
 
 
 @pytest.mark.parametrize("name", ["too_few", "not_finite"])
