@@ -53,7 +53,7 @@ class TrainBatch:
     old_log_probs: list[np.ndarray] | None = None  # float32 [response], by the trainer before the first step
     ref_log_probs: list[np.ndarray] | None = None  # float32 [response], by the reference model
     teacher_log_probs: list[np.ndarray] | None = None  # float32 [response], by the teacher that is distilled
-    sum_squared_probs: list[np.ndarray] | None = None  # float32 [response], over the vocabulary, with old_log_probs
+    sum_squared_probs: list[np.ndarray] | None = None  # float64 [response], over the vocabulary, with old_log_probs
     values: list[np.ndarray] | None = None  # float32 [response], by the critic before the iteration's first step
     advantages: list[np.ndarray] | None = None  # float32 [response]; None: every token has its sample's reward
     returns: list[np.ndarray] | None = None  # float32 [response], the critic's targets

@@ -72,11 +72,17 @@ class AdvantageEstimator:
 
 
 def _score_norm(batch: TrainBatch, i: int) -> np.ndarray | None:
-    """Return ``1 - 2 p + sum_v p(v)^2`` of each response token, float64, if the sum was scored."""
+    """Return ``1 - 2 p + sum_v p(v)^2`` of each response token, float64, if the sum was scored.
+
+    It is ``(1 - p)^2`` and the squares of the other probabilities, whose sum is between 0 and ``(1 - p)^2``. Near p = 1
+    rounding of the scores is larger than that and may make it negative, so it is held to these bounds.
+    """
     if batch.sum_squared_probs is None:
         return None
     assert batch.old_log_probs is not None, "both are scored before"
-    norm: np.ndarray = 1.0 - 2.0 * np.exp(batch.old_log_probs[i].astype(np.float64)) + batch.sum_squared_probs[i]
+    p = np.exp(batch.old_log_probs[i].astype(np.float64))
+    rest = np.square(1.0 - p)
+    norm: np.ndarray = np.clip(1.0 - 2.0 * p + batch.sum_squared_probs[i].astype(np.float64), rest, 2.0 * rest)
     return norm
 
 

@@ -60,7 +60,7 @@ def log_probs(backend: TrainBackend, model: ScoredModel[PolicyScorer], shard: Tr
 def sum_squared_probs(
     backend: TrainBackend, model: ScoredModel[PolicyScorer], shard: TrainShard, log_probs: list[np.ndarray]
 ) -> list[np.ndarray]:
-    """Return the sum over the vocabulary of squared probabilities at each response token, float32 [response].
+    """Return the sum over the vocabulary of squared probabilities at each response token, float64 [response].
 
     ``log_probs`` are those of the model, so that no logits are needed: with logits z, their log-sum-exp L(z) and q the
     probabilities at half the temperature, ``log p = z - L(z)`` and ``log q = 2 z - L(2 z)`` of any token, and the sum
@@ -68,7 +68,7 @@ def sum_squared_probs(
     """
     sharper = _by_sample(backend, model, shard, lambda scorer: scorer(with_entropy=False, sharpness=2.0).log_probs)
     pairs = zip(log_probs, sharper, strict=True)
-    return [np.exp(2.0 * p.astype(np.float64) - q).astype(np.float32) for p, q in pairs]
+    return [np.exp(2.0 * p.astype(np.float64) - q) for p, q in pairs]
 
 
 def entropies(backend: TrainBackend, model: ScoredModel[PolicyScorer], shard: TrainShard) -> list[np.ndarray]:

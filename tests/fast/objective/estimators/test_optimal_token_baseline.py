@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
 from miles.objective.token_advantages import SampleTokens, token_advantages
+from miles.training.advantages import _score_norm
 
 # A token: the probability of the one that was sampled, the sum of all squared ones, and whether it is a loss token.
 TOKENS = st.lists(st.tuples(st.floats(0.05, 0.95), st.floats(0, 1), st.booleans()), min_size=1, max_size=6)
@@ -60,6 +62,21 @@ def test_advantages_are_those_of_the_formula(groups, zero_tail):
             kept = np.array([kept for *_, kept in tokens])
             np.testing.assert_allclose(column[kept], expected, rtol=1e-6, atol=1e-6)
             assert not column[~kept].any()
+
+
+@given(st.integers(0, 60), st.floats(0, 1), st.floats(-1e-7, 1e-7), st.floats(-1e-7, 1e-7))
+def test_a_score_norm_is_within_its_bounds_as_p_goes_to_1(exponent, rest, rounded_p, rounded_sum):
+    """Scores are rounded to about 1e-7 near 1, where the norm is smaller: it must not become negative."""
+    apart = 2.0**-exponent
+    p = 1.0 - apart
+    log_prob = np.float32(math.log(p) + rounded_p if p > 0 else -90.0)
+    batch = SimpleNamespace(
+        old_log_probs=[np.array([log_prob], np.float32)],
+        sum_squared_probs=[np.array([p * p + rest * apart**2 + rounded_sum])],
+    )
+    norm = _score_norm(batch, 0)
+    assert norm is not None and norm.dtype == np.float64
+    assert norm[0] >= 0 and norm[0] == pytest.approx(norm_of(p, rest), abs=4e-7 + 1e-6 * apart)
 
 
 def test_responses_of_one_length_and_one_energy_have_the_mean_as_baseline():
