@@ -60,8 +60,8 @@ def convert(
         with_experts: Whether to take the experts that the engine's routers chose.
 
     Raises:
-        ValueError: The aggregation would have a group cut in two, a reward is not finite, or the columns of a sample
-            differ in length, or a sample lacks a support or experts that it must have.
+        ValueError: A group that the aggregation or the estimator needs whole would be cut in two, a reward is not
+            finite, the columns of a sample differ in length, or a sample lacks a support or experts that it must have.
     """
     places = _places(groups, _trajectories(groups, loss, advantages_of, reward_weights))
     global_batch_size = max(1, len(places)) if global_batch_size is None else global_batch_size
@@ -79,8 +79,9 @@ def convert(
             "--reward-error drop: the reward function failed on every trajectory of an optimizer step, so there is "
             "nothing to train on; correct the reward function, or raise --global-batch-size"
         )
-    if needs_whole_groups(loss):
-        _check_groups_whole(steps, groups, global_batch_size, loss.loss_aggregation)
+    whole_for = _whole_groups_for(loss)
+    if whole_for is not None:
+        _check_groups_whole(steps, groups, global_batch_size, *whole_for)
     used = supports == "required" or (
         supports == "if given" and any(s.support is not None for group in groups for s in group.samples)
     )
@@ -155,8 +156,22 @@ def _baselines(groups: Sequence[PromptGroup]) -> list[float]:
     return [baseline for baseline in found if baseline is not None] if None not in found else []
 
 
+def _whole_groups_for(loss: LossArguments) -> tuple[str, str, str] | None:
+    """Return the flag that asks for steps of whole groups, its value, and what would be lost; None if none does."""
+    if needs_whole_groups(loss):
+        return "--loss-aggregation", loss.loss_aggregation, "mean"
+    if loss.type.uses_advantages and build_objective(loss).estimator.reads_score_norms:
+        return "--advantage-estimator", loss.advantage_estimator, "baseline"
+    return None
+
+
 def _check_groups_whole(
-    steps: Sequence[Sequence[Sequence[_Row]]], groups: Sequence[PromptGroup], global_batch_size: int, mode: str
+    steps: Sequence[Sequence[Sequence[_Row]]],
+    groups: Sequence[PromptGroup],
+    global_batch_size: int,
+    flag: str,
+    value: str,
+    lost: str,
 ) -> None:
     step_of_group: dict[int, int] = {}
     for number, step in enumerate(steps):
@@ -166,10 +181,10 @@ def _check_groups_whole(
                 continue
             size = next(num_trajectories(g) for g in groups if g.group_index == group_index)
             raise ValueError(
-                f"--loss-aggregation {mode} with --global-batch-size {global_batch_size}: a step would cut prompt "
-                f"group {group_index} of {size} trajectories in two, and its mean would be lost; give a "
+                f"{flag} {value} with --global-batch-size {global_batch_size}: a step would cut prompt "
+                f"group {group_index} of {size} trajectories in two, and its {lost} would be lost; give a "
                 f"--global-batch-size at which steps end where groups end ({_group_sizes(groups)}), or use another "
-                "--loss-aggregation"
+                f"{flag}"
             )
 
 

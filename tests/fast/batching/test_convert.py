@@ -120,6 +120,16 @@ def test_prompt_mean_never_cuts_a_group():
     assert [len(s) for s in convert(groups, loss=LossArguments(), global_batch_size=6)] == [6, 6]
 
 
+def test_an_estimator_that_compares_groups_on_the_trainer_has_them_whole():
+    """Groups may be smaller than ``--n-samples-per-prompt``, which the flags are checked with."""
+    loss = LossArguments(advantage_estimator="optimal_token_baseline")
+    uneven = build([[[(1, 0.0)]] * 4, [[(1, 0.0)]] * 3, [[(1, 0.0)]] * 4])
+    assert [len(s) for s in convert(uneven, loss=loss, global_batch_size=7)] == [7, 4]
+    message = "--advantage-estimator optimal_token_baseline with --global-batch-size 8: .* group 2 .* baseline would be"
+    with pytest.raises(ValueError, match=message):
+        convert(uneven, loss=loss, global_batch_size=8)
+
+
 @pytest.mark.parametrize("normalized", [True, False])
 def test_a_reward_that_is_not_finite_is_refused(normalized):
     groups = build([[[(2, 1.0)], [(3, float("nan"))]]])
