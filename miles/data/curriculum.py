@@ -171,6 +171,7 @@ class CurriculumStream:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, or from that of the mixture alone."""
         self.mixture.restore(state)
+        self.mixture.restore_weights(state)
         self.known = {
             (name, position): PromptStatistics(*numbers) for name, position, *numbers in state.get("known", ())
         }

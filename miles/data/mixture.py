@@ -43,6 +43,7 @@ class Mixture:
         self.sets = tuple(sets)
         self._order = {"shuffle": shuffle, "seed": seed}
         self._streams = [PromptStream(one.prompts, shuffle, seed) for one in sets]
+        self._given_weights = list(weights)
         self._weights = list(weights)
         self._credits = [0.0] * len(sets)
         self._places: dict[int, tuple[int, int]] = {}  # the set and the prompt of each group that was drawn
@@ -135,6 +136,7 @@ class Mixture:
         return {
             "sets": {one.name: stream.state() for one, stream in zip(self.sets, self._streams, strict=True)},
             "weights": list(self._weights),
+            "given_weights": list(self._given_weights),
             "credits": list(self._credits),
             "unfinished": [[index, *self._places[index]] for index in waiting],
             "named": [list(place) for place in self._named],
@@ -144,22 +146,32 @@ class Mixture:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``.
 
+        Weights are those that are given now: what ``weigh`` has changed is for its caller to restore
+        (``restore_weights``).
+
         Raises:
             ValueError: It is the state of other sets, of a single one, or of another order.
         """
         names = [one.name for one in self.sets]
         found = list(state.get("sets", ()))
         if found != names:
-            before = f"of the sets {', '.join(found)}" if found else "of a run without --prompt-mix"
+            before = (
+                f"in the sets {', '.join(found)}" if found else "of a run without --prompt-mix and --curriculum-path"
+            )
             raise ValueError(
                 f"--prompt-mix: the checkpoint's position is one {before}, and this run draws from "
-                f"{', '.join(names)}, so it cannot continue from there; give the sets of the run that was saved, or "
-                "start a new run from its weights with --finetune"
+                f"{', '.join(names)}, so it cannot continue from there; give --prompt-mix and --curriculum-path as in "
+                "the run that was saved, or start a new run from its weights with --finetune"
             )
         for name, stream in zip(names, self._streams, strict=True):
             stream.restore(state["sets"][name])
-        self._weights, self._credits = list(state["weights"]), list(state["credits"])
+        self._credits = list(state["credits"])
         self._places = {index: (number, position) for index, number, position in state["unfinished"]}
         self._again = sorted(self._places)
         self._named = [(number, position) for number, position in state["named"]]
         self._next_group_index = state["next_group_index"]
+
+    def restore_weights(self, state: Mapping[str, Any]) -> None:
+        """Continue with the weights of ``state``, unless other ones are given now than in the run that was saved."""
+        if state.get("given_weights", self._given_weights) == self._given_weights:  # absent in earlier checkpoints
+            self._weights = list(state["weights"])

@@ -95,9 +95,9 @@ class PromptStream:
         """
         if "sets" in state:
             raise ValueError(
-                "--prompt-data: the checkpoint's position is one in the sets of --prompt-mix, so it cannot continue "
-                "from there; give --prompt-mix as in the run that was saved, or start a new run from its weights with "
-                "--finetune"
+                "--prompt-data: the checkpoint's position is one in the sets of --prompt-mix or --curriculum-path, so "
+                "it cannot continue from there; give --prompt-mix and --curriculum-path as in the run that was saved, "
+                "or start a new run from its weights with --finetune"
             )
         if "source" in state:
             raise ValueError(

@@ -99,9 +99,15 @@ def test_a_position_in_other_sets_is_refused(other):
 
 def test_positions_of_single_sets_and_of_mixtures_are_told_apart():
     single, mixture = PromptStream([Prompt("x", (1,))], False, 0), mixture_of([2, 3])
-    with pytest.raises(ValueError, match="--prompt-mix: .* of a run without --prompt-mix"):
+    with pytest.raises(
+        ValueError,
+        match="--prompt-mix: .* without --prompt-mix and --curriculum-path, .*; give .* and --curriculum-path as",
+    ):
         mixture.restore(single.state())
-    with pytest.raises(ValueError, match="--prompt-data: .* in the sets of --prompt-mix"):
+    with pytest.raises(
+        ValueError,
+        match="--prompt-data: .* in the sets of --prompt-mix or --curriculum-path, .*; give .* and --curriculum-path",
+    ):
         single.restore(mixture.state())
 
 
@@ -184,6 +190,31 @@ def test_a_resumed_curriculum_draws_the_same(stop, data):
     second.restore(json.loads(json.dumps(first.state())))
     assert before + run(second, range(stop, 6)) == whole
     assert seen == of_whole
+
+
+def test_weights_that_are_given_to_a_resumed_run_hold():
+    before = mixture_of([3, 3], [1.0, 1.0], shuffle=False)
+    before.draw(2)
+    resumed = mixture_of([3, 3], [0.0, 1.0], shuffle=False)
+    resumed.restore(json.loads(json.dumps(before.state())))
+    assert resumed.weights == {"a": 0.0, "b": 1.0}
+    assert {group.prompt.prompt_set for group in resumed.draw(4)} == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("given_now", "resumes_curriculum", "expected"),
+    [(None, True, [2.0, 5.0]), ([1.0, 3.0], True, [1.0, 3.0]), (None, False, [3.0, 3.0])],
+)
+def test_weights_of_a_curriculum_continue_unless_others_are_given(given_now, resumes_curriculum, expected):
+    answers = iter([{"a": 2.0, "b": 5.0}])
+    first = stream_with(lambda curriculum: next(answers))
+    first.start(0)
+    mixture = mixture_of([3, 3], given_now, shuffle=False)
+    resumed = CurriculumStream(mixture, lambda curriculum: None, "here:f", 3) if resumes_curriculum else mixture
+    resumed.restore(json.loads(json.dumps(first.state())))
+    if resumes_curriculum:
+        resumed.start(1)
+    assert list(mixture.weights.values()) == expected
 
 
 def test_what_is_known_of_a_prompt():
