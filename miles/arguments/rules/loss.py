@@ -35,6 +35,7 @@ def check_loss(settings: Settings, errors: Errors) -> None:
         errors.refuse_ignored(settings.model, ["ref_update_interval"], why, "train all weights")
     _check_teacher(settings, errors)
     _check_reward_parts(settings, errors)
+    _check_removed_samples(settings, errors)
     if not loss.type.uses_advantages:
         _check_given_samples(settings, errors)
         check_no_critic(settings.critic, f"by --loss-type {loss.loss_type}", errors)
@@ -66,6 +67,19 @@ def _check_reward_parts(settings: Settings, errors: Errors) -> None:
             f"reward of --rm-type {reward.rm_type} by itself"
         )
         errors.refuse(name, getattr(reward, name), rule, "use --reward-error drop")
+
+
+def _check_removed_samples(settings: Settings, errors: Errors) -> None:
+    """Check that no sample is removed from groups that the trainer compares: it sees unmasked tokens only."""
+    loss, rollout = settings.loss, settings.rollout
+    if not loss.type.uses_advantages or not find_objective(loss).estimator.reads_score_norms:
+        return
+    for name in changed(rollout, ["filter_zero_reward_samples", "rollout_sample_filter_path"]):
+        rule = (
+            f"removes samples after their rewards were compared, and --advantage-estimator {loss.advantage_estimator} "
+            "compares the samples of a group on the trainer, where removed ones have no tokens"
+        )
+        errors.refuse(name, getattr(rollout, name), rule, "drop it, or use an estimator by sample such as rloo")
 
 
 def _check_teacher(settings: Settings, errors: Errors) -> None:

@@ -30,7 +30,7 @@ class CustomLoss(LossType):
     summary = "your own"
     reads = ("custom_loss_function_path",)
     ignores = (
-        *("policy_loss", "custom_policy_loss_function_path", "get_mismatch_metrics", "loss_canary"),
+        *("policy_loss", "custom_policy_loss_function_path", "get_mismatch_metrics", "loss_canary", "entropy_target"),
         *(weight.switch for weight in TOKEN_WEIGHTS),
     )
     instead_of_ignored = "compute it in your function"
@@ -40,7 +40,10 @@ class CustomLoss(LossType):
         return super().needs_of(objective) | Needs(entropy=True)
 
     def check(self, flags: Any, shape: StepShape, errors: Errors) -> None:
-        """Require the function."""
+        """Require the function, and a KL in the reward for a weight of it that adapts."""
+        if flags.kl_target is not None and not flags.kl_coef:
+            rule = f"adapts --kl-loss-coef, which --loss-type {self.name} leaves to your function"
+            errors.refuse("kl_target", flags.kl_target, rule, "add --kl-coef 0.001, or drop it")
         if flags.custom_loss_function_path is None:
             rule = "needs the function to compute"
             errors.refuse("loss_type", self.name, rule, "add --custom-loss-function-path module:function")

@@ -24,6 +24,26 @@ REFUSED = [
     ("--use-tis --tis-clip 0", "", "above 0"),
     ("--custom-pg-loss-reducer-function-path a:b --loss-canary always", "", "--loss-canary always: would be ignored"),
     (f"--loss-type sft_loss --use-tis {LOADS}", "--rm-type", "--use-tis: would be ignored by --loss-type sft_loss"),
+    (
+        "--advantage-estimator optimal_token_baseline --filter-zero-reward-samples",
+        "",
+        "--filter-zero-reward-samples: removes samples .* optimal_token_baseline compares the samples of a group on",
+    ),
+    (
+        "--advantage-estimator optimal_token_baseline --rollout-sample-filter-path a:b",
+        "",
+        "--rollout-sample-filter-path a:b: removes samples .* optimal_token_baseline compares",
+    ),
+    (
+        "--loss-type custom_loss --custom-loss-function-path a:b --entropy-target 0.2",
+        "",
+        "--entropy-target 0.2: would be ignored by --loss-type custom_loss; compute it in your function",
+    ),
+    (
+        "--loss-type custom_loss --custom-loss-function-path a:b --use-kl-loss --kl-loss-coef 0.1 --kl-target 0.2",
+        "",
+        "--kl-target 0.2: adapts --kl-loss-coef, which --loss-type custom_loss leaves to your function",
+    ),
     ("--log-probs-chunk-size 0", "", "-1 .all tokens. or at least 1"),
     ("--disable-rewards-normalization --disable-grpo-std-normalization", "", "with --disable-rewards-normalization"),
     (
