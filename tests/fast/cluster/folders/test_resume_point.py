@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_checkpoint import save_checkpoint
+import torch.distributed.checkpoint as dcp
+from small_checkpoint import one_rank, save_checkpoint, tensors
 
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.model import ModelArguments
 from miles.cluster.folders.resume_point import check_frozen_models, resume_point
+from miles.training.checkpoint_folder import publish, reference_folder, staging, write_run_state
 
 REPO = Path(__file__).resolve().parents[4]
 
@@ -95,6 +97,20 @@ def test_a_frozen_model_has_no_substitute(root, tmp_path):
     for field, flag in (("ref_load", "--ref-load"), ("opd_teacher_load", "--opd-teacher-load")):
         with pytest.raises(ValueError, match=rf"{flag} .*run: the checkpoint iter_0000006 is damaged: "):
             check_frozen_models(ModelArguments(**{field: str(root)}))
+
+
+def test_the_reference_in_a_checkpoint_is_a_frozen_model(tmp_path):
+    """Its checkpoint lists its files; it has no state of a run."""
+    within = reference_folder(staging(tmp_path, 4))
+    with one_rank():
+        dcp.save({"model": tensors()["model"]}, checkpoint_id=within)
+        write_run_state(within, "fsdp", {}, {"steps_done": 0})
+    reference = reference_folder(publish(tmp_path, 4))
+    (note,) = check_frozen_models(ModelArguments(ref_load=f"{reference}/"))
+    assert note.startswith(f"--ref-load {reference}/: reference is complete (3 files, ")
+    damage(reference)
+    with pytest.raises(ValueError, match=r"the checkpoint reference is damaged: reference/__0_0.distcp is truncated"):
+        check_frozen_models(ModelArguments(ref_load=str(reference)))
 
 
 def train(root, *flags):
