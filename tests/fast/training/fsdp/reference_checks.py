@@ -223,7 +223,7 @@ def sums_of_squared_probs_are_those_of_the_model(stage: Stage) -> None:
         with torch.no_grad():
             logits = model(torch.as_tensor(tokens)[None]).logits[0, -response - 1 : -1] / TEMPERATURE
         expected = logits.softmax(-1).square().sum(-1).numpy()
-        assert found.dtype == "float32" and (abs(found - expected) <= tolerance * expected).all()
+        assert found.dtype == "float64" and (abs(found - expected) <= tolerance * expected).all()
     shard, _ = trainer._with_advantages(replace(shard, batch=scored))
     assert shard.batch.advantages is not None and any(column.any() for column in shard.batch.advantages)
 
