@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from socket import SOCK_DGRAM
@@ -144,15 +145,20 @@ class Launch:
 
     def command_lines(self):
         """Return pid and command line of every process."""
-        return [(process.pid, process.cmdline()) for process in self.left()]
+        found = []
+        for process in self.left():
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                found.append((process.pid, process.cmdline()))
+        return found
 
     def listening(self):
         """Return the addresses at which each kind of process listens (TCP) or receives (UDP), by a short name."""
         found = {}
         for process in self.left():
-            for socket in process.net_connections("inet"):
-                if socket.status == psutil.CONN_LISTEN or (socket.type == SOCK_DGRAM and not socket.raddr):
-                    found.setdefault(kind_of(process), []).append(socket.laddr.ip)
+            with suppress(psutil.NoSuchProcess):
+                for socket in process.net_connections("inet"):
+                    if socket.status == psutil.CONN_LISTEN or (socket.type == SOCK_DGRAM and not socket.raddr):
+                        found.setdefault(kind_of(process), []).append(socket.laddr.ip)
         return found
 
     def kill_worker(self, kind, number=signal.SIGKILL):
