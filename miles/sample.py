@@ -47,7 +47,7 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     prompt_set: str = ""
-    input: Any = None
+    input: Any = field(default=None, compare=False)  # saved samples do not have it
 
 
 @dataclass

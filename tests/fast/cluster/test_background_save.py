@@ -37,6 +37,7 @@ def driver(tmp_path, monkeypatch):
     """Return a driver of one rank in this process, whose thread writes when ``disk`` is set, and the event ``disk``."""
     rank = TrainActor.__new__(TrainActor)  # Ray is left out
     rank.backend, rank.rank = Backend(), 0
+    rank.trainer = SimpleNamespace(coefficients=SimpleNamespace(state=dict))  # no weights adapt
     made = TrainDriver.__new__(TrainDriver)
     made.settings = SimpleNamespace(
         checkpoint=CheckpointArguments(save=str(tmp_path), async_save=True, save_keep_last=1),
