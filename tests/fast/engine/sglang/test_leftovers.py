@@ -27,4 +27,4 @@ def test_a_stopped_server_leaves_no_segment_and_no_temporary_file(tiny_model, tm
     finally:
         server.stop()
     assert not any(Path(name).exists() for name in segments)
-    assert list(folder.iterdir()) == []
+    assert [path.name for path in folder.iterdir() if path.name != "stacks"] == []  # miles.stacks keeps it for the run
