@@ -1,0 +1,1 @@
+"""Folders in remote storage."""
