@@ -1,0 +1,101 @@
+"""An environment whose tools are Python functions."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+from miles import strict_json
+from miles.environments.base import Environment, Message
+from miles.one_line import one_line
+from miles.sample import Prompt
+
+
+class ToolEnvironment(Environment):
+    """Runs the calls that the model makes, until it answers without one.
+
+    A tool is a function with type hints and a docstring of Google style, from which transformers makes the schema that
+    the model sees. It may be ``async``; another one runs in a thread. What it returns is the content of a message of
+    role tool: text as it is, anything else as JSON. What it raises is such a message too, so the model can correct
+    itself.
+
+    Attributes:
+        max_turns: Answers of the model, at most; the calls of the last one are not run.
+        prompt: The row.
+        messages: Answers, and what the tools returned, oldest first.
+    """
+
+    max_turns: ClassVar[int] = 8
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.messages: list[Message] = []
+
+    @abstractmethod
+    def functions(self) -> Sequence[Callable[..., Any]]:
+        """Return the tools. They may be methods, and share the state of this trajectory."""
+
+    @cached_property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """Their schemas."""
+        from transformers.utils.chat_template_utils import get_json_schema
+
+        return [get_json_schema(function) for function in self.functions()]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Callable[..., Any]]:
+        return {schema["function"]["name"]: f for schema, f in zip(self.tools, self.functions(), strict=True)}
+
+    @property
+    def answer(self) -> str:
+        """The content of the last answer."""
+        answers = [message for message in self.messages if message["role"] == "assistant"]
+        return str(answers[-1]["content"] or "") if answers else ""
+
+    async def reset(self) -> Sequence[Message]:
+        """Return the prompt of the row."""
+        return opening(self.prompt)
+
+    async def step(self, answer: Message) -> Sequence[Message]:
+        """Run the calls of an answer, one after another."""
+        self.messages.append(answer)
+        turns = sum(message["role"] == "assistant" for message in self.messages)
+        calls = answer.get("tool_calls") or ()
+        if turns >= self.max_turns:
+            return ()
+        replies = [
+            {"role": "tool", "tool_call_id": call["id"], "content": await self._call(**call["function"])}
+            for call in calls
+        ]
+        self.messages += replies
+        return replies
+
+    async def _call(self, name: str, arguments: str) -> str:
+        """Return what a tool returns or raises, as text."""
+        function = self._by_name.get(name)
+        if function is None:
+            return f"error: there is no tool {one_line(name, 80)}; there are {', '.join(self._by_name)}"
+        try:
+            given = strict_json.loads(arguments)
+            inspect.signature(function).bind(**given)
+        except (strict_json.StrictJsonError, TypeError) as error:
+            return f"error: these are not the arguments of {name}: {one_line(str(error), 200)}"
+        try:
+            if inspect.iscoroutinefunction(function):
+                found = await function(**given)
+            else:
+                found = await asyncio.to_thread(function, **given)
+        except Exception as error:  # a tool may raise anything for what the model asks
+            return f"error: {one_line(f'{type(error).__name__}: {error}', 400)}"
+        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+
+
+def opening(prompt: Prompt) -> list[Message]:
+    """Return the messages of a row: its prompt as it is, or text as one message of the user."""
+    given = prompt.text if prompt.input is None else prompt.input
+    return [{"role": "user", "content": given}] if isinstance(given, str) else list(given)

@@ -1,0 +1,199 @@
+"""Trajectories in environments: ``--environment``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+from miles.arguments.settings import Settings
+from miles.components import engine_spec
+from miles.engine.base import Engine, SamplingParams
+from miles.environments.base import ConversationTooLong, Environment, Message
+from miles.environments.chosen import environment_maker
+from miles.flags import json_object
+from miles.one_line import one_line
+from miles.rollout.agents.api_error import OUT_OF_ROOM, ApiError
+from miles.rollout.agents.chat_format import ChatFormat
+from miles.rollout.agents.chat_request import ChatRequest, read_messages
+from miles.rollout.agents.program import time_is_up
+from miles.rollout.agents.server import SessionServer
+from miles.rollout.agents.session import Session
+from miles.rollout.groups import SeedOf
+from miles.rollout.trajectory import Trajectory, generate_trajectories
+from miles.sample import PromptGroup, Sample, SampleStatus
+
+
+class RecordedModel:
+    """A ``Model`` whose answers a session records."""
+
+    def __init__(self, session: Session, server: SessionServer | None) -> None:
+        self.url = "" if server is None else server.url
+        self._session = session
+        self._server = server
+
+    async def answer(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), max_tokens: int | None = None
+    ) -> Message:
+        """Return the model's answer. See ``Model``.
+
+        Raises:
+            ApiError: A message is malformed, the chat template refuses the messages, or the engine fails.
+        """
+        call = ChatRequest(messages=read_messages(messages), tools=tuple(map(dict, tools)), max_tokens=max_tokens)
+        try:
+            return (await self._session.answer(call)).message
+        except ApiError as error:
+            if error.code == OUT_OF_ROOM:
+                raise ConversationTooLong(str(error)) from error
+            raise
+
+    def accept(self, session_id: str) -> None:
+        """Take calls with this id as calls of the session. See ``Model``."""
+        assert self._server is not None, "an environment that calls by URL says needs_url"
+        self._server.accept(session_id, self._session)
+
+
+class EnvironmentGenerator:
+    """A ``GroupGenerator`` that plays every trajectory in an environment of its own, all of them at once."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raise ``InputError`` if the environment is not there."""
+        rollout, data = settings.rollout, settings.data
+        assert rollout.environment is not None
+        self._name = f"--environment {rollout.environment}"
+        self._make = environment_maker(rollout.environment)
+        self._seconds = rollout.agent_timeout
+        self._template_kwargs = json_object("apply_chat_template_kwargs", data.apply_chat_template_kwargs)
+        has_servers = engine_spec(rollout.rollout_engine).has_servers
+        self._takes_stop_texts = not has_servers and not rollout.partial_rollout
+        self._chat: ChatFormat | None = None
+        self._server: SessionServer | None = None
+        self._starting = asyncio.Lock()
+        self._closed = False
+        self._sessions: set[Session] = set()
+        self._nothing_plays = asyncio.Event()
+        self._nothing_plays.set()
+
+    async def __call__(
+        self,
+        group: PromptGroup,
+        engine: Engine,
+        sampling: SamplingParams,
+        tokenizer: Any,
+        *,
+        n_samples: int,
+        seed_of: SeedOf,
+        max_context_len: int | None = None,
+    ) -> PromptGroup:
+        """Return the group with ``n_samples`` trajectories. See ``GroupGenerator``.
+
+        An environment that fails leaves samples with a ``failure``, which are scored as ``--reward-error`` says.
+
+        Raises:
+            Exception: Whatever the engine raises.
+        """
+        return await generate_trajectories(
+            self._run,
+            self._name,
+            group,
+            engine,
+            sampling,
+            tokenizer,
+            n_samples=n_samples,
+            seed_of=seed_of,
+            max_context_len=max_context_len,
+        )
+
+    async def close(self) -> None:
+        """End the trajectories, and what the environments share. What would begin later is ``ABORTED``."""
+        self._closed = True
+        for session in list(self._sessions):
+            await session.close()
+        await self._nothing_plays.wait()
+        async with self._starting:
+            if self._server is not None:
+                await self._server.close()
+        close = getattr(self._make, "close", None)
+        if close is not None:
+            await close()
+
+    async def _started(self) -> SessionServer:
+        """Return the server that environments call by URL; the first call starts it."""
+        async with self._starting:
+            if self._server is None:
+                self._server = await SessionServer.start()
+            return self._server
+
+    async def _run(self, trajectory: Trajectory) -> list[Sample]:
+        """Play one trajectory."""
+        if self._closed:
+            return [replace(trajectory.sample, status=SampleStatus.ABORTED)]
+        if self._chat is None:
+            self._chat = ChatFormat(trajectory.tokenizer, self._template_kwargs)
+        session = Session(trajectory, self._chat, takes_stop_texts=self._takes_stop_texts)
+        self._sessions.add(session)
+        self._nothing_plays.clear()
+        try:
+            reward, failure = await self._play(trajectory, session)
+        finally:
+            await session.close()
+            self._sessions.discard(session)
+            if not self._sessions:
+                self._nothing_plays.set()
+        if session.error is not None:
+            raise session.error
+        samples = session.samples(session.last_message, failure and f"{self._name} {failure}")
+        for sample in samples:
+            sample.environment_reward = reward
+        return samples
+
+    async def _play(self, trajectory: Trajectory, session: Session) -> tuple[float | None, str]:
+        """Return the reward and what has failed; neither for a trajectory that is ended from outside."""
+        async with AsyncExitStack() as stack:
+            try:
+                environment = self._make(trajectory.sample.prompt)
+                if not isinstance(environment, Environment):
+                    return None, f"returned {type(environment).__name__}, which is no Environment"
+                server = await self._started() if environment.needs_url else None
+                if server is not None:
+                    await stack.enter_async_context(server.serving(session))
+                playing = asyncio.ensure_future(environment.play(RecordedModel(session, server)))
+            except Exception as error:  # whatever the environment's code raises
+                return None, _raised(error)
+            waiting = [
+                asyncio.ensure_future(time_is_up(session, self._seconds)),
+                asyncio.ensure_future(session.ended.wait()),
+            ]
+            try:
+                await asyncio.wait([playing, *waiting], return_when=asyncio.FIRST_COMPLETED)
+                if session.ended.is_set():
+                    return None, ""
+                if not playing.done():
+                    return None, f"took more than {self._seconds:g} s by itself (--agent-timeout)"
+                return _outcome(playing, session)
+            finally:
+                for task in (playing, *waiting):
+                    task.cancel()
+                await asyncio.gather(playing, *waiting, return_exceptions=True)
+
+
+def _outcome(playing: asyncio.Future[float], session: Session) -> tuple[float | None, str]:
+    """Return the reward of an environment that has ended, or what is wrong with it."""
+    error = playing.exception()
+    if error is not None:
+        return None, _raised(error)
+    reward = playing.result()
+    if not session.has_answered:
+        reason = "the messages leave no room for an answer" if session.refused_for_room else "it called the model never"
+        return None, f"made no call that was answered: {reason}"
+    if isinstance(reward, bool | int | float) and isfinite(reward):
+        return float(reward), ""
+    return None, f"gave the reward {one_line(repr(reward), 80)}, which is not a finite number"
+
+
+def _raised(error: BaseException) -> str:
+    return f"raised {type(error).__name__}: {one_line(str(error), 300)}"
