@@ -1,0 +1,1 @@
+"""This host: its GPUs, cores, memory and arithmetic. Nothing here imports torch."""
