@@ -103,7 +103,7 @@ def iterations_of(log: Path) -> int:
 
 
 def growth(rows: list[dict[str, object]], settled: int) -> Iterator[str]:
-    """Yield a line per kind of process: what it holds at first and at last, and whether memory stays in its bound."""
+    """Yield a line per kind of process: its use at first and at last, and whether memory stays in its bound."""
     after = [row for row in rows if int(str(row["iteration"])) >= settled]
     for kind in dict.fromkeys(str(row["kind"]) for row in after):
         own = [row for row in after if row["kind"] == kind]

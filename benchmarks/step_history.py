@@ -100,8 +100,8 @@ def measure(turns: int) -> tuple[str, tuple[float, ...]]:
     from backends import random_batch, settings_of  # benchmarks/backends.py
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from miles.arguments.launch.machine import has_bf16
     from miles.batching.schedule import schedule_step
+    from miles.host.machine import has_bf16
     from miles.training.backend import build_backend
     from miles.training.scoring import log_probs
     from miles.training.trainer import Trainer

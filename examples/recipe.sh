@@ -36,27 +36,30 @@ recipe() {
     fi
     MORE=("$@")
     if trains "${MORE[@]}"; then rm -rf "$OUT"; fi
-    [ -d "$OUTPUTS/tasks/model" ] || "$PYTHON" examples/tasks/write.py "$OUTPUTS/tasks"
+    TASKS="$OUTPUTS/tasks" WRITE=examples/tasks/write.py
+    [ "$TASK" != shop ] || TASKS="$OUTPUTS/shop_task" WRITE=examples/tools/write.py
+    [ -d "$TASKS/model" ] || "$PYTHON" "$WRITE" "$TASKS"
     case "$TASK" in
         backward) DATA_FLAGS=(--label-key label --rm-type exact_match --rollout-max-response-len 8) ;;
         record) DATA_FLAGS=(--rm-type json_schema --rollout-max-response-len 36) ;;
-        *) echo "recipe: $TASK is no task; give backward or record" >&2 && return 2 ;;
+        shop) DATA_FLAGS=(--label-key label --rollout-max-response-len 48 --rollout-max-context-len 96) ;;
+        *) echo "recipe: $TASK is no task; give backward, record or shop" >&2 && return 2 ;;
     esac
-    POLICY="$OUTPUTS/tasks/base"
+    POLICY="$TASKS/base"
     if [ ${#SMOKE[@]} -gt 0 ]; then
-        POLICY="$OUTPUTS/tasks/model" # random weights show as well that two iterations run
+        POLICY="$TASKS/model" # random weights show as well that two iterations run
     elif [ ! -d "$POLICY" ] && trains "${MORE[@]}"; then
-        fine_tune "$OUTPUTS/tasks/sft"
-        mv "$OUTPUTS/tasks/sft/hf" "$POLICY"
+        fine_tune "$TASKS/sft"
+        mv "$TASKS/sft/hf" "$POLICY"
     elif [ ! -d "$POLICY" ]; then
-        POLICY="$OUTPUTS/tasks/model" # of the same shape
+        POLICY="$TASKS/model" # of the same shape
     fi
 }
 
-fine_tune() { # FOLDER: train the random model on the demonstrations of both tasks; export it to FOLDER/hf
+fine_tune() { # FOLDER: train the random model on the demonstrations of its tasks; export it to FOLDER/hf
     rm -rf "$1"
     "$PYTHON" train.py "${ON_CPU[@]}" \
-        --hf-checkpoint "$OUTPUTS/tasks/model" --prompt-data "$OUTPUTS/tasks/chats.jsonl" --input-key chat --rollout-shuffle \
+        --hf-checkpoint "$TASKS/model" --prompt-data "$TASKS/chats.jsonl" --input-key chat --rollout-shuffle \
         --loss-type sft_loss --debug-train-only --loss-aggregation token_mean \
         --num-rollout "$SFT_STEPS" --rollout-batch-size 64 --n-samples-per-prompt 1 --rollout-max-response-len 40 \
         --lr 5e-3 --lr-warmup-iters 20 --lr-decay-style cosine \
@@ -65,10 +68,10 @@ fine_tune() { # FOLDER: train the random model on the demonstrations of both tas
 
 train() {
     "$PYTHON" train.py "${ON_CPU[@]}" "${PLACE[@]}" \
-        --hf-checkpoint "$POLICY" --prompt-data "$OUTPUTS/tasks/$TASK/train.jsonl" --apply-chat-template --rollout-shuffle \
+        --hf-checkpoint "$POLICY" --prompt-data "$TASKS/$TASK/train.jsonl" --apply-chat-template --rollout-shuffle \
         "${DATA_FLAGS[@]}" \
         --num-rollout 20 --rollout-batch-size 16 --n-samples-per-prompt 8 --rollout-temperature 1.0 --lr 2e-4 \
-        --eval-prompt-data heldout "$OUTPUTS/tasks/$TASK/heldout.jsonl" --eval-interval 10 --n-samples-per-eval-prompt 4 \
+        --eval-prompt-data heldout "$TASKS/$TASK/heldout.jsonl" --eval-interval 10 --n-samples-per-eval-prompt 4 \
         --output-dir "$OUT" --save-hf "$OUT/hf" --seed "$SEED" --rollout-seed "$SEED" \
         "$@" "${SMOKE[@]}" "${MORE[@]}"
     if trains "${MORE[@]}"; then "$PYTHON" -m miles.quickstart.summary "$OUT/metrics.jsonl" --label "$NAME"; fi

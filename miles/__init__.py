@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from miles.host.usable_amx import avoid_unusable_amx
+
 if TYPE_CHECKING:
     from miles.api import Run, Settings, explain, train
 
 __all__ = ["Run", "Settings", "explain", "train"]
 __version__ = "0.1.0"
+
+avoid_unusable_amx()  # before PyTorch computes
 
 
 def __getattr__(name: str) -> Any:

@@ -45,7 +45,7 @@ class Registry(Mapping[str, C]):
     """The choices of a flag by name."""
 
     def __init__(self, package: str, kind: type[C]) -> None:
-        """Import every file of ``package`` but ``base``, and keep the one instance of ``kind`` in each.
+        """Import every file of ``package`` and its folders but ``base``, and keep the one ``kind`` object in each.
 
         Raises:
             TypeError: If a file has no instance, or more than one.
@@ -54,10 +54,10 @@ class Registry(Mapping[str, C]):
         self.flag = kind.flag
         self._choices: dict[str, C] = {}
         folder = importlib.import_module(package)
-        for file in sorted(pkgutil.iter_modules(folder.__path__), key=lambda file: file.name):
-            if file.name == "base":
-                continue
-            module = importlib.import_module(f"{package}.{file.name}")
+        files = pkgutil.walk_packages(folder.__path__, f"{package}.")
+        names = [file.name for file in files if not file.ispkg and file.name != f"{package}.base"]
+        for name in sorted(names, key=lambda name: name.rpartition(".")[2]):
+            module = importlib.import_module(name)
             found = [value for value in vars(module).values() if isinstance(value, kind)]
             if len(found) != 1:
                 raise TypeError(f"{module.__name__} must hold one {kind.__name__}, not {len(found)}")

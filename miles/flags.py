@@ -213,6 +213,9 @@ class Errors:
 
     def existing_folder(self, field: str, path: str | None) -> None:
         """Check that ``path`` is a folder if it begins with ``/``, ``./`` or ``../``; other names may be on a hub."""
+        if path is not None and "://" in path:
+            self.refuse(field, path, "is a URL", "copy the files to a folder of this machine, and give that")
+            return
         if path is not None and path.startswith(("/", "./", "../")) and not os.path.isdir(path):
             self.refuse(field, path, "no such folder", "check the path, or give a Hugging Face name")
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from miles.loop import Metrics, add_times, is_due_after, no_prompts_left, not_profiled, show_nothing
+from miles.data.stream import note_of_no_prompts
+from miles.loop import is_due_after
+from miles.metrics import Metric
 from miles.tracking.phase_timer import PhaseTimer
-from miles.tracking.tracker import Tracker
 
 if TYPE_CHECKING:  # the loop itself needs no Ray
     from miles.arguments.evaluation import EvaluationArguments
     from miles.cluster.rollout_actor import RolloutDriver
     from miles.cluster.stop_requests import StopRequests
+    from miles.tracking.tracker import Tracker
 
 
 @dataclass
@@ -29,12 +31,8 @@ class GenerationLoop:
     evaluation: EvaluationArguments
     steps_per_iteration: int
     stop: StopRequests
-    on_phase: Callable[[str | None], None] = show_nothing  # of ``PhaseTimer``
-    profiled: Callable[[int], AbstractContextManager[None]] = not_profiled  # around an iteration
-    timer: PhaseTimer = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.timer = PhaseTimer(self.on_phase)
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    profiled: Callable[[int], AbstractContextManager[object]] = nullcontext  # around an iteration
 
     def run(self) -> None:
         """Run from the first iteration to the last."""
@@ -45,7 +43,7 @@ class GenerationLoop:
             with self.profiled(iteration):
                 has_prompts = self.run_iteration(iteration)
             if not has_prompts:
-                print(no_prompts_left(iteration, self.rollout.num_iterations))
+                print(note_of_no_prompts(iteration, self.rollout.num_iterations))
                 self.tracker.end_early(iteration * self.steps_per_iteration)
                 break
             if self.stop.is_requested:
@@ -67,7 +65,7 @@ class GenerationLoop:
         self.tracker.log_samples(done * self.steps_per_iteration, generated.summary.samples.records)
         return True
 
-    def log(self, step: int, metrics: Metrics) -> None:
+    def log(self, step: int, metrics: dict[str, Metric]) -> None:
         """Log one row, with the seconds of the phases and the throughput."""
-        add_times(metrics, self.timer, generated_during="generate")
+        self.timer.add_to(metrics, generated_during="generate")
         self.tracker.log(step, metrics)

@@ -33,15 +33,6 @@ class Metric:
         return cls(float(sum(values)), float(len(values)))
 
 
-def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Add metrics of the same name. Names that only some parts have are kept."""
-    total: dict[str, Metric] = {}
-    for part in parts:
-        for name, metric in part.items():
-            total[name] = total[name] + metric if name in total else metric
-    return total
-
-
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Read every metric."""
     return {name: metric.value for name, metric in metrics.items()}

@@ -74,7 +74,8 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)  # of a weighted sum: each reward by name, unweighted
     # Version of the weights behind each response token, NO_WEIGHTS for a tool's; empty if not recorded.
     weight_versions: list[int] = field(default_factory=list)
-    failure: str = ""  # of the program that made the trajectory; then it is scored as --reward-error says
+    failure: str = ""  # who failed to make the trajectory, and how; then it is scored as --reward-error says
+    environment_reward: float | None = None  # of the environment that made the trajectory
     remove_sample: bool = False  # set by a function of the user's: the sample is not trained on
     support: TokenSets | None = None  # what truncated sampling drew each response token from, if the engine said so
     # Experts of each layer for the tokens from the first on, [positions, layers, k], if the engine said them.

@@ -1,7 +1,8 @@
 """Decide which values are secret, and what is shown instead. Nothing else in miles decides it.
 
 Secret are the values of settings, flags and environment variables whose names end like those of credentials (``key``,
-``token``, ``secret``, ``password`` …), all values of ``--train-env-vars``, and the user, password and tokens in a URL.
+``token``, ``secret``, ``password`` …), all values of ``--train-env-vars`` and ``--storage-options``, and the user,
+password and tokens in a URL.
 Names of data columns (``--label-key``) and counts (``--max-tokens-per-gpu``) are no credentials.
 """
 
@@ -30,7 +31,7 @@ _COLUMNS = (
 )  # fields of a data row or a reward
 _MEASURES = ("per_token", "first_token")
 _ADDRESSES = ("notify_url",)  # which hold their token in the path
-_ENVIRONMENTS = ("train_env_vars",)  # JSON objects of environment variables
+_ENVIRONMENTS = ("train_env_vars", "storage_options")  # JSON objects whose values may be credentials
 
 # The length of the scheme is bounded, or the search would take the square of the length of a long word.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]{0,30}://[^\s'\"<>]+")

@@ -2,6 +2,8 @@
 
 python examples/tasks/curves.py keep outputs/grpo …    write metrics.csv of examples/grpo, then draw
 python examples/tasks/curves.py draw                   make all pictures and tables from each metrics.csv
+
+``--conditions "…"`` says how the runs that are kept were measured; it is written to conditions.txt beside metrics.csv.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import csv
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,7 @@ SHOWN = {
     "train/grad_norm": "norm of the gradient",
 }
 PANELS = (REWARD, "train/entropy_loss", "train/pg_clipfrac", "train/kl_loss", "rollout/response_length")
-# Conditions of the runs whose metrics are kept here. Change this text when they are measured again.
+# Conditions of the runs whose examples have no conditions.txt.
 CONDITIONS = """One run with seed 1, in one process without Ray. Ten other such runs shared its two cores, so the
 seconds are many times those of an idle machine. The command, which uses Ray, gives the same curve: over the first 53
 steps of `grpo`, all metrics differ by at most 4e-5. Held-out accuracy is the mean reward of 64 prompts with 4 answers
@@ -56,8 +59,8 @@ def measured_examples() -> list[Path]:
     return sorted(path.parent for path in EXAMPLES.glob("*/metrics.csv"))
 
 
-def keep(run: Path) -> Path:
-    """Write the shown metrics of ``run`` into the example of the same name, and return its folder."""
+def keep(run: Path, measured: str | None) -> Path:
+    """Write the shown metrics of ``run`` and its conditions into the example of the same name; return its folder."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     columns = [name for name in (ACCURACY, *SHOWN, SECONDS) if any(name in row for row in rows)]
     folder = EXAMPLES / run.name
@@ -66,7 +69,16 @@ def keep(run: Path) -> Path:
         writer.writerow(["step", *columns])
         for row in rows:
             writer.writerow([row["step"], *(f"{row[name]:.4g}" if name in row else "" for name in columns)])
+    if measured is not None:
+        lines = textwrap.wrap(measured, 120, break_long_words=False, break_on_hyphens=False)
+        (folder / "conditions.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
+
+
+def conditions(folder: Path) -> str:
+    """Return how the run of an example was measured."""
+    own = folder / "conditions.txt"
+    return own.read_text(encoding="utf-8").rstrip("\n") if own.exists() else CONDITIONS
 
 
 def read(folder: Path) -> list[Row]:
@@ -94,11 +106,12 @@ def seconds(rows: Sequence[Row]) -> float:
     return sum(values(rows, SECONDS))
 
 
-def readme_block(rows: Sequence[Row]) -> str:
+def readme_block(folder: Path) -> str:
     """Return the picture and the tables of an example's README."""
+    rows = read(folder)
     accuracies = [(row["step"], row[ACCURACY]) for row in rows if ACCURACY in row]
     lines = [
-        CONDITIONS,
+        conditions(folder),
         "",
         "![Curves of the run](curve.png)",
         "",
@@ -144,7 +157,9 @@ def page_block(folders: Sequence[Path]) -> str:
         moved = f"{accuracies[0]:.3f} → {accuracies[-1]:.3f}"
         steps = f"{rows[-1]['step']:g}"
         lines.append(f"| {title(folder)} | {command} | {task(folder)} | {moved} | {steps} | {seconds(rows):.0f} |")
-    return "\n".join([*lines, "", CONDITIONS]) + "\n"
+    own = [title(folder) for folder in folders if (folder / "conditions.txt").exists()]
+    differ = f" Measured otherwise, as their pages say: {', '.join(own)}." if own else ""
+    return "\n".join([*lines, "", CONDITIONS + differ]) + "\n"
 
 
 def replace_block(page: Path, block: str) -> None:
@@ -210,13 +225,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["keep", "draw"])
     parser.add_argument("runs", type=Path, nargs="*", help="folders of runs, by the names of their examples")
+    parser.add_argument("--conditions", help="how the runs were measured, in sentences")
     options = parser.parse_args()
-    changed = [keep(run) for run in options.runs] if options.what == "keep" else measured_examples()
+    changed = [keep(run, options.conditions) for run in options.runs] if options.what == "keep" else measured_examples()
     for folder in changed:
         draw(folder)
-        replace_block(folder / "README.md", readme_block(read(folder)))
+        replace_block(folder / "README.md", readme_block(folder))
     replace_block(PAGE, page_block(recipes()))
-    draw_overview(measured_examples())
+    draw_overview([folder for folder in recipes() if folder in measured_examples()])
 
 
 if __name__ == "__main__":

@@ -1,20 +1,28 @@
 """Choose what is saved, when, and what a run starts from."""
 
+import hashlib
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 from miles.arguments.cluster import ClusterArguments
 from miles.arguments.evaluation import EvaluationArguments
 from miles.flags import Errors, flag
+from miles.remote.folder import fault_of_url, is_url, protocol_of
+from miles.secret_values import HIDDEN, public
+
+_CHECKPOINT = re.compile(r"(.+)/(iter_\d{7})/*")  # the URL of one checkpoint
 
 
 @dataclass(frozen=True)
 class CheckpointArguments:
     """checkpoint: saving, resuming and exporting."""
 
-    save: Optional[str] = flag(None, "folder of the checkpoints", metavar="DIR")
+    save: Optional[str] = flag(
+        None, "folder of the checkpoints; a URL such as s3://bucket/run names one in remote storage", metavar="DIR"
+    )
     save_interval: Optional[int] = flag(None, "iterations between checkpoints; the last iteration is always saved")
     save_keep_last: Optional[int] = flag(None, "keep only the newest N checkpoints in --save", metavar="N")
     save_retain_interval: Optional[int] = flag(
@@ -34,7 +42,7 @@ class CheckpointArguments:
     start_over: bool = flag(False, "if --save holds checkpoints of another run, save into a new folder inside it")
     load: Optional[str] = flag(
         None,
-        "folder of checkpoints, whose newest complete one is resumed; the run starts fresh if it is empty",
+        "folder of checkpoints, or its URL, whose newest complete one is resumed; the run starts fresh if it is empty",
         metavar="DIR",
     )
     no_load_fallback: bool = flag(False, "stop if the newest checkpoint in --load is damaged, and take no earlier one")
@@ -43,10 +51,57 @@ class CheckpointArguments:
     finetune: bool = flag(False, "load only the weights, and start at iteration 0")
     save_hf: Optional[str] = flag(
         None,
-        "folder of a Hugging Face export, written with each checkpoint of --save and at the end of the run; "
+        "folder or URL of a Hugging Face export, written with each checkpoint of --save and at the end of the run; "
         "{iteration} (or {rollout_id}) in the name is replaced by the number of iterations done",
         metavar="DIR",
     )
+    storage_options: Optional[str] = flag(
+        None,
+        "JSON object of arguments of fsspec's file system for the URLs of --save, --load and --save-hf; default: what "
+        "its package reads from the environment",
+        metavar="JSON",
+    )
+    remote_cache: Optional[str] = flag(
+        None,
+        "local folder of checkpoints on their way to and from remote storage; default: remote/ in --output-dir",
+        metavar="DIR",
+    )
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """The flags that name a folder in remote storage, with their values."""
+        given = {"save": self.save, "load": self.load, "save_hf": self.save_hf}
+        return {name: text for name, text in given.items() if text is not None and is_url(text)}
+
+    @property
+    def file_system_options(self) -> dict[str, Any]:
+        """``--storage-options`` as keywords, without secrets that a file of settings has left out."""
+        given: dict[str, Any] = {} if self.storage_options is None else json.loads(self.storage_options)
+        return {name: value for name, value in given.items() if HIDDEN not in json.dumps(value)}
+
+    def local(self, folder: str) -> Path:
+        """Return the path of a folder of these flags on this machine: of a URL, the local copy."""
+        if not is_url(folder):
+            return Path(folder)
+        assert self.remote_cache is not None, "validate() fills remote_cache"
+        root, checkpoint = split_checkpoint(str(public("", folder)))  # run.json has it without secrets
+        words = re.sub(r"[^\w.-]+", "-", root.partition("://")[2])[-60:].strip("-.")
+        local = Path(self.remote_cache) / f"{words}-{hashlib.sha256(root.encode()).hexdigest()[:8]}"
+        return local if checkpoint is None else local / checkpoint
+
+    def inside(self, folder: str, name: str) -> str:
+        """Return what names the folder or checkpoint ``name`` inside a folder of these flags."""
+        return f"{folder.rstrip('/')}/{name}" if is_url(folder) else str(Path(folder) / name)
+
+
+def split_checkpoint(url: str) -> tuple[str, str | None]:
+    """Return the URL of a folder of checkpoints, and the name of the checkpoint if ``url`` names one in it.
+
+    >>> split_checkpoint("s3://b/run/iter_0000004"), split_checkpoint("s3://b/run/")
+    (('s3://b/run', 'iter_0000004'), ('s3://b/run', None))
+    """
+    found = _CHECKPOINT.fullmatch(url)
+    return (url.rstrip("/"), None) if found is None else (found[1].rstrip("/"), found[2])
 
 
 def check_checkpoint(
@@ -64,6 +119,42 @@ def check_checkpoint(
         unused = ["finetune", "no_load_fallback", "no_load_optim", "no_load_rng"]
         errors.refuse_ignored(checkpoint, unused, "without --load", "add --load DIR")
     _check_best(checkpoint, evaluation, errors)
+    _check_urls(checkpoint, errors)
+
+
+def _check_urls(checkpoint: CheckpointArguments, errors: Errors) -> None:
+    """Check that URLs can be reached by the installed packages, and that their flags have some."""
+    urls = checkpoint.urls
+    for name, url in urls.items():
+        fault = fault_of_url(url, written=name != "load")
+        if fault is None and name == "save" and protocol_of(url) == "hf" and not url.startswith("hf://buckets/"):
+            fault = (
+                "is a repository, which would keep every checkpoint in its history",
+                "give hf://buckets/OWNER/NAME, or push the model there with --save-hf",
+            )
+        if fault is not None:
+            errors.refuse(name, url, *fault)
+    if not urls:
+        unused = ["storage_options", "remote_cache"]
+        what_to_do = "give a URL to --save, --load or --save-hf"
+        errors.refuse_ignored(checkpoint, unused, "without a folder in remote storage", what_to_do)
+    errors.json_object("storage_options", checkpoint.storage_options)
+    protocols = sorted({protocol_of(url) for url in urls.values()})
+    if checkpoint.storage_options is not None and len(protocols) > 1:
+        rule = f"would be passed to {' and '.join(protocols)} alike"
+        errors.refuse("storage_options", None, rule, "set the credentials in the environment instead")
+
+
+def fill_remote_cache(checkpoint: CheckpointArguments, output_dir: str) -> CheckpointArguments:
+    """Fill in ``--remote-cache`` if a flag names a folder in remote storage."""
+    if checkpoint.remote_cache is not None or not checkpoint.urls:
+        return checkpoint
+    return replace(checkpoint, remote_cache=str(default_remote_cache(output_dir)))
+
+
+def default_remote_cache(output_dir: str) -> Path:
+    """Return the folder that ``--remote-cache`` names by default."""
+    return Path(output_dir) / "remote"
 
 
 def _check_best(checkpoint: CheckpointArguments, evaluation: EvaluationArguments, errors: Errors) -> None:
@@ -100,6 +191,8 @@ def explain_checkpoint(checkpoint: CheckpointArguments) -> list[str]:
             lines.append(f"{checkpoint.save}: the best checkpoint too, that of the {size} {metric}")
         if checkpoint.async_save:
             lines.append("checkpoints are copied into memory, and written during training")
+        if is_url(checkpoint.save):
+            lines.append(f"{checkpoint.local(checkpoint.save)}: checkpoints before they are uploaded, and the newest")
     if checkpoint.save_hf is not None:
         when = "with each checkpoint and at the end" if checkpoint.save is not None else "at the end"
         lines.append(f"{checkpoint.save_hf}: Hugging Face export {when}")
@@ -115,6 +208,6 @@ def _kept(checkpoint: CheckpointArguments) -> str:
     return f"; the newest {last or 1}{retained} are kept"
 
 
-def export_folder(save_hf: str, iterations: int) -> Path:
-    """Return the folder of ``--save-hf`` after so many iterations."""
-    return Path(save_hf.replace("{rollout_id}", str(iterations)).replace("{iteration}", str(iterations)))
+def export_folder(save_hf: str, iterations: int) -> str:
+    """Return the folder of ``--save-hf`` after so many iterations, a path or a URL."""
+    return save_hf.replace("{rollout_id}", str(iterations)).replace("{iteration}", str(iterations))

@@ -16,8 +16,8 @@ class DataArguments:
 
     prompt_data: Optional[str] = flag(
         None,
-        "training prompts: FILE.jsonl, FILE.parquet, hf:NAME[:SPLIT] (or a folder saved by datasets), or "
-        "reasoning_gym:TASK[:key=value,...] (required)",
+        "training prompts: FILE.jsonl, FILE.parquet, hf:NAME[:SPLIT] (or a folder saved by datasets), "
+        "reasoning_gym:TASK[:key=value,...] or verifiers:TASKSET[:key=value,...] (required)",
         metavar="SOURCE",
     )
     prompt_mix: Optional[tuple[str, ...]] = flag(

@@ -20,10 +20,8 @@ from miles.arguments.explain import explain
 from miles.arguments.files import config_file, custom_config
 from miles.arguments.files.config_file import expand_configs, located
 from miles.arguments.launch.choice import choose_backend, choose_engine, choose_ranks, in_words
-from miles.arguments.launch.machine import has_bf16, has_gpu, num_cores
-from miles.arguments.launch.notes import Note, strict_errors
+from miles.arguments.launch.notes import OTHERS, Note, report, strict_errors, surprises
 from miles.arguments.launch.paths import names_functions
-from miles.arguments.launch.report import OTHERS, report
 from miles.arguments.launch.settle import FOREIGN_FLAGS, settle
 from miles.arguments.launch.spelling import (
     cut_lists,
@@ -35,7 +33,6 @@ from miles.arguments.launch.spelling import (
     without_flags,
 )
 from miles.arguments.launch.suggest import suggestion
-from miles.arguments.launch.surprises import surprises
 from miles.arguments.launch.values import words_of_line
 from miles.arguments.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
 from miles.arguments.megatron.settings import MegatronArguments
@@ -47,6 +44,7 @@ from miles.arguments.training import fill_precision
 from miles.arguments.validate import Validated, validate
 from miles.components import TRAIN_BACKENDS
 from miles.flags import LARGEST, LONGEST_VALUE, Errors, FlagError, flag_name
+from miles.host.machine import has_bf16, has_gpu, num_cores
 from miles.one_line import one_line
 
 FOREIGN = "foreign:"  # prefix of the flags of other launchers in argparse's namespace

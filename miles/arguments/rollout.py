@@ -11,6 +11,7 @@ from typing import Any, Literal, Optional
 
 from miles.arguments.cluster import ClusterArguments
 from miles.components import ENGINES
+from miles.environments.built_in import ENVIRONMENTS
 from miles.flags import Errors, changed, count, flag, flag_name
 from miles.objective.settings import LossArguments
 from miles.one_line import one_line
@@ -92,9 +93,20 @@ class RolloutArguments:
         metavar="COMMAND",
     )
     agent_timeout: float = flag(
-        600.0, "with --agent-command: seconds that a program may take, without those in which the model answers"
+        600.0,
+        "with --agent-command or --environment: seconds that a program or an environment may take, without those in "
+        "which the model answers",
     )
-    agent_concurrency: int = flag(16, "with --agent-command: programs that run at the same time")
+    agent_concurrency: int = flag(
+        16, "with --agent-command: programs that run at the same time (environments are not limited)"
+    )
+    environment: Optional[str] = flag(
+        None,
+        "what the model talks to, turn by turn: your class, module:class (docs/environments.md), or a built-in one, "
+        f"NAME[:key=value,...]. {ENVIRONMENTS.help}",
+        type=str,
+        metavar="ENVIRONMENT",
+    )
     rollout_function_path: Optional[str] = flag(
         None, "your function that generates a whole iteration, instead of the built-in collector, module:function"
     )
@@ -411,6 +423,8 @@ def explain_generation(rollout: RolloutArguments, reads_conversations: bool) -> 
     if reads_conversations:
         return f"draw       {count(prompts, 'conversation')}, each of them one trajectory"
     maker = "" if rollout.agent_command is None else f", each by a run of {one_line(rollout.agent_command, 80)}"
+    if rollout.environment is not None:
+        maker = f", each in the environment {one_line(rollout.environment, 80)}"
     return f"generate   {prompts} prompts x {samples} samples = {count(prompts * samples, 'trajectory')}{maker}"
 
 

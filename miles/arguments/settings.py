@@ -175,6 +175,11 @@ class Settings:
             return Path(self.sglang.update_weight_disk_dir)
         return Path(self.tracking.output_dir).absolute() / "weights"
 
+    @property
+    def sends_deltas(self) -> bool:
+        """Whether engines are sent what has changed in the weights, and not all of them."""
+        return self.generates and self.sglang.update_weight_transfer_mode == "disk-delta"
+
     def offload(self, device: str) -> Offload:
         """Return what is offloaded on ``device`` (cpu or cuda). On shared GPUs, the default is all that can be.
 

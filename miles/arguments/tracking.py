@@ -54,6 +54,11 @@ class TrackingArguments:
     wandb_host: Optional[str] = flag(None, "W&B server")
 
     @property
+    def samples_max_bytes(self) -> int:
+        """``--samples-max-mb`` in bytes."""
+        return int(self.samples_max_mb * 1_000_000)
+
+    @property
     def token_values(self) -> int:
         """How many answers of an iteration get the trainer's values of their tokens; -1: all."""
         return self.report_samples if self.samples_token_values is None else self.samples_token_values

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 
-from miles.arguments.checkpoint import check_checkpoint
+from miles.arguments.checkpoint import check_checkpoint, fill_remote_cache
 from miles.arguments.cluster import check_cluster, check_offload, notes_on_cluster
 from miles.arguments.data import check_data
 from miles.arguments.evaluation import check_evaluation, fill_evaluation
@@ -179,6 +179,7 @@ def _reconcile(settings: Settings, errors: Errors) -> tuple[Settings, list[str]]
         loss=loss,
         rollout=fill_over_sampling(rollout),
         evaluation=fill_evaluation(settings.evaluation, rollout, settings.data),
+        checkpoint=fill_remote_cache(settings.checkpoint, settings.tracking.output_dir),
     )
     return filled, [*loss_notes, *batch_notes]
 

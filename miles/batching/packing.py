@@ -5,56 +5,40 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 
-class PackedSample(NamedTuple):
-    """The facts of a sample that packing needs: which prompt it has, and the numbers of prompt and response tokens."""
-
-    prompt: bytes  # samples of equal prompts may share its tokens
-    prompt_length: int
-    response: int
-
-    @property
-    def length(self) -> int:
-        """Tokens of the sample if it shares nothing."""
-        return self.prompt_length + self.response
-
-
 @dataclass(frozen=True)
 class PackedSamples:
-    """The same of many samples, as int64 columns [samples]. Equal prompts have equal numbers."""
+    """The facts of samples that packing needs, as int64 columns [samples].
+
+    Attributes:
+        prompt: Which prompt a sample has. Samples of one prompt may share its tokens.
+        prompt_length: Tokens of the prompt.
+        response: Tokens of the response.
+    """
 
     prompt: np.ndarray
     prompt_length: np.ndarray
     response: np.ndarray
 
 
-def pack_by_budget(samples: Sequence[PackedSample], budget: int) -> list[list[int]]:
-    """Return indices of ``samples`` in bins of at most ``budget`` packed tokens, by first-fit decreasing.
+def pack_shares(samples: PackedSamples, shares: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
+    """Return bins of at most ``budget`` packed tokens for each share, by first-fit decreasing (Johnson, 1973).
 
     A prompt that is in a bin already costs nothing there, so samples of one prompt are taken one after another and
-    prefer the bin of their prompt. A sample longer than the budget gets a bin of its own. (Johnson, 1973.)
+    prefer the bin of their prompt. A sample longer than the budget gets a bin of its own. Ties are broken by the
+    numbers of prompts, then by the place in the share.
 
-    >>> group = [PackedSample(b"p", 30, 10)] * 4
-    >>> pack_by_budget(group, 70), pack_by_budget(group, 60)
-    ([[0, 1, 2, 3]], [[0, 1, 2], [3]])
-    """
-    number = {prompt: i for i, prompt in enumerate(sorted({sample.prompt for sample in samples}))}
-    columns = PackedSamples(
-        np.array([number[sample.prompt] for sample in samples], np.int64),
-        np.array([sample.prompt_length for sample in samples], np.int64),
-        np.array([sample.response for sample in samples], np.int64),
-    )
-    return pack_shares(columns, [range(len(samples))], budget)[0]
+    Args:
+        samples: All samples.
+        shares: The samples of each share, as indices into ``samples``; so are those in the bins.
+        budget: Packed tokens per bin.
 
-
-def pack_shares(samples: PackedSamples, shares: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
-    """Return the bins of ``pack_by_budget`` for each share, a list of indices into ``samples``.
-
-    Ties are broken by the numbers of prompts, then by the place in the share.
+    >>> group = PackedSamples(np.zeros(4, int), np.full(4, 30), np.full(4, 10))  # one prompt
+    >>> pack_shares(group, [range(4)], 70), pack_shares(group, [range(4)], 60)
+    ([[[0, 1, 2, 3]]], [[[0, 1, 2], [3]]])
     """
     sizes = np.array([len(share) for share in shares], np.int64)
     index = np.fromiter((i for share in shares for i in share), np.int64, int(sizes.sum()))

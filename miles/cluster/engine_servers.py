@@ -18,6 +18,8 @@ from miles.stacks import answer_requests
 if TYPE_CHECKING:
     import torch
 
+    from miles.weight_sync.local_copy import CopySource
+
 STOP_SECONDS = 15.0  # for a server to end, which takes it a few
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,10 @@ class EngineActor:
     def stop(self) -> None:
         """Stop the server; ``ServerProcess.stop``."""
         self.server.stop()
+
+    def update_copy(self, source: CopySource) -> str:
+        """Bring this host's copy of the weights up to date; ``miles.engine.host.Server.update_copy``."""
+        return str(source.update_copy())
 
 
 class ActorServer:
@@ -108,6 +114,21 @@ class ActorServer:
                 log.info("%s: its actor is replaced: %s", self.name, lost)
         ray.kill(self._actor)
         self._actor = None
+
+    async def update_copy(self, source: CopySource) -> str:
+        """Have the actor update the copy of its host; ``Server.update_copy``."""
+        assert self._actor is not None, "a server in use has an actor"
+        try:
+            async with asyncio.timeout(self._start_seconds):  # as loading a model may take
+                folder: str = await self._actor.update_copy.remote(source)
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayActorError as death:
+            raise ServerFailed(f"{self.name} was killed while its host read new weights") from death
+        except TimeoutError:
+            message = f"{self.name}: its host has not read the new weights within {self._start_seconds:g} s"
+            raise ServerFailed(message) from None
+        return folder
 
 
 class RayHost:

@@ -8,16 +8,17 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import ray.exceptions
 
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.cluster.failure_files.folder import FailureFiles
 from miles.cluster.folders.disk_faults import SaveFailed
+from miles.cluster.folders.remote_checkpoints import pending_in
 from miles.cluster.liveness import WorkerLost
 from miles.cluster.stop_requests import StopRequests
 from miles.input_error import InputError
+from miles.remote.folder import is_url
 from miles.tracking.notifications import Notifier
 from miles.training.checkpoint_folder import newest
 
@@ -132,6 +133,10 @@ def how_to_resume(checkpoint: CheckpointArguments) -> str:
     """Return how to resume a run that ended early, or that it starts from the beginning."""
     if checkpoint.save is None:
         return "nothing was saved (no --save), so a new run starts from the beginning"
-    if newest(Path(checkpoint.save)) is None:
+    local = checkpoint.local(checkpoint.save)
+    if newest(local) is None:
         return f"no checkpoint was saved in {checkpoint.save} yet, so a new run starts from the beginning"
-    return f"the same command with --load {checkpoint.save} continues from the last checkpoint"
+    what_to_do = f"the same command with --load {checkpoint.save} continues from the last checkpoint"
+    if is_url(checkpoint.save) and (pending := pending_in(local)):
+        return f"{what_to_do}, {pending[-1].name}, which it uploads from {local} first"
+    return what_to_do

@@ -13,10 +13,9 @@ from miles.arguments.profiling import FOLDER, ProfilingArguments
 from miles.cluster.liveness import Workers
 from miles.cluster.rollout_actor import RolloutDriver
 from miles.cluster.train_actor import TrainDriver
-from miles.profiling.loop_phases import LoopPhases
 from miles.profiling.merged_trace import write_trace
 from miles.profiling.process_trace import ProcessTrace
-from miles.profiling.recorder import clock_name, clock_offset
+from miles.profiling.recorder import LoopPhases, clock_name, clock_offset
 from miles.profiling.table import table
 
 CLOCK_READINGS = 5  # of another machine's clock; the fastest counts

@@ -19,6 +19,7 @@ from miles.cluster.ray_watch import look_at_node
 HEARTBEAT = "heartbeat"
 REPORT = "report"  # the concurrency group of ``describe()``, which returns the worker's stacks while it works
 SAVING = "saving"  # the concurrency group of a call that waits for a checkpoint, while the worker does other work
+WEIGHTS = "weights"  # the concurrency group of a call for all weights, while the worker does other work
 HEARTBEAT_SECONDS = 10.0
 LOOK_SECONDS = 1.0  # between two checks for missing heartbeats
 ASLEEP_SECONDS = 10.0  # between two checks: the launcher itself was stopped or busy
@@ -28,10 +29,10 @@ BLAME_SECONDS = 5.0  # a peer's failed collective may be reported before the dea
 def with_heartbeat(worker: type) -> Any:
     """Return ``ray.remote`` of a class whose method ``heartbeat(seconds)``, in that group, returns its process id.
 
-    The group ``REPORT`` is for ``describe()``, ``SAVING`` for a wait beside the work.
+    The group ``REPORT`` is for ``describe()``, ``SAVING`` and ``WEIGHTS`` for what is done beside the work.
     """
     remote: Any = ray.remote  # whose stubs do not know concurrency groups
-    return remote(concurrency_groups={HEARTBEAT: 1, REPORT: 1, SAVING: 1})(worker)
+    return remote(concurrency_groups={HEARTBEAT: 1, REPORT: 1, SAVING: 1, WEIGHTS: 1})(worker)
 
 
 # Ray errors that the death of another worker may cause: a lost object is one that the dead worker owned.

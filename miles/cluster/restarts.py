@@ -13,7 +13,6 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import ray.exceptions
@@ -97,7 +96,7 @@ def resuming(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
     Raises ``ValueError`` if everything it has saved is damaged.
     """
     given = settings.checkpoint
-    if given.save is None or newest(Path(given.save)) is None:
+    if given.save is None or newest(given.local(given.save)) is None:
         return settings, ()
     checkpoint = replace(given, load=given.save, finetune=False, no_load_optim=False, no_load_rng=False)
     point = resume_point(checkpoint)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,8 @@ from miles.cluster.engine_servers import RayHost
 from miles.cluster.failures import cause_of, in_one_line
 from miles.cluster.liveness import HEARTBEAT, REPORT, WorkerLost, Workers, with_heartbeat
 from miles.cluster.session import Placement
-from miles.cluster.stored_weights import StoredWeights
+from miles.cluster.stored_weights import DeltaWeights, StoredWeights, Weights
+from miles.components import engine_spec
 from miles.data.stream import NoPromptsLeft
 from miles.engine.concurrency import waiting_tasks
 from miles.metrics import Metric
@@ -41,6 +43,9 @@ from miles.sample import PromptGroup
 from miles.stacks import answer_requests, own_stacks
 from miles.train_batch import TrainShard
 from miles.training.determinism import be_deterministic
+from miles.weight_sync.local_copy import LocalCopy, copy_folder
+from miles.weight_sync.offered import CopiedWeights
+from miles.weights import WeightChunk
 
 T = TypeVar("T")
 
@@ -76,7 +81,9 @@ class RolloutDriver:
         self._update: ray.ObjectRef[Any] | None = None  # the weight update in progress
         self._dead = False
         self._position: dict[str, Any] | None = None  # in the prompts, after the last iteration that was received
-        self._weights: tuple[list[ray.ObjectRef[Any]] | None, int] | None = None  # the newest, if workers are replaced
+        self._weights: tuple[Weights | None, int] | None = None  # the newest, if workers are replaced
+        self.weight_metrics: dict[str, Metric] = {}  # of the last weight update that has ended, if it has any
+        self._whole_updates = 0  # in which an engine took all weights
         self._actor: Any = with_heartbeat(RolloutActor).options(**placement.rollout_options())
         self.num_iterations = self._start()
 
@@ -135,8 +142,9 @@ class RolloutDriver:
         if self._position is not None:
             self._result(self.worker.restore.remote(self._position))
         if self._weights is not None:
-            packed, version = self._weights
-            self._result(self.worker.update_weights.remote(packed, version, self._planner.load_weights(version)))
+            weights, version = self._weights
+            after = self._planner.load_weights(version)
+            self._note_update(self._result(self.worker.update_weights.remote(weights, version, after)))
         self._dead = False
 
     def _result(self, call: ray.ObjectRef[Any]) -> Any:
@@ -154,15 +162,15 @@ class RolloutDriver:
 
         return self._surviving(ask)
 
-    def update_weights(self, packed: list[ray.ObjectRef[Any]] | None, version: int) -> None:
-        """Give the engine new weights, as references to their packed chunks; None lets it keep those that it has."""
+    def update_weights(self, weights: Weights | None, version: int) -> None:
+        """Give the engine new weights; None lets it keep those that it has."""
         if self._replaces:
-            self._weights = (packed, version)
+            self._weights = (weights, version)
 
         def send() -> None:
             self._settle_update()
             after = self._planner.load_weights(version)
-            self._update = self.worker.update_weights.remote(packed, version, after)
+            self._update = self.worker.update_weights.remote(weights, version, after)
             if self._planner.awaits_loading:
                 self._settle_update()
 
@@ -170,8 +178,13 @@ class RolloutDriver:
 
     def _settle_update(self) -> None:
         if self._update is not None:
-            self._workers.results([self._update], whose=self.worker)
+            self._note_update(self._workers.results([self._update], whose=self.worker)[0])
             self._update = None
+
+    def _note_update(self, metrics: dict[str, Metric]) -> None:
+        if metrics:
+            self._whole_updates += metrics["weight_sync/whole"].value > 0
+            self.weight_metrics = metrics | {"weight_sync/whole_updates": Metric(self._whole_updates)}
 
     def progress(self) -> str | None:
         """Say how many groups of the iteration in progress are ready. Any thread may call it.
@@ -255,7 +268,7 @@ class RolloutActor:
         self._built = await build_pipeline(self._settings, RayHost(self._placement))
         self._recorder = SampleRecorder(
             self._built.tokenizer,
-            max_bytes=int(self._settings.tracking.samples_max_mb * 1_000_000),
+            max_bytes=self._settings.tracking.samples_max_bytes,
             num_iterations=self._built.num_iterations,
             steps_per_iteration=self._settings.steps_per_iteration,
             advantage_by_sample=not self._settings.loss.estimates_by_token,
@@ -290,13 +303,28 @@ class RolloutActor:
         """Return the metrics of every evaluation set under the engine's weights."""
         return await self._pipeline.evaluate()
 
-    async def update_weights(self, packed: list[ray.ObjectRef[Any]] | None, version: int, after: int | None) -> None:
+    async def update_weights(self, weights: Weights | None, version: int, after: int | None) -> dict[str, Metric]:
         """Give the engine weights of ``version`` when iteration ``after`` is collected (None: at once).
 
-        ``packed`` is a list, so that Ray passes references to the chunks and not the weights. If it is None, the engine
-        keeps those that it has.
+        If ``weights`` is None, the engine keeps those that it has. All weights are a list, so that Ray passes
+        references to the chunks and not the weights.
+
+        Returns:
+            With ``--update-weight-transfer-mode disk-delta`` the metrics ``weight_sync/…``, else none.
         """
-        await self._pipeline.update_weights(None if packed is None else StoredWeights(packed), version, after)
+        if weights is None:
+            await self._pipeline.update_weights(None, version, after)
+            return {}
+        sent = weights.offered() if isinstance(weights, DeltaWeights) else StoredWeights(weights)
+        if not self._settings.sends_deltas:
+            await self._pipeline.update_weights(sent, version, after)
+            return {}
+        chunks: Iterable[WeightChunk] = sent
+        if not engine_spec(self._settings.rollout.rollout_engine).has_servers:  # whose hosts have copies
+            place = copy_folder(self._settings.sglang.update_weight_copy_dir, str(self._settings.weights_folder))
+            chunks = CopiedWeights(LocalCopy(place), sent, uuid.uuid4().hex)
+        seconds = await self._pipeline.update_weights(chunks, version, after)
+        return sent.metrics() | {"weight_sync/load_seconds": Metric(seconds)}
 
     async def release_memory(self) -> None:
         """Have the engines release their GPU memory until new weights arrive."""

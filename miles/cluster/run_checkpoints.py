@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from miles.arguments.checkpoint import export_folder
 from miles.cluster.folders.best_checkpoint import BestCheckpoint, BestSoFar
 from miles.metrics import Metric
+from miles.remote.folder import is_url
 from miles.training.checkpoint_files import appearing_whole
 
 if TYPE_CHECKING:
     from miles.arguments.checkpoint import CheckpointArguments
-    from miles.cluster.rollout_actor import RolloutDriver
-    from miles.cluster.train_actor import TrainDriver
+    from miles.cluster.sides import Sides
 
 
 @dataclass
@@ -25,57 +25,104 @@ class RunCheckpoints:
     Checkpoints and exports are numbered by the iterations that are done.
     """
 
-    rollout: RolloutDriver
-    trainer: TrainDriver
+    sides: Sides
     arguments: CheckpointArguments
     run_state: dict[str, str]  # saved in every checkpoint (cluster/folders/run_identity.py)
     last_saved: int = 0  # iterations of the newest checkpoint of this run
     last_exported: int | None = None  # iterations of the newest export, if there is one
     best: BestSoFar | None = None  # by the metric of --save-best, from the first iteration on
 
-    def best_with(self, metrics: Mapping[str, Metric], done: int, due: bool) -> BestCheckpoint | None:
-        """Return the record of ``done`` iterations with these metrics, if they are the best so far by ``--save-best``.
+    def resume(self) -> int:
+        """Load the newest checkpoint of ``--load``, if any, and return the number of iterations already done."""
+        state = self.sides.trainer.resume()
+        if state is None:
+            return 0
+        self.last_saved = done = int(state["rollouts_done"])
+        self.run_state = state.get("run", self.run_state)  # absent in checkpoints of earlier versions
+        self.sides.rollout.restore(state["prompts"])
+        if done >= (last := self.sides.rollout.num_iterations) > 0:
+            print(
+                f"note: {done} iterations are done already, and this run has {last}: nothing is left to train; "
+                "give a larger --num-rollout or --num-epoch to continue"
+            )
+        return done
 
-        ``due`` says whether a checkpoint is due anyway.
+    def save_if_due(self, done: int, metrics: Mapping[str, Metric], due: bool) -> None:
+        """Write a checkpoint and an export if they are due, or if the iteration is the best by ``--save-best``.
+
+        One that is there already is written again if it turns out to be the best: saving records that.
+
+        Args:
+            done: The iterations that are done.
+            metrics: Those of the last one; empty if nothing was measured.
+            due: Whether a checkpoint is due after it.
         """
-        given = self.arguments
-        if given.save is None or given.save_best is None:
-            return None
-        if self.best is None:
-            self.best = BestSoFar(given.save_best, Path(given.save), self.last_saved)
-        return self.best.improved_by(metrics, done, due)
+        best = self._best_with(metrics, done, due)
+        if (due and self._lacks_checkpoint(done)) or best is not None:
+            self._save(done, best, exports=self._lacks_export(done))
 
-    def save(self, done: int, best: BestCheckpoint | None = None) -> None:
-        """Write a checkpoint after ``done`` iterations; ``best`` is its record if it is the best so far."""
-        state = {"rollouts_done": done, "prompts": self.rollout.state(done), "run": self.run_state}
-        self.trainer.save(done, state, best)
-        self.last_saved = done
+    def save_before_stop(self, done: int) -> None:
+        """Save ``done`` iterations if they are not saved yet, before a signal ends the run.
 
-    def settle(self) -> None:
-        """Wait for the checkpoint that is still being written (``--async-save``)."""
-        if self.arguments.save is not None:
-            self.trainer.settle_save()
+        Not with engines or trainers that take turns on the GPUs: generation may be using the memory.
+        """
+        if self._lacks_checkpoint(done) and not self.sides.take_turns:
+            self._save(done)
+        self._settle()
 
-    def end(self) -> None:
-        """End the run: wait for the last checkpoint, and print a note if no iteration had the metric."""
-        self.settle()
+    def end(self, done: int) -> None:
+        """End the run: export, wait for the last checkpoint, and print a note if no iteration had the metric."""
+        if self._lacks_export(done):
+            self.sides.give_gpus_to_trainer()
+            self._export(done)
+        with self.sides.timer.phase("save"):
+            self._settle()
         if self.best is not None and not self.best.seen:
             print(f"note: --save-best {self.arguments.save_best}: no iteration had this metric, so no best was saved")
 
-    def export(self, done: int) -> None:
+    def _best_with(self, metrics: Mapping[str, Metric], done: int, due: bool) -> BestCheckpoint | None:
+        """Return the record of ``done`` iterations, if these metrics are the best so far by ``--save-best``."""
+        given = self.arguments
+        if given.save is None or given.save_best is None or not metrics:
+            return None
+        if self.best is None:
+            self.best = BestSoFar(given.save_best, given.local(given.save), self.last_saved)
+        return self.best.improved_by(metrics, done, due)
+
+    def _lacks_checkpoint(self, done: int) -> bool:
+        return self.arguments.save is not None and done > self.last_saved
+
+    def _lacks_export(self, done: int) -> bool:
+        return self.arguments.save_hf is not None and done != self.last_exported
+
+    def _save(self, done: int, best: BestCheckpoint | None = None, exports: bool = False) -> None:
+        """Write a checkpoint; ``best`` is its record if it is the best so far."""
+        sides = self.sides
+        sides.give_gpus_to_trainer()
+        with sides.timer.phase("save"):
+            state = {"rollouts_done": done, "prompts": sides.rollout.state(done), "run": self.run_state}
+            sides.trainer.save(done, state, best)
+            self.last_saved = done
+            if exports:
+                self._export(done)
+        if sides.take_turns:
+            sides.sync_weights(version=done)  # gives the engines their memory back
+
+    def _export(self, done: int) -> None:
         """Write weights, configuration and tokenizer so that transformers' ``from_pretrained`` loads them."""
         assert self.arguments.save_hf is not None
-        with appearing_whole(export_folder(self.arguments.save_hf, done).absolute()) as staged:
-            self.trainer.export_hf(staged)
-            self.rollout.save_tokenizer(staged)
+        name = export_folder(self.arguments.save_hf, done)
+        folder = self.arguments.local(name) / f"iter_{done:07d}" if is_url(name) else Path(name)
+        with appearing_whole(folder.absolute()) as staged:
+            self.sides.trainer.export_hf(staged)
+            self.sides.rollout.save_tokenizer(staged)
+        if is_url(name):
+            self.sides.trainer.upload_export(folder, name)
         self.last_exported = done
 
-    def resume(self) -> int:
-        """Load the newest checkpoint of ``--load``, if any, and return the number of iterations already done."""
-        state = self.trainer.resume()
-        if state is None:
-            return 0
-        self.last_saved = done = state["rollouts_done"]
-        self.run_state = state.get("run", self.run_state)  # absent in checkpoints of earlier versions
-        self.rollout.restore(state["prompts"])
-        return int(done)
+    def _settle(self) -> None:
+        """Wait for the checkpoint that is still being written (``--async-save``), and for uploads."""
+        if self.arguments.save is not None:
+            self.sides.trainer.settle_save()
+        if self.arguments.urls:
+            self.sides.trainer.settle_uploads()

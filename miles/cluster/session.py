@@ -19,7 +19,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles.arguments.cluster import ClusterArguments
-from miles.arguments.launch.machine import has_gpu
 from miles.cluster.cpu_tuning import malloc_environment
 from miles.cluster.device_slots import Slot, check_engines, find_slots
 from miles.cluster.failure_files.folder import FailureFiles
@@ -28,6 +27,7 @@ from miles.cluster.folders.disk_faults import SaveFailed
 from miles.cluster.local_access import loopback_environment, loopback_only, make_token_private, private_session_root
 from miles.cluster.ray_watch import RayWatch, own_node, parts_of_ray
 from miles.cluster.run_guard import RunGuard
+from miles.host.machine import has_gpu
 
 if TYPE_CHECKING:
     from miles.cluster.restarts import Continuation

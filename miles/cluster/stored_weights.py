@@ -1,18 +1,52 @@
-"""The weights of an update in Ray's object store: one object per chunk."""
+"""The weights of an update on their way to the rollout worker: all of them in Ray's object store, or a delta.
+
+All weights are one object per chunk. A delta (miles/weight_sync/disk_delta.py) is in files; what is passed on says
+where, and whom to ask for all weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import ray
 
+from miles.metrics import Metric
+from miles.weight_sync.delta_files import DeltaOffer
+from miles.weight_sync.offered import OfferedWeights
 from miles.weights import PackedChunk, WeightChunk, pack, unpack
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """Weights as a delta, and the trainer's rank 0, an actor that has all of them until the export after the next."""
+
+    offer: DeltaOffer
+    trainer: Any
+
+    def offered(self) -> OfferedWeights:
+        """Return what an engine takes."""
+
+        def fetch() -> StoredWeights:
+            # Not ``ray.get``, for the reason below.
+            packed: list[ray.ObjectRef[Any]] = self.trainer.whole_weights.remote(self.offer.result).future().result()
+            return StoredWeights(packed)
+
+        return OfferedWeights(self.offer, fetch)
+
+
+Weights: TypeAlias = "list[ray.ObjectRef[Any]] | DeltaWeights"
 
 
 def store(chunks: Iterable[WeightChunk]) -> list[ray.ObjectRef[Any]]:
     """Put the chunks into the object store, one at a time, and return references to them."""
-    return [ray.put(pack(chunk)) for chunk in chunks]
+    return store_packed(pack(chunk) for chunk in chunks)
+
+
+def store_packed(chunks: Iterable[PackedChunk]) -> list[ray.ObjectRef[Any]]:
+    """Put packed chunks into the object store, and return references to them."""
+    return [ray.put(chunk) for chunk in chunks]
 
 
 class StoredWeights:
@@ -23,9 +57,16 @@ class StoredWeights:
 
     def __init__(self, packed: list[ray.ObjectRef[Any]]) -> None:
         self._packed = packed
+        self._bytes = 0  # of the last pass
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return what ``OfferedWeights.metrics`` does, of an update that has no delta."""
+        return {"weight_sync/bytes": Metric(self._bytes), "weight_sync/whole": Metric(1.0)}
 
     def __iter__(self) -> Iterator[WeightChunk]:
+        self._bytes = 0
         for reference in self._packed:
             # Not ``ray.get``, which warns in an asyncio actor, in whichever thread it is called.
             chunk: PackedChunk = reference.future().result()
+            self._bytes += sum(data.nbytes for _, _, data in chunk.entries.values())
             yield unpack(chunk)

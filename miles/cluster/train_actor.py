@@ -22,28 +22,34 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from miles.arguments.cluster import ClusterArguments
+from miles.arguments.flags_view import flags_view
 from miles.arguments.settings import Settings
 from miles.cluster.background_save import BackgroundSave
 from miles.cluster.cpu_tuning import use_threads
 from miles.cluster.failures import cause_of
 from miles.cluster.folders.best_checkpoint import BestCheckpoint, remove_superseded
 from miles.cluster.folders.disk_faults import SaveFailed, disk_fault
-from miles.cluster.liveness import HEARTBEAT, REPORT, SAVING, Workers, with_heartbeat
+from miles.cluster.liveness import HEARTBEAT, REPORT, SAVING, WEIGHTS, Workers, with_heartbeat
 from miles.cluster.session import Placement
-from miles.cluster.stored_weights import store
+from miles.cluster.stored_weights import DeltaWeights, Weights, store, store_packed
 from miles.components import import_code, train_backend_spec
+from miles.flags import count
 from miles.metrics import Metric
 from miles.profiling.process_trace import ProcessTrace
 from miles.profiling.recorder import Recorder, read_clock
 from miles.profiling.spans import span
+from miles.remote.folder import is_url
 from miles.secret_values import is_secret
 from miles.stacks import answer_requests, own_stacks
 from miles.train_batch import TokenColumns, TrainShard
 from miles.training import checkpoint_folder
 from miles.training.checkpoint_manifest import FileRecord, hash_files_of_rank
 from miles.training.determinism import be_deterministic
+from miles.weight_sync.delta_files import DeltaOffer
+from miles.weight_sync.delta_writer import DeltaWriter
 
 if TYPE_CHECKING:
+    from miles.cluster.folders.uploads import Uploads
     from miles.training.backend import TrainBackend
     from miles.training.trainer import Trainer
 
@@ -67,10 +73,20 @@ class TrainedIteration:
 class TrainDriver:
     """All trainer ranks, as the loop sees them. ``build`` comes before everything else."""
 
-    def __init__(self, settings: Settings, placement: Placement, workers: Workers) -> None:
-        """Start the processes of the ranks, and return before they have imported what they need."""
+    def __init__(
+        self, settings: Settings, placement: Placement, workers: Workers, uploads: Uploads | None = None
+    ) -> None:
+        """Start the processes of the ranks, and return before they have imported what they need.
+
+        Args:
+            settings: The run.
+            placement: The devices of the ranks.
+            workers: Watches their processes.
+            uploads: Takes what is saved and exported to URLs.
+        """
         env, _ = _environment(settings.cluster)
         self.settings = settings
+        self._uploads = uploads
         self._workers = workers
         self._saving: BackgroundSave | None = None
         self.actors: list[Any] = [
@@ -97,7 +113,9 @@ class TrainDriver:
         trains_policy = self.settings.trains_policy(iteration)
         refreshes = self.settings.refreshes_reference(iteration)
         calls = [
-            actor.train.remote(shards_by_token_rank[self.settings.dims.token_rank(rank)], trains_policy, refreshes)
+            actor.train.remote(
+                shards_by_token_rank[self.settings.dims.token_rank(rank)], trains_policy, refreshes, iteration
+            )
             for rank, actor in enumerate(self.actors)
         ]
         by_rank: list[TrainedIteration] = self._workers.results(calls)
@@ -105,10 +123,10 @@ class TrainDriver:
             by_rank[0].steps, {place: tokens for rank in by_rank for place, tokens in rank.tokens.items()}
         )
 
-    def export_weights(self) -> list[ray.ObjectRef[Any]]:
-        """Return references to the packed chunks of the full weights."""
-        chunks: list[ray.ObjectRef[Any]] = self._on_all("export_weights")[0]
-        return chunks
+    def export_weights(self) -> Weights:
+        """Return references to the packed chunks of the full weights, or what has changed since the last export."""
+        exported: list[ray.ObjectRef[Any]] | DeltaOffer = self._on_all("export_weights")[0]
+        return DeltaWeights(exported, self.actors[0]) if isinstance(exported, DeltaOffer) else exported
 
     def offload(self) -> None:
         """Move weights and optimizer to host memory, and free the GPUs' memory."""
@@ -141,7 +159,10 @@ class TrainDriver:
         self.settle_save()
         given = self.settings.checkpoint
         assert given.save is not None
-        root = Path(given.save).absolute()
+        root = given.local(given.save).absolute()
+        uploads = self._uploads if is_url(given.save) else None
+        if uploads is not None:
+            uploads.make_room(checkpoint_folder.checkpoint_path(root, iterations_done))
         staged = checkpoint_folder.staging_path(root, iterations_done)
         naming = partial(
             _naming_disk, staged, f"--save {given.save}: the checkpoint after {iterations_done} iterations"
@@ -150,7 +171,10 @@ class TrainDriver:
         def publish(by_rank: list[dict[str, FileRecord]]) -> None:
             records = {name: record for of_rank in by_rank for name, record in of_rank.items()}
             saved = checkpoint_folder.publish(root, iterations_done, records)
-            remove_superseded(saved, self.settings, best)
+            if uploads is None:
+                remove_superseded(saved, self.settings, best)
+            else:
+                uploads.add_checkpoint(saved, best)
 
         with naming():
             folder = checkpoint_folder.staging(root, iterations_done)
@@ -161,10 +185,15 @@ class TrainDriver:
         self._saving = BackgroundSave([actor.written.remote() for actor in self.actors], publish, naming)
 
     def save_progress(self) -> str | None:
-        """Say how much of the checkpoint that is being written is on the disk; None if none is being written."""
+        """Say how much of a checkpoint is on the disk while it is written, or how many uploads are left; else None."""
         given = self.settings.checkpoint.save
-        written = None if given is None else checkpoint_folder.bytes_being_written(Path(given))
-        return None if written is None else f"{written / 1e9:.2f} GB"
+        written = (
+            None if given is None else checkpoint_folder.bytes_being_written(self.settings.checkpoint.local(given))
+        )
+        if written is not None:
+            return f"{written / 1e9:.2f} GB"
+        left = 0 if self._uploads is None else self._uploads.left
+        return f"{count(left, 'upload')} left" if left else None
 
     def settle_save(self) -> None:
         """Wait for a checkpoint that is being written. Raises ``SaveFailed`` as ``save`` does."""
@@ -174,6 +203,16 @@ class TrainDriver:
                 self._workers.results(saving.calls)
             saving.end()
 
+    def upload_export(self, folder: Path, url: str) -> None:
+        """Upload an export, and remove it from this machine, while the run goes on."""
+        assert self._uploads is not None, "a run with a URL uploads"
+        self._uploads.add_export(folder, url)
+
+    def settle_uploads(self) -> None:
+        """Wait until checkpoints and exports are uploaded. Raises ``SaveFailed`` if one cannot be."""
+        if self._uploads is not None:
+            self._uploads.settle()
+
     def resume(self) -> dict[str, Any] | None:
         """Restore every rank from ``--load``, a checkpoint or a folder of them; returns the launcher's state.
 
@@ -181,7 +220,7 @@ class TrainDriver:
         the weights only.
         """
         given = self.settings.checkpoint
-        folder = checkpoint_folder.at(Path(given.load)) if given.load is not None else None
+        folder = checkpoint_folder.at(given.local(given.load)) if given.load is not None else None
         if folder is None:
             if given.load is not None and given.finetune:
                 raise ValueError(f"--load {given.load}: --finetune wants the weights of a checkpoint; there is none")
@@ -247,6 +286,7 @@ class TrainActor:
         self.settings = settings
         self.device = torch.device(device)
         self.recorder = Recorder(f"trainer rank {rank}")
+        self.deltas = DeltaWriter(settings.weights_folder) if settings.sends_deltas else None
         if settings.training.deterministic_mode:
             be_deterministic()
         disable_progress_bar()
@@ -297,12 +337,15 @@ class TrainActor:
         )
         self.backend = build_backend(self.settings, self.device, total_steps)
         passes = self.settings.training.ppo_epochs
-        self.trainer = Trainer(self.backend, self.settings.loss, self.settings.dims.token_ranks, passes)
+        args, ranks = flags_view(self.settings), self.settings.dims.token_ranks
+        self.trainer = Trainer(self.backend, self.settings.loss, ranks, passes, args)
 
-    def train(self, shards: Sequence[TrainShard], trains_policy: bool, refreshes_reference: bool) -> TrainedIteration:
+    def train(
+        self, shards: Sequence[TrainShard], trains_policy: bool, refreshes_reference: bool, iteration: int
+    ) -> TrainedIteration:
         """Take one optimizer step per shard, of policy and critic or of the critic alone; then update the reference."""
         with span("train"):
-            steps = self.trainer.train(shards, trains_policy)
+            steps = self.trainer.train(shards, trains_policy, iteration)
         if refreshes_reference:
             started = time.perf_counter()
             with span("update the reference"):
@@ -310,15 +353,27 @@ class TrainActor:
             steps[-1]["time/ref_update"] = Metric(time.perf_counter() - started)
         return TrainedIteration(steps, self.trainer.recorder.read())
 
-    def export_weights(self) -> list[ray.ObjectRef[Any]]:
-        """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store."""
+    def export_weights(self) -> list[ray.ObjectRef[Any]] | DeltaOffer:
+        """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store.
+
+        With ``--update-weight-transfer-mode disk-delta`` it writes what has changed, and returns that, if it can.
+        """
         with span("export weights"):
             chunks = self.backend.export_weights()
+            if self.rank == 0 and self.deltas is not None:
+                offer = self.deltas.update(chunks)
+                return store_packed(self.deltas.newest()) if offer is None else offer
             if self.rank == 0:
                 return store(chunks)
             for _ in chunks:  # take part in the gathering
                 continue
         return []
+
+    @ray.method(concurrency_group=WEIGHTS)
+    def whole_weights(self, identity: str) -> list[ray.ObjectRef[Any]]:
+        """Return references to all weights of one of the last two exports, for those who cannot follow its delta."""
+        assert self.deltas is not None, "only deltas are refused"
+        return store_packed(self.deltas.whole(identity))
 
     def start_profile(self) -> None:
         """Record what this process does from now on."""

@@ -16,8 +16,8 @@ from pathlib import Path
 # A private name of a pinned version (argparse-dataclass 2.0), as in arguments/parser.py.
 from argparse_dataclass import _add_dataclass_options
 
-from miles.arguments.launch.machine import memory_limit
 from miles.flags import Errors
+from miles.host.machine import memory_limit
 from miles.input_error import InputError
 from miles.junit import CheckResult, write_junit
 from miles.one_line import one_line

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles.report.comparison import Comparison
+from miles.saved_runs.remote_run import run_folder
 
 
 def main(argv: Sequence[str]) -> int:
@@ -16,7 +17,9 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: With status 2 for wrong arguments.
     """
     parser = argparse.ArgumentParser(prog="miles compare", description=__doc__)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the --output-dir of each run")
+    parser.add_argument(
+        "runs", type=run_folder, nargs="+", metavar="RUN", help="the --output-dir of each run, or its --save URL"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write a page with all curves over each other")
     parser.add_argument(
         "--tolerance",

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles.doctor.finding import as_json, as_text, can_train
-from miles.doctor.host import check_host
-from miles.doctor.leftovers import check_leftovers
+from miles.doctor.host import check_host, check_leftovers
 from miles.doctor.packages import check_packages
 
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles.input_error import InputError
+from miles.saved_runs.remote_run import on_this_machine, run_folder
 from miles.saved_runs.run import SavedRun
-from miles.saved_runs.weights import export, export_adapter
+from miles.saved_runs.weights import add_step_flag, export, export_adapter
 
 # --to: what writes the folder, and what is in it
 WRITERS = {
@@ -27,14 +28,11 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: With status 2 for wrong arguments, and for a checkpoint that cannot be exported.
     """
     parser = argparse.ArgumentParser(prog="miles export", description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the --output-dir of a run")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write, which must not exist yet")
     parser.add_argument(
-        "--step",
-        type=int,
-        metavar="N",
-        help="the checkpoint after N optimizer steps (default: the newest complete one)",
+        "run", type=run_folder, metavar="RUN", help="the --output-dir of a run, or the URL of its --save"
     )
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write, which must not exist yet")
+    add_step_flag(parser)
     parser.add_argument(
         "--to",
         choices=("hf", "peft"),
@@ -48,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
         run = SavedRun(given.run)
         checkpoint = run.checkpoint(given.step)
         write, what = WRITERS[given.to]
-        write(run, checkpoint.folder, given.out)
+        with on_this_machine(run.settings.checkpoint, checkpoint.folder) as whole:
+            write(run, whole, given.out)
     except (InputError, ValueError, OSError) as error:
         parser.error(str(error))
     print(f"{given.out}: {what} {checkpoint.folder} (step {checkpoint.steps})")

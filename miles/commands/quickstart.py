@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles.arguments.launch.machine import has_bf16, has_gpu
 from miles.arguments.parser import main_parse
 from miles.cluster.folders.folder_lock import is_held
 from miles.commands import train
 from miles.hidden_secrets import hide_on_command_line
+from miles.host.machine import has_bf16, has_gpu
 from miles.quickstart import data, model
 from miles.quickstart.summary import summarize
 from miles.tracking.run_files import METRICS

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from miles.report.server import HOST, ReportServer
 from miles.report.static_report import write_report
+from miles.saved_runs.remote_run import run_folder
 from miles.tracking.run_header import RunHeader
 
 PORT = 8600
@@ -20,7 +21,9 @@ def main(argv: Sequence[str]) -> int:
         SystemExit: With status 2 for wrong arguments.
     """
     parser = argparse.ArgumentParser(prog="miles report", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the --output-dir of a run")
+    parser.add_argument(
+        "run", type=run_folder, metavar="RUN", help="the --output-dir of a run, or the URL of its --save"
+    )
     parser.add_argument(
         "--port", type=int, help=f"port of the loopback address; 0 takes a free one (default: {PORT}, else a free one)"
     )

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from miles.input_error import InputError
-from miles.saved_runs.run import SavedRun, runs_below
+from miles.remote.folder import is_url
+from miles.saved_runs.remote_run import runs_at
+from miles.saved_runs.run import SavedRun
 
 HEADINGS = ("RUN", "STATE", "ITERATIONS", "REWARD", "HELD-OUT", "CHECKPOINTS")
 
@@ -24,17 +26,19 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="miles runs", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "folder",
-        type=Path,
         nargs="?",
-        default=Path("outputs"),
+        default="outputs",
         metavar="FOLDER",
-        help="where to look (default: outputs)",
+        help="where to look: a folder, or a URL such as s3://bucket with runs that save there (default: outputs)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON array, with all metrics and checkpoints")
     given = parser.parse_args(list(argv))
-    if not given.folder.is_dir():
+    if not is_url(given.folder) and not Path(given.folder).is_dir():
         parser.error(f"{given.folder}: no such folder; give one that holds runs")
-    runs = [_described(folder) for folder in runs_below(given.folder)]
+    try:
+        runs = [_described(shown, folder) for shown, folder in runs_at(given.folder)]
+    except InputError as error:
+        parser.error(str(error))
     if given.json:
         print(json.dumps(runs, indent=1))
     elif not runs:
@@ -44,13 +48,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _described(folder: Path) -> dict[str, Any]:
-    """Return what the files of a run say, or what is wrong with them."""
+def _described(shown: str, folder: Path) -> dict[str, Any]:
+    """Return what the files of a run in ``folder`` say, or what is wrong with them."""
     try:
         run = SavedRun(folder)
         newest, best = run.newest_complete(), run.best()
         return {
-            "run": str(folder),
+            "run": shown,
             "state": run.state.value,
             "iterations": run.iterations,
             "total_iterations": run.total_iterations,
@@ -64,7 +68,7 @@ def _described(folder: Path) -> dict[str, Any]:
             "best": None if best is None else asdict(best) | {"folder": best.name},
         }
     except (InputError, ValueError) as error:
-        return {"run": str(folder), "state": "unreadable", "error": str(error)}
+        return {"run": shown, "state": "unreadable", "error": str(error)}
 
 
 def _row(run: dict[str, Any]) -> tuple[str, ...]:

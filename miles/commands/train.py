@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles.arguments.checkpoint import default_remote_cache
 from miles.arguments.files.run_config import FILE_NAME, run_config
 from miles.arguments.launch.notes import grouped
 from miles.arguments.parser import main_parse
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from miles.arguments.settings import Settings
     from miles.arguments.validate import Validated
     from miles.cluster.failure_files.folder import FailureFiles
+    from miles.cluster.folders.remote_lock import RemoteLock
+    from miles.cluster.folders.uploads import Uploads
     from miles.cluster.iteration_profiler import IterationProfiler
     from miles.cluster.restarts import Continuation, Restarts
     from miles.cluster.rollout_actor import RolloutDriver
@@ -69,6 +72,7 @@ class RunContext:
         given: The flags of checkpoints as the user gave them, for run.yaml.
         continuation: Makes the launcher that follows if Ray dies, from the settings that resume; None in a process
             that is not the launcher's alone.
+        uploads: Takes what is saved and exported to URLs; None without one.
     """
 
     stop: StopRequests
@@ -77,6 +81,7 @@ class RunContext:
     restarts: Restarts
     given: CheckpointArguments
     continuation: Callable[[Settings], Continuation] | None
+    uploads: Uploads | None = None
 
 
 def main(argv: Sequence[str], is_alone: bool = True) -> int:
@@ -127,12 +132,15 @@ def launch(validated: Validated, ending: Ending, is_alone: bool = False, handed:
         is_alone: Whether this process does nothing else afterwards.
         handed: The state that a launcher before this one has left, if there was one.
     """
+    from miles.arguments.flags_view import flags_view
     from miles.cluster.failure_files.folder import FailureFiles
     from miles.cluster.failures import notifying
-    from miles.cluster.folders.folder_lock import locked_folders
+    from miles.cluster.folders.remote_checkpoints import index_all
     from miles.cluster.folders.resume_point import check_frozen_models, resume_point
     from miles.cluster.folders.run_identity import check_load_folder, own_save_folder
+    from miles.cluster.folders.uploads import uploading
     from miles.cluster.stop_requests import StopRequests
+    from miles.objective.four_arguments.call import check_whole_loss
     from miles.objective.hooks import check_hooks
     from miles.tracking.json_output import as_json_lines
     from miles.tracking.notifications import Notifier
@@ -140,7 +148,7 @@ def launch(validated: Validated, ending: Ending, is_alone: bool = False, handed:
     from miles.training.checkpoint_folder import remove_unfinished
 
     settings = validated.settings
-    written = {"--output-dir": settings.tracking.output_dir, "--save": settings.checkpoint.save}
+    given = settings.checkpoint
     stop = StopRequests(settings.cluster.stop_timeout)
     secrets = secrets_in("settings", asdict(settings))
     kept_out = {*secrets, *settings.cluster.trainer_environment.values()}
@@ -149,25 +157,47 @@ def launch(validated: Validated, ending: Ending, is_alone: bool = False, handed:
     with (
         as_json_lines(settings.tracking.log_format == "json"),
         hidden_in_output(secrets),
-        ending(settings.checkpoint, stop, files),
+        ending(given, stop, files),
         stop.listening(),
     ):
         check_hooks(settings.loss)
+        check_whole_loss(settings.loss, flags_view(settings))
         check_packages(settings.tracking)
-        with locked_folders((flag, Path(folder)) for flag, folder in written.items() if folder is not None):
-            notes = [*validated.notes, *check_load_folder(settings.checkpoint)]
-            point = resume_point(settings.checkpoint)
+        with _locked(settings) as lock:
+            notes = [*validated.notes, *index_all(given, Path(settings.tracking.output_dir)), *check_load_folder(given)]
+            point = resume_point(given)
             for note in (*notes, *point.notes, *check_frozen_models(settings.model)):
                 print(f"note: {note}")
             if validated.accepted:
                 print("\n".join(["note: flags of the command that were accepted:", *_indented(validated.accepted)]))
             checkpoint = own_save_folder(point.checkpoint, point.damaged)
             if checkpoint.save is not None:
-                remove_unfinished(Path(checkpoint.save))
+                remove_unfinished(checkpoint.local(checkpoint.save))
+            settings = replace(settings, checkpoint=checkpoint)
             context = _context(validated, stop, files, notifier, is_alone, handed)
             # The second ``ending`` knows where to resume from: --start-over changes it.
-            with ending(checkpoint, stop, files), notifying(notifier, stop):
-                run(replace(settings, checkpoint=checkpoint), context)
+            with (
+                ending(checkpoint, stop, files),
+                notifying(notifier, stop),
+                uploading(settings, lock, point.damaged) as uploads,
+            ):
+                run(settings, replace(context, uploads=uploads))
+
+
+@contextmanager
+def _locked(settings: Settings) -> Iterator[RemoteLock | None]:
+    """Hold the locks of the folders that a run writes, for the length of the block; yield that in remote storage."""
+    from miles.cluster.folders.folder_lock import locked_folders
+    from miles.cluster.folders.remote_lock import locked_in_remote_storage
+
+    given = settings.checkpoint
+    written = {"--output-dir": settings.tracking.output_dir, "--remote-cache": given.remote_cache}
+    written |= {} if "save" in given.urls else {"--save": given.save}
+    with (
+        locked_folders((flag, Path(folder)) for flag, folder in written.items() if folder is not None),
+        locked_in_remote_storage(given) as lock,
+    ):
+        yield lock
 
 
 def _context(
@@ -281,7 +311,7 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
         ReportSink(settings.tracking) as report,
         nullcontext() if port is None else closing(PrometheusSink(port)) as prometheus,
         # First, so that the trainer's processes import while the rollout worker starts its engines.
-        TrainDriver(settings, placement, workers) if settings.trains else nullcontext() as trainer,
+        TrainDriver(settings, placement, workers, context.uploads) if settings.trains else nullcontext() as trainer,
         RolloutDriver(settings, placement, workers) as rollout,
     ):
         loading.show("the trainer's models")
@@ -310,25 +340,25 @@ def _run_loop(
 ) -> None:
     """Run the iterations, with a trainer or without."""
     from miles.cluster.folders.run_identity import RunIdentity
+    from miles.cluster.run_checkpoints import RunCheckpoints
+    from miles.cluster.sides import Sides
     from miles.generation_loop import GenerationLoop
     from miles.loop import TrainingLoop
+    from miles.tracking.phase_timer import PhaseTimer
 
-    steps, stop = settings.steps_per_iteration, context.stop
+    steps, stop, timer = settings.steps_per_iteration, context.stop, PhaseTimer(profiler.phase)
     if trainer is None:
-        GenerationLoop(rollout, tracker, settings.evaluation, steps, stop, profiler.phase, profiler.iteration).run()
+        GenerationLoop(rollout, tracker, settings.evaluation, steps, stop, timer, profiler.iteration).run()
         return
+    sides = Sides(rollout, trainer, offload, timer)
     TrainingLoop(
-        rollout,
-        trainer,
+        sides,
+        RunCheckpoints(sides, settings.checkpoint, RunIdentity.new().to_state()),
         tracker,
         evaluation=settings.evaluation,
-        checkpoint=settings.checkpoint,
-        offload=offload,
         steps_per_iteration=steps,
-        run_state=RunIdentity.new().to_state(),
-        stop=stop,
         is_synchronous=settings.rollout.async_steps == 0,
-        on_phase=profiler.phase,
+        stop=stop,
         profiled=profiler.iteration,
     ).run()
 
@@ -336,7 +366,7 @@ def _run_loop(
 def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], total_steps: int) -> Tracker:
     """Return the tracker of a run of so many optimizer steps, with the facts about the run."""
     from miles.objective.explain import objective_formula, objective_in_words
-    from miles.report.health_watch import HealthWatch
+    from miles.report.sink import HealthWatch
     from miles.tracking.provenance import provenance
     from miles.tracking.run_header import RunHeader
     from miles.tracking.tracker import Tracker
@@ -362,6 +392,8 @@ def _config(settings: Settings, found: dict[str, Any]) -> str:
     path = Path(settings.tracking.output_dir) / FILE_NAME
     checkpoint = settings.checkpoint
     resumes = checkpoint.load is not None and checkpoint.load == checkpoint.save
+    if checkpoint.remote_cache == str(default_remote_cache(settings.tracking.output_dir)):
+        settings = replace(settings, checkpoint=replace(checkpoint, remote_cache=None))
     more = [" load=null"] * resumes + [" --start-over"] * (checkpoint.save is not None)
     repeat = f"miles train --config {path}{''.join(more)} repeats this run; flags after that win."
     return run_config(settings, [*in_words(found), repeat])

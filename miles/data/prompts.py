@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from miles.arguments.data import DataArguments
-from miles.data import reasoning_gym_task
+from miles.data import reasoning_gym_task, verifiers_task
 from miles.data.notes import Notes
 from miles.data.row import Row
 from miles.data.sources import read_rows
@@ -57,7 +57,7 @@ def load_prompts(
         source: One of ``sources.FORMS``.
         data: Names of the columns, chat template and length limit.
         tokenizer: The model's tokenizer.
-        input_key: Overrides ``data.input_key``. Ignored by ``reasoning_gym``, which has its own columns.
+        input_key: Overrides ``data.input_key``. Ignored by ``reasoning_gym`` and ``verifiers``.
         label_key: Overrides ``data.label_key``, in the same way.
         labels_optional: Whether rows may lack a label: a custom reward may not need it. One at least must have it.
         max_context_len: The most tokens of prompt and response together.
@@ -65,10 +65,10 @@ def load_prompts(
     Raises:
         InputError: For a malformed row, naming file and line, and for a source without prompts.
     """
-    if source.startswith(reasoning_gym_task.SCHEME):
-        columns = _Columns(
-            reasoning_gym_task.INPUT, reasoning_gym_task.LABEL, reasoning_gym_task.METADATA, label_may_be_null=True
-        )
+    for own in (reasoning_gym_task, verifiers_task):
+        if source.startswith(own.SCHEME):
+            columns = _Columns(own.INPUT, own.LABEL, own.METADATA, label_may_be_null=True)
+            break
     else:
         columns = _Columns(input_key or data.input_key, label_key or data.label_key, data.metadata_key)
     columns = replace(columns, label_may_be_null=columns.label_may_be_null or labels_optional)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from difflib import get_close_matches
-from typing import Any
 
 from miles.data.row import LONGEST_MESSAGE, Row
+from miles.environments.options import read_options
 from miles.input_error import InputError
 from miles.one_line import one_line
 
@@ -29,7 +28,7 @@ def read_reasoning_gym(source: str) -> Iterator[Row]:
     if task not in DATASETS:
         near = ", ".join(get_close_matches(task, DATASETS)) or "its documentation lists them"
         raise _refusal(source, f"reasoning_gym has no task {one_line(task, 100)!r}; near it: {near}")
-    options = {"seed": 42, **_parse_options(source, text)}
+    options = {"seed": 42, **read_options(text, f"prompt source {one_line(source, 200)}")}
     try:
         dataset = reasoning_gym.create_dataset(task, **options)
     except Exception as error:  # each task checks its settings in its own way
@@ -47,22 +46,3 @@ def read_reasoning_gym(source: str) -> Iterator[Row]:
 
 def _refusal(source: str, fault: str) -> InputError:
     return InputError(one_line(f"prompt source {one_line(source, 200)}: {fault}", LONGEST_MESSAGE))
-
-
-def _parse_options(source: str, text: str) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    for pair in filter(None, text.split(",")):
-        key, equals, value = (part.strip() for part in pair.partition("="))
-        if not (key and equals and value):
-            raise _refusal(source, f"{one_line(pair, 100)!r} is not key=value; write size=1000,seed=1")
-        options[key] = _parse_value(value)
-    return options
-
-
-def _parse_value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return text  # a bare word is text

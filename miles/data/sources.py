@@ -1,4 +1,4 @@
-"""Read rows from JSON lines, Parquet, Hugging Face datasets or reasoning_gym."""
+"""Read rows from JSON lines, Parquet, Hugging Face datasets, reasoning_gym or verifiers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from miles import strict_json
 from miles.data.reasoning_gym_task import SCHEME as REASONING_GYM
 from miles.data.reasoning_gym_task import read_reasoning_gym
 from miles.data.row import LONGEST_MESSAGE, Row
+from miles.data.verifiers_task import SCHEME as VERIFIERS
+from miles.data.verifiers_task import read_verifiers
 from miles.input_error import InputError
 from miles.one_line import one_line
 
-FORMS = "FILE.jsonl, FILE.parquet, hf:NAME[:SPLIT], a folder saved by datasets, or reasoning_gym:TASK[:key=value,...]"
+FORMS = (
+    "FILE.jsonl, FILE.parquet, hf:NAME[:SPLIT], a folder saved by datasets, reasoning_gym:TASK[:key=value,...] or "
+    "verifiers:TASKSET[:key=value,...]"
+)
 _HUGGING_FACE = "hf:"
 
 
@@ -23,6 +28,8 @@ def read_rows(source: str) -> Iterator[Row]:
     """Yield the rows of ``source`` in order; raise ``InputError``, naming a bad row, if it cannot be read."""
     if source.startswith(REASONING_GYM):
         return read_reasoning_gym(source)
+    if source.startswith(VERIFIERS):
+        return read_verifiers(source)
     if source.startswith(_HUGGING_FACE) or os.path.isdir(source):  # unlike Path, false for a long name
         return _read_hugging_face(source)
     path = Path(source)

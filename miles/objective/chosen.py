@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles.flags import collect_errors
 from miles.objective.adaptive_entropy import check_adaptive_entropy
@@ -33,13 +33,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a run computes, part by part. KL, entropy and aggregation are settings of ``flags``."""
+    """What a run computes, part by part. KL, entropy and aggregation are settings of ``flags``.
+
+    ``args`` has all flags of the run by their names, for functions of the user's that read them.
+    """
 
     flags: LossArguments
     loss_type: LossType
     estimator: Estimator
     policy_loss: PolicyLoss
     token_weights: tuple[TokenWeight, ...]
+    args: Any = field(default=None, compare=False)
 
     @property
     def needs(self) -> Needs:
@@ -48,8 +52,9 @@ class Objective:
 
     @property
     def advantages_need(self) -> Needs:
-        """What the trainer scores before it makes advantages of tokens."""
-        return self.estimator.token_needs(self.flags) | distillation_needs(self.flags)
+        """What the trainer scores before it makes advantages of tokens, and shows them to the user's function."""
+        is_shown = self.flags.rollout_data_postprocess_path is not None
+        return self.estimator.token_needs(self.flags) | distillation_needs(self.flags) | Needs(old_log_probs=is_shown)
 
     @property
     def selects_tokens(self) -> bool:
@@ -94,6 +99,7 @@ class Objective:
             or flags.entropy_target is not None
             or flags.use_opd
             or flags.custom_pg_loss_reducer_function_path is not None
+            or flags.rollout_data_postprocess_path is not None
         )
 
     def language_model_loss(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from miles.flags import flag_name
 from miles.import_path import load_function
+from miles.objective.four_arguments.modules import offer_related_modules
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,9 +59,14 @@ class Hook:
         Raises:
             ValueError: If it cannot be imported, or cannot be called as this file says.
         """
-        function = load_function(path, self.flag)
+        function = self._imported(path)
         self.check_signature(function, path)
         return function
+
+    def _imported(self, path: str) -> Callable[..., Any]:
+        """Import the function at ``path``; its file may import what losses of related launchers do."""
+        offer_related_modules()
+        return load_function(path, self.flag)
 
     def check_signature(self, function: Callable[..., Any], path: str) -> None:
         """Raise ``ValueError`` if ``function`` cannot be called with one argument."""
@@ -96,7 +102,7 @@ class AdvantageHook(Hook):
 
     def phase(self, path: str) -> int:
         """Return 1 if the parameter is called ``samples``, 2 if ``trajectories``."""
-        function = load_function(path, self.flag)
+        function = self._imported(path)
         phase = {"samples": 1, "trajectories": 2}.get(" ".join(inspect.signature(function).parameters))
         if phase is None:
             wanted = (
@@ -131,18 +137,39 @@ class ReducerHook(Hook):
 
 
 class WholeLossHook(Hook):
-    """The hook of a whole loss. Related launchers call theirs with whole logits, which never exist here."""
+    """The hook of a whole loss, which has two forms: ours, and that of related launchers (four_arguments/)."""
+
+    def num_arguments(self, function: Callable[..., Any], path: str) -> int:
+        """Return 1 or 4: with how many positional arguments the function can be called."""
+        for count in (1, 4):
+            if _accepts(function, count):
+                return count
+        wanted = f"one {self.inputs} (miles.objective.hooks), or args, batch, logits, sum_of_sample_mean"
+        raise self.wrong_signature(function, path, wanted, "one of these signatures")
 
     def check_signature(self, function: Callable[..., Any], path: str) -> None:
-        """Raise ``ValueError`` if ``function`` cannot be called with one argument; say what takes the others' place."""
-        if _accepts(function, 4) and not _accepts(function, 1):
-            wanted = (
-                "one LossInputs (miles.objective.hooks) in place of (args, batch, logits, sum_of_sample_mean): its "
-                "log_probs and entropy are computed of the logits already, its settings are args, and its mean is "
-                "sum_of_sample_mean, over N"
-            )
-            raise self.wrong_signature(function, path, wanted, "this signature")
-        super().check_signature(function, path)
+        """Raise ``ValueError`` if the function has neither form."""
+        self.num_arguments(function, path)
+
+
+class DataPostprocessHook(Hook):
+    """The hook of what an iteration trains on (batching/data_postprocess.py), which has three forms."""
+
+    def num_arguments(self, function: Callable[..., Any], path: str) -> int:
+        """Return 3, 2 or 1: with how many positional arguments the function is called."""
+        for count in (3, 2, 1):
+            if _accepts(function, count):
+                return count
+        wanted = "args, rollout_id, rollout_data, or args, rollout_data, or args"
+        raise self.wrong_signature(function, path, wanted, "one of these signatures")
+
+    def check_signature(self, function: Callable[..., Any], path: str) -> None:
+        """Raise ``ValueError`` if the function has none of the forms."""
+        self.num_arguments(function, path)
+
+    def fault(self, path: str, what: str) -> ValueError:
+        """Make the error about what the function has done."""
+        return ValueError(f"{self.flag} {path}: {what}")
 
 
 def _accepts(function: Callable[..., Any], count: int) -> bool:
@@ -158,7 +185,8 @@ POLICY_LOSS = Hook("custom_policy_loss_function_path", "PolicyLossInputs")
 WHOLE_LOSS = WholeLossHook("custom_loss_function_path", "LossInputs")
 IMPORTANCE = Hook("custom_tis_function_path", "ImportanceInputs")
 REDUCER = ReducerHook("custom_pg_loss_reducer_function_path", "ReducerInputs")
-HOOKS: tuple[Hook, ...] = (REDUCER, ADVANTAGES, POLICY_LOSS, WHOLE_LOSS, IMPORTANCE)
+DATA_POSTPROCESS = DataPostprocessHook("rollout_data_postprocess_path", "rollout_data")
+HOOKS: tuple[Hook, ...] = (REDUCER, ADVANTAGES, POLICY_LOSS, WHOLE_LOSS, IMPORTANCE, DATA_POSTPROCESS)
 
 
 def check_hooks(loss: LossArguments) -> None:

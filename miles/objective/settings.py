@@ -67,6 +67,10 @@ class CommonFlags:
     custom_tis_function_path: Optional[str] = flag(
         None, "your weights of token losses, with --use-tis, module:function or module.function"
     )
+    rollout_data_postprocess_path: Optional[str] = flag(
+        None,
+        "your function of what an iteration trains on, scored and with advantages, module:function or module.function",
+    )
     use_opsm: bool = flag(
         False, "drop sequences of negative advantage whose KL from the old policy exceeds --opsm-delta"
     )

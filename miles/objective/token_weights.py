@@ -138,7 +138,7 @@ class Rejection(TokenWeight):
         _check_order(loss, "rs_lower_bound", "rs_upper_bound", errors)
 
     def formula(self, loss: LossArguments) -> list[Term]:
-        """Return where the weight is 0."""
+        """Name the tokens whose weight is 0."""
         bounds = f"[{loss.rs_lower_bound:g}, {loss.rs_upper_bound:g}]"
         return [Term(f"w = 0 where p_old / p_engine of the {_LEVELS[loss.rs_level]} is outside {bounds}", __name__)]
 
@@ -170,7 +170,7 @@ class OffPolicyMasking(TokenWeight):
             errors.refuse("use_opsm", True, rule, "use --advantage-estimator grpo")
 
     def formula(self, loss: LossArguments) -> list[Term]:
-        """Return where the weight is 0."""
+        """Name the tokens whose weight is 0."""
         text = f"w = 0 in sequences with A < 0 and a mean of log p_old - log p above {loss.opsm_delta:g}"
         return [Term(text, __name__)]
 
@@ -203,7 +203,7 @@ class TopEntropy(TokenWeight):
         errors.within(loss, 0, 1, "top_entropy_quantile")
 
     def formula(self, loss: LossArguments) -> list[Term]:
-        """Return where the weight is 0."""
+        """Name the tokens whose weight is 0."""
         share = f"{100 * loss.top_entropy_quantile:g} %"
         return [Term(f"w = 0 except in the {share} of the step's tokens with the largest entropy", __name__)]
 

@@ -1,16 +1,16 @@
-"""Record one process with ``torch.profiler``."""
+"""Record one process with ``torch.profiler``, and the phases of the main loop, which is shown as a process too."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from miles.profiling import spans
-from miles.profiling.process_trace import ProcessTrace, from_kineto
+from miles.profiling.process_trace import SPAN, Event, ProcessTrace, from_kineto
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -81,3 +81,30 @@ def clock_offset(readings: Sequence[tuple[int, int, int]]) -> int:
     """
     before, other, after = min(readings, key=lambda reading: reading[2] - reading[0])
     return other - (before + after) // 2
+
+
+class LoopPhases:
+    """Notes which phase the main loop is in. A phase within another one is shown in its place."""
+
+    def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
+        self._clock = clock
+        self._began = 0
+        self._current: tuple[str, int] | None = None
+        self._events: list[Event] = []
+
+    def begin(self) -> None:
+        """Begin an iteration."""
+        self._began, self._current, self._events = self._clock(), None, []
+
+    def phase(self, name: str | None) -> None:
+        """Note the phase that begins, or continues after one within it; None if the last has ended."""
+        now = self._clock()
+        if self._current is not None:
+            ended, start = self._current
+            self._events.append(Event(ended, SPAN, "main", start, now - start))
+        self._current = None if name is None else (name, now)
+
+    def end(self, clock_name: str) -> ProcessTrace:
+        """Return the iteration."""
+        self.phase(None)
+        return ProcessTrace("main loop", self._began, self._clock(), self._events, clock=clock_name)

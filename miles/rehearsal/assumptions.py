@@ -48,13 +48,14 @@ def step_of_one_rank(settings: Settings) -> TrainShard:
     share = not settings.megatron.mtp_heads
     shard = schedule_step(batch, ranks, settings.training, settings.parallel, share_prompts=share)[0]
     columns = [np.zeros(length, np.float32) for length in batch.select(range(len(shard.batch))).response_lengths]
+    is_shown = settings.loss.rollout_data_postprocess_path is not None  # it may change both
     scored = replace(
         shard.batch,
-        old_log_probs=columns if settings.steps_per_iteration > 1 else None,
+        old_log_probs=columns if settings.steps_per_iteration > 1 or is_shown else None,
         ref_log_probs=columns if settings.loss.needs_reference else None,
         values=columns if settings.loss.has_critic else None,
         returns=columns if settings.loss.has_critic else None,
-        advantages=columns if settings.loss.estimates_by_token else None,
+        advantages=columns if settings.loss.estimates_by_token or is_shown else None,
         selected=columns if build_objective(settings.loss).selects_tokens else None,
         top_entropy=columns if build_objective(settings.loss).ranks_entropies else None,
     )

@@ -32,7 +32,7 @@ _ENGINE = (
     ("rollout/staleness_max", "Greatest staleness", "weight versions behind"),
     ("rollout/mixed_version_samples", "Mixed weight versions", "share of samples"),
 )
-_ENGINE_PREFIXES = ("perf/", "engine/", "memory/", "rollout/staleness")
+_ENGINE_PREFIXES = ("perf/", "engine/", "memory/", "weight_sync/", "rollout/staleness")
 _MAY_BE_NEGATIVE = ("train/pg_loss", "train/loss")
 
 Chart = dict[str, Any]

@@ -27,8 +27,8 @@ async def score(
 ) -> int:
     """Set the ``reward`` of every sample, aborted and truncated ones too; return how many the function fails on.
 
-    A sample of a program that failed is treated like one that the function fails on, and not given to it. The function
-    is called once with all others. If that fails, it is called with each sample alone to find those at
+    A sample whose program or environment failed is treated like one that the function fails on, and not given to it.
+    The function is called once with all others. If that fails, it is called with each sample alone to find those at
     fault. They get ``error_value``, or with ``drop`` no reward, and a line in the log.
 
     Raises:
@@ -62,20 +62,20 @@ async def score(
 async def _score_without_failed(
     samples: Sequence[Sample], function: RewardFunction, error_value: float | None, *, drop: bool
 ) -> int:
-    """Score the samples whose programs did not fail; the others are as if the reward function had failed on them."""
+    """Score the samples whose makers did not fail; the others are as if the reward function had failed on them."""
     failed = [sample for sample in samples if sample.failure]
     if error_value is None and not drop:
-        raise RewardError(_program_failure(failed[0]))
+        raise RewardError(_maker_failure(failed[0]))
     for sample in failed:
         _logger.warning("%s: %s", "dropped by --reward-error" if drop else f"reward {error_value}", sample.failure)
         sample.reward = None if drop else error_value
     return len(failed) + await score([s for s in samples if not s.failure], function, error_value, drop=drop)
 
 
-def _program_failure(sample: Sample) -> str:
+def _maker_failure(sample: Sample) -> str:
     return (
-        f"the program of --agent-command {sample.failure}; prompt {one_line(sample.prompt.source, 200)}, group "
-        f"{sample.group_index}, trajectory {sample.trajectory_id}; fix the program, give such trajectories a reward "
+        f"{sample.failure}; prompt {one_line(sample.prompt.source, 200)}, group "
+        f"{sample.group_index}, trajectory {sample.trajectory_id}; fix that, give such trajectories a reward "
         "with --reward-error-value, or drop them with --reward-error drop"
     )
 

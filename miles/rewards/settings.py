@@ -10,6 +10,7 @@ from miles.flags import Errors, changed, flag
 from miles.input_error import InputError
 from miles.rewards.built_in import REWARDS
 
+ENVIRONMENT = "environment"  # the reward that an environment gives
 CUSTOM = "custom"  # the name of --custom-rm-path among several rewards
 
 
@@ -76,9 +77,9 @@ class RewardArguments(*reversed(REWARDS.own_flags), CommonRewardFlags):  # type:
 
     @property
     def labels_optional(self) -> bool:
-        """Whether rows may lack a label: a function of the user's may not need it, and no other reward does."""
+        """Whether rows may lack a label: code of the user or an environment may not need it, and no reward does."""
         built_in = [REWARDS[name] for name in self.weights if name != CUSTOM]
-        return self.has_custom and not any(
+        return (self.has_custom or ENVIRONMENT in self.weights) and not any(
             reward.needs_label and (reward.instead_of_label is None or getattr(self, reward.instead_of_label) is None)
             for reward in built_in
         )

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from miles.arguments.launch.machine import memory_limit
 from miles.arguments.model import local_vocab_size
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
@@ -30,12 +29,14 @@ from miles.data.tokenizer import load_tokenizer
 from miles.engine.base import Engine, HasQueues, ReleasesMemory, start_engine
 from miles.engine.host import EngineHost
 from miles.engine.sglang.teacher import ServedTeacher
+from miles.host.machine import memory_limit
 from miles.metrics import Metric
 from miles.objective.settings import LossArguments
 from miles.profiling.spans import waiting
 from miles.rewards.registry import get_reward_function
 from miles.rewards.settings import RewardArguments
-from miles.rollout.agents.generator import AgentGenerator
+from miles.rollout.agents.environments import EnvironmentGenerator
+from miles.rollout.agents.generator import AgentGenerator, session_generator
 from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, PromptSource, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
 from miles.rollout.debug_data import SavedGroups, save_rollout
@@ -113,7 +114,7 @@ class RolloutPipeline:
         hooks: IterationHooks | None = None,
         evaluation: Callable[[int], Awaitable[dict[str, Metric]]] | None = None,
         teacher: ServedTeacher | None = None,
-        agents: AgentGenerator | None = None,
+        agents: AgentGenerator | EnvironmentGenerator | None = None,
     ) -> None:
         self.engine = engine
         self.num_iterations = num_iterations
@@ -181,16 +182,21 @@ class RolloutPipeline:
 
     async def update_weights(
         self, chunks: Iterable[WeightChunk] | None, version: int, after: int | None = None
-    ) -> None:
+    ) -> float:
         """Give the engine weights of ``version``, when iteration ``after`` is collected (None: at once).
 
         With ``chunks`` None the engine keeps the weights that it has, and generates ``version`` with these.
+
+        Returns:
+            The seconds that it took, from when it was the update's turn.
         """
         async with self._gate.loading(version, after):
+            began = time.perf_counter()
             if self.engine is not None and chunks is not None:
                 with waiting("update weights"):
                     await self.engine.update_weights(chunks, version)
             self._collector.weights_changed(version)
+        return time.perf_counter() - began
 
     async def release_memory(self) -> None:
         """Have the engine release its GPU memory until new weights arrive."""
@@ -247,7 +253,7 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
     reward_function = get_reward_function(reward, memory_limit(reward.reward_memory)) if scores else None
     eval_sets = load_eval_sets(settings.evaluation, data, rollout, tokenizer, labels_optional=reward.labels_optional)
     supply = build_supply(settings, tokenizer)
-    agents = None if rollout.agent_command is None else AgentGenerator(settings)
+    agents = session_generator(settings)
     generate = agents or get_group_generator(rollout)
     hooks = IterationHooks(settings, supply.stream)
     num_iterations = iterations_of(rollout, supply.num_prompts)

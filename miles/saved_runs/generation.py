@@ -23,7 +23,7 @@ from miles.data.notes import Notes
 from miles.data.row import Row
 from miles.data.tokenizer import PromptRenderer, load_tokenizer
 from miles.engine.base import Engine, start_engine
-from miles.engine.local_host import LocalHost
+from miles.engine.host import LocalHost
 from miles.input_error import InputError
 from miles.rewards.passing import passes
 from miles.rewards.registry import get_reward_function

@@ -5,23 +5,28 @@ Imports no torch, so that listing runs is quick.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Literal, get_type_hints
 
-from miles.arguments.files.saved import settings_from_json
 from miles.arguments.settings import Settings
 from miles.cluster.folders.best_checkpoint import BestCheckpoint, best_in
 from miles.cluster.folders.folder_lock import is_held
 from miles.input_error import InputError
+from miles.remote.folder import is_url
 from miles.report.metrics_file import MetricsFile
 from miles.tracking.run_files import METRICS, RunFiles
 from miles.tracking.run_header import FILE_NAME, RunHeader
 from miles.training.checkpoint_folder import all_in, iterations_of
 from miles.training.checkpoint_pruning import is_complete
+
+Step = int | Literal["best"] | None  # which checkpoint of a run: ``SavedRun.checkpoint``
 
 
 class RunState(StrEnum):
@@ -118,8 +123,8 @@ class SavedRun:
 
     def checkpoints(self) -> list[SavedCheckpoint]:
         """Return the checkpoints that are there, oldest first."""
-        save = self.settings.checkpoint.save
-        folders = [] if save is None else all_in(self.inside(save))
+        saved_in = self._saved_in
+        folders = [] if saved_in is None else all_in(saved_in)
         return [
             SavedCheckpoint(path, done, done * self.settings.steps_per_iteration, is_complete(path))
             for path in folders
@@ -128,15 +133,17 @@ class SavedRun:
 
     def best(self) -> BestCheckpoint | None:
         """Return the record of ``--save-best``, or None."""
-        save = self.settings.checkpoint.save
-        return None if save is None else best_in(self.inside(save))
+        saved_in = self._saved_in
+        return None if saved_in is None else best_in(saved_in)
 
     def newest_complete(self) -> SavedCheckpoint | None:
         """Return the newest complete checkpoint, or None."""
         return next((checkpoint for checkpoint in reversed(self.checkpoints()) if checkpoint.is_complete), None)
 
-    def checkpoint(self, step: int | None) -> SavedCheckpoint:
+    def checkpoint(self, step: Step) -> SavedCheckpoint:
         """Return the checkpoint after ``step`` optimizer steps; the newest complete one for None.
+
+        For ``best`` it is the one that ``--save-best`` has recorded.
 
         Raises:
             InputError: There is none; the message lists those that are there.
@@ -148,6 +155,11 @@ class SavedRun:
                 return newest
             what_to_do = "save some with --save, or name an exported folder with --weights"
             raise InputError(f"{self.folder}: no complete checkpoint {self._place()}; {what_to_do}")
+        if step == "best":
+            best = self.best()
+            if best is None:
+                raise InputError(f"--step best: no best checkpoint {self._place()}; give its number of optimizer steps")
+            step = best.iterations * self.settings.steps_per_iteration
         for each in reversed(checkpoints):  # a replaced checkpoint comes before the one that replaces it
             if each.steps == step:
                 return each
@@ -157,7 +169,15 @@ class SavedRun:
 
     def _place(self) -> str:
         save = self.settings.checkpoint.save
-        return "(the run had no --save)" if save is None else f"in {self.inside(save)}"
+        if save is None:
+            return "(the run had no --save)"
+        return f"in {save if is_url(save) else self._saved_in}"
+
+    @property
+    def _saved_in(self) -> Path | None:
+        """The folder of the checkpoints, or the local copy of it if it is in remote storage."""
+        given = self.settings.checkpoint
+        return None if given.save is None else self.inside(str(given.local(given.save)))
 
     def inside(self, path: str) -> Path:
         """Return a path of the run's flags; one below --output-dir is found there after the folder was moved."""
@@ -177,3 +197,39 @@ def runs_below(folder: Path) -> list[Path]:
             folders.append(Path(path))
         names[:] = sorted(name for name in names if not name.startswith((".", "earlier-", "iter_")))
     return sorted(folders)
+
+
+def settings_from_json(sections: Mapping[str, Mapping[str, Any]], where: str) -> Settings:
+    """Return the settings that ``RunHeader.settings`` describes. Secrets are not in it, and stay hidden.
+
+    Args:
+        sections: Section to field to value. Missing fields have their defaults.
+        where: The file, for messages.
+
+    Raises:
+        InputError: A section or field is unknown: a later version wrote the file.
+    """
+    hints = get_type_hints(Settings)
+    unknown = sections.keys() - hints.keys()
+    found: dict[str, Any] = {}
+    for name, values in sections.items():
+        if name in unknown:
+            continue
+        section = hints[name]
+        if not dataclasses.is_dataclass(section):  # megatron_overrides: pairs of a name and a value
+            found[name] = tuple(values.items())
+            continue
+        known = {field.name for field in dataclasses.fields(section)}
+        unknown |= {f"{name}.{field}" for field in values.keys() - known}
+        given = {field: _frozen(value) for field, value in values.items() if field in known}
+        assert isinstance(section, type)
+        found[name] = section(**given)
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise InputError(f"{where}: unknown settings ({names}), of another version of miles; use that version")
+    return Settings(**found)
+
+
+def _frozen(value: Any) -> Any:
+    """Return a JSON list as the tuple that it was."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -18,35 +18,50 @@ from pathlib import Path
 
 from miles.arguments.settings import Settings
 from miles.input_error import InputError
-from miles.saved_runs.run import SavedRun
+from miles.saved_runs.remote_run import on_this_machine, run_folder
+from miles.saved_runs.run import SavedRun, Step
 from miles.training.adapter_folder import adapter_folder, holds_adapter
 from miles.training.checkpoint_files import DamagedFile, appearing_whole
 from miles.training.checkpoint_manifest import check_against_manifest
 
 
+def add_step_flag(parser: argparse._ActionsContainer) -> None:
+    """Add ``--step`` to a command."""
+    parser.add_argument(
+        "--step",
+        type=_step,
+        metavar="N",
+        help="the checkpoint after N optimizer steps, or best, that of --save-best (default: the newest complete one)",
+    )
+
+
+def _step(text: str) -> Step:
+    try:
+        return "best" if text == "best" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of optimizer steps nor best") from None
+
+
 def add_weights_flags(parser: argparse.ArgumentParser) -> None:
     """Add RUN, ``--step`` and ``--weights`` to a command."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="the --output-dir of a run")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--step",
-        type=int,
-        metavar="N",
-        help="the checkpoint after N optimizer steps (default: the newest complete one)",
+    parser.add_argument(
+        "run", type=run_folder, metavar="RUN", help="the --output-dir of a run, or the URL of its --save"
     )
+    which = parser.add_mutually_exclusive_group()
+    add_step_flag(which)
     which.add_argument(
         "--weights", type=Path, metavar="FOLDER", help="an exported Hugging Face folder instead of a checkpoint"
     )
 
 
 @contextmanager
-def hugging_face_folder(run: SavedRun, step: int | None, weights: Path | None) -> Iterator[Path]:
+def hugging_face_folder(run: SavedRun, step: Step, weights: Path | None) -> Iterator[Path]:
     """Have the weights as a Hugging Face folder with a tokenizer, for the length of the block.
 
     Args:
         run: The run.
-        step: The optimizer steps of the checkpoint; None is the newest complete one, or the export of ``--save-hf`` in
-            a run without ``--save``.
+        step: The optimizer steps of the checkpoint, or ``best``; None is the newest complete one, or the export of
+            ``--save-hf`` in a run without ``--save``.
         weights: An exported folder to use instead.
 
     Raises:
@@ -60,11 +75,12 @@ def hugging_face_folder(run: SavedRun, step: int | None, weights: Path | None) -
         return
     checkpoint = run.checkpoint(step)
     with tempfile.TemporaryDirectory(prefix="miles-export-") as temporary:
-        export(run, checkpoint.folder, Path(temporary) / "model")
+        with on_this_machine(run.settings.checkpoint, checkpoint.folder) as whole:
+            export(run, whole, Path(temporary) / "model")
         yield Path(temporary) / "model"
 
 
-def _own_export(run: SavedRun, step: int | None) -> Path | None:
+def _own_export(run: SavedRun, step: Step) -> Path | None:
     """Return the export of ``--save-hf`` of a run without ``--save``: the only place of its weights."""
     save_hf = run.settings.checkpoint.save_hf
     if step is not None or save_hf is None or run.settings.checkpoint.save is not None:

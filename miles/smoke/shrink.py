@@ -15,7 +15,6 @@ from pathlib import Path
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.data import DataArguments
 from miles.arguments.evaluation import EvaluationArguments
-from miles.arguments.launch.machine import has_bf16
 from miles.arguments.megatron.overrides import TRIED
 from miles.arguments.model import ModelArguments
 from miles.arguments.rollout import RolloutArguments
@@ -24,6 +23,7 @@ from miles.arguments.sglang.server_flags import ServerFlags
 from miles.arguments.tracking import TrackingArguments
 from miles.components import engine_spec
 from miles.flags import changed, flag_name
+from miles.host.machine import has_bf16
 from miles.objective.settings import LossArguments
 from miles.rewards.settings import RewardArguments
 from miles.smoke.reward import write_module
@@ -45,7 +45,7 @@ def shrink(settings: Settings, folder: Path, iterations: int) -> tuple[Settings,
         iterations: The iterations of the small run.
     """
     steps = min(settings.steps_per_pass, 2)
-    rollout = _rollout(settings.rollout, folder, iterations)
+    rollout = _rollout(settings, folder, iterations)
     small = replace(
         _on_two_ranks(settings),
         model=ModelArguments(
@@ -93,7 +93,7 @@ def _on_two_ranks(settings: Settings) -> Settings:
     chosen = next((name for name, size in kinds.items() if size > 1), None)
     size = {name: 2 if name == chosen else 1 for name in kinds}
     experts = 2 if sizes.expert_model_parallel_size > 1 and size["pipeline_model_parallel_size"] == 1 else 1
-    has_servers = engine_spec(settings.rollout.rollout_engine).has_servers
+    has_servers = engine_spec(settings.rollout.rollout_engine).has_servers and not _needs_gpus(settings)
     device_of_engine = 1 if has_servers and settings.generates and not cluster.colocate else None
     return replace(
         settings,
@@ -128,17 +128,20 @@ def _on_two_ranks(settings: Settings) -> Settings:
             rollout_external=False,
             rollout_external_engine_addrs=None,
             update_weight_disk_dir=None,
+            update_weight_copy_dir=None,
         ),
     )
 
 
-def _rollout(rollout: RolloutArguments, folder: Path, iterations: int) -> RolloutArguments:
-    assert rollout.rollout_batch_size is not None and rollout.rollout_max_response_len is not None
-    saved = rollout.save_debug_rollout_data
+def _rollout(settings: Settings, folder: Path, iterations: int) -> RolloutArguments:
+    rollout = settings.rollout
+    assert rollout.rollout_batch_size is not None
+    saved, longest = rollout.save_debug_rollout_data, rollout.rollout_max_response_len
     small = replace(
         rollout,
         num_rollout=iterations,
         num_epoch=None,
+        rollout_engine="torch" if _needs_gpus(settings) else rollout.rollout_engine,
         async_steps=min(rollout.async_steps, 1),
         save_debug_rollout_data=None if saved is None else str(folder / "samples_{iteration}.jsonl"),
     )
@@ -149,9 +152,15 @@ def _rollout(rollout: RolloutArguments, folder: Path, iterations: int) -> Rollou
         small,
         rollout_batch_size=prompts,
         n_samples_per_prompt=min(rollout.n_samples_per_prompt, SAMPLES),
-        rollout_max_response_len=min(rollout.rollout_max_response_len, RESPONSE),
+        rollout_max_response_len=None if longest is None else min(longest, RESPONSE),  # None: of conversations
         over_sampling_batch_size=None if rollout.over_sampling_batch_size is None else 2 * prompts,
     )
+
+
+def _needs_gpus(settings: Settings) -> bool:
+    """Return whether the run asks of its engine what SGLang does on GPUs only."""
+    asks = settings.rollout.use_rollout_routing_replay or settings.training.deterministic_mode
+    return asks and engine_spec(settings.rollout.rollout_engine).has_servers
 
 
 def _reward(reward: RewardArguments, folder: Path) -> RewardArguments:
@@ -245,6 +254,8 @@ def _notes(given: Settings, small: Settings) -> Iterator[str]:
         yield f"{ranks[0]} trainer ranks become {ranks[1]}, on CPU, with {_shown(small)}"
     if given.training.bf16 and not small.training.bf16:
         yield "--bf16 becomes --fp32: this CPU has no bf16 arithmetic"
+    if given.rollout.rollout_engine != small.rollout.rollout_engine:
+        yield "the torch engine generates: SGLang repeats answers, and says which experts it chose, on GPUs only"
     if given.model.ref_load is not None:
         yield "--ref-load is left out: the reference is the tiny model"
     if given.loss.use_opd:

@@ -40,7 +40,7 @@ class Variant:
         name: Its name, and that of the folder of its runs.
         flags: The flags in which it differs, by field: text, True, False, None, or a list or a dict of these. False and
             None take a common flag back.
-        seed_offset: What is added to each seed. The same settings under other seeds show the noise of a comparison.
+        seed_offset: A number added to each seed. The same settings under other seeds show the noise of a comparison.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Definition:
         path: The file.
         words: The words of a command line that all runs begin with.
         flags: Common flags by field, which win over ``words``.
-        variants: What is compared.
+        variants: The settings that are compared.
         seeds: One run of each variant per seed.
         baseline: The name of the variant that the others are compared with.
         metrics: The metrics of the table; None: the usual ones.

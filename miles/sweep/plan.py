@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from miles.arguments.launch.machine import has_gpu
 from miles.arguments.parser import Command, judge, read_command
 from miles.arguments.settings import Settings
 from miles.flags import Errors, FlagError, flag_name
+from miles.host.machine import has_gpu
+from miles.remote.folder import is_url
 from miles.sweep.definition import OF_THE_SWEEP, Definition, Variant
 
 CHECKPOINTS, EXPORT = "checkpoints", "hf"  # in the folder of a run
@@ -83,10 +84,11 @@ def _planned(definition: Definition, variant: Variant, seed: int, out: Path) -> 
     keywords |= {"seed": own, "rollout_seed": own, "output_dir": str(folder)}
     given = read_command(definition.words, keywords).settings.checkpoint
     if given.save is not None:
-        keywords["save"] = str(folder / CHECKPOINTS)
+        keywords["save"] = _own_place(given.save, folder / CHECKPOINTS, variant.name, seed)
     if given.save_hf is not None:
         per_iteration = any(name in given.save_hf for name in ("{iteration}", "{rollout_id}"))
-        keywords["save_hf"] = str(folder / EXPORT / "{iteration}" if per_iteration else folder / EXPORT)
+        exports = folder / EXPORT / "{iteration}" if per_iteration else folder / EXPORT
+        keywords["save_hf"] = _own_place(given.save_hf, exports, variant.name, seed)
     command = _on_one_rank(read_command(definition.words, keywords))
     settings = _judged(command, folder, own)
     resuming = None
@@ -96,6 +98,13 @@ def _planned(definition: Definition, variant: Variant, seed: int, out: Path) -> 
         judge(resumed)
         resuming = resumed.words
     return PlannedRun(variant.name, seed, folder, command.words, resuming, settings)
+
+
+def _own_place(given: str, local: Path, variant: str, seed: int) -> str:
+    """Return where a run of the sweep saves: in its own folder, or inside the URL that was given to all runs."""
+    if not is_url(given):
+        return str(local)
+    return f"{given.rstrip('/')}/{variant}/seed-{seed}"
 
 
 def _on_one_rank(command: Command) -> Command:

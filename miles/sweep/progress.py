@@ -20,7 +20,7 @@ class TimeLeft:
 
     Args:
         places: Runs at a time.
-        runs: Tells how long a whole run takes: one entry per run, its share that is left to do (1: all of it).
+        runs: The share of each run that is left to do (1: all of it).
     """
 
     def __init__(self, places: int, runs: Sequence[float]) -> None:
@@ -30,13 +30,13 @@ class TimeLeft:
         self._seconds = 0.0
 
     def ended(self, share: float, seconds: float) -> None:
-        """Count a run of which ``share`` was done in so many seconds."""
+        """Count a run that has ended; ``share`` of a whole run was done in so many seconds."""
         self._left -= share
         self._done += share
         self._seconds += seconds
 
     def given_up(self, share: float) -> None:
-        """Count a run of which ``share`` will not be done."""
+        """Count a run that is given up; ``share`` of a whole run will not be done."""
         self._left -= share
 
     def seconds(self, running: Sequence[tuple[float, float]]) -> float | None:

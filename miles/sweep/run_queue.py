@@ -66,22 +66,22 @@ class Task(Protocol):
 
 
 class Listener(Protocol):
-    """Is told what happens, in the main thread."""
+    """Receives the events of a queue, in the main thread."""
 
     def started(self, task: Any) -> None:
-        """Hear that an attempt at a task begins."""
+        """Note that an attempt at a task begins."""
 
     def ended(self, task: Any, attempt: Attempt, is_finished: bool) -> None:
-        """Hear that an attempt ended that will not be repeated."""
+        """Note that an attempt ended that will not be repeated."""
 
     def repeats(self, task: Any, attempt: Attempt) -> None:
-        """Hear that an attempt failed and the task is tried once more."""
+        """Note that an attempt failed and the task is tried once more."""
 
     def stopping(self, number: int, times: int, running: int) -> None:
-        """Hear that a signal stops the queue, for the ``times``-th time, with so many tasks running."""
+        """Note that a signal stops the queue, for the ``times``-th time, with so many tasks running."""
 
     def tick(self) -> None:
-        """Hear that a second has passed."""
+        """Note that a second has passed."""
 
 
 @dataclass

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles.arguments.launch.machine import cpu_quota, has_gpu
 from miles.arguments.settings import Settings
 from miles.flags import FlagError, count
+from miles.host.machine import cpu_quota, has_gpu
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

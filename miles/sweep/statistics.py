@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from miles.rollout.intervals import CONFIDENCE, bootstrap
 
-FEWEST = 2  # values of which an interval is made
+FEWEST = 2  # values that an interval needs
 BAND_RESAMPLES = 1000
 
 
@@ -82,7 +82,7 @@ def band(curves: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.f
     The bounds are those of each step alone: a band does not hold whole curves with 95 %.
 
     Args:
-        curves: (seeds, steps); NaN where a run has no value.
+        curves: (seeds, steps); NaN if a run has no value there.
     """
     there = np.isfinite(curves)
     filled = np.where(there, curves, 0.0)

@@ -32,6 +32,7 @@ _SIZES: dict[str, int] = {
     "linear_value_head_dim": HEAD_DIM,
     "mamba_head_dim": HEAD_DIM,
     "ssm_state_size": HEAD_DIM,
+    "index_head_dim": HEAD_DIM,
 }
 # Counts that may not exceed a small number.
 _COUNTS: dict[str, int] = {
@@ -48,6 +49,7 @@ _COUNTS: dict[str, int] = {
     "linear_num_value_heads": 4,
     "mamba_num_heads": 4,
     "n_groups": 2,
+    "index_n_heads": 4,
 }
 _HEADS_OF_LATER_TOKENS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # transformers' models have none
 _DROPPED = ("quantization_config", "torch_dtype", "auto_map", "_name_or_path", "transformers_version")
@@ -87,10 +89,10 @@ def shrunk_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _kept_layers(config: Mapping[str, Any]) -> list[int]:
     """Return which layers stay: the first of each kind, in order, and at least two."""
-    kinds: Sequence[Any] = range(0)
-    for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
-        kinds = config.get(name) or kinds
-    kept = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]] if not isinstance(kinds, range) else []
+    named = ("layer_types", "layers_block_type", "hybrid_override_pattern", "mlp_layer_types")
+    kinds: Sequence[Any] = list(zip(*(config[name] for name in named if config.get(name)), strict=False))
+    kept = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    kept = [] if len(kept) == 1 else kept
     total = config.get("num_hidden_layers") or len(kinds) or LAYERS
     dense = config.get("first_k_dense_replace") or 0
     if not kept and 0 < dense < total:

@@ -22,7 +22,7 @@ class PhaseProgress:
     Args:
         details: The function to ask in each phase. It must return soon.
         show: Shows the phase and the answer.
-        note: Prints a sentence, once per phase whose question has failed. The run goes on, and so do the questions.
+        note: Prints a sentence, once per phase whose question has failed. The run continues, and so do the questions.
         seconds: The time between two questions.
     """
 

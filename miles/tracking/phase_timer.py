@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from miles.metrics import Metric
+
 
 class PhaseTimer:
     """Adds up the seconds of named phases until they are read.
@@ -55,3 +57,9 @@ class PhaseTimer:
         seconds = {"step": now - self._started, **self._seconds}
         self._seconds, self._started = {}, now
         return {f"time/{name}": value for name, value in seconds.items()}
+
+    def add_to(self, row: dict[str, Metric], generated_during: str) -> None:
+        """Add ``metrics()`` to a row, and the tokens per second of the phase that generated them."""
+        row |= {name: Metric(seconds) for name, seconds in self.metrics().items()}
+        if "rollout/tokens" in row:
+            row["perf/tokens_per_second"] = Metric(row["rollout/tokens"].value, row[f"time/{generated_during}"].value)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import miles
-from miles.arguments.launch.machine import has_gpu, memory_bytes
 from miles.arguments.settings import Settings
+from miles.host.machine import has_gpu, memory_bytes
 
 PACKAGES = (
     "torch",

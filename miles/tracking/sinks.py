@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import queue
 import re
@@ -39,15 +40,27 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Writes event files into ``folder``; TensorBoard hides older events from ``resume_step`` on."""
+    """Writes event files into ``folder``; TensorBoard hides older events from ``resume_step`` on.
 
-    def __init__(self, folder: Path, resume_step: int | None = None) -> None:
+    Args:
+        folder: The folder.
+        resume_step: The first step of a run that resumes.
+        tables: Chooses the answers that are shown as text; None shows none.
+    """
+
+    def __init__(self, folder: Path, resume_step: int | None = None, tables: SampleTables | None = None) -> None:
         # Lazily: slow to import, and only the launcher writes. Not torch's SummaryWriter, which needs torch.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._summary = Event, Summary
+        self._event, self._summary, self._tables = Event, Summary, tables
+        self._is_text = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        one = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        self._text = partial(TensorProto, dtype=DT_STRING, tensor_shape=one)
         self._writer = EventFileWriter(str(folder))
         if resume_step is not None:  # TensorBoard takes a start of this version as the end of later steps
             start = SessionLog(status=SessionLog.START)
@@ -58,6 +71,15 @@ class TensorBoardSink:
         """Write every value as a scalar of its own name."""
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
+        self._writer.flush()
+
+    def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        """Write some answers of an iteration as a table, in the format of TensorBoard's tab Text."""
+        if self._tables is None or not (rows := self._tables.rows(step, samples)):
+            return
+        tensor = self._text(string_val=[_markdown_table(rows).encode(errors="backslashreplace")])
+        value = self._summary.Value(tag="samples", metadata=self._is_text, tensor=tensor)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
         self._writer.flush()
 
     def close(self) -> None:
@@ -98,6 +120,18 @@ class SampleTables:
             return []
         count = min(self._samples, len(samples))
         return [_table_row(step, samples[number * len(samples) // count]) for number in range(count)]
+
+
+def _markdown_table(rows: Sequence[Sequence[Any]]) -> str:
+    lines = [SampleTables.columns, ["---"] * len(SampleTables.columns), *rows]
+    return "\n".join(f"| {' | '.join(map(_markdown_cell, line))} |" for line in lines)
+
+
+def _markdown_cell(value: Any) -> str:
+    """Return a value as one cell that shows it as it is: no character of it is Markdown or HTML."""
+    text = "" if value is None else html.escape(str(value), quote=False)
+    text = re.sub(r"([\\|`*_{}\[\]#!~])", r"\\\1", text)
+    return re.sub(r"\r?\n|\r", "<br>", text)
 
 
 def _table_row(step: int, sample: SampleRecord) -> list[Any]:

@@ -14,7 +14,7 @@ from miles.tracking.console import ConsoleSink, JsonSink, RunOutput
 from miles.tracking.phase_progress import Details
 from miles.tracking.run_files import CONFIG, TENSORBOARD, RunFiles, SampleRecord
 from miles.tracking.run_header import RunHeader
-from miles.tracking.sinks import MlflowSink, Sink, Status, TensorBoardSink, WandbSink, failure_note
+from miles.tracking.sinks import MlflowSink, SampleTables, Sink, Status, TensorBoardSink, WandbSink, failure_note
 
 
 class Tracker:
@@ -37,6 +37,7 @@ class Tracker:
     ) -> None:
         self._header = header
         self._config = config
+        self._tracking = tracking
         self._output_dir = Path(tracking.output_dir)
         self._output_dir.mkdir(parents=True, exist_ok=True)
         self._files = RunFiles(self._output_dir)
@@ -66,7 +67,9 @@ class Tracker:
         self._header.save(self._output_dir)
         if self._config:
             (self._output_dir / CONFIG).write_text(self._config, encoding="utf-8")
-        self._sinks.append(TensorBoardSink(self._output_dir / TENSORBOARD, resume_step))
+        tables = SampleTables(self._tracking, self._header)
+        self._tensorboard = TensorBoardSink(self._output_dir / TENSORBOARD, resume_step, tables)
+        self._sinks.append(self._tensorboard)
         self._begun = True
 
     def log(self, step: int, metrics: Mapping[str, float | Metric]) -> None:
@@ -96,6 +99,7 @@ class Tracker:
         """Store the samples of an iteration, named by its last step, and send some to W&B and MLflow."""
         self._begin()
         self._files.append_samples(step, samples)
+        self._tensorboard.log_samples(step, samples)
         if self._wandb is not None:
             self._try_wandb(partial(self._wandb.log_samples, step, samples))
         if self._mlflow is not None:

@@ -12,6 +12,9 @@
     .writing_iter_…      being written
     .removing_iter_…     being removed (checkpoint_pruning.py)
     .replaced_iter_…     was there before, until the new one is in place
+
+If ``--save`` is in remote storage (cluster/folders/remote_checkpoints.py), this is the local copy of it. A checkpoint
+that is only there has the file ``.only-remote`` here, ``state.json`` and ``manifest.json``.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from miles.training.checkpoint_manifest import FileRecord, write_manifest
 _NAME = re.compile(r"(\.replaced_)?iter_(\d{7})")
 _UNFINISHED = re.compile(r"\.(writing_|removing_(\.replaced_)?)iter_\d{7}")
 STATE = "state.json"
+ONLY_REMOTE = ".only-remote"
 
 
 def staging(root: Path, iterations_done: int) -> Path:
@@ -53,7 +57,7 @@ def publish(root: Path, iterations_done: int, known: Mapping[str, FileRecord] | 
         iterations_done: Names the checkpoint.
         known: Records of files that are hashed already, by their path in the checkpoint.
     """
-    staged, final = staging_path(root, iterations_done), root / f"iter_{iterations_done:07d}"
+    staged, final = staging_path(root, iterations_done), checkpoint_path(root, iterations_done)
     write_manifest(staged, known or {})
     sync_tree(staged)
     if final.exists():
@@ -95,6 +99,11 @@ def remove(folder: Path) -> None:
     folder.rename(removed)
     sync(folder.parent)
     shutil.rmtree(removed)
+
+
+def checkpoint_path(root: Path, iterations_done: int) -> Path:
+    """Return the folder that ``publish`` makes a checkpoint."""
+    return root / f"iter_{iterations_done:07d}"
 
 
 def staging_path(root: Path, iterations_done: int) -> Path:
@@ -150,6 +159,19 @@ def is_checkpoint(folder: Path) -> bool:
     if (folder / STATE).is_file():
         return True
     return _NAME.fullmatch(folder.name) is not None and folder.is_dir() and not (folder / "config.json").is_file()
+
+
+def is_only_remote(folder: Path) -> bool:
+    """Return whether the files of a checkpoint are in remote storage, and ``folder`` only describes them."""
+    return (folder / ONLY_REMOTE).is_file()
+
+
+def remote_fault(folder: Path) -> str | None:
+    """Return why a checkpoint that is only in remote storage is not complete there, by its file sizes; None if it is.
+
+    The file ``.only-remote`` has the words.
+    """
+    return (folder / ONLY_REMOTE).read_text(encoding="utf-8") or None
 
 
 def critic_folder(folder: Path) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from miles.training.checkpoint_files import DamagedFile
-from miles.training.checkpoint_folder import all_in, iterations_of, remove
+from miles.training.checkpoint_folder import all_in, is_only_remote, iterations_of, remote_fault, remove
 from miles.training.checkpoint_manifest import check_sizes
 
 
@@ -51,7 +51,9 @@ def _iterations(folder: Path) -> int:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether every file of a checkpoint is there and has the size that its manifest says."""
+    """Return whether every file of a checkpoint is there, or in remote storage, and has the size that was saved."""
+    if is_only_remote(folder):
+        return remote_fault(folder) is None
     try:
         check_sizes(folder)
     except DamagedFile:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 
+from miles.batching.data_postprocess import postprocessed
 from miles.batching.token_record import TokenRecorder
 from miles.metrics import Metric
 from miles.objective.aggregation import is_per_token
@@ -77,12 +78,23 @@ def critic_role(model: TrainedModel[ValueScorer], loss: LossArguments) -> Role[V
 class Trainer:
     """One rank of the trainer. Every method is collective."""
 
-    def __init__(self, backend: TrainBackend, loss: LossArguments, token_ranks: int, passes: int = 1) -> None:
-        """``token_ranks`` hold a step between them; each iteration has ``passes`` over its samples (--ppo-epochs)."""
+    def __init__(
+        self, backend: TrainBackend, loss: LossArguments, token_ranks: int, passes: int = 1, args: Any = None
+    ) -> None:
+        """Build the roles of this rank.
+
+        Args:
+            backend: This rank of the backend.
+            loss: The flags of the objective.
+            token_ranks: How many ranks hold a step between them.
+            passes: Over the samples of each iteration (--ppo-epochs).
+            args: All flags by their names, for functions of the user's.
+        """
         self.backend = backend
         self.loss = loss
         self.token_ranks = token_ranks
         self.passes = passes
+        self.args = args
         self.coefficients = Coefficients(loss)
         self.recorder = TokenRecorder()
         self._use(loss)
@@ -91,7 +103,7 @@ class Trainer:
 
     def _use(self, loss: LossArguments) -> None:
         """Compute with the weights of ``loss`` from now on."""
-        self.objective = build_objective(loss)
+        self.objective = replace(build_objective(loss), args=self.args)
         self.policy = policy_role(self.backend.policy, self.objective, self.recorder)
         self.estimator = AdvantageEstimator(loss, self.backend.token_group) if loss.estimates_by_token else None
 
@@ -100,13 +112,15 @@ class Trainer:
         self.coefficients.restore(state)
         self._use(self.coefficients.loss)
 
-    def train(self, shards: Sequence[TrainShard], trains_policy: bool = True) -> list[dict[str, Metric]]:
+    def train(
+        self, shards: Sequence[TrainShard], trains_policy: bool = True, iteration: int = 0
+    ) -> list[dict[str, Metric]]:
         """Take one optimizer step per shard and pass; returns each step's metrics, with seconds under ``time/``.
 
         Everything that the steps read of the models' first weights is scored before the first step, and advantages are
         made, once for all passes over the shards. The policy goes before the critic, so that neither a wrong loss mass
         nor a gradient that is not finite finds the critic a step ahead. Without ``trains_policy`` only the critic
-        learns.
+        learns. ``iteration`` is what the user's function of ``--rollout-data-postprocess-path`` is told.
 
         Raises:
             LossMassError: before any optimizer steps, if the weights of a watched step's tokens do not add up.
@@ -118,7 +132,7 @@ class Trainer:
                 score(self.backend, shard, needs_of(self.objective, step, trains_policy, self.passes))
                 for step, shard in enumerate(shards)
             ]
-            estimated = [self._with_advantages(shard) for shard in scored]
+            estimated = self._postprocessed([self._with_advantages(shard) for shard in scored], iteration)
         scoring = time.perf_counter() - started
         in_advantages = self.coefficients.metrics_in_advantages()
         steps = []
@@ -155,6 +169,17 @@ class Trainer:
             return shard, {}
         shard, metrics = self.estimator.advantages(shard)
         return shard, _under("train/", metrics)
+
+    def _postprocessed(
+        self, estimated: list[tuple[TrainShard, dict[str, Metric]]], iteration: int
+    ) -> list[tuple[TrainShard, dict[str, Metric]]]:
+        """Return the shards as the user's function leaves them, if there is one."""
+        path = self.loss.rollout_data_postprocess_path
+        if path is None:
+            return estimated
+        has_advantages = self.loss.type.uses_advantages
+        shards = postprocessed([shard for shard, _ in estimated], path, self.args, iteration, has_advantages)
+        return [(shard, metrics) for shard, (_, metrics) in zip(shards, estimated, strict=True)]
 
     def _with_selection(self, shard: TrainShard, step: int) -> tuple[TrainShard, dict[str, Metric]]:
         """Return the shard with the tokens that are chosen from the whole step, if any are, and the time it took."""

@@ -25,7 +25,8 @@ class WeightSender:
             folder: Where weights on disk are written.
             broadcast_from: The GPU that broadcasts start from; None for the host.
         """
-        side = SendingSide(folder, torch.device("cpu") if broadcast_from is None else broadcast_from)
+        device = torch.device("cpu") if broadcast_from is None else broadcast_from
+        side = SendingSide(folder, device, sglang.update_weight_copy_dir)
         self._transport = build_transport(sglang.update_weight_transfer_mode, side)
         self._check_files = DiskTransport(side.folder) if sglang.check_weight_update_equal else None
 

@@ -10,20 +10,29 @@ import torch
 
 from miles.weight_sync.broadcast import BroadcastTransport
 from miles.weight_sync.disk import DiskTransport
+from miles.weight_sync.disk_delta import DiskDeltaTransport
 from miles.weight_sync.shared_memory import SharedMemoryTransport
 from miles.weight_sync.transport import Transport
 
 
 @dataclass(frozen=True)
 class SendingSide:
-    """Describe the sender: the folder for weights on disk, and the device that broadcasts start from."""
+    """Describe the sender.
+
+    Attributes:
+        folder: Where weights on disk are written.
+        broadcast_from: The device that broadcasts start from.
+        copies: The folder of the copies that engines' hosts keep; None for that of temporary files.
+    """
 
     folder: Path
     broadcast_from: torch.device
+    copies: str | None = None
 
 
 TRANSPORTS: dict[str, Callable[[SendingSide], Transport]] = {
     "disk": lambda sender: DiskTransport(sender.folder),
+    "disk-delta": lambda sender: DiskDeltaTransport(sender.folder, sender.copies),
     "broadcast": lambda sender: BroadcastTransport(sender.broadcast_from),
     "ipc": lambda sender: SharedMemoryTransport(),
 }

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
+from miles.weight_sync.local_copy import CopySource
 from miles.weights import WeightChunk
 
 
@@ -26,6 +27,12 @@ class WeightReceiver(Protocol):
 
     async def load_folder(self, folder: str, version: int) -> None:
         """Read all weights from the safetensors files in ``folder``, which the engine's host must see."""
+
+    async def load_copy(self, source: CopySource, version: int) -> None:
+        """Have the engine's host bring its copy of the weights up to date, then read all weights from the copy.
+
+        Raises ``DeltaRefused`` if the host cannot follow the delta that ``source`` offers.
+        """
 
     async def join_group(self, host: str, port: int, group: str, backend: str) -> None:
         """Join the process group ``group`` at ``host:port`` as its ranks 1 to ``num_ranks``.

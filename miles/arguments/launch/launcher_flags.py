@@ -18,6 +18,14 @@ def _samples_teacher_tokens(settings: Settings, given: Mapping[str, Any]) -> boo
     return str(given.get("--opd-log-prob-top-k", "0")) == "0"
 
 
+def _evaluates_the_same_key(settings: Settings, given: Mapping[str, Any]) -> bool:
+    return str(given["--eval-reward-key"]) == settings.reward.reward_key
+
+
+def _shares_gpus(settings: Settings, given: Mapping[str, Any]) -> bool:
+    return settings.cluster.colocate
+
+
 def _has_no_adapter(settings: Settings, given: Mapping[str, Any]) -> bool:
     return not settings.lora.trains_adapter
 
@@ -59,6 +67,14 @@ _PLUMBING = [
         "--use-slime-router",
     ),
     *noted(SAME, "engines see and return token ids", "--rollout-skip-special-tokens"),
+    *noted(SAME, "a server's health is checked from when it is ready", "--rollout-health-check-first-wait V"),
+    *refused(
+        "memory is released where trainer and engines share GPUs",
+        "add --colocate, or drop it",
+        "--offload",
+        accepted_if=_shares_gpus,
+        accepted_why="--colocate does it, for every part that can release its memory",
+    ),
     *noted(SAME, "gloo on CPU, nccl on CUDA", "--distributed-backend V"),
 ]
 _REPORTING = [
@@ -117,6 +133,19 @@ _DATA = [
 ]
 _ROLLOUT = [
     *refused(
+        "the reward of evaluation has the key of --reward-key",
+        "give it as --reward-key, or score with --eval-function-path",
+        "--eval-reward-key V",
+        accepted_if=_evaluates_the_same_key,
+        accepted_why="it is that of --reward-key",
+    ),
+    *refused(
+        "weights are sent after every iteration",
+        "drop it; with --async-steps N, answers come from weights of up to N iterations before",
+        "--update-weights-interval V",
+        neutral=("1",),
+    ),
+    *refused(
         "rewards of a whole group are not called in this version",
         "score each sample, or normalize with --custom-advantage-function-path, which sees groups",
         "--group-rm",
@@ -129,12 +158,6 @@ _HOOKS = [
         "--buffer-filter-path V",
     ),
     *refused(
-        "what the trainer has scored is not changed afterwards: denominators are computed before",
-        "use --custom-advantage-function-path for advantages, --custom-tis-function-path for weights of tokens, or "
-        "--rollout-sample-filter-path for samples that are not trained on",
-        "--rollout-data-postprocess-path V",
-    ),
-    *refused(
         "models are built from --hf-checkpoint",
         "drop it; --train-backend fsdp builds every model that transformers has",
         "--custom-model-provider-path V",
@@ -144,6 +167,11 @@ _HOOKS = [
     ),
 ]
 _OBJECTIVE = [
+    *refused(
+        "the ratio of the policy loss is to the trainer's own log-probs of before the first step",
+        "drop it; --use-tis weighs tokens by the ratio of trainer to engine",
+        "--use-rollout-logprobs",
+    ),
     *refused(
         "the KL to the teacher is estimated from the sampled tokens",
         "drop it",

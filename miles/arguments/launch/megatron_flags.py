@@ -8,7 +8,7 @@ from __future__ import annotations
 from miles.arguments.launch.foreign import by_flag, noted, refused
 from miles.arguments.launch.notes import MEMORY, NO_EFFECT, REPORTING, SAME, SPEED
 
-_OPTIMIZER = "the optimizer is torch's AdamW with fp32 state, pinned where it is in host memory"
+_OPTIMIZER = "the optimizer is torch's AdamW with fp32 state, pinned if it is in host memory"
 _RECOMPUTED = "recomputation is that of whole layers, one by one"
 
 # Fields whose every value gives the same results: heading of the note, and reason.

@@ -61,6 +61,7 @@ WANDB = (
     "wandb_key",
     "wandb_host",
 )
+_WEIGHT_FILES = ("update_weight_transfer_mode", "update_weight_disk_dir", "update_weight_copy_dir")
 OF_ADAPTER = ("lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
 OF_OFFLOAD = ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")
 _SHARES_NOTHING = "the trainer and the engines have their own devices, or no SGLang server is started"
@@ -183,8 +184,17 @@ IDLE = (
     ),
     Idle(
         "sglang",
+        _WEIGHT_FILES,
+        lambda s: not has_servers(s) and not s.sends_deltas,
+        "SGLang's, and another engine generates",
+        OTHER_PART,
+    ),
+    Idle(
+        "sglang",
         tuple(
-            field.name for field in fields(SglangArguments) if not field.name.startswith(("use_", "rollout_external"))
+            field.name
+            for field in fields(SglangArguments)
+            if not field.name.startswith(("use_", "rollout_external")) and field.name not in _WEIGHT_FILES
         ),
         lambda s: not has_servers(s),
         "SGLang's, and another engine generates",

@@ -1,11 +1,15 @@
-"""Say which flags were accepted and change nothing in this run, grouped by the reason."""
+"""Describe a command's flags to the user: those without effect, defaults that may surprise, and errors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from miles.arguments.launch.abilities import reads_megatron_flags
+from miles.arguments.settings import Settings
+from miles.components import train_backend_spec
 from miles.flags import flag_name
 from miles.secret_values import public_words
 
@@ -30,6 +34,13 @@ HEADINGS = {
     READ_AS: "read as",
 }
 _CHANGES_NOTHING = {*HEADINGS} - {READ_AS}
+
+# Headings of errors whose flags belong to no section of ours.
+UNKNOWN = "no such flag"
+OTHERS = "flags of other launchers"
+
+# Defaults of related launchers for FSDP; here both backends have the same.
+ON_FSDP = {"weight_decay": "0", "adam_beta2": "0.95", "lr_decay_style": "constant"}
 
 
 @dataclass(frozen=True)
@@ -89,3 +100,59 @@ def grouped(notes: Iterable[Note]) -> list[str]:
 def strict_errors(notes: Sequence[Note]) -> list[str]:
     """Return the errors that ``--strict-flags`` makes of the notes."""
     return [note.refusal for note in notes if note.is_refused_if_strict]
+
+
+def report(messages: Sequence[str], groups: Mapping[str, str]) -> str:
+    """Return the text that reports errors.
+
+    Args:
+        messages: The errors; each begins with its flag.
+        groups: The group of each flag; the groups are shown in this order.
+    """
+    if len(messages) == 1:
+        return f"train.py: error: {messages[0]}"
+    lines = [f"train.py: {len(messages)} errors in the flags:"]
+    found = dict[str, list[str]]()
+    for message in messages:
+        found.setdefault(_group(message, groups), []).append(message)
+    order = [*dict.fromkeys(groups.values()), *found]
+    for group in sorted(found, key=order.index):
+        lines += [f"  {group}:", *(f"    {message}" for message in found[group])]
+    return "\n".join(lines)
+
+
+def _group(message: str, groups: Mapping[str, str]) -> str:
+    flag = re.match(r"--[\w-]+", message)
+    if flag is None or ": no such flag;" in message:
+        return UNKNOWN
+    name = flag[0]
+    if name in groups:
+        return groups[name]
+    return "sglang" if name.startswith(("--sglang-", "--router-")) else "megatron"
+
+
+def surprises(settings: Settings, given: Collection[str], on_cpu: bool, has_bf16: bool) -> Iterator[str]:
+    """Yield notes on a valid run.
+
+    Args:
+        settings: The settings.
+        given: The fields that the command sets.
+        on_cpu: Whether the run is on CPU.
+        has_bf16: Whether the CPU has bf16 arithmetic.
+    """
+    if settings.training.bf16 and on_cpu and not has_bf16:
+        yield "bf16 is emulated: this CPU has no bf16 arithmetic; --fp32 may be faster, and takes more memory"
+    if settings.megatron.optimizer_cpu_offload and on_cpu:
+        yield "--optimizer-cpu-offload: on CPU the optimizer's state is in host memory anyway"
+    relied_on = [name for name in ON_FSDP if name not in given]
+    if "train_backend" in given and not reads_megatron_flags(settings) and relied_on:
+        here = ", ".join(f"--{name.replace('_', '-')} {getattr(settings.optimizer, name)}" for name in relied_on)
+        there = ", ".join(ON_FSDP[name] for name in relied_on)
+        yield f"{here}: the defaults with every backend; related launchers have {there} with FSDP"
+    shares = settings.cluster.colocate and settings.num_engines > 0 and not on_cpu
+    backend = settings.training.train_backend
+    if shares and not settings.cluster.no_offload_train and not train_backend_spec(backend).offloads:
+        yield (
+            f"--colocate: the trainer stays on its GPUs while engines generate, because --train-backend {backend} "
+            "cannot offload; if memory is short, lower --sglang-mem-fraction-static"
+        )

@@ -70,7 +70,12 @@ HOOKS = {
         "loss", "def weights(inputs: ImportanceInputs) -> torch.Tensor (miles.objective.hooks)"
     ),
     "custom_loss_function_path": Hook(
-        "loss", "def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict] (miles.objective.hooks)"
+        "loss",
+        "def loss(inputs: LossInputs) -> tuple[torch.Tensor, dict] (miles.objective.hooks), or def loss(args, batch, "
+        "logits, sum_of_sample_mean)",
+    ),
+    "rollout_data_postprocess_path": Hook(
+        "loss", "def change(args, rollout_id: int, rollout_data: dict[str, list]) -> None (docs/objective-hooks.md)"
     ),
     "custom_pg_loss_reducer_function_path": Hook("loss", "def reducer(inputs: ReducerInputs) (miles.objective.hooks)"),
     "custom_advantage_function_path": Hook(
@@ -90,19 +95,25 @@ KNOWN = {
     ("custom_generate_function_path", "rollout.sglang_rollout.generate"): None,
     ("custom_rm_path", "rollout.on_policy_distillation.reward_func"): "miles.rewards.built_in.zero:zero",
     ("custom_reward_post_process_path", "rollout.on_policy_distillation.post_process_rewards"): None,
+    ("custom_rm_path", "on_policy_distillation.on_policy_distillation.reward_func"): "miles.rewards.built_in.zero:zero",
+    ("custom_reward_post_process_path", "on_policy_distillation.on_policy_distillation.post_process_rewards"): None,
     ("eval_function_path", "rollout.sglang_rollout.generate_rollout"): None,
     ("data_source_path", "rollout.data_source.RolloutDataSource"): None,
     ("data_source_path", "rollout.data_source.RolloutDataSourceWithBuffer"): None,
 }
 # Functions elsewhere that a run on conversations (--loss-type sft_loss) does not need.
 FOR_CONVERSATIONS = {("rollout_function_path", "rollout.sft_rollout.generate_rollout")}
+# Generates ahead of the trainer without end, as --fully-async does.
+FULLY_ASYNC = "fully_async_rollout.generate_rollout_fully_async"
 # Functions elsewhere whose work is done by flags here.
 FLAGS_INSTEAD = {
     ("rollout_function_path", "rollout.sft_rollout.generate_rollout"): (
         "use --loss-type sft_loss, which trains on the conversations of --prompt-data"
     ),
-    ("rollout_function_path", "fully_async_rollout.generate_rollout_fully_async"): "use --fully-async --async-steps 1",
     ("custom_tis_function_path", "compute_mis_weights_with_cp"): (
+        "use --use-tis with --tis-level and --tis-mode, and --use-rs with --rs-level and its bounds"
+    ),
+    ("custom_tis_function_path", "compute_mis_weights_fsdp"): (
         "use --use-tis with --tis-level and --tis-mode, and --use-rs with --rs-level and its bounds"
     ),
     ("custom_tis_function_path", "compute_mis_weights"): (
@@ -123,6 +134,13 @@ def our_function(field: str, path: str, reads_conversations: bool = False) -> tu
     if (field, tail) in KNOWN and not _exists(path):
         return True, KNOWN[field, tail]
     return False, None
+
+
+def is_fully_async(field: str, path: str) -> bool:
+    """Return whether ``path`` names the function elsewhere that ``--fully-async --async-steps 1`` replaces."""
+    dotted = path.replace(":", ".")
+    is_theirs = dotted == FULLY_ASYNC or dotted.endswith("." + FULLY_ASYNC)
+    return field == "rollout_function_path" and is_theirs and not _exists(path)
 
 
 def names_functions(settings: Settings) -> bool:

@@ -10,10 +10,12 @@ from miles.arguments.launch.notes import NO_EFFECT, OTHER_PART, READ_AS, SAME, S
 from miles.arguments.launch.spelling import Group, group_words
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.server_flags import (
+    REPLACED,
     ROUTER,
     SERVER,
     TENSOR_PARALLEL,
     ServerFlags,
+    has_flag,
     known_router_flags,
     known_server_flags,
 )
@@ -65,6 +67,9 @@ def settle_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
     server = list[Group]()
     for group in group_words(flags.server):
         settled, note = _settle(group, settings.sglang.rollout_num_gpus_per_engine, known_server_flags)
+        instead = REPLACED.get(group[0])
+        if instead is not None and has_flag(flags.server, instead) and group[0] not in known_server_flags():
+            settled, note = None, _note(NO_EFFECT, group, f"--sglang-{instead[2:]} says it")
         server += [settled] if settled is not None else []
         notes += [note] if note is not None else []
     router, router_notes = _settle_router(group_words(flags.router), settings)

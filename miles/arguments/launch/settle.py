@@ -14,7 +14,7 @@ from miles.arguments.launch.megatron import settle_megatron
 from miles.arguments.launch.megatron_flags import MEGATRON_SCRIPT_FLAGS
 from miles.arguments.launch.no_effect import settle_idle, settle_values
 from miles.arguments.launch.notes import READ_AS, Note, note_on
-from miles.arguments.launch.paths import HOOKS, missing_function, our_function
+from miles.arguments.launch.paths import HOOKS, is_fully_async, missing_function, our_function
 from miles.arguments.launch.server import settle_server_flags
 from miles.arguments.megatron.rules import lacks_bridge
 from miles.arguments.model import local_config
@@ -60,6 +60,12 @@ def _settle_paths(settings: Settings, errors: Errors) -> tuple[Settings, list[No
         section = getattr(settings, hook.section)
         path = getattr(section, field)
         if path is None:
+            continue
+        if is_fully_async(field, path):
+            notes.append(note_on(READ_AS, field, path, "--fully-async --async-steps 1"))
+            steps = max(1, settings.rollout.async_steps)
+            ahead = replace(settings.rollout, rollout_function_path=None, fully_async=True, async_steps=steps)
+            settings = replace(settings, rollout=ahead)
             continue
         is_known, ours = our_function(field, path, settings.reads_conversations)
         if is_known:

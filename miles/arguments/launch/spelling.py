@@ -16,7 +16,6 @@ OTHER_VALUES = {
     ("--update-weight-transfer-mode", "p2p"): ("broadcast", "weights reach the engines by a broadcast"),
     ("--opd-type", "megatron"): ("trainer", "the trainer holds the teacher, whichever backend it is"),
     ("--opd-type", "sglang"): ("server", "the teacher is in servers of its own"),
-    ("--update-weight-transfer-mode", "disk-delta"): ("disk", "all weights are written, not only what has changed"),
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from miles.arguments.launch.foreign import Foreign
 from miles.arguments.launch.megatron_flags import FREE_FIELDS
 from miles.arguments.launch.no_effect import IDLE
-from miles.arguments.launch.paths import FLAGS_INSTEAD, KNOWN, signatures
+from miles.arguments.launch.paths import FLAGS_INSTEAD, FULLY_ASYNC, KNOWN, signatures
 from miles.arguments.launch.server import CHANGES_RESULTS, RENAMED
 from miles.arguments.launch.settle import FOREIGN_FLAGS
 from miles.arguments.launch.spelling import OTHER_VALUES
@@ -20,6 +20,7 @@ from miles.arguments.settings import SECTIONS
 from miles.arguments.sglang.server_flags import (
     OTHER_PARALLEL,
     OWNED_BY_LAUNCHER,
+    REPLACED,
     TENSOR_PARALLEL,
     known_router_flags,
     known_server_flags,
@@ -155,6 +156,7 @@ def _functions() -> Iterator[str]:
     yield from ("| flag | function there | here |", "|---|---|---|")
     for (field, path), ours in KNOWN.items():
         yield f"| `{flag_name(field)}` | `{path}` | {f'`{ours}`' if ours else 'what the run does without the flag'} |"
+    yield f"| `--rollout-function-path` | `{FULLY_ASYNC}` | `--fully-async --async-steps 1` |"
     for (field, path), instead in FLAGS_INSTEAD.items():
         yield f"| `{flag_name(field)}` | `{path}` | refused: {instead} |"
     yield from ("", "Any other function of theirs is refused with the signature to write:", "")
@@ -230,6 +232,10 @@ def _sglang() -> Iterator[str]:
         *parallel,
         *((flag, "obeyed", size) for flag in TENSOR_PARALLEL),
         *((old, "obeyed", f"read as --sglang-{new[2:]}") for old, new in RENAMED.items()),
+        *(
+            (old, "noted or refused", f"noted beside --sglang-{new[2:]}, which says it")
+            for old, new in REPLACED.items()
+        ),
         ("--remote-instance-weight-loader-ib-device", "noted", loader),
         ("--router-policy", "obeyed", "read as --router-policy, as is every --sglang-router-NAME"),
     ]

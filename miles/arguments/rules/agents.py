@@ -1,4 +1,4 @@
-"""Check the flags of an agent program: ``--agent-command`` and what it needs."""
+"""Check the flags of what makes trajectories by calls of the model: an agent program, or an environment."""
 
 from __future__ import annotations
 
@@ -6,39 +6,67 @@ import shlex
 
 from miles.arguments.rules.debug_modes import NOTHING_IS_GENERATED
 from miles.arguments.settings import Settings
-from miles.flags import Errors
-
-_OF_PROGRAMS = ("agent_timeout", "agent_concurrency")
+from miles.environments.chosen import read_choice
+from miles.flags import Errors, flag_name
+from miles.rewards.settings import ENVIRONMENT
 
 
 def check_agents(settings: Settings, errors: Errors) -> None:
-    """Check that a command can be read, and that its calls can be rendered and bounded."""
-    rollout, command = settings.rollout, settings.rollout.agent_command
+    """Check that program or environment can be read, and that the calls can be rendered and bounded."""
+    rollout = settings.rollout
     errors.above(rollout, 0, "agent_timeout")
     errors.at_least(rollout, 1, "agent_concurrency")
-    if command is None:
-        errors.refuse_ignored(rollout, _OF_PROGRAMS, "without --agent-command", "add the command of a program")
-        return
+    if rollout.agent_command is None:
+        why = "without --agent-command"
+        errors.refuse_ignored(rollout, ["agent_concurrency"], why, "add the command of a program")
+        if rollout.environment is None:
+            errors.refuse_ignored(rollout, ["agent_timeout"], why, "add the command of a program, or --environment")
+    with errors.catching():
+        if rollout.environment is None and ENVIRONMENT in settings.reward.weights:
+            what_to_do = "add --environment, or name another reward"
+            errors.refuse("rm_type", settings.reward.rm_type, "reads the reward of an environment", what_to_do)
+    if rollout.agent_command is not None:
+        _check_maker(settings, "agent_command", errors)
+    if rollout.environment is not None:
+        with errors.catching():
+            read_choice(rollout.environment)
+        _check_maker(settings, "environment", errors)
+        if rollout.agent_command is not None:
+            rule = "generates trajectories, and so does --agent-command"
+            errors.refuse("environment", rollout.environment, rule, "keep one of the two")
+
+
+def _check_maker(settings: Settings, name: str, errors: Errors) -> None:
+    """Check what makes the trajectories, the flag ``name``, beside the other flags."""
+    rollout = settings.rollout
+    value = str(getattr(rollout, name))
     if not settings.generates:
         why, what_to_do = NOTHING_IS_GENERATED, "drop that switch"
         if not rollout.debug_train_only:
             why = "by a run that generates nothing: it reads its samples, and evaluates none"
             what_to_do = "add --eval-prompt-data NAME SOURCE"
-        errors.refuse_ignored(rollout, ["agent_command"], why, what_to_do)
+        errors.refuse_ignored(rollout, [name], why, what_to_do)
         return
+    if name == "agent_command" and not _names_program(value, errors):
+        return
+    if rollout.custom_generate_function_path is not None:
+        rule = "generates trajectories, and so does --custom-generate-function-path"
+        errors.refuse(name, value, rule, "keep one of the two")
+    if not settings.data.apply_chat_template:
+        rule = "calls with chat messages, which are rendered by the tokenizer's chat template"
+        errors.refuse(name, value, rule, f"add {flag_name('apply_chat_template')}")
+    if rollout.rollout_max_context_len is None:
+        rule = "makes conversations that grow, and nothing bounds their prompts"
+        errors.refuse(name, value, rule, f"add {flag_name('rollout_max_context_len')}")
+
+
+def _names_program(command: str, errors: Errors) -> bool:
+    """Return whether the command can be split into words; report it if not, and if it is empty."""
     try:
         words = shlex.split(command)
     except ValueError as error:
         errors.refuse("agent_command", command, f"cannot be split into words ({error})", "quote it as for a shell")
-        return
+        return False
     if not any(words[:1]):
         errors.refuse("agent_command", command, "names no program", "give a command, as python agent.py")
-    if rollout.custom_generate_function_path is not None:
-        rule = "generates trajectories, and so does --custom-generate-function-path"
-        errors.refuse("agent_command", command, rule, "keep one of the two")
-    if not settings.data.apply_chat_template:
-        rule = "calls with chat messages, which are rendered by the tokenizer's chat template"
-        errors.refuse("agent_command", command, rule, "add --apply-chat-template")
-    if rollout.rollout_max_context_len is None:
-        rule = "makes conversations that grow, and nothing bounds their prompts"
-        errors.refuse("agent_command", command, rule, "add --rollout-max-context-len")
+    return True

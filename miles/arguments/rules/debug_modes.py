@@ -20,6 +20,8 @@ OF_TRAINING = {
         "no_load_optim",
         "no_load_rng",
         "finetune",
+        "storage_options",
+        "remote_cache",
     ),
     "cluster": ("max_restarts",),
     "rollout": ("async_steps", "fully_async", "stale_samples"),

@@ -32,7 +32,10 @@ def _check_no_servers(settings: Settings, errors: Errors) -> None:
     name, cluster, sglang = settings.rollout.rollout_engine, settings.cluster, settings.sglang
     passed_on, others = settings.server_flags, names_with(ENGINES, "has_servers")
     why, what_to_do = f"by --rollout-engine {name}", f"use --rollout-engine {others}"
-    own = [field.name for field in fields(SglangArguments) if field.name != "use_fault_tolerance"]
+    read = {"use_fault_tolerance"}
+    if sglang.update_weight_transfer_mode == DELTA:
+        read |= {"update_weight_transfer_mode", "update_weight_disk_dir", "update_weight_copy_dir"}
+    own = [field.name for field in fields(SglangArguments) if field.name not in read]
     errors.refuse_ignored(sglang, own, why, what_to_do)
     for written in (*passed_on.server_as_written, *passed_on.router_as_written):
         errors.add(f"{written}: would be ignored {why}; {what_to_do}, or drop {written}")
@@ -55,11 +58,22 @@ def _check_servers(settings: Settings, errors: Errors) -> None:
         num_servers = settings.num_engines + len(sglang.external_addresses)
         for written in passed_on.router_as_written if num_servers < 2 else ():
             errors.add(f"{written}: would be ignored with one engine; give --rollout-num-gpus for two, or drop it")
-    if sglang.update_weight_transfer_mode != "disk":
-        why = f"with --update-weight-transfer-mode {sglang.update_weight_transfer_mode}"
+    _check_weight_files(sglang, errors)
+
+
+def _check_weight_files(sglang: SglangArguments, errors: Errors) -> None:
+    mode = sglang.update_weight_transfer_mode
+    why = f"with --update-weight-transfer-mode {mode}"
+    if mode not in ("disk", DELTA):
         errors.refuse_ignored(sglang, ["update_weight_disk_dir"], why, "use --update-weight-transfer-mode disk")
+    if mode != DELTA:
+        errors.refuse_ignored(sglang, ["update_weight_copy_dir"], why, f"use --update-weight-transfer-mode {DELTA}")
+    elif sglang.rollout_external:
+        rule = "engines that are running already have nothing of this run on their hosts that could apply a delta"
+        errors.refuse("update_weight_transfer_mode", mode, rule, "use --update-weight-transfer-mode disk")
 
 
+DELTA = "disk-delta"  # of --update-weight-transfer-mode
 LARGEST_SUPPORT = "--sampling-mask-max-tokens"  # of SGLang's server, which 0.5.23 is the first to have
 _SUPPORT_TOKENS = 4096  # its default
 

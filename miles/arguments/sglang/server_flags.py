@@ -32,6 +32,8 @@ OWNED_BY_LAUNCHER = {
     "--weight-version": "nothing: the launcher counts the versions",
 }
 TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")
+# Switches of earlier versions, and the flag that has their effect.
+REPLACED = {"--enable-ep-moe": "--ep-size", "--enable-deepep-moe": "--moe-a2a-backend"}
 # An engine here is one tensor-parallel group on one host. Devices of other kinds of parallelism would not be counted,
 # and new weights would not reach them.
 OTHER_PARALLEL = {
@@ -158,6 +160,8 @@ def _owner_error(prefix: str, flag: str, value: str, engine_size: int) -> str | 
 def _unknown_error(prefix: str, flag: str, known: Collection[str]) -> str | None:
     if not known or flag in known:
         return None
+    if prefix == SERVER and flag in REPLACED:
+        return f"{prefix}{flag[2:]}: the installed SGLang has no such flag; give {prefix}{REPLACED[flag][2:]} instead"
     nearest = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
     what_to_do = f"did you mean {prefix}{nearest[0].removeprefix('--')}?" if nearest else f"drop {prefix}{flag[2:]}"
     return f"{prefix}{flag.removeprefix('--')}: the installed SGLang has no such flag; {what_to_do}"

@@ -16,12 +16,22 @@ class SglangArguments:
     rollout_external_engine_addrs: Optional[tuple[str, ...]] = flag(
         None, "their addresses, as HOST:PORT", nargs="+", type=str, metavar="ADDR"
     )
-    update_weight_transfer_mode: Literal["disk", "broadcast", "ipc"] = flag(
+    update_weight_transfer_mode: Literal["disk", "disk-delta", "broadcast", "ipc"] = flag(
         "broadcast",
-        "how new weights reach the engines: a file, a broadcast over gloo, or the shared memory of one host",
+        "how new weights reach the engines: files, files of what has changed (also for the torch engine), a broadcast "
+        "over gloo, or the shared memory of one host",
     )
     update_weight_disk_dir: Optional[str] = flag(
-        None, "folder for --update-weight-transfer-mode disk; default: weights/ in --output-dir", metavar="DIR"
+        None,
+        "folder for --update-weight-transfer-mode disk and disk-delta, which trainer and engines share; default: "
+        "weights/ in --output-dir",
+        metavar="DIR",
+    )
+    update_weight_copy_dir: Optional[str] = flag(
+        None,
+        "folder of the copy of the weights that each engine's host keeps for disk-delta, such as /dev/shm; default: "
+        "that of temporary files",
+        metavar="DIR",
     )
     pause_generation_mode: Literal["retract", "in_place"] = flag(
         "retract",

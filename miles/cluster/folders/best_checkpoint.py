@@ -130,6 +130,8 @@ def remove_superseded(saved: Path, settings: Settings, best: BestCheckpoint | No
     given, model, root = settings.checkpoint, settings.model, saved.parent
     prunes = given.save_keep_last is not None or given.save_retain_interval is not None
     before = best_in(root) if given.save_best is not None else None
+    if before is not None and best is not None and before.name == best.name:
+        before = None  # recorded by an earlier call, after which an upload failed
     if best is not None:
         best.save(root)
     frozen = [Path(path) for path in (model.ref_load, model.opd_teacher_load) if path is not None]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.model import ModelArguments
+from miles.cluster.folders.remote_checkpoints import RemoteCheckpoints, named_errors
+from miles.remote.folder import is_url
 from miles.training import checkpoint_folder
 from miles.training.checkpoint_files import DamagedFile
 
@@ -36,18 +38,19 @@ def resume_point(checkpoint: CheckpointArguments) -> ResumePoint:
     """
     if checkpoint.load is None:
         return ResumePoint(checkpoint)
-    root = Path(checkpoint.load)
+    root = checkpoint.local(checkpoint.load)
     flag = f"--load {checkpoint.load}"
+    remote = RemoteCheckpoints.of(checkpoint, checkpoint.load) if is_url(checkpoint.load) else None
     if checkpoint_folder.is_checkpoint(root):
         try:
-            note = _check(root, flag)
+            note = _fetch_and_check(root, flag, remote)
         except DamagedFile as fault:
             raise ValueError(f"{flag}: this checkpoint is damaged: {fault}; give another one") from None
-        return ResumePoint(checkpoint, notes=(note,))
+        return ResumePoint(replace(checkpoint, load=str(root)), notes=(note,))
     faults: dict[Path, DamagedFile] = {}
     for folder in reversed(checkpoint_folder.all_in(root)):
         try:
-            note = _check(folder, flag)
+            note = _fetch_and_check(folder, flag, remote)
         except DamagedFile as fault:
             if checkpoint.no_load_fallback:
                 raise ValueError(
@@ -91,6 +94,13 @@ def check_frozen_models(model: ModelArguments) -> list[str]:
         except DamagedFile as fault:
             raise ValueError(f"{flag}: the checkpoint {folder.name} is damaged: {fault}; give another one") from None
     return notes
+
+
+def _fetch_and_check(folder: Path, flag: str, remote: RemoteCheckpoints | None) -> str:
+    if remote is not None:
+        with named_errors(flag):
+            remote.fetch(folder)
+    return _check(folder, flag)
 
 
 def _check(folder: Path, flag: str, weights_alone: bool = False) -> str:

@@ -55,16 +55,17 @@ def check_load_folder(checkpoint: CheckpointArguments) -> list[str]:
     """
     if checkpoint.load is None:
         return []
-    start = checkpoint_folder.at(Path(checkpoint.load))
+    local = checkpoint.local(checkpoint.load)
+    start = checkpoint_folder.at(local)
     if start is None:
         return []
-    if start != Path(checkpoint.load):  # a folder of checkpoints
-        last = _last_of_each_run(Path(checkpoint.load))
+    if start != local:  # a folder of checkpoints
+        last = _last_of_each_run(local)
         if len(last) > 1:
             runs = "; ".join(f"{_shown(run)} up to {folder.name}" for run, folder in last.items())
             raise ValueError(
                 f"--load {checkpoint.load}: holds checkpoints of {len(last)} runs ({runs}), and the newest may not be "
-                f"the one you mean; name one, for example --load {start}"
+                f"the one you mean; name one, for example --load {checkpoint.inside(checkpoint.load, start.name)}"
             )
     if _has_state(start) and _run_of(start) is None:
         return [f"--load {checkpoint.load}: {start.name} does not say which run wrote it (an earlier version of miles)"]
@@ -84,14 +85,14 @@ def own_save_folder(checkpoint: CheckpointArguments, damaged: Collection[Path] =
         ValueError: If ``--save`` holds checkpoints that this run does not continue from.
     """
     passed_over = {folder.resolve() for folder in damaged}
-    checkpoints = [] if checkpoint.save is None else checkpoint_folder.all_in(Path(checkpoint.save))
+    checkpoints = [] if checkpoint.save is None else checkpoint_folder.all_in(checkpoint.local(checkpoint.save))
     newest = next((folder for folder in reversed(checkpoints) if folder.resolve() not in passed_over), None)
     if newest is None or _continues_from(newest, checkpoint):
         return checkpoint
     assert checkpoint.save is not None
     if checkpoint.start_over:
         name = f"run-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-        return replace(checkpoint, save=str(Path(checkpoint.save) / name))
+        return replace(checkpoint, save=checkpoint.inside(checkpoint.save, name))
     this = "a new run" if checkpoint.load is None or checkpoint.finetune else f"a run that continues {checkpoint.load}"
     raise ValueError(
         f"--save {checkpoint.save}: holds checkpoints of {_shown(_run_of(newest))}, up to {newest.name}, and this is "
@@ -103,7 +104,7 @@ def own_save_folder(checkpoint: CheckpointArguments, damaged: Collection[Path] =
 def _continues_from(newest: Path, checkpoint: CheckpointArguments) -> bool:
     if checkpoint.load is None or checkpoint.finetune:
         return False
-    loaded = checkpoint_folder.at(Path(checkpoint.load))
+    loaded = checkpoint_folder.at(checkpoint.local(checkpoint.load))
     return loaded is not None and loaded.resolve() == newest.resolve()
 
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from miles.engine.base import eos_token_ids
 from miles.engine.embedded import attention
 from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep
-from miles.engine.embedded.fp32_head import Fp32Head
 from miles.model_families.reading import read_config
+from miles.objective.token_log_probs import head_logits
 from miles.replay.routers import Routers
 from miles.weights import WeightChunk
 
@@ -193,3 +193,32 @@ def _listed(names: list[str]) -> str:
     """Return up to eight names, and how many more there are."""
     shown = ", ".join(names[:8])
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
+class Fp32Head:
+    """Replaces a head's product by the trainer's (``head_logits``), with the same weights.
+
+    On a CPU the fp32 copy of the weights is kept from one decoding step to the next, because copying takes as long as
+    multiplying.
+    """
+
+    def __init__(self, head: torch.nn.Linear) -> None:
+        """Replace ``head.forward``."""
+        self._head = head
+        self._copy: torch.Tensor | None = None
+        head.forward = self._logits  # type: ignore[assignment, method-assign]
+
+    def forget(self) -> None:
+        """Drop the copy, since the weights change."""
+        self._copy = None
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of hidden states [..., H], fp32 [..., V]."""
+        weight, bias, rows = self._head.weight, self._head.bias, hidden.flatten(0, -2)
+        if hidden.is_cuda:
+            logits = head_logits(rows, weight, bias, fp32=True)
+        else:
+            if self._copy is None:
+                self._copy = weight.float()
+            logits = head_logits(rows.float(), self._copy, None if bias is None else bias.float())
+        return logits.view(*hidden.shape[:-1], -1)

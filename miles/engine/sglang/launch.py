@@ -21,6 +21,7 @@ from miles.engine.sglang.processes import ChildProcess, free_port
 from miles.engine.sglang.server_log import LogFile
 from miles.secret_values import split_secret_words
 from miles.stacks import RUN_FOLDER
+from miles.weight_sync.local_copy import CopySource
 
 START_SECONDS = 1800  # large models load for minutes
 GRACE_SECONDS = 3.0  # SGLang drains for five seconds before it looks whether it is idle
@@ -256,3 +257,7 @@ class ExternalServer:
 
     async def stop(self) -> None:
         """Leave the server running: it is not ours to stop."""
+
+    async def update_copy(self, source: CopySource) -> str:
+        """Do nothing: nothing of this run is on the server's host."""
+        raise AssertionError("check_engine() refuses deltas for engines that are running already")

@@ -10,10 +10,10 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO
 
+from miles.arguments.sglang.settings import SglangArguments
 from miles.secret_values import hide_in_text
 
 TAIL_LINES = 30
-DEFAULT_MAX_MB = 100.0
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class LogFile:
     """
 
     path: Path
-    max_mb: float = DEFAULT_MAX_MB
+    max_mb: float = SglangArguments.engine_log_max_mb
 
 
 class ServerLog:

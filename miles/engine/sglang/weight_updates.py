@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from miles.arguments.sglang.settings import SglangArguments
+from miles.engine.host import Server
 from miles.engine.sglang.client import RequestRefused, SglangClient
 from miles.engine.sglang.servers import Failures, ManagedServer, Servers, ServerState
+from miles.weight_sync.local_copy import CopySource
 from miles.weight_sync.sender import WeightSender
 from miles.weights import WeightChunk
 
@@ -64,7 +66,7 @@ class WeightUpdates:
         failures += await servers.call(_without(updated, failures), lambda client: client.pause(self._pause_mode))
         flush = self._flushes and not servers.memory_released  # releasing the memory has flushed the cache
         by_url = {server.client.url: server for server in _without(updated, failures)}
-        receivers = [SglangReceiver(server.client, self._ranks, flush) for server in by_url.values()]
+        receivers = [SglangReceiver(server.client, self._ranks, flush, server.process) for server in by_url.values()]
         assert servers.version is not None
         unsent = await self._sender.send(receivers, chunks, servers.version)
         failures += [(by_url[url], failure) for url, failure in unsent.items()]
@@ -141,8 +143,9 @@ class SglangReceiver:
     must use another cache key.
     """
 
-    def __init__(self, client: SglangClient, num_ranks: int, flush: bool) -> None:
+    def __init__(self, client: SglangClient, num_ranks: int, flush: bool, process: Server) -> None:
         self.url = client.url
+        self._process = process
         self.num_ranks = num_ranks
         self._client = client
         self._flush = flush
@@ -166,6 +169,10 @@ class SglangReceiver:
         """Read all weights from ``folder``; see ``WeightReceiver``."""
         body = {"model_path": folder, "load_format": "safetensors", **self._version(version, last=True)}
         await self._client.control("/update_weights_from_disk", body)
+
+    async def load_copy(self, source: CopySource, version: int) -> None:
+        """Read all weights from the copy of the server's host; see ``WeightReceiver``."""
+        await self.load_folder(await self._process.update_copy(source), version)
 
     async def join_group(self, host: str, port: int, group: str, backend: str) -> None:
         """Join a process group; see ``WeightReceiver``."""

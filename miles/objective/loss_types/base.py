@@ -84,4 +84,7 @@ def advantage_terms(objective: Objective, shape: StepShape) -> list[Term]:
     if flags.normalize_advantages:
         text = "A is whitened: (A - mean) / std over the loss tokens of the step"
         terms.append(Term(text, "miles.objective.token_advantages"))
+    path = flags.rollout_data_postprocess_path
+    if path is not None:
+        terms.append(Term(f"A is then what {path}(...) makes of it", "miles.batching.data_postprocess", path))
     return terms

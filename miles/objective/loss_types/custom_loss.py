@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from miles.objective.aggregation import aggregation_formula, get_pg_loss_reducer, get_sum_of_sample_mean, is_per_token
+from miles.objective.four_arguments.call import four_argument_loss, sample_tokens, try_four_arguments
 from miles.objective.hook_calls import token_columns
 from miles.objective.hooks import WHOLE_LOSS, LossInputs
 from miles.objective.loss_types.base import LossType, advantage_terms
@@ -72,7 +73,7 @@ class CustomLoss(LossType):
     ) -> LossOutput:
         """Call the function on one micro-batch."""
         assert entropy is not None, "a custom loss is given the entropy"
-        return custom_loss_function(objective.flags, micro, log_probs, entropy, canary)
+        return custom_loss_function(objective, micro, log_probs, entropy, canary)
 
 
 def _path(flags: LossArguments) -> str:
@@ -81,7 +82,7 @@ def _path(flags: LossArguments) -> str:
 
 
 def custom_loss_function(
-    loss: LossArguments,
+    objective: Objective,
     micro: MicroBatch,
     log_probs: torch.Tensor,
     entropy: torch.Tensor,
@@ -90,38 +91,59 @@ def custom_loss_function(
     """Compute ``--loss-type custom_loss`` on whole samples, counted once in each context group.
 
     Args:
-        loss: The flags.
+        objective: The objective, with the flags.
         micro: The micro-batch.
         log_probs: Log-probs of the current policy, [R], with a graph.
         entropy: Its entropy, [R], with a graph.
         canary: A scalar 0 that some backends need in the graph; its gradient is 0 here.
     """
-    path = _path(loss)
-    function = WHOLE_LOSS.load(path)
-    names = tuple(getattr(function, "metrics", ()))
     whole, mask = gather_whole(micro), micro.loss_mask == 0
     log_probs, entropy = (
         whole_responses(values.float().masked_fill(mask, 0.0), micro) for values in (log_probs, entropy)
     )
-    total, metrics = log_probs.sum() + entropy.sum(), dict.fromkeys(names, log_probs.new_zeros(()))
-    if micro.response_lengths:
-        inputs = LossInputs(
-            **token_columns(whole, log_probs),
-            settings=loss,
-            entropy=entropy,
-            reduce=get_pg_loss_reducer(loss, whole),
-            mean=get_sum_of_sample_mean(whole, is_per_token(loss)),
-        )
-        found = function(inputs)
-        total, metrics = found if isinstance(found, tuple) else (found, {})
-        WHOLE_LOSS.check_tensor(path, total, ())
-        _check_metrics(metrics, names, path)
+    path = _path(objective.flags)
+    takes_four = WHOLE_LOSS.num_arguments(WHOLE_LOSS.load(path), path) == 4
+    total, metrics = (_of_four if takes_four else _of_one)(objective, micro, whole, log_probs, entropy)
     if canary is not None:
         total = total + 0.0 * canary
     metrics = {**metrics, "loss": total}
     return LossOutput(
         count_once(total, micro), {name: count_once(value.detach(), micro) for name, value in metrics.items()}
     )
+
+
+def _of_one(
+    objective: Objective, micro: MicroBatch, whole: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """Return the share of the loss, and of the metrics, by a function of one ``LossInputs``."""
+    loss, path = objective.flags, _path(objective.flags)
+    function = WHOLE_LOSS.load(path)
+    names = tuple(getattr(function, "metrics", ()))
+    if not micro.response_lengths:
+        return log_probs.sum() + entropy.sum(), dict.fromkeys(names, log_probs.new_zeros(()))
+    inputs = LossInputs(
+        **token_columns(whole, log_probs),
+        settings=loss,
+        entropy=entropy,
+        reduce=get_pg_loss_reducer(loss, whole),
+        mean=get_sum_of_sample_mean(whole, is_per_token(loss)),
+    )
+    found = function(inputs)
+    total, metrics = found if isinstance(found, tuple) else (found, {})
+    WHOLE_LOSS.check_tensor(path, total, ())
+    _check_metrics(metrics, names, path)
+    return total, metrics
+
+
+def _of_four(
+    objective: Objective, micro: MicroBatch, whole: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """Return the same by a function of ``(args, batch, logits, sum_of_sample_mean)``."""
+    loss, path, tokens = objective.flags, _path(objective.flags), sample_tokens(micro)
+    if not micro.response_lengths:
+        names = try_four_arguments(path, objective.args, loss, log_probs.device)
+        return log_probs.sum() + entropy.sum(), dict.fromkeys(names, log_probs.new_zeros(()))
+    return four_argument_loss(path, objective.args, loss, whole, tokens, log_probs, entropy)
 
 
 def _check_metrics(metrics: Mapping[str, Any], names: tuple[str, ...], path: str) -> None:

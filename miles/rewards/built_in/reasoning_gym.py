@@ -37,10 +37,15 @@ class ReasoningGym(Reward):
 
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Call the task's scorer."""
-        return in_parallel(_score, samples)
+        return in_parallel(score_alone, samples)
 
 
-def _score(sample: Sample) -> float:
+def score_alone(sample: Sample) -> float:
+    """Return the score of one sample, by the scorer in a process of its own.
+
+    Raises:
+        ValueError: The prompt is no task of reasoning_gym.
+    """
     origin = sample.prompt.metadata.get("reasoning_gym")
     if origin is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A call of ``POST /v1/chat/completions``: what it may hold, in the form that a chat template takes."""
+"""A call of ``POST /v1/chat/completions``: its allowed fields, in the form that a chat template takes."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from miles.engine.base import Engine, SamplingParams
 from miles.flags import json_object
 from miles.input_error import InputError
 from miles.rollout.agents.chat_format import ChatFormat
+from miles.rollout.agents.environments import EnvironmentGenerator
 from miles.rollout.agents.program import ProgramEnd, environment_of, row_of, run_program
 from miles.rollout.agents.server import MODEL, SessionServer
 from miles.rollout.agents.session import Session
@@ -131,6 +132,7 @@ class AgentGenerator:
         if session.error is not None:
             raise session.error
         failure = "" if aborted else self._failure(session, end)
+        failure = f"the program of --agent-command {failure}" if failure else ""
         return session.samples(end.last_line or session.last_message, failure)
 
     def _failure(self, session: Session, end: ProgramEnd) -> str:
@@ -156,16 +158,23 @@ class AgentGenerator:
 
 @asynccontextmanager
 async def group_generator(settings: Settings) -> AsyncIterator[GroupGenerator]:
-    """Give a block what generates groups: programs, a user's function, or the engine alone.
+    """Give a block what generates groups: programs, environments, a user's function, or the engine alone.
 
     Raises:
-        ValueError: The program or the function is not there.
+        ValueError: The program, the environment or the function is not there.
     """
-    if settings.rollout.agent_command is None:
+    maker = session_generator(settings)
+    if maker is None:
         yield get_group_generator(settings.rollout)
         return
-    agents = AgentGenerator(settings)
     try:
-        yield agents
+        yield maker
     finally:
-        await agents.close()
+        await maker.close()
+
+
+def session_generator(settings: Settings) -> AgentGenerator | EnvironmentGenerator | None:
+    """Return what makes trajectories by recorded calls: programs or environments; None for neither."""
+    if settings.rollout.agent_command is not None:
+        return AgentGenerator(settings)
+    return None if settings.rollout.environment is None else EnvironmentGenerator(settings)

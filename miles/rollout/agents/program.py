@@ -57,7 +57,7 @@ def row_of(prompt: Prompt) -> str:
 
 
 def environment_of(url: str, key: str, model: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a program: ``given`` without its credentials, and where the API is.
+    """Return the environment of a program: ``given`` without its credentials, and the API's address.
 
     Proxies are not used for the API. Credentials are left out, since the program runs what a model writes.
     """
@@ -79,7 +79,7 @@ async def run_program(
 
     Args:
         command: The program and its arguments.
-        row: What it reads from standard input.
+        row: The line that it reads from standard input.
         environment: All its environment variables.
         session: Answers its calls.
         seconds: Its time.
@@ -110,7 +110,7 @@ async def run_program(
     copying = [loop.create_task(output.copy(reader)) for output, reader in zip(outputs, readers, strict=True)]
     waiting = [
         loop.create_task(process.wait()),
-        loop.create_task(_time_is_up(session, seconds)),
+        loop.create_task(time_is_up(session, seconds)),
         loop.create_task(session.ended.wait()),
     ]
     try:
@@ -136,8 +136,8 @@ def _end(status: int | None, output: str, errors: str) -> ProgramEnd:
     return ProgramEnd(status, lines[-1].strip() if lines else "", start + one_line(errors[-SHOWN:], SHOWN))
 
 
-async def _time_is_up(session: Session, seconds: float) -> None:
-    """Return when the program has taken ``seconds`` by itself."""
+async def time_is_up(session: Session, seconds: float) -> None:
+    """Return when a program or an environment has taken ``seconds`` by itself."""
     while True:
         await session.idle.wait()
         try:

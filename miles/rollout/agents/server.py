@@ -34,6 +34,7 @@ class SessionServer:
     def __init__(self) -> None:
         self.url = ""
         self._sessions: dict[str, Session] = {}  # by key
+        self._by_id: dict[str, Session] = {}  # by what a library names a session in the header X-Session-ID
         self._replaced: set[str] = set()  # parameters of sampling that a warning has named
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY)
         app.router.add_post("/v1/chat/completions", self._complete)
@@ -61,7 +62,16 @@ class SessionServer:
             yield key
         finally:
             del self._sessions[key]
+            for name in [name for name, known in self._by_id.items() if known is session]:
+                del self._by_id[name]
             await session.close()
+
+    def accept(self, session_id: str, session: Session) -> None:
+        """Take calls with this header ``X-Session-ID`` as calls of ``session``, without its key, while it is served.
+
+        The id must be one that nobody guesses.
+        """
+        self._by_id[session_id] = session
 
     async def close(self) -> None:
         """End the sessions, stop listening, and close all connections."""
@@ -84,6 +94,8 @@ class SessionServer:
     def _session_of(self, request: web.Request) -> Session:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+        if session is None:  # libraries that have one key for all their sessions tell them apart by this header
+            session = self._by_id.get(request.headers.get("X-Session-ID", ""))
         if session is None:
             raise ApiError(
                 "the API key is missing, or that of no open session; use OPENAI_API_KEY of the environment",

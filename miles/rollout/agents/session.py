@@ -100,7 +100,7 @@ class Session:
         idle: Set while no call is being answered, so while the program works by itself.
         busy: Set while a call is being answered.
         ended: Set when no further call can be answered, because the engine failed or was aborted.
-        error: What the engine raised.
+        error: The exception that the engine raised.
         refused_for_room: Whether a call was refused because the conversation has become too long.
     """
 

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.batching.collate import collate
-from miles.profiling.spans import span
+from miles.profiling.spans import named_by_timers, span
 from miles.train_batch import MicroBatch, MicroBatchPlan, TrainShard
 from miles.training.backend import LossFunction, Result, Scorer, StepSums
 from miles.training.megatron.loss_scaling import ScheduleLoss, scaling_of
@@ -31,7 +31,6 @@ from miles.training.megatron.moe.replay import MicroBatchExperts
 from miles.training.megatron.moe.router import RoutedTokens
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import Ranks
-from miles.training.megatron.span_timers import named_by_timers
 
 
 class MegatronModel(Generic[Scorer]):
@@ -96,7 +95,7 @@ class MegatronModel(Generic[Scorer]):
         return results[: len(plans)]
 
     def _padded(self, plans: Sequence[MicroBatchPlan]) -> list[MicroBatchPlan]:
-        """Return ``plans``, with empty ones added where an interleaved schedule wants a multiple of the stages."""
+        """Return ``plans``, with empty ones added if an interleaved schedule needs a multiple of the stages."""
         missing = -len(plans) % self.ranks.pp.size() if len(self.stage.chunks) > 1 else 0
         return [*plans, *(replace(plans[-1], samples=()) for _ in range(missing))]
 

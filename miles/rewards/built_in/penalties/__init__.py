@@ -1,0 +1,1 @@
+"""Rewards that punish an answer for its form, to be added to another one."""
