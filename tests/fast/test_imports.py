@@ -67,15 +67,16 @@ def inside(name: str, package: str) -> bool:
 
 # Low to high: a module may import from its own layer and from those before it (docs/architecture.md, "Layers").
 LAYERS = [
-    ("input_error", "one_line"),
+    ("input_error", "one_line", "host"),
     ("strict_json",),
     ("components", "secret_values", "metrics", "weights", "import_path", "junit", "stacks"),
     ("flags", "hidden_secrets", "replay"),
-    ("choices",),
+    ("choices", "remote"),
     ("sample", "train_batch", "profiling"),
     ("parallel", "model_families", "tiny_models"),
     ("objective",),
     ("rewards",),
+    ("environments",),
     ("arguments",),
     ("data", "tracking", "weight_sync", "batching"),
     ("engine", "report"),
@@ -98,6 +99,7 @@ LEAVES += ("sample", "train_batch", "junit", "stacks")
 # (module, what it must not import, exceptions)
 FORBIDDEN = [
     *((f"miles.{leaf}", "miles", tuple(f"miles.{b}" for b in BASICS)) for leaf in LEAVES if leaf != "weights"),
+    ("miles.host", "torch", ()),
     ("miles.flags", "miles", ("miles.secret_values", *(f"miles.{b}" for b in BASICS))),
     ("miles.hidden_secrets", "miles", ("miles.secret_values",)),
     ("miles.secret_values", "torch", ()),

@@ -9,12 +9,15 @@ from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.cluster import Offload
 from miles.arguments.evaluation import EvaluationArguments
 from miles.cluster.folders.best_checkpoint import BestCheckpoint
+from miles.cluster.run_checkpoints import RunCheckpoints
+from miles.cluster.sides import Sides
 from miles.cluster.stop_requests import StopRequested, StopRequests
 from miles.cluster.train_actor import TrainedIteration
 from miles.generation_loop import GenerationLoop
 from miles.loop import TrainingLoop
 from miles.metrics import Metric
 from miles.rollout.sample_records import StoredSamples
+from miles.tracking.phase_timer import PhaseTimer
 
 
 class Recorder:
@@ -22,6 +25,7 @@ class Recorder:
 
     num_iterations = 5
     prompts_for = 5  # iterations
+    weight_metrics = {"weight_sync/bytes": Metric(7.0)}
 
     def __init__(self, resume_from=None):
         self.calls = []
@@ -80,16 +84,14 @@ class Recorder:
 def run():
     def start(resume_from=None, offload=None, stop=None, **checkpoint):
         sides = Recorder(resume_from)
+        both = Sides(sides, sides, offload or Offload(train=False, rollout=False), PhaseTimer())
         loop = TrainingLoop(
-            sides,
-            sides,
+            both,
+            RunCheckpoints(both, CheckpointArguments(**checkpoint), {"id": "of this run"}),
             sides,
             evaluation=EvaluationArguments(eval_prompt_data=("held_out", "x.jsonl"), eval_interval=2),
-            checkpoint=CheckpointArguments(**checkpoint),
-            offload=offload or Offload(train=False, rollout=False),
             steps_per_iteration=2,
             is_synchronous=True,
-            run_state={"id": "of this run"},
             stop=stop or StopRequests(60.0),
         )
         loop.run()
@@ -145,6 +147,12 @@ def test_a_metric_that_no_iteration_has_is_named_at_the_end(run, tmp_path, capsy
     sides = run(save=str(tmp_path), save_best="eval/other/accuracy")
     assert sides.of("save") == [("save", 5)]
     assert "note: --save-best eval/other/accuracy: no iteration had this metric" in capsys.readouterr().out
+
+
+def test_a_run_that_trains_nothing_does_not_miss_the_metric(monkeypatch, run, tmp_path, capsys):
+    monkeypatch.setattr(Recorder, "prompts_for", 0)
+    assert run(save=str(tmp_path), save_best="eval/held_out").of("save") == []
+    assert "--save-best" not in capsys.readouterr().out
 
 
 def test_a_run_ends_when_its_last_checkpoint_is_written(run, tmp_path):

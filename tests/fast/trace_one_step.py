@@ -19,9 +19,12 @@ import torch.distributed as dist
 import miles
 from miles.arguments.parser import main_parse
 from miles.cluster.rollout_actor import GeneratedIteration, RolloutActor, Start
+from miles.cluster.run_checkpoints import RunCheckpoints
+from miles.cluster.sides import Sides
 from miles.cluster.stop_requests import StopRequests
 from miles.cluster.train_actor import TrainActor
 from miles.loop import TrainingLoop
+from miles.tracking.phase_timer import PhaseTimer
 from miles.tracking.run_header import RunHeader
 from miles.tracking.tracker import Tracker
 
@@ -63,6 +66,8 @@ class InProcess:
     def call(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.event_loop).result()
 
+    weight_metrics = {}
+
     def generate(self, iteration):
         summary, *shards = self.call(self.rollout.generate(Start(iteration, None, 0)))
         return GeneratedIteration(summary, shards)
@@ -70,7 +75,7 @@ class InProcess:
     def train(self, shards_by_rank, iteration):
         settings = self.settings
         due = settings.trains_policy(iteration), settings.refreshes_reference(iteration)
-        return self.trainer.train(shards_by_rank[0], *due)
+        return self.trainer.train(shards_by_rank[0], *due, iteration)
 
     def export_weights(self):
         return list(self.trainer.backend.export_weights())
@@ -91,19 +96,17 @@ def main(model: str, prompts: str, output: str) -> None:
     threading.setprofile(profile)  # also profile threads that start later
     run = InProcess(settings)
     tracker = Tracker(settings.tracking, RunHeader.from_sections("trace", settings, "", "", 1))
+    sides = Sides(run, run, settings.offload("cpu"), PhaseTimer())
     loop = TrainingLoop(
-        run,
-        run,
+        sides,
+        RunCheckpoints(sides, settings.checkpoint, {}),
         tracker,
         evaluation=settings.evaluation,
-        checkpoint=settings.checkpoint,
-        offload=settings.offload("cpu"),
         steps_per_iteration=settings.steps_per_iteration,
         is_synchronous=True,
-        run_state={},
         stop=StopRequests(60.0),
     )
-    loop.sync_weights(version=0)
+    sides.sync_weights(version=0)
     global is_tracing
     is_tracing = True
     loop.run_iteration(0)

@@ -30,7 +30,6 @@ from miles.arguments.settings import Settings
 from miles.arguments.training import TrainingArguments
 from miles.batching.convert import convert
 from miles.batching.schedule import schedule_step
-from miles.metrics import values
 from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch
 from miles.training.backend import build_backend
@@ -127,7 +126,7 @@ def train(backend: Any, batch: TrainBatch, optimizer: Any = None) -> dict[str, f
     if optimizer is not None:
         trainer.policy = replace(trainer.policy, optimizer=optimizer)
     (metrics,) = trainer.train([shard])
-    return values(metrics)
+    return {name: metric.value for name, metric in metrics.items()}
 
 
 def by_expert(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from miles import loop
 from miles.cli import main
-from miles.tracking.phase_timer import PhaseTimer
+from miles.tracking import phase_timer
 
 starts = Counter()
 
@@ -21,7 +21,7 @@ def announce(phase):
         file.write(f"{phase} {starts[phase]}\n")
 
 
-class AnnouncedTimer(PhaseTimer):
+class AnnouncedTimer(phase_timer.PhaseTimer):
     """Announces each phase that it times."""
 
     def phase(self, name):
@@ -37,7 +37,7 @@ class AnnouncedLoop(loop.TrainingLoop):
         return super().resume()
 
 
-loop.PhaseTimer = AnnouncedTimer
+phase_timer.PhaseTimer = AnnouncedTimer
 loop.TrainingLoop = AnnouncedLoop
 
 if __name__ == "__main__":

@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.batching.packing import PackedSample, PackedSamples, pack_by_budget, pack_shares, rows_by_budget
+from miles.batching.packing import PackedSamples, pack_shares, rows_by_budget
 from miles.batching.partition import balanced_partition
 from miles.batching.schedule import split_to_count
+
+
+class PackedSample(NamedTuple):
+    """A row of ``PackedSamples``, whose prompt is one byte."""
+
+    prompt: bytes
+    prompt_length: int
+    response: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sample if it shares nothing."""
+        return self.prompt_length + self.response
+
+
+def columns_of(samples):
+    return PackedSamples(
+        np.array([ord(sample.prompt) for sample in samples], np.int64),
+        np.array([sample.prompt_length for sample in samples], np.int64),
+        np.array([sample.response for sample in samples], np.int64),
+    )
+
+
+def pack_by_budget(samples, budget):
+    """Return the bins of a single share."""
+    return pack_shares(columns_of(samples), [range(len(samples))], budget)[0]
+
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=30)
 PROMPT_LENGTHS = {b"a": 5, b"b": 9, b"c": 20}
@@ -120,15 +148,10 @@ def test_bins_are_those_of_the_plain_method(samples, budget):
 @given(st.lists(st.tuples(SAMPLES, st.integers(0, 3)), max_size=4), st.integers(1, 100))
 def test_shares_are_packed_as_each_alone(given_shares, budget):
     samples = [sample for share, _ in given_shares for sample in share]
-    columns = PackedSamples(
-        np.array([ord(sample.prompt) for sample in samples], np.int64),
-        np.array([sample.prompt_length for sample in samples], np.int64),
-        np.array([sample.response for sample in samples], np.int64),
-    )
     ends = np.cumsum([len(share) for share, _ in given_shares]).tolist()
     shares = [range(end - len(share), end) for end, (share, _) in zip(ends, given_shares, strict=True)]
     alone = [[[r[i] for i in b] for b in plainly_packed([samples[i] for i in r], budget)] for r in shares]
-    assert pack_shares(columns, shares, budget) == alone
+    assert pack_shares(columns_of(samples), shares, budget) == alone
 
 
 def plainly_balanced(weights, parts):

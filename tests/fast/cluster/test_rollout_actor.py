@@ -1,13 +1,24 @@
 """The rollout side's answers to the main loop, without Ray."""
 
+import asyncio
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
+from miles.arguments.rollout import RolloutArguments
+from miles.arguments.sglang.settings import SglangArguments
 from miles.cluster.rollout_actor import RolloutActor, RolloutDriver
+from miles.cluster.stored_weights import DeltaWeights
+from miles.cluster.train_actor import TrainActor
 from miles.data.stream import NoPromptsLeft
 from miles.parallel.dims import ParallelDims
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import IterationSummary
+from miles.weight_sync.delta_files import DeltaOffer
+from miles.weight_sync.delta_writer import DeltaWriter
+from miles.weights import WeightChunk
 
 
 async def test_without_prompts_there_is_no_iteration_and_that_is_no_failure():
@@ -54,3 +65,64 @@ async def test_ranks_that_share_their_sequences_get_one_object():
     generated = driver.generate(3)
     assert generated.shards_by_rank == ["first", "first", "second", "second"]
     assert driver._position == {"position": 7}
+
+
+class Stored:
+    """A reference to an object, or the answer of an actor, as Ray's."""
+
+    def __init__(self, value):
+        self.future = lambda: SimpleNamespace(result=lambda: value)
+
+
+class Loads:
+    """A pipeline whose engine copies the weights that it is given, in a thread."""
+
+    async def update_weights(self, chunks, version, after):
+        self.weights = {}
+
+        def load():
+            for chunk in chunks:
+                self.weights |= {name: tensor.clone() for name, tensor in chunk.tensors.items()}
+
+        await asyncio.to_thread(load)
+        return 0.5
+
+
+async def test_the_embedded_engine_gets_deltas_and_all_weights_if_one_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr("miles.cluster.stored_weights.ray.put", Stored)
+    weights = {"a": torch.zeros(1000, dtype=torch.bfloat16), "b": torch.ones(8)}
+    trainer = object.__new__(TrainActor)
+    trainer.rank, trainer.deltas = 0, DeltaWriter(tmp_path / "weights")
+    trainer.backend = SimpleNamespace(export_weights=lambda: [WeightChunk({n: w}) for n, w in weights.items()])
+    ask = SimpleNamespace(remote=lambda identity: Stored(trainer.whole_weights(identity)))
+
+    actor = object.__new__(RolloutActor)
+    copies = SglangArguments(update_weight_transfer_mode="disk-delta", update_weight_copy_dir=str(tmp_path / "copies"))
+    actor._settings = SimpleNamespace(
+        sends_deltas=True, sglang=copies, rollout=RolloutArguments(), weights_folder=tmp_path / "weights"
+    )
+    actor._built = Loads()
+    driver = object.__new__(RolloutDriver)
+    driver._whole_updates = 0
+
+    async def sync(version, loses=False):
+        exported = trainer.export_weights()
+        if loses:
+            (Path(exported.folder) / "delta.json").unlink()
+        if isinstance(exported, DeltaOffer):
+            exported = DeltaWeights(exported, SimpleNamespace(whole_weights=ask))
+        driver._note_update(await actor.update_weights(exported, version, None))
+        found = actor._built.weights
+        assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+        return {name.removeprefix("weight_sync/"): metric.value for name, metric in driver.weight_metrics.items()}
+
+    first = await sync(0)
+    assert first == {"bytes": 2032, "whole": 1, "load_seconds": 0.5, "whole_updates": 1}
+    weights["a"][5] = 3.0
+    second = await sync(1)
+    assert second["bytes"] < 2032 and second["changed_fraction"] == 1 / 1008 and second["encode_seconds"] > 0
+    assert (second["whole"], second["whole_updates"]) == (0, 1)
+    weights["a"][6] = 3.0
+    third = await sync(2, loses=True)
+    assert third["bytes"] > 2032 and (third["whole"], third["whole_updates"]) == (1, 2)
+    assert (await sync(2))["whole_updates"] == 2, "the same weights again"

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 
 from miles.arguments.checkpoint import CheckpointArguments
+from miles.arguments.cluster import ClusterArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.settings import Settings
 from miles.cluster.train_actor import TrainActor
@@ -43,7 +45,7 @@ def actor_of(backend, **checkpoint):
     actor.backend = backend
     coefficients = Coefficients(LOSS)
     trainer = SimpleNamespace(coefficients=coefficients, restore_coefficients=coefficients.restore)
-    trainer.train = lambda shards, trains_policy: [{"train/loss": Metric(1.0)}, {"train/loss": Metric(2.0)}]
+    trainer.train = lambda shards, trains_policy, iteration: [{"train/loss": Metric(1.0)}, {"train/loss": Metric(2.0)}]
     trainer.recorder = SimpleNamespace(read=dict)  # nothing is recorded
     actor.trainer = trainer
     return actor
@@ -80,9 +82,15 @@ def test_a_checkpoint_of_an_earlier_version_has_no_weights_that_adapt(tmp_path):
     assert resumed.trainer.coefficients.loss == LOSS
 
 
+def test_the_flag_bounds_collective_operations():
+    actor = actor_of(Backend())
+    actor.settings = replace(actor.settings, cluster=ClusterArguments(distributed_timeout_minutes=7))
+    assert actor._timeout == timedelta(minutes=7)
+
+
 @pytest.mark.parametrize("due", [False, True])
 def test_the_reference_follows_after_the_last_step_of_an_iteration(due):
     actor = actor_of(Backend())
-    steps = actor.train([], True, due).steps
+    steps = actor.train([], True, due, 0).steps
     assert actor.backend.refreshed == due
     assert ["time/ref_update" in step for step in steps] == [False, due]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from miles.objective.four_arguments.logits import compute_policy_loss, get_log_probs_and_entropy
 from miles.objective.hooks import (
     AdvantageSamples,
     AdvantageTrajectory,
@@ -54,6 +55,28 @@ def whole_loss(inputs: LossInputs):
 
 
 whole_loss.metrics = ("entropy_loss",)
+
+
+def four_argument_loss(args, batch, logits, sum_of_sample_mean):
+    """Return the same loss, written for a related launcher."""
+    _, found = get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        with_entropy=True,
+    )
+    log_probs = torch.cat(found["log_probs"])
+    entropy = sum_of_sample_mean(torch.cat(found["entropy"]))
+    losses, _ = compute_policy_loss(torch.cat(batch["log_probs"]) - log_probs, torch.cat(batch["advantages"]), 0.2)
+    return sum_of_sample_mean(losses) - 0.01 * entropy, {"entropy_loss": entropy.detach()}
+
+
+def twice_the_advantage(args, rollout_data) -> None:
+    """Double the advantage of every token."""
+    for advantages in rollout_data["advantages"]:
+        advantages *= 2
 
 
 def group_advantages(samples: AdvantageSamples) -> list[float]:

@@ -67,6 +67,28 @@ def test_a_whole_loss(ranks, oracle, mode, layout):
     assert differences(result, gradients, {name: metrics[name] for name in ("loss", "entropy_loss")}) == []
 
 
+@pytest.mark.parametrize("layout", ["dp2", "cp2", "dp2 x cp2"])
+@pytest.mark.parametrize("mode", ["sample_mean", "token_mean"])
+def test_a_loss_with_four_arguments(ranks, oracle, mode, layout):
+    """Also on ranks that have no samples in a micro-batch."""
+    case = off_policy(Case(BATCHES["masked"], loss_of(mode, entropy_coef=0.01), LAYOUTS[layout], seed=3), oracle)
+    path = dict(loss_type="custom_loss", custom_loss_function_path="custom_hooks:four_argument_loss")
+    gradients, metrics = wanted(case, oracle, samples_of(case))
+    (result,) = ranks.run(replace(case, loss=loss_of(mode, entropy_coef=0.01, **path)))
+    assert differences(result, gradients, {name: metrics[name] for name in ("loss", "entropy_loss")}) == []
+
+
+@pytest.mark.parametrize("layout", ["alone, packed", "dp2 x cp2"])
+def test_what_a_function_makes_of_the_scored_data_is_trained_on(ranks, oracle, layout):
+    case = off_policy(Case(BATCHES["masked"], loss_of("sample_mean"), LAYOUTS[layout], seed=3), oracle)
+    path = dict(rollout_data_postprocess_path="custom_hooks:twice_the_advantage")
+    gradients, metrics = wanted(case, oracle, samples_of(case))
+    (result,) = ranks.run(replace(case, loss=loss_of("sample_mean", **path)))
+    doubled = {name: 2 * gradient for name, gradient in gradients.items()}
+    metrics |= {name: 2 * metrics[name] for name in ("loss", "pg_loss")}
+    assert differences(result, doubled, metrics) == []
+
+
 @pytest.mark.parametrize("layout", ["alone, packed", "dp2 x cp2"])
 def test_advantages_of_samples(ranks, oracle, layout):
     case = Case(BATCHES["uneven"], loss_of("prompt_mean"), LAYOUTS[layout])

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -50,6 +51,8 @@ def outputs(tmp_path_factory):
         for split in ("train", "heldout"):
             (folder / "tasks" / name / f"{split}.jsonl").write_text('{"input": "a", "label": "a"}\n')
     (folder / "tasks" / "chats.jsonl").write_text("{}\n")
+    shutil.copytree(folder / "tasks", folder / "shop_task")
+    (folder / "shop_task" / "backward").rename(folder / "shop_task" / "shop")
     (folder / "words").write_text(WORDS)
     (folder / "words").chmod(0o755)
     return folder
@@ -108,7 +111,8 @@ def test_run_is_explained(folder, outputs, capsys, monkeypatch):
 
 def calls(folder, outputs, *arguments, **environment):
     """Return how run.sh ended, and what it has run with the interpreter; the data of the tasks are there."""
-    (outputs / "tasks" / "model").mkdir(parents=True, exist_ok=True)
+    for tasks in ("tasks", "shop_task"):
+        (outputs / tasks / "model").mkdir(parents=True, exist_ok=True)
     (outputs / "calls").write_text(CALLS)
     (outputs / "calls").chmod(0o755)
     environment = os.environ | {"PYTHON": str(outputs / "calls"), "OUTPUTS": str(outputs)} | environment
@@ -159,7 +163,7 @@ def test_page_has_its_parts_and_the_figures_of_its_metrics(folder):
         assert curves.BLOCK.search(page)[0] == curves.NOT_MEASURED
         return
     assert (folder / "curve.png").is_file()
-    assert curves.BLOCK.search(page)[0] == curves.readme_block(curves.read(folder)), "run examples/tasks/curves.py draw"
+    assert curves.BLOCK.search(page)[0] == curves.readme_block(folder), "run examples/tasks/curves.py draw"
 
 
 def test_the_page_of_recipes_lists_all_of_them():

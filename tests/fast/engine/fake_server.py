@@ -23,6 +23,7 @@ class FakeSglang:
         self.served = 0
         self.checked = 0
         self.controls = []
+        self.loaded = None
 
     def routes(self):
         get, post = web.get, web.post
@@ -59,11 +60,14 @@ class FakeSglang:
         return web.json_response({"weight_version": self.version})
 
     async def seen(self, request):
-        return web.json_response({"served": self.served, "checked": self.checked, "controls": self.controls})
+        return web.json_response(
+            {"served": self.served, "checked": self.checked, "controls": self.controls, "loaded": self.loaded}
+        )
 
     async def load(self, request):
         self.controls.append(request.path)
-        self.version = (await request.json())["weight_version"]
+        body = await request.json()
+        self.version, self.loaded = body["weight_version"], body["model_path"]
         return web.json_response({"success": True})
 
     async def misbehave(self, request):

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -33,6 +34,7 @@ class FakeServer:
     def __init__(self, number, folder):
         self.name = f"engine {number}"
         self.log = LogFile(folder / f"engine_{number}.log")
+        self.copies = str(folder / f"host_{number}")
         self.process = None
         self.starts = 0
 
@@ -49,6 +51,9 @@ class FakeServer:
     async def stop(self):
         if self.process is not None:
             await asyncio.to_thread(self.process.stop, 0.0)
+
+    async def update_copy(self, source):
+        return str(await asyncio.to_thread(replace(source, copies=self.copies).update_copy))
 
     def signal(self, number):
         os.kill(self.process.pid, number)
@@ -76,7 +81,7 @@ async def started_engine(folder, num_servers, updated=True, unresponsive_seconds
     """
     servers = [FakeServer(number, folder) for number in range(num_servers)]
     router = Router((), "127.0.0.1", LogFile(folder / "router.log"), 1024, KEYS) if num_servers > 1 else None
-    sglang = SglangArguments(update_weight_transfer_mode="disk", **flags)
+    sglang = SglangArguments(**{"update_weight_transfer_mode": "disk", **flags})
     sender = WeightSender(sglang, folder)
     engine = SglangEngine(
         servers,

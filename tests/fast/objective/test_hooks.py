@@ -128,9 +128,6 @@ def reinforce(inputs):
 def silent(inputs):
     return -inputs.advantages * inputs.log_probs
 
-def of_another_launcher(args, batch, logits, sum_of_sample_mean):
-    return sum_of_sample_mean(logits), {}
-
 reinforce.zero_advantage_has_gradient = False
 
 def a_sum(inputs):
@@ -293,10 +290,6 @@ WRONG = [
     (dict(custom_policy_loss_function_path="two"), "must take one PolicyLossInputs"),
     (dict(custom_policy_loss_function_path="absent"), "no function absent"),
     (dict(loss_type="custom_loss", custom_loss_function_path="two"), "must take one LossInputs"),
-    (
-        dict(loss_type="custom_loss", custom_loss_function_path="of_another_launcher"),
-        "one LossInputs .* in place of .*, logits, sum_of_sample_mean",
-    ),
     (dict(use_tis=True, custom_tis_function_path="two"), "must take one ImportanceInputs"),
     (dict(use_opsm=True, custom_advantage_function_path="reversed_rewards"), "--use-opsm: .*one for each token"),
 ]
@@ -375,6 +368,7 @@ def test_a_hook_that_would_be_ignored_is_refused(flags, message):
         ("--use-tis --custom-tis-function-path mine.f", "w = mine.f(p_old, p_engine) [mine.f]"),
         ("--custom-pg-loss-reducer-function-path mine:f", "pg_loss = mine:f(m, l) [mine:f]"),
         (CUSTOM_LOSS, "loss = mine:loss(log p, log p_old, A, ...) [mine:loss]"),
+        ("--rollout-data-postprocess-path mine:f", "A is then what mine:f(...) makes of it [mine:f]"),
     ],
 )
 def test_explain_names_the_function_without_importing_it(flags, said):
@@ -394,7 +388,9 @@ def test_the_examples_of_the_docs_run(tmp_path, monkeypatch, make_micro):
         dict(custom_advantage_function_path="of_the_docs:returns"),
         dict(custom_policy_loss_function_path="of_the_docs:reinforce"),
         dict(custom_loss_function_path="of_the_docs:reinforce_with_entropy", loss_type="custom_loss"),
+        dict(custom_loss_function_path="of_the_docs:likelihood", loss_type="custom_loss"),
         dict(custom_tis_function_path="of_the_docs:clipped", use_tis=True),
+        dict(rollout_data_postprocess_path="of_the_docs:no_credit_for_long_answers"),
     ):
         loss = LossArguments(**given)
         check_hooks(loss)

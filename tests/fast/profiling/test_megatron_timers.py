@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from miles.profiling.process_trace import SPAN
 from miles.profiling.recorder import Recorder
-from miles.training.megatron.span_timers import named_by_timers
+from miles.profiling.spans import named_by_timers
 
 
 def test_timers_are_spans_while_a_profile_is_recorded():

@@ -6,8 +6,6 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.profiling.kinds import KINDS, PYTHON, kind_of
-from miles.profiling.loop_phases import LoopPhases
 from miles.profiling.merged_trace import IDLE, write_trace
 from miles.profiling.process_trace import (
     OPERATION,
@@ -18,9 +16,9 @@ from miles.profiling.process_trace import (
     idle_times,
     self_times,
 )
-from miles.profiling.recorder import Recorder, clock_name, clock_offset
+from miles.profiling.recorder import LoopPhases, Recorder, clock_name, clock_offset
 from miles.profiling.spans import span, waiting
-from miles.profiling.table import seconds_by_kind, table
+from miles.profiling.table import KINDS, PYTHON, kind_of, seconds_by_kind, table
 
 
 @st.composite

@@ -23,7 +23,9 @@ from miles.arguments.validate import validate
 from miles.flags import FlagError
 from miles.model_families.registry import CONVERTED
 from miles.objective.settings import LossArguments
+from miles.rehearsal import command as rehearsal_command
 from miles.rehearsal import rehearsal as rehearsals
+from miles.rehearsal.assumptions import step_of_one_rank
 from miles.rehearsal.devices import KNOWN, as_json, device_of
 from miles.rehearsal.generation import foresee_generation
 from miles.rehearsal.memory import total
@@ -148,6 +150,19 @@ def test_a_device_file_that_is_wrong_is_refused(tmp_path, text, rule):
     file.write_text(text)
     with pytest.raises(FlagError, match=rule):
         device_of(str(file))
+
+
+def test_samples_have_the_assumed_lengths_and_the_page_is_written(tmp_path, monkeypatch, capsys):
+    save_models(tmp_path, weights=False)
+    page = tmp_path / "page.html"
+    lengths = RehearsalArguments(rehearse=True, rehearse_prompt_len=9, rehearse_response_len=5, rehearse_page=str(page))
+    settings = replace(FSDP["fsdp, 2 ranks"].settings(tmp_path), rehearsal=lengths)
+    assert {*step_of_one_rank(settings).batch.total_lengths} == {14}
+    for name in ("rehearse_settings", "advise", "as_text", "as_json"):
+        monkeypatch.setattr(rehearsal_command, name, lambda *_: [])
+    monkeypatch.setattr(rehearsal_command, "as_page", lambda *_: "<page>")
+    assert rehearsal_command.rehearse(SimpleNamespace(settings=settings, notes=())) == 0
+    assert page.read_text() == "<page>"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from miles.rewards.built_in.dapo import plain_value
 from miles.rewards.built_in.f1 import f1
 from miles.rewards.built_in.format import has_format
 from miles.rewards.built_in.gpqa import chosen_letter
-from miles.rewards.built_in.overlong import overlong_penalty
-from miles.rewards.built_in.repetition import repeated_share
+from miles.rewards.built_in.penalties.overlong import overlong_penalty
+from miles.rewards.built_in.penalties.repetition import repeated_share
 
 anything = st.text(st.sampled_from("ABCD answeris():,.\n*$\\boxed{}<>/think0123"), max_size=200)
 

@@ -55,7 +55,7 @@ def test_json_schema_accepts_one_valid_value(make_sample, response, reward):
 
 def test_a_schema_comes_from_metadata_or_one_file(make_sample, tmp_path):
     (tmp_path / "schema.json").write_text('{"type": "array"}')
-    flags = JsonSchemaFlags(str(tmp_path / "schema.json"))
+    flags = JsonSchemaFlags(reward_json_schema=str(tmp_path / "schema.json"))
     assert REWARDS["json_schema"].score([make_sample("[]"), make_sample("{}")], flags) == [1, 0]
     built = REWARDS["json_schema"].build(flags)
     (tmp_path / "schema.json").unlink()  # it is read once
@@ -93,6 +93,9 @@ def test_ifeval_checks_every_instruction(make_sample):
     assert REWARDS["ifeval"](samples) == [1, 0, 0, 0]
     share = get_reward_function(RewardArguments(rm_type="ifeval", ifeval_share=True))
     assert share._function(samples) == [1, 0, 0.5, 0]
+    said_first = [make_sample("Well, here:\n* one\n* two", metadata=row)]
+    loose = get_reward_function(RewardArguments(rm_type="ifeval", ifeval_loose=True))
+    assert REWARDS["ifeval"](said_first) == [0] and loose._function(said_first) == [1]
 
 
 @pytest.mark.parametrize(

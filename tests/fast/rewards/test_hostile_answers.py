@@ -61,6 +61,7 @@ PROMPTS = {  # what a row holds, if not the label 42
 }
 PENALTIES = ("length", "overlong", "repetition")
 ASKS_SERVERS = ("judge", "remote_rm")  # test_http_rewards.py
+READS_NO_ANSWER = ("environment",)
 
 
 def samples_of(name, make_sample, response):
@@ -78,7 +79,7 @@ def samples_of(name, make_sample, response):
     return samples
 
 
-@pytest.fixture(params=[name for name in REWARDS if name not in ASKS_SERVERS])
+@pytest.fixture(params=[name for name in REWARDS if name not in ASKS_SERVERS + READS_NO_ANSWER])
 def reward(request, make_sample, section_of):
     """Return name and function of a built-in reward whose processes, if it has any, are started."""
     function = partial(REWARDS[request.param].score, flags=section_of(request.param))

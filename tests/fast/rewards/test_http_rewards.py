@@ -97,7 +97,8 @@ async def test_a_busy_server_is_asked_again_and_a_refusal_is_not(make_sample):
     assert isinstance(never, NotAReward) and "status 500" in never and "attempt 3 of 3" in never
 
 
-async def test_no_more_requests_at_a_time_than_allowed(make_sample):
+@pytest.mark.parametrize("kind", ["remote_rm", "judge"])
+async def test_no_more_requests_at_a_time_than_allowed(make_sample, kind):
     lock, now, most, both = threading.Lock(), 0, 0, threading.Barrier(2)
 
     def answer(path, headers, body):
@@ -108,10 +109,11 @@ async def test_no_more_requests_at_a_time_than_allowed(make_sample):
         both.wait(30)  # answered in pairs: two requests are in flight, and the next ones wait
         with lock:
             now -= 1
-        return 200, 1
+        return (200, 1) if kind == "remote_rm" else reply("Score: 10")
 
     with server(answer) as url:
-        assert await remote(url, rm_url_concurrency=2)([make_sample("x")] * 8) == [1] * 8
+        scorer = remote(url, rm_url_concurrency=2) if kind == "remote_rm" else judge(url, judge_concurrency=2)
+        assert await scorer([make_sample(str(i)) for i in range(8)]) == [1] * 8
     assert most == 2
 
 
@@ -188,6 +190,36 @@ async def test_the_judge_is_asked_once_per_answer_also_by_the_next_run(make_samp
         assert await first(same) == [0.2] * 3 and await first([make_sample("5", "4")]) == [0.4]
         assert await judge(url, judge_api_key=KEY, judge_cache=cache)(same) == [0.2] * 3
     assert len(asked) == 2 and "question" in asked[0]
+
+
+async def test_the_judge_is_asked_for_so_many_tokens_and_so_often(make_sample):
+    asked = []
+
+    def answer(path, headers, body):
+        asked.append(body["max_tokens"])
+        return 503, "busy"
+
+    with server(answer) as url:
+        (reward,) = await judge(url, judge_max_tokens=7, judge_retries=1)([make_sample("x")])
+    assert asked == [7, 7] and isinstance(reward, NotAReward)
+
+
+@pytest.mark.parametrize("kind", ["remote_rm", "judge"])
+async def test_an_attempt_that_takes_too_long_fails(make_sample, kind):
+    over = threading.Event()
+
+    def answer(*_):
+        over.wait(30)
+        return 200, 1
+
+    with server(answer) as url:
+        slow = dict(rm_url_timeout=0.1, rm_url_retries=0), dict(judge_timeout=0.1, judge_retries=0)
+        scorer = remote(url, **slow[0]) if kind == "remote_rm" else judge(url, **slow[1])
+        try:
+            (reward,) = await scorer([make_sample("x")])
+        finally:
+            over.set()
+    assert isinstance(reward, NotAReward) and "imeout" in reward
 
 
 async def test_an_answer_cannot_fill_in_the_template(make_sample, tmp_path):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from miles.input_error import InputError
 from miles.rewards import sandbox
+from miles.rewards.built_in import python_code
 from miles.rewards.built_in.python_code import REWARD, PythonCodeFlags, is_same, read_tests
 from miles.rewards.sandbox import CodeTest, Limits, Outcome, SandboxRefused, run_tests
 from miles.sample import Prompt
@@ -54,6 +55,14 @@ def test_programs_are_run_on_every_input(make_sample, isolated):
     samples = [make_sample(text, metadata=tests) for text in (good, first_only, "print(3)", block("import nothing"))]
     assert REWARD(samples) == [1, 0, 0, 0]
     assert REWARD.score(samples, PythonCodeFlags(code_share=True)) == [1, 0.5, 0, 0]
+
+
+def test_the_flags_bound_each_program(make_sample, monkeypatch):
+    seen = []
+    monkeypatch.setattr(python_code, "run_tests", lambda program, tests, limits, **_: seen.append(limits))
+    flags = PythonCodeFlags(code_seconds=3, code_memory=0.5, code_processes=2)
+    assert REWARD.score([make_sample(block("1"), metadata={"tests": ["assert 1"]})], flags) == [0]
+    assert seen == [Limits(3, 1 << 29, 2)] != [Limits()]
 
 
 def test_functions_are_called_with_arguments(make_sample, isolated):

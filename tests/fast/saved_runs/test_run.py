@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from miles.arguments.files.saved import settings_from_json
 from miles.arguments.parser import parse
 from miles.arguments.validate import validate
 from miles.cluster.folders.best_checkpoint import BestCheckpoint
 from miles.cluster.folders.folder_lock import locked_folders
 from miles.commands import runs
 from miles.input_error import InputError
-from miles.saved_runs.run import RunState, SavedRun, runs_below
+from miles.saved_runs.run import RunState, SavedRun, runs_below, settings_from_json
 from miles.tracking.run_files import RunFiles
 from miles.tracking.run_header import RunHeader
 from miles.tracking.tracker import Tracker
@@ -127,6 +126,10 @@ def test_the_best_checkpoint_is_listed(tmp_path, capsys):
     assert runs.main([str(tmp_path), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["best"]["folder"], found["best"]["value"]) == ("iter_0000002", 0.4)
+    assert SavedRun(tmp_path / "a").checkpoint("best").iterations == 2
+    (tmp_path / "a" / "checkpoints" / "best.json").unlink()
+    with pytest.raises(InputError, match="--step best: no best checkpoint in .*; give its number"):
+        SavedRun(tmp_path / "a").checkpoint("best")
 
 
 def test_runs_are_listed_without_torch(tmp_path, capsys):

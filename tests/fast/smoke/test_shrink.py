@@ -11,6 +11,7 @@ from miles.arguments.validate import validate
 from miles.smoke.reward import with_spread
 from miles.smoke.shrink import EVAL_ROWS, MODEL, ROWS, shrink
 from miles.tiny_models.config import shrunk_config
+from tests.fast.arguments.launch.launch_corpus import read_lines, write_files
 
 DENSE = dict(
     model_type="qwen3",
@@ -112,6 +113,32 @@ def test_the_small_run_is_valid_and_of_the_same_kind(kind, folder, tmp_path):
     }
     assert parallel.get(kind, 2) == 2
     assert any("8 trainer ranks become 2" in note or "ranks become 2" in note for note in notes)
+
+
+IN_FAST = (
+    "GLM-4.5 with GSPO on eight nodes",
+    "DeepSeek-V3 with a named last stage",
+    "SFT on conversations",
+    "routing replay",
+    "determinism",
+)
+SCRIPTS = [line for line in read_lines() if not line.refuses]
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(x, id=x.name, marks=[] if x.name in IN_FAST else [pytest.mark.slow]) for x in SCRIPTS]
+)
+def test_the_small_run_of_a_launch_script_is_valid(line, tmp_path):
+    write_files(tmp_path)
+    given = judge(read_command(line.words(tmp_path))).settings
+    folder = tmp_path / "smoke"
+    (folder / MODEL).mkdir(parents=True)
+    tiny = shrunk_config(json.loads((tmp_path / line.model / "config.json").read_text()))
+    (folder / MODEL / "config.json").write_text(json.dumps(tiny))
+    small, notes = shrink(given, folder, 2)
+    assert validate(small).settings.cluster.world_size <= 2
+    changed = small.rollout.rollout_engine != given.rollout.rollout_engine
+    assert changed == (line.name in ("routing replay", "determinism")) == any("torch engine" in n for n in notes)
 
 
 def lines(path):

@@ -1,4 +1,4 @@
-"""The commands of a sweep: a child's flags mean what was validated, and every error of every variant is told."""
+"""The commands of a sweep: a child's flags mean what was validated, and every error of every variant is reported."""
 
 from __future__ import annotations
 
@@ -71,6 +71,11 @@ def test_a_run_saves_in_its_own_folder_and_resumes_from_there(tmp_path: Path) ->
     assert checkpoint.save == resumed.save == str(run.folder / "checkpoints")
     assert checkpoint.save_hf == str(run.folder / "hf" / "{iteration}")
     assert planned(tmp_path / "other")[1][0].resuming is None
+    urls = {"save": "memory://bucket/all/", "save_hf": "memory://bucket/hf", "storage_options": "{}"}
+    (run,) = planned(tmp_path / "remote", urls)[1]
+    own = f"{run.variant}/seed-{run.seed}"
+    assert run.settings.checkpoint.save == f"memory://bucket/all/{own}"
+    assert run.settings.checkpoint.save_hf == f"memory://bucket/hf/{own}"
 
 
 def test_results_do_not_depend_on_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

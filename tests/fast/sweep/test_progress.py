@@ -28,7 +28,7 @@ from miles.sweep.swept_run import Attempt, SweptRun
 def test_runs_of_one_speed_end_when_foreseen(
     places: int, runs: int, speed: float, ended: int, running: list[float]
 ) -> None:
-    """Whole runs take ``speed`` seconds; some have ended and some are under way."""
+    """Whole runs take ``speed`` seconds; some have ended and some are running."""
     ended = min(ended, runs)
     running = running[: runs - ended]
     left = TimeLeft(places, [1.0] * runs)

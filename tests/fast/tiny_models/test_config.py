@@ -102,6 +102,10 @@ def test_what_matters_stays():
     assert (latent["n_group"], latent["topk_group"], latent["n_shared_experts"]) == (2, 1, 1)
     assert "quantization_config" not in latent and latent["num_nextn_predict_layers"] == 0
     assert mixed["layer_types"] == ["linear_attention", "full_attention"]
+    alike = QWEN3 | {"layer_types": ["indexed_attention"] * 36, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 33}
+    assert shrunk_config(alike)["mlp_layer_types"] == ["dense", "sparse"], "the first layer that has experts"
+    plain = shrunk_config(QWEN3 | {"layer_types": ["full_attention"] * 36})
+    assert plain["layer_types"] == ["full_attention"] * 2
     assert shrunk_config({"text_config": QWEN3, "model_type": "x"})["text_config"]["num_hidden_layers"] == 2
 
 
@@ -109,15 +113,39 @@ def test_what_matters_stays():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_runs_it(family, tmp_path):
     """The model computes a finite loss and gradient, and has fewer than a million parameters beside the vocabulary."""
+    check_tiny(shrunk_config(FAMILIES[family]) | {"vocab_size": 64}, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}),
+        ("qwen3_5_moe_text", {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4}),
+        ("gpt_oss", {"layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 4}),
+        ("nemotron_h", {"num_hidden_layers": 4, "n_routed_experts": 4}),
+        ("deepseek_v32", {"mlp_layer_types": ["dense", "sparse"], "n_routed_experts": 4}),
+        ("glm_moe_dsa", {"mlp_layer_types": ["dense", "sparse"], "n_routed_experts": 4}),
+    ],
+)
+def test_transformers_runs_a_family_at_the_size_that_it_has_by_default(family, kinds, tmp_path):
+    from transformers import AutoConfig
+
+    small = shrunk_config(AutoConfig.for_model(family).to_dict()) | {"vocab_size": 64}
+    assert {name: small[name] for name in kinds} == kinds
+    check_tiny(small | {name: 0 for name in small if name.endswith("token_id")}, tmp_path)
+
+
+def check_tiny(config, folder):
     import torch
     from transformers import AutoModelForCausalLM
 
     from miles.tiny_models.write import write_model
 
-    small = shrunk_config(FAMILIES[family]) | {"vocab_size": 64}
-    write_model(small, tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    write_model(config, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     tokens = torch.arange(12).view(1, 12)
     loss = model(tokens, labels=tokens).loss
     loss.backward()
     assert torch.isfinite(loss) and model.num_parameters() < 1_000_000
+    assert all(parameter.grad is not None for name, parameter in model.named_parameters() if ".indexer." not in name)

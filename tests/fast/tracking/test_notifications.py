@@ -13,7 +13,7 @@ from miles.arguments.validate import Validated
 from miles.cluster.failures import notifying
 from miles.cluster.stop_requests import StopRequests
 from miles.commands import train
-from miles.report.health_watch import HealthWatch
+from miles.report.sink import HealthWatch
 from miles.tracking.notifications import Notifier
 from miles.tracking.run_files import RunFiles
 
@@ -89,7 +89,7 @@ def test_no_failure_of_a_notification_replaces_that_of_the_run(monkeypatch, caps
 def test_a_verdict_is_sent_when_it_becomes_unhealthy_and_once(server, tmp_path, monkeypatch):
     tracking = TrackingArguments(output_dir=str(tmp_path), notify_url=server.url)
     files, watch = RunFiles(tmp_path), HealthWatch(tracking, Notifier(server.url, "a"))
-    monkeypatch.setattr("miles.report.health_watch.COSTS", 0)
+    monkeypatch.setattr("miles.report.sink.COSTS", 0)
     for step in range(1, 61):
         row = {"train/train_rollout_logprob_abs_diff": 0.01 if step <= 30 else 0.5, "rollout/reward": 0.5}
         files.append_metrics(step, row)

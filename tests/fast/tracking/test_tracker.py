@@ -54,6 +54,20 @@ def test_every_sink_has_every_step(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "rollout/reward" in (tmp_path / REPORT).read_text()
 
 
+def test_tensorboard_has_a_table_of_answers(tmp_path: Path) -> None:
+    with Tracker(arguments(tmp_path, report_samples=1), HEADER) as tracker:
+        answer = SampleRecord("1 | 2\n# no heading", "<b>*3*</b>\ud800", 0.5, {"a": 1}, "completed")
+        tracker.log_samples(2, [answer, answer])
+    events = EventAccumulator(str(tmp_path / TENSORBOARD))
+    events.Reload()
+    assert events.SummaryMetadata("samples").plugin_data.plugin_name == "text"
+    (event,) = events.Tensors("samples")
+    heading, _, row = event.tensor_proto.string_val[0].decode().split("\n")
+    assert event.step == 2 and heading.startswith("| step | group | prompt | response | label | reward |")
+    cells = r'| 2 |  | 1 \| 2<br>\# no heading | &lt;b&gt;\*3\*&lt;/b&gt;\ud800 | \{"a": 1\} | 0.5 |'
+    assert row.startswith(cells)
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     run(arguments(tmp_path / "unbroken"), range(4))
     run(arguments(tmp_path / "resumed"), range(3))

@@ -27,7 +27,7 @@ def test_scoring_for_the_choice_of_tokens_is_timed(monkeypatch, selects, ranks):
     trainer.backend, trainer.selector = None, Selector()
     trainer.objective = SimpleNamespace(selects_tokens=selects, ranks_entropies=ranks)
     trainer.estimator = trainer.critic = None
-    trainer.passes = 1
+    trainer.passes, trainer.loss = 1, LossArguments()
     trainer.coefficients = Coefficients(LossArguments())
     trainer.recorder = SimpleNamespace(begin=lambda step, shard: None)
     monkeypatch.setattr(Trainer, "_policy_step", lambda self, policy, shard: {"columns": shard})

@@ -19,5 +19,7 @@ def test_every_choice_of_the_flag_has_a_transport(tmp_path):
 
 
 def test_an_unknown_name_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--update-weight-transfer-mode rdma: unknown; choose from disk, broadcast"):
+    with pytest.raises(
+        ValueError, match="--update-weight-transfer-mode rdma: unknown; choose from disk, disk-delta, broadcast"
+    ):
         build_transport("rdma", SendingSide(tmp_path, torch.device("cpu")))

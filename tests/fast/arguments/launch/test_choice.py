@@ -5,7 +5,7 @@ import pytest
 from miles.arguments import parser
 from miles.arguments.explain import explain
 from miles.arguments.launch.choice import choose_backend, choose_engine
-from miles.arguments.launch.machine import has_bf16
+from miles.host.machine import has_bf16
 
 
 @pytest.fixture(autouse=True)

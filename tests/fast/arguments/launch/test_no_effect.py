@@ -48,6 +48,7 @@ CASES = [
     ("--no-offload-train --offload-rollout", ""),
     (f"{SGLANG} --colocate --device cpu --offload-rollout", f"{SGLANG} --colocate --device cpu"),
     ("--rollout-engine torch --rollout-num-gpus 8", ""),
+    ("--rollout-engine torch --update-weight-disk-dir folder", ""),
     ("--rollout-engine torch --rollout-num-gpus-per-engine 4 --sglang-server-concurrency 3", ""),
     (f"{SGLANG} --torch-engine-max-batch-size 3", SGLANG),
     ("--train-backend fsdp --tensor-model-parallel-size 2 --sequence-parallel", "--train-backend fsdp"),

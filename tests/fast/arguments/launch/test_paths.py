@@ -32,6 +32,15 @@ def test_their_default_is_our_default(accepted):
     assert settings.rollout.rollout_function_path is None
 
 
+@pytest.mark.parametrize("package", ["", "examples.fully_async."])
+def test_their_endless_generation_is_ours(accepted, package):
+    path = f"{package}fully_async_rollout.generate_rollout_fully_async"
+    found = accepted(f"--rollout-function-path {path} --rollout-num-gpus 1")
+    rollout = found.settings.rollout
+    assert (rollout.rollout_function_path, rollout.fully_async, rollout.async_steps) == (None, True, 1)
+    assert any(note.why == "--fully-async --async-steps 1" for note in found.accepted)
+
+
 @pytest.mark.parametrize(
     ("flag", "path", "expected"),
     [
@@ -41,7 +50,11 @@ def test_their_default_is_our_default(accepted):
             "def generate(trajectory",
         ),
         ("--custom-rm-path", "slime_plugins.rewards.reward", "async def reward(samples"),
-        ("--rollout-function-path", "fully_async_rollout.generate_rollout_fully_async", "use --fully-async"),
+        (
+            "--custom-tis-function-path",
+            "examples.train_infer_mismatch_helper.compute_mis_weights_fsdp",
+            "use --use-tis with",
+        ),
         ("--dynamic-sampling-filter-path", "miles.rollout.filter_hub.other.keep", "def keep(group"),
     ],
 )

@@ -89,7 +89,7 @@ TRANSFER = "--rollout-engine sglang --update-weight-transfer-mode"
     ("flags", "section", "field", "value"),
     [
         (f"{TRANSFER} p2p", "sglang", "update_weight_transfer_mode", "broadcast"),
-        (f"{TRANSFER}=disk-delta", "sglang", "update_weight_transfer_mode", "disk"),
+        (f"{TRANSFER}=p2p", "sglang", "update_weight_transfer_mode", "broadcast"),
         ("--eval-prompt-data sets/aime --eval-interval 2", "evaluation", "eval_prompt_data", ("aime", "sets/aime")),
         ("--fully-async", "rollout", "async_steps", 1),
         ("--fully-async --async-steps 2", "rollout", "async_steps", 2),

@@ -1,4 +1,4 @@
-"""The flags of an agent program, and what they need."""
+"""The flags of an agent program and of an environment, and what they need."""
 
 import pytest
 
@@ -21,6 +21,40 @@ def test_a_program_is_named_with_what_it_needs(command):
     rollout = found.settings.rollout
     assert (rollout.agent_command, rollout.agent_concurrency) == ("python agent.py --fast", 16)
     assert "each by a run of python agent.py --fast" in explain(found)
+
+
+def test_an_environment_is_named_with_what_it_needs(command):
+    found = read(command, "", *NEEDED, "--environment", "reasoning_gym:attempts=2", "--agent-timeout", "5")
+    assert "each in the environment reasoning_gym:attempts=2" in explain(found)
+
+
+def test_an_environment_may_have_rows_without_labels(command):
+    found = read(command, "", *NEEDED, "--environment", "games:Chess", "--rm-type", "environment:1,length:-0.1")
+    assert found.settings.reward.labels_optional
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        (["--environment", "a.b:C", "--agent-command", "agent"], "--environment a.b:C: .* keep one of the two"),
+        (["--environment", "a:C", "--custom-generate-function-path", "a:b"], "--environment a:C: .* keep one of the"),
+        (["--environment", "reasoning"], "--environment reasoning: no such environment; did you mean reasoning_gym"),
+        (["--environment", "verifiers:size=2"], "verifiers has no option size; it has none"),
+        (["--environment", "a:C", "--agent-concurrency", "3"], "--agent-concurrency 3: would be ignored without"),
+        (["--environment", "a:C", *SAVED], "--environment a:C: would be ignored by a run that"),
+        (["--rm-type", "environment"], "--rm-type environment: reads the reward of an environment; add --environment"),
+    ],
+)
+def test_an_environment_does_not_go_with_these(command, flags, fault):
+    with pytest.raises(FlagError, match=fault):
+        read(command, "", *NEEDED, *flags)
+
+
+@pytest.mark.parametrize(("without", "fault"), [(0, "add --apply-chat-template"), (1, "add --rollout-max-context-len")])
+def test_an_environment_needs_messages_and_a_limit(command, without, fault):
+    flags = [*NEEDED[1:]] if without == 0 else [*NEEDED[:1]]
+    with pytest.raises(FlagError, match=fault):
+        read(command, "", *flags, "--environment", "a:C")
 
 
 def test_a_program_may_evaluate_a_run_that_reads_its_samples(command):

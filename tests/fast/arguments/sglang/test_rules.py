@@ -40,6 +40,12 @@ EXTERNAL = SGLANG + "--rollout-external --rollout-external-engine-addrs h:1 "
         (SGLANG + "--worker-timeout 0", "--worker-timeout 0.0: must be a finite number above 0"),
         (SGLANG + "--use-fault-tolerance --rollout-health-check-timeout 0", "above 0"),
         (SGLANG + "--update-weight-disk-dir d", "with --update-weight-transfer-mode broadcast"),
+        (SGLANG + "--update-weight-copy-dir d", "use --update-weight-transfer-mode disk-delta"),
+        (
+            EXTERNAL + "--update-weight-transfer-mode disk-delta",
+            "could apply a delta; use --update-weight-transfer-mode disk",
+        ),
+        ("--update-weight-transfer-mode disk", "--update-weight-transfer-mode disk: would be ignored by"),
         (SGLANG + "--sglang-tokenizer-worker-num 2", "--sglang-tokenizer-worker-num: SGLang would answer everybody"),
         (SGLANG + "--sglang-grpc-port 5", "--sglang-grpc-port: SGLang would answer everybody"),
         (SGLANG + "--sglang-api-key", "--sglang-api-key: a key must be one word"),
@@ -78,3 +84,11 @@ def test_number_of_engines(validated, flags, engines):
 def test_own_flags_that_start_like_sglangs_stay_ours(validated):
     sglang = validated(SGLANG + "--sglang-server-concurrency 7").settings.sglang
     assert sglang.sglang_server_concurrency == 7
+
+
+@pytest.mark.parametrize("engine", ["--rollout-engine torch ", SGLANG])
+def test_both_engines_are_sent_deltas_if_something_is_generated(validated, engine):
+    flags = engine + "--update-weight-transfer-mode disk-delta --update-weight-disk-dir d --update-weight-copy-dir c"
+    settings = validated(flags).settings
+    assert settings.sends_deltas and str(settings.weights_folder) == "d"
+    assert not validated(engine).settings.sends_deltas

@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from miles.cluster.failure_files import folder, ray_logs
+from miles.cluster.failure_files import folder
 from miles.cluster.failure_files import hang_report as report_module
 from miles.cluster.failure_files.folder import FailureFiles
 from miles.cluster.failure_files.hang_report import collective_in
@@ -75,8 +75,8 @@ def test_logs_are_copied_without_secrets_for_their_user_alone(tmp_path, session,
 
 
 def test_the_copies_are_bounded_and_what_says_most_comes_first(tmp_path, session, monkeypatch):
-    monkeypatch.setattr(ray_logs, "FILE_BYTES", 100)
-    monkeypatch.setattr(ray_logs, "TOTAL_BYTES", 120)
+    monkeypatch.setattr(folder, "FILE_BYTES", 100)
+    monkeypatch.setattr(folder, "TOTAL_BYTES", 120)
     kept(tmp_path, session).keep_ray_logs()
     copies = {path.name: path.read_text() for path in tmp_path.glob("out/failure-*/ray_logs/*")}
     assert "raylet.out" in copies and "worker-1.err" in copies

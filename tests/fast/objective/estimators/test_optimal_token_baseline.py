@@ -66,7 +66,7 @@ def test_advantages_are_those_of_the_formula(groups, zero_tail):
 
 @given(st.integers(0, 60), st.floats(0, 1), st.floats(-1e-7, 1e-7), st.floats(-1e-7, 1e-7))
 def test_a_score_norm_is_within_its_bounds_as_p_goes_to_1(exponent, rest, rounded_p, rounded_sum):
-    """Scores are rounded to about 1e-7 near 1, where the norm is smaller: it must not become negative."""
+    """Near 1, scores are rounded to about 1e-7, and the norm is smaller: it must not become negative."""
     apart = 2.0**-exponent
     p = 1.0 - apart
     log_prob = np.float32(math.log(p) + rounded_p if p > 0 else -90.0)

@@ -1,4 +1,4 @@
-"""Programs run for trajectories: what they are given, what becomes of them, and how they fail."""
+"""Programs run for trajectories: their input, their end and their failures."""
 
 import asyncio
 import json

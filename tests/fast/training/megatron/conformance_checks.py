@@ -15,7 +15,7 @@ from compare import distance, norm_of, off_policy, samples_of, wanted
 from layouts import LAYOUTS, RankProcess, gradients, make_backend, note, plain_model, shard_of
 from tolerance import RELATIVE_ERROR
 
-from miles.metrics import Metric, values
+from miles.metrics import Metric
 from miles.objective.chosen import build_objective
 from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
@@ -148,7 +148,7 @@ def run_step(backend: Any, case: Case, batch: TrainBatch) -> Result:
 def reported(trainer: Trainer, shard: TrainShard) -> dict[str, float]:
     """Train one step and return its metrics, on which all ranks must agree."""
     (metrics,) = trainer.train([shard])
-    found = {n.removeprefix("train/"): v for n, v in values(metrics).items() if "time/" not in n}
+    found = {n.removeprefix("train/"): v.value for n, v in metrics.items() if "time/" not in n}
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, found)
     assert all(str(other) == str(found) for other in everywhere), "ranks report different metrics"

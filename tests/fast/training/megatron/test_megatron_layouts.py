@@ -59,7 +59,8 @@ def _layout_parameters() -> list[Any]:
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Run the checks of all layouts that are selected."""
     folder = tmp_path_factory.mktemp("megatron")
-    selected = {item.callspec.params.get("layout") for item in request.session.items if hasattr(item, "callspec")}
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    selected = {item.callspec.params.get("layout") for item in items}
     names = [name for name in _layouts() if name in selected] or list(QUICK)
     said = run_checks(HERE / "launch.py", folder, *names, seconds=SECONDS)
     return Results(said, json.loads((folder / "measured.json").read_text()))

@@ -28,7 +28,8 @@ LAYOUTS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    selected = {item.callspec.params.get("layout") for item in request.session.items if hasattr(item, "callspec")}
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    selected = {item.callspec.params.get("layout") for item in items}
     names = [name for name in (*QUICK, *SLOW) if name in selected]
     folder: Any = tmp_path_factory.mktemp("megatron-adapters")
     return run_checks(Path(__file__).with_name("launch_adapters.py"), folder, *names, seconds=SECONDS)

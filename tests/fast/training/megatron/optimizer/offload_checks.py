@@ -1,6 +1,6 @@
-"""The optimizer in host memory (``--optimizer-cpu-offload``), on CPU tensors that are told apart as on a GPU.
+"""The optimizer in host memory (``--optimizer-cpu-offload``), with some CPU tensors treated as if they were on a GPU.
 
-What runs is Megatron's ``HybridDeviceOptimizer`` inside its distributed optimizer, and the production code around it.
+The checks run Megatron's ``HybridDeviceOptimizer`` in its distributed optimizer, and the production code around it.
 Only a GPU shows that the copies between both memories are right (tests/gpu/test_offloaded_optimizer.py).
 """
 
@@ -79,8 +79,8 @@ def _equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
 def _are_offloaded(adam: HybridDeviceOptimizer, fraction: float) -> None:
     """Check that the moments of ``fraction`` of this rank's elements are in host memory: no less, and one tensor more.
 
-    A rank of two has half of the elements, in a few large tensors: their number says nothing. What is left on the GPU
-    in fp32 is not updated, and may be the canary alone, which is always 0.
+    A rank of two has half of the elements, in a few large tensors: their number says nothing. A tensor left on the GPU
+    in fp32 is not updated, and may only be the canary, which is always 0.
     """
     sizes = {p: p.numel() for group in adam.param_groups for p in group["params"]}
     there = [state["exp_avg"].numel() for part in adam.cpu_optimizers for state in part.state.values()]

@@ -1,0 +1,81 @@
+"""Every flag that docs/launch-scripts.md calls obeyed is set by a test; flags of a table are tried row by row."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from miles.arguments.launch.server import RENAMED
+from miles.arguments.megatron.fields import MODEL_FLAGS, megatron_fields
+from miles.arguments.megatron.overrides import FIXED, SHAPE_FIELDS, check_overrides
+from miles.arguments.pages.launch_scripts import launch_page
+from miles.arguments.parser import judge, read_command
+from miles.arguments.settings import SECTIONS
+from miles.arguments.sglang.server_flags import TENSOR_PARALLEL
+from miles.flags import Errors, flag_name
+
+TESTS = Path(__file__).parents[2]
+IN_TABLES = {
+    *(field.flag for field in (*MODEL_FLAGS, *megatron_fields().values()) if field.name in SHAPE_FIELDS | FIXED.keys()),
+    *(f"--sglang-{flag[2:]}" for flag in (*RENAMED, *TENSOR_PARALLEL)),
+}
+
+
+def flags_set(text: str) -> set[str]:
+    """Return the flags that a test sets: as a flag, as a keyword, or as a field by name."""
+    names = re.findall(r"\b([a-z]\w*)=|[\"']([a-z]\w*)[\"']", text)
+    return {*re.findall(r"--[a-z][\w-]*", text), *(flag_name(one or other) for one, other in names)}
+
+
+def test_every_obeyed_flag_is_set_by_a_test():
+    """The corpus of launch scripts, in YAML, does not count: it shows that they start, not what they change."""
+    tried = set[str]().union(*(flags_set(path.read_text(encoding="utf-8")) for path in TESTS.rglob("*.py")))
+    own = {flag_name(field.name) for section in SECTIONS.values() for field in dataclasses.fields(section)}
+    rows = set(re.findall(r"^\| `(--[\w-]+)` \| obeyed \|", launch_page(), flags=re.MULTILINE))
+    assert len(own) > 300 and len(rows) > 70
+    assert not (own | rows) - IN_TABLES - tried
+
+
+def test_every_noted_flag_says_why_it_cannot_change_the_run():
+    rows = re.findall(r"^\| `(--[\w-]+)` \| noted(?: or refused)? \| (.*) \|$", launch_page(), flags=re.MULTILINE)
+    assert len(rows) > 150
+    assert not [flag for flag, why in rows if len(why.split()) < 4]
+
+
+def test_a_flag_that_is_only_read_is_not_set():
+    assert flags_set("x = settings.lr\nf(save=1, **{'load': 2}, words='--lr-decay-style cosine')") == {
+        *("--save", "--words", "--load", "--lr-decay-style")
+    }
+
+
+@pytest.mark.parametrize("name", sorted({*SHAPE_FIELDS, *FIXED}))
+def test_a_field_that_the_model_or_the_backend_sets_may_be_repeated_and_not_changed(name):
+    there = FIXED[name][0] if name in FIXED else 7
+
+    def errors_of(value) -> list[str]:
+        errors = Errors()
+        check_overrides(((name, value),), {} if name in FIXED else {name: there}, {name: "--flag"}, errors)
+        return errors.messages
+
+    other = not there if isinstance(there, bool) else "another"
+    assert errors_of(there) == []
+    (message,) = errors_of(other)
+    assert message.startswith("--flag") and "contradicts" in message
+
+
+@pytest.mark.parametrize(("written", "read"), RENAMED.items())
+def test_an_earlier_name_of_a_server_flag_is_read_as_todays(command, written, read):
+    words = ["--actor-num-gpus-per-node", "1", *command("--rollout-engine sglang"), f"--sglang-{written[2:]}", "4"]
+    validated = judge(read_command(words))
+    assert validated.settings.server_flags.server == (read, "4")
+    assert any(f"--sglang-{written[2:]}" in note.written for note in validated.accepted)
+
+
+@pytest.mark.parametrize("flag", TENSOR_PARALLEL)
+def test_the_size_of_an_engine_is_that_of_its_gpus(command, flag):
+    """Another size of a script is noted, and the engine's own counts."""
+    words = ["--actor-num-gpus-per-node", "1", *command("--rollout-engine sglang"), f"--sglang-{flag[2:]}", "8"]
+    validated = judge(read_command(words))
+    assert validated.settings.server_flags.server == ()
+    assert any(f"--sglang-{flag[2:]} 8" in note.written for note in validated.accepted)

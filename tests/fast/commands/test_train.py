@@ -1,0 +1,132 @@
+"""``miles train`` before anything is started; and around a run with URLs: lock, resume, upload, say how to resume."""
+
+import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from miles.arguments.cluster import ClusterArguments
+from miles.arguments.parser import parse
+from miles.arguments.settings import Settings
+from miles.arguments.validate import validate
+from miles.cluster.failures import exit_with_message
+from miles.cluster.folders.folder_lock import NAME
+from miles.cluster.run_checkpoints import RunCheckpoints
+from miles.commands import train
+from tests.fast.arguments.conftest import minimal
+from tests.fast.support.small_checkpoint import save_checkpoint
+
+
+def test_a_stop_may_take_as_long_as_the_flag_says(monkeypatch):
+    def requests(seconds):
+        raise KeyError(seconds)
+
+    monkeypatch.setattr("miles.cluster.stop_requests.StopRequests", requests)
+    with pytest.raises(KeyError, match=r"7\.0"):
+        train.launch(SimpleNamespace(settings=Settings(cluster=ClusterArguments(stop_timeout=7.0))), ending=None)
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    """Return ``launch(name, run, flags)``: launch a command whose processes and training are the function ``run``."""
+
+    def start(name, run, flags=""):
+        monkeypatch.setattr(train, "run", run)
+        url = f"file://{tmp_path}/bucket/run"
+        flags = f"--save {url} --output-dir {tmp_path}/{name} {flags.replace('URL', url)}"
+        train.launch(validate(parse(minimal(flags))), exit_with_message)
+
+    return start
+
+
+def saving(*iterations, fails=None):
+    """Return a run that saves after some iterations, and then fails."""
+
+    def run(settings, context):
+        given = settings.checkpoint
+        for done in iterations:
+            context.uploads.make_room(given.local(given.save))
+            context.uploads.add_checkpoint(save_checkpoint(given.local(given.save), done))
+        if fails is not None:
+            raise fails
+        context.uploads.settle()
+
+    return run
+
+
+def test_a_run_is_locked_uploaded_and_resumed_on_another_machine(launch, tmp_path, capsys):
+    bucket, seen = tmp_path / "bucket/run", []
+    launch("first", saving(2, 4))
+    assert sorted(path.name for path in bucket.iterdir()) == ["iter_0000002", "iter_0000004"]
+
+    def resumed(settings, context):
+        assert (bucket / NAME).is_file()
+        seen.append(settings.checkpoint.load)
+        saving(6)(settings, context)
+
+    launch("second", resumed, "--load URL --save-keep-last 1")
+    assert len(seen) == 1 and seen[0].startswith(f"{tmp_path}/second/remote/") and seen[0].endswith("/iter_0000004")
+    assert sorted(path.name for path in bucket.iterdir()) == ["iter_0000006"]
+    out = capsys.readouterr().out
+    assert f"note: --load file://{bucket}: iter_0000004 is complete (" in out
+
+
+def test_a_new_run_does_not_save_among_the_checkpoints_of_another(launch, tmp_path, capsys):
+    launch("first", saving(2))
+    with pytest.raises(SystemExit) as ended:
+        launch("second", saving(4))
+    assert ended.value.code == 1
+    assert "holds checkpoints of run abc of 2026-01-01 10:00:00, up to iter_0000002" in capsys.readouterr().err
+    assert not (tmp_path / "bucket/run" / NAME).exists()
+
+
+def test_a_run_that_fails_uploads_what_it_has_saved(launch, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        launch("first", saving(2, fails=RuntimeError("broken")))
+    url = f"file://{tmp_path}/bucket/run"
+    assert (tmp_path / "bucket/run/iter_0000002/manifest.json").is_file()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"RuntimeError: broken; the same command with --load {url} continues from the last checkpoint" in last
+
+
+def test_what_was_not_uploaded_is_named_and_uploaded_by_the_next_run(launch, tmp_path, capsys):
+    def stopped(settings, context):
+        save_checkpoint(settings.checkpoint.local(settings.checkpoint.save), 2)  # as if the network was down
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit):
+        launch("first", stopped)
+    (local,) = (tmp_path / "first/remote").iterdir()
+    assert f"the last checkpoint, iter_0000002, which it uploads from {local} first" in capsys.readouterr().err
+    launch("first", saving(), "--load URL")
+    assert (tmp_path / "bucket/run/iter_0000002/manifest.json").is_file()
+
+
+def test_an_export_goes_to_its_url(tmp_path):
+    """``RunCheckpoints`` writes the export on this machine, and hands it over to be uploaded."""
+    handed = []
+
+    class Trainer:
+        def export_hf(self, folder):
+            (folder / "model.safetensors").write_text("weights")
+
+        def upload_export(self, folder, url):
+            handed.append((folder, url, sorted(path.name for path in folder.iterdir())))
+
+        def settle_uploads(self):
+            handed.append("settled")
+
+    class Rollout:
+        def save_tokenizer(self, folder):
+            (folder / "config.json").write_text(json.dumps({}))
+
+    flags = f"--save-hf memory://hub/m-{{iteration}} --output-dir {tmp_path}"
+    given = validate(parse(minimal(flags))).settings.checkpoint
+    timer = SimpleNamespace(phase=lambda name: nullcontext())
+    sides = SimpleNamespace(rollout=Rollout(), trainer=Trainer(), timer=timer, give_gpus_to_trainer=lambda: None)
+    RunCheckpoints(sides, given, {}).end(3)
+    (folder, url, files), settled = handed
+    assert settled == "settled"
+    assert url == "memory://hub/m-3" and tmp_path in folder.parents
+    assert files == ["config.json", "model.safetensors"]

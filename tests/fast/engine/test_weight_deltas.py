@@ -1,0 +1,48 @@
+"""Servers that are sent deltas: one that restarts gets the weights of the others."""
+
+import shutil
+import signal
+from pathlib import Path
+
+import torch
+
+from miles.weight_sync.delta_writer import DeltaWriter
+from miles.weight_sync.local_copy import chunks_in
+from miles.weight_sync.offered import OfferedWeights
+from miles.weights import WeightChunk, unpack
+from tests.fast.engine.fake_servers import ask, started_engine
+
+
+async def weights_of(server):
+    """Return the tensor in the folder that a server has loaded last."""
+    folder = Path((await server.seen())["loaded"])
+    return {n: t for chunk in chunks_in(folder) for n, t in chunk.tensors.items()}["w"].tolist()
+
+
+async def test_a_server_that_restarts_follows_its_host_or_gets_all_weights(tmp_path):
+    flags = {"update_weight_transfer_mode": "disk-delta", "use_fault_tolerance": True}
+    writer = DeltaWriter(tmp_path / "weights")
+
+    def export(value):
+        offer = writer.update([WeightChunk({"w": torch.tensor([1.0, value])})])
+        return OfferedWeights(offer, lambda: map(unpack, writer.whole(offer.result))) if offer else None
+
+    export(0.0)
+    async with started_engine(tmp_path, 1, updated=False, **flags) as (engine, (server,)):
+
+        async def restart():
+            starts = server.starts
+            server.signal(signal.SIGKILL)
+            answer = await ask(engine, (1, 2))  # waits for the new process
+            assert server.starts > starts and answer.weight_version == 4
+            return await weights_of(server)
+
+        await engine.update_weights([unpack(chunk) for chunk in writer.newest()], 3)
+        assert await weights_of(server) == [1.0, 0.0]
+        chunks = export(5.0)
+        await engine.update_weights(chunks, 4)
+        assert await weights_of(server) == [1.0, 5.0] and chunks.refusals == 0
+        assert await restart() == [1.0, 5.0] and chunks.refusals == 0, "its host has the weights"
+        shutil.rmtree(server.copies)
+        export(6.0)  # the trainer is ahead
+        assert await restart() == [1.0, 5.0] and chunks.refusals == 1, "its host has lost them"

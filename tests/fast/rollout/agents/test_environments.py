@@ -1,0 +1,328 @@
+"""Trajectories in environments: what the model reads, what is trained on, how they end and fail."""
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from miles.arguments.settings import Settings
+from miles.engine.base import SamplingParams
+from miles.environments.base import Environment
+from miles.environments.tools import ToolEnvironment
+from miles.input_error import InputError
+from miles.rewards.built_in import REWARDS
+from miles.rewards.scoring import RewardError, score
+from miles.rollout.agents.environments import EnvironmentGenerator
+from miles.rollout.groups import response_seed
+from miles.sample import NO_WEIGHTS, Prompt, PromptGroup, SampleStatus
+
+CALL = '<tool_call>{"name": "price", "arguments": {"item": "pear"}}</tool_call>'
+
+
+class Shop(ToolEnvironment):
+    """Knows prices; pays for the right one."""
+
+    asked: list[str]
+
+    def functions(self):
+        self.asked = []
+
+        def price(item: str) -> int:
+            """Look up a price.
+
+            Args:
+                item: What is bought.
+            """
+            self.asked.append(item)
+            return {"pear": 7}[item]
+
+        return [price]
+
+    async def reward(self):
+        return float(self.answer == self.prompt.label)
+
+
+class Echo(Environment):
+    """Repeats what was said, for ever."""
+
+    def __init__(self, prompt):
+        self.turns = 0
+
+    async def reset(self):
+        return [{"role": "user", "content": "begin"}]
+
+    async def step(self, answer):
+        self.turns += 1
+        return [{"role": "user", "content": answer["content"]}]
+
+    async def reward(self):
+        return self.turns
+
+
+class Raises(Echo):
+    async def step(self, answer):
+        raise OSError("no board")
+
+
+class Hangs(Echo):
+    async def step(self, answer):
+        await asyncio.Event().wait()
+
+
+class Unscored(Echo):
+    async def step(self, answer):
+        return ()
+
+    async def reward(self):
+        return float("nan")
+
+
+class Silent(Echo):
+    async def play(self, model):
+        return 1.0
+
+
+def no_environment(prompt):
+    return prompt
+
+
+def generator(name, **flags):
+    settings = Settings()
+    return EnvironmentGenerator(replace(settings, rollout=replace(settings.rollout, environment=name, **flags)))
+
+
+async def played(made, engine, tokenizer, prompt=None, n_samples=1, max_new=1000, max_context=2000):
+    prompt = prompt or Prompt("a pear", (1, 2), "7", {}, "set.jsonl:7", input="a pear")
+    try:
+        call = made(
+            PromptGroup(5, prompt),
+            engine,
+            SamplingParams(max_new),
+            tokenizer,
+            n_samples=n_samples,
+            seed_of=lambda group, k: response_seed(1, group, k),
+            max_context_len=max_context,
+        )
+        return await asyncio.wait_for(call, 60)
+    finally:
+        await made.close()
+
+
+async def test_a_tool_is_shown_called_and_read_and_only_sampled_tokens_are_trained_on(random_engine, chat_tokenizer):
+    engine = random_engine(texts=[CALL, "7"])
+    group = await played(generator(f"{__name__}:Shop"), engine, chat_tokenizer)
+    [sample] = group.samples
+    whole = chat_tokenizer.decode(sample.tokens)
+    assert '"name": "price"' in sample.prompt.text and "What is bought." in sample.prompt.text
+    assert whole.endswith(
+        f"assistant\n{CALL}<|im_end|>\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n7<|im_end|>"
+    )
+    trained = [token for token, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask]
+    assert chat_tokenizer.decode(trained) == f"{CALL}<|im_end|>7<|im_end|>"
+    for mask, log_prob, version in zip(sample.loss_mask, sample.rollout_log_probs, sample.weight_versions, strict=True):
+        assert (log_prob < 0) == (mask == 1) == (version != NO_WEIGHTS)
+    assert (sample.response, sample.environment_reward, sample.status) == ("7", 1.0, SampleStatus.COMPLETED)
+    assert await score(group.samples, REWARDS["environment"].build(None) and _scored, None) == 0
+    assert sample.reward == 1.0
+
+
+async def _scored(samples):
+    return REWARDS["environment"].score(samples, None)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ('{"name": "cost", "arguments": {}}', "error: there is no tool cost; there are price"),
+        ('{"name": "price", "arguments": {"fruit": "pear"}}', "error: these are not the arguments of price: "),
+        ('{"name": "price", "arguments": "pear"}', "error: these are not the arguments of price: "),
+        ('{"name": "price", "arguments": {"item": "fig"}}', "error: KeyError: 'fig'"),
+    ],
+)
+async def test_a_wrong_call_is_answered_with_its_fault(random_engine, chat_tokenizer, call, said):
+    engine = random_engine(texts=[f"<tool_call>{call}</tool_call>", "8"])
+    [sample] = (await played(generator(f"{__name__}:Shop"), engine, chat_tokenizer)).samples
+    assert said in chat_tokenizer.decode(sample.tokens)
+    assert sample.environment_reward == 0.0
+
+
+async def test_the_last_turn_runs_no_tool(random_engine, chat_tokenizer):
+    engine = random_engine(texts=[CALL] * Shop.max_turns)
+    [sample] = (
+        await played(generator(f"{__name__}:Shop"), engine, chat_tokenizer, max_new=4000, max_context=5000)
+    ).samples
+    assert len(engine.answers) == Shop.max_turns
+    assert sample.loss_mask[-1] == 1
+
+
+async def test_a_conversation_that_leaves_no_room_is_truncated_and_scored(random_engine, chat_tokenizer):
+    engine = random_engine(texts=["ab"] * 100)
+    [sample] = (await played(generator(f"{__name__}:Echo"), engine, chat_tokenizer, max_context=200)).samples
+    assert sample.status is SampleStatus.TRUNCATED
+    assert sample.environment_reward == len(engine.answers) > 1
+    assert len(sample.tokens) <= 200
+    assert not sample.failure
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("Raises", "raised OSError: no board"),
+        ("Hangs", r"took more than 0.3 s by itself \(--agent-timeout\)"),
+        ("Unscored", "gave the reward nan, which is not a finite number"),
+        ("Silent", "made no call that was answered: it called the model never"),
+        ("no_environment", "returned Prompt, which is no Environment"),
+    ],
+)
+async def test_an_environment_that_fails_fails_as_a_reward_does(random_engine, chat_tokenizer, name, fault):
+    made = generator(f"{__name__}:{name}", agent_timeout=0.3)
+    group = await played(made, random_engine(texts=["ab"] * 9), chat_tokenizer, n_samples=2)
+    with pytest.raises(RewardError, match=rf"^--environment {__name__}:{name} {fault}; prompt set.jsonl:7, group 5"):
+        await score(group.samples, _scored, None)
+    assert await score(group.samples, _scored, -1.0) == 2
+    assert [sample.reward for sample in group.samples] == [-1.0, -1.0]
+
+
+async def test_a_trajectory_that_is_aborted_is_no_failure(random_engine, chat_tokenizer):
+    engine = random_engine(texts=["ab"], finish="abort")
+    [sample] = (await played(generator(f"{__name__}:Echo"), engine, chat_tokenizer)).samples
+    assert (sample.status, sample.failure, sample.environment_reward) == (SampleStatus.ABORTED, "", None)
+
+
+async def test_what_the_engine_raises_ends_the_run(chat_tokenizer):
+    class Broken:
+        async def generate(self, request):
+            raise ConnectionError("engine is gone")
+
+    with pytest.raises(ConnectionError, match="engine is gone"):
+        await played(generator(f"{__name__}:Echo"), Broken(), chat_tokenizer)
+
+
+def gym_prompt():
+    from miles.data.reasoning_gym_task import read_reasoning_gym
+
+    row = next(iter(read_reasoning_gym("reasoning_gym:products:size=1,seed=3")))
+    columns = row.columns
+    return Prompt(
+        columns["question"], (1, 2), columns["answer"], columns["metadata"], row.where, input=columns["question"]
+    )
+
+
+async def test_a_task_of_reasoning_gym_is_tried_again_until_it_is_right(random_engine, chat_tokenizer):
+    prompt = gym_prompt()
+    engine = random_engine(texts=["0", prompt.label, "not asked"])
+    made = generator("reasoning_gym:attempts=3")
+    [sample] = (await played(made, engine, chat_tokenizer, prompt)).samples
+    assert len(engine.answers) == 2
+    assert "That is not right. Try again." in chat_tokenizer.decode(sample.response_ids)
+    assert sample.environment_reward == 1.0
+
+
+async def test_a_task_of_reasoning_gym_has_the_score_of_its_last_attempt(random_engine, chat_tokenizer):
+    engine = random_engine(texts=["0", "1", "not asked"])
+    made = generator("reasoning_gym:attempts=2")
+    [sample] = (await played(made, engine, chat_tokenizer, gym_prompt())).samples
+    assert len(engine.answers) == 2
+    assert 0 <= sample.environment_reward < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("reasoning_gyms", "no such environment; did you mean reasoning_gym"),
+        ("reasoning_gym:tries=2", "reasoning_gym has no option tries; it has attempts"),
+        ("reasoning_gym:attempts=0", "attempts=0 must be a whole number from 1 on"),
+        ("reasoning_gym:attempts", "'attempts' is not key=value"),
+        ("no_such_module:Class", "cannot import module no_such_module"),
+        (f"{__name__}:Nothing", "has no function Nothing"),
+    ],
+)
+def test_an_environment_that_is_not_there_is_named(name, fault):
+    with pytest.raises(InputError, match=rf"^--environment {name}: |^--environment reasoning_gym: .*") as raised:
+        generator(name)
+    assert fault in str(raised.value)
+
+
+# A task set of the library verifiers with a harness that needs no other program: it calls the model's URL by itself.
+TASKSET = """
+import httpx
+import verifiers.v1 as vf
+
+__all__ = ["Sums", "Talk"]
+
+class SumData(vf.TaskData):
+    answer: str
+
+class Sum(vf.Task[SumData]):
+    @vf.reward(weight=2.0)
+    async def right(self, trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+class Config(vf.TasksetConfig):
+    longest: int = 3
+
+class Sums(vf.Taskset[Sum, Config]):
+    def load(self):
+        for n in range(self.config.longest):
+            yield Sum(SumData(prompt=f"{n} + {n}", answer=str(2 * n)), self.config.task)
+
+class Talk(vf.Harness[vf.HarnessConfig]):
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+    APPENDS_SYSTEM_PROMPT = True
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **more):
+        messages = [{"role": "user", "content": data.prompt}]
+        async with httpx.AsyncClient() as client:
+            for follow in ("again", None):
+                call = {"model": ctx.model, "messages": messages}
+                headers = {"Authorization": f"Bearer {secret}"}
+                response = await client.post(f"{endpoint}/chat/completions", json=call, headers=headers)
+                response.raise_for_status()
+                messages += [response.json()["choices"][0]["message"], {"role": "user", "content": follow}]
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+"""
+
+
+@pytest.fixture
+def sums(tmp_path, monkeypatch):
+    """Return the module name of the task set; skip without the library."""
+    pytest.importorskip("verifiers.v1", reason="verifiers 0.4 is not installed: pip install verifiers==0.4.0")
+    (tmp_path / "tiny_sums.py").write_text(TASKSET)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    yield "tiny_sums"
+    sys.modules.pop("tiny_sums", None)
+
+
+async def test_an_episode_of_verifiers_is_recorded_and_rewarded(sums, random_engine, chat_tokenizer):
+    from miles.data.verifiers_task import read_verifiers
+
+    rows = list(read_verifiers(f"verifiers:{sums}:longest=5,size=4"))
+    assert [row.columns["prompt"] for row in rows] == ["0 + 0", "1 + 1", "2 + 2", "3 + 3"]
+    columns = rows[3].columns
+    metadata = json.loads(json.dumps(columns["metadata"]))
+    prompt = Prompt("3 + 3", (1, 2), None, metadata, rows[3].where, input=columns["prompt"])
+    engine = random_engine(texts=["5", "6"])
+    [sample] = (await played(generator("verifiers"), engine, chat_tokenizer, prompt)).samples
+    assert not sample.failure
+    assert chat_tokenizer.decode(sample.tokens).count("<|im_start|>assistant") == 2
+    trained = [token for token, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask]
+    assert chat_tokenizer.decode(trained) == "5<|im_end|>6<|im_end|>"
+    assert sample.environment_reward == 2.0
+
+
+async def test_a_prompt_that_is_no_task_of_verifiers_fails(sums, random_engine, chat_tokenizer):
+    [sample] = (await played(generator("verifiers"), random_engine(), chat_tokenizer)).samples
+    assert "the prompt set.jsonl:7 is no task of verifiers" in sample.failure
+
+
+def test_a_taskset_that_is_not_there_is_named(sums):
+    from miles.data.verifiers_task import read_verifiers
+
+    with pytest.raises(InputError, match="^prompt source verifiers:no_such_set: verifiers refuses it"):
+        list(read_verifiers("verifiers:no_such_set"))
+    with pytest.raises(InputError, match="longer"):
+        list(read_verifiers(f"verifiers:{sums}:longer=5"))
