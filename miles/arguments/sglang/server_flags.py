@@ -188,11 +188,12 @@ def _without_keys_error(flag: str, value: str) -> str | None:
 
 
 def _key_error(prefix: str, flag: str, value: str) -> str | None:
-    """Return the error of a key that an HTTP header cannot carry. The key is not shown."""
-    if flag not in (SERVER_KEY, ADMIN_KEY) or re.fullmatch(r"[!-~]+", value):
+    """Return the error of a key that no HTTP header can carry, or that reads as a flag. The key is not shown."""
+    if flag not in (SERVER_KEY, ADMIN_KEY) or re.fullmatch(r"(?!-)[!-~]+", value):
         return None
     written = prefix + flag.removeprefix("--")
-    return f"{written}: a key must be one word of ASCII letters, digits and signs; give another one, or drop {written}"
+    rule = 'a key must be one word of ASCII letters, digits and signs, and not begin with "-"'
+    return f"{written}: {rule}; give another one, or drop {written}"
 
 
 @cache

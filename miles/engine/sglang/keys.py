@@ -61,4 +61,4 @@ def bearer(key: str | None) -> dict[str, str]:
 
 
 def _new() -> str:
-    return secrets.token_urlsafe(32)
+    return secrets.token_hex(32)  # in base 64, one in 64 begins with "-", and SGLang's parser takes it for a flag
