@@ -30,7 +30,7 @@ class Shop(ToolEnvironment):
         """Look up what something costs.
 
         Args:
-            item: What is asked for.
+            item: The item whose price the model asks for.
         """
         price: int = self.prompt.metadata["prices"][item]
         return price
@@ -51,7 +51,7 @@ class Calculator(ToolEnvironment):
         """Compute a sum, a difference, a product or a quotient, also nested in brackets.
 
         Args:
-            expression: What is computed, such as (2 + 3) * 4.
+            expression: The expression to compute, such as (2 + 3) * 4.
         """
         return _value(ast.parse(expression[:500], mode="eval").body)
 

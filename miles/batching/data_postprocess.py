@@ -15,7 +15,7 @@ from miles.train_batch import TrainBatch, TrainShard
 if TYPE_CHECKING:
     import torch
 
-# Their names -> ours. What a step's denominators are made of is not among them: they were computed before the split.
+# Their names -> ours. Inputs of a step's denominators are excluded, because these were computed before the split.
 CHANGEABLE = {
     "advantages": "advantages",
     "returns": "returns",

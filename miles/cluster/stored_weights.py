@@ -1,7 +1,7 @@
 """The weights of an update on their way to the rollout worker: all of them in Ray's object store, or a delta.
 
-All weights are one object per chunk. A delta (miles/weight_sync/disk_delta.py) is in files; what is passed on says
-where, and whom to ask for all weights.
+All weights are one object per chunk. A delta (miles/weight_sync/disk_delta.py) is in files; the object that is passed
+on says where, and whom to ask for all weights.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class TrainDriver:
             saving.end()
 
     def upload_export(self, folder: Path, url: str) -> None:
-        """Upload an export, and remove it from this machine, while the run goes on."""
+        """Upload an export during the run, then remove it from this machine."""
         assert self._uploads is not None, "a run with a URL uploads"
         self._uploads.add_export(folder, url)
 

@@ -1,1 +1,1 @@
-"""Environments: what a model talks to, turn by turn, and what says how well it did (``--environment``)."""
+"""Environments: objects that a model talks to, turn by turn, and that reward it (``--environment``)."""

@@ -17,7 +17,7 @@ class ConversationTooLong(Exception):
 
 
 class Model(Protocol):
-    """The model of one trajectory. What it answers is recorded token by token and trained on.
+    """The model of one trajectory. Its answers are recorded token by token and trained on.
 
     Attributes:
         url: The base URL at which the same model answers calls of OpenAI's chat API.

@@ -20,8 +20,8 @@ class ToolEnvironment(Environment):
     """Runs the calls that the model makes, until it answers without one.
 
     A tool is a function with type hints and a docstring of Google style, from which transformers makes the schema that
-    the model sees. It may be ``async``; another one runs in a thread. What it returns is the content of a message of
-    role tool: text as it is, anything else as JSON. What it raises is such a message too, so the model can correct
+    the model sees. It may be ``async``; another one runs in a thread. Its result is the content of a message of
+    role tool: text as it is, anything else as JSON. An exception becomes such a message too, so the model can correct
     itself.
 
     Attributes:

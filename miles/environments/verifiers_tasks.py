@@ -16,7 +16,7 @@ METADATA = "verifiers"  # the key of a row's metadata that holds its ``Origin``
 
 
 class Origin(TypedDict):
-    """Where a task comes from: the library's configuration, how many tasks are read, and the task's place in them."""
+    """The source of a task: the library's configuration, how many tasks are read, and the task's place in them."""
 
     config: Mapping[str, Any]
     size: int | None
@@ -24,7 +24,7 @@ class Origin(TypedDict):
 
 
 def read_tasks(source: str) -> Iterator[tuple[Any, Origin]]:
-    """Yield the prompt of every task, text or messages, and where it comes from.
+    """Yield the prompt of every task, text or messages, and its source.
 
     ``size`` is how many tasks are read; a key such as ``taskset.split`` or ``agent.harness.id`` is a field of the
     library's configuration of an environment, and one without a dot is a field of the task set.

@@ -53,7 +53,7 @@ def fault_of_url(url: str, written: bool) -> tuple[str, str] | None:
     """Return the rule that a URL breaks and what to do, or None. Imports no package of a protocol.
 
     Args:
-        url: What a flag was given.
+        url: The value of the flag.
         written: Whether the folder is to be written.
     """
     from fsspec.registry import known_implementations, registry
@@ -96,7 +96,7 @@ class RemoteFolder:
         return str(public("", self.url))
 
     def child(self, name: str) -> RemoteFolder:
-        """Return a folder inside this one. It gives up when this one does."""
+        """Return a folder inside this one. Giving up here ends its retries too."""
         child = RemoteFolder(f"{self.url}/{name}", self.options, self.pauses)
         child.giving_up = self.giving_up
         return child

@@ -30,13 +30,13 @@ class TimeLeft:
         self._seconds = 0.0
 
     def ended(self, share: float, seconds: float) -> None:
-        """Count a run that has ended; ``share`` of a whole run was done in so many seconds."""
+        """Count a run that has ended; it did ``share`` of a whole run in ``seconds``."""
         self._left -= share
         self._done += share
         self._seconds += seconds
 
     def given_up(self, share: float) -> None:
-        """Count a run that is given up; ``share`` of a whole run will not be done."""
+        """Count a run that failed for good; ``share`` of a whole run is left out."""
         self._left -= share
 
     def seconds(self, running: Sequence[tuple[float, float]]) -> float | None:

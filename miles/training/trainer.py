@@ -120,7 +120,7 @@ class Trainer:
         Everything that the steps read of the models' first weights is scored before the first step, and advantages are
         made, once for all passes over the shards. The policy goes before the critic, so that neither a wrong loss mass
         nor a gradient that is not finite finds the critic a step ahead. Without ``trains_policy`` only the critic
-        learns. ``iteration`` is what the user's function of ``--rollout-data-postprocess-path`` is told.
+        learns. ``iteration`` is passed to the user's function of ``--rollout-data-postprocess-path``.
 
         Raises:
             LossMassError: before any optimizer steps, if the weights of a watched step's tokens do not add up.

@@ -1,4 +1,4 @@
-"""The folder of a delta: what has changed between two contents of the weights, with a checksum of everything.
+"""The folder of a delta: the changes from one version of the weights to the next, with checksums of all weights.
 
 ::
 

@@ -56,7 +56,7 @@ class DeltaWriter:
         self._before: str | None = None
         self._number = 0
         self._last: Path | None = None  # the folder of the last delta
-        self._lock = threading.Lock()  # ``whole`` is called while other work goes on
+        self._lock = threading.Lock()  # ``whole`` is called while other work continues
 
     def update(self, chunks: Iterable[WeightChunk]) -> DeltaOffer | None:
         """Take new weights, and write what has changed.

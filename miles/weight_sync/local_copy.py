@@ -38,12 +38,12 @@ _LOCK = "lock"
 
 @dataclass(frozen=True)
 class CopySource:
-    """Say where a host gets new weights for its copy from.
+    """Describe the source of new weights for a host's copy.
 
     Attributes:
         sent: Names this sending of the weights, so that the engines of a host copy them once.
         folder: All weights, as safetensors files; unless there is an ``offer``.
-        offer: What has changed.
+        offer: The changes.
         copies: The folder of copies on the host; None for that of temporary files.
         root: Names the run's copy among those of other runs.
     """

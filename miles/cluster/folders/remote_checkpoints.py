@@ -203,7 +203,7 @@ class RemoteCheckpoints:
         self.remote.remove_empty_folder(name)
 
     def _index_one(self, name: str, files: Mapping[str, int], small: Mapping[str, bytes]) -> None:
-        """Make the local copy list a remote checkpoint with so many bytes in its files, some of which are ``small``."""
+        """Make the local copy list a remote checkpoint of ``small`` files and others, with the given sizes."""
         folder = self.local / name
         is_published = MANIFEST in files
         if is_complete(folder) and not is_only_remote(folder):
@@ -236,7 +236,7 @@ class RemoteCheckpoints:
         return notes
 
     def _index_best(self, there: bytes | None) -> None:
-        """Take over the record of the best checkpoint, unless the local one is of a later checkpoint."""
+        """Copy the record of the best checkpoint, unless the local one is of a later checkpoint."""
         try:
             later = json.loads(there or b"{}").get("iterations", -1)
         except (ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""Upload checkpoints and exports while the run goes on (``--save`` and ``--save-hf`` with a URL).
+"""Upload checkpoints and exports during the run (``--save`` and ``--save-hf`` with a URL).
 
 One thread uploads what the run has written to this machine, in order. After a checkpoint it does what is due after one:
 records the best, prunes, and removes what is pruned from the remote folder too. So nothing is removed there before
@@ -223,7 +223,7 @@ class Uploads:
         shutil.rmtree(folder)
 
     def _words(self) -> str:
-        """Say what is not uploaded, why, and where it is."""
+        """Warn about folders that were not uploaded: the reason, and their local paths."""
         first, given = self._waiting[0], self._settings.checkpoint
         more = f" and {count(len(self._waiting) - 1, 'later folder')}" if len(self._waiting) > 1 else ""
         if first.export is not None:

@@ -24,7 +24,7 @@ class ReasoningGym(EnvironmentKind):
     """
 
     name = "reasoning_gym"
-    summary = "a task of reasoning_gym, with attempts=N of which the last one counts"
+    summary = "a task of reasoning_gym, with attempts=N; the last attempt counts"
     options = {"attempts": 1}
 
     def maker(self, options: Mapping[str, Any]) -> EnvironmentMaker:

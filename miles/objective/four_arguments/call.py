@@ -119,7 +119,9 @@ def sample_tokens(micro: MicroBatch) -> list[torch.Tensor]:
 
 
 def check_whole_loss(loss: LossArguments, args: Any) -> None:
-    """Call a loss with four arguments on a sample of two tokens, before a run starts: what it reads shows only then.
+    """Call a loss with four arguments on a sample of two tokens, before a run starts.
+
+    Only a call shows which columns it reads.
 
     Args:
         loss: The flags of the objective.

@@ -48,7 +48,7 @@ class _RelatedModules(MetaPathFinder, Loader):
             if name.startswith("__"):
                 raise AttributeError(name)
             raise ImportError(
-                f"{module.__name__}.{name} is part of another launcher, and is not here; what a loss can import is "
+                f"{module.__name__}.{name} is part of another launcher, and is not here; a loss can import "
                 f"{', '.join(offered)}"
             )
 

@@ -85,7 +85,7 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the answer to a call goes: behind ``turn`` in its sample, or into a new sample of ``prompt_ids``."""
+    """The place of a call's answer: behind ``turn`` in its sample, or into a new sample of ``prompt_ids``."""
 
     turn: _Turn | None
     prompt_ids: list[int]  # all that the model reads

@@ -1,4 +1,4 @@
-"""--rollout-data-postprocess-path: what the function sees of an iteration, may change, and may not."""
+"""--rollout-data-postprocess-path: the columns that the function sees, those it may change, and those it may not."""
 
 from __future__ import annotations
 

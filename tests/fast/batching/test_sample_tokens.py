@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def batch(make_batch):
-    """Samples of which two share their prompt."""
+    """Samples; two of them share their prompt."""
     made = make_batch(LENGTHS)
     made.tokens[1][:3] = made.tokens[0][:3]
     return made

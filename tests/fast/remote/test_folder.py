@@ -1,4 +1,4 @@
-"""A folder in remote storage: what is written is read back, failures are tried again, and faults are one sentence."""
+"""A folder in remote storage: files are read back as written, failures are tried again, and faults are one sentence."""
 
 import json
 

@@ -96,7 +96,7 @@ def first_weights(random):
 
 
 def changed(random, weights, share):
-    """Return weights of which about ``share`` have other bits, NaNs and negative zeros among them."""
+    """Return weights, about ``share`` of them with other bits, NaNs and negative zeros among them."""
     found = {}
     for name, tensor in weights.items():
         old = tensor.reshape(-1).view(torch.uint8).reshape(tensor.numel(), tensor.dtype.itemsize)

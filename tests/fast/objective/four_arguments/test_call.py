@@ -1,4 +1,4 @@
-"""A loss of ``(args, batch, logits, sum_of_sample_mean)``: what it is given, and that it is the loss it says."""
+"""A loss of ``(args, batch, logits, sum_of_sample_mean)``: its arguments, and that its value is the step's loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trajectories in environments: what the model reads, what is trained on, how they end and fail."""
+"""Trajectories in environments: the text that the model reads, the trained tokens, and how they end and fail."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ class Shop(ToolEnvironment):
             """Look up a price.
 
             Args:
-                item: What is bought.
+                item: The item to buy.
             """
             self.asked.append(item)
             return {"pear": 7}[item]
