@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from cases import TEMPERATURE, Case, rows_of, with_scores
 from oracle import OracleSample, objective, token_scores
-from tolerance import RELATIVE_ERROR
+from tolerance import METRIC_ERROR, RELATIVE_ERROR
 
 OF_THE_RUN = ("lr", "critic_lr", "loss_mass", "skipped_steps")  # reported, but not part of the objective
 
@@ -72,7 +72,7 @@ def distance(result: Any, gradients: dict[str, torch.Tensor], metrics: dict[str,
     found += [f"{name}: not reported" for name in expected.keys() - reported.keys()]
     found += [f"{name}: not known to the oracle" for name in reported.keys() - expected.keys()]
     for name in expected.keys() & reported.keys():
-        if not abs(reported[name] - expected[name]) <= RELATIVE_ERROR * max(abs(expected[name]), 0.05):
+        if not abs(reported[name] - expected[name]) <= max(RELATIVE_ERROR * abs(expected[name]), METRIC_ERROR):
             found.append(f"{name}: {reported[name]:.8g} for {expected[name]:.8g}")
     return worst, found
 

@@ -41,6 +41,12 @@ scores of 0.7) and one twice as long backward: 1.7 * sqrt(3 * 400) * UNIT = 3.5e
 so it is not the largest of many errors: 1e-5 is 3 standard deviations. Larger models would need more.
 """
 
+METRIC_ERROR = 5e-6
+"""Absolute error of a metric that log-probs are subtracted in: in a step of one token it is as large as a log-prob's.
+
+That is ``rounding_error`` of 400 roundings of logits around 1, 4.8e-6, however small the difference.
+"""
+
 SERVER_LOG_PROB_ERROR = 1e-4
 """Error of a log-prob from an SGLang server in fp32, as docs/engine.md promises. ``log_prob_error`` is smaller."""
 
