@@ -60,6 +60,6 @@ run_tests() { OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$PYTHON" -m pytest -n 2 -
 
 run_tests --durations=20 || failed+=("tests")
 if [ -n "$all" ]; then
-    run_tests --durations=100 -m slow || failed+=("slow tests")
+    run_tests --durations=100 -m slow --hypothesis-profile random || failed+=("slow tests")
 fi
 [ ${#failed[@]} -eq 0 ]
