@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import ray.exceptions
 
 from miles.arguments.checkpoint import CheckpointArguments
+from miles.cluster.failure_files.death import how_it_died
 from miles.cluster.failure_files.folder import FailureFiles
 from miles.cluster.folders.disk_faults import SaveFailed
 from miles.cluster.folders.remote_checkpoints import pending_in
@@ -124,7 +125,7 @@ def in_one_line(error: Exception) -> str:
     if isinstance(error, WorkerLost):
         return str(error)
     if isinstance(error, ray.exceptions.RayActorError):
-        return "a worker process died (out of memory, or killed from outside; Ray's message is above)"
+        return f"a worker process died ({how_it_died(error)}; Ray's message is above)"
     cause = cause_of(error)
     return f"{type(cause).__name__}: {cause}".splitlines()[0]
 

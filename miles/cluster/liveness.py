@@ -12,6 +12,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from miles.cluster.failure_files.death import how_it_died
 from miles.cluster.ray_watch import look_at_node
 
 # A heartbeat is a call that sleeps for HEARTBEAT_SECONDS in the worker, in its own concurrency group (a thread). It
@@ -223,7 +224,7 @@ class Workers:
             watched.pid = ray.get(watched.heartbeat)
         except ray.exceptions.RayActorError as death:
             look_at_node()  # does not return if Ray itself was lost
-            lost = WorkerLost(watched.worker, f"{watched.name} died (out of memory, or killed from outside)")
+            lost = WorkerLost(watched.worker, f"{watched.name} died ({how_it_died(death, watched.pid)})")
             lost.__cause__ = death
             return lost
         watched.beat()

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from miles.cluster.folders.disk_faults import SaveFailed
 from miles.cluster.local_access import loopback_environment, loopback_only, make_token_private, private_session_root
 from miles.cluster.ray_watch import RayWatch, own_node, parts_of_ray
 from miles.cluster.run_guard import RunGuard
+from miles.cluster.stop_requests import stops_later
 from miles.host.machine import has_gpu
 
 if TYPE_CHECKING:
@@ -162,8 +162,7 @@ def ray_session(
             guard = RunGuard(private_session_root())
             if files is not None:
                 files.run_folder = guard.folder
-        with _keeping_sigterm():
-            _connect(cluster, device, num_cpus, environment, guard)
+        _connect(cluster, device, num_cpus, environment, guard)
         watch = RayWatch(parts_of_ray(), lambda loss: _end_after(loss, guard, on_loss), own_node())
         group = _place(bundles, cluster)
         slots = find_slots(group, cluster.world_size) if device == "cuda" and engines.beside_trainer else ()
@@ -235,17 +234,24 @@ def end_at_once(guard: RunGuard | None, result: Continuation | int = 1) -> None:
 
 
 @contextmanager
-def _keeping_sigterm() -> Iterator[None]:
-    """Restore what this process does at SIGTERM: as it starts, Ray sets a handler that ends everything at once.
+def _starting(guard: RunGuard | None) -> Iterator[None]:
+    """Handle a signal that stops the run when the block, in which Ray starts, has ended; a second one ends this process.
 
-    Only the main thread can have handlers; elsewhere Ray sets none.
+    Handlers raise, and where Ray's native code calls Python that ends the process with "Aborted". Nor may Ray set its own
+    handler for SIGTERM, which exits.
     """
-    handler = signal.getsignal(signal.SIGTERM)
+
+    def end(number: int) -> None:
+        print(f"train.py: stopped by {signal.Signals(number).name} while Ray was starting", file=sys.stderr)
+        end_at_once(guard, 128 + number)
+
+    original = ray._private.utils.set_sigterm_handler
+    ray._private.utils.set_sigterm_handler = lambda handler: None
     try:
-        yield
+        with stops_later(end):
+            yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
+        ray._private.utils.set_sigterm_handler = original
 
 
 def _connect(
@@ -254,7 +260,8 @@ def _connect(
     if guard is None:
         # A job of ``ray job submit`` has a runtime environment, and its PYTHONPATH is in ours already.
         os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"
-        ray.init(address=cluster.ray_address, runtime_env={"env_vars": environment}, log_to_driver=True)
+        with _starting(guard):
+            ray.init(address=cluster.ray_address, runtime_env={"env_vars": environment}, log_to_driver=True)
     else:
         # Ray warns that its local cluster uses a token. That is intended, and the user need not act on it.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
@@ -264,7 +271,7 @@ def _connect(
         cpus, store_bytes = (num_cpus, 1024**3) if device == "cpu" else (None, None)
         # Inherited by Ray's processes, so that Ray need not set up a runtime environment for each worker.
         with _in_environment(environment):
-            _start_local(cpus, store_bytes, guard.folder)
+            _start_local(cpus, store_bytes, guard)
 
 
 @contextmanager
@@ -282,12 +289,12 @@ def _in_environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _start_local(num_cpus: int | None, store_bytes: int | None, folder: Path) -> None:
+def _start_local(num_cpus: int | None, store_bytes: int | None, guard: RunGuard) -> None:
     """Start Ray on this machine, and try again if its 30 s are not enough on a busy one."""
     make_token_private()
     for attempt in range(1, START_TRIES + 1):
         try:
-            with loopback_only():
+            with loopback_only(), _starting(guard):
                 ray.init(
                     address="local",  # not the cluster that was started last on this host, which Ray notes in a file
                     num_cpus=num_cpus,
@@ -295,7 +302,7 @@ def _start_local(num_cpus: int | None, store_bytes: int | None, folder: Path) ->
                     log_to_driver=True,
                     logging_level=logging.WARNING,
                     object_store_memory=store_bytes,
-                    _temp_dir=str(folder),
+                    _temp_dir=str(guard.folder),
                 )
             return
         except Exception as error:  # Ray raises no type of its own here

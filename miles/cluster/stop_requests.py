@@ -7,6 +7,8 @@
     any of these, a second time     the run stops at its last checkpoint                      130, 143, 129
     SIGUSR1 (Slurm's warning)       the iteration is finished and saved                       0
 
+While Ray starts, the first is handled when it has started, and a second one ends the launcher at once.
+
 All of this takes at most ``--stop-timeout`` seconds; then the run stops at its last checkpoint. A SIGHUP that is
 ignored (``nohup``) stays ignored. Handlers run in the main thread, which waits for actors in short steps.
 """
@@ -154,6 +156,36 @@ class StopRequests:
     def _time_out(self, number: int, frame: FrameType | None) -> None:
         if not self._only_notes:
             raise StopRequested
+
+
+@contextmanager
+def stops_later(at_the_second: Callable[[int], None]) -> Iterator[None]:
+    """Handle the first signal of ``STOPS`` when the block has ended, also if it failed.
+
+    Args:
+        at_the_second: Called with the number of a second one at once, in the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+        if len(arrived) > 1:
+            at_the_second(number)
+
+    # What no Python function handles is ignored, or ends this process without raising.
+    former = {number: handler for number in STOPS if callable(handler := signal.getsignal(number))}
+    for number in former:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        for number in arrived[:1]:
+            signal.raise_signal(number)
 
 
 def _leave_closed_terminal() -> None:

@@ -89,7 +89,8 @@ class ChildProcess:
                 status = self._process.wait(timeout=POLL_SECONDS)
             except subprocess.TimeoutExpired:
                 continue
-            raise ServerFailed(f"the server ended with status {status} before it served; {self._log_end()}")
+            how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+            raise ServerFailed(f"the server ended {how} before it served; {self._log_end()}")
         self.stop(grace_seconds=0)
         raise ServerFailed(f"the server did not serve within {seconds:g} s; {self._log_end()}")
 

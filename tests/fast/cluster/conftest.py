@@ -17,7 +17,10 @@ def launch(workplace, tiny_model):
     started = []
 
     def start(name, *flags, reward="spread", ranks=1, **environment):
-        words = [*small_run(workplace, tiny_model, reward, ranks), *flags]
+        usual = small_run(workplace, tiny_model, reward, ranks)
+        if "--bf16" in flags:
+            usual.remove("--fp32")
+        words = [*usual, *flags]
         started.append(Launch(workplace / name, words, PYTHONPATH=importing_from(workplace), **environment))
         return started[-1]
 

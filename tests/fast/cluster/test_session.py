@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
 from miles.arguments.cluster import ClusterArguments
 from miles.cluster.device_slots import Slot
 from miles.cluster.session import EngineLayout, Placement, ray_session
+from miles.cluster.stop_requests import STOPS, StopRequests
 
 LAUNCHER = """
 import sys
@@ -37,6 +40,24 @@ def test_the_launcher_needs_neither_torch_nor_transformers(tmp_path: Path) -> No
     assert ended.stdout == "set()\n", ended.stderr
 
 
+IMPATIENT = """
+import signal, ray
+from miles.arguments.cluster import ClusterArguments
+from miles.cluster.session import ray_session
+from miles.cluster.stop_requests import StopRequests
+
+def init(**options):
+    print("starting", flush=True)
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGTERM)
+    print("never reached", flush=True)
+
+ray.init = init
+with StopRequests(60).listening(), ray_session(ClusterArguments(device="cpu")):
+    pass
+"""
+
+
 class Started(Exception):
     """Ends the session where Ray would start."""
 
@@ -58,19 +79,52 @@ def test_only_a_run_on_cpu_bounds_the_object_store(monkeypatch: pytest.MonkeyPat
     assert found == ((3, 2**30) if device == "cpu" else (None, None))
 
 
-def test_ray_leaves_the_answer_to_sigterm_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it starts, Ray sets a handler that ends the process, and would leave no time to save."""
+@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_signal_while_ray_starts_stops_the_run_when_it_has_started(
+    monkeypatch: pytest.MonkeyPatch, number: int, fails: bool
+) -> None:
+    """As it starts, Ray sets a handler for SIGTERM that exits, and native code that calls Python may not raise."""
+    passed: list[str] = []
 
     def init(**options: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Started
+        ray._private.utils.set_sigterm_handler(lambda *_: sys.exit(15))
+        signal.raise_signal(number)
+        passed.append("the signal")
+        if fails:
+            raise RuntimeError("the signal ended a part of Ray too: timed out during startup")
 
     monkeypatch.setattr(ray, "init", init)
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Started), ray_session(ClusterArguments(device="cpu")):
-        pass
-    found = signal.signal(signal.SIGTERM, before)
-    assert found is before
+    before, stop = signal.getsignal(number), StopRequests(60)
+    with stop.listening():
+        handler = signal.getsignal(number)
+        with pytest.raises(KeyboardInterrupt), ray_session(ClusterArguments(device="cpu")):
+            passed.append("the session")
+        assert signal.getsignal(number) is handler
+    assert passed == ["the signal"] and stop.number == number
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_signal_while_ray_starts_ends_the_launcher_at_once(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", IMPATIENT], env=os.environ | {"RAY_TMPDIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (143, "starting\n"), ended.stderr
+    assert ended.stderr == "train.py: stopped by SIGTERM while Ray was starting\n"
+    assert [path for path in tmp_path.glob("ray-*/*") if path.is_dir()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["gcs_server", "raylet"])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_run_that_is_stopped_while_ray_starts_says_so(launch: Any, part: str, number: int, status: int) -> None:
+    run = launch(f"starting_{part}_{number}")
+    children = psutil.Process(run.process.pid).children
+    run.wait_until(lambda: any(child.name() == part for child in children()))
+    run.process.send_signal(number)
+    assert run.wait() == status, run.err
+    assert run.err.splitlines()[-1].startswith("stopped by ")
+    assert run.none_left(), run.left()
 
 
 def test_without_a_trainer_all_bundles_are_for_generation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,8 @@ class FaultyProxy:
             return web.Response(text="<html>it works!</html>")
         body = await request.read()
         headers = {"Content-Type": request.content_type}
+        if "Authorization" in request.headers:
+            headers["Authorization"] = request.headers["Authorization"]
         url = self._target + request.path_qs
         async with self._session.request(request.method, url, data=body, headers=headers) as answer:
             return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)

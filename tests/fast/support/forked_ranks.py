@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import multiprocessing.connection
+import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,7 @@ def run_on_ranks(
     while waiting and time.monotonic() < deadline and not any(process.exitcode for process in processes):
         for sentinel in multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic())):
             waiting.pop(sentinel).join()  # type: ignore[arg-type]
+    ends = [how_it_ended(process.exitcode) for process in processes]  # before those that still wait are killed
     for process in processes:
         process.kill()
     said: dict[str, list[str]] = {check: [] for check in checks}
@@ -76,5 +78,14 @@ def run_on_ranks(
         report = folder / f"{name} {number}.json"
         outcomes = json.loads(report.read_text()) if report.exists() else {}
         for check, words in said.items():
-            words.append(outcomes.get(check, f"rank {number} of {name} did not finish\n"))
+            words.append(outcomes.get(check, f"rank {number} of {name} did not finish: {ends[number]}\n"))
     return {check: together(words) for check, words in said.items()}
+
+
+def how_it_ended(exit_code: int | None) -> str:
+    """Say how a process ended, by its exit code as ``multiprocessing`` has it: a signal's is negative."""
+    if exit_code is None:
+        return "it was still running when another rank failed, or when the time was over"
+    if exit_code < 0:
+        return f"ended by {signal.Signals(-exit_code).name}"
+    return f"ended with status {exit_code}"
