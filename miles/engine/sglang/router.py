@@ -18,7 +18,7 @@ from miles.engine.sglang.processes import ChildProcess, allow_open_files, free_p
 from miles.engine.sglang.server_log import LogFile
 from miles.secret_values import split_secret_words
 
-MODULE = "sglang_router.launch_router"
+MODULE = "miles.engine.sglang.router_process"
 START_SECONDS = 300
 REGISTER_SECONDS = 60
 POLL_SECONDS = 0.05

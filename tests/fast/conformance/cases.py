@@ -124,7 +124,7 @@ class Case:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one step: gradients and weights before the step by parameter, metrics, and recorded tokens."""
+    """The result of one step by parameter: gradients, and weights before it if these move; metrics, recorded tokens."""
 
     gradients: dict[str, np.ndarray]
     weights: dict[str, np.ndarray]

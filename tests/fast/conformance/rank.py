@@ -5,6 +5,7 @@ They are forked from one process that has imported everything, because importing
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -25,7 +26,8 @@ from batches import batches_of
 from cases import TEMPERATURE, VALUE_HEAD, Case, StepResult
 from mutations import MUTATIONS
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoModelForCausalLM
 
 from miles.arguments.cluster import ClusterArguments
 from miles.arguments.model import ModelArguments
@@ -43,15 +45,17 @@ from miles.training.fsdp.backend import FsdpBackend
 from miles.training.trainer import Role, Trainer
 
 DEADLINE = timedelta(seconds=60)
+Parts = dict[str, np.ndarray]  # rows of parameters or gradients, by the parameter's name
 
 
 class RecordedOptimizer:
-    """An optimizer that records the gradients and weights of ``parameters`` before each update."""
+    """An optimizer that records this rank's part of the gradients, and of weights that move, before each update."""
 
-    def __init__(self, optimizer: Any, parameters: dict[str, torch.nn.Parameter]) -> None:
+    def __init__(self, optimizer: Any, parameters: dict[str, torch.nn.Parameter], weights_move: bool) -> None:
         self.optimizer = optimizer
         self.parameters = parameters
-        self.taken: list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]] = []
+        self.weights_move = weights_move
+        self.taken: list[tuple[Parts, Parts]] = []
 
     def step(self) -> dict[str, Metric]:
         self._take()
@@ -63,11 +67,14 @@ class RecordedOptimizer:
 
     def _take(self) -> None:
         named = self.parameters.items()
-        self.taken.append(({name: _full(p.grad, p) for name, p in named}, {name: _full(p, p) for name, p in named}))
+        weights = {name: _part(p, p) for name, p in named} if self.weights_move else {}
+        self.taken.append(({name: _part(p.grad, p) for name, p in named}, weights))
 
 
-def recorded(role: Role[Any], parameters: dict[str, torch.nn.Parameter]) -> tuple[Role[Any], RecordedOptimizer]:
-    optimizer = RecordedOptimizer(role.optimizer, parameters)
+def recorded(
+    role: Role[Any], parameters: dict[str, torch.nn.Parameter], weights_move: bool
+) -> tuple[Role[Any], RecordedOptimizer]:
+    optimizer = RecordedOptimizer(role.optimizer, parameters, weights_move)
     return replace(role, optimizer=optimizer), optimizer
 
 
@@ -77,10 +84,18 @@ def of_critic(model: Any) -> dict[str, torch.nn.Parameter]:
     return {**decoder, "value_head": model.value_head.weight}
 
 
-def _full(tensor: torch.Tensor | None, like: torch.Tensor) -> np.ndarray:
+def _part(tensor: torch.Tensor | None, like: torch.Tensor) -> np.ndarray:
+    """Return this rank's rows of a parameter or of its gradient, which FSDP cuts along the first dimension."""
+    assert isinstance(like, DTensor) and like.placements == (Shard(0),)
+    rows = like.to_local()
     if tensor is None:
-        return np.zeros(tuple(like.shape), np.float32)
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone().numpy()
+        return np.zeros(tuple(rows.shape), np.float32)
+    assert isinstance(tensor, DTensor) and tensor.placements == like.placements
+    return tensor.to_local().detach().clone().numpy()
+
+
+def _whole(of_ranks: list[Parts]) -> Parts:
+    return {name: np.concatenate([part[name] for part in of_ranks]) for name in of_ranks[0]}
 
 
 class Rank:
@@ -91,7 +106,7 @@ class Rank:
         self.backends: dict[Any, FsdpBackend] = {}
 
     def run(self, case: Case) -> list[StepResult] | str:
-        """Return the result of every step, or the canary's message."""
+        """Return the result of every step on rank 0, or the canary's message."""
         if case.mutation is not None or case.trajectories_per_step is not None:
             self.backends.clear()
         mutation = nullcontext() if case.mutation is None else MUTATIONS[case.mutation].applied()
@@ -121,24 +136,31 @@ class Rank:
         backend = self._backend(case)
         trainer = Trainer(backend, case.loss, dist.get_world_size(), case.passes)
         of_policy = dict(backend.policy.module.language_model.named_parameters())
-        trainer.policy, policy = recorded(trainer.policy, of_policy)
+        weights_move = case.trajectories_per_step is not None
+        trainer.policy, policy = recorded(trainer.policy, of_policy, weights_move)
         critic = None
         if backend.critic is not None and trainer.critic is not None:
-            trainer.critic, critic = recorded(trainer.critic, of_critic(backend.critic.module))
+            trainer.critic, critic = recorded(trainer.critic, of_critic(backend.critic.module), False)
         metrics = trainer.train(shards)
         reported = [{n.removeprefix("train/"): v for n, v in values(m).items() if "time/" not in n} for m in metrics]
+        critic_gradients: list[Parts] = [{} for _ in metrics] if critic is None else [g for g, _ in critic.taken]
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, reported)
-        assert all(str(other) == str(reported) for other in everywhere), "ranks report different metrics"
-        tokens: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(tokens, trainer.recorder.read())
-        of_step = [
-            {place[1]: found for of_rank in tokens for place, found in of_rank.items() if place[0] == step}
+        mine = (reported, trainer.recorder.read(), policy.taken, critic_gradients)
+        # One exchange: a collective per parameter took longer than the step.
+        dist.gather_object(mine, everywhere if dist.get_rank() == 0 else None)
+        if dist.get_rank() != 0:
+            return []
+        assert all(str(other) == str(reported) for other, *_ in everywhere), "ranks report different metrics"
+        return [
+            StepResult(
+                _whole([taken[step][0] for _, _, taken, _ in everywhere]),
+                _whole([taken[step][1] for _, _, taken, _ in everywhere]),
+                reported[step],
+                _whole([of_critics[step] for _, _, _, of_critics in everywhere]),
+                {place[1]: found for _, read, _, _ in everywhere for place, found in read.items() if place[0] == step},
+            )
             for step in range(len(metrics))
         ]
-        critic_gradients = [{} for _ in metrics] if critic is None else [g for g, _ in critic.taken]
-        columns = zip(policy.taken, reported, critic_gradients, of_step, strict=True)
-        return [StepResult(g, w, m, c, t) for (g, w), m, c, t in columns]
 
     def _backend(self, case: Case) -> FsdpBackend:
         replays = case.routing is not None, case.records_routing
@@ -189,6 +211,9 @@ def _serve(address: str, folder: Path, world: int, rank: int) -> None:
 
 def main(address: str, folder: Path, worlds: Sequence[int]) -> None:
     """Fork the ranks of every world size, and wait until the test process closes the connection."""
+    AutoModelForCausalLM.from_pretrained(folder / "tied")  # the first of a process takes seconds
+    gc.collect()
+    gc.freeze()  # the ranks' collections pass over what was imported
     fork = multiprocessing.get_context("fork")
     ranks = [
         fork.Process(target=_serve, args=(address, folder, world, rank)) for world in worlds for rank in range(world)

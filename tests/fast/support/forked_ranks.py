@@ -5,6 +5,7 @@ Ranks are forked from a process that has imported everything, as importing costs
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -61,6 +62,8 @@ def run_on_ranks(
         at_the_end(ranks[number])
         dist.destroy_process_group()
 
+    gc.collect()
+    gc.freeze()  # the ranks' collections pass over what was imported
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=run_rank, args=(number,)) for number in range(len(ranks))]
     for process in processes:
