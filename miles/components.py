@@ -112,9 +112,14 @@ def names_with(rows: Mapping[str, Spec], ability: str) -> str:
     return " or ".join(name for name, row in rows.items() if getattr(row, ability))
 
 
+def import_builder(spec: TrainBackendSpec | EngineSpec) -> None:
+    """Import the module of a builder, which takes seconds."""
+    pkgutil.resolve_name(spec.builder)
+
+
 def import_code(spec: TrainBackendSpec, device: Any) -> None:
     """Import what a backend's builder needs on ``device``, which takes seconds."""
-    pkgutil.resolve_name(spec.builder)
+    import_builder(spec)
     if spec.importer:
         pkgutil.resolve_name(spec.importer)(device)
 

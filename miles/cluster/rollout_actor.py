@@ -23,13 +23,13 @@ import ray.exceptions
 
 from miles.arguments.settings import Settings
 from miles.batching.schedule import ShardBuilder
-from miles.cluster.cpu_tuning import use_threads
+from miles.cluster.cpu_tuning import importing, use_threads
 from miles.cluster.engine_servers import RayHost
 from miles.cluster.failures import cause_of, in_one_line
 from miles.cluster.liveness import HEARTBEAT, REPORT, WorkerLost, Workers, with_heartbeat
 from miles.cluster.session import Placement
 from miles.cluster.stored_weights import DeltaWeights, StoredWeights, Weights
-from miles.components import engine_spec
+from miles.components import engine_spec, import_builder
 from miles.data.stream import NoPromptsLeft
 from miles.engine.concurrency import waiting_tasks
 from miles.metrics import Metric
@@ -255,8 +255,10 @@ class RolloutActor:
         Raises:
             ValueError: See ``build_pipeline``.
         """
-        from transformers.utils.logging import disable_progress_bar  # not at the top: the launcher needs none of it
+        with importing():  # not at the top: the launcher needs none of it
+            from transformers.utils.logging import disable_progress_bar
 
+            import_builder(engine_spec(self._settings.rollout.rollout_engine))
         self._loop = asyncio.get_running_loop()
         # The progress bar of loading weights: the screen belongs to the launcher.
         disable_progress_bar()

@@ -25,7 +25,7 @@ from miles.arguments.cluster import ClusterArguments
 from miles.arguments.flags_view import flags_view
 from miles.arguments.settings import Settings
 from miles.cluster.background_save import BackgroundSave
-from miles.cluster.cpu_tuning import use_threads
+from miles.cluster.cpu_tuning import importing, use_threads
 from miles.cluster.failures import cause_of
 from miles.cluster.folders.best_checkpoint import BestCheckpoint, remove_superseded
 from miles.cluster.folders.disk_faults import SaveFailed, disk_fault
@@ -276,8 +276,9 @@ class TrainActor:
     _written: Future[dict[str, FileRecord]]  # from ``stage`` on
 
     def __init__(self, rank: int, settings: Settings, device: str) -> None:
-        import torch
-        from transformers.utils.logging import disable_progress_bar
+        with importing():
+            import torch
+            from transformers.utils.logging import disable_progress_bar
 
         answer_requests()
         _, secrets = _environment(settings.cluster)
@@ -293,9 +294,10 @@ class TrainActor:
 
     def import_code(self) -> None:
         """Import what ``connect`` needs, while the rollout worker starts. ``connect`` reports what fails."""
-        import miles.training.trainer  # noqa: F401
+        with importing():
+            import miles.training.trainer  # noqa: F401
 
-        import_code(train_backend_spec(self.settings.training.train_backend), self.device)
+            import_code(train_backend_spec(self.settings.training.train_backend), self.device)
 
     def serve_store(self) -> tuple[str, int]:
         """Open the rendezvous on a free port of this node's address; returns both. Rank 0 only."""

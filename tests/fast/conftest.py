@@ -38,19 +38,17 @@ LONGEST = (
     "engine/test_sglang_engine.py",  # and all that share its server
     "training/megatron/test_megatron_checkpoints.py",
     "cluster/runs/test_train_backends.py",
-    "conformance/test_matrix.py",
+    "conformance/test_matrix.py",  # and all that share its ranks
     "cluster/runs/test_run_failures.py",
     "engine/test_engine_failures.py",
     "cluster/runs/test_async.py",
     "cluster/test_restarts.py",
     "training/fsdp/test_fsdp_ranks.py",
-    "conformance/test_mutations.py",
     "cluster/runs/test_hangs.py",
     "engine/test_server_states.py",
     "cluster/runs/test_ppo_run.py",
     "sweep/test_sweep_command.py",
     "cluster/test_liveness.py",
-    "conformance/test_critic.py",
     "rewards/test_reward_process.py",
     "rewards/test_hostile_answers.py",
     "report/test_browser.py",
@@ -59,7 +57,7 @@ LONGEST = (
 
 
 class FileScheduling(LoadFileScheduling):
-    """Keep each file, and all files that share the SGLang server, on one worker of pytest-xdist; longest first."""
+    """Keep files that share a server or ranks on one worker of pytest-xdist, and each other file; longest first."""
 
     def schedule(self):
         """Hand out files in the order of collection, which is that of ``LONGEST``."""
@@ -68,6 +66,8 @@ class FileScheduling(LoadFileScheduling):
 
     def _split_scope(self, nodeid):
         file = super()._split_scope(nodeid)
+        if Path(file).parent.name == "conformance":
+            return "the ranks of conformance"
         return "the SGLang server" if Path(file).name.startswith("test_sglang") else file
 
 

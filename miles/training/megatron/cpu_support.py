@@ -7,6 +7,7 @@ deleted once Megatron asks ``torch.accelerator`` or the tensor instead. Nothing 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ def support_cpu() -> None:
     _replace_device()
     mode: Any = _CudaMeansCpu()
     mode.__enter__()  # until the process ends
+    _import_uncompiled()
     _keep_random_state()
     _avoid_transformer_engine()
     _pad_unequal_parts()
@@ -80,6 +82,24 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.type and isinstance(found, str):
             return found.replace("torch.", "torch.cuda.")
         return found
+
+
+def _import_uncompiled() -> None:
+    """Import Megatron with its small functions as they are written.
+
+    They are marked for ``torch.compile``, which imports its compiler for GPU kernels at the first mark: 2 s of processor
+    time in every rank. What is marked later follows the choice that ``megatron.core.jit`` makes here.
+    """
+    module: Any = torch
+    compiler, module.compile = module.compile, _as_written
+    try:
+        importlib.import_module("megatron.core.jit")
+    finally:
+        module.compile = compiler
+
+
+def _as_written(function: Any = None, **_: Any) -> Any:
+    return _as_written if function is None else function
 
 
 def _keep_random_state() -> None:

@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from miles.cluster import liveness
+from miles.cluster.failures import in_one_line
 from miles.cluster.liveness import HEARTBEAT, REPORT, WorkerLost, Workers, with_heartbeat
 from miles.stacks import own_stacks
 
@@ -121,10 +122,25 @@ def test_the_death_of_a_worker_that_nobody_waits_for_ends_the_wait(crew):
     workers.results([first.sleep.remote(0), second.sleep.remote(0)])
     waits = second.sleep.remote(FOR_EVER)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerLost, match="worker 0 died") as lost:
+    with pytest.raises(WorkerLost, match=r"worker 0 died \(out of memory, or killed from outside\)") as lost:
         workers.result(waits)
     assert lost.value.worker is first
     assert isinstance(lost.value.__cause__, ray.exceptions.RayActorError)
+
+
+def test_a_fault_of_native_code_is_named_and_an_instruction_that_is_missing_has_a_remedy(crew):
+    workers, (first, second), (pid, other) = crew
+    workers.results([first.sleep.remote(0), second.sleep.remote(0)])
+    os.kill(pid, signal.SIGILL)
+    with pytest.raises(WorkerLost, match=r"worker 0 died \(SIGILL: .* set ONEDNN_MAX_CPU_ISA=AVX2 in the environment"):
+        workers.result(second.sleep.remote(FOR_EVER))
+    with pytest.raises(ray.exceptions.RayActorError) as death:
+        ray.get(first.sleep.remote(0))
+    assert in_one_line(death.value).startswith("a worker process died (SIGILL: ")
+    workers.end(first)
+    os.kill(other, signal.SIGSEGV)
+    with pytest.raises(WorkerLost, match=r"worker 1 died \(SIGSEGV: a fault of native code"):
+        workers.result(second.sleep.remote(FOR_EVER))
 
 
 def test_the_death_of_a_replaceable_worker_is_reported_to_who_waits_for_it(crew):

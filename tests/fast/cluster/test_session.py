@@ -107,7 +107,10 @@ def test_a_signal_while_ray_starts_stops_the_run_when_it_has_started(
 
 def test_a_second_signal_while_ray_starts_ends_the_launcher_at_once(tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", IMPATIENT], env=os.environ | {"RAY_TMPDIR": str(tmp_path)}, capture_output=True, text=True
+        [sys.executable, "-c", IMPATIENT],
+        env=os.environ | {"RAY_TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
     )
     assert (ended.returncode, ended.stdout) == (143, "starting\n"), ended.stderr
     assert ended.stderr == "train.py: stopped by SIGTERM while Ray was starting\n"

@@ -1,12 +1,15 @@
 """Run layouts on real ranks and measure what they allocate: ``measured.py FOLDER LAYOUT...``.
 
-FOLDER/measured NAME RANK.json has, by phase, the peak of bytes beyond those held between steps, from torch's profiler.
+FOLDER/measured NAME RANK.json has, by phase, the peak of bytes beyond those held between steps, from torch's profiler; and
+the load of the rank's experts. Random routers prefer some experts by a tenth and more, and a rehearsal is told by how much.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,38 @@ def _allocations(events: Any) -> list[tuple[int, int]]:
     return found
 
 
+@contextmanager
+def chosen_experts(backend: str) -> Iterator[list[torch.Tensor]]:
+    """Collect how many tokens of this rank chose each expert, layer by layer."""
+    found: list[torch.Tensor] = []
+    if backend != "megatron":
+        yield found
+        return
+    from miles.training.megatron.moe.router import BalancedRouter
+
+    routing = BalancedRouter.routing
+
+    def counted(self: Any, *given: Any, **named: Any) -> Any:
+        probabilities, chosen = routing(self, *given, **named)
+        found.append(chosen.sum(0).float())
+        return probabilities, chosen
+
+    BalancedRouter.routing = counted  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        BalancedRouter.routing = routing  # type: ignore[method-assign]
+
+
+def load_of_rank(chosen: list[torch.Tensor], rank: int, ranks: int) -> float:
+    """Return the tokens of this rank's experts relative to the average rank; the ranks are one expert-parallel group."""
+    if not chosen or ranks == 1:
+        return 1.0
+    of_experts = torch.stack(chosen).sum(0)
+    torch.distributed.all_reduce(of_experts)
+    return float(of_experts.chunk(ranks)[rank].sum() * ranks / of_experts.sum())
+
+
 def measure(rank: int, name: str, folder: Path) -> None:
     """Take two optimizer steps, the first to allocate the optimizer's state, and measure the second."""
     settings = validate((FSDP | MEGATRON)[name].settings(folder)).settings
@@ -61,10 +96,15 @@ def measure(rank: int, name: str, folder: Path) -> None:
         role.optimizer.step()
     found: dict[str, Any] = {"stage": stage, "micro_batches": times}
     flops = FlopCounterMode(display=False)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=False) as passes:
+    activities = [ProfilerActivity.CPU]
+    with (
+        chosen_experts(settings.training.train_backend) as chosen,
+        profile(activities=activities, profile_memory=True, record_shapes=False) as passes,
+    ):
         for role in roles[:1]:
             role.model.forward_backward(largest_alone(shard, times), role.loss_function)
     found["forward and backward"] = peak(passes)
+    found["load"] = load_of_rank(chosen, rank, settings.megatron.expert_model_parallel_size)
     roles[0].optimizer.step()
     with flops:
         roles[0].model.forward_backward(largest_alone(shard, times), roles[0].loss_function)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -142,5 +143,7 @@ def test_the_router_may_open_two_sockets_per_request(tmp_path):
             Router((), "127.0.0.1", LogFile(tmp_path / "router.log"), requests=hard)
         router = Router((), "127.0.0.1", LogFile(tmp_path / "router.log"), requests=600)
         limit = psutil.Process(router.pid).rlimit(psutil.RLIMIT_NOFILE)
+        libraries = Path(f"/proc/{router.pid}/maps").read_text()
         router.close()
         assert limit == (SPARE_FILES + 1200, hard)
+        assert "sglang_router" in libraries and "libtorch" not in libraries, "it imports SGLang, which takes 6 s"
