@@ -235,10 +235,10 @@ def end_at_once(guard: RunGuard | None, result: Continuation | int = 1) -> None:
 
 @contextmanager
 def _starting(guard: RunGuard | None) -> Iterator[None]:
-    """Handle a signal that stops the run when the block, in which Ray starts, has ended; a second one ends this process.
+    """Handle a signal that stops the run after the block, in which Ray starts; a second one ends this process.
 
-    Handlers raise, and where Ray's native code calls Python that ends the process with "Aborted". Nor may Ray set its own
-    handler for SIGTERM, which exits.
+    Handlers raise, and where Ray's native code calls Python that ends the process with "Aborted". Nor may Ray set its
+    own handler for SIGTERM, which exits.
     """
 
     def end(number: int) -> None:

@@ -1,7 +1,7 @@
 """Say how a worker process died: by a signal that it could still log, or by one that leaves no trace.
 
-Ray does not report the signal. Its processes write ``*** SIGILL received …`` to their own log before they end by a fault
-of native code. SIGKILL, which the system sends when memory runs out, cannot be logged.
+Ray does not report the signal. Its processes write ``*** SIGILL received …`` to their own log before they end by a
+fault of native code. SIGKILL, which the system sends when memory runs out, cannot be logged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Run ``sglang_router.launch_router`` without its balancer for tests: ``python -m miles.engine.sglang.router_process …``.
+"""Run sglang-router without its balancer for tests: ``python -m miles.engine.sglang.router_process …``.
 
-The balancer (``--mini-lb``) imports all of SGLang for its traces: 6 of the 6.5 s of processor time that a router takes to
-start. The router itself needs none of it.
+The balancer (``--mini-lb``) imports all of SGLang for its traces: 6 of the 6.5 s of processor time that a router takes
+to start. The router itself needs none of it.
 """
 
 from __future__ import annotations

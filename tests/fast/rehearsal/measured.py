@@ -1,7 +1,7 @@
 """Run layouts on real ranks and measure what they allocate: ``measured.py FOLDER LAYOUT...``.
 
-FOLDER/measured NAME RANK.json has, by phase, the peak of bytes beyond those held between steps, from torch's profiler; and
-the load of the rank's experts. Random routers prefer some experts by a tenth and more, and a rehearsal is told by how much.
+FOLDER/measured NAME RANK.json has, by phase, the peak of bytes beyond those held between steps, from torch's profiler,
+and the load of the rank's experts. Random routers prefer some experts, and a rehearsal is told by how much.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def chosen_experts(backend: str) -> Iterator[list[torch.Tensor]]:
 
 
 def load_of_rank(chosen: list[torch.Tensor], rank: int, ranks: int) -> float:
-    """Return the tokens of this rank's experts relative to the average rank; the ranks are one expert-parallel group."""
+    """Return the tokens of this rank's experts relative to the average; the ranks are one expert-parallel group."""
     if not chosen or ranks == 1:
         return 1.0
     of_experts = torch.stack(chosen).sum(0)
