@@ -70,7 +70,8 @@ def samples_of(case: Case) -> list[OracleSample]:
 
 def wanted(case: Case, model: Any, samples: Sequence[OracleSample]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return the oracle's gradients by parameter and its metrics by name. They do not depend on the layout."""
-    return _once(model, (case.loss, list(samples)), lambda: _wanted(case, model, samples))
+    gradients, metrics = _once(model, (case.loss, list(samples)), lambda: _wanted(case, model, samples))
+    return dict(gradients), dict(metrics)
 
 
 def _wanted(
