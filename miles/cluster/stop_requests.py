@@ -184,8 +184,8 @@ def stops_later(at_the_second: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
-        for number in arrived[:1]:
-            signal.raise_signal(number)
+        if arrived:
+            signal.raise_signal(arrived[0])
 
 
 def _leave_closed_terminal() -> None:
