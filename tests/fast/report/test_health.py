@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -47,15 +48,30 @@ def shape(step: int) -> Row:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_run_that_learns_is_healthy_at_every_step(tmp_path: Path, seed: int) -> None:
     write_rows(tmp_path, enumerate(healthy(seed), 1))
-    text = (tmp_path / METRICS).read_text().splitlines(keepends=True)
-    for length in range(1, STEPS + 1):
-        folder = tmp_path / str(length)
-        folder.mkdir()
-        assert fired(folder, []) == []
-        (folder / METRICS).write_text("".join(text[:length]))
-        metrics = MetricsFile(folder / METRICS)
+    assert fired_while_it_grew((tmp_path / METRICS).read_bytes(), tmp_path / "growing") == []
+
+
+QUICKSTARTS = sorted((Path(__file__).parent / "quickstart_runs").glob("seed_*.jsonl"))
+"""Curves of ``miles quickstart --seed N`` on two cores of an AMD EPYC, with the metrics that rules read."""
+
+
+@pytest.mark.parametrize("run", QUICKSTARTS, ids=[run.stem for run in QUICKSTARTS])
+def test_the_quickstart_is_healthy_at_every_step(tmp_path: Path, run: Path) -> None:
+    measured = {name for line in run.read_text().splitlines() for name in json.loads(line)}
+    assert measured >= {rule.metric for rule in RULES} | {"eval/heldout/accuracy"}
+    assert fired_while_it_grew(run.read_bytes(), tmp_path / METRICS) == []
+
+
+def fired_while_it_grew(rows: bytes, file: Path) -> list[str]:
+    """Return the rules that fired at any step, when ``file`` grew row by row."""
+    metrics, found = MetricsFile(file), []
+    for row in rows.splitlines(keepends=True):
+        with file.open("ab") as end:
+            end.write(row)
         metrics.refresh()
-        assert unhealthy(verdicts(metrics)) == []
+        found += [verdict.rule for verdict in unhealthy(verdicts(metrics))]
+    assert len(metrics.steps) == len(rows.splitlines())
+    return found
 
 
 def stuck(row: Row) -> Row:
