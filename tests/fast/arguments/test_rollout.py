@@ -50,9 +50,9 @@ SAMPLING = [
 ]
 MODES = [
     (
-        "--max-prompt-pass-rate 0.9 --rm-type format:1,length:-0.1",
+        "--max-prompt-pass-rate 0.9 --rm-type format:1,length:0.1",
         "--rm-type",
-        "--max-prompt-pass-rate 0.9: no reward of --rm-type format:1,length:-0.1 says whether",
+        "--max-prompt-pass-rate 0.9: no reward of --rm-type format:1,length:0.1 says whether",
     ),
     ("--over-sampling-batch-size 12", "", "--over-sampling-batch-size 12: would be ignored without --dynamic-sampling"),
     ("--over-sampling-batch-size 4 --dynamic-sampling-filter-path a:b", "", "at least --rollout-batch-size 8"),
