@@ -153,11 +153,6 @@ _ROLLOUT = [
 ]
 _HOOKS = [
     *refused(
-        "this function of yours is not called in this version",
-        "drop it, or do its work in --rollout-function-path: async def rollout(iteration: int, tools: RolloutTools)",
-        "--buffer-filter-path V",
-    ),
-    *refused(
         "models are built from --hf-checkpoint",
         "drop it; --train-backend fsdp builds every model that transformers has",
         "--custom-model-provider-path V",
@@ -167,11 +162,6 @@ _HOOKS = [
     ),
 ]
 _OBJECTIVE = [
-    *refused(
-        "the ratio of the policy loss is to the trainer's own log-probs of before the first step",
-        "drop it; --use-tis weighs tokens by the ratio of trainer to engine",
-        "--use-rollout-logprobs",
-    ),
     *refused(
         "the KL to the teacher is estimated from the sampled tokens",
         "drop it",

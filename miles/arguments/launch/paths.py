@@ -36,6 +36,11 @@ HOOKS = {
     "dynamic_sampling_filter_path": Hook(
         "rollout", "def keep(group: PromptGroup) -> FilterDecision | bool (miles.rollout.filters)"
     ),
+    "buffer_filter_path": Hook(
+        "rollout",
+        "def pick(args, rollout_id: int, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]] "
+        "(miles.rollout.buffer_filter)",
+    ),
     "rollout_sample_filter_path": Hook(
         "rollout", "def mark(args, groups: list[list[Sample]]) -> None: sets sample.remove_sample (miles.sample)"
     ),
@@ -91,6 +96,7 @@ KNOWN = {
     ("dynamic_sampling_filter_path", "rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"): (
         "miles.rollout.filters:check_reward_nonzero_std"
     ),
+    ("buffer_filter_path", "rollout.data_source.pop_first"): None,
     ("rollout_function_path", "rollout.sglang_rollout.generate_rollout"): None,
     ("custom_generate_function_path", "rollout.sglang_rollout.generate"): None,
     ("custom_rm_path", "rollout.on_policy_distillation.reward_func"): "miles.rewards.built_in.zero:zero",
@@ -105,20 +111,18 @@ KNOWN = {
 FOR_CONVERSATIONS = {("rollout_function_path", "rollout.sft_rollout.generate_rollout")}
 # Generates ahead of the trainer without end, as --fully-async does.
 FULLY_ASYNC = "fully_async_rollout.generate_rollout_fully_async"
+_MISMATCH_FLAGS = (
+    "give its settings in --custom-config-path, or use --use-tis with --tis-level and --tis-mode, and --use-rs with "
+    "--rs-level, its bounds and --rs-veto-threshold"
+)
 # Functions elsewhere whose work is done by flags here.
 FLAGS_INSTEAD = {
     ("rollout_function_path", "rollout.sft_rollout.generate_rollout"): (
         "use --loss-type sft_loss, which trains on the conversations of --prompt-data"
     ),
-    ("custom_tis_function_path", "compute_mis_weights_with_cp"): (
-        "use --use-tis with --tis-level and --tis-mode, and --use-rs with --rs-level and its bounds"
-    ),
-    ("custom_tis_function_path", "compute_mis_weights_fsdp"): (
-        "use --use-tis with --tis-level and --tis-mode, and --use-rs with --rs-level and its bounds"
-    ),
-    ("custom_tis_function_path", "compute_mis_weights"): (
-        "use --use-tis with --tis-level and --tis-mode, and --use-rs with --rs-level and its bounds"
-    ),
+    ("custom_tis_function_path", "compute_mis_weights_with_cp"): _MISMATCH_FLAGS,
+    ("custom_tis_function_path", "compute_mis_weights_fsdp"): _MISMATCH_FLAGS,
+    ("custom_tis_function_path", "compute_mis_weights"): _MISMATCH_FLAGS,
 }
 _PACKAGES = ("miles", "slime", "miles_plugins", "slime_plugins", "examples")
 
