@@ -127,9 +127,6 @@ _DATA = [
         "drop it, and train on the text columns",
         "--multimodal-keys V",
     ),
-    *refused(
-        "columns of tools are not read", "put the tools into the messages, or into the metadata column", "--tool-key V"
-    ),
 ]
 _ROLLOUT = [
     *refused(

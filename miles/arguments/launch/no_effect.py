@@ -167,7 +167,7 @@ IDLE = (
     ),
     Idle(
         "data",
-        ("apply_chat_template_kwargs",),
+        ("apply_chat_template_kwargs", "tool_key"),
         lambda s: not s.data.apply_chat_template and not s.reads_conversations,
         "without --apply-chat-template",
     ),

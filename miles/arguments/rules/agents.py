@@ -27,6 +27,8 @@ def check_agents(settings: Settings, errors: Errors) -> None:
             errors.refuse("rm_type", settings.reward.rm_type, "reads the reward of an environment", what_to_do)
     if rollout.agent_command is not None:
         _check_maker(settings, "agent_command", errors)
+        why = "with --agent-command, whose program names the tools of its calls"
+        errors.refuse_ignored(settings.data, ["tool_key"], why, "put them into the metadata column")
     if rollout.environment is not None:
         with errors.catching():
             read_choice(rollout.environment)
