@@ -107,6 +107,9 @@ class RolloutArguments:
         type=str,
         metavar="ENVIRONMENT",
     )
+    max_turns: Optional[int] = flag(
+        None, "with --environment: answers of the model in a trajectory, at most; default: what the environment says"
+    )
     rollout_function_path: Optional[str] = flag(
         None, "your function that generates a whole iteration, instead of the built-in collector, module:function"
     )

@@ -105,7 +105,7 @@ def _read(row: Row, renderer: PromptRenderer, data: DataArguments, tokenizer: Pr
     if not isinstance(messages, list):
         row.refuse("--loss-type sft_loss trains on a list of chat messages; give one, with the roles and the contents")
     text = renderer.render_conversation(row, messages)
-    rendered: dict[tuple[int, str, bool], str] = {}
+    rendered: dict[tuple[int, str | None, bool], str] = {}
 
     def render(part: Sequence[dict[str, Any]], opens_turn: bool) -> str:
         key = len(part), part[-1].get("content"), opens_turn  # all parts begin as the conversation does

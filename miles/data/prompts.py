@@ -84,8 +84,7 @@ def load_prompts(
     read = iter(tokenizer(unread, add_special_tokens=not renderer.uses_template)["input_ids"] if unread else ())
     token_ids = [next(read) if prompt.token_ids is None else prompt.token_ids for prompt in rendered]
     prompts = [
-        _prompt(row, prompt, ids, columns, notes)
-        for row, prompt, ids in zip(rows, rendered, token_ids, strict=True)
+        _prompt(row, prompt, ids, columns, notes) for row, prompt, ids in zip(rows, rendered, token_ids, strict=True)
     ]
     if labels_optional and columns.label is None:
         notes.add_all(_NO_LABEL_KEY, len(rows), rows[0].where)

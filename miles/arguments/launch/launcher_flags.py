@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles.arguments.launch.foreign import by_flag, noted, refused
+from miles.arguments.launch.multi_turn import MULTI_TURN_FLAGS
 from miles.arguments.launch.notes import FILES, MEMORY, REPORTING, SAME, SPEED
 from miles.arguments.settings import Settings
 
@@ -206,4 +207,6 @@ _CHECKPOINTS = [
     ),
 ]
 
-LAUNCHER_FLAGS = by_flag([*_PLUMBING, *_REPORTING, *_DATA, *_ROLLOUT, *_HOOKS, *_OBJECTIVE, *_ADAPTERS, *_CHECKPOINTS])
+LAUNCHER_FLAGS = by_flag(
+    [*MULTI_TURN_FLAGS, *_PLUMBING, *_REPORTING, *_DATA, *_ROLLOUT, *_HOOKS, *_OBJECTIVE, *_ADAPTERS, *_CHECKPOINTS]
+)

@@ -99,6 +99,7 @@ KNOWN = {
     ("buffer_filter_path", "rollout.data_source.pop_first"): None,
     ("rollout_function_path", "rollout.sglang_rollout.generate_rollout"): None,
     ("custom_generate_function_path", "rollout.sglang_rollout.generate"): None,
+    ("custom_generate_function_path", "rollout.generate_hub.single_turn.generate"): None,
     ("custom_rm_path", "rollout.on_policy_distillation.reward_func"): "miles.rewards.built_in.zero:zero",
     ("custom_reward_post_process_path", "rollout.on_policy_distillation.post_process_rewards"): None,
     ("custom_rm_path", "on_policy_distillation.on_policy_distillation.reward_func"): "miles.rewards.built_in.zero:zero",
@@ -138,6 +139,16 @@ def our_function(field: str, path: str, reads_conversations: bool = False) -> tu
     if (field, tail) in KNOWN and not _exists(path):
         return True, KNOWN[field, tail]
     return False, None
+
+
+def names_function_of_others(field: str, path: str, tail: str) -> bool:
+    """Return whether ``path`` names the function ``tail`` of a package of other launchers, and no file here has it."""
+    return field in HOOKS and _tail(path) == tail and path.replace(":", ".") != tail and not _exists(path)
+
+
+def is_missing(path: str) -> bool:
+    """Return whether ``path`` is in a package of a related launcher, and not here."""
+    return path.replace(":", ".").partition(".")[0] in _PACKAGES and not _exists(path)
 
 
 def is_fully_async(field: str, path: str) -> bool:
