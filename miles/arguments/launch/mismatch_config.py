@@ -15,7 +15,7 @@ from miles.arguments.launch.spelling import group_words, without_flags
 from miles.flags import Errors, flag_name
 
 FLAG = "--custom-tis-function-path"
-_FUNCTIONS = ("compute_mis_weights", "compute_mis_weights_with_cp", "compute_mis_weights_fsdp")
+FUNCTIONS = ("compute_mis_weights", "compute_mis_weights_with_cp", "compute_mis_weights_fsdp")
 _OF_WEIGHTS = ("tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize")
 _OF_REJECTION = ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold")
 _MODES = {"truncate": "truncate", "clip": "truncate", "mask": "icepop"}  # theirs -> ours
@@ -38,7 +38,7 @@ def read_mismatch_config(
     if not paths or len(paths[-1]) != 1 or not values.keys() & {*_OF_WEIGHTS}:
         return list(words), dict(values), []
     [path] = paths[-1]
-    is_theirs = path.replace(":", ".").rpartition(".")[2] in _FUNCTIONS
+    is_theirs = path.replace(":", ".").rpartition(".")[2] in FUNCTIONS
     if not is_theirs or missing_function("custom_tis_function_path", path) is None:
         return list(words), dict(values), []
     switches = {flag for flag, _ in group_words(words)}
