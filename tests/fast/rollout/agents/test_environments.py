@@ -115,7 +115,7 @@ async def test_a_tool_is_shown_called_and_read_and_only_sampled_tokens_are_train
     group = await played(generator(f"{__name__}:Shop"), engine, chat_tokenizer)
     [sample] = group.samples
     whole = chat_tokenizer.decode(sample.tokens)
-    assert '"name": "price"' in sample.prompt.text and "What is bought." in sample.prompt.text
+    assert '"name": "price"' in sample.prompt.text and "The item to buy." in sample.prompt.text
     assert whole.endswith(
         f"assistant\n{CALL}<|im_end|>\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n7<|im_end|>"
     )
