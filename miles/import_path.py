@@ -21,9 +21,18 @@ def load_function(path: str, flag: str) -> Callable[..., Any]:
 
     Raises ``InputError`` naming ``flag``, the path given and what is wrong with it.
     """
+    function: Callable[..., Any] | None = load_object(path, flag, "function")
+    if not callable(function):
+        module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+        raise InputError(f"{flag} {path}: module {module_name} has no function {name}; define it there or fix the name")
+    return function
+
+
+def load_object(path: str, flag: str, kind: str = "object") -> Any:
+    """Import what ``path`` names, as ``load_function`` does; ``kind`` says what it is in errors."""
     module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not name:
-        raise InputError(f"{flag} {path}: not an import path; write module:function or module.function")
+        raise InputError(f"{flag} {path}: not an import path; write module:{kind} or module.{kind}")
     if module_name.endswith(PICKLED):
         return _unpickled(path, Path(module_name), flag)
     here = str(Path.cwd())
@@ -36,10 +45,9 @@ def load_function(path: str, flag: str) -> Callable[..., Any]:
             f"{flag} {path}: cannot import module {module_name} ({error}); "
             "check the spelling, or start the run from the folder that holds it"
         ) from error
-    function: Callable[..., Any] | None = getattr(module, name, None)
-    if not callable(function):
-        raise InputError(f"{flag} {path}: module {module_name} has no function {name}; define it there or fix the name")
-    return function
+    if getattr(module, name, None) is None:
+        raise InputError(f"{flag} {path}: module {module_name} has no {kind} {name}; define it there or fix the name")
+    return getattr(module, name)
 
 
 def _unpickled(path: str, file: Path, flag: str) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ class Prompt:
     ``text`` is the prompt as the model reads it (chat template applied); ``token_ids`` its tokens; ``label`` the
     reference answer; ``metadata`` whatever else the row carries for rewards and filters; ``source`` is the place of the
     row (``file.jsonl:17``), for messages to the user; ``prompt_set`` the name of its set in a mixture; ``input`` what
-    its column of prompts holds, as it is: text or messages.
+    its column of prompts holds, as it is: text or messages; ``tools`` those of the column ``--tool-key``.
     """
 
     text: str
@@ -47,7 +47,8 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     prompt_set: str = ""
-    input: Any = field(default=None, compare=False)  # saved samples do not have it
+    input: Any = field(default=None, compare=False)  # saved samples have neither
+    tools: Any = field(default=None, compare=False)
 
 
 @dataclass

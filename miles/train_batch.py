@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from miles.replay.support import Support
     from miles.replay.token_sets import TokenSets
 
-_STEP_WIDE = ("num_trajectories", "num_loss_tokens", "expected_loss_mass")
+_STEP_WIDE = ("num_trajectories", "num_loss_tokens", "expected_loss_mass", "tis_mean")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class TrainBatch:
     """One optimizer step as columns with one entry per sample; a shard of it (``select``) has the same type.
 
     The three step-wide numbers are those of the **whole** step on every shard. They are computed before the batch is
-    split, so no split can change a denominator (docs/loss-aggregation.md).
+    split, so no split can change a denominator (docs/loss-aggregation.md). ``tis_mean`` is the whole step's too; it
+    reads the trainer's log-probs, so the ranks compute it together.
 
     Worked example (two prompts, two trajectories each, response lengths 2, 6 | 4, 8, nothing masked)::
 
@@ -50,7 +51,10 @@ class TrainBatch:
     num_loss_tokens: int  # T
     expected_loss_mass: float  # sum of the weights of all tokens in pg_loss
 
-    old_log_probs: list[np.ndarray] | None = None  # float32 [response], by the trainer before the first step
+    tis_mean: float | None = None  # by which the weights of --use-tis are divided, with --tis-batch-normalize
+
+    old_log_probs: list[np.ndarray] | None = None  # float32 [response], by the trainer before the first step; the
+    # engine's with --use-rollout-logprobs
     ref_log_probs: list[np.ndarray] | None = None  # float32 [response], by the reference model
     teacher_log_probs: list[np.ndarray] | None = None  # float32 [response], by the teacher that is distilled
     sum_squared_probs: list[np.ndarray] | None = None  # float64 [response], over the vocabulary, with old_log_probs
@@ -114,8 +118,9 @@ class TokenColumns:
 
     Attributes:
         advantages: The advantages that the loss used, after phase 2.
-        log_probs: The trainer's, under the weights that the iteration began with.
-        ratios: Current policy over the one that the iteration began with.
+        log_probs: The trainer's, under the weights that the iteration began with; with ``--use-rollout-logprobs`` under
+            those of the step.
+        ratios: Current policy over the one that the iteration began with; over the engine with that flag.
         token_weights: The factor of the token's loss by all corrections.
     """
 
@@ -175,6 +180,7 @@ class MicroBatch:
     returns: torch.Tensor | None = None  # float32 [R], the critic's targets
     selected: torch.Tensor | None = None  # float32 0/1 [R], tokens that the policy loss treats apart
     top_entropy: torch.Tensor | None = None  # float32 0/1 [R], tokens of --top-entropy-quantile
+    tis_mean: float | None = None  # of the whole step: the weights of --use-tis are divided by it
     support: Support | None = None  # of R tokens: the softmax of every log-prob and entropy is over these sets
     experts: torch.Tensor | None = None  # int16 [T, layers, k], what the policy's routers are given; -1: own choice
     padded: bool = False

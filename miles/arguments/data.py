@@ -43,6 +43,7 @@ class DataArguments:
     input_key: str = flag("input", "column of the prompt: text, or a list of chat messages")
     label_key: Optional[str] = flag(None, "column of the reference answer")
     metadata_key: str = flag("metadata", "column of an object for rewards and filters, if there is one")
+    tool_key: str = flag("tools", "column of the tools that the chat template shows to the model, if there is one")
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")
     apply_chat_template_kwargs: Optional[str] = flag(None, "JSON object of keyword arguments of the chat template")
     sft_roles: tuple[str, ...] = flag(
@@ -91,7 +92,8 @@ def check_data(
         why = "without --loss-type sft_loss on conversations"
         errors.refuse_ignored(data, ["sft_roles"], why, "use that loss without --load-debug-rollout-data")
     if not data.apply_chat_template and (has_eval_sets or not reads_conversations):
-        errors.refuse_ignored(data, ["apply_chat_template_kwargs"], "without --apply-chat-template", "add that switch")
+        of_template = ["apply_chat_template_kwargs"] + ([] if reads_conversations else ["tool_key"])
+        errors.refuse_ignored(data, of_template, "without --apply-chat-template", "add that switch")
 
 
 def _check_own_source(data: DataArguments, loads_samples: bool, reads_conversations: bool, errors: Errors) -> None:

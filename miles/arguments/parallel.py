@@ -7,7 +7,7 @@ from miles.arguments.model import ModelArguments, local_config
 from miles.arguments.training import TrainingArguments
 from miles.components import train_backend_spec
 from miles.flags import Errors, count, flag, flag_name
-from miles.model_families.packing import has_recurrent_state, model_type, why_untrained
+from miles.model_families.packing import NO_WINDOW, has_recurrent_state, model_type, why_untrained, why_windowed
 from miles.parallel.dims import ParallelDims
 
 
@@ -122,6 +122,9 @@ def pad_recurrent_models(
             config = local_config(model, name)
         if config is not None and (why := why_untrained(config)):
             errors.refuse(name, path, why, "choose another model")
+            continue
+        if config is not None and (why := why_windowed(config)):
+            errors.refuse(name, path, why, NO_WINDOW)
             continue
         if config is None or not has_recurrent_state(config):
             continue

@@ -20,6 +20,7 @@ from miles.arguments.explain import explain
 from miles.arguments.files import config_file, custom_config
 from miles.arguments.files.config_file import expand_configs, located
 from miles.arguments.launch.choice import choose_backend, choose_engine, choose_ranks, in_words
+from miles.arguments.launch.mismatch_config import read_mismatch_config
 from miles.arguments.launch.notes import OTHERS, Note, report, strict_errors, surprises
 from miles.arguments.launch.paths import names_functions
 from miles.arguments.launch.settle import FOREIGN_FLAGS, settle
@@ -280,10 +281,11 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
     words = cut_spaced_words(parser._read_args_from_files(list(argv)), {config_file.FLAG})
     own = {*parser._option_string_actions}
     expanded = expand_configs(words, parser._option_string_actions, _further_flags, parser.errors, keywords or {})
-    words, names_for_functions = _with_custom_config(parser, expanded.words, own)
+    words, names_for_functions, custom_notes = _with_custom_config(parser, expanded.words, own)
     megatron = {*_megatron_flags(words, own)}
     words = cut_spaced_words(words, own | megatron | {*FOREIGN_FLAGS})
     words, notes = read_other_values(words)
+    notes += custom_notes
     ours, passed_on = split_server_flags(words, own)
     given = [flag for flag in flags_in(ours) if flag in megatron]
     _add_flags(parser, ours, given)
@@ -297,21 +299,27 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
     return replace(command, origins=expanded.origins, names_for_functions=names, words=tuple(expanded.words))
 
 
-def _with_custom_config(parser: FlagParser, words: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the words with those of ``--custom-config-path`` behind them, and the names in it that are no flags."""
+def _with_custom_config(
+    parser: FlagParser, words: Sequence[str], own: Collection[str]
+) -> tuple[list[str], list[str], list[Note]]:
+    """Return the words with those of ``--custom-config-path`` behind them, and the names in it that are no flags.
+
+    The notes say what of it was read as something else.
+    """
     paths = [values for flag, values in group_words(words) if flag == custom_config.FLAG]
     if not paths or len(paths[-1]) != 1:
-        return list(words), []
+        return list(words), [], []
     try:
         values = custom_config.read_custom_config(paths[-1][0])
     except ValueError as error:
         parser.errors.add(str(error))
-        return list(words), []
+        return list(words), [], []
+    words, values, notes = read_mismatch_config(words, values, parser.errors)
     written = [flag_name(name) for name in values]
     flags = {*own, *FOREIGN_FLAGS, *_megatron_flags(written, own)}
     flags |= {flag for flag in written if flag.startswith((SERVER, ROUTER))}
     kept = without_flags(words, custom_config.left_out(values))
-    return [*kept, *custom_config.words_of(values, flags)], custom_config.names_without_flag(values, flags)
+    return [*kept, *custom_config.words_of(values, flags)], custom_config.names_without_flag(values, flags), notes
 
 
 def _further_flags() -> set[str]:

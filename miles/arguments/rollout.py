@@ -107,11 +107,19 @@ class RolloutArguments:
         type=str,
         metavar="ENVIRONMENT",
     )
+    max_turns: Optional[int] = flag(
+        None, "with --environment: answers of the model in a trajectory, at most; default: what the environment says"
+    )
     rollout_function_path: Optional[str] = flag(
         None, "your function that generates a whole iteration, instead of the built-in collector, module:function"
     )
     dynamic_sampling_filter_path: Optional[str] = flag(
         None, "your filter that keeps or drops a scored group, e.g. miles.rollout.filters:check_reward_nonzero_std"
+    )
+    buffer_filter_path: Optional[str] = flag(
+        None,
+        "your function that picks which finished groups an iteration takes, of those that wait (--partial-rollout, "
+        "--fully-async), module:function",
     )
     filter_zero_reward_samples: bool = flag(
         False, "set the loss mask of samples of reward 0 to 0, after advantages are computed over their whole groups"
@@ -306,6 +314,9 @@ def _check_early_stop(rollout: RolloutArguments, errors: Errors) -> None:
     if not rollout.partial_rollout:
         unused = ["mask_offpolicy_in_partial_rollout"]
         errors.refuse_ignored(rollout, unused, "without --partial-rollout", "add that switch")
+    if not rollout.partial_rollout and not rollout.fully_async:
+        why = "without --partial-rollout or --fully-async: no group waits for a later iteration"
+        errors.refuse_ignored(rollout, ["buffer_filter_path"], why, "add one of them")
     if errors.none_about("rollout_batch_size", "over_sampling_batch_size") and over_sampled in (None, batch):
         for name in changed(rollout, ["partial_rollout", "over_sampling_early_stop"]):
             rule = f"has no prompts to spare: all of --rollout-batch-size {batch} are submitted and needed"
@@ -345,6 +356,7 @@ _GENERATION = (
     "max_prompt_pass_rate",
     "over_sampling_batch_size",
     "dynamic_sampling_filter_path",
+    "buffer_filter_path",
     "over_sampling_early_stop",
     "partial_rollout",
     "async_steps",
@@ -401,7 +413,12 @@ def notes_on_rollout(rollout: RolloutArguments, loss: LossArguments) -> Iterator
             "--no-support-replay: the trainer's log-probs are over the whole vocabulary and samples are not, so the "
             "mean ratio to the engine's distribution is the probability that top-p, top-k and min-p keep, not 1"
         )
-    if rollout.async_steps and uses_policy_loss and not loss.use_tis:
+    if rollout.buffer_filter_path is not None and rollout.partial_rollout:
+        yield (
+            f"--buffer-filter-path {rollout.buffer_filter_path}: it picks among finished groups that wait; interrupted "
+            "groups are not shown to it, and always continue"
+        )
+    if rollout.async_steps and uses_policy_loss and not (loss.use_tis or loss.use_rollout_logprobs):
         yield (
             f"--async-steps {rollout.async_steps}: samples come from weights that are up to "
             f"{count(rollout.async_steps, 'version')} old; --use-tis corrects for that with the engine's log-probs"

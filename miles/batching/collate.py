@@ -35,8 +35,7 @@ def collate(
         samples: Indices into ``batch``. If there are none, the micro-batch has no response: it adds zero.
         device: The device of the tensors.
         context: The ranks that share the samples. If there are several, each sample is padded and cut among them.
-        share_prompts: Whether a rank on its own keeps one copy of equal prompts. A causal model computes the same for
-            a prompt, whichever response follows; the gradients of all samples add up in it.
+        share_prompts: Whether a rank on its own keeps one copy of equal prompts, whose gradients then add up in it.
         row_multiple: If given, each sample is a row, padded to the longest, rounded up to a multiple of this.
     """
     part = batch.select(samples)
@@ -74,6 +73,7 @@ def collate(
         num_trajectories=part.num_trajectories,
         num_loss_tokens=part.num_loss_tokens,
         context=context,
+        tis_mean=part.tis_mean,
         **{name: if_given(getattr(part, name)) for name in _IF_GIVEN},
         support=None if not part.supports else _support(part.supports, layout.response_index, device),
         experts=None if not part.experts else tensor(_experts_at(part.experts, layout), np.int16),

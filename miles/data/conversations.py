@@ -105,10 +105,10 @@ def _read(row: Row, renderer: PromptRenderer, data: DataArguments, tokenizer: Pr
     if not isinstance(messages, list):
         row.refuse("--loss-type sft_loss trains on a list of chat messages; give one, with the roles and the contents")
     text = renderer.render_conversation(row, messages)
-    rendered: dict[tuple[int, str, bool], str] = {}
+    rendered: dict[tuple[int, str | None, bool], str] = {}
 
     def render(part: Sequence[dict[str, Any]], opens_turn: bool) -> str:
-        key = len(part), part[-1]["content"], opens_turn  # all parts begin as the conversation does
+        key = len(part), part[-1].get("content"), opens_turn  # all parts begin as the conversation does
         if key not in rendered:
             rendered[key] = renderer.render_conversation(row, part, opens_turn)
         return rendered[key]
@@ -152,7 +152,7 @@ def _span(row: Row, render: Render, messages: Sequence[dict[str, Any]], number: 
     through = render(messages[: number + 1], False)
     if text.startswith(through) and through.startswith(before):
         return len(before), len(through.rstrip())
-    content = message["content"].strip()
+    content = (message.get("content") or "").strip()
     whole = content + _end_of_turn(render, messages, number)
     start = text.find(whole, _place(render, messages, number, text))
     if start < 0 or not content:
@@ -173,7 +173,7 @@ def _place(render: Render, messages: Sequence[dict[str, Any]], number: int, text
     """Return a position in ``text`` behind the turns of the messages before ``number``."""
     position = 0
     for earlier, message in enumerate(messages[:number]):
-        content = message["content"].strip()
+        content = (message.get("content") or "").strip()
         try:
             whole = content + _end_of_turn(render, messages, earlier)
         except InputError:  # some templates refuse a conversation without a user, as far as the system's message

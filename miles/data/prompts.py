@@ -13,7 +13,7 @@ from miles.data import reasoning_gym_task, verifiers_task
 from miles.data.notes import Notes
 from miles.data.row import Row
 from miles.data.sources import read_rows
-from miles.data.tokenizer import PromptRenderer
+from miles.data.tokenizer import PromptRenderer, RenderedPrompt
 from miles.input_error import InputError
 from miles.sample import Prompt
 
@@ -84,8 +84,7 @@ def load_prompts(
     read = iter(tokenizer(unread, add_special_tokens=not renderer.uses_template)["input_ids"] if unread else ())
     token_ids = [next(read) if prompt.token_ids is None else prompt.token_ids for prompt in rendered]
     prompts = [
-        _prompt(row, prompt.text, ids, columns, notes)
-        for row, prompt, ids in zip(rows, rendered, token_ids, strict=True)
+        _prompt(row, prompt, ids, columns, notes) for row, prompt, ids in zip(rows, rendered, token_ids, strict=True)
     ]
     if labels_optional and columns.label is None:
         notes.add_all(_NO_LABEL_KEY, len(rows), rows[0].where)
@@ -126,7 +125,7 @@ class RowReader:
         for limit in self._limits:
             if limit is not None and len(ids) > limit:
                 row.refuse(f"the prompt has {len(ids)} tokens, and at most {limit} are allowed; leave it out")
-        prompt = _prompt(row, rendered.text, ids, self._columns, notes)
+        prompt = _prompt(row, rendered, ids, self._columns, notes)
         self._notes.log_new(notes)
         return prompt
 
@@ -141,11 +140,12 @@ class _Columns:
     label_may_be_null: bool = False  # some tasks have no single right answer
 
 
-def _prompt(row: Row, text: str, token_ids: Sequence[int], columns: _Columns, notes: Notes) -> Prompt:
-    if not token_ids:
-        row.refuse(f"the tokenizer makes no token of the prompt {text!r}; correct or remove the row")
+def _prompt(row: Row, rendered: RenderedPrompt, ids: Sequence[int], columns: _Columns, notes: Notes) -> Prompt:
+    if not ids:
+        row.refuse(f"the tokenizer makes no token of the prompt {rendered.text!r}; correct or remove the row")
     label, metadata = _label(row, columns, notes), _metadata(row, columns.metadata)
-    return Prompt(text, tuple(token_ids), label, metadata, row.where, input=row.columns[columns.input])
+    given, tools = row.columns[columns.input], rendered.tools
+    return Prompt(rendered.text, tuple(ids), label, metadata, row.where, input=given, tools=tools)
 
 
 def _has_label(row: Row, columns: _Columns) -> bool:

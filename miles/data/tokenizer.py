@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from miles.arguments.data import DataArguments
 from miles.data.notes import Notes
 from miles.data.row import Row
 from miles.data.special_tokens import SpecialTokens, reveal
+from miles.data.tool_definitions import tools_of
 from miles.flags import json_object
 from miles.input_error import InputError
 from miles.one_line import one_line
@@ -17,9 +18,12 @@ from miles.one_line import one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Tools: TypeAlias = list[dict[str, Any]] | None  # of a row, in the form of OpenAI's API
+
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _ASSISTANT_LAST = "the last message is the assistant's, and a new turn of the assistant follows it"
+_NO_TOOLS = "the row has tools, and the chat template writes none, so the model does not see them"
 _ESCAPED = "a message has the text of a special token, which is read as text"
 _NOT_ESCAPED = "the text has a special token, which is read as that token; chat messages are protected from this"
 
@@ -43,10 +47,14 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """The text of a prompt. ``token_ids`` are there if the tokenizer would read the text as something else."""
+    """The text of a prompt, and the tools of its row, which the text shows.
+
+    ``token_ids`` are there if the tokenizer would read the text as something else.
+    """
 
     text: str
     token_ids: tuple[int, ...] | None = None
+    tools: Tools = None
 
 
 class PromptRenderer:
@@ -59,6 +67,7 @@ class PromptRenderer:
     def __init__(self, data: DataArguments, tokenizer: PreTrainedTokenizerBase) -> None:
         self.uses_template = data.apply_chat_template
         self._kwargs = json_object("apply_chat_template_kwargs", data.apply_chat_template_kwargs)
+        self._tool_key = data.tool_key
         self._tokenizer = tokenizer
         self._special = SpecialTokens(tokenizer)
         self._template = str(tokenizer.chat_template or "")
@@ -73,8 +82,8 @@ class PromptRenderer:
     def render(self, row: Row, value: Any, notes: Notes) -> RenderedPrompt:
         """Render the prompt ``value`` of ``row``: a string, or a list of ``{"role", "content"}`` messages.
 
-        With the template, a string is one user message, and the text ends at the start of the assistant's turn.
-        Special tokens are those that the template writes: their text in a message is text.
+        With the template, a string is one user message, the tools of the row are shown, and the text ends at the start
+        of the assistant's turn. Special tokens are those that the template writes: their text in a message is text.
 
         Raises:
             InputError: For an empty or malformed prompt, and for messages without the template; it names the row.
@@ -89,11 +98,14 @@ class PromptRenderer:
                 notes.add(_ASSISTANT_LAST, row.where)
         elif self.uses_template:
             value = [{"role": "user", "content": value}]
-        if self._special.are_in(value):
+        tools = self._tools(row) if self.uses_template else None
+        if tools and "tools" not in self._template:
+            notes.add(_NO_TOOLS, row.where)
+        if self._special.are_in([value, tools]):
             notes.add(_ESCAPED if self.uses_template else _NOT_ESCAPED, row.where)
             if self.uses_template:
-                return self._escaped(row, value)
-        return RenderedPrompt(self._apply(row, value) if self.uses_template else value)
+                return self._escaped(row, value, tools)
+        return RenderedPrompt(self._apply(row, value, tools) if self.uses_template else value, tools=tools)
 
     def render_conversation(self, row: Row, messages: Sequence[Any], opens_turn: bool = False) -> str:
         """Render a whole conversation; with ``opens_turn`` it ends at the start of the assistant's next turn.
@@ -104,19 +116,26 @@ class PromptRenderer:
         if not messages:
             row.refuse("the conversation is empty; fill it or remove the row")
         self._check_messages(row, list(messages))
-        if self._special.are_in(list(messages)):
+        tools = self._tools(row)
+        if self._special.are_in([list(messages), tools]):
             row.refuse("a message has the text of a special token, which would be trained on as that token; remove it")
-        return self._apply(row, list(messages), opens_turn)
+        return self._apply(row, list(messages), tools, opens_turn)
 
-    def _escaped(self, row: Row, messages: list[dict[str, Any]]) -> RenderedPrompt:
-        kept, hidden = self._special.hide(messages)
-        rendered = self._apply(row, kept)
-        return RenderedPrompt(reveal(rendered, hidden), self._special.token_ids(row, rendered, hidden))
+    def _tools(self, row: Row) -> Tools:
+        tools = tools_of(row, self._tool_key)
+        if tools and "tools" in self._kwargs:
+            row.refuse("has tools, and --apply-chat-template-kwargs gives others; keep one of the two")
+        return tools
 
-    def _apply(self, row: Row, messages: list[dict[str, Any]], opens_turn: bool = True) -> str:
-        template = self._tokenizer.apply_chat_template
+    def _escaped(self, row: Row, messages: list[dict[str, Any]], tools: Tools) -> RenderedPrompt:
+        (*kept, last), hidden = self._special.hide([*messages, {"role": "tools", "tools": tools}])
+        rendered = self._apply(row, kept, last["tools"])
+        return RenderedPrompt(reveal(rendered, hidden), self._special.token_ids(row, rendered, hidden), tools)
+
+    def _apply(self, row: Row, messages: list[dict[str, Any]], tools: Tools, opens_turn: bool = True) -> str:
+        template, kwargs = self._tokenizer.apply_chat_template, {**self._kwargs, **({"tools": tools} if tools else {})}
         try:
-            return str(template(messages, add_generation_prompt=opens_turn, tokenize=False, **self._kwargs))
+            return str(template(messages, add_generation_prompt=opens_turn, tokenize=False, **kwargs))
         except Exception as error:  # templates are the model author's code and may raise anything
             raise InputError(
                 f"{row.where}: the chat template refuses the messages ({type(error).__name__}: "
@@ -129,11 +148,12 @@ class PromptRenderer:
         for number, message in enumerate(messages, start=1):
             if not isinstance(message, dict):
                 row.refuse(f'message {number} is {_kind(message)}; write {{"role": ..., "content": ...}}')
+            calls = message.get("tool_calls")
             for key in ("role", "content"):
-                if not isinstance(message.get(key), str):
+                if not isinstance(message.get(key), str) and not (calls and key == "content"):
                     row.refuse(f"message {number}: its {key} is {_kind(message.get(key))}; give text")
             self._check_role(row, number, message["role"])
-            if not message["content"].strip() and not message.get("tool_calls"):
+            if not calls and not message["content"].strip():
                 row.refuse(f"message {number}: its content is empty; fill it or remove the message")
 
     def _check_role(self, row: Row, number: int, role: str) -> None:

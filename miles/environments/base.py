@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, ClassVar, Protocol
 
 from miles.choices import Choice
@@ -46,10 +47,12 @@ class Environment(ABC):
     Attributes:
         needs_url: Whether the environment calls the model at ``Model.url``.
         max_tokens: The tokens of one answer, at most; None for as many as there is room for.
+        max_turns: Answers of the model, at most; None for any number. ``--max-turns`` sets it.
     """
 
     needs_url: ClassVar[bool] = False
     max_tokens: ClassVar[int | None] = None
+    max_turns: int | None = None
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -71,14 +74,15 @@ class Environment(ABC):
     async def play(self, model: Model) -> float:
         """Take the trajectory to its end, and return its reward.
 
-        An environment that has a loop of its own, such as one of a library, overrides this.
+        An environment that has a loop of its own, such as one of a library, overrides this. What ``step`` says to the
+        last of ``max_turns`` answers is not read by the model.
         """
         messages = list(await self.reset())
         try:
-            while True:
+            for turn in count(1):
                 answer = await model.answer(messages, self.tools, self.max_tokens)
                 reply = await self.step(answer)
-                if not reply:
+                if not reply or turn == self.max_turns:
                     break
                 messages += [answer, *reply]
         except ConversationTooLong:
@@ -94,11 +98,15 @@ class EnvironmentKind(Choice):
 
     Attributes:
         options: The settings that may follow the name, each with its default.
+        has_reward: Whether it gives a reward, for ``--rm-type environment``.
+        bounds_turns: Whether it reads ``max_turns``.
         libraries: Modules beyond those of a plain install, each as ``module with pip install NAME``.
     """
 
     flag = "environment"
     options: ClassVar[Mapping[str, Any]] = {}
+    has_reward: ClassVar[bool] = True
+    bounds_turns: ClassVar[bool] = True
     libraries: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod

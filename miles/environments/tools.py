@@ -8,7 +8,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from miles import strict_json
 from miles.environments.base import Environment, Message
@@ -25,12 +25,12 @@ class ToolEnvironment(Environment):
     itself.
 
     Attributes:
-        max_turns: Answers of the model, at most; the calls of the last one are not run.
+        max_turns: Answers of the model, at most (``--max-turns``); the calls of the last one are not run.
         prompt: The row.
         messages: Answers, and what the tools returned, oldest first.
     """
 
-    max_turns: ClassVar[int] = 8
+    max_turns: int | None = 8
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
@@ -66,17 +66,17 @@ class ToolEnvironment(Environment):
         self.messages.append(answer)
         turns = sum(message["role"] == "assistant" for message in self.messages)
         calls = answer.get("tool_calls") or ()
-        if turns >= self.max_turns:
+        if self.max_turns is not None and turns >= self.max_turns:
             return ()
         replies = [
-            {"role": "tool", "tool_call_id": call["id"], "content": await self._call(**call["function"])}
+            {"role": "tool", "tool_call_id": call["id"], "content": await self.call(**call["function"])}
             for call in calls
         ]
         self.messages += replies
         return replies
 
-    async def _call(self, name: str, arguments: str) -> str:
-        """Return what a tool returns or raises, as text."""
+    async def call(self, name: str, arguments: str) -> str:
+        """Return what a tool returns or raises, as text; ``arguments`` are JSON."""
         function = self._by_name.get(name)
         if function is None:
             return f"error: there is no tool {one_line(name, 80)}; there are {', '.join(self._by_name)}"
@@ -91,8 +91,18 @@ class ToolEnvironment(Environment):
             else:
                 found = await asyncio.to_thread(function, **given)
         except Exception as error:  # a tool may raise anything for what the model asks
-            return f"error: {one_line(f'{type(error).__name__}: {error}', 400)}"
-        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+            return said_of(error)
+        return content_of(found)
+
+
+def content_of(found: Any) -> str:
+    """Return what a tool has returned as the content of a message: text as it is, anything else as JSON."""
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+
+
+def said_of(error: Exception) -> str:
+    """Return what a tool has raised as the content of a message."""
+    return f"error: {one_line(f'{type(error).__name__}: {error}', 400)}"
 
 
 def opening(prompt: Prompt) -> list[Message]:

@@ -45,6 +45,10 @@ RECURRENT = (
 # Types whose attention chooses the keys that a query sees by scores of its own. No backend trains them.
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 
+# Types whose layers all have the window that ``sliding_window`` names, and the window if the field is not there.
+_WINDOW_OF_ALL: dict[str, int | None] = {"mistral": 4096, "mixtral": None, "phi3": None, "starcoder2": None}
+NO_WINDOW = "set sliding_window to null in its config.json if no sequence will be longer, or choose another model"
+
 # Fields of a configuration that name the kind of each layer, and the kinds that have a state.
 _LAYER_LISTS = ("layer_types", "layers_block_type")
 _RECURRENT_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid"))
@@ -67,6 +71,21 @@ def why_untrained(config: dict[str, Any]) -> str | None:
     if model_type(config) not in SPARSE:
         return None
     return f"a {model_type(config)} has sparse attention, which neither training backend computes for several samples"
+
+
+def why_windowed(config: dict[str, Any]) -> str | None:
+    """Return why attention with a sliding window is not trained, if the configuration says that a layer has one."""
+    text = config.get("text_config") or config
+    kind = model_type(config)
+    layers = text.get("layer_types") or ()
+    if layers:
+        has_window = any("sliding" in str(layer) for layer in layers)
+    else:
+        has_window = bool(text.get("use_sliding_window", kind in _WINDOW_OF_ALL))
+    window = text.get("sliding_window", _WINDOW_OF_ALL.get(kind)) if has_window else None
+    return (
+        None if window is None else f"a {kind} with a sliding window of {window} tokens: only full attention is trained"
+    )
 
 
 def model_type(config: dict[str, Any]) -> str:

@@ -176,7 +176,7 @@ def custom_importance_weights(path: str, loss: LossArguments, ratios: Ratios) ->
     """Gather, call, and slice: the weights of this rank's tokens, fp32 [R], without a graph."""
     function, micro = IMPORTANCE.load(path), ratios.micro
     whole = gather_whole(micro)
-    old_log_probs = whole_responses(ratios.old_log_probs.float().masked_fill(micro.loss_mask == 0, 0.0), micro)
+    old_log_probs = whole_responses(ratios.trainer_log_probs.float().masked_fill(micro.loss_mask == 0, 0.0), micro)
     if not micro.response_lengths:
         return old_log_probs
     inputs = ImportanceInputs(

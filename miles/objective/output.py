@@ -20,7 +20,8 @@ class TokenValues:
 
     Attributes:
         micro: The micro-batch, or one with whole responses, whose layout the columns have.
-        log_probs: The trainer's log-probs, before the iteration's first step.
+        log_probs: The trainer's log-probs, before the iteration's first step; with ``--use-rollout-logprobs`` those of
+            the current policy.
         log_ratios: log current - log old; 0 for masked tokens.
         token_weights: The product of the factors of token_weights.py.
     """

@@ -71,6 +71,10 @@ class CommonFlags:
         None,
         "your function of what an iteration trains on, scored and with advantages, module:function or module.function",
     )
+    use_rollout_logprobs: bool = flag(
+        False,
+        "p_old of every ratio is what the engine reported when it sampled; the trainer does not score it",
+    )
     use_opsm: bool = flag(
         False, "drop sequences of negative advantage whose KL from the old policy exceeds --opsm-delta"
     )
@@ -80,12 +84,18 @@ class CommonFlags:
     tis_clip_low: float = flag(0.0, "lower bound of the weight of --use-tis")
     tis_mode: Literal["truncate", "icepop"] = flag("truncate", "outside its bounds a ratio is cut to them, or set to 0")
     tis_level: ImportanceLevel = flag("token", "ratio of a token, of a sequence (product), or its geometric mean")
+    tis_batch_normalize: bool = flag(
+        False, "divide the weights of --use-tis by their mean over the whole step, which is then 1"
+    )
     use_rs: bool = flag(
         False, "drop what is outside --rs-lower-bound and --rs-upper-bound (masked importance sampling)"
     )
     rs_lower_bound: float = flag(0.5, "lower bound of the ratio with --use-rs")
     rs_upper_bound: float = flag(2.0, "upper bound of the ratio with --use-rs")
     rs_level: ImportanceLevel = flag("token", "what --use-rs drops: tokens, or sequences")
+    rs_veto_threshold: Optional[float] = flag(
+        None, "--use-rs also drops each sequence that has a token whose ratio is below this, such as 1e-4"
+    )
     top_entropy_quantile: float = flag(
         1.0, "fraction of the step's tokens, those of the largest entropy, whose policy loss counts; 1 is all"
     )

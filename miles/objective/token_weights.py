@@ -9,8 +9,9 @@ product of all that are on, in the order of ``TOKEN_WEIGHTS``.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
@@ -18,7 +19,7 @@ from miles.flags import Errors, flag_name
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.hook_calls import custom_importance_weights
 from miles.objective.kl import masked_log_ratio
-from miles.objective.registry import Term
+from miles.objective.registry import Needs, Term
 from miles.objective.sequences import sequence_means, sequence_sums
 
 if TYPE_CHECKING:
@@ -36,15 +37,16 @@ class Ratios:
     """The two ratios that token weights read, as logarithms [R] without a graph; 0 for masked tokens.
 
     Attributes:
-        importance: log old - log engine: the trainer before the first step of the iteration, over the engine.
-        policy: log current - log old.
-        old_log_probs: log old itself; masked tokens may hold anything.
+        importance: log trainer - log engine, where the trainer is that of before the first step of the iteration. With
+            ``--use-rollout-logprobs`` that one is not scored, and the trainer is the current policy.
+        policy: log current - log old, which are the engine's with ``--use-rollout-logprobs``.
+        trainer_log_probs: log trainer itself; masked tokens may hold anything.
         micro: The micro-batch.
     """
 
     importance: torch.Tensor
     policy: torch.Tensor
-    old_log_probs: torch.Tensor
+    trainer_log_probs: torch.Tensor
     micro: MicroBatch
 
 
@@ -64,6 +66,10 @@ class TokenWeight(ABC):
     def is_on(self, loss: LossArguments) -> bool:
         """Return whether the run uses it."""
         return bool(getattr(loss, self.switch))
+
+    def needs(self, loss: LossArguments) -> Needs:
+        """Return what the trainer scores for it."""
+        return Needs()
 
     def check(self, loss: LossArguments, errors: Errors) -> None:
         """Report flags of a weight that is off, and values out of range."""
@@ -87,7 +93,11 @@ class Truncation(TokenWeight):
     """
 
     switch = "use_tis"
-    reads = ("tis_clip", "tis_clip_low", "tis_mode", "tis_level", "custom_tis_function_path")
+    reads = ("tis_clip", "tis_clip_low", "tis_mode", "tis_level", "tis_batch_normalize", "custom_tis_function_path")
+
+    def needs(self, loss: LossArguments) -> Needs:
+        """Ask for the old log-probs of every step: the mean of a step's weights is known before the step is taken."""
+        return Needs(old_log_probs=loss.tis_batch_normalize)
 
     def check(self, loss: LossArguments, errors: Errors) -> None:
         """Also check the bounds."""
@@ -95,6 +105,10 @@ class Truncation(TokenWeight):
         errors.above(loss, 0, "tis_clip")
         errors.at_least(loss, 0, "tis_clip_low")
         _check_order(loss, "tis_clip_low", "tis_clip", errors)
+        _refuse_engines_old_log_probs(self, loss, errors)
+        if loss.custom_tis_function_path is not None:
+            why = "with --custom-tis-function-path, which makes the weights"
+            errors.refuse_ignored(loss, ["tis_batch_normalize"], why, "normalize them there")
 
     def formula(self, loss: LossArguments) -> list[Term]:
         """Return the bounded ratio, or the user's function."""
@@ -106,29 +120,72 @@ class Truncation(TokenWeight):
             "truncate": f"clip(r, {low:g}, {high:g})",
             "icepop": f"r, or 0 outside [{low:g}, {high:g}]",
         }[loss.tis_mode]
-        return [Term(f"w = {bounded}, r = p_old / p_engine of the {_LEVELS[loss.tis_level]}", __name__)]
+        terms = [Term(f"w = {bounded}, r = p_old / p_engine of the {_LEVELS[loss.tis_level]}", __name__)]
+        if loss.tis_batch_normalize:
+            what = "loss tokens" if loss.tis_level == "token" else "sequences"
+            terms.append(Term(f"w is divided by its mean over the {what} of the step", __name__))
+        return terms
 
     def weigh(self, loss: LossArguments, ratios: Ratios) -> Weights:
         """Bound the ratios; ``tis`` and ``tis_clipfrac`` are logged."""
         if loss.custom_tis_function_path is not None:
             weights = custom_importance_weights(loss.custom_tis_function_path, loss, ratios)
             return Weights(weights, {"tis": weights})
-        ratio = importance_ratio(ratios, loss.tis_level)
-        outside = (ratio < loss.tis_clip_low) | (ratio > loss.tis_clip)
-        if loss.tis_mode == "truncate":
-            weights = ratio.clamp(loss.tis_clip_low, loss.tis_clip)
-        elif loss.tis_mode == "icepop":
-            weights = ratio.masked_fill(outside, 0.0)
-        else:
-            raise ValueError(f"--tis-mode {loss.tis_mode}: no such mode; give truncate or icepop")
+        weights, outside = bounded(loss, importance_ratio(ratios, loss.tis_level))
+        if loss.tis_batch_normalize:
+            assert ratios.micro.tis_mean is not None, "the trainer computes it before each step"
+            weights = weights / ratios.micro.tis_mean
         return Weights(weights, {"tis": weights, "tis_clipfrac": outside.float()})
 
 
+def bounded(loss: LossArguments, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights of ratios as ``--tis-mode`` bounds them, and whether each ratio is out of its bounds."""
+    outside = (ratio < loss.tis_clip_low) | (ratio > loss.tis_clip)
+    if loss.tis_mode == "truncate":
+        return ratio.clamp(loss.tis_clip_low, loss.tis_clip), outside
+    if loss.tis_mode == "icepop":
+        return ratio.masked_fill(outside, 0.0), outside
+    raise ValueError(f"--tis-mode {loss.tis_mode}: no such mode; give truncate or icepop")
+
+
+class WeightSum(NamedTuple):
+    """The sum of the weights of ``--use-tis``, and how many there are: loss tokens, or sequences."""
+
+    total: float
+    number: int
+
+
+def sum_of_weights(loss: LossArguments, log_ratio: torch.Tensor) -> WeightSum:
+    """Return the sum of the weights of one sample, and their number: that of its loss tokens, or 1 for its sequence.
+
+    Args:
+        loss: The flags; the weights are those of ``Truncation``.
+        log_ratio: log old - log engine of its loss tokens, [loss tokens].
+    """
+    if not len(log_ratio):
+        return WeightSum(0.0, 0)
+    if loss.tis_level != "token":
+        of_sequence = log_ratio.sum() if loss.tis_level == "sequence" else log_ratio.mean()
+        log_ratio = of_sequence.clamp(-_FARTHEST, _FARTHEST)[None]
+    weights, _ = bounded(loss, log_ratio.exp())
+    return WeightSum(weights.double().sum().item(), len(weights))
+
+
+def mean_weight(sums: Iterable[WeightSum]) -> float:
+    """Return the mean by which the weights of a step are divided; 1 if all are 0, or there are none."""
+    sums = list(sums)
+    mean = math.fsum(part.total for part in sums) / max(sum(part.number for part in sums), 1)
+    return mean if mean > _SMALLEST_MEAN else 1.0
+
+
 class Rejection(TokenWeight):
-    """Masked importance sampling: drop tokens or sequences whose ratio is outside [rs_lower_bound, rs_upper_bound]."""
+    """Masked importance sampling: drop tokens or sequences whose ratio is outside [rs_lower_bound, rs_upper_bound].
+
+    ``--rs-veto-threshold`` also drops each sequence with a token whose own ratio is below it, whatever the level is.
+    """
 
     switch = "use_rs"
-    reads = ("rs_lower_bound", "rs_upper_bound", "rs_level")
+    reads = ("rs_lower_bound", "rs_upper_bound", "rs_level", "rs_veto_threshold")
 
     def check(self, loss: LossArguments, errors: Errors) -> None:
         """Also check the bounds."""
@@ -136,17 +193,29 @@ class Rejection(TokenWeight):
         errors.above(loss, 0, "rs_upper_bound")
         errors.at_least(loss, 0, "rs_lower_bound")
         _check_order(loss, "rs_lower_bound", "rs_upper_bound", errors)
+        errors.above(loss, 0, "rs_veto_threshold")
+        _refuse_engines_old_log_probs(self, loss, errors)
 
     def formula(self, loss: LossArguments) -> list[Term]:
         """Name the tokens whose weight is 0."""
         bounds = f"[{loss.rs_lower_bound:g}, {loss.rs_upper_bound:g}]"
-        return [Term(f"w = 0 where p_old / p_engine of the {_LEVELS[loss.rs_level]} is outside {bounds}", __name__)]
+        terms = [Term(f"w = 0 where p_old / p_engine of the {_LEVELS[loss.rs_level]} is outside {bounds}", __name__)]
+        if loss.rs_veto_threshold is not None:
+            text = f"w = 0 in sequences with a token of p_old / p_engine below {loss.rs_veto_threshold:g}"
+            terms.append(Term(text, __name__))
+        return terms
 
     def weigh(self, loss: LossArguments, ratios: Ratios) -> Weights:
-        """Give weight 0 to what is rejected; ``rs_rejected`` is logged."""
+        """Give weight 0 to what is rejected; ``rs_rejected`` is logged, and ``rs_vetoed`` with a veto."""
         ratio = importance_ratio(ratios, loss.rs_level)
         rejected = ((ratio < loss.rs_lower_bound) | (ratio > loss.rs_upper_bound)).float()
-        return Weights(1.0 - rejected, {"rs_rejected": rejected})
+        logged = {"rs_rejected": rejected}
+        if loss.rs_veto_threshold is not None:
+            far = (ratios.importance < math.log(loss.rs_veto_threshold)).float() * ratios.micro.loss_mask
+            vetoed = (sequence_sums(far, ratios.micro) > 0).float()[ratios.micro.sample_index]
+            rejected = rejected.maximum(vetoed)
+            logged = {"rs_rejected": rejected, "rs_vetoed": vetoed}
+        return Weights(1.0 - rejected, logged)
 
 
 class OffPolicyMasking(TokenWeight):
@@ -271,17 +340,17 @@ def mismatch(loss: LossArguments, ratios: Ratios) -> dict[str, torch.Tensor]:
             "mismatch_kl": -log_ratio,
             "mismatch_k3_kl": log_ratio.expm1() - log_ratio,
             "mismatch_chi2": ratio.square() - 1.0,
-            "train_log_ppl": -ratios.old_log_probs,
+            "train_log_ppl": -ratios.trainer_log_probs,
             "rollout_log_ppl": -ratios.micro.rollout_log_probs,
         }
     return values
 
 
-def ratios_of(micro: MicroBatch, log_ratio: torch.Tensor, old_log_probs: torch.Tensor) -> Ratios:
-    """Compute both ratios. ``log_ratio`` is log current - log old, masked; ``old_log_probs`` are the trainer's; [R]."""
-    old_log_probs = old_log_probs.detach()
-    importance = masked_log_ratio(old_log_probs, micro.rollout_log_probs, micro.loss_mask)
-    return Ratios(importance, log_ratio.detach(), old_log_probs, micro)
+def ratios_of(micro: MicroBatch, log_ratio: torch.Tensor, trainer_log_probs: torch.Tensor) -> Ratios:
+    """Compute both ratios, [R]. ``log_ratio`` is log current - log old, masked; the other is of ``Ratios``."""
+    trainer_log_probs = trainer_log_probs.detach()
+    importance = masked_log_ratio(trainer_log_probs, micro.rollout_log_probs, micro.loss_mask)
+    return Ratios(importance, log_ratio.detach(), trainer_log_probs, micro)
 
 
 def importance_ratio(ratios: Ratios, level: ImportanceLevel) -> torch.Tensor:
@@ -295,14 +364,25 @@ def importance_ratio(ratios: Ratios, level: ImportanceLevel) -> torch.Tensor:
         of_sequence = sequence_means(log_ratio, micro)
     else:
         raise ValueError(f"{level}: no such level of a ratio; give one of {', '.join(_LEVELS)}")
-    return of_sequence.clamp(-80.0, 80.0).exp()[micro.sample_index]
+    return of_sequence.clamp(-_FARTHEST, _FARTHEST).exp()[micro.sample_index]
 
 
+_FARTHEST = 80.0  # logarithm of the largest ratio of a sequence; its exponential is a number in fp32
+_SMALLEST_MEAN = 1e-8  # weights of a smaller mean are as good as 0, and not divided by it
 _LEVELS: dict[ImportanceLevel, str] = {
     "token": "token",
     "sequence": "sequence (product)",
     "geometric": "sequence (geometric mean)",
 }
+
+
+def _refuse_engines_old_log_probs(weight: TokenWeight, loss: LossArguments, errors: Errors) -> None:
+    """Refuse a weight that compares the trainer before the first step with the engine, if it is not scored."""
+    if weight.is_on(loss) and loss.use_rollout_logprobs:
+        rule = (
+            "compares the trainer's log-probs with the engine's, and with --use-rollout-logprobs p_old is the engine's"
+        )
+        errors.refuse(weight.switch, True, rule, "drop one of the two")
 
 
 def _check_order(loss: LossArguments, low: str, high: str, errors: Errors) -> None:

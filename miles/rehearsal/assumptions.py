@@ -49,9 +49,11 @@ def step_of_one_rank(settings: Settings) -> TrainShard:
     shard = schedule_step(batch, ranks, settings.training, settings.parallel, share_prompts=share)[0]
     columns = [np.zeros(length, np.float32) for length in batch.select(range(len(shard.batch))).response_lengths]
     is_shown = settings.loss.rollout_data_postprocess_path is not None  # it may change both
+    has_old = settings.steps_per_iteration > 1 or is_shown or build_objective(settings.loss).needs.old_log_probs
     scored = replace(
         shard.batch,
-        old_log_probs=columns if settings.steps_per_iteration > 1 or is_shown else None,
+        old_log_probs=columns if has_old or settings.loss.use_rollout_logprobs else None,
+        tis_mean=1.0 if settings.loss.tis_batch_normalize else None,
         ref_log_probs=columns if settings.loss.needs_reference else None,
         values=columns if settings.loss.has_critic else None,
         returns=columns if settings.loss.has_critic else None,

@@ -209,7 +209,7 @@ class _Run:
             models.append(self.backend.reference)
         if needs.teacher_log_probs and self.backend.teacher is not None:
             models.append(self.backend.teacher)
-        if needs.old_log_probs:
+        if needs.old_log_probs and not self.settings.loss.use_rollout_logprobs:
             models.append(self.backend.policy)
         if needs.sum_squared_probs:
             models.append(self.backend.policy)

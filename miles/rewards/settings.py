@@ -96,8 +96,8 @@ def reward_weights(rm_type: str) -> dict[str, float]:
     Raises:
         InputError: A name is unknown or given twice, or a weight is no number, or 0.
 
-    >>> reward_weights("math:0.7,length:-0.01")
-    {'math': 0.7, 'length': -0.01}
+    >>> reward_weights("math:0.7,length:0.01")
+    {'math': 0.7, 'length': 0.01}
     """
     weights: dict[str, float] = {}
     several = "," in rm_type or ":" in rm_type
@@ -175,6 +175,8 @@ def _check_named(reward: RewardArguments, errors: Errors) -> None:
     read = {name for choice in chosen for name in choice.reads}
     for name in changed(reward, [name for name in REWARDS.reads if name not in read]):
         what_to_do = f"use --rm-type {' or '.join(REWARDS.readers(name))}"
-        errors.refuse_ignored(reward, [name], f"without its reward in --rm-type {reward.rm_type or ''}", what_to_do)
+        given = reward.rm_type
+        why = "without --rm-type" if given is None else f"by --rm-type {given}, which does not read it"
+        errors.refuse_ignored(reward, [name], why, what_to_do)
     for choice in chosen:
         choice.check(reward, errors)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from miles.arguments.flags_view import flags_view
 from miles.arguments.model import local_vocab_size
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
@@ -33,16 +34,18 @@ from miles.host.machine import memory_limit
 from miles.metrics import Metric
 from miles.objective.settings import LossArguments
 from miles.profiling.spans import waiting
+from miles.rewards.base import RewardFunction
 from miles.rewards.registry import get_reward_function
 from miles.rewards.settings import RewardArguments
 from miles.rollout.agents.environments import EnvironmentGenerator
 from miles.rollout.agents.generator import AgentGenerator, session_generator
+from miles.rollout.buffer_filter import BufferFilter
 from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, PromptSource, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
 from miles.rollout.debug_data import SavedGroups, save_rollout
 from miles.rollout.evaluate import EvalSet, evaluate, load_eval_sets
 from miles.rollout.evaluation_function import own_evaluation
-from miles.rollout.groups import GroupSpec, GroupTools, produce_group
+from miles.rollout.groups import GroupGenerator, GroupSpec, GroupTools, produce_group
 from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.rollout.iteration_hooks import IterationHooks
 from miles.rollout.metrics import leave_out_mastered, staleness_metrics
@@ -261,8 +264,7 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
     tools: GroupTools | None = None
     if engine is not None:
         assert reward_function is not None, "validate() requires a reward if samples are generated"
-        drops = reward.on_error == "drop"
-        tools = GroupTools(engine, tokenizer, generate, reward_function, reward.reward_error_value, drops)
+        tools = _group_tools(engine, tokenizer, generate, reward_function, reward)
     teacher = _teacher(settings.loss)
     try:
         evaluation = own_evaluation(settings, eval_sets, tools) if tools is not None else None
@@ -276,6 +278,7 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
             local_vocab_size(settings.model),
             supply.conversations,
             settings.loss.reads_greedy_baseline,
+            flags_view(settings),
         )
     except BaseException:
         if engine is not None:
@@ -313,6 +316,7 @@ def build_collector(
     vocab_size: int | None = None,
     conversations: Sequence[Conversation] = (),
     greedy_baseline: bool = False,
+    args: Any = None,
 ) -> GroupCollector:
     """Return the collector that the flags choose: saved groups, the user's function, bursts, or a stream of groups.
 
@@ -328,6 +332,7 @@ def build_collector(
         vocab_size: The end of the token ids of saved groups, if it is known.
         conversations: The conversations that ``stream`` draws, in a run that trains on them.
         greedy_baseline: Whether each group has a greedy response too, whose reward the estimator reads.
+        args: All flags by their names, for functions of the user's.
 
     Raises:
         ValueError: A function or a filter cannot be imported.
@@ -343,10 +348,8 @@ def build_collector(
     path = rollout.rollout_function_path
     if path is not None:
         make_group = partial(produce_group, tools=tools, spec=spec)
-        function_tools = RolloutTools(
-            stream, make_group, tools.engine, tools.tokenizer, tools.reward_function, rollout, reward
-        )
-        return FunctionCollector(path, load_rollout_function(path), function_tools)
+        given = RolloutTools(stream, make_group, tools.engine, tools.tokenizer, tools.reward_function, rollout, reward)
+        return FunctionCollector(path, load_rollout_function(path), given)
     if rule.leftover is LeftoverGroups.AWAIT:
         return BurstCollector(stream, partial(produce_group, tools=tools, spec=spec), rollout, reward, rule)
     engine = tools.engine
@@ -360,7 +363,14 @@ def build_collector(
         num_iterations=num_iterations,
         engine=engine,
         interruptible=interruptible,
+        buffer_filter=None if rollout.buffer_filter_path is None else BufferFilter(rollout.buffer_filter_path, args),
     )
+
+
+def _group_tools(
+    engine: Engine, tokenizer: Any, generate: GroupGenerator, function: RewardFunction, reward: RewardArguments
+) -> GroupTools:
+    return GroupTools(engine, tokenizer, generate, function, reward.reward_error_value, reward.on_error == "drop")
 
 
 def _group_spec(stream: PromptSource, rollout: RolloutArguments, seed: int, greedy_baseline: bool) -> GroupSpec:

@@ -10,6 +10,7 @@ from miles.arguments.rollout import RolloutArguments
 from miles.data.stream import NoPromptsLeft
 from miles.metrics import Metric
 from miles.rewards.settings import RewardArguments
+from miles.rollout.buffer_filter import BufferFilter
 from miles.rollout.collect import ProduceGroup, PromptSource, ScoredGroups, Tally
 from miles.rollout.filters import FilterStallGuard
 from miles.rollout.groups import ProducedGroup
@@ -40,6 +41,8 @@ class Abortable(Protocol):
 class StreamCollector:
     """Collects the first ``--rollout-batch-size`` groups that are ready, lowest ``group_index`` first among those.
 
+    With ``--buffer-filter-path`` the user's function picks among those that are ready.
+
     ``OrderingRule`` says how many groups may be in flight or ready, and what happens to those that an iteration leaves
     over. Ready groups wait in memory. At any time a drawn prompt is in flight, ready, released, or dropped and counted,
     so ``state`` can list the prompts that are in no iteration yet.
@@ -59,6 +62,7 @@ class StreamCollector:
         num_iterations: int,
         engine: Abortable,
         interruptible: Interruptible | None = None,
+        buffer_filter: BufferFilter | None = None,
     ) -> None:
         assert rollout.rollout_batch_size is not None, "validate() requires --rollout-batch-size"
         assert rule.leftover is not LeftoverGroups.AWAIT, "that is what BurstCollector does"
@@ -79,6 +83,8 @@ class StreamCollector:
         )
         self._in_flight: dict[asyncio.Task[ProducedGroup], int] = {}  # with their group_index
         self._ready: list[PromptGroup] = []
+        self._picked: list[PromptGroup] = []  # by the user's function, for the iteration that is being collected
+        self._buffer_filter = buffer_filter
         self._tally = Tally()
         self._dropped: list[int] = []  # group indices since the last iteration: no metric has counted them yet
         self._failure: BaseException | None = None
@@ -106,8 +112,7 @@ class StreamCollector:
         except BaseException:
             await self._cancel()
             raise
-        self._ready.sort(key=lambda group: group.group_index)
-        groups, self._ready = self._ready[: self._batch_size], self._ready[self._batch_size :]
+        groups, self._picked = sorted(self._picked, key=lambda group: group.group_index), []
         generated = tuple(self._tally.generated)
         metrics = self._release(groups)
         metrics |= await self._settle_leftover()
@@ -119,18 +124,38 @@ class StreamCollector:
                 raise self._failure
             if self._guard is not None:
                 self._guard.check(self._iteration, len(self._ready), self._tally.dropped)
-            if len(self._ready) >= self._batch_size:
+            self._pick()
+            if len(self._picked) == self._batch_size:
                 return
             self._fill()
             if self._no_prompts is not None and not self._in_flight:
                 raise self._no_prompts
+            if self._buffer_filter is not None and not self._in_flight:
+                missing = self._batch_size - len(self._picked)
+                raise self._buffer_filter.stuck(self._iteration, len(self._ready), missing)
             assert self._in_flight, "an incomplete iteration has groups in flight"
             self._changed.clear()
             await self._changed.wait()
 
+    def _pick(self) -> None:
+        """Take the iteration's groups from those that are ready, once these can fill it: the first, or by choice."""
+        while 0 < (missing := self._batch_size - len(self._picked)) <= len(self._ready):
+            self._ready.sort(key=lambda group: group.group_index)
+            if self._buffer_filter is None:
+                self._picked, self._ready = self._ready[:missing], self._ready[missing:]
+                return
+            found = self._buffer_filter.pick(self._iteration, self._ready, missing)
+            self._picked += found.picked
+            self._ready = found.waiting
+            if found.dropped:
+                self._tally.dropped["buffer_filter"] += len(found.dropped)
+                self._dropped += [group.group_index for group in found.dropped]
+            if not found.picked and not found.dropped:
+                return
+
     def _fill(self) -> None:
         """Start groups up to the limit."""
-        missing = self._limit() - len(self._in_flight) - len(self._ready)
+        missing = self._limit() - len(self._in_flight) - len(self._ready) - len(self._picked)
         if self._starts_groups and missing > 0:
             try:
                 groups = self._stream.draw(missing)
@@ -233,14 +258,14 @@ class StreamCollector:
     @property
     def progress(self) -> tuple[int, int]:
         """The groups of the iteration in progress that are ready, and those of a whole one."""
-        return min(len(self._ready), self._batch_size), self._batch_size
+        return min(len(self._ready) + len(self._picked), self._batch_size), self._batch_size
 
     def state(self) -> dict[str, Any]:
         """Return the position in the prompts, with the groups that are in flight or ready.
 
         Groups that were dropped since the last iteration are drawn again too: no metric has counted them yet.
         """
-        ready = (group.group_index for group in self._ready)
+        ready = (group.group_index for group in (*self._picked, *self._ready))
         return self._stream.state([*self._in_flight.values(), *ready, *self._dropped])
 
     def weights_changed(self, version: int) -> None:

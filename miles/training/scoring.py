@@ -32,6 +32,11 @@ def needs_of(objective: Objective, step: int, trains_policy: bool, passes: int =
     )
 
 
+def with_engine_log_probs(shard: TrainShard) -> TrainShard:
+    """Return ``shard`` with the engine's log-probs as the old ones, for ``--use-rollout-logprobs``."""
+    return replace(shard, batch=replace(shard.batch, old_log_probs=shard.batch.rollout_log_probs))
+
+
 def score(backend: TrainBackend, shard: TrainShard, needs: Needs) -> TrainShard:
     """Return ``shard`` with the columns that ``needs`` names. Those that are there already are kept. Collective."""
     batch = shard.batch

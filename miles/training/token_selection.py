@@ -1,18 +1,20 @@
-"""Choose tokens from a whole step before it is taken, for objectives that treat some tokens apart."""
+"""Read a whole step before it is taken: tokens that the objective treats apart, and the mean of the weights."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from miles.objective.chosen import Objective
+from miles.objective.kl import masked_log_ratio
 from miles.objective.policy_losses.base import StepTokens
-from miles.objective.token_weights import top_entropy_tokens
+from miles.objective.token_weights import WeightSum, mean_weight, sum_of_weights, top_entropy_tokens
 from miles.train_batch import TrainShard
 from miles.training.backend import TrainBackend
 from miles.training.scoring import entropies, log_probs
@@ -26,9 +28,12 @@ class _Sample(NamedTuple):
     columns: list[np.ndarray]
 
 
+_Positioned = TypeVar("_Positioned", bound=tuple[Any, ...])
+
+
 @dataclass(frozen=True)
 class TokenSelector:
-    """Scores the policy before a step, and chooses among the tokens of the whole step. Every method is collective.
+    """Scores the policy before a step, and reads the tokens of the whole step. Every method is collective.
 
     Attributes:
         objective: The run's objective.
@@ -41,8 +46,8 @@ class TokenSelector:
     def select(self, backend: TrainBackend, shard: TrainShard, step: int) -> TrainShard:
         """Return ``shard`` with the column ``selected``, which the policy loss chooses.
 
-        In the first step of an iteration the current log-probs are the old ones. If these were not scored, because the
-        loss does not ask for them in that step, nothing is chosen.
+        In the first step of an iteration the current log-probs are the old ones, unless those are the engine's. If the
+        old ones were not scored, because the loss does not ask for them in that step, nothing is chosen.
 
         Args:
             backend: This rank's backend.
@@ -54,7 +59,8 @@ class TokenSelector:
         if old is None:
             assert step == 0, "later steps have old log-probs"
             return shard
-        current = old if step == 0 else log_probs(backend, backend.policy, shard)
+        is_current = step == 0 and not self.objective.flags.use_rollout_logprobs
+        current = old if is_current else log_probs(backend, backend.policy, shard)
         advantages: Sequence[np.ndarray] | None = batch.advantages
         if advantages is None:
             advantages = [np.full(n, reward) for n, reward in zip(batch.response_lengths, batch.rewards, strict=True)]
@@ -70,22 +76,46 @@ class TokenSelector:
         kept = top_entropy_tokens(_of_step(samples, 0), self.objective.flags.top_entropy_quantile)
         return replace(shard, batch=replace(shard.batch, top_entropy=_own_part(shard, samples, kept)))
 
+    def mean_weight(self, shard: TrainShard) -> tuple[TrainShard, float]:
+        """Return ``shard`` with ``tis_mean``, the mean weight of ``--use-tis`` over the step, and that mean.
+
+        The sums are of one sample each, and exact, so no way of splitting the step changes a bit of it.
+        """
+        batch, flags = shard.batch, self.objective.flags
+        assert batch.old_log_probs is not None, "Truncation asks for them"
+        own: list[tuple[int, WeightSum]] = []
+        for i in self._of_this_rank(shard):
+            columns = (batch.old_log_probs[i], batch.rollout_log_probs[i], batch.loss_masks[i])
+            old, engine, mask = (torch.tensor(column) for column in columns)  # copies: Ray's memory is read-only
+            log_ratio = masked_log_ratio(old, engine, mask)[mask != 0]
+            own.append((batch.position_in_step[i], sum_of_weights(flags, log_ratio)))
+        mean = mean_weight(found for _, found in self._gathered(own))
+        return replace(shard, batch=replace(batch, tis_mean=mean)), mean
+
     def _whole_step(self, shard: TrainShard, *columns: Sequence[np.ndarray]) -> list[_Sample]:
         """Return all samples of the step in their order, with ``columns``, one array [response] per own sample."""
+        return self._gathered(list(self._own(shard, columns)))
+
+    def _gathered(self, own: list[_Positioned]) -> list[_Positioned]:
+        """Return what all ranks have for their samples, in the order of the step; the first entry is the position."""
         everyone: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everyone, list(self._own(shard, columns)), group=self.group)
-        return sorted((sample for part in everyone for sample in part), key=lambda sample: sample.position)
+        dist.all_gather_object(everyone, own, group=self.group)
+        return sorted((sample for part in everyone for sample in part), key=lambda sample: sample[0])
 
     def _own(self, shard: TrainShard, columns: Sequence[Sequence[np.ndarray]]) -> Iterator[_Sample]:
-        """Yield the samples of this rank; of ranks that share a sample only the first sends it."""
-        rank, batch = dist.get_rank(self.group), shard.batch
+        """Yield the samples of this rank."""
+        batch = shard.batch
+        for i in self._of_this_rank(shard):
+            kept = batch.loss_masks[i] != 0
+            found = [column[i][kept].astype(np.float64) for column in columns]
+            yield _Sample(batch.position_in_step[i], batch.trajectory_ids[i], found)
+
+    def _of_this_rank(self, shard: TrainShard) -> Iterator[int]:
+        """Yield the samples that this rank sends; of ranks that share a sample only the first sends it."""
+        rank = dist.get_rank(self.group)
         for plan in (*shard.micro_batches, *shard.score_only):
-            if rank % plan.context_parallel_size:
-                continue
-            for i in plan.samples:
-                kept = batch.loss_masks[i] != 0
-                found = [column[i][kept].astype(np.float64) for column in columns]
-                yield _Sample(batch.position_in_step[i], batch.trajectory_ids[i], found)
+            if rank % plan.context_parallel_size == 0:
+                yield from plan.samples
 
 
 def _of_step(samples: Sequence[_Sample], column: int) -> np.ndarray:

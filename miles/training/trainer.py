@@ -37,7 +37,7 @@ from miles.training.backend import (
     TrainedModel,
     ValueScorer,
 )
-from miles.training.scoring import needs_of, score
+from miles.training.scoring import needs_of, score, with_engine_log_probs
 from miles.training.token_selection import TokenSelector
 
 
@@ -127,12 +127,16 @@ class Trainer:
             FloatingPointError: if a gradient is not finite; the weights are left as they were.
         """
         started = time.perf_counter()
+        if self.loss.use_rollout_logprobs:
+            shards = [with_engine_log_probs(shard) for shard in shards]
         with span("score before the first step"):
             scored = [
                 score(self.backend, shard, needs_of(self.objective, step, trains_policy, self.passes))
                 for step, shard in enumerate(shards)
             ]
             estimated = self._postprocessed([self._with_advantages(shard) for shard in scored], iteration)
+            if self.loss.tis_batch_normalize and trains_policy:
+                estimated = [self._with_mean_weight(shard, found) for shard, found in estimated]
         scoring = time.perf_counter() - started
         in_advantages = self.coefficients.metrics_in_advantages()
         steps = []
@@ -180,6 +184,12 @@ class Trainer:
         has_advantages = self.loss.type.uses_advantages
         shards = postprocessed([shard for shard, _ in estimated], path, self.args, iteration, has_advantages)
         return [(shard, metrics) for shard, (_, metrics) in zip(shards, estimated, strict=True)]
+
+    def _with_mean_weight(self, shard: TrainShard, found: dict[str, Metric]) -> tuple[TrainShard, dict[str, Metric]]:
+        """Return the shard with the mean of the step's importance weights, and the metrics with it."""
+        shard, mean = self.selector.mean_weight(shard)
+        is_measured = shard.batch.num_loss_tokens > 0
+        return shard, found | ({"train/tis_mean": Metric(mean)} if is_measured else {})
 
     def _with_selection(self, shard: TrainShard, step: int) -> tuple[TrainShard, dict[str, Metric]]:
         """Return the shard with the tokens that are chosen from the whole step, if any are, and the time it took."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles.arguments.launch.foreign import by_flag, noted, refused
+from miles.arguments.launch.multi_turn import MULTI_TURN_FLAGS
 from miles.arguments.launch.notes import FILES, MEMORY, REPORTING, SAME, SPEED
 from miles.arguments.settings import Settings
 
@@ -127,9 +128,6 @@ _DATA = [
         "drop it, and train on the text columns",
         "--multimodal-keys V",
     ),
-    *refused(
-        "columns of tools are not read", "put the tools into the messages, or into the metadata column", "--tool-key V"
-    ),
 ]
 _ROLLOUT = [
     *refused(
@@ -153,11 +151,6 @@ _ROLLOUT = [
 ]
 _HOOKS = [
     *refused(
-        "this function of yours is not called in this version",
-        "drop it, or do its work in --rollout-function-path: async def rollout(iteration: int, tools: RolloutTools)",
-        "--buffer-filter-path V",
-    ),
-    *refused(
         "models are built from --hf-checkpoint",
         "drop it; --train-backend fsdp builds every model that transformers has",
         "--custom-model-provider-path V",
@@ -167,11 +160,6 @@ _HOOKS = [
     ),
 ]
 _OBJECTIVE = [
-    *refused(
-        "the ratio of the policy loss is to the trainer's own log-probs of before the first step",
-        "drop it; --use-tis weighs tokens by the ratio of trainer to engine",
-        "--use-rollout-logprobs",
-    ),
     *refused(
         "the KL to the teacher is estimated from the sampled tokens",
         "drop it",
@@ -219,4 +207,6 @@ _CHECKPOINTS = [
     ),
 ]
 
-LAUNCHER_FLAGS = by_flag([*_PLUMBING, *_REPORTING, *_DATA, *_ROLLOUT, *_HOOKS, *_OBJECTIVE, *_ADAPTERS, *_CHECKPOINTS])
+LAUNCHER_FLAGS = by_flag(
+    [*MULTI_TURN_FLAGS, *_PLUMBING, *_REPORTING, *_DATA, *_ROLLOUT, *_HOOKS, *_OBJECTIVE, *_ADAPTERS, *_CHECKPOINTS]
+)

@@ -124,6 +124,12 @@ IDLE = (
         lambda s: s.rollout.dynamic_sampling_filter_path is None and not _stops_early(s),
         "no filter drops groups, so no further prompts are submitted",
     ),
+    Idle(
+        "rollout",
+        ("buffer_filter_path",),
+        lambda s: not (s.rollout.partial_rollout or s.rollout.fully_async),
+        "without --partial-rollout or --fully-async no group waits for a later iteration",
+    ),
     Idle("evaluation", EVALUATION, lambda s: not s.evaluation.has_sets, "without an evaluation set"),
     Idle(
         "evaluation",
@@ -161,7 +167,7 @@ IDLE = (
     ),
     Idle(
         "data",
-        ("apply_chat_template_kwargs",),
+        ("apply_chat_template_kwargs", "tool_key"),
         lambda s: not s.data.apply_chat_template and not s.reads_conversations,
         "without --apply-chat-template",
     ),

@@ -36,6 +36,11 @@ HOOKS = {
     "dynamic_sampling_filter_path": Hook(
         "rollout", "def keep(group: PromptGroup) -> FilterDecision | bool (miles.rollout.filters)"
     ),
+    "buffer_filter_path": Hook(
+        "rollout",
+        "def pick(args, rollout_id: int, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]] "
+        "(miles.rollout.buffer_filter)",
+    ),
     "rollout_sample_filter_path": Hook(
         "rollout", "def mark(args, groups: list[list[Sample]]) -> None: sets sample.remove_sample (miles.sample)"
     ),
@@ -91,8 +96,10 @@ KNOWN = {
     ("dynamic_sampling_filter_path", "rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"): (
         "miles.rollout.filters:check_reward_nonzero_std"
     ),
+    ("buffer_filter_path", "rollout.data_source.pop_first"): None,
     ("rollout_function_path", "rollout.sglang_rollout.generate_rollout"): None,
     ("custom_generate_function_path", "rollout.sglang_rollout.generate"): None,
+    ("custom_generate_function_path", "rollout.generate_hub.single_turn.generate"): None,
     ("custom_rm_path", "rollout.on_policy_distillation.reward_func"): "miles.rewards.built_in.zero:zero",
     ("custom_reward_post_process_path", "rollout.on_policy_distillation.post_process_rewards"): None,
     ("custom_rm_path", "on_policy_distillation.on_policy_distillation.reward_func"): "miles.rewards.built_in.zero:zero",
@@ -105,20 +112,18 @@ KNOWN = {
 FOR_CONVERSATIONS = {("rollout_function_path", "rollout.sft_rollout.generate_rollout")}
 # Generates ahead of the trainer without end, as --fully-async does.
 FULLY_ASYNC = "fully_async_rollout.generate_rollout_fully_async"
+_MISMATCH_FLAGS = (
+    "give its settings in --custom-config-path, or use --use-tis with --tis-level and --tis-mode, and --use-rs with "
+    "--rs-level, its bounds and --rs-veto-threshold"
+)
 # Functions elsewhere whose work is done by flags here.
 FLAGS_INSTEAD = {
     ("rollout_function_path", "rollout.sft_rollout.generate_rollout"): (
         "use --loss-type sft_loss, which trains on the conversations of --prompt-data"
     ),
-    ("custom_tis_function_path", "compute_mis_weights_with_cp"): (
-        "use --use-tis with --tis-level and --tis-mode, and --use-rs with --rs-level and its bounds"
-    ),
-    ("custom_tis_function_path", "compute_mis_weights_fsdp"): (
-        "use --use-tis with --tis-level and --tis-mode, and --use-rs with --rs-level and its bounds"
-    ),
-    ("custom_tis_function_path", "compute_mis_weights"): (
-        "use --use-tis with --tis-level and --tis-mode, and --use-rs with --rs-level and its bounds"
-    ),
+    ("custom_tis_function_path", "compute_mis_weights_with_cp"): _MISMATCH_FLAGS,
+    ("custom_tis_function_path", "compute_mis_weights_fsdp"): _MISMATCH_FLAGS,
+    ("custom_tis_function_path", "compute_mis_weights"): _MISMATCH_FLAGS,
 }
 _PACKAGES = ("miles", "slime", "miles_plugins", "slime_plugins", "examples")
 
@@ -134,6 +139,16 @@ def our_function(field: str, path: str, reads_conversations: bool = False) -> tu
     if (field, tail) in KNOWN and not _exists(path):
         return True, KNOWN[field, tail]
     return False, None
+
+
+def names_function_of_others(field: str, path: str, tail: str) -> bool:
+    """Return whether ``path`` names the function ``tail`` of a package of other launchers, and no file here has it."""
+    return field in HOOKS and _tail(path) == tail and path.replace(":", ".") != tail and not _exists(path)
+
+
+def is_missing(path: str) -> bool:
+    """Return whether ``path`` is in a package of a related launcher, and not here."""
+    return path.replace(":", ".").partition(".")[0] in _PACKAGES and not _exists(path)
 
 
 def is_fully_async(field: str, path: str) -> bool:

@@ -12,6 +12,7 @@ from miles.arguments.launch.foreign import Foreign
 from miles.arguments.launch.launcher_flags import LAUNCHER_FLAGS
 from miles.arguments.launch.megatron import settle_megatron
 from miles.arguments.launch.megatron_flags import MEGATRON_SCRIPT_FLAGS
+from miles.arguments.launch.multi_turn import settle_multi_turn
 from miles.arguments.launch.no_effect import settle_idle, settle_values
 from miles.arguments.launch.notes import READ_AS, Note, note_on
 from miles.arguments.launch.paths import HOOKS, is_fully_async, missing_function, our_function
@@ -39,6 +40,8 @@ def settle(settings: Settings, foreign: Mapping[str, Any], errors: Errors) -> tu
         The settings to validate, and a note on every flag that was replaced or dropped.
     """
     settings, notes = _settle_teacher(settings)
+    settings, foreign, found = settle_multi_turn(settings, foreign, errors)
+    notes += found
     judged = (FOREIGN_FLAGS[flag].judge(value, settings, foreign, errors) for flag, value in foreign.items())
     notes += [note for note in judged if note is not None]
     settings, found = _settle_paths(settings, errors)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _NEAR = 0.84  # similarity of a flag with a typing error to the right one
 _OPPOSITES = (("no", ""), ("disable", "enable"), ("disable", ""), ("skip", ""), ("without", "with"))
+# Words that flags here and elsewhere have for one thing: --tis-lower-bound is --tis-clip-low.
+_SYNONYMS = {"lower": "low", "upper": "high", "bound": "clip", "bounds": "clip", "cap": "clip"}
 _COMMON = {"num", "size", "path", "type", "max", "min", "use", "no", "enable", "disable", "per", "custom", "id", "ids"}
 
 
@@ -18,8 +20,24 @@ def suggestion(flag: str, known: Iterable[str]) -> str:
         known: All flags that exist.
     """
     candidates = [name for name in known if name.startswith("--") and not _are_opposite(flag, name)]
-    near = difflib.get_close_matches(flag, candidates, n=1, cutoff=_NEAR) or _with_same_words(flag, candidates)
+    near = _with_a_typing_error(flag, candidates) or _with_same_words(flag, candidates)
     return f"did you mean {near[0]}?" if near else "--help lists all flags"
+
+
+def _with_a_typing_error(flag: str, candidates: Sequence[str]) -> list[str]:
+    """Return the flag that is spelled almost like ``flag``, unless the words that differ are words of other flags.
+
+    A word that other flags have is no typing error: ``--tis-lower-bound`` is not a misspelt ``--rs-lower-bound``.
+    """
+    vocabulary = {word for name in candidates for word in _words(name)}
+
+    def is_another(name: str) -> bool:
+        ours, theirs = _words(flag), _words(name)
+        pairs = zip(ours, theirs, strict=False) if len(ours) == len(theirs) else ()
+        return any(one != other and one in vocabulary for one, other in pairs)
+
+    near = difflib.get_close_matches(flag, candidates, n=5, cutoff=_NEAR)
+    return [name for name in near if not is_another(name)][:1]
 
 
 def _words(flag: str) -> list[str]:
@@ -40,12 +58,17 @@ def _is_negative(flag: str) -> bool:
     return _words(flag)[0] in {negative for negative, _ in _OPPOSITES}
 
 
+def _meanings(flag: str) -> set[str]:
+    """Return the words that tell a flag from others, with one word for one thing."""
+    return {_SYNONYMS.get(word, word) for word in _words(flag)} - _COMMON
+
+
 def _with_same_words(flag: str, candidates: Iterable[str]) -> list[str]:
     """Return the flag that shares most words with ``flag``, if these are most of the words of both."""
-    wanted = set(_words(flag)) - _COMMON
+    wanted = _meanings(flag)
 
     def share(name: str) -> float:
-        words = set(_words(name)) - _COMMON
+        words = _meanings(name)
         return len(wanted & words) / max(1, len(wanted | words))
 
     best = max(

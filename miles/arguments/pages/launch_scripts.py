@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 from miles.arguments.launch.foreign import Foreign
 from miles.arguments.launch.megatron_flags import FREE_FIELDS
+from miles.arguments.launch.mismatch_config import FUNCTIONS as MISMATCH_FUNCTIONS
+from miles.arguments.launch.multi_turn import TAIL as MULTI_TURN
 from miles.arguments.launch.no_effect import IDLE
 from miles.arguments.launch.paths import FLAGS_INSTEAD, FULLY_ASYNC, KNOWN, signatures
 from miles.arguments.launch.server import CHANGES_RESULTS, RENAMED
@@ -157,7 +159,15 @@ def _functions() -> Iterator[str]:
     for (field, path), ours in KNOWN.items():
         yield f"| `{flag_name(field)}` | `{path}` | {f'`{ours}`' if ours else 'what the run does without the flag'} |"
     yield f"| `--rollout-function-path` | `{FULLY_ASYNC}` | `--fully-async --async-steps 1` |"
+    turns = (
+        "`--environment tool_calls:…`, of its `--generate-…` flags ([Environments](environments.md#tools-of-a-list))"
+    )
+    yield f"| `--custom-generate-function-path` | `{MULTI_TURN}` | {turns} |"
+    weights = "`--use-tis …` and `--use-rs …`, of its settings in `--custom-config-path` ([Off-policy](off-policy.md))"
+    yield f"| `--custom-tis-function-path` | {', '.join(f'`{name}`' for name in MISMATCH_FUNCTIONS)} | {weights} |"
     for (field, path), instead in FLAGS_INSTEAD.items():
+        if path in MISMATCH_FUNCTIONS:
+            continue
         yield f"| `{flag_name(field)}` | `{path}` | refused: {instead} |"
     yield from ("", "Any other function of theirs is refused with the signature to write:", "")
     yield from ("| flag | signature |", "|---|---|")

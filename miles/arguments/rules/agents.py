@@ -27,13 +27,38 @@ def check_agents(settings: Settings, errors: Errors) -> None:
             errors.refuse("rm_type", settings.reward.rm_type, "reads the reward of an environment", what_to_do)
     if rollout.agent_command is not None:
         _check_maker(settings, "agent_command", errors)
-    if rollout.environment is not None:
+        why = "with --agent-command, whose program names the tools of its calls"
+        errors.refuse_ignored(settings.data, ["tool_key"], why, "put them into the metadata column")
+    if rollout.environment is None:
+        errors.refuse_ignored(rollout, ["max_turns"], "without --environment", "add that flag")
+    else:
+        errors.at_least(rollout, 1, "max_turns")
         with errors.catching():
-            read_choice(rollout.environment)
+            _check_kind(settings, rollout.environment, errors)
         _check_maker(settings, "environment", errors)
         if rollout.agent_command is not None:
             rule = "generates trajectories, and so does --agent-command"
             errors.refuse("environment", rollout.environment, rule, "keep one of the two")
+
+
+def _check_kind(settings: Settings, name: str, errors: Errors) -> None:
+    """Check what a built-in environment gives and reads.
+
+    Raises:
+        InputError: There is no such environment.
+    """
+    choice = read_choice(name)
+    if choice is None:
+        return
+    kind, _ = choice
+    if not kind.has_reward and ENVIRONMENT in settings.reward.weights:
+        rule = f"reads the reward of an environment, and {kind.name} gives none"
+        errors.refuse(
+            "rm_type", settings.reward.rm_type, rule, "name another reward, such as math, or --custom-rm-path"
+        )
+    if not kind.bounds_turns:
+        why = f"by --environment {kind.name}, whose library bounds the turns"
+        errors.refuse_ignored(settings.rollout, ["max_turns"], why, "set it there")
 
 
 def _check_maker(settings: Settings, name: str, errors: Errors) -> None:

@@ -33,6 +33,7 @@ def check_loss(settings: Settings, errors: Errors) -> None:
     elif settings.lora.trains_adapter and errors.none_about("lora_rank"):
         why = "with --lora-rank: the reference is the model without the adapter"
         errors.refuse_ignored(settings.model, ["ref_update_interval"], why, "train all weights")
+    _check_old_log_probs(settings, errors)
     _check_teacher(settings, errors)
     _check_reward_parts(settings, errors)
     _check_removed_samples(settings, errors)
@@ -44,6 +45,28 @@ def check_loss(settings: Settings, errors: Errors) -> None:
     else:
         why = f"by --advantage-estimator {loss.advantage_estimator}, which has no critic"
         check_no_critic(settings.critic, why, errors)
+
+
+def _check_old_log_probs(settings: Settings, errors: Errors) -> None:
+    """Check that the engine's log-probs are read, if they are the old ones, and are those that the trainer compares."""
+    loss, rollout = settings.loss, settings.rollout
+    if not loss.use_rollout_logprobs or not loss.type.uses_advantages:
+        return  # what has no advantages refuses it by itself
+    objective, flag = find_objective(loss), "use_rollout_logprobs"
+    in_reward = loss.kl_coef != 0 or loss.use_opd
+    if objective.estimator.needs(loss).sum_squared_probs:
+        rule = f"--advantage-estimator {loss.advantage_estimator} reads the trainer's probabilities of all tokens"
+        errors.refuse(flag, True, rule, "drop it, or use --advantage-estimator rloo")
+    elif not in_reward and not loss.type.trains_policy:
+        errors.refuse_ignored(loss, [flag], f"by --loss-type {loss.loss_type}, which has no ratio", "add --kl-coef")
+    elif loss.type.uses_policy_loss and not (
+        in_reward or objective.policy_loss.reads_ratio or loss.use_opsm or loss.use_unbiased_kl
+    ):
+        why = f"by --policy-loss {objective.policy_loss.name}, which has no ratio"
+        errors.refuse_ignored(loss, [flag], why, "use --policy-loss ppo")
+    if rollout.truncates_sampling and rollout.no_support_replay:
+        rule = "the engine's log-probs are over the tokens that were kept, and the trainer's over the whole vocabulary"
+        errors.refuse(flag, True, f"with --no-support-replay {rule}", "drop one of the two")
 
 
 def _trajectories_of_step(settings: Settings) -> int:

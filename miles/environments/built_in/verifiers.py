@@ -26,6 +26,7 @@ class Verifiers(EnvironmentKind):
 
     name = "verifiers"
     summary = "an environment of the package verifiers, of prompts verifiers:TASKSET"
+    bounds_turns = False
     libraries = ("verifiers with pip install verifiers==0.4.0",)
 
     def maker(self, options: Mapping[str, Any]) -> EnvironmentMaker:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from miles.train_batch import MicroBatch
 
 
+OLD_OF_ENGINE = "the engine's probability at the time of sampling (--use-rollout-logprobs)"
+
+
 class PolicyGradientLoss(LossType):
     """Train the policy on the advantages of its samples."""
 
@@ -40,7 +43,10 @@ class PolicyGradientLoss(LossType):
 
     def needs_of(self, objective: Objective) -> Needs:
         """Add what the policy loss reads."""
-        return super().needs_of(objective) | objective.policy_loss.needs(objective.flags)
+        needs = super().needs_of(objective) | objective.policy_loss.needs(objective.flags)
+        for weight in objective.token_weights:
+            needs |= weight.needs(objective.flags)
+        return needs
 
     def zero_advantage_has_gradient(self, flags: LossArguments) -> bool:
         """Return false: its parts are asked themselves."""
@@ -68,7 +74,9 @@ class PolicyGradientLoss(LossType):
         return f"the policy-gradient loss ({objective.policy_loss.summary})"
 
     def idle_on_policy(self, objective: Objective) -> list[str]:
-        """Name what clips or drops by the ratio."""
+        """Name what clips or drops by the ratio, unless that is to the engine's probability."""
+        if objective.flags.use_rollout_logprobs:
+            return []
         idle = objective.policy_loss.idle_on_policy(objective.flags)
         if objective.flags.use_opsm:
             idle = [*idle, "--use-opsm: one step per iteration, so no sequence is away from the old policy"]
@@ -91,7 +99,8 @@ def _token_loss_formula(objective: Objective) -> list[Term]:
     weights = token_weights_formula(objective.flags)
     first, *rest = objective.policy_loss.formula(objective.flags)
     text = f"w ({first.text})" if weights and first.text.startswith("-") else f"{'w ' if weights else ''}{first.text}"
-    return [replace(first, text=f"l_it = {text}"), *rest, *weights]
+    old = [Term(f"p_old is {OLD_OF_ENGINE}", "miles.training.scoring")] if objective.flags.use_rollout_logprobs else []
+    return [replace(first, text=f"l_it = {text}"), *rest, *old, *weights]
 
 
 def _entropy_formula(loss: LossArguments) -> list[Term]:
@@ -127,7 +136,8 @@ def policy_loss_function(
     log_ratio = masked_log_ratio(log_probs, old_log_probs, micro.loss_mask)
     tokens = PolicyTokens(log_probs.float().masked_fill(micro.loss_mask == 0, 0.0), log_ratio, micro.advantages, micro)
     token_losses, clipped = objective.policy_loss.token_losses(loss, tokens)
-    ratios = ratios_of(micro, log_ratio, old_log_probs)
+    trainer_log_probs = log_probs.detach() if loss.use_rollout_logprobs else old_log_probs
+    ratios = ratios_of(micro, log_ratio, trainer_log_probs)
     weights, logged = weigh(objective.token_weights, loss, ratios)
     token_losses = token_losses * weights
     logged |= mismatch(loss, ratios)
@@ -139,7 +149,7 @@ def policy_loss_function(
     metrics = {
         "pg_loss": pg_loss,
         "ppo_kl": reduce(-log_ratio),
-        "train_rollout_logprob_abs_diff": reduce((old_log_probs - micro.rollout_log_probs).abs()),
+        "train_rollout_logprob_abs_diff": reduce((trainer_log_probs - micro.rollout_log_probs).abs()),
         **{name: reduce(values) for name, values in logged.items()},
     }
     if entropy is not None:
@@ -153,7 +163,7 @@ def policy_loss_function(
         if loss.kl_loss_coef:
             total = total + loss.kl_loss_coef * kl_loss
     metrics["loss"] = total
-    values = TokenValues(micro, ratios.old_log_probs, ratios.policy, weights)
+    values = TokenValues(micro, ratios.trainer_log_probs, ratios.policy, weights)
     return LossOutput(total, {name: value.detach() for name, value in metrics.items()}, values)
 
 

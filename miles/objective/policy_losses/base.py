@@ -62,12 +62,14 @@ class PolicyLoss(ObjectivePart):
     Attributes:
         sees_whole_samples: Whether it must be given whole responses also where context parallelism has cut them. Then
             every rank of the context group evaluates all of them.
+        reads_ratio: Whether it reads the ratio to the old policy.
         selects_tokens: Whether it chooses tokens from the whole step before the step: ``select_tokens``. Its losses
             read the choice as ``MicroBatch.selected``, which is None if the policy was not scored for it.
     """
 
     flag: ClassVar[str] = "policy_loss"
     sees_whole_samples: ClassVar[bool] = False
+    reads_ratio: ClassVar[bool] = True
     selects_tokens: ClassVar[bool] = False
 
     @abstractmethod

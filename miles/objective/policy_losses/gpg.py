@@ -14,6 +14,7 @@ class GpgLoss(PolicyLoss):
 
     name = "gpg"
     summary = "the policy gradient, without a ratio"
+    reads_ratio = False
 
     def formula(self, flags: Any) -> list[Term]:
         """Return the loss of a token before its weight."""

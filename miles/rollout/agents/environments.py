@@ -67,6 +67,7 @@ class EnvironmentGenerator:
         self._name = f"--environment {rollout.environment}"
         self._make = environment_maker(rollout.environment)
         self._seconds = rollout.agent_timeout
+        self._max_turns = rollout.max_turns
         self._template_kwargs = json_object("apply_chat_template_kwargs", data.apply_chat_template_kwargs)
         has_servers = engine_spec(rollout.rollout_engine).has_servers
         self._takes_stop_texts = not has_servers and not rollout.partial_rollout
@@ -158,6 +159,10 @@ class EnvironmentGenerator:
                 environment = self._make(trajectory.sample.prompt)
                 if not isinstance(environment, Environment):
                     return None, f"returned {type(environment).__name__}, which is no Environment"
+                if self._max_turns is not None:
+                    if type(environment).play is not Environment.play:
+                        return None, "has a loop of its own (play), which --max-turns cannot bound; drop that flag"
+                    environment.max_turns = self._max_turns
                 server = await self._started() if environment.needs_url else None
                 if server is not None:
                     await stack.enter_async_context(server.serving(session))

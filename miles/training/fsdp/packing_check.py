@@ -18,7 +18,14 @@ from transformers import PreTrainedModel
 from miles.arguments.parallel import ParallelArguments
 from miles.batching.collate import collate
 from miles.batching.convert import convert
-from miles.model_families.packing import has_recurrent_state, is_compared_by_test, model_type, why_untrained
+from miles.model_families.packing import (
+    NO_WINDOW,
+    has_recurrent_state,
+    is_compared_by_test,
+    model_type,
+    why_untrained,
+    why_windowed,
+)
 from miles.model_families.reading import read_config
 from miles.objective.settings import LossArguments
 from miles.parallel.groups import ALONE
@@ -41,11 +48,13 @@ def check_layout(flag: str, path: str, parallel: ParallelArguments) -> None:
         parallel: The layout of samples.
 
     Raises:
-        ValueError: The model has sparse attention, or its samples would be packed.
+        ValueError: The model has sparse attention or a sliding window, or its samples would be packed.
     """
     config = read_config(path).to_dict()
     if why := why_untrained(config):
         raise ValueError(f"{flag} {path}: {why}; choose another model")
+    if why := why_windowed(config):
+        raise ValueError(f"{flag} {path}: {why}; {NO_WINDOW}")
     if not parallel.pads and has_recurrent_state(config):
         raise ValueError(
             f"{flag} {path}: a {model_type(config)} has recurrent state, which would pass from one packed sample to "

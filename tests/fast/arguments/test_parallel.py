@@ -70,6 +70,38 @@ def test_other_models_are_packed(validated, tmp_path):
         assert not any("qkv-format" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        (dict(model_type="mistral"), 4096),
+        (dict(model_type="mistral", sliding_window=None), None),
+        (dict(model_type="phi3", sliding_window=2047), 2047),
+        (dict(model_type="qwen2", sliding_window=131072, use_sliding_window=False), None),
+        (dict(model_type="qwen2", sliding_window=512, use_sliding_window=True), 512),
+        (dict(model_type="gpt_oss", sliding_window=128, layer_types=["sliding_attention", "full_attention"]), 128),
+        (dict(model_type="qwen3", sliding_window=128, layer_types=["full_attention"]), None),
+        (
+            dict(
+                model_type="gemma4",
+                text_config=dict(model_type="gemma4_text", sliding_window=512, layer_types=["sliding_attention"]),
+            ),
+            512,
+        ),
+    ],
+)
+def test_a_sliding_window_is_refused_before_anything_is_generated(validated, refused, tmp_path, config, window):
+    folder = model_folder(tmp_path / "model", **config)
+    if window is None:
+        assert validated(f"--hf-checkpoint {folder}", without="--hf-checkpoint")
+        return
+    (message,) = refused(f"--hf-checkpoint {folder}", without="--hf-checkpoint")
+    kind = config.get("text_config", config)["model_type"]
+    assert message.startswith(f"--hf-checkpoint {folder}: a {kind} with a sliding window of {window} tokens: only full")
+    assert message.endswith(
+        "; set sliding_window to null in its config.json if no sequence will be longer, or choose another model"
+    )
+
+
 @pytest.mark.parametrize("flags", ["--context-parallel-size 2", DYNAMIC])
 def test_ranks_do_not_share_the_sequences_of_a_recurrent_model(refused, tmp_path, flags):
     folder = model_folder(tmp_path / "model", model_type="nemotron_h")

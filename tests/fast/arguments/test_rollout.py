@@ -20,6 +20,8 @@ LOADS = "--load-debug-rollout-data saved_{rollout_id}.jsonl"
         f"--over-sampling-batch-size 12 {FILTER}",
         "--async-steps 2",
         f"--async-steps 1 --fully-async --stale-samples mask {FILTER}",
+        "--partial-rollout --over-sampling-batch-size 12 --buffer-filter-path my:pick",
+        "--async-steps 1 --fully-async --buffer-filter-path my:pick",
         "--rollout-function-path my:function --async-steps 1 --custom-generate-function-path my:turns",
         "--max-restarts 2 --save some/folder",
     ],
@@ -50,9 +52,9 @@ SAMPLING = [
 ]
 MODES = [
     (
-        "--max-prompt-pass-rate 0.9 --rm-type format:1,length:-0.1",
+        "--max-prompt-pass-rate 0.9 --rm-type format:1,length:0.1",
         "--rm-type",
-        "--max-prompt-pass-rate 0.9: no reward of --rm-type format:1,length:-0.1 says whether",
+        "--max-prompt-pass-rate 0.9: no reward of --rm-type format:1,length:0.1 says whether",
     ),
     ("--over-sampling-batch-size 12", "", "--over-sampling-batch-size 12: would be ignored without --dynamic-sampling"),
     ("--over-sampling-batch-size 4 --dynamic-sampling-filter-path a:b", "", "at least --rollout-batch-size 8"),
@@ -68,6 +70,7 @@ MODES = [
         "--over-sampling-early-stop: would drop what --partial-rollout continues",
     ),
     ("--mask-offpolicy-in-partial-rollout", "", "would be ignored without --partial-rollout"),
+    ("--buffer-filter-path a:b", "", "--buffer-filter-path a:b: would be ignored without --partial-rollout or --fully"),
     ("--async-steps -1", "", "--async-steps -1: must be"),
     ("--async-steps 1 --colocate", "", "--async-steps 1: generates during training, which --colocate"),
     ("--fully-async", "", "--fully-async: needs a limit on the age of samples"),

@@ -172,16 +172,19 @@ def objective(
     def mean(values: Sequence[torch.Tensor]) -> torch.Tensor:
         return aggregate(diagnostic, values)
 
+    engine = [torch.as_tensor(s.rollout_log_probs).double() for s in samples]
     old = [
         p.detach() if s.old_log_probs is None else torch.as_tensor(s.old_log_probs).double()
         for s, p in zip(samples, log_probs, strict=True)
     ]
-    engine = [torch.as_tensor(s.rollout_log_probs).double() for s in samples]
+    trainer = old
+    if loss.use_rollout_logprobs:
+        old, trainer = engine, [p.detach() for p in log_probs]
     losses, clipped, dropped = _policy_losses(loss, samples, log_probs, old)
     if loss.policy_loss in ("clip_cov", "kl_cov"):
         losses, clipped = _losses_by_covariance(loss, samples, log_probs, old, losses, clipped)
-    weights, values = _weights(loss, samples, old, engine)
-    metrics = {name: mean(columns) for name, columns in values.items()}
+    weights, values, means = _weights(loss, samples, trainer, engine)
+    metrics = means | {name: mean(columns) for name, columns in values.items()}
     if loss.use_opsm:
         metrics["opsm_clipfrac"] = mean(dropped)
         weights = [w * (1 - d) for w, d in zip(weights, dropped, strict=True)]
@@ -192,13 +195,13 @@ def objective(
         kept = [(h.detach() >= bound).double() for h in entropy]
         metrics["top_entropy_tokens"] = mean(kept)
         weights = [w * k for w, k in zip(weights, kept, strict=True)]
-    ratios = [(o - e).exp() for o, e in zip(old, engine, strict=True)]
+    ratios = [(o - e).exp() for o, e in zip(trainer, engine, strict=True)]
     metrics |= {
         "pg_loss": aggregate(loss.loss_aggregation, [x * w for x, w in zip(losses, weights, strict=True)]),
         **({} if clipped is None else {"pg_clipfrac": mean(clipped)}),
         "ppo_kl": mean([o - p for o, p in zip(old, log_probs, strict=True)]),
         "entropy_loss": mean(entropy),
-        "train_rollout_logprob_abs_diff": mean([(o - e).abs() for o, e in zip(old, engine, strict=True)]),
+        "train_rollout_logprob_abs_diff": mean([(o - e).abs() for o, e in zip(trainer, engine, strict=True)]),
         "is_ratio": mean(ratios),
         "ess_ratio": mean(ratios) ** 2 / mean([r**2 for r in ratios]).clamp(min=1e-300),
     }
@@ -259,27 +262,32 @@ def _losses_by_covariance(loss: LossArguments, samples, log_probs, old, ppo_loss
 
 
 def _weights(loss: LossArguments, samples, old, engine):
-    """Return the weight of every token loss, and the metrics of the weights."""
+    """Return the weight of every token loss, the metrics of the weights by token, and those of the step."""
     weights, columns = [], {}
+    mean, means = 1.0, {}
+    if loss.tis_batch_normalize:
+        bounded = [_truncated(loss, s, o, e)[0] for s, o, e in zip(samples, old, engine, strict=True)]
+        kept = [w[torch.as_tensor(s.mask) != 0] for s, w in zip(samples, bounded, strict=True)]
+        if loss.tis_level != "token":
+            kept = [w[:1] for w in kept]
+        mean = torch.cat(kept).mean() if sum(map(len, kept)) else torch.ones(())
+        means = {"tis_mean": mean}
     for sample, o, e in zip(samples, old, engine, strict=True):
-        mask = torch.as_tensor(sample.mask).double()
-        difference = (o - e) * mask
-        at = {
-            "token": (o - e).exp(),
-            "sequence": difference.sum().exp().expand(len(o)),
-            "geometric": (difference.sum() / mask.sum().clamp(min=1)).exp().expand(len(o)),
-        }
+        at = _ratios(sample, o, e)
         weight, logged = torch.ones_like(o), {}
         if loss.use_tis:
-            ratio = at[loss.tis_level]
-            outside = (ratio < loss.tis_clip_low) | (ratio > loss.tis_clip)
-            cut = ratio.clamp(loss.tis_clip_low, loss.tis_clip)
-            weight = cut if loss.tis_mode == "truncate" else torch.where(outside, 0.0, ratio)
+            weight, outside = _truncated(loss, sample, o, e)
+            weight = weight / mean
             logged |= {"tis": weight, "tis_clipfrac": outside.double()}
         if loss.use_rs:
             ratio = at[loss.rs_level]
             rejected = (ratio < loss.rs_lower_bound) | (ratio > loss.rs_upper_bound)
             weight = torch.where(rejected, 0.0, weight)
+            if loss.rs_veto_threshold is not None:
+                far = any(r < loss.rs_veto_threshold for r, m in zip(at["token"], sample.mask, strict=True) if m)
+                logged["rs_vetoed"] = torch.full((len(o),), float(far), dtype=torch.float64)
+                weight = weight * (not far)
+                rejected = rejected | far
             logged["rs_rejected"] = rejected.double()
         if loss.get_mismatch_metrics:
             ratio = at["token"]
@@ -293,4 +301,23 @@ def _weights(loss: LossArguments, samples, old, engine):
         weights.append(weight)
         for name, values in logged.items():
             columns.setdefault(name, []).append(values)
-    return weights, columns
+    return weights, columns, means
+
+
+def _ratios(sample: OracleSample, o: torch.Tensor, e: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the ratio of trainer to engine at every token, by level."""
+    mask = torch.as_tensor(sample.mask).double()
+    difference = (o - e) * mask
+    return {
+        "token": (o - e).exp(),
+        "sequence": difference.sum().exp().expand(len(o)),
+        "geometric": (difference.sum() / mask.sum().clamp(min=1)).exp().expand(len(o)),
+    }
+
+
+def _truncated(loss: LossArguments, sample: OracleSample, o, e) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bounded weights of --use-tis, and whether each ratio is out of bounds."""
+    ratio = _ratios(sample, o, e)[loss.tis_level]
+    outside = (ratio < loss.tis_clip_low) | (ratio > loss.tis_clip)
+    cut = ratio.clamp(loss.tis_clip_low, loss.tis_clip)
+    return (cut if loss.tis_mode == "truncate" else torch.where(outside, 0.0, ratio)), outside

@@ -25,6 +25,16 @@ CORRECTIONS = {
     "sequence rejection and tis": dict(
         use_rs=True, rs_level="geometric", rs_lower_bound=0.95, rs_upper_bound=1.05, use_tis=True
     ),
+    "veto": dict(use_rs=True, rs_lower_bound=0.3, rs_upper_bound=2.0, rs_veto_threshold=0.4),
+    "normalized tis": dict(use_tis=True, tis_clip=1.1, tis_batch_normalize=True),
+    "normalized tis of sequences": dict(
+        use_tis=True, tis_clip=1.3, tis_clip_low=0.6, tis_level="sequence", tis_batch_normalize=True
+    ),
+    "normalized icepop and rejection": dict(
+        use_tis=True, tis_mode="icepop", tis_clip=1.2, tis_clip_low=0.8, tis_batch_normalize=True, use_rs=True
+    ),
+    "the engine's log-probs as the old ones": dict(use_rollout_logprobs=True, eps_clip=0.1),
+    "mismatch metrics of the engine's log-probs": dict(use_rollout_logprobs=True, get_mismatch_metrics=True),
     "mismatch metrics": dict(get_mismatch_metrics=True),
     "gspo": dict(advantage_estimator="gspo", eps_clip=0.05),
     "opsm": dict(use_opsm=True, opsm_delta=0.01),

@@ -15,7 +15,7 @@ from miles.objective.token_weights import ratios_of, token_weights_of, top_entro
 def weights(make_micro, loss: LossArguments, ratios: list[float]) -> list[float]:
     """The weights of one sample's tokens whose ratios of trainer to engine are ``ratios``."""
     ratios_of_tokens = ratios_of(
-        make_micro([[1] * len(ratios)]), torch.zeros(len(ratios)), old_log_probs=torch.tensor(ratios).log()
+        make_micro([[1] * len(ratios)]), torch.zeros(len(ratios)), trainer_log_probs=torch.tensor(ratios).log()
     )
     return weigh(token_weights_of(loss), loss, ratios_of_tokens).weights.tolist()
 
@@ -46,7 +46,7 @@ def test_off_policy_masking_drops_what_is_above_the_bound_not_at_it(make_micro):
     micro = make_micro([[1, 1], [1, 1], [1]], advantages=torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0]))
     log_ratio = torch.tensor([-0.25, -0.75, -0.5, -0.5 - 2 / 1024, -8.0])
     loss = LossArguments(use_opsm=True, opsm_delta=0.5)
-    found = weigh(token_weights_of(loss), loss, ratios_of(micro, log_ratio, old_log_probs=torch.zeros(5)))
+    found = weigh(token_weights_of(loss), loss, ratios_of(micro, log_ratio, trainer_log_probs=torch.zeros(5)))
     assert found.weights.tolist() == [1, 1, 0, 0, 1]
     assert found.logged["opsm_clipfrac"].tolist() == [0, 0, 1, 1, 0]
 

@@ -1,11 +1,15 @@
-"""What a trainer times."""
+"""What a trainer times, and what it scores."""
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from miles.objective.chosen import build_objective
 from miles.objective.coefficients import Coefficients
 from miles.objective.settings import LossArguments
+from miles.train_batch import TrainBatch, TrainShard
+from miles.training.scoring import needs_of, score, with_engine_log_probs
 from miles.training.trainer import Trainer
 
 
@@ -40,3 +44,34 @@ def test_scoring_for_the_choice_of_tokens_is_timed(monkeypatch, selects, ranks):
         assert metrics["time/token_selection"].value == 1 + selects + ranks
     else:
         assert "time/token_selection" not in metrics
+
+
+def test_the_engines_log_probs_are_old_ones_without_a_pass():
+    """Later steps need old log-probs; a backend that could score would be asked for ``policy``, and there is none."""
+    engine = [np.array([-0.5, -1.0], np.float32)]
+    shard = TrainShard(make_batch(engine), micro_batches=[])
+    needs = needs_of(build_objective(LossArguments(use_rollout_logprobs=True)), step=1, trains_policy=True, passes=2)
+    assert needs.old_log_probs
+    scored = score(None, with_engine_log_probs(shard), needs)
+    assert scored.batch.old_log_probs is engine
+    with pytest.raises(AttributeError, match="policy"):
+        score(None, shard, needs)
+
+
+def make_batch(engine: list[np.ndarray]) -> TrainBatch:
+    ones = [np.ones(len(column), np.float32) for column in engine]
+    return TrainBatch(
+        tokens=[np.arange(len(column) + 1) for column in engine],
+        response_lengths=[len(column) for column in engine],
+        loss_masks=ones,
+        rollout_log_probs=engine,
+        rewards=[1.0] * len(engine),
+        sample_denoms=[1.0] * len(engine),
+        trajectory_token_counts=[1.0] * len(engine),
+        group_indices=[0] * len(engine),
+        trajectory_ids=list(range(len(engine))),
+        position_in_step=list(range(len(engine))),
+        num_trajectories=len(engine),
+        num_loss_tokens=sum(map(len, engine)),
+        expected_loss_mass=1.0,
+    )

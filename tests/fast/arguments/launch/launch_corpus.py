@@ -26,9 +26,10 @@ class Line:
         return [re.sub(r"\{(MODEL|DATA|OUT)\}", lambda m: str(names[m[1]]), word) for word in shlex.split(self.text)]
 
 
-def read_lines() -> list[Line]:
+def read_lines(**changed: str) -> list[Line]:
+    """Return the lines; ``changed`` has other contents of some blocks, by name."""
     data = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    blocks = data["blocks"]
+    blocks = data["blocks"] | changed
     return [
         Line(
             entry["name"],

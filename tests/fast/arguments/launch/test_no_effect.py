@@ -85,6 +85,7 @@ CASES = [
     ("--loss-type sft_loss --n-samples-per-prompt 1 --rm-type math", "--loss-type sft_loss --n-samples-per-prompt 1"),
     ("--train-backend megatron --decoder-last-pipeline-num-layers 3", "--train-backend megatron"),
     ("--lora-rank 0 --lora-alpha 32", ""),
+    ("--buffer-filter-path my:pick", ""),
     ("--opd-kl-coef 0.5 --opd-teacher-load some/teacher", ""),
 ]
 

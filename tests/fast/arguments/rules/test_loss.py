@@ -22,6 +22,41 @@ REFUSED = [
     ("--use-tis --tis-clip 0.5 --tis-clip-low 0.8", "", "--tis-clip-low 0.8: is above --tis-clip 0.5"),
     ("--use-rs --rs-lower-bound 3", "", "is above --rs-upper-bound 2"),
     ("--use-tis --tis-clip 0", "", "above 0"),
+    ("--tis-batch-normalize", "", "--tis-batch-normalize: would be ignored without --use-tis"),
+    (
+        "--use-tis --tis-batch-normalize --custom-tis-function-path a:b",
+        "",
+        "--tis-batch-normalize: would be ignored with --custom-tis-function-path, which makes the weights; normalize",
+    ),
+    ("--rs-veto-threshold 1e-4", "", "--rs-veto-threshold 0.0001: would be ignored without --use-rs; add that switch"),
+    ("--use-rs --rs-veto-threshold 0", "", "--rs-veto-threshold 0.0: must be a finite number above 0"),
+    ("--use-rollout-logprobs --use-tis", "", "--use-tis: compares the trainer's .* with --use-rollout-logprobs p_old"),
+    ("--use-rollout-logprobs --use-rs", "", "--use-rs: compares the trainer's .*; drop one of the two"),
+    (
+        "--use-rollout-logprobs --advantage-estimator optimal_token_baseline",
+        "",
+        "--use-rollout-logprobs: --advantage-estimator optimal_token_baseline reads the trainer's probabilities",
+    ),
+    (
+        "--use-rollout-logprobs --policy-loss gpg",
+        "",
+        "--use-rollout-logprobs: would be ignored by --policy-loss gpg, which has no ratio; use --policy-loss ppo",
+    ),
+    (
+        "--use-rollout-logprobs --rollout-top-p 0.9 --no-support-replay",
+        "",
+        "--use-rollout-logprobs: with --no-support-replay the engine's log-probs are over the tokens that were kept",
+    ),
+    (
+        "--use-rollout-logprobs --loss-type value_loss --advantage-estimator ppo",
+        "",
+        "--use-rollout-logprobs: would be ignored by --loss-type value_loss",
+    ),
+    (
+        f"--loss-type sft_loss --use-rollout-logprobs {LOADS}",
+        "--rm-type",
+        "--use-rollout-logprobs: would be ignored by --loss-type sft_loss",
+    ),
     ("--custom-pg-loss-reducer-function-path a:b --loss-canary always", "", "--loss-canary always: would be ignored"),
     (f"--loss-type sft_loss --use-tis {LOADS}", "--rm-type", "--use-tis: would be ignored by --loss-type sft_loss"),
     (

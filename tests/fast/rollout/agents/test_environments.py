@@ -115,7 +115,7 @@ async def test_a_tool_is_shown_called_and_read_and_only_sampled_tokens_are_train
     group = await played(generator(f"{__name__}:Shop"), engine, chat_tokenizer)
     [sample] = group.samples
     whole = chat_tokenizer.decode(sample.tokens)
-    assert '"name": "price"' in sample.prompt.text and "What is bought." in sample.prompt.text
+    assert '"name": "price"' in sample.prompt.text and "The item to buy." in sample.prompt.text
     assert whole.endswith(
         f"assistant\n{CALL}<|im_end|>\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n7<|im_end|>"
     )
@@ -126,6 +126,73 @@ async def test_a_tool_is_shown_called_and_read_and_only_sampled_tokens_are_train
     assert (sample.response, sample.environment_reward, sample.status) == ("7", 1.0, SampleStatus.COMPLETED)
     assert await score(group.samples, REWARDS["environment"].build(None) and _scored, None) == 0
     assert sample.reward == 1.0
+
+
+TOOL_CALLS = """
+SPECS = [{"type": "function", "function": {"name": "price", "parameters": {"type": "object"}}}]
+seen = []
+
+def specs():
+    return SPECS
+
+async def call(name, arguments):
+    seen.append((name, arguments))
+    return {"pear": 7}[arguments["item"]]
+
+def fails(name, arguments):
+    raise OSError("closed")
+"""
+
+
+@pytest.fixture
+def price_tools(tmp_path, monkeypatch):
+    (tmp_path / "price_tools.py").write_text(TOOL_CALLS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("price_tools", None)
+
+
+@pytest.mark.parametrize("specs", ["SPECS", "specs"], ids=["a list", "a function"])
+async def test_one_function_runs_the_tools_of_a_list(price_tools, random_engine, chat_tokenizer, specs):
+    made = generator(f"tool_calls:call=price_tools.call,specs=price_tools.{specs}")
+    [sample] = (await played(made, random_engine(texts=[CALL, "7"]), chat_tokenizer)).samples
+    assert '"name": "price"' in sample.prompt.text and sample.response == "7" and not sample.failure
+    assert sys.modules["price_tools"].seen == [("price", {"item": "pear"})]
+    assert "<|im_start|>tool\n7<|im_end|>" in chat_tokenizer.decode(sample.tokens)
+
+
+async def test_the_tools_may_be_those_of_the_row(price_tools, random_engine, chat_tokenizer):
+    prompt = Prompt("a pear", (1, 2), "7", {}, input="a pear", tools=[{"name": "price"}])
+    made = generator("tool_calls:call=price_tools:fails")
+    [sample] = (await played(made, random_engine(texts=[CALL, "7"]), chat_tokenizer, prompt)).samples
+    assert "error: OSError: closed" in chat_tokenizer.decode(sample.tokens)
+    [sample] = (await played(generator("tool_calls:call=price_tools.call"), random_engine(), chat_tokenizer)).samples
+    assert "the row has no tools" in sample.failure
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("tool_calls", "needs the function that runs a call"),
+        ("tool_calls:call=price_tools.SPECS", "module price_tools has no function SPECS"),
+        ("tool_calls:call=price_tools.call,specs=price_tools.seen", "give a list of tools, as objects"),
+    ],
+)
+def test_wrong_tools_are_refused_at_the_start(price_tools, name, fault):
+    with pytest.raises(InputError, match=fault):
+        generator(name)
+
+
+@pytest.mark.parametrize("name", ["Shop", "Echo"])
+async def test_max_turns_bounds_the_answers(random_engine, chat_tokenizer, name):
+    engine = random_engine(texts=[CALL] * 20)
+    [sample] = (await played(generator(f"{__name__}:{name}", max_turns=2), engine, chat_tokenizer)).samples
+    assert len(engine.answers) == 2 and not sample.failure
+
+
+async def test_max_turns_cannot_bound_a_loop_of_the_environments_own(random_engine, chat_tokenizer):
+    [sample] = (await played(generator(f"{__name__}:Silent", max_turns=2), random_engine(), chat_tokenizer)).samples
+    assert "has a loop of its own (play), which --max-turns cannot bound" in sample.failure
 
 
 async def _scored(samples):
