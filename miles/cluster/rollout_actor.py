@@ -24,9 +24,9 @@ import ray.exceptions
 from miles.arguments.settings import Settings
 from miles.batching.schedule import ShardBuilder
 from miles.cluster.cpu_tuning import importing, use_threads
-from miles.cluster.engine_servers import RayHost
 from miles.cluster.failures import cause_of, in_one_line
 from miles.cluster.liveness import HEARTBEAT, REPORT, WorkerLost, Workers, with_heartbeat
+from miles.cluster.rollout_processes.engine_servers import RayHost
 from miles.cluster.session import Placement
 from miles.cluster.stored_weights import DeltaWeights, StoredWeights, Weights
 from miles.components import engine_spec, import_builder
