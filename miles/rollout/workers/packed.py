@@ -6,7 +6,7 @@ A pickled list costs time per number on both sides. The prompt is not sent back,
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from typing import Any, NamedTuple
 
 from miles.rollout.groups import ProducedGroup
 from miles.sample import Prompt, PromptGroup, Sample
@@ -21,6 +21,14 @@ _COLUMNS = {
 }
 _PROMPT = "prompt"
 _SAMPLES = "samples"
+
+
+class _Repeated(NamedTuple):
+    """A list of equal numbers."""
+
+    number: int
+    times: int
+
 
 PackedGroup = tuple[dict[str, Any], list[Any], int, str | None]
 
@@ -62,13 +70,13 @@ def _unpack_sample(packed: Any, prompt: Prompt) -> Sample:
 
 
 def _pack_column(column: Any, code: str) -> Any:
-    """Return a list of numbers as (first, length) if they are equal, else as an array; anything else as it is."""
+    """Return a list of numbers as ``_Repeated`` if they are equal, else as an array; anything else as it is."""
     if type(column) is not list or not column:
         return column
     first = column[0]
     try:
         if type(first) is int and column.count(first) == len(column):
-            return first, len(column)
+            return _Repeated(first, len(column))
         return array(code, column)
     except (TypeError, OverflowError):  # not all of them are such numbers
         return column
@@ -77,4 +85,4 @@ def _pack_column(column: Any, code: str) -> Any:
 def _unpack_column(packed: Any) -> Any:
     if isinstance(packed, array):
         return packed.tolist()
-    return [packed[0]] * packed[1] if isinstance(packed, tuple) else packed
+    return [packed.number] * packed.times if isinstance(packed, _Repeated) else packed
