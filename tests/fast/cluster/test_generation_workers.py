@@ -186,7 +186,9 @@ async def test_connections_are_bounded_and_used_again(settings_of, server):
     assert server.most_in_flight == 6
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "end", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "stopped"]
+)
 async def test_the_groups_of_a_lost_worker_are_generated_again_with_their_seeds(settings_of, server, end):
     """All prompts are there once, in order. Another worker takes the place of the lost one."""
     settings = settings_of(3, {"use_fault_tolerance": True, "sglang_server_concurrency": 48})
@@ -242,19 +244,16 @@ async def test_a_group_that_ends_every_worker_ends_the_run(settings_of, server, 
 
 async def test_an_early_stop_cancels_and_aborts_in_every_worker(settings_of, server):
     """Six of eight groups are taken; the requests of the others end before the iteration does."""
-    settings = settings_of(3, over_sampling_early_stop=True, over_sampling_batch_size=8)
+    settings = settings_of(2, over_sampling_early_stop=True, over_sampling_batch_size=8)
     async with running(settings) as pipeline:
-        server.latency = 0.3
+        server.held |= expected_seeds(settings, [3], samples=1).keys()
         first = await collect(pipeline, 0)
-        assert first.metrics["rollout/unfinished_groups"].value + first.metrics["rollout/surplus_groups"].value == 2
-        assert (
-            await pipeline._workers.in_flight() == 0
-            and pipeline.queue_lengths().keys() == {f"groups in generation worker {n}": 0 for n in range(3)}.keys()
-        )
-        assert not any(pipeline.queue_lengths().values())
+        unfinished = first.metrics["rollout/unfinished_groups"].value
+        assert unfinished >= 1 and unfinished + first.metrics["rollout/surplus_groups"].value == 2
+        assert await pipeline._workers.in_flight() == 0 and not any(pipeline.queue_lengths().values())
         second = await collect(pipeline, 1)
     indices = [group.group_index for scored in (first, second) for group in scored.groups]
-    assert len(set(indices)) == 12 and set(indices) <= set(range(16))
+    assert len(set(indices)) == 12 and set(indices) <= set(range(16)) - {3}
     assert {v for group in second.groups for sample in group.samples for v in sample.weight_versions} == {1}
 
 
