@@ -12,6 +12,8 @@ import math
 import multiprocessing
 import random
 import re
+import urllib.request
+from collections import Counter
 from multiprocessing.connection import Connection
 
 from miles.engine.sglang.processes import allow_open_files
@@ -37,6 +39,16 @@ def answer_body(tokens: int) -> bytes:
     return json.dumps({"text": "", "output_ids": [7] * tokens, "meta_info": meta}).encode()
 
 
+_asked: Counter[int] = Counter()  # requests by seed, in the servers' process
+
+
+def seen(url: str) -> tuple[int, int]:
+    """Return how many requests for answers all servers got, and how many different seeds these had."""
+    with urllib.request.urlopen(f"{url}/seen") as answer:
+        requests, seeds = json.load(answer)
+    return requests, seeds
+
+
 class Connected(asyncio.Protocol):
     """One connection: answer one request after the other, each when its latency has passed."""
 
@@ -56,7 +68,13 @@ class Connected(asyncio.Protocol):
         if not found or (length and len(body) < int(length[1])):
             return
         self._received = b""
+        if head.startswith(b"GET /seen "):
+            counts = json.dumps([sum(_asked.values()), len(_asked)]).encode()
+            self._transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(counts), counts))
+            return
         seed = SEED.search(body)
+        if seed:
+            _asked[int(seed[1])] += 1
         delay = latency(int(seed[1]), self._median_seconds) if seed else 0.0
         asyncio.get_running_loop().call_later(delay, self._transport.write, self._reply)
 

@@ -51,12 +51,14 @@ class EngineSpec:
             Otherwise it is embedded in the rollout process, and runs on one device.
         own_flags: The flags of the section ``rollout`` that no other engine reads.
         reports_experts: Whether it can return the experts that it chose (``--use-rollout-routing-replay``).
+        shares_servers: Whether several processes can send it requests (``--num-rollout-workers``).
     """
 
     builder: str
     has_servers: bool = False
     own_flags: tuple[str, ...] = ()
     reports_experts: bool = False
+    shares_servers: bool = False
 
 
 TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
@@ -85,7 +87,9 @@ ENGINES: Mapping[str, EngineSpec] = {
         own_flags=("torch_engine_max_batch_size",),
         reports_experts=True,
     ),
-    "sglang": EngineSpec("miles.engine.sglang.engine:start", has_servers=True, reports_experts=True),
+    "sglang": EngineSpec(
+        "miles.engine.sglang.engine:start", has_servers=True, reports_experts=True, shares_servers=True
+    ),
 }
 
 Spec = TypeVar("Spec", TrainBackendSpec, EngineSpec)

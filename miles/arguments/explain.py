@@ -133,7 +133,9 @@ def _processes(settings: Settings) -> list[str]:
 def _engines(settings: Settings) -> str:
     name = settings.rollout.rollout_engine
     if engine_spec(name).has_servers:
-        return explain_servers(settings.sglang, settings.num_engines)
+        workers = settings.rollout.num_rollout_workers
+        senders = f" fed by {workers} processes" if workers > 1 else ""
+        return f"{explain_servers(settings.sglang, settings.num_engines)}{senders}"
     return f"the {name} engine"
 
 

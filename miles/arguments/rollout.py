@@ -26,6 +26,11 @@ class RolloutArguments:
         "generation engine: torch runs inside the rollout process, sglang in its own servers",
         choices=tuple(ENGINES),
     )
+    num_rollout_workers: int = flag(
+        1,
+        "processes that send requests, score and filter, for more requests than one process can feed; with 1 the "
+        "rollout process does it itself (docs/engine.md)",
+    )
     num_rollout: Optional[int] = flag(None, "iterations of the run; default: --num-epoch passes over the prompts")
     num_epoch: Optional[int] = flag(None, "passes over the prompts, instead of --num-rollout")
     rollout_batch_size: Optional[int] = flag(None, "prompts per iteration (required)")

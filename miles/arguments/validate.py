@@ -34,6 +34,7 @@ from miles.arguments.rules.debug_modes import check_debug_modes
 from miles.arguments.rules.deterministic import check_deterministic
 from miles.arguments.rules.loss import check_loss, name_policy_loss, notes_on_loss
 from miles.arguments.rules.replay import check_replay
+from miles.arguments.rules.rollout_workers import check_rollout_workers
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.rules import can_count_engines, check_engine, fill_rollout_num_gpus
 from miles.arguments.tracking import check_tracking
@@ -141,6 +142,7 @@ def _check_devices(settings: Settings, errors: Errors) -> None:
     max_response_len = settings.rollout.rollout_max_response_len
     check_parallel(settings.parallel, settings.training, dims, max_response_len, errors)
     check_engine(settings, errors)
+    check_rollout_workers(settings, errors)
     check_deterministic(settings, errors)
     check_replay(settings, errors)
     if can_count_engines(errors):

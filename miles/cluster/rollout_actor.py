@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,9 +25,10 @@ import ray.exceptions
 from miles.arguments.settings import Settings
 from miles.batching.schedule import ShardBuilder
 from miles.cluster.cpu_tuning import importing, use_threads
-from miles.cluster.engine_servers import RayHost
 from miles.cluster.failures import cause_of, in_one_line
 from miles.cluster.liveness import HEARTBEAT, REPORT, WorkerLost, Workers, with_heartbeat
+from miles.cluster.rollout_processes.engine_servers import RayHost
+from miles.cluster.rollout_processes.generation_workers import worker_starter
 from miles.cluster.session import Placement
 from miles.cluster.stored_weights import DeltaWeights, StoredWeights, Weights
 from miles.components import engine_spec, import_builder
@@ -267,7 +269,10 @@ class RolloutActor:
         if self._settings.training.deterministic_mode:
             be_deterministic()  # the embedded engine computes here
         self._shards = ShardBuilder(self._settings)
-        self._built = await build_pipeline(self._settings, RayHost(self._placement))
+        start_worker = None
+        if self._settings.rollout.num_rollout_workers > 1:
+            start_worker = partial(worker_starter, self._settings, self._placement)
+        self._built = await build_pipeline(self._settings, RayHost(self._placement), start_worker)
         self._recorder = SampleRecorder(
             self._built.tokenizer,
             max_bytes=self._settings.tracking.samples_max_bytes,

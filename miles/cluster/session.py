@@ -80,6 +80,14 @@ class Placement:
             return self._options(self._bundle(0), self._sender_share)
         return self._options(self._bundle(0) if self.cluster.colocate else self._first_engine, self._share)
 
+    def generation_worker_options(self) -> dict[str, Any]:
+        """Return the Ray actor options of a generation worker, which computes nothing: it is beside the rollout actor.
+
+        The router in front of the servers may listen on that node only.
+        """
+        options = self.rollout_options()
+        return options | {name: 0 for name in ("num_cpus", "num_gpus") if name in options}
+
     def engine_options(self, number: int) -> dict[str, Any]:
         """Return the Ray actor options of engine ``number``."""
         if self.cluster.colocate:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from miles.components import build, engine_spec
 from miles.weights import WeightChunk
@@ -145,6 +145,74 @@ class ReleasesMemory(Protocol):
 
         Raises ``RuntimeError`` if requests are in flight.
         """
+        ...
+
+
+class RequestsElsewhere(Protocol):
+    """Other processes that send requests to the servers of an engine, all of them together."""
+
+    async def show(self, state: Any) -> None:
+        """Give every process what it must know of the servers; return when each knows it. Later calls come later."""
+        ...
+
+    async def aborted(self) -> None:
+        """Have every process send nothing of what was asked for before; return when all it had sent has ended."""
+        ...
+
+    async def in_flight(self) -> int:
+        """Return how many requests have been sent and not answered."""
+        ...
+
+
+class RequestSender(Protocol):
+    """Sends requests to the servers of an engine that another process has; as an engine, it only generates."""
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """Return one ``Generation`` per seed, as ``Engine.generate`` does."""
+        ...
+
+    def show(self, state: Any) -> None:
+        """Take in what the engine says about the servers. Requests wait for the first time."""
+        ...
+
+    async def aborted(self) -> None:
+        """Send nothing of what was asked for before; return when all that was sent has ended."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests have been sent and not answered."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections. No call may follow."""
+        ...
+
+
+class Entrance(Protocol):
+    """What another process needs to send requests. It is pickled."""
+
+    requests: int  # at a time, of all processes together
+
+    def open(self, requests: int, check_servers: Callable[[], Awaitable[None]]) -> RequestSender:
+        """Return what sends up to ``requests`` at a time; it calls ``check_servers`` after a failed try."""
+        ...
+
+
+@runtime_checkable
+class SharesServers(Protocol):
+    """An optional capability of an engine: other processes send requests to its servers too."""
+
+    def entrance(self) -> Entrance:
+        """Return what such a process needs."""
+        ...
+
+    async def share(self, elsewhere: RequestsElsewhere) -> None:
+        """Show ``elsewhere`` the servers from now on, and abort its requests with the engine's own."""
+        ...
+
+    async def check_servers(self) -> None:
+        """After a failed request: find the servers that do not work, and wait for an update in progress."""
         ...
 
 

@@ -122,6 +122,11 @@ def _reward_loop() -> asyncio.AbstractEventLoop:
 _slots_of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
+def limit_calls(number: int) -> None:
+    """Allow ``number`` calls at a time on the running event loop, in a process that is one of several."""
+    _slots_of_loop[asyncio.get_running_loop()] = asyncio.Semaphore(number)
+
+
 def call_slots() -> asyncio.Semaphore:
     """Return the semaphore of the running event loop, which bounds the number of calls at a time."""
     return _slots_of_loop.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))

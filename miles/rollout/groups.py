@@ -43,6 +43,14 @@ class Teacher(Protocol):
         ...
 
 
+class GroupWorkers(Protocol):
+    """Other processes that produce groups (``--num-rollout-workers``)."""
+
+    async def produce(self, drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> ProducedGroup:
+        """Do what ``produce_group`` does. Of ``tools``, the processes have their own."""
+        ...
+
+
 class GroupGenerator(Protocol):
     """Generates the unscored samples of a group. ``generate_group`` is one; another calls a user's function.
 
@@ -70,7 +78,8 @@ class GroupTools:
     """What produces groups, in training and in evaluation.
 
     ``reward_error_value`` is the reward of samples that the reward function fails on; None raises instead, unless
-    ``drops_reward_errors``. ``teacher`` scores the samples of groups that are trained on.
+    ``drops_reward_errors``. ``teacher`` scores the samples of groups that are trained on. If there are ``workers``,
+    groups are produced there.
     """
 
     engine: Engine
@@ -80,6 +89,7 @@ class GroupTools:
     reward_error_value: float | None = None
     drops_reward_errors: bool = False
     teacher: Teacher | None = None
+    workers: GroupWorkers | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +139,8 @@ async def produce_group(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) 
     Raises:
         Exception: Whatever generation, the reward function and the filter raise.
     """
+    if tools.workers is not None:
+        return await tools.workers.produce(drawn, tools, spec)
     greedy = [_generate_greedy(drawn, tools, spec)] if spec.greedy_baseline else []
     with waiting("generate a group"):
         group, *others = await gather_or_cancel([_generate(drawn, tools, spec), *greedy])

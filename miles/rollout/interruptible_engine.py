@@ -31,8 +31,12 @@ class InterruptibleEngine:
 
     async def interrupt(self) -> None:
         """Return when nothing is in flight. Requests that arrive from now on wait, too."""
-        self._open.clear()
+        self.hold()
         await self._engine.abort()
+
+    def hold(self) -> None:
+        """Have requests wait from now on, and those in flight once they are aborted."""
+        self._open.clear()
 
     def continue_generation(self) -> None:
         """Request the interrupted responses again."""

@@ -27,7 +27,7 @@ from miles.data.curriculum import CurriculumStream
 from miles.data.mixture import Mixture
 from miles.data.stream import PromptStream
 from miles.data.tokenizer import load_tokenizer
-from miles.engine.base import Engine, HasQueues, ReleasesMemory, start_engine
+from miles.engine.base import Engine, HasQueues, ReleasesMemory, SharesServers, start_engine
 from miles.engine.host import EngineHost
 from miles.engine.sglang.teacher import ServedTeacher
 from miles.host.machine import memory_limit
@@ -45,16 +45,17 @@ from miles.rollout.conversation_collector import ConversationCollector
 from miles.rollout.debug_data import SavedGroups, save_rollout
 from miles.rollout.evaluate import EvalSet, evaluate, load_eval_sets
 from miles.rollout.evaluation_function import own_evaluation
-from miles.rollout.groups import GroupGenerator, GroupSpec, GroupTools, produce_group
+from miles.rollout.groups import GroupSpec, GroupTools, GroupWorkers, produce_group
 from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.rollout.iteration_hooks import IterationHooks
 from miles.rollout.metrics import leave_out_mastered, staleness_metrics
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, RolloutGate, Start
 from miles.rollout.rollout_function import FunctionCollector, RolloutTools, load_rollout_function
 from miles.rollout.sample_records import StoredSamples
-from miles.rollout.stream_collector import StreamCollector
+from miles.rollout.stream_collector import Interruptible, StreamCollector
 from miles.rollout.supply import TrainingStream, build_supply, iterations_of
 from miles.rollout.trajectory import get_group_generator
+from miles.rollout.workers.pool import InterruptibleWorkers, StartWorker, WorkerPool
 from miles.weights import WeightChunk
 
 
@@ -92,7 +93,7 @@ class RolloutPipeline:
 
     Args:
         engine: None if nothing is generated (saved samples, no evaluation).
-        tools: What evaluation generates with; None without an engine.
+        tools: What evaluation generates with; None without an engine. ``close`` ends its workers.
         stream: None if there are no prompts to train on.
         num_iterations: How many iterations the run has.
         hooks: The user's functions on each iteration.
@@ -133,6 +134,7 @@ class RolloutPipeline:
         self._evaluation = evaluation
         self._teacher = teacher
         self._agents = agents
+        self._workers = None if tools is None else _pool_of(tools)
         self._gate = RolloutGate()
         self._positions: dict[int, dict[str, Any]] = {}  # in the prompts, before each iteration in progress
 
@@ -219,8 +221,9 @@ class RolloutPipeline:
             self._stream.restore(state)
 
     def queue_lengths(self) -> dict[str, int]:
-        """Return the lengths of the engine's queues, if it says them, for the report of a hang."""
-        return self.engine.queue_lengths() if isinstance(self.engine, HasQueues) else {}
+        """Return the lengths of the queues of engine and workers, as far as known, for the report of a hang."""
+        loads = {} if self._workers is None else self._workers.loads()
+        return loads | (self.engine.queue_lengths() if isinstance(self.engine, HasQueues) else {})
 
     def progress(self) -> tuple[int, int] | None:
         """Return how many groups of the iteration in progress are ready, and of how many; None if that is not known."""
@@ -232,6 +235,8 @@ class RolloutPipeline:
 
     async def close(self) -> None:
         """Close the engine. No call may follow."""
+        if self._workers is not None:
+            await self._workers.close()
         if self._agents is not None:
             await self._agents.close()
         if self._teacher is not None:
@@ -240,33 +245,35 @@ class RolloutPipeline:
             await self.engine.close()
 
 
-async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipeline:
+async def build_pipeline(
+    settings: Settings, host: EngineHost, worker_starter: Callable[[Any], StartWorker] | None = None
+) -> RolloutPipeline:
     """Load what the flags name, start the engine last, and connect the parts.
 
     Args:
         settings: All sections of the run.
         host: Places the engine.
+        worker_starter: Given the tokenizer, returns what starts a generation worker (``--num-rollout-workers``).
 
     Raises:
         ValueError: A prompt row is malformed, a reward or function is unknown, and the like.
     """
     rollout, reward, data = settings.rollout, settings.reward, settings.data
     tokenizer = load_tokenizer(str(settings.model.hf_checkpoint))
-    scores = reward.rm_type is not None or reward.custom_rm_path is not None
-    reward_function = get_reward_function(reward, memory_limit(reward.reward_memory)) if scores else None
+    reward_function = _reward_function(reward)
     eval_sets = load_eval_sets(settings.evaluation, data, rollout, tokenizer, labels_optional=reward.labels_optional)
     supply = build_supply(settings, tokenizer)
     agents = session_generator(settings)
-    generate = agents or get_group_generator(rollout)
-    hooks = IterationHooks(settings, supply.stream)
+    generate, hooks = agents or get_group_generator(rollout), IterationHooks(settings, supply.stream)
     num_iterations = iterations_of(rollout, supply.num_prompts)
     engine = await start_engine(settings, host) if settings.generates else None
-    tools: GroupTools | None = None
-    if engine is not None:
-        assert reward_function is not None, "validate() requires a reward if samples are generated"
-        tools = _group_tools(engine, tokenizer, generate, reward_function, reward)
-    teacher = _teacher(settings.loss)
+    teacher, tools = _teacher(settings.loss), None
     try:
+        if engine is not None:
+            assert reward_function is not None, "validate() requires a reward if samples are generated"
+            drops = reward.on_error == "drop"
+            tools = GroupTools(engine, tokenizer, generate, reward_function, reward.reward_error_value, drops)
+            tools = replace(tools, workers=await _start_workers(settings, tools, worker_starter))
         evaluation = own_evaluation(settings, eval_sets, tools) if tools is not None else None
         collector = build_collector(
             supply.stream,
@@ -281,8 +288,7 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
             flags_view(settings),
         )
     except BaseException:
-        if engine is not None:
-            await engine.close()
+        await _close(engine, None if tools is None else _pool_of(tools))
         raise
     return RolloutPipeline(
         tokenizer=tokenizer,
@@ -300,6 +306,35 @@ async def build_pipeline(settings: Settings, host: EngineHost) -> RolloutPipelin
         teacher=teacher,
         agents=agents,
     )
+
+
+def _reward_function(reward: RewardArguments) -> RewardFunction | None:
+    scores = reward.rm_type is not None or reward.custom_rm_path is not None
+    return get_reward_function(reward, memory_limit(reward.reward_memory)) if scores else None
+
+
+async def _start_workers(
+    settings: Settings, tools: GroupTools, worker_starter: Callable[[Any], StartWorker] | None
+) -> WorkerPool | None:
+    """Start the generation workers, which use the servers of the engine; None if the run has none."""
+    number, replaces = settings.rollout.num_rollout_workers, settings.sglang.use_fault_tolerance
+    if number == 1:
+        return None
+    assert isinstance(tools.engine, SharesServers) and worker_starter is not None, "validate() refuses other engines"
+    workers = WorkerPool(worker_starter(tools.tokenizer), number, tools.engine, replaces)
+    await workers.start()
+    return workers
+
+
+def _pool_of(tools: GroupTools) -> WorkerPool | None:
+    return tools.workers if isinstance(tools.workers, WorkerPool) else None
+
+
+async def _close(engine: Engine | None, workers: WorkerPool | None) -> None:
+    if workers is not None:
+        await workers.close()
+    if engine is not None:
+        await engine.close()
 
 
 def _teacher(loss: LossArguments) -> ServedTeacher | None:
@@ -362,15 +397,14 @@ def build_collector(
         rule,
         num_iterations=num_iterations,
         engine=engine,
-        interruptible=interruptible,
+        interruptible=None if interruptible is None else _stops(interruptible, tools.workers),
         buffer_filter=None if rollout.buffer_filter_path is None else BufferFilter(rollout.buffer_filter_path, args),
     )
 
 
-def _group_tools(
-    engine: Engine, tokenizer: Any, generate: GroupGenerator, function: RewardFunction, reward: RewardArguments
-) -> GroupTools:
-    return GroupTools(engine, tokenizer, generate, function, reward.reward_error_value, reward.on_error == "drop")
+def _stops(engine: InterruptibleEngine, workers: GroupWorkers | None) -> Interruptible:
+    """Return what interrupts the generation of this process, and of its workers if it has some."""
+    return InterruptibleWorkers(engine, workers) if isinstance(workers, WorkerPool) else engine
 
 
 def _group_spec(stream: PromptSource, rollout: RolloutArguments, seed: int, greedy_baseline: bool) -> GroupSpec:

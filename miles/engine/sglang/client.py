@@ -236,8 +236,10 @@ def read_generation(answer: dict[str, Any], vocab: int, with_support: bool = Fal
     sound = (
         reason in ("stop", "length", "abort")
         and len(token_ids) == len(log_probs)
-        and all(0 <= token < vocab for token in token_ids)
-        and all(math.isfinite(value) and value <= 1e-4 for value in log_probs)
+        and min(token_ids, default=0) >= 0
+        and max(token_ids, default=0) < vocab
+        and math.isfinite(sum(log_probs))  # then each of them is; in C, since there are many
+        and max(log_probs, default=0.0) <= 1e-4
         and [int(entry[1]) for entry in entries] == token_ids
         and sum(tokens for _, tokens in earlier) <= len(token_ids)
     )

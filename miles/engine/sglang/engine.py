@@ -5,10 +5,14 @@
     requests.py        generate, abort                        a failed request ──> checks by health.py
     weight_updates.py  update_weights, pause, release_memory  a starting server gets its weights here
     health.py          checks at intervals, replacement       no answer will come ──> requests.py ends them
+
+Other processes may send requests to the same servers (elsewhere.py). They have the first part, and the engine keeps the
+other two.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,9 +21,10 @@ from transformers import GenerationConfig
 
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.settings import SglangArguments
-from miles.engine.base import Generation, GenerationRequest, eos_token_ids
+from miles.engine.base import Generation, GenerationRequest, RequestsElsewhere, eos_token_ids
 from miles.engine.host import EngineHost, Server
 from miles.engine.sglang.client import SglangClient
+from miles.engine.sglang.elsewhere import Entrance
 from miles.engine.sglang.health import Health
 from miles.engine.sglang.keys import NO_KEYS, Keys, keys_of
 from miles.engine.sglang.launch import START_SECONDS, ExternalServer, ServerSpec, SglangServer
@@ -34,10 +39,11 @@ from miles.weight_sync.sender import WeightSender
 from miles.weights import WeightChunk
 
 LOGS = "engines"  # in --output-dir
+ABORT_AGAIN_SECONDS = 0.5
 
 
 class SglangEngine:
-    """Generate with SGLang servers; implements ``miles.engine.base.Engine`` and ``ReleasesMemory``."""
+    """Generate with SGLang servers; implements ``miles.engine.base.Engine``, ``ReleasesMemory``, ``SharesServers``."""
 
     def __init__(
         self,
@@ -50,6 +56,7 @@ class SglangEngine:
         unresponsive_seconds: float = 300.0,
         keys: Keys = NO_KEYS,
         experts_shape: tuple[int, int] | None = None,
+        senders: int = 1,
     ) -> None:
         """Put the engine together. ``start()`` starts the servers.
 
@@ -63,8 +70,11 @@ class SglangEngine:
             unresponsive_seconds: Without ``--use-fault-tolerance``: how long a server may pass no health check.
             keys: The keys that servers and router want.
             experts_shape: Layers and experts per token of a model with experts, if servers return their choice.
+            senders: How many processes send requests. This one, too, has only a share of them.
         """
-        self._concurrency = sglang.sglang_server_concurrency * len(processes)
+        assert router is not None or len(processes) == 1, f"{len(processes)} servers need a router"
+        requests = sglang.sglang_server_concurrency * len(processes)
+        self._concurrency = -(-requests // senders)
         self._concurrency_flag = f"--sglang-server-concurrency {sglang.sglang_server_concurrency}"
         connect = partial(SglangClient, connections=self._concurrency, seconds=sglang.rollout_health_check_timeout)
         self.router = router
@@ -74,13 +84,47 @@ class SglangEngine:
         put_into_use = self._weights.put_into_use
         self._health = Health(self.servers, sglang, vocab_size, router, put_into_use, unresponsive_seconds)
         entrance = connect(router.url, key=keys.router) if router is not None else None
-        after_failure = self._health.check_after_failure
-        self._requests = Requests(self.servers, sglang, vocab_size, eos_ids, entrance, after_failure, experts_shape)
+        most, keeps, check = self._concurrency, sglang.keeps_cache, self.check_servers
+        self._requests = Requests(self.servers, most, vocab_size, eos_ids, keeps, entrance, check, experts_shape)
+        self._pause_mode = sglang.pause_generation_mode
+        self._elsewhere: RequestsElsewhere | None = None
+        self._entrance = Entrance(
+            requests=requests,
+            vocab_size=vocab_size,
+            eos_ids=frozenset(eos_ids),
+            keeps_cache=sglang.keeps_cache,
+            restarts=sglang.use_fault_tolerance,
+            router=None if router is None else router.url,
+            keys=keys,
+            experts_shape=experts_shape,
+            seconds=sglang.rollout_health_check_timeout,
+            why=self._concurrency_flag,
+        )
 
     async def start(self) -> None:
         """Start the servers. Raises what ``Server.start`` raises, and ``ValueError`` for too many sockets."""
         allow_open_files(self._concurrency, self._concurrency_flag)
-        await self._health.start(end_requests=self._requests.end_all)
+        await self._health.start(end_requests=self._end_requests)
+
+    def entrance(self) -> Entrance:
+        """Return what another process needs to send requests; ``SharesServers.entrance``."""
+        return self._entrance
+
+    async def share(self, elsewhere: RequestsElsewhere) -> None:
+        """Show the servers to other processes, now and whenever they change; ``SharesServers.share``."""
+        self._elsewhere = elsewhere
+        self.servers.show_to(elsewhere.show)
+        await self.servers.shown()
+
+    async def check_servers(self) -> None:
+        """Find the servers that do not work, after a failed request; ``SharesServers.check_servers``."""
+        await self._health.check_after_failure()
+        async with self.servers.updating:  # an update finds the failed servers itself
+            pass
+
+    def _end_requests(self, error: Exception) -> None:
+        self._requests.end_all(error)
+        self.servers.end(error)
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         """Return one ``Generation`` per seed, in order. Each is a request; the server prefills the prompt once.
@@ -113,7 +157,9 @@ class SglangEngine:
         Needs servers with ``--enable-memory-saver``; others answer and keep their memory. Raises ``RuntimeError`` while
         requests are in flight (SGLang would end), and if a server refuses.
         """
-        self._requests.check_idle()
+        others = 0 if self._elsewhere is None else await self._elsewhere.in_flight()
+        if in_flight := self._requests.in_flight + others:
+            raise RuntimeError(f"{in_flight} requests are in flight: engines release their memory when idle")
         await self._weights.release_memory()
 
     async def pause(self) -> None:
@@ -129,7 +175,25 @@ class SglangEngine:
 
         For a request that ``retract`` has paused, the server returns only the first tokens: abort before pausing.
         """
-        await self._requests.abort()
+        servers = self.servers
+        ended = [asyncio.ensure_future(self._requests.aborted())]
+        if self._elsewhere is not None:
+            ended.append(asyncio.ensure_future(self._elsewhere.aborted()))
+        try:
+            await servers.call_all(lambda client: client.abort_all())  # also requests that nobody waits for any more
+            _, ending = await asyncio.wait(ended, timeout=0)
+            while ending:
+                await servers.call_all(lambda client: client.abort_all())
+                if servers.paused:  # a request must run to end, and ends with its next token
+                    await servers.call_all(lambda client: client.resume())
+                # A request that reaches its server after the abort call needs another one.
+                _, ending = await asyncio.wait(ending, timeout=ABORT_AGAIN_SECONDS)
+            await asyncio.gather(*ended)
+        finally:
+            for waiting in ended:
+                waiting.cancel()
+        if servers.paused:
+            await servers.call_all(lambda client: client.pause(self._pause_mode))
 
     async def health(self) -> bool:
         """Return whether a server answers and has the weights that it should have."""
@@ -170,6 +234,7 @@ async def start(settings: Settings, host: EngineHost) -> SglangEngine:
         unresponsive_seconds=settings.cluster.worker_timeout,
         keys=keys,
         experts_shape=(config.num_hidden_layers, config.num_experts_per_tok) if says_experts else None,
+        senders=settings.rollout.num_rollout_workers,
     )
     try:
         await engine.start()

@@ -1,21 +1,48 @@
-"""Generate with SGLang servers: send requests, send them again after a failure, check the answers, and abort."""
+"""Generate with SGLang servers: send requests, send them again after a failure, check the answers, and end them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any, Protocol
 
-from miles.arguments.sglang.settings import SglangArguments
 from miles.engine.base import Generation, GenerationRequest, SamplingParams
 from miles.engine.concurrency import gather_or_cancel
 from miles.engine.sglang.client import EngineUnavailable, SglangClient
-from miles.engine.sglang.servers import Servers
 
 REQUEST_TRIES = 8
 BACK_OFF_SECONDS = 0.25  # doubled from try to try
 MAX_BACK_OFF_SECONDS = 5.0
-ABORT_AGAIN_SECONDS = 0.5
+
+
+class UsedServer(Protocol):
+    """A server that requests may go to. Its owner cancels its ``requests`` when it takes it out of use."""
+
+    name: str
+    requests: set[asyncio.Task[Any]]  # in flight, sent to it without a router
+
+    @property
+    def client(self) -> SglangClient:
+        """The client of the process that runs now."""
+        ...
+
+
+class UsedServers(Protocol):
+    """The servers, as those see them who send requests: the engine itself, or another process (elsewhere.py)."""
+
+    restarts: bool
+    version: int | None
+    oldest: int | None
+
+    @property
+    def in_use(self) -> Sequence[UsedServer]:
+        """The servers that are used now."""
+        ...
+
+    async def until_one_in_use(self) -> None:
+        """Wait while all servers are being restarted. Raises ``RuntimeError`` if none can come back."""
+        ...
 
 
 class Requests:
@@ -28,10 +55,11 @@ class Requests:
 
     def __init__(
         self,
-        servers: Servers,
-        sglang: SglangArguments,
+        servers: UsedServers,
+        most: int,
         vocab_size: int,
         eos_ids: Collection[int],
+        keeps_cache: bool,
         router: SglangClient | None,
         after_failure: Callable[[], Awaitable[None]],
         experts_shape: tuple[int, int] | None = None,
@@ -40,23 +68,23 @@ class Requests:
 
         Args:
             servers: The servers of the engine.
-            sglang: Their flags.
+            most: Requests at a time; further ones wait here.
             vocab_size: The size of the model's vocabulary.
             eos_ids: The model's own stop tokens.
+            keeps_cache: Whether an update of the weights leaves what the old ones have computed.
             router: The client of the router; None if there is one server and no router.
-            after_failure: Called after each failed try: finds the servers that do not work, and restarts them.
+            after_failure: Called after each failed try: finds the servers that do not work, has them restarted, and
+                waits for an update of the weights in progress, which finds failed servers itself.
             experts_shape: Layers and k of a model with experts.
         """
-        assert router is not None or len(servers.all) == 1, f"{len(servers.all)} servers need a router"
         self._servers = servers
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
-        self._pause_mode = sglang.pause_generation_mode
-        self._keeps_cache = sglang.keeps_cache
+        self._keeps_cache = keeps_cache
         self._router = router
         self._after_failure = after_failure
         self._experts_shape = experts_shape
-        self._slots = asyncio.Semaphore(sglang.sglang_server_concurrency * len(servers.all))
+        self._slots = asyncio.Semaphore(most)
         self._sent: set[asyncio.Task[Generation]] = set()  # in flight
         self._aborts = 0
         self._end: Exception | None = None  # why all requests have ended
@@ -87,14 +115,12 @@ class Requests:
                     if attempt == REQUEST_TRIES:
                         raise RuntimeError(self._gave_up(failure)) from failure
                     await self._after_failure()
-                    async with self._servers.updating:  # an update finds the failed servers itself
-                        pass
                     await asyncio.sleep(min(BACK_OFF_SECONDS * 2 ** (attempt - 1), MAX_BACK_OFF_SECONDS))
         raise AssertionError("unreachable")
 
     async def _try(self, request: GenerationRequest, seed: int, aborts: int) -> Generation:
         """Send the request once. ``aborts`` is the number of aborts when it was made."""
-        sent_under = self._version
+        sent_under = self._servers.oldest or 0
         await self._servers.until_one_in_use()
         if self._end is not None:
             raise self._end
@@ -157,25 +183,16 @@ class Requests:
         )
         return f"a request failed {REQUEST_TRIES} times, at last with: {failure}; {what_to_do}"
 
-    def check_idle(self) -> None:
-        """Raise ``RuntimeError`` if requests are in flight."""
-        if self._sent:
-            raise RuntimeError(f"{len(self._sent)} requests are in flight: engines release their memory when idle")
+    @property
+    def in_flight(self) -> int:
+        """How many requests have been sent and not answered."""
+        return len(self._sent)
 
-    async def abort(self) -> None:
-        """End every request in flight; ``SglangEngine.abort`` says more."""
-        servers = self._servers
+    async def aborted(self) -> None:
+        """Send nothing of what was asked for before, and return when what was sent has ended; the servers end it."""
         self._aborts += 1
-        await servers.call_all(lambda client: client.abort_all())  # also requests that nobody waits for any more
-        ending = set(self._sent)
-        while ending:
-            await servers.call_all(lambda client: client.abort_all())
-            if servers.paused:  # a request must run to end, and ends with its next token
-                await servers.call_all(lambda client: client.resume())
-            # A request that reaches its server after the abort call needs another one.
-            _, ending = await asyncio.wait(ending, timeout=ABORT_AGAIN_SECONDS)
-        if servers.paused:
-            await servers.call_all(lambda client: client.pause(self._pause_mode))
+        if self._sent:
+            await asyncio.wait(set(self._sent))
 
     def end_all(self, error: Exception) -> None:
         """End every request, now and later, with ``error``."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from miles.engine.host import Server
 from miles.engine.sglang.client import SglangClient
+from miles.engine.sglang.elsewhere import SeenServer, SeenServers
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class ManagedServer:
         self.name = process.name
         self.state = ServerState.STARTING
         self.changes = 0  # how often the state has changed
+        self.starts = 0  # how many processes have been connected to
         self.requests: set[asyncio.Task[Any]] = set()  # in flight, sent to it without a router
         self._changed = changed
         self._client: SglangClient | None = None
@@ -94,6 +96,7 @@ class ManagedServer:
         """Use ``client`` from now on."""
         await self.disconnect()
         self._client = client
+        self.starts += 1
 
     async def disconnect(self) -> None:
         """Close the connections."""
@@ -128,6 +131,7 @@ class Servers:
         restarts: Whether failed servers are started again (``--use-fault-tolerance``).
         version: The version of the weights that every server in use should have; None before the first update, when
             external servers may hold any weights.
+        oldest: The version before it while an update is in progress: answers may have tokens of both.
         paused: Whether the engine is paused (``pause``, ``resume``). Updates leave the servers so.
         memory_released: Whether the servers have released their memory, until the next update.
         updating: Held while weights or memory change, and while a starting server joins. A server that joins during an
@@ -140,10 +144,14 @@ class Servers:
         self.connect = connect
         self.restarts = restarts
         self.version: int | None = None
+        self.oldest: int | None = None
         self.paused = False
         self.memory_released = False
         self.updating = asyncio.Lock()
         self._changed = asyncio.Event()  # replaced at each change, so that it wakes those who wait now
+        self._show: Callable[[SeenServers], Awaitable[None]] | None = None
+        self._showing: set[asyncio.Future[None]] = set()
+        self._end: Exception | None = None
         self._checks = 0
         self._unchecked = asyncio.Event()
         self._unchecked.set()
@@ -161,10 +169,16 @@ class Servers:
     async def until_one_in_use(self) -> None:
         """Wait while all servers are being restarted. Raises ``RuntimeError`` if none can come back."""
         while not self.in_use:
-            if all(server.state in (ServerState.LOST, ServerState.CLOSED) for server in self.all):
-                names = ", ".join(server.name for server in self.all)
-                raise RuntimeError(f"no engine is left ({names}); their log files say why")
+            if gone := self._gone():
+                raise gone
             await self._changed.wait()
+
+    def _gone(self) -> RuntimeError | None:
+        """Return the error that says that no server can come back, if that is so."""
+        if any(server.state not in (ServerState.LOST, ServerState.CLOSED) for server in self.all):
+            return None
+        names = ", ".join(server.name for server in self.all)
+        return RuntimeError(f"no engine is left ({names}); their log files say why")
 
     async def until_failed(self, server: ManagedServer) -> None:
         """Wait until ``server`` has failed."""
@@ -174,6 +188,31 @@ class Servers:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self._start_showing()
+
+    def show_to(self, show: Callable[[SeenServers], Awaitable[None]]) -> None:
+        """Call ``show`` with what other processes must know, after each change; it is in order from its call on."""
+        self._show = show
+
+    def _start_showing(self) -> asyncio.Future[None] | None:
+        if self._show is None:
+            return None
+        in_use = tuple(SeenServer(server.name, server.starts, server.client.url) for server in self.in_use)
+        seen = SeenServers(self.version, self.oldest, in_use, self._end or self._gone())
+        shown = asyncio.ensure_future(self._show(seen))
+        self._showing.add(shown)
+        shown.add_done_callback(self._showing.discard)
+        return shown
+
+    async def shown(self) -> None:
+        """Return when other processes, if there are any, know the servers and the version as they are now."""
+        if (shown := self._start_showing()) is not None:
+            await shown
+
+    def end(self, error: Exception) -> None:
+        """Tell other processes that no answer will come any more."""
+        self._end = error
+        self._start_showing()
 
     async def call(
         self, servers: Sequence[ManagedServer], make: Callable[[SglangClient], Awaitable[object]]

@@ -11,7 +11,7 @@ from miles.engine.concurrency import gather_or_cancel
 from miles.engine.sglang.client import EngineUnavailable, SglangClient
 from miles.sample import Sample
 
-IN_FLIGHT = 64  # requests at a time to one server: scoring a long sequence needs much memory there
+IN_FLIGHT = 64  # requests of a run at a time to one server: scoring a long sequence needs much memory there
 SECONDS = 600.0  # of one request
 WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before a request is sent again
 
@@ -19,12 +19,17 @@ WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before a request is sent again
 class ServedTeacher:
     """One server for each teacher, chosen by the prompt's metadata if there are several."""
 
-    def __init__(self, urls: Mapping[str, str], key: str, waits: Sequence[float] = WAITS) -> None:
-        """Reach the servers at ``urls``, by the names of the teachers; ``key`` is that of the metadata."""
+    def __init__(
+        self, urls: Mapping[str, str], key: str, waits: Sequence[float] = WAITS, in_flight: int = IN_FLIGHT
+    ) -> None:
+        """Reach the servers at ``urls``, by the names of the teachers, with ``in_flight`` requests at a time each.
+
+        ``key`` is that of the metadata.
+        """
         self._key = key
         self._waits = waits
-        self._clients = {name: SglangClient(url, IN_FLIGHT, SECONDS) for name, url in urls.items()}
-        self._slots = {name: asyncio.Semaphore(IN_FLIGHT) for name in urls}
+        self._clients = {name: SglangClient(url, in_flight, SECONDS) for name, url in urls.items()}
+        self._slots = {name: asyncio.Semaphore(in_flight) for name in urls}
 
     async def score(self, samples: Sequence[Sample]) -> None:
         """Give every sample the ``teacher_log_probs`` of its response.

@@ -34,6 +34,7 @@ class WeightUpdates:
         async with servers.updating:
             self._chunks = chunks if servers.restarts else None
             servers.version = version
+            await servers.shown()  # whoever checks an answer must know the version first
             updated = servers.in_use
             for server in updated:
                 server.enter(ServerState.UPDATING)
@@ -44,6 +45,7 @@ class WeightUpdates:
                 for server in updated:
                     if server.state is ServerState.UPDATING:  # otherwise it was taken out meanwhile
                         server.enter(self._state_after(server, failures))
+                servers.oldest = version
             servers.handle(failures, " did not take the weights")
 
     def _state_after(self, server: ManagedServer, failures: Failures | None) -> ServerState:

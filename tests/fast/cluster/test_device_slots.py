@@ -10,7 +10,7 @@ import ray
 
 from miles.arguments.cluster import ClusterArguments
 from miles.cluster.device_slots import Slot, check_engines, in_order
-from miles.cluster.engine_servers import RayHost
+from miles.cluster.rollout_processes.engine_servers import RayHost
 from miles.cluster.session import EngineLayout, ray_session
 
 

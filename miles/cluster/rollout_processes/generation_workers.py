@@ -1,0 +1,160 @@
+"""Generation workers in Ray: an actor for each, on the rollout process's node, and its handle there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from miles.arguments.settings import Settings
+from miles.cluster.liveness import HEARTBEAT, HEARTBEAT_SECONDS, REPORT, with_heartbeat
+from miles.cluster.session import Placement
+from miles.rollout.workers.pool import WorkerLost
+from miles.stacks import answer_requests, own_stacks
+
+if TYPE_CHECKING:
+    from miles.engine.base import Entrance
+    from miles.rollout.workers.worker import GenerationWorker, WorkerPlan
+
+CLOSE_SECONDS = 8.0  # for programs and requests to end; the launcher gives the rollout process 20
+
+
+class GenerationActor:
+    """Runs a ``GenerationWorker``, as an asyncio actor: its calls overlap.
+
+    The constructor does nothing that can fail, since Ray turns its exceptions into the death of the actor.
+    """
+
+    def __init__(self, plan: WorkerPlan) -> None:
+        self._plan = plan
+        self._built: GenerationWorker | None = None
+        answer_requests()
+
+    @property
+    def _worker(self) -> GenerationWorker:
+        assert self._built is not None, "prepare() comes first"
+        return self._built
+
+    async def prepare(self) -> None:
+        """Build the worker. Raises what it raises."""
+        from miles.rollout.workers.worker import GenerationWorker  # not at the top: the launcher needs none of it
+
+        self._built = GenerationWorker(self._plan)
+
+    async def deliver(self, sent: bytes) -> None:
+        """Take messages in; ``GenerationWorker.deliver``."""
+        self._worker.deliver(sent)
+
+    async def collect(self) -> bytes:
+        """Return messages; ``GenerationWorker.collect``."""
+        return await self._worker.collect()
+
+    async def close(self) -> None:
+        """Stop what runs. No call may follow."""
+        if self._built is not None:
+            await self._built.close()
+
+    @ray.method(concurrency_group=HEARTBEAT)
+    async def heartbeat(self, seconds: float) -> int:
+        """Answer a heartbeat, on an event loop of its own."""
+        await asyncio.sleep(seconds)
+        return os.getpid()
+
+    @ray.method(concurrency_group=REPORT)
+    async def describe(self) -> str:
+        """Return the stacks of this process, for the report of a hang."""
+        return own_stacks()
+
+
+class RayWorker:
+    """A generation worker in an actor; ``miles.rollout.workers.pool.WorkerProcess``.
+
+    It is lost when its process ends, and when it has shown no sign of life for ``seconds``.
+    """
+
+    def __init__(self, plan: WorkerPlan, options: dict[str, Any], seconds: float) -> None:
+        """Start the actor, with Ray's ``options``."""
+        self._actor: Any = with_heartbeat(GenerationActor).options(**options).remote(plan)
+        self._seconds = seconds
+        self._loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        process = ""
+        try:
+            # A worker may take any time to be placed and to import.
+            process = f"(process {await self._actor.heartbeat.remote(0.0)}) "
+            while True:
+                async with asyncio.timeout(HEARTBEAT_SECONDS + self._seconds):
+                    await self._actor.heartbeat.remote(HEARTBEAT_SECONDS)
+        except RayActorError:
+            how = "died (out of memory, or killed from outside)"
+        except TimeoutError:
+            how = (
+                f"has shown no sign of life for {self._seconds:g} s: it was stopped, or code in it holds Python's lock "
+                "(--worker-timeout)"
+            )
+        self._loss.set_result(f"{process}{how}")
+
+    async def _result(self, call: ray.ObjectRef[Any]) -> Any:
+        answer: asyncio.Future[Any] = asyncio.wrap_future(call.future())
+        answer.add_done_callback(_note_end)
+        await asyncio.wait([answer, self._loss], return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            answer.cancel()
+            raise WorkerLost(self._loss.result())
+        try:
+            return answer.result()
+        except RayTaskError as error:
+            raise error.cause from error  # the worker's own error
+        except RayActorError as death:
+            raise WorkerLost(await self._loss) from death
+
+    async def prepare(self) -> None:
+        """Wait until the worker is built; ``WorkerProcess.prepare``."""
+        await self._result(self._actor.prepare.remote())
+
+    async def deliver(self, sent: bytes) -> None:
+        """Have it take messages in; ``WorkerProcess.deliver``."""
+        await self._result(self._actor.deliver.remote(sent))
+
+    async def collect(self) -> bytes:
+        """Return its messages; ``WorkerProcess.collect``."""
+        found: bytes = await self._result(self._actor.collect.remote())
+        return found
+
+    async def close(self) -> None:
+        """Have it stop what runs, and end it; ``WorkerProcess.close``."""
+        with suppress(TimeoutError, WorkerLost, RayError):  # it is ended in any case
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._result(self._actor.close.remote())
+        self.kill()
+
+    def kill(self) -> None:
+        """End it at once; ``WorkerProcess.kill``."""
+        self._watching.cancel()
+        ray.kill(self._actor)
+
+
+def _note_end(call: asyncio.Future[Any]) -> None:
+    """Take note of the error of a call that nobody may wait for any more, such as one of an actor that was ended."""
+    if not call.cancelled():
+        call.exception()
+
+
+def worker_starter(settings: Settings, placement: Placement, tokenizer: Any) -> Callable[[int, Entrance], RayWorker]:
+    """Return the function that starts a worker; ``miles.rollout.workers.pool.StartWorker``."""
+    from miles.rollout.workers.worker import WorkerPlan, pickled  # not at the top: the launcher imports this module
+
+    sent = pickled(tokenizer)
+
+    def start(number: int, entrance: Entrance) -> RayWorker:
+        plan = WorkerPlan(settings, number, entrance, sent)
+        return RayWorker(plan, placement.generation_worker_options(), settings.cluster.worker_timeout)
+
+    return start

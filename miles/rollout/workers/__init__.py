@@ -1,0 +1,1 @@
+"""Groups made by several processes: ``--num-rollout-workers``."""

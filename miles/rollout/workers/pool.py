@@ -1,0 +1,450 @@
+"""The generation workers as the rollout process sees them: which group is where, and what every worker must know.
+
+::
+
+    the rollout process                                   a generation worker (worker.py), one of several
+    PromptStream, order, filters' counts, checkpoints     generate, score, filter: produce_group()
+    WorkerPool.produce ── Produce, Cancel, Hold ────────> GenerationWorker.deliver
+               one future per ticket <── Produced, Failed ── GenerationWorker.collect
+    Engine ────────────── Show, Ask ────────────────────> its requests to the servers
+
+A ticket is one order of one group. It is with one worker at a time, and its first result is its only one: so a group is
+neither lost nor counted twice, whichever worker dies. A group is sent again with its own seeds.
+
+A worker is lost when its process ends or shows no sign of life. With ``--use-fault-tolerance`` another one takes its
+place, and its groups go to those that live; otherwise whoever waits for a group gets the error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from miles.engine.base import Entrance, SharesServers
+from miles.rollout.groups import GroupSpec, GroupTools, ProducedGroup
+from miles.rollout.interruptible_engine import InterruptibleEngine
+from miles.rollout.workers.messages import (
+    Answered,
+    Ask,
+    Cancel,
+    Checked,
+    CheckServers,
+    Failed,
+    Hold,
+    Kind,
+    Made,
+    Produce,
+    Produced,
+    Question,
+    Show,
+    decode,
+    decode_error,
+    encode,
+    encode_error,
+)
+from miles.rollout.workers.packed import unpack
+from miles.sample import PromptGroup
+
+START_TRIES = 3  # in a row, of one worker
+GROUP_TRIES = 4  # workers that a group may be lost with
+INSTEAD = "with --use-fault-tolerance it would be replaced"
+
+log = logging.getLogger(__name__)
+
+
+class WorkerLost(RuntimeError):
+    """A worker's process has ended, or shows no sign of life. The message says how, without its name."""
+
+
+class WorkerProcess(Protocol):
+    """A generation worker in a process of its own. Every method raises ``WorkerLost`` when it is lost."""
+
+    async def prepare(self) -> None:
+        """Wait until the worker is built. Raises ``ValueError`` and the like if it cannot be."""
+        ...
+
+    async def deliver(self, sent: bytes) -> None:
+        """Have it take messages in; ``GenerationWorker.deliver``."""
+        ...
+
+    async def collect(self) -> bytes:
+        """Return its messages; ``GenerationWorker.collect``."""
+        ...
+
+    async def close(self) -> None:
+        """Have it stop what runs, and end it."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once, whatever it does."""
+        ...
+
+
+StartWorker = Callable[[int, Entrance], WorkerProcess]  # start worker ``number``, with the way to the servers
+
+
+@dataclass(eq=False)
+class _Order:
+    """One group that is being produced."""
+
+    ticket: int
+    drawn: PromptGroup
+    spec: GroupSpec
+    kind: Kind
+    result: asyncio.Future[ProducedGroup]
+    losses: int = 0  # workers that were lost with it
+
+
+@dataclass(eq=False)
+class _Worker:
+    """One life of a worker: what it was sent, and what is on the way."""
+
+    name: str
+    process: WorkerProcess
+    orders: dict[int, _Order] = field(default_factory=dict)  # by ticket
+    outbox: list[Any] = field(default_factory=list)  # messages; a future is resolved when those before are delivered
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    answers: dict[int, asyncio.Future[int]] = field(default_factory=dict)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    lost: bool = False
+
+    def send(self, message: Any) -> None:
+        self.outbox.append(message)
+        self.news.set()
+
+    def end(self) -> list[_Order]:
+        """Wait for nothing of it any more; return the groups that it had."""
+        for waiting in [*self.answers.values(), *(m for m in self.outbox if isinstance(m, asyncio.Future))]:
+            if not waiting.done():
+                waiting.set_result(0)
+        orders, self.orders = list(self.orders.values()), {}
+        return orders
+
+
+class WorkerPool:
+    """Produces groups in worker processes; ``miles.rollout.groups.GroupWorkers``.
+
+    It is also the engine's ``RequestsElsewhere``: the requests of all workers.
+
+    Args:
+        start_worker: Starts the process of a worker.
+        count: How many there are.
+        engine: The engine whose servers they use.
+        replaces: Whether a worker that is lost is replaced (``--use-fault-tolerance``).
+    """
+
+    def __init__(self, start_worker: StartWorker, count: int, engine: SharesServers, replaces: bool) -> None:
+        self._start_worker = start_worker
+        self._count = count
+        self._engine = engine
+        self._replaces = replaces
+        self._workers: dict[int, _Worker] = {}  # those that take orders, by number
+        self._waiting: list[_Order] = []  # for a worker: all are being replaced
+        self._seen: Any = None  # the servers, as the engine has shown them
+        self._holds = False
+        self._tickets = itertools.count()
+        self._questions = itertools.count()
+        self._failure: Exception | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start the workers at the same time.
+
+        Raises:
+            ValueError: What their settings name is not there.
+            RuntimeError: A worker is lost while it starts.
+        """
+        await self._engine.share(self)
+        starts = [asyncio.ensure_future(self._start(number)) for number in range(self._count)]
+        try:
+            await asyncio.gather(*starts)
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            await self.close()
+            raise
+
+    async def _start(self, number: int) -> None:
+        name = f"generation worker {number}"
+        for attempt in range(1, START_TRIES + 1):
+            process = self._start_worker(number, self._engine.entrance())
+            try:
+                await process.prepare()
+                break
+            except WorkerLost as lost:
+                process.kill()
+                if attempt == START_TRIES or not self._replaces:
+                    raise RuntimeError(f"{name} {lost} while it started") from lost
+                log.warning("%s %s while it started; trying again", name, lost)
+            except BaseException:
+                process.kill()
+                raise
+        worker = _Worker(name, process)
+        self._workers[number] = worker
+        worker.send(Show(self._seen))
+        if self._holds:
+            worker.send(Hold(True))
+        for work in (self._deliver(worker), self._collect(worker)):
+            worker.tasks.append(self._keep(self._guarded(number, worker, work)))
+        waiting, self._waiting = self._waiting, []
+        self._place(waiting)
+
+    # Groups
+
+    async def produce(self, drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> ProducedGroup:
+        """Produce a group in a worker; ``GroupWorkers.produce``."""
+        if self._failure is not None:
+            raise self._failure
+        kind = Kind(
+            filters=spec.group_filter is not None,
+            shows=spec.scored is not None,
+            taught=tools.teacher is not None,
+            interruptible=isinstance(tools.engine, InterruptibleEngine),
+        )
+        order = _Order(next(self._tickets), drawn, spec, kind, asyncio.get_running_loop().create_future())
+        self._place([order])
+        try:
+            return await order.result
+        except asyncio.CancelledError:
+            self._withdraw(order)
+            raise
+
+    def _place(self, orders: Iterable[_Order]) -> None:
+        """Give each order to the worker with the fewest."""
+        for order in orders:
+            if not self._workers:
+                self._waiting.append(order)
+                continue
+            worker = min(self._workers.values(), key=lambda worker: len(worker.orders))
+            worker.orders[order.ticket] = order
+            worker.send(order)
+
+    def _withdraw(self, order: _Order) -> None:
+        if order in self._waiting:
+            self._waiting.remove(order)
+        for worker in self._workers.values():
+            if worker.orders.pop(order.ticket, None) is not None:
+                worker.send(Cancel((order.ticket,)))
+
+    async def _deliver(self, worker: _Worker) -> None:
+        """Send what is in the outbox, one batch after the other."""
+        while True:
+            await worker.news.wait()
+            batch, worker.outbox = worker.outbox, []
+            worker.news.clear()
+            delivered = [message for message in batch if isinstance(message, asyncio.Future)]
+            sent = self._encode(worker, [message for message in batch if not isinstance(message, asyncio.Future)])
+            try:
+                await worker.process.deliver(sent)
+            finally:
+                for future in delivered:
+                    if not future.done():
+                        future.set_result(0)
+
+    def _encode(self, worker: _Worker, messages: list[Any]) -> bytes:
+        """Return the messages as they are sent, the orders of one kind together: they share a specification."""
+        sent: list[Any] = []
+
+        def is_order(message: Any) -> tuple[int, Kind] | None:
+            return (id(message.spec), message.kind) if isinstance(message, _Order) else None
+
+        for key, found in itertools.groupby(messages, is_order):
+            if key is None:
+                sent += found
+                continue
+            orders = [order for order in found if order.ticket in worker.orders]  # others were withdrawn since
+            if orders:
+                spec = replace(orders[0].spec, group_filter=None, scored=None)
+                sent.append(Produce(spec, key[1], tuple((order.ticket, order.drawn) for order in orders)))
+        return encode(sent, "a prompt")
+
+    async def _collect(self, worker: _Worker) -> None:
+        """Take in what the worker sends."""
+        while True:
+            for message in decode(await worker.process.collect()):
+                match message:
+                    case Produced():
+                        self._take_in(worker, message)
+                    case Failed():
+                        self._settle(worker, message.ticket, decode_error(message.error))
+                    case Answered():
+                        answer = worker.answers.pop(message.number)
+                        if not answer.done():
+                            answer.set_result(message.value)
+                    case CheckServers():
+                        self._keep(self._check_servers(worker, message))
+                    case _:
+                        raise AssertionError(f"a message of type {type(message).__name__}")
+
+    def _take_in(self, worker: _Worker, message: Produced) -> None:
+        order = worker.orders.get(message.ticket)
+        if order is None:  # withdrawn meanwhile
+            return
+        made: Made = decode(message.made)
+        if made.metadata is not None:
+            metadata = order.drawn.prompt.metadata
+            metadata.clear()
+            metadata.update(made.metadata)
+        produced = unpack(made.packed, order.drawn.prompt)
+        try:
+            if made.shown and order.spec.scored is not None:
+                order.spec.scored(produced.group)
+        except Exception as error:
+            self._settle(worker, message.ticket, error)
+            return
+        del worker.orders[message.ticket]
+        if not order.result.done():
+            order.result.set_result(produced)
+
+    def _settle(self, worker: _Worker, ticket: int, error: Exception) -> None:
+        order = worker.orders.pop(ticket, None)
+        if order is not None and not order.result.done():
+            order.result.set_exception(error)
+
+    async def _check_servers(self, worker: _Worker, asked: CheckServers) -> None:
+        error = None
+        try:
+            await self._engine.check_servers()
+        except Exception as failure:  # the worker's request fails with it
+            error = encode_error(failure, "the rollout process")
+        worker.send(Checked(asked.number, error))
+
+    # Losses
+
+    async def _guarded(self, number: int, worker: _Worker, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work of one direction until the worker is lost."""
+        try:
+            await work
+        except WorkerLost as lost:
+            if not worker.lost and not self._closed:
+                worker.lost = True
+                self._keep(self._after_loss(number, worker, lost))
+        except Exception as error:  # a prompt that cannot be sent, for instance
+            if not self._closed:
+                self._fail(error)
+
+    async def _after_loss(self, number: int, worker: _Worker, lost: WorkerLost) -> None:
+        del self._workers[number]
+        worker.process.kill()
+        for task in worker.tasks:
+            task.cancel()
+        orders = worker.end()
+        if not self._replaces:
+            self._fail(RuntimeError(f"{worker.name} {lost}; {INSTEAD}"), orders)
+            return
+        for order in orders:
+            order.losses += 1
+            if order.losses == GROUP_TRIES:
+                prompt = order.drawn.prompt.source or f"group {order.drawn.group_index}"
+                self._fail(RuntimeError(f"{worker.name} {lost}, the {GROUP_TRIES}th one with {prompt} in it"), orders)
+                return
+        log.warning("%s %s; it is replaced, and its %d groups are generated again", worker.name, lost, len(orders))
+        self._place(orders)
+        try:
+            await self._start(number)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception, orders: Iterable[_Order] = ()) -> None:
+        """Raise ``error`` from every call of ``produce``, now and later."""
+        self._failure = self._failure or error
+        lost = [*orders, *self._waiting, *(o for worker in self._workers.values() for o in worker.orders.values())]
+        self._waiting = []
+        for order in lost:
+            if not order.result.done():
+                order.result.set_exception(error)
+
+    # What every worker must know
+
+    async def show(self, state: Any) -> None:
+        """Tell every worker about the engine's servers; ``RequestsElsewhere.show``."""
+        self._seen = state
+        await self._tell(Show(state))
+
+    async def hold(self) -> None:
+        """Have every worker begin no interruptible request, and return when each knows it."""
+        self._holds = True
+        await self._tell(Hold(True))
+
+    def release(self) -> None:
+        """Have every worker continue."""
+        self._holds = False
+        for worker in self._workers.values():
+            worker.send(Hold(False))
+
+    async def _tell(self, message: Any) -> None:
+        """Return when every worker has taken the message in, or is lost: its successor begins with the newest."""
+        delivered: list[asyncio.Future[int]] = []
+        for worker in self._workers.values():
+            worker.send(message)
+            delivered.append(asyncio.get_running_loop().create_future())
+            worker.send(delivered[-1])
+        if delivered:
+            await asyncio.wait(delivered)
+
+    async def aborted(self) -> None:
+        """Have every worker end its requests; ``RequestsElsewhere.aborted``."""
+        await self._ask(Question.ABORTED)
+
+    async def in_flight(self) -> int:
+        """Return how many requests all workers have in flight."""
+        return sum(await self._ask(Question.IN_FLIGHT))
+
+    async def _ask(self, question: Question) -> list[int]:
+        answers = []
+        for worker in self._workers.values():
+            number = next(self._questions)
+            worker.answers[number] = asyncio.get_running_loop().create_future()
+            worker.send(Ask(number, question))
+            answers.append(worker.answers[number])
+        return list(await asyncio.gather(*answers))
+
+    def loads(self) -> dict[str, int]:
+        """Return how many groups each worker has, for the report of a hang."""
+        return {f"groups in {worker.name}": len(worker.orders) for worker in list(self._workers.values())}
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """End the workers. No call may follow."""
+        self._closed = True
+        workers, self._workers = list(self._workers.values()), {}
+        for worker in workers:
+            for order in worker.end():
+                order.result.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(worker.process.close() for worker in workers), return_exceptions=True)
+
+
+class InterruptibleWorkers:
+    """Interrupts and continues the requests of workers, and those of the rollout process.
+
+    ``miles.rollout.stream_collector.Interruptible``.
+    """
+
+    def __init__(self, engine: InterruptibleEngine, pool: WorkerPool) -> None:
+        self._engine = engine
+        self._pool = pool
+
+    async def interrupt(self) -> None:
+        """Stop; return when nothing is in flight."""
+        await self._pool.hold()
+        await self._engine.interrupt()
+
+    def continue_generation(self) -> None:
+        """Continue what was interrupted."""
+        self._pool.release()
+        self._engine.continue_generation()

@@ -1,0 +1,286 @@
+"""A generation worker: a process that generates, scores and filters groups for the rollout process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from miles.arguments.settings import Settings
+from miles.data.tokenizer import load_tokenizer
+from miles.engine.base import Entrance, Generation, GenerationRequest, RequestSender
+from miles.engine.sglang.teacher import IN_FLIGHT, ServedTeacher
+from miles.host.machine import memory_limit
+from miles.rewards.registry import get_reward_function
+from miles.rewards.user_code import MAX_THREADS, limit_calls
+from miles.rollout.agents.environments import EnvironmentGenerator
+from miles.rollout.agents.generator import AgentGenerator, session_generator
+from miles.rollout.filters import load_group_filter
+from miles.rollout.groups import GroupTools, produce_group
+from miles.rollout.interruptible_engine import InterruptibleEngine
+from miles.rollout.trajectory import get_group_generator
+from miles.rollout.workers.messages import (
+    Answered,
+    Ask,
+    Cancel,
+    Checked,
+    CheckServers,
+    Failed,
+    Hold,
+    Made,
+    Produce,
+    Produced,
+    Question,
+    Show,
+    decode,
+    decode_error,
+    encode,
+    encode_error,
+)
+from miles.rollout.workers.packed import pack
+from miles.sample import PromptGroup
+
+LINGER_SECONDS = 0.2  # for more groups to be sent with the first one; a batch costs each side about a millisecond
+ENOUGH = 32  # groups that are sent without waiting for more
+
+
+def share(total: int, count: int, number: int) -> int:
+    """Return the share of worker ``number`` of ``count`` in something that is counted; the shares add up.
+
+    >>> [share(10, 4, number) for number in range(4)]
+    [3, 3, 2, 2]
+    """
+    return total // count + (number < total % count)
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What a generation worker is started with. It is pickled.
+
+    Attributes:
+        settings: Those of the run.
+        number: Which worker, from 0.
+        entrance: The way to the engine's servers.
+        tokenizer: That of the run, pickled: to load one by its path takes seconds, as it imports torch. None if it
+            refuses; then it is loaded.
+    """
+
+    settings: Settings
+    number: int
+    entrance: Entrance
+    tokenizer: bytes | None
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return f"generation worker {self.number}"
+
+    def share(self, total: int) -> int:
+        """Return this worker's share; at least 1."""
+        return max(1, share(total, self.settings.rollout.num_rollout_workers, self.number))
+
+
+def pickled(tokenizer: Any) -> bytes | None:
+    """Return ``tokenizer`` for ``WorkerPlan``; None if it cannot be pickled."""
+    try:
+        return pickle.dumps(tokenizer)
+    except Exception:  # whatever its class does
+        return None
+
+
+def _tokenizer_of(plan: WorkerPlan) -> Any:
+    if plan.tokenizer is not None:
+        return pickle.loads(plan.tokenizer)
+    return load_tokenizer(str(plan.settings.model.hf_checkpoint))
+
+
+class OnlyGenerates:
+    """The engine as code in a worker sees it: the rest belongs to the rollout process."""
+
+    def __init__(self, sender: RequestSender) -> None:
+        self._sender = sender
+
+    async def generate(self, request: GenerationRequest) -> list[Generation]:
+        """Return one ``Generation`` per seed; ``Engine.generate``."""
+        return await self._sender.generate(request)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"engine.{name} is called in a generation worker (--num-rollout-workers), where an engine only generates; "
+            "call it in a function that the rollout process calls (docs/engine.md), or drop --num-rollout-workers"
+        )
+
+
+class GenerationWorker:
+    """Produces what it is asked for. ``deliver`` takes messages and ``collect`` gives them, each in order.
+
+    Must be built on the event loop that it is used on.
+
+    Args:
+        plan: What to be.
+
+    Raises:
+        ValueError: A reward or function is unknown, and the like.
+    """
+
+    def __init__(self, plan: WorkerPlan) -> None:
+        settings = plan.settings
+        rollout, reward, loss = settings.rollout, settings.reward, settings.loss
+        workers = rollout.num_rollout_workers
+        limit_calls(plan.share(MAX_THREADS))
+        if rollout.agent_command is not None:
+            programs = replace(rollout, agent_concurrency=plan.share(rollout.agent_concurrency))
+            settings = replace(settings, rollout=programs)
+        self._name = plan.name
+        self._agents: AgentGenerator | EnvironmentGenerator | None = session_generator(settings)
+        self._teacher = (
+            ServedTeacher(loss.teachers, loss.opd_teacher_key, in_flight=plan.share(IN_FLIGHT))
+            if loss.teacher_is_served
+            else None
+        )
+        self._sender = plan.entrance.open(plan.share(plan.entrance.requests), self._check_servers)
+        engine: Any = OnlyGenerates(self._sender)
+        self._interruptible = InterruptibleEngine(engine)
+        self._tools = GroupTools(
+            engine,
+            _tokenizer_of(plan),
+            self._agents or get_group_generator(rollout),
+            get_reward_function(reward, memory_limit(reward.reward_memory) // workers),
+            reward.reward_error_value,
+            reward.on_error == "drop",
+        )
+        path = rollout.dynamic_sampling_filter_path
+        self._filter = None if path is None else load_group_filter(path)
+        self._producing: dict[int, asyncio.Task[None]] = {}
+        self._others: set[asyncio.Task[None]] = set()  # answers that take time
+        self._out: list[Any] = []
+        self._news = asyncio.Event()  # there is something in _out
+        self._hurry = asyncio.Event()  # there is something that others should not be waited for with
+        self._checks: dict[int, asyncio.Future[None]] = {}
+        self._numbers = itertools.count()
+
+    # Messages
+
+    def deliver(self, sent: bytes) -> None:
+        """Take in messages. What they ask for begins at once."""
+        for message in decode(sent):
+            self._take(message)
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Produce():
+                self._begin(message)
+            case Cancel():
+                for ticket in message.tickets:
+                    if ticket in self._producing:
+                        self._producing[ticket].cancel()
+            case Show():
+                self._sender.show(message.servers)
+            case Hold():
+                if message.on:
+                    self._interruptible.hold()
+                else:
+                    self._interruptible.continue_generation()
+            case Ask():
+                self._keep(self._answer(message))
+            case Checked():
+                checked = self._checks.pop(message.number)
+                if checked.cancelled():
+                    return
+                if message.error is None:
+                    checked.set_result(None)
+                else:
+                    checked.set_exception(decode_error(message.error))
+            case _:
+                raise AssertionError(f"a message of type {type(message).__name__}")
+
+    async def collect(self) -> bytes:
+        """Return the messages that are ready, when there are any; groups wait a little for others to join them."""
+        await self._news.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                await self._hurry.wait()
+        ready, self._out = self._out, []
+        self._news.clear()
+        self._hurry.clear()
+        return encode(ready)
+
+    def _send(self, message: Any) -> None:
+        self._out.append(message)
+        self._news.set()
+        if not isinstance(message, Produced) or len(self._out) >= ENOUGH or not self._producing:
+            self._hurry.set()
+
+    # Groups
+
+    def _begin(self, order: Produce) -> None:
+        for ticket, drawn in order.drawn:
+            task = asyncio.ensure_future(self._produce(ticket, drawn, order))
+            self._producing[ticket] = task
+            task.add_done_callback(partial(self._gone, ticket))
+
+    def _gone(self, ticket: int, task: asyncio.Task[None]) -> None:
+        self._producing.pop(ticket, None)  # it is still there if it was cancelled before it began
+
+    async def _produce(self, ticket: int, drawn: PromptGroup, order: Produce) -> None:
+        shown: list[PromptGroup] = []
+        kind = order.kind
+        spec = replace(
+            order.spec,
+            group_filter=self._filter if kind.filters else None,
+            scored=shown.append if kind.shows else None,
+        )
+        tools = replace(
+            self._tools,
+            engine=self._interruptible if kind.interruptible else self._tools.engine,
+            teacher=self._teacher if kind.taught else None,
+        )
+        metadata = drawn.prompt.metadata
+        before = pickle.dumps(metadata) if metadata else b""
+        try:
+            produced = await produce_group(drawn, tools, spec)
+            changed = bool(metadata) and pickle.dumps(metadata) != before
+            made = Made(pack(produced, drawn.prompt), bool(shown), metadata if changed else None)
+            message: Any = Produced(ticket, encode(made, f"group {drawn.group_index} ({drawn.prompt.source})"))
+        except Exception as error:  # whatever user code raises
+            message = Failed(ticket, encode_error(error, self._name))
+        finally:
+            self._producing.pop(ticket, None)
+        self._send(message)
+
+    # What the engine's owner and this process ask each other
+
+    async def _answer(self, ask: Ask) -> None:
+        match ask.question:
+            case Question.ABORTED:
+                await self._sender.aborted()
+                self._send(Answered(ask.number, 0))
+            case Question.IN_FLIGHT:
+                self._send(Answered(ask.number, self._sender.in_flight))
+
+    async def _check_servers(self) -> None:
+        number = next(self._numbers)
+        self._checks[number] = asyncio.get_running_loop().create_future()
+        self._send(CheckServers(number))
+        await self._checks[number]
+
+    def _keep(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._others.add(task)
+        task.add_done_callback(self._others.discard)
+
+    async def close(self) -> None:
+        """Stop what runs: programs, requests, connections. No call may follow."""
+        if self._agents is not None:
+            await self._agents.close()
+        tasks = [*self._producing.values(), *self._others]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._teacher is not None:
+            await self._teacher.close()
+        await self._sender.close()
