@@ -45,7 +45,7 @@ from miles.rollout.conversation_collector import ConversationCollector
 from miles.rollout.debug_data import SavedGroups, save_rollout
 from miles.rollout.evaluate import EvalSet, evaluate, load_eval_sets
 from miles.rollout.evaluation_function import own_evaluation
-from miles.rollout.groups import GroupSpec, GroupTools, GroupWorkers, produce_group
+from miles.rollout.groups import GroupGenerator, GroupSpec, GroupTools, GroupWorkers, produce_group
 from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.rollout.iteration_hooks import IterationHooks
 from miles.rollout.metrics import leave_out_mastered, staleness_metrics
@@ -270,9 +270,7 @@ async def build_pipeline(
     teacher, tools = _teacher(settings.loss), None
     try:
         if engine is not None:
-            assert reward_function is not None, "validate() requires a reward if samples are generated"
-            drops = reward.on_error == "drop"
-            tools = GroupTools(engine, tokenizer, generate, reward_function, reward.reward_error_value, drops)
+            tools = _group_tools(engine, tokenizer, generate, reward_function, reward)
             tools = replace(tools, workers=await _start_workers(settings, tools, worker_starter))
         evaluation = own_evaluation(settings, eval_sets, tools) if tools is not None else None
         collector = build_collector(
@@ -311,6 +309,13 @@ async def build_pipeline(
 def _reward_function(reward: RewardArguments) -> RewardFunction | None:
     scores = reward.rm_type is not None or reward.custom_rm_path is not None
     return get_reward_function(reward, memory_limit(reward.reward_memory)) if scores else None
+
+
+def _group_tools(
+    engine: Engine, tokenizer: Any, generate: GroupGenerator, function: RewardFunction | None, reward: RewardArguments
+) -> GroupTools:
+    assert function is not None, "validate() requires a reward if samples are generated"
+    return GroupTools(engine, tokenizer, generate, function, reward.reward_error_value, reward.on_error == "drop")
 
 
 async def _start_workers(
