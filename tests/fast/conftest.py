@@ -38,6 +38,7 @@ LONGEST = (
     "engine/test_sglang_engine.py",  # and all that share its server
     "training/megatron/test_megatron_checkpoints.py",
     "cluster/runs/test_train_backends.py",
+    "cluster/test_generation_workers.py",
     "conformance/test_matrix.py",  # and all that share its ranks
     "cluster/runs/test_run_failures.py",
     "engine/test_engine_failures.py",

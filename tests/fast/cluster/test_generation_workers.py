@@ -177,6 +177,7 @@ async def test_three_workers_collect_what_one_process_does(settings_of, server):
     assert server.most_in_flight == 12, "--sglang-server-concurrency is for all workers together"
 
 
+@pytest.mark.slow
 async def test_connections_are_bounded_and_used_again(settings_of, server):
     server.latency = 0.1
     async with running(settings_of(3, {"sglang_server_concurrency": 6})) as pipeline:
@@ -216,6 +217,7 @@ async def test_the_groups_of_a_lost_worker_are_generated_again_with_their_seeds(
     assert server.asked.total() == 48 + 8
 
 
+@pytest.mark.slow
 async def test_without_fault_tolerance_the_loss_of_a_worker_is_one_sentence(settings_of, server):
     async with running(settings_of(2)) as pipeline:
         server.hold()
@@ -228,6 +230,7 @@ async def test_without_fault_tolerance_the_loss_of_a_worker_is_one_sentence(sett
             await collecting
 
 
+@pytest.mark.slow
 async def test_a_group_that_ends_every_worker_ends_the_run(settings_of, server, monkeypatch):
     monkeypatch.setattr("miles.rollout.workers.pool.GROUP_TRIES", 2)
     settings = settings_of(2, {"use_fault_tolerance": True}, rollout_batch_size=1, n_samples_per_prompt=24)
@@ -344,6 +347,7 @@ async def test_an_error_in_a_worker_is_raised_as_it_is(settings_of, function, er
     assert f"in {function}" in raised.value.__notes__[0], "the worker's traceback"
 
 
+@pytest.mark.slow
 async def test_mastered_prompts_are_left_out_by_the_rollout_process(settings_of, monkeypatch):
     """``--max-prompt-pass-rate`` changes the stream, which is here, by groups that are scored there."""
     shown = []
@@ -354,6 +358,7 @@ async def test_mastered_prompts_are_left_out_by_the_rollout_process(settings_of,
     assert {id(group) for group in shown} == {id(group) for group in scored.groups}
 
 
+@pytest.mark.slow
 async def test_what_the_settings_name_must_be_there(settings_of):
     settings = settings_of(2)
     broken = replace(settings, model=replace(settings.model, hf_checkpoint="/nowhere"))
