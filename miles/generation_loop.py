@@ -14,7 +14,7 @@ from miles.tracking.phase_timer import PhaseTimer
 
 if TYPE_CHECKING:  # the loop itself needs no Ray
     from miles.arguments.evaluation import EvaluationArguments
-    from miles.cluster.rollout_actor import RolloutDriver
+    from miles.cluster.sides import RolloutSide
     from miles.cluster.stop_requests import StopRequests
     from miles.tracking.tracker import Tracker
 
@@ -26,7 +26,7 @@ class GenerationLoop:
     Each iteration has one row, at the step that would be the last of its training.
     """
 
-    rollout: RolloutDriver
+    rollout: RolloutSide
     tracker: Tracker
     evaluation: EvaluationArguments
     steps_per_iteration: int

@@ -34,6 +34,7 @@ from miles.cluster.stored_weights import DeltaWeights, StoredWeights, Weights
 from miles.components import engine_spec, import_builder
 from miles.data.stream import NoPromptsLeft
 from miles.engine.concurrency import waiting_tasks
+from miles.engine.host import EngineHost
 from miles.metrics import Metric
 from miles.profiling.process_trace import ProcessTrace
 from miles.profiling.recorder import Recorder, read_clock
@@ -238,7 +239,13 @@ class RolloutActor:
     The constructor does nothing that can fail, since Ray turns its exceptions into the death of the actor.
     """
 
-    def __init__(self, settings: Settings, placement: Placement) -> None:
+    def __init__(self, settings: Settings, placement: Placement | None) -> None:
+        """Note what to run.
+
+        Args:
+            settings: The run.
+            placement: Its devices in Ray; None for an object that no actor holds (one_process/sides.py).
+        """
         self._settings = settings
         self._placement = placement
         self._built: RolloutPipeline | None = None
@@ -247,7 +254,8 @@ class RolloutActor:
         answer_requests()
 
     @property
-    def _pipeline(self) -> RolloutPipeline:
+    def pipeline(self) -> RolloutPipeline:
+        """The pipeline; it is there from ``prepare`` on."""
         assert self._built is not None, "prepare() comes first"
         return self._built
 
@@ -257,6 +265,16 @@ class RolloutActor:
         Raises:
             ValueError: See ``build_pipeline``.
         """
+        assert self._placement is not None, "Ray has placed this actor"
+        cluster = self._settings.cluster
+        use_threads(self._placement.device, sharers=1 if cluster.colocate else 1 + cluster.actor_num_gpus_per_node)
+        start_worker = None
+        if self._settings.rollout.num_rollout_workers > 1:
+            start_worker = partial(worker_starter, self._settings, self._placement)
+        return await self.build(RayHost(self._placement), start_worker)
+
+    async def build(self, host: EngineHost, start_worker: Any = None) -> int:
+        """Build the pipeline and start the engine on the devices of ``host``; as ``prepare``."""
         with importing():  # not at the top: the launcher needs none of it
             from transformers.utils.logging import disable_progress_bar
 
@@ -264,15 +282,10 @@ class RolloutActor:
         self._loop = asyncio.get_running_loop()
         # The progress bar of loading weights: the screen belongs to the launcher.
         disable_progress_bar()
-        cluster = self._settings.cluster
-        use_threads(self._placement.device, sharers=1 if cluster.colocate else 1 + cluster.actor_num_gpus_per_node)
         if self._settings.training.deterministic_mode:
             be_deterministic()  # the embedded engine computes here
         self._shards = ShardBuilder(self._settings)
-        start_worker = None
-        if self._settings.rollout.num_rollout_workers > 1:
-            start_worker = partial(worker_starter, self._settings, self._placement)
-        self._built = await build_pipeline(self._settings, RayHost(self._placement), start_worker)
+        self._built = await build_pipeline(self._settings, host, start_worker)
         self._recorder = SampleRecorder(
             self._built.tokenizer,
             max_bytes=self._settings.tracking.samples_max_bytes,
@@ -292,7 +305,7 @@ class RolloutActor:
         summary is None, and there are no shards.
         """
         try:
-            async with self._pipeline.collecting(start) as collected:
+            async with self.pipeline.collecting(start) as collected:
                 # In a thread, so that the engine continues meanwhile.
                 shards, samples = await asyncio.to_thread(self._convert, start.iteration, collected.scored.groups)
         except NoPromptsLeft:
@@ -308,7 +321,7 @@ class RolloutActor:
 
     async def evaluate(self) -> dict[str, Metric]:
         """Return the metrics of every evaluation set under the engine's weights."""
-        return await self._pipeline.evaluate()
+        return await self.pipeline.evaluate()
 
     async def update_weights(self, weights: Weights | None, version: int, after: int | None) -> dict[str, Metric]:
         """Give the engine weights of ``version`` when iteration ``after`` is collected (None: at once).
@@ -320,30 +333,30 @@ class RolloutActor:
             With ``--update-weight-transfer-mode disk-delta`` the metrics ``weight_sync/…``, else none.
         """
         if weights is None:
-            await self._pipeline.update_weights(None, version, after)
+            await self.pipeline.update_weights(None, version, after)
             return {}
         sent = weights.offered() if isinstance(weights, DeltaWeights) else StoredWeights(weights)
         if not self._settings.sends_deltas:
-            await self._pipeline.update_weights(sent, version, after)
+            await self.pipeline.update_weights(sent, version, after)
             return {}
         chunks: Iterable[WeightChunk] = sent
         if not engine_spec(self._settings.rollout.rollout_engine).has_servers:  # whose hosts have copies
             place = copy_folder(self._settings.sglang.update_weight_copy_dir, str(self._settings.weights_folder))
             chunks = CopiedWeights(LocalCopy(place), sent, uuid.uuid4().hex)
-        seconds = await self._pipeline.update_weights(chunks, version, after)
+        seconds = await self.pipeline.update_weights(chunks, version, after)
         return sent.metrics() | {"weight_sync/load_seconds": Metric(seconds)}
 
     async def release_memory(self) -> None:
         """Have the engines release their GPU memory until new weights arrive."""
-        await self._pipeline.release_memory()
+        await self.pipeline.release_memory()
 
     async def state(self, iterations_done: int) -> dict[str, Any]:
         """Return the position in the prompts before iteration ``iterations_done``, for a checkpoint."""
-        return self._pipeline.state(iterations_done)
+        return self.pipeline.state(iterations_done)
 
     async def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's position in the prompts."""
-        self._pipeline.restore(state)
+        self.pipeline.restore(state)
 
     async def start_profile(self) -> None:
         """Record what this process does from now on."""
@@ -359,7 +372,7 @@ class RolloutActor:
 
     async def save_tokenizer(self, folder: str) -> None:
         """Add the tokenizer to a Hugging Face export."""
-        self._pipeline.save_tokenizer(folder)
+        self.pipeline.save_tokenizer(folder)
 
     @ray.method(concurrency_group=HEARTBEAT)
     async def heartbeat(self, seconds: float) -> int:

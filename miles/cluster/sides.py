@@ -8,14 +8,47 @@ Without ``--colocate`` on GPUs, each side keeps its memory. With it, the sides t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
+from miles.metrics import Metric
 from miles.tracking.phase_timer import PhaseTimer
 
 if TYPE_CHECKING:
     from miles.arguments.cluster import Offload
-    from miles.cluster.rollout_actor import RolloutDriver
-    from miles.cluster.train_actor import TrainDriver
+    from miles.cluster.folders.best_checkpoint import BestCheckpoint
+    from miles.cluster.rollout_actor import GeneratedIteration
+    from miles.cluster.train_actor import TrainedIteration
+
+
+class RolloutSide(Protocol):
+    """What the loop and the checkpoints call of the engines' side. ``RolloutDriver`` says what each call does."""
+
+    num_iterations: int
+    weight_metrics: dict[str, Metric]
+
+    def generate(self, iteration: int) -> GeneratedIteration | None: ...  # noqa: D102
+    def evaluate(self) -> dict[str, Metric]: ...  # noqa: D102
+    def update_weights(self, weights: Any, version: int) -> None: ...  # noqa: D102
+    def release_memory(self) -> None: ...  # noqa: D102
+    def state(self, iterations_done: int) -> dict[str, Any]: ...  # noqa: D102
+    def restore(self, state: dict[str, Any]) -> None: ...  # noqa: D102
+    def save_tokenizer(self, folder: Path) -> None: ...  # noqa: D102
+
+
+class TrainerSide(Protocol):
+    """What the loop and the checkpoints call of the trainer. ``TrainDriver`` says what each call does."""
+
+    def train(self, shards_by_token_rank: list[Any], iteration: int) -> TrainedIteration: ...  # noqa: D102
+    def export_weights(self) -> Any: ...  # noqa: D102
+    def offload(self) -> None: ...  # noqa: D102
+    def onload(self) -> None: ...  # noqa: D102
+    def save(self, iterations_done: int, state: dict[str, Any], best: BestCheckpoint | None = None) -> None: ...  # noqa: D102
+    def settle_save(self) -> None: ...  # noqa: D102
+    def resume(self) -> dict[str, Any] | None: ...  # noqa: D102
+    def export_hf(self, folder: Path) -> None: ...  # noqa: D102
+    def upload_export(self, folder: Path, url: str) -> None: ...  # noqa: D102
+    def settle_uploads(self) -> None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -29,8 +62,8 @@ class Sides:
         timer: Measures both.
     """
 
-    rollout: RolloutDriver
-    trainer: TrainDriver
+    rollout: RolloutSide
+    trainer: TrainerSide
     offload: Offload
     timer: PhaseTimer
 

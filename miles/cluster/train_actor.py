@@ -316,8 +316,6 @@ class TrainActor:
         import torch
         import torch.distributed as dist
 
-        from miles.training.backend import build_backend
-        from miles.training.trainer import Trainer
         from miles.weight_sync.tcp_store import TCPStore
 
         # Here, in the thread that computes: some libraries keep the number for each thread.
@@ -337,6 +335,13 @@ class TrainActor:
             world_size=self.settings.cluster.world_size,
             timeout=timeout,
         )
+        self.build(total_steps)
+
+    def build(self, total_steps: int) -> None:
+        """Build the backend and the trainer, in the process group that there is."""
+        from miles.training.backend import build_backend
+        from miles.training.trainer import Trainer
+
         self.backend = build_backend(self.settings, self.device, total_steps)
         passes = self.settings.training.ppo_epochs
         args, ranks = flags_view(self.settings), self.settings.dims.token_ranks

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from miles.arguments.validate import Validated
     from miles.cluster.failure_files.folder import FailureFiles
     from miles.cluster.folders.remote_lock import RemoteLock
+    from miles.cluster.folders.resume_point import ResumePoint
     from miles.cluster.folders.uploads import Uploads
     from miles.cluster.iteration_profiler import IterationProfiler
     from miles.cluster.restarts import Continuation, Restarts
-    from miles.cluster.rollout_actor import RolloutDriver
     from miles.cluster.session import Placement
+    from miles.cluster.sides import RolloutSide, TrainerSide
     from miles.cluster.stop_requests import StopRequests
-    from miles.cluster.train_actor import TrainDriver
     from miles.tracking.notifications import Event, Notifier
     from miles.tracking.sinks import Sink
     from miles.tracking.tracker import Tracker
@@ -115,6 +115,24 @@ def start(validated: Validated, is_alone: bool = False) -> None:
     launch(validated, exit_with_message, is_alone)
 
 
+def in_one_process(argv: Sequence[str]) -> None:
+    """Run the training command in this process alone, without Ray; as ``main``.
+
+    Raises:
+        SystemExit: As ``main``, also if the run needs more processes.
+    """
+    from miles.arguments.rules.one_process import check_one_process
+    from miles.cluster.failures import exit_with_message
+
+    validated = main_parse(argv)
+    try:
+        check_one_process(validated.settings)
+    except ValueError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    launch(validated, exit_with_message, runner=train_in_one_process)
+
+
 def take_over(handed: HandedOver) -> None:
     """Continue a run whose Ray has died, in the process that has led it so far (cluster/restarts.py), and exit."""
     from miles.cluster.failures import exit_with_message
@@ -123,7 +141,13 @@ def take_over(handed: HandedOver) -> None:
     raise SystemExit(0)
 
 
-def launch(validated: Validated, ending: Ending, is_alone: bool = False, handed: HandedOver | None = None) -> None:
+def launch(
+    validated: Validated,
+    ending: Ending,
+    is_alone: bool = False,
+    handed: HandedOver | None = None,
+    runner: Callable[[Settings, RunContext], None] | None = None,
+) -> None:
     """Lock the folders of a run, find its first iteration, and run it to its end.
 
     Args:
@@ -131,13 +155,12 @@ def launch(validated: Validated, ending: Ending, is_alone: bool = False, handed:
         ending: Makes the context that handles whatever ends the run early (``exit_with_message``).
         is_alone: Whether this process does nothing else afterwards.
         handed: The state that a launcher before this one has left, if there was one.
+        runner: Trains; by default with Ray (``run``).
     """
     from miles.arguments.flags_view import flags_view
     from miles.cluster.failure_files.folder import FailureFiles
     from miles.cluster.failures import notifying
-    from miles.cluster.folders.remote_checkpoints import index_all
-    from miles.cluster.folders.resume_point import check_frozen_models, resume_point
-    from miles.cluster.folders.run_identity import check_load_folder, own_save_folder
+    from miles.cluster.folders.run_identity import own_save_folder
     from miles.cluster.folders.uploads import uploading
     from miles.cluster.stop_requests import StopRequests
     from miles.objective.four_arguments.call import check_whole_loss
@@ -164,12 +187,7 @@ def launch(validated: Validated, ending: Ending, is_alone: bool = False, handed:
         check_whole_loss(settings.loss, flags_view(settings))
         check_packages(settings.tracking)
         with _locked(settings) as lock:
-            notes = [*validated.notes, *index_all(given, Path(settings.tracking.output_dir)), *check_load_folder(given)]
-            point = resume_point(given)
-            for note in (*notes, *point.notes, *check_frozen_models(settings.model)):
-                print(f"note: {note}")
-            if validated.accepted:
-                print("\n".join(["note: flags of the command that were accepted:", *_indented(validated.accepted)]))
+            point = _resume_point(validated)
             checkpoint = own_save_folder(point.checkpoint, point.damaged)
             if checkpoint.save is not None:
                 remove_unfinished(checkpoint.local(checkpoint.save))
@@ -181,7 +199,24 @@ def launch(validated: Validated, ending: Ending, is_alone: bool = False, handed:
                 notifying(notifier, stop),
                 uploading(settings, lock, point.damaged) as uploads,
             ):
-                run(settings, replace(context, uploads=uploads))
+                (runner or run)(settings, replace(context, uploads=uploads))
+
+
+def _resume_point(validated: Validated) -> ResumePoint:
+    """Return where the run begins, and print all notes about it."""
+    from miles.cluster.folders.remote_checkpoints import index_all
+    from miles.cluster.folders.resume_point import check_frozen_models, resume_point
+    from miles.cluster.folders.run_identity import check_load_folder
+
+    settings = validated.settings
+    given = settings.checkpoint
+    notes = [*validated.notes, *index_all(given, Path(settings.tracking.output_dir)), *check_load_folder(given)]
+    point = resume_point(given)
+    for note in (*notes, *point.notes, *check_frozen_models(settings.model)):
+        print(f"note: {note}")
+    if validated.accepted:
+        print("\n".join(["note: flags of the command that were accepted:", *_indented(validated.accepted)]))
+    return point
 
 
 @contextmanager
@@ -329,13 +364,24 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
             _run_loop(settings, context, rollout, trainer, tracker, profiler, offload)
 
 
+def train_in_one_process(settings: Settings, context: RunContext) -> None:
+    """Run the loop with both sides in this process; ``check_one_process`` has allowed it."""
+    from miles.one_process.sides import both_sides
+    from miles.report.sink import ReportSink
+
+    with ReportSink(settings.tracking) as report, both_sides(settings) as (rollout, trainer):
+        total_steps = rollout.num_iterations * settings.steps_per_iteration
+        with _tracker(settings, context, [report], total_steps) as tracker:
+            _run_loop(settings, context, rollout, trainer, tracker, None, settings.offload("cpu"))
+
+
 def _run_loop(
     settings: Settings,
     context: RunContext,
-    rollout: RolloutDriver,
-    trainer: TrainDriver | None,
+    rollout: RolloutSide,
+    trainer: TrainerSide | None,
     tracker: Tracker,
-    profiler: IterationProfiler,
+    profiler: IterationProfiler | None,
     offload: Offload,
 ) -> None:
     """Run the iterations, with a trainer or without."""
@@ -346,9 +392,12 @@ def _run_loop(
     from miles.loop import TrainingLoop
     from miles.tracking.phase_timer import PhaseTimer
 
-    steps, stop, timer = settings.steps_per_iteration, context.stop, PhaseTimer(profiler.phase)
+    steps, stop = settings.steps_per_iteration, context.stop
+    timer, profiled = (
+        (PhaseTimer(), nullcontext) if profiler is None else (PhaseTimer(profiler.phase), profiler.iteration)
+    )
     if trainer is None:
-        GenerationLoop(rollout, tracker, settings.evaluation, steps, stop, timer, profiler.iteration).run()
+        GenerationLoop(rollout, tracker, settings.evaluation, steps, stop, timer, profiled).run()
         return
     sides = Sides(rollout, trainer, offload, timer)
     TrainingLoop(
@@ -359,7 +408,7 @@ def _run_loop(
         steps_per_iteration=steps,
         is_synchronous=settings.rollout.async_steps == 0,
         stop=stop,
-        profiled=profiler.iteration,
+        profiled=profiled,
     ).run()
 
 

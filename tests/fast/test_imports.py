@@ -82,7 +82,7 @@ LAYERS = [
     ("engine", "report"),
     ("rollout", "training"),
     ("cluster", "rehearsal"),
-    ("saved_runs", "smoke"),
+    ("saved_runs", "smoke", "one_process"),
     ("loop",),
     ("generation_loop",),
     ("translate",),

@@ -81,7 +81,7 @@ class InProcess:
         return list(self.trainer.backend.export_weights())
 
     def update_weights(self, chunks, version):
-        self.call(self.rollout._pipeline.update_weights(chunks, version, None))
+        self.call(self.rollout.pipeline.update_weights(chunks, version, None))
 
     def resume(self):
         return None

@@ -1,0 +1,43 @@
+"""What a run in one process without Ray cannot do (one_process/sides.py)."""
+
+from __future__ import annotations
+
+from miles.arguments.settings import Settings
+from miles.flags import Errors
+from miles.host.machine import has_gpu
+
+
+def check_one_process(settings: Settings) -> None:
+    """Refuse a run that needs more than one process.
+
+    Raises:
+        FlagError: With one message per flag.
+    """
+    cluster, checkpoint, errors = settings.cluster, settings.checkpoint, Errors()
+    where = "a run in one process"
+    if cluster.device == "cuda" or (cluster.device == "auto" and has_gpu()):
+        errors.add(f"--device {cluster.device}: {where} computes on CPU; give --device cpu")
+    if settings.trains and cluster.world_size > 1:
+        ranks = cluster.world_size
+        errors.add(f"--actor-num-gpus-per-node: {where} has one trainer rank, not {ranks}; give 1, on one node")
+    if not settings.trains:
+        errors.add(f"--debug-rollout-only: {where} trains; drop it")
+    if settings.num_engines:
+        errors.add(f"--rollout-engine {settings.rollout.rollout_engine}: {where} starts no servers; give torch")
+    if settings.rollout.num_rollout_workers > 1:
+        number = settings.rollout.num_rollout_workers
+        errors.add(f"--num-rollout-workers {number}: {where} has no further processes; drop it")
+    if settings.training.train_backend != "fsdp":
+        errors.add(f"--train-backend {settings.training.train_backend}: {where} trains with fsdp; give fsdp")
+    if cluster.ray_address:
+        errors.add(f"--ray-address {cluster.ray_address}: {where} uses no Ray; drop it")
+    if settings.sends_deltas:
+        errors.add(f"--update-weight-transfer-mode: {where} passes whole weights; drop it")
+    for flag, folder in (("--save", checkpoint.save), ("--load", checkpoint.load)):
+        if folder is not None:
+            errors.add(f"{flag} {folder}: {where} neither saves nor resumes; drop {flag}")
+    if checkpoint.urls:
+        errors.add(f"--save-hf {checkpoint.save_hf}: {where} uploads nothing; give a folder")
+    if settings.profiling.is_on:
+        errors.add(f"--profile: {where} is not recorded; drop it")
+    errors.raise_if_any()
