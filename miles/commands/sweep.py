@@ -15,9 +15,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from miles.arguments.rules.one_process import check_one_process
 from miles.cluster.folders.folder_lock import locked_folders
+from miles.commands.train import in_one_process
 from miles.flags import FlagError, count
 from miles.secret_values import public_words
+from miles.sweep.child_process import Forks, Starter, start_process
 from miles.sweep.definition import Definition, read_definition
 from miles.sweep.page import text_table, write_page
 from miles.sweep.plan import PlannedRun, plan
@@ -25,7 +28,7 @@ from miles.sweep.progress import SweepProgress, summary
 from miles.sweep.results import TABLE_CSV, TABLE_JSON, Results, write_tables
 from miles.sweep.run_queue import Ended, RunQueue
 from miles.sweep.slots import Machine, Slot, slots
-from miles.sweep.swept_run import Start, SweptRun
+from miles.sweep.swept_run import TRAIN, Start, SweptRun
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,6 +37,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("file", type=Path, metavar="FILE", help="the sweep, as YAML or TOML")
     parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time (default: as many as have own devices)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of all runs (default: outputs/NAME_OF_FILE)")
+    parser.add_argument(
+        "--one-process",
+        action="store_true",
+        help="run each as one process without Ray, a fork of one that has imported all: for short runs on CPU",
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--page-only", action="store_true", help="run nothing, and write the comparison of what is there"
@@ -45,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         definition = read_definition(given.file)
         out: Path = given.out or definition.output
-        planned = plan(definition, out)
+        planned = plan(definition, out, check_one_process if given.one_process else None)
         places = slots(given.jobs, [run.settings for run in planned], Machine.here())
     except FlagError as error:
         return _refuse(error.messages)
@@ -66,7 +74,13 @@ def main(argv: Sequence[str]) -> int:
         except ValueError as error:  # another sweep writes there, or nobody can
             return _refuse([str(error)])
         faults = [fault for run in runs if (fault := run.fault()) is not None]
-        return _refuse(faults) if faults else _run(definition, runs, places, out, again)
+        if faults:
+            return _refuse(faults)
+        return _run(definition, runs, places, out, again, _forks() if given.one_process else start_process)
+
+
+def _forks() -> Forks:
+    return Forks(TRAIN, in_one_process, ("miles.commands.train", "miles.one_process.imports"))
 
 
 def _refuse(messages: Sequence[str]) -> int:
@@ -78,7 +92,9 @@ def _refuse(messages: Sequence[str]) -> int:
     return 2
 
 
-def _run(definition: Definition, runs: Sequence[SweptRun], places: list[Slot], out: Path, command: list[str]) -> int:
+def _run(
+    definition: Definition, runs: Sequence[SweptRun], places: list[Slot], out: Path, command: list[str], start: Starter
+) -> int:
     to_do = [run for run in runs if not run.is_finished]
     places = places[: len(to_do)]
     print(_beginning(definition, runs, to_do, places), flush=True)
@@ -87,7 +103,7 @@ def _run(definition: Definition, runs: Sequence[SweptRun], places: list[Slot], o
         if to_do:
             progress = SweepProgress(to_do, len(runs) - len(to_do), len(places))
             try:
-                ended = RunQueue(to_do, places, progress).run()
+                ended = RunQueue(to_do, places, progress, start).run()
             finally:
                 progress.close()
         _compare(definition, runs, out)

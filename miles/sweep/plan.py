@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from miles.sweep.definition import OF_THE_SWEEP, Definition, Variant
 
 CHECKPOINTS, EXPORT = "checkpoints", "hf"  # in the folder of a run
 _STARTING_POINT = ("finetune", "no_load_optim", "no_load_rng", "no_load_fallback")  # say how --load starts a run
+Check = Callable[[Settings], None]
 _SHARED_PORTS = ("report_port", "prometheus_port")
 _SHARED_FILES = ("save_debug_rollout_data", "update_weight_disk_dir")
 
@@ -46,8 +47,13 @@ class PlannedRun:
         return f"{self.variant} seed {self.seed}"
 
 
-def plan(definition: Definition, out: Path) -> list[PlannedRun]:
+def plan(definition: Definition, out: Path, check: Check | None = None) -> list[PlannedRun]:
     """Return the runs, seed by seed, so that all variants have equally many whenever the sweep is stopped.
+
+    Args:
+        definition: What is run.
+        out: The folder of all runs.
+        check: Raises FlagError for settings that cannot be run here.
 
     Raises:
         FlagError: With every error in the flags of every variant, each with the variants that have it.
@@ -58,6 +64,8 @@ def plan(definition: Definition, out: Path) -> list[PlannedRun]:
         for variant in definition.variants:
             try:
                 runs.append(_planned(definition, variant, seed, out))
+                if check is not None:
+                    check(runs[-1].settings)
             except FlagError as error:
                 for message in error.messages:
                     found.setdefault(message, []).append(variant.name)

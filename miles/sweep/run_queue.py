@@ -16,7 +16,6 @@ import os
 import queue
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from typing import Any, Protocol
 import miles
 from miles.one_line import one_line
 from miles.secret_values import public_words
+from miles.sweep.child_process import Child, Starter, start_process
 from miles.sweep.slots import Slot
 from miles.sweep.swept_run import Attempt
 
@@ -102,13 +102,16 @@ class Ended:
 class RunQueue:
     """Runs tasks in order, one at a time in each of its places."""
 
-    def __init__(self, tasks: Sequence[Task], slots: Sequence[Slot], listener: Listener) -> None:
+    def __init__(
+        self, tasks: Sequence[Task], slots: Sequence[Slot], listener: Listener, start: Starter = start_process
+    ) -> None:
+        self._start = start
         self._waiting = deque(tasks)
         self._slots = slots
         self._listener = listener
         self._events: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # held to start processes and to signal them, so that none is missed
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[Child] = []
         self._is_stopping = False
 
     def run(self) -> Ended:
@@ -201,20 +204,12 @@ class RunQueue:
         began, clock = time.strftime("%Y-%m-%d %H:%M:%S"), time.monotonic()
         with task.log.open("ab") as log:
             log.write(f"--- {began} {shlex.join(public_words(words))}\n".encode())
-            log.flush()
             position = log.tell()
-            with self._lock:
-                if self._is_stopping:
-                    return None
-                child = subprocess.Popen(
-                    words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **importing_miles(), **slot.environment},
-                    start_new_session=True,  # a Ctrl-C at the terminal reaches only the sweep
-                )
-                self._children.append(child)
+        with self._lock:
+            if self._is_stopping:
+                return None
+            child = self._start(words, task.log, {**os.environ, **importing_miles(), **slot.environment})
+            self._children.append(child)
         self._events.put(("started", (task,)))
         status = child.wait()
         with self._lock:

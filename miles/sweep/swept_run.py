@@ -23,6 +23,7 @@ from miles.training.checkpoint_folder import all_in
 
 FILE_NAME = "sweep-run.json"
 LOG = "log.txt"
+TRAIN = (sys.executable, "-m", "miles", "train")  # the command of a run, before its flags
 
 
 class Start(StrEnum):
@@ -136,7 +137,7 @@ class SweptRun:
         if self.start is Start.RESUMES:
             assert self.planned.resuming is not None, "only a run with --save has checkpoints"
             words = self.planned.resuming
-        return [sys.executable, "-m", "miles", "train", *words]
+        return [*TRAIN, *words]
 
     def begin(self) -> None:
         """Make the folder and note in it what it is for. Attempts that were made are kept."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sweep_files import planned
+from sweep_files import planned, write_sweep
 
 from miles.arguments.files.run_config import run_config
 from miles.arguments.parser import judge, read_command
+from miles.arguments.rules.one_process import check_one_process
 from miles.flags import FlagError
-from miles.sweep.plan import PlannedRun
+from miles.sweep.definition import read_definition
+from miles.sweep.plan import PlannedRun, plan
 
 
 def judged(run: PlannedRun, resumed: bool = False):
@@ -120,3 +123,25 @@ def test_a_file_that_wins_over_the_command_may_not_set_the_folder(tmp_path: Path
     (tmp_path / "custom.yaml").write_text("output_dir: elsewhere\n")
     with pytest.raises(FlagError, match="sets one of --seed, --rollout-seed, --output-dir"):
         planned(tmp_path, {"custom_config_path": str(tmp_path / "custom.yaml")})
+
+
+def test_what_a_run_in_one_process_cannot_do_is_refused_for_each_variant(tmp_path: Path) -> None:
+    variants = {
+        "small": {},
+        "served": {"rollout_engine": "sglang"},
+        "saved": {"save": "x", "save_interval": "1"},
+        "ranks": {"actor_num_gpus_per_node": "2"},
+        "profiled": {"profile": True},
+    }
+    definition = read_definition(write_sweep(tmp_path, variants=variants))
+    with pytest.raises(FlagError) as refused:
+        plan(definition, tmp_path / "out", check_one_process)
+    assert [message.split(": a run in one process")[0] for message in refused.value.messages] == [
+        "served: --rollout-engine sglang",
+        f"saved: --save {tmp_path}/out/saved/seed-1/checkpoints",
+        "ranks: --actor-num-gpus-per-node",
+        "profiled: --profile",
+    ]
+    assert [
+        run.variant for run in plan(replace(definition, variants=definition.variants[:1]), tmp_path, check_one_process)
+    ]

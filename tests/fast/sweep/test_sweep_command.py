@@ -44,6 +44,27 @@ def test_two_variants_run_once_and_are_compared(sweep, tmp_path):
     assert [len(json.loads((run.folder / "sweep-run.json").read_text())["attempts"]) for run in runs.values()] == [1, 1]
 
 
+def test_runs_in_one_process_are_those_with_ray(sweep, tmp_path):
+    """With generation ahead of training, whose weights are loaded later; one of the forks fails, and is told."""
+    ahead = {"num_rollout": 3, "async_steps": 1}
+    variants = {"ahead": ahead, "bad": {"num_rollout": 1, "custom_rm_path": "launch_rewards:raises"}}
+    forked = sweep({"variants": variants, "seeds": [2]}, "--jobs", 1, "--one-process")
+    assert forked.wait() == 1, forked.out + forked.err
+    assert "[1/2] ahead seed 2: finished in" in forked.out and "1 run failed:" in forked.err, forked.out + forked.err
+    assert "gold" in (tmp_path / "out" / "bad" / "seed-2" / "log.txt").read_text()
+    steps, columns = metrics(tmp_path / "out" / "ahead" / "seed-2")
+    (tmp_path / "out" / "ahead").rename(tmp_path / "forked")
+    with_ray = sweep({"variants": {"ahead": ahead}, "seeds": [2]})
+    assert with_ray.wait() == 0, with_ray.out + with_ray.err
+    expected_steps, expected = metrics(tmp_path / "out" / "ahead" / "seed-2")
+    assert steps == expected_steps and columns.keys() == expected.keys()
+    for name, values in columns.items():  # with other numbers of threads, so up to the order of sums
+        assert list(map(float, values)) == pytest.approx(
+            list(map(float, expected[name])), rel=1e-3, abs=1e-5, nan_ok=True
+        ), name
+    assert forked.none_left() and with_ray.none_left()
+
+
 @pytest.mark.parametrize("words", [[], ["--page-only"]], ids=["queue", "page"])
 def test_what_cannot_be_written_is_told_in_one_sentence(tmp_path, capsys, words):
     """In a thread of the queue, and in the comparison at the end; a folder that is a file stands for a full disk."""
