@@ -1,0 +1,26 @@
+# Source this from the run.sh of a reproduction.
+#   reproduce NAME "$@"    run its sweep, or what is left of it, and print its tables; further flags are those of miles sweep
+# Environment: PYTHON (an interpreter; default: install .venv and use it). All is written to outputs/reproduce.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+OUTPUTS=outputs/reproduce # where the definitions look for it
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" # the matrices are tiny: a waiting thread must not keep a core busy
+
+reproduce() {
+    local name="$1"
+    shift
+    [ -n "${PYTHON:-}" ] || source scripts/venv.sh
+    export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+    base
+    "$PYTHON" -m miles sweep "examples/reproduce/$name/sweep.yaml" --one-process --out "$OUTPUTS/$name" "$@"
+    case " $* " in *" --explain "*) return ;; esac
+    "$PYTHON" examples/reproduce/measure.py show "$OUTPUTS/$name"
+}
+
+base() { # the model that all runs start from: random weights, then supervised fine-tuning on demonstrations, once
+    [ -d "$OUTPUTS/base" ] && return
+    rm -rf "$OUTPUTS/sft"
+    "$PYTHON" examples/reproduce/numbers/write.py "$OUTPUTS/numbers"
+    "$PYTHON" -m miles sweep examples/reproduce/numbers/sft.yaml --one-process --out "$OUTPUTS/sft"
+    mv "$OUTPUTS/sft/run/seed-1/hf" "$OUTPUTS/base"
+}

@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+#   bash examples/reproduce/topp/run.sh [FLAGS OF miles sweep…]
+source "$(dirname "${BASH_SOURCE[0]}")/../reproduce.sh"
+reproduce topp "$@"

@@ -1,0 +1,99 @@
+"""The reproductions: their sweeps are valid and paired, their columns are what they say, their pages are up to date."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from miles.arguments.rules.one_process import check_one_process
+from miles.sweep.definition import read_definition
+from miles.sweep.plan import plan
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "examples" / "reproduce"
+sys.path.insert(0, str(FOLDER))
+
+import measure  # noqa: E402
+
+NAMES = sorted(path.parent.name for path in FOLDER.glob("*/sweep.yaml"))
+
+
+def test_every_reproduction_is_described() -> None:
+    assert set(measure.REPRODUCTIONS) == set(NAMES) and len(NAMES) >= 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sweep_is_valid_and_has_an_a_a_pair(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    definition = read_definition(FOLDER / name / "sweep.yaml")
+    assert len(definition.seeds) >= 8
+    runs = plan(definition, definition.output, check_one_process)
+    first = {run.variant: run.settings for run in runs if run.seed == 1}
+    again = [variant for variant in definition.variants if variant.name.endswith(measure.AGAIN)]
+    assert len(again) == 1 and again[0].seed_offset >= len(definition.seeds), "the same settings, other seeds"
+    baseline = first[definition.baseline]
+    assert first[again[0].name].loss == baseline.loss and first[again[0].name].optimizer == baseline.optimizer
+    assert measure.REPRODUCTIONS[name].compared in first
+    assert sum(figure.is_claim for figure in measure.REPRODUCTIONS[name].figures) == 1
+    assert definition.output.name == name, "where measure.py looks for it"
+
+
+def answer(reward: float, length: int, advantage: float, **more: object) -> dict[str, object]:
+    values = {"reward": reward, "advantage": advantage, "denominator": 4.0, "rollout_log_probs": [-1.0] * length}
+    return {"rollout_id": 2, **values, **more}
+
+
+def test_columns_of_answers_are_what_they_say(tmp_path: Path) -> None:
+    answers = [
+        answer(1.0, 4, 0.5, ratios=[1.2, 1.21, 1.28, 1.29]),
+        answer(1.0, 2, 0.5),  # no ratios are stored: all are 1
+        answer(0.0, measure.LONG, -0.5, ratios=[1.25] * measure.LONG),  # not a good answer
+        answer(0.0, 8, -1.0),
+    ]
+    steps = [
+        {"step": 1, "train/entropy_loss": 0.5},
+        {"step": 2, "train/entropy_loss": 0.25, "rollout/tokens": 30.0},
+        {"step": 3, "train/entropy_loss": 9.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    columns = [*measure.OF_ANSWERS, "entropy", "tokens", "held_out"]
+    (row,) = measure.iterations(tmp_path, columns)
+    assert row["accuracy"] == 0.5
+    assert (row["length"], row["length_wrong"], row["length_right"]) == (7.5, 12.0, 3.0)
+    assert row["between"] == pytest.approx(2 / 6), "of six tokens of good answers: 1.21 and 1.28"
+    long = 0.5 * measure.LONG / 4
+    assert row["long_weight"] == pytest.approx(long / (long + 8 / 4))
+    assert row["long_share"] == pytest.approx(long / (long + 8 / 4 + 0.5 * 6 / 4))
+    assert (row["entropy"], row["tokens"]) == (0.375, 30.0), "of the steps of the iteration"
+    assert math.isnan(row["held_out"])
+
+
+def test_a_figure_is_of_the_last_iterations_or_of_all() -> None:
+    rows = [{"entropy": math.nan}, *({"entropy": float(i)} for i in range(20))]
+    runs = {1: rows}
+    assert measure.of_runs(runs, measure.Figure("entropy", "")) == {1: 14.5}
+    assert measure.of_runs(runs, measure.Figure("entropy", "", at_end=False)) == {1: 9.5}
+
+
+MEASURED = [name for name in NAMES if (FOLDER / name / "runs.csv").exists()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_shows_what_was_measured_or_says_that_nothing_was(name: str) -> None:
+    text = (FOLDER / name / "README.md").read_text(encoding="utf-8")
+    found = measure.BLOCK.search(text)
+    assert found is not None
+    if name in MEASURED:
+        assert found[0] == f"{measure.CAPTION}\n{measure.table(FOLDER / name)}"
+    else:
+        assert found[0] == measure.NOT_RUN
+
+
+def test_the_front_page_has_a_row_for_each() -> None:
+    found = measure.BLOCK.search(measure.PAGE.read_text(encoding="utf-8"))
+    assert found is not None and found[0] == measure.page(NAMES)
