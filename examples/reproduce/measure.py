@@ -99,10 +99,10 @@ REPRODUCTIONS = {
     "topp": Reproduction(
         "top-p with and without the engine's support replayed in the trainer",
         (
-            Figure("ratio", "mean ratio of the trainer's to the engine's probability", False, is_claim=True),
-            Figure("gap", "mean difference of their log-probs, nats", False),
-            Figure("entropy", "entropy, nats per token"),
+            Figure("entropy", "entropy, nats per token", is_claim=True),
+            Figure("length", "length, tokens"),
             ACCURACY,
+            Figure("held_out", "held-out accuracy at the end"),
         ),
         "without-replay",
     ),
