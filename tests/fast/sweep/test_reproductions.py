@@ -37,7 +37,6 @@ def test_a_sweep_is_valid_and_has_an_a_a_pair(name: str, monkeypatch: pytest.Mon
     assert len(again) == 1 and again[0].seed_offset >= len(definition.seeds), "the same settings, other seeds"
     baseline = first[definition.baseline]
     assert first[again[0].name].loss == baseline.loss and first[again[0].name].optimizer == baseline.optimizer
-    assert measure.REPRODUCTIONS[name].compared in first
     assert sum(figure.is_claim for figure in measure.REPRODUCTIONS[name].figures) == 1
     assert definition.output.name == name, "where measure.py looks for it"
 
