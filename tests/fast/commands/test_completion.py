@@ -37,7 +37,7 @@ def test_commands(complete):
     ("words", "expected"),
     [
         (["train", "--rollout-batch"], ["--rollout-batch-size"]),
-        (["explain", "--lr", "1", "--num-roll"], ["--num-rollout"]),
+        (["explain", "--lr", "1", "--num-ep"], ["--num-epoch"]),
         (["quickstart", "--output"], ["--output-dir"]),
         (["doctor", "--j"], ["--json"]),
         (["report", "--st"], ["--static"]),

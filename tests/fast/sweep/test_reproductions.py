@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import sys
 from pathlib import Path
 
@@ -26,9 +27,19 @@ def test_every_reproduction_is_described() -> None:
     assert set(measure.REPRODUCTIONS) == set(NAMES) and len(NAMES) >= 2
 
 
+@pytest.fixture(scope="module")
+def with_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the examples, and with the prompts of the task where the sweeps look for them."""
+    folder = tmp_path_factory.mktemp("reproduce")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    write_tasks = runpy.run_path(str(FOLDER / "numbers" / "write.py"))["write_tasks"]
+    write_tasks(folder / "outputs" / "reproduce" / "numbers", seed=1)
+    return folder
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sweep_is_valid_and_has_an_a_a_pair(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_a_sweep_is_valid_and_has_an_a_a_pair(name: str, with_tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(with_tasks)
     definition = read_definition(FOLDER / name / "sweep.yaml")
     assert len(definition.seeds) >= 8
     runs = plan(definition, definition.output, check_one_process)
