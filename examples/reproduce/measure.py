@@ -105,7 +105,7 @@ REPRODUCTIONS = {
         "dynamic sampling: groups of equal rewards are replaced",
         (
             Figure("held_out", "held-out accuracy at the end", is_claim=True),
-            Figure("zero_std", "groups of equal rewards that are trained on, a fraction", False),
+            Figure("zero_std", "groups of equal rewards among those generated, a fraction", False),
             Figure("tokens", "generated tokens per iteration", False),
         ),
     ),
