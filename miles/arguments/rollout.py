@@ -113,7 +113,7 @@ class RolloutArguments:
         metavar="ENVIRONMENT",
     )
     max_turns: Optional[int] = flag(
-        None, "with --environment: answers of the model in a trajectory, at most; default: what the environment says"
+        None, "with --environment: limit of the answers per trajectory; default: the environment's"
     )
     rollout_function_path: Optional[str] = flag(
         None, "your function that generates a whole iteration, instead of the built-in collector, module:function"

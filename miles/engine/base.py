@@ -152,7 +152,7 @@ class RequestsElsewhere(Protocol):
     """Other processes that send requests to the servers of an engine, all of them together."""
 
     async def show(self, state: Any) -> None:
-        """Give every process what it must know of the servers; return when each knows it. Later calls come later."""
+        """Give every process the state of the servers; return when each has it. Calls take effect in order."""
         ...
 
     async def aborted(self) -> None:

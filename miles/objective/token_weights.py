@@ -37,8 +37,8 @@ class Ratios:
     """The two ratios that token weights read, as logarithms [R] without a graph; 0 for masked tokens.
 
     Attributes:
-        importance: log trainer - log engine, where the trainer is that of before the first step of the iteration. With
-            ``--use-rollout-logprobs`` that one is not scored, and the trainer is the current policy.
+        importance: log trainer - log engine. The trainer's are from before the first step of the iteration, or with
+            ``--use-rollout-logprobs`` the current policy's, because the others are not computed.
         policy: log current - log old, which are the engine's with ``--use-rollout-logprobs``.
         trainer_log_probs: log trainer itself; masked tokens may hold anything.
         micro: The micro-batch.

@@ -51,7 +51,7 @@ def plan(definition: Definition, out: Path, check: Check | None = None) -> list[
     """Return the runs, seed by seed, so that all variants have equally many whenever the sweep is stopped.
 
     Args:
-        definition: What is run.
+        definition: The sweep.
         out: The folder of all runs.
         check: Raises FlagError for settings that cannot be run here.
 

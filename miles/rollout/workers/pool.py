@@ -101,7 +101,7 @@ class _Order:
 
 @dataclass(eq=False)
 class _Worker:
-    """One life of a worker: what it was sent, and what is on the way."""
+    """One life of a worker: the groups that it was sent, and the messages on their way."""
 
     name: str
     process: WorkerProcess

@@ -166,7 +166,7 @@ class GenerationWorker:
     # Messages
 
     def deliver(self, sent: bytes) -> None:
-        """Take in messages. What they ask for begins at once."""
+        """Take in messages, and start the work that they ask for."""
         for message in decode(sent):
             self._take(message)
 

@@ -88,7 +88,7 @@ def _import_uncompiled() -> None:
     """Import Megatron with its small functions as they are written.
 
     They are marked for ``torch.compile``, which imports its compiler for GPU kernels at the first mark: 1 s of
-    processor time in every rank. What is marked later follows the choice that ``megatron.core.jit`` makes here.
+    processor time in every rank. Functions marked later follow the choice that ``megatron.core.jit`` makes here.
     """
     module: Any = torch
     compiler, module.compile = module.compile, _as_written

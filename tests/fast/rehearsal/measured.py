@@ -1,7 +1,7 @@
 """Run layouts on real ranks and measure what they allocate: ``measured.py FOLDER LAYOUT...``.
 
 FOLDER/measured NAME RANK.json has, by phase, the peak of bytes beyond those held between steps, from torch's profiler,
-and the load of the rank's experts. Random routers prefer some experts, and a rehearsal is told by how much.
+and the load of the rank's experts. Random routers prefer some experts, and the rehearsal gets the measured share.
 """
 
 from __future__ import annotations

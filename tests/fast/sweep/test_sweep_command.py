@@ -45,7 +45,7 @@ def test_two_variants_run_once_and_are_compared(sweep, tmp_path):
 
 
 def test_runs_in_one_process_are_those_with_ray(sweep, tmp_path):
-    """With generation ahead of training, whose weights are loaded later; one of the forks fails, and is told."""
+    """With generation ahead of training, whose weights are loaded later; one of the forks fails, and is reported."""
     ahead = {"num_rollout": 3, "async_steps": 1}
     variants = {"ahead": ahead, "bad": {"num_rollout": 1, "custom_rm_path": "launch_rewards:raises"}}
     forked = sweep({"variants": variants, "seeds": [2]}, "--jobs", 1, "--one-process")
