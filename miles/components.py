@@ -26,6 +26,7 @@ class TrainBackendSpec:
         offloads: Whether its state can wait in host memory while engines use the GPU.
         trains_recurrent_models: Whether it trains models with recurrent layers, whose samples must be padded.
         trains_adapters: Whether it trains low-rank adapters (``--lora-rank``).
+        trains_without_ray: Whether it trains in a run that is one process (``miles sweep --one-process``).
         checkpoint_json: The JSON files that it adds to a checkpoint.
         rehearsal: The function that builds it without weights, with the arguments of ``builder``: ``--rehearse``.
     """
@@ -38,6 +39,7 @@ class TrainBackendSpec:
     offloads: bool = False
     trains_recurrent_models: bool = False
     trains_adapters: bool = False
+    trains_without_ray: bool = False
     checkpoint_json: tuple[str, ...] = ()
 
 
@@ -69,6 +71,7 @@ TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
         offloads=True,
         trains_recurrent_models=True,
         trains_adapters=True,
+        trains_without_ray=True,
     ),
     "megatron": TrainBackendSpec(
         "miles.training.megatron:build",

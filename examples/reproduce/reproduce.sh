@@ -14,7 +14,7 @@ reproduce() {
     base
     "$PYTHON" -m miles sweep "examples/reproduce/$name/sweep.yaml" --one-process --out "$OUTPUTS/$name" "$@"
     case " $* " in *" --explain "*) return ;; esac
-    "$PYTHON" examples/reproduce/measure.py show "$OUTPUTS/$name"
+    "$PYTHON" examples/reproduce/reproduction_results.py show "$OUTPUTS/$name"
 }
 
 base() { # the model that all runs start from: random weights, then supervised fine-tuning on demonstrations, once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from miles.arguments.settings import Settings
+from miles.components import TRAIN_BACKENDS, names_with, train_backend_spec
 from miles.flags import Errors
 from miles.host.machine import has_gpu
 
@@ -27,8 +28,10 @@ def check_one_process(settings: Settings) -> None:
     if settings.rollout.num_rollout_workers > 1:
         number = settings.rollout.num_rollout_workers
         errors.add(f"--num-rollout-workers {number}: {where} has no further processes; drop it")
-    if settings.training.train_backend != "fsdp":
-        errors.add(f"--train-backend {settings.training.train_backend}: {where} trains with fsdp; give fsdp")
+    backend = settings.training.train_backend
+    if not train_backend_spec(backend).trains_without_ray:
+        able = names_with(TRAIN_BACKENDS, "trains_without_ray")
+        errors.add(f"--train-backend {backend}: {where} trains with {able}; give {able}")
     if cluster.ray_address:
         errors.add(f"--ray-address {cluster.ray_address}: {where} uses no Ray; drop it")
     if settings.sends_deltas:

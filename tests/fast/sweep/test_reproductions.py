@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "reproduce"
 sys.path.insert(0, str(FOLDER))
 
-import measure  # noqa: E402
+import reproduction_results as results  # noqa: E402
 
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/sweep.yaml"))
 
 
 def test_every_reproduction_is_described() -> None:
-    assert set(measure.REPRODUCTIONS) == set(NAMES) and len(NAMES) >= 2
+    assert set(results.REPRODUCTIONS) == set(NAMES) and len(NAMES) >= 2
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +44,12 @@ def test_a_sweep_is_valid_and_has_an_a_a_pair(name: str, with_tasks: Path, monke
     assert len(definition.seeds) >= 8
     runs = plan(definition, definition.output, check_one_process)
     first = {run.variant: run.settings for run in runs if run.seed == 1}
-    again = [variant for variant in definition.variants if variant.name.endswith(measure.AGAIN)]
+    again = [variant for variant in definition.variants if variant.name.endswith(results.AGAIN)]
     assert len(again) == 1 and again[0].seed_offset >= len(definition.seeds), "the same settings, other seeds"
     baseline = first[definition.baseline]
     assert first[again[0].name].loss == baseline.loss and first[again[0].name].optimizer == baseline.optimizer
-    assert sum(figure.is_claim for figure in measure.REPRODUCTIONS[name].figures) == 1
-    assert definition.output.name == name, "where measure.py looks for it"
+    assert sum(figure.is_claim for figure in results.REPRODUCTIONS[name].figures) == 1
+    assert definition.output.name == name, "where reproduction_results.py looks for it"
 
 
 def answer(reward: float, length: int, advantage: float, **more: object) -> dict[str, object]:
@@ -61,7 +61,7 @@ def test_columns_of_answers_are_what_they_say(tmp_path: Path) -> None:
     answers = [
         answer(1.0, 4, 0.5, ratios=[1.2, 1.21, 1.28, 1.29]),
         answer(1.0, 2, 0.5),  # no ratios are stored: all are 1
-        answer(0.0, measure.LONG, -0.5, ratios=[1.25] * measure.LONG),  # not a good answer
+        answer(0.0, results.LONG, -0.5, ratios=[1.25] * results.LONG),  # not a good answer
         answer(0.0, 8, -1.0),
     ]
     steps = [
@@ -71,12 +71,12 @@ def test_columns_of_answers_are_what_they_say(tmp_path: Path) -> None:
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
-    columns = [*measure.OF_ANSWERS, "entropy", "tokens", "held_out"]
-    (row,) = measure.iterations(tmp_path, columns)
+    columns = [*results.OF_ANSWERS, "entropy", "tokens", "held_out"]
+    (row,) = results.iterations(tmp_path, columns)
     assert row["accuracy"] == 0.5
     assert (row["length"], row["length_wrong"], row["length_right"]) == (7.5, 12.0, 3.0)
     assert row["between"] == pytest.approx(2 / 6), "of six tokens of good answers: 1.21 and 1.28"
-    long = 0.5 * measure.LONG / 4
+    long = 0.5 * results.LONG / 4
     assert row["long_weight"] == pytest.approx(long / (long + 8 / 4))
     assert row["long_share"] == pytest.approx(long / (long + 8 / 4 + 0.5 * 6 / 4))
     assert (row["entropy"], row["tokens"]) == (0.375, 30.0), "of the steps of the iteration"
@@ -86,8 +86,8 @@ def test_columns_of_answers_are_what_they_say(tmp_path: Path) -> None:
 def test_a_figure_is_of_the_last_iterations_or_of_all() -> None:
     rows = [{"entropy": math.nan}, *({"entropy": float(i)} for i in range(20))]
     runs = {1: rows}
-    assert measure.of_runs(runs, measure.Figure("entropy", "")) == {1: 14.5}
-    assert measure.of_runs(runs, measure.Figure("entropy", "", at_end=False)) == {1: 9.5}
+    assert results.of_runs(runs, results.Figure("entropy", "")) == {1: 14.5}
+    assert results.of_runs(runs, results.Figure("entropy", "", at_end=False)) == {1: 9.5}
 
 
 MEASURED = [name for name in NAMES if (FOLDER / name / "runs.csv").exists()]
@@ -96,14 +96,14 @@ MEASURED = [name for name in NAMES if (FOLDER / name / "runs.csv").exists()]
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_shows_what_was_measured_or_says_that_nothing_was(name: str) -> None:
     text = (FOLDER / name / "README.md").read_text(encoding="utf-8")
-    found = measure.BLOCK.search(text)
+    found = results.BLOCK.search(text)
     assert found is not None
     if name in MEASURED:
-        assert found[0] == f"{measure.CAPTION}\n{measure.table(FOLDER / name)}"
+        assert found[0] == f"{results.CAPTION}\n{results.table(FOLDER / name)}"
     else:
-        assert found[0] == measure.NOT_RUN
+        assert found[0] == results.NOT_RUN
 
 
 def test_the_front_page_has_a_row_for_each() -> None:
-    found = measure.BLOCK.search(measure.PAGE.read_text(encoding="utf-8"))
-    assert found is not None and found[0] == measure.page(NAMES)
+    found = results.BLOCK.search(results.PAGE.read_text(encoding="utf-8"))
+    assert found is not None and found[0] == results.page(NAMES)

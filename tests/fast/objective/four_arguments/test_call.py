@@ -116,7 +116,7 @@ def test_a_rank_without_samples_reports_the_same_metrics(make_micro, four):
         ("sliced", "computes with logits as with a tensor"),
         ("other_tokens", "log-probs of other tokens"),
         ("unknown_column", r"reads batch\['values'\], which is not here; a batch has advantages, log_probs"),
-        ("unknown_import", "get_responses is part of another launcher.*can import is get_log_probs_and_entropy"),
+        ("unknown_import", "get_responses is part of another launcher.*can import get_log_probs_and_entropy"),
         ("vector", "returned shape"),
     ],
 )

@@ -1,8 +1,8 @@
 """Keep what a sweep of a reproduction has measured, and make its picture and tables from that.
 
-python examples/reproduce/measure.py show outputs/reproduce/NAME …   write runs.csv there, and print its tables
-python examples/reproduce/measure.py keep outputs/reproduce/NAME …   write runs.csv beside this file, then draw
-python examples/reproduce/measure.py draw                            make all pictures and tables from each runs.csv
+python examples/reproduce/reproduction_results.py show SWEEP…   write runs.csv there, and print its tables
+python examples/reproduce/reproduction_results.py keep SWEEP…   write runs.csv beside this file, then draw
+python examples/reproduce/reproduction_results.py draw          make all pictures and tables from each runs.csv
 
 ``runs.csv`` has one row per run and iteration. A figure of a run is the mean of a column over its last iterations, or
 over all; figures are compared seed by seed with those of the baseline, the first variant. Intervals are 95 % bootstrap
@@ -30,7 +30,9 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "reproductions.md"
 LAST = 10  # iterations of a figure "at the end"
 AGAIN = "again"  # how the name of the variant ends that is the baseline with other seeds
-BLOCK = re.compile(r"(?<=<!-- measured by examples/reproduce/measure\.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"(?<=<!-- measured by examples/reproduce/reproduction_results\.py -->\n).*?(?=<!-- end -->)", re.DOTALL
+)
 CAPTION = """![Curves of the runs](curves.png)
 
 Lines are means over seeds, bands their 95 % intervals at each iteration.
