@@ -6,15 +6,11 @@ others guess. A price can only be known from the tool.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import string
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from miles.tiny_models.write import END, character_tokenizer, write_model
+from miles.tiny_models.small_task import Row, made_up_names, run_writer, write_rows, write_small_model
+from miles.tiny_models.write import END, character_tokenizer
 
 NUM_DEMONSTRATIONS = 6000
 NUM_TRAINED, NUM_HELD_OUT = 2000, 64  # prompts
@@ -26,18 +22,6 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}" + END + "{% else %}{{ '\\n' }}{% endif %}{% endfor %}"
 )
-
-Row = dict[str, Any]
-
-
-def things(rng: random.Random) -> Iterator[str]:
-    """Yield different made-up names of 3 or 4 letters."""
-    seen = set()
-    while True:
-        name = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 4)))
-        if name not in seen:
-            seen.add(name)
-            yield name
 
 
 def row(thing: str, price: int) -> Row:
@@ -58,7 +42,7 @@ def demonstration(thing: str, price: int, guess: int | None) -> Row:
 def write_tasks(folder: Path, seed: int) -> None:
     """Write ``chats.jsonl``, ``shop/train.jsonl`` and ``shop/heldout.jsonl``, which share no thing."""
     rng = random.Random(seed)
-    named = things(rng)
+    named = made_up_names(rng)
     chats = []
     for _ in range(NUM_DEMONSTRATIONS):
         price, guess = rng.randint(10, 99), rng.randint(10, 99)
@@ -68,45 +52,13 @@ def write_tasks(folder: Path, seed: int) -> None:
         write_rows(folder / "shop" / f"{split}.jsonl", (row(next(named), rng.randint(10, 99)) for _ in range(number)))
 
 
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write one JSON object per line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def write_random_model(folder: Path, seed: int) -> None:
     """Write a Qwen3 of 155,000 random parameters, whose tokens are characters and three phrases."""
     tokenizer = character_tokenizer()
     tokenizer.add_tokens([QUESTION, CALL, CALL_END])
     tokenizer.chat_template = CHAT_TEMPLATE
-    config = dict(
-        model_type="qwen3",
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    write_model(config, folder, seed)
-    tokenizer.save_pretrained(folder)
-
-
-def main() -> None:
-    """Write FOLDER/model, FOLDER/chats.jsonl and the prompts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    write_tasks(options.folder, options.seed)
-    write_random_model(options.folder / "model", options.seed)
+    write_small_model(folder, tokenizer, seed, hidden=64, intermediate=160, layers=3)
 
 
 if __name__ == "__main__":
-    main()
+    run_writer(__doc__, write_tasks, write_random_model)

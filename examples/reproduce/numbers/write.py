@@ -11,15 +11,12 @@ No number of the held-out prompts is in a training prompt or in a demonstration.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import random
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from miles.tiny_models.write import END, character_tokenizer, write_model
+from miles.tiny_models.small_task import Row, run_writer, write_rows, write_small_model
+from miles.tiny_models.write import END, character_tokenizer
 
 DIGITS = "123456789"  # no zero, which could be the first digit
 CHARACTERS = DIGITS + "=.,"
@@ -28,8 +25,6 @@ MEAN_SIGNS, MOST_SIGNS = 8, 40  # of a geometric distribution: each next sign is
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}" + END + "{% endif %}{% endfor %}"
 )
-
-Row = dict[str, Any]
 
 
 def prompt_row(number: str) -> Row:
@@ -64,44 +59,12 @@ def write_tasks(folder: Path, seed: int) -> None:
     write_rows(folder / "heldout.jsonl", map(prompt_row, held_out))
 
 
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write one JSON object per line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def write_random_model(folder: Path, seed: int) -> None:
     """Write a Qwen3 of 220,000 random parameters, whose tokens are characters."""
     tokenizer = character_tokenizer(CHARACTERS)
     tokenizer.chat_template = CHAT_TEMPLATE
-    config = dict(
-        model_type="qwen3",
-        vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=24,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    write_model(config, folder, seed)
-    tokenizer.save_pretrained(folder)
-
-
-def main() -> None:
-    """Write FOLDER/model, FOLDER/chats.jsonl and the prompts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    write_tasks(options.folder, options.seed)
-    write_random_model(options.folder / "model", options.seed)
+    write_small_model(folder, tokenizer, seed, hidden=96, intermediate=256, layers=2)
 
 
 if __name__ == "__main__":
-    main()
+    run_writer(__doc__, write_tasks, write_random_model)
