@@ -37,8 +37,8 @@ from miles.profiling.spans import waiting
 from miles.rewards.base import RewardFunction
 from miles.rewards.registry import get_reward_function
 from miles.rewards.settings import RewardArguments
-from miles.rollout.agents.environments import EnvironmentGenerator
-from miles.rollout.agents.generator import AgentGenerator, session_generator
+from miles.rollout.agents.generator import session_generator
+from miles.rollout.agents.session_generator import SessionGenerator
 from miles.rollout.buffer_filter import BufferFilter
 from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, PromptSource, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
@@ -118,7 +118,7 @@ class RolloutPipeline:
         hooks: IterationHooks | None = None,
         evaluation: Callable[[int], Awaitable[dict[str, Metric]]] | None = None,
         teacher: ServedTeacher | None = None,
-        agents: AgentGenerator | EnvironmentGenerator | None = None,
+        agents: SessionGenerator | None = None,
     ) -> None:
         self.engine = engine
         self.num_iterations = num_iterations

@@ -10,21 +10,17 @@ from math import isfinite
 from typing import Any
 
 from miles.arguments.settings import Settings
-from miles.components import engine_spec
-from miles.engine.base import Engine, SamplingParams
 from miles.environments.base import ConversationTooLong, Environment, Message
 from miles.environments.chosen import environment_maker
-from miles.flags import json_object
 from miles.one_line import one_line
 from miles.rollout.agents.api_error import OUT_OF_ROOM, ApiError
-from miles.rollout.agents.chat_format import ChatFormat
 from miles.rollout.agents.chat_request import ChatRequest, read_messages
 from miles.rollout.agents.program import time_is_up
 from miles.rollout.agents.server import SessionServer
 from miles.rollout.agents.session import Session
-from miles.rollout.groups import SeedOf
-from miles.rollout.trajectory import Trajectory, generate_trajectories
-from miles.sample import PromptGroup, Sample, SampleStatus
+from miles.rollout.agents.session_generator import SessionGenerator
+from miles.rollout.trajectory import Trajectory
+from miles.sample import Sample, SampleStatus
 
 
 class RecordedModel:
@@ -57,57 +53,22 @@ class RecordedModel:
         self._server.accept(session_id, self._session)
 
 
-class EnvironmentGenerator:
+class EnvironmentGenerator(SessionGenerator):
     """A ``GroupGenerator`` that plays every trajectory in an environment of its own, all of them at once."""
 
     def __init__(self, settings: Settings) -> None:
         """Raise ``InputError`` if the environment is not there."""
-        rollout, data = settings.rollout, settings.data
+        rollout = settings.rollout
         assert rollout.environment is not None
-        self._name = f"--environment {rollout.environment}"
+        super().__init__(settings, f"--environment {rollout.environment}")
         self._make = environment_maker(rollout.environment)
-        self._seconds = rollout.agent_timeout
         self._max_turns = rollout.max_turns
-        self._template_kwargs = json_object("apply_chat_template_kwargs", data.apply_chat_template_kwargs)
-        has_servers = engine_spec(rollout.rollout_engine).has_servers
-        self._takes_stop_texts = not has_servers and not rollout.partial_rollout
-        self._chat: ChatFormat | None = None
         self._server: SessionServer | None = None
         self._starting = asyncio.Lock()
         self._closed = False
         self._sessions: set[Session] = set()
         self._nothing_plays = asyncio.Event()
         self._nothing_plays.set()
-
-    async def __call__(
-        self,
-        group: PromptGroup,
-        engine: Engine,
-        sampling: SamplingParams,
-        tokenizer: Any,
-        *,
-        n_samples: int,
-        seed_of: SeedOf,
-        max_context_len: int | None = None,
-    ) -> PromptGroup:
-        """Return the group with ``n_samples`` trajectories. See ``GroupGenerator``.
-
-        An environment that fails leaves samples with a ``failure``, which are scored as ``--reward-error`` says.
-
-        Raises:
-            Exception: Whatever the engine raises.
-        """
-        return await generate_trajectories(
-            self._run,
-            self._name,
-            group,
-            engine,
-            sampling,
-            tokenizer,
-            n_samples=n_samples,
-            seed_of=seed_of,
-            max_context_len=max_context_len,
-        )
 
     async def close(self) -> None:
         """End the trajectories, and what the environments share. What would begin later is ``ABORTED``."""
@@ -133,9 +94,7 @@ class EnvironmentGenerator:
         """Play one trajectory."""
         if self._closed:
             return [replace(trajectory.sample, status=SampleStatus.ABORTED)]
-        if self._chat is None:
-            self._chat = ChatFormat(trajectory.tokenizer, self._template_kwargs)
-        session = Session(trajectory, self._chat, takes_stop_texts=self._takes_stop_texts)
+        session = self._session(trajectory)
         self._sessions.add(session)
         self._nothing_plays.clear()
         try:

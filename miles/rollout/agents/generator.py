@@ -9,24 +9,20 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 from miles.arguments.settings import Settings
-from miles.components import engine_spec
-from miles.engine.base import Engine, SamplingParams
-from miles.flags import json_object
 from miles.input_error import InputError
-from miles.rollout.agents.chat_format import ChatFormat
 from miles.rollout.agents.environments import EnvironmentGenerator
 from miles.rollout.agents.program import ProgramEnd, environment_of, row_of, run_program
 from miles.rollout.agents.server import MODEL, SessionServer
 from miles.rollout.agents.session import Session
-from miles.rollout.groups import GroupGenerator, SeedOf
-from miles.rollout.trajectory import Trajectory, generate_trajectories, get_group_generator
-from miles.sample import PromptGroup, Sample, SampleStatus
+from miles.rollout.agents.session_generator import SessionGenerator
+from miles.rollout.groups import GroupGenerator
+from miles.rollout.trajectory import Trajectory, get_group_generator
+from miles.sample import Sample, SampleStatus
 
 
-class AgentGenerator:
+class AgentGenerator(SessionGenerator):
     """A ``GroupGenerator`` that runs a program for every trajectory, and records what the model answers to its calls.
 
     The server starts with the first group. At most ``--agent-concurrency`` programs run at a time.
@@ -34,57 +30,22 @@ class AgentGenerator:
 
     def __init__(self, settings: Settings) -> None:
         """Raise ``InputError`` if the program is not on this machine."""
-        rollout, data = settings.rollout, settings.data
+        rollout = settings.rollout
         assert rollout.agent_command is not None
         self._command = shlex.split(rollout.agent_command)
+        super().__init__(settings, f"--agent-command {shlex.join(self._command)}")
         if shutil.which(self._command[0]) is None:
             raise InputError(
                 f"--agent-command {rollout.agent_command}: {self._command[0]} is no program that can be run from "
                 f"{os.getcwd()}; give its path, or a name in PATH"
             )
-        self._seconds = rollout.agent_timeout
-        self._template_kwargs = json_object("apply_chat_template_kwargs", data.apply_chat_template_kwargs)
-        # An answer that --partial-rollout has interrupted is continued without the text before.
-        has_servers = engine_spec(rollout.rollout_engine).has_servers
-        self._takes_stop_texts = not has_servers and not rollout.partial_rollout
         self._places = asyncio.Semaphore(rollout.agent_concurrency)
         self._starting = asyncio.Lock()
         self._server: SessionServer | None = None
         self._closed = False
-        self._chat: ChatFormat | None = None
         self._running = 0
         self._nothing_runs = asyncio.Event()
         self._nothing_runs.set()
-
-    async def __call__(
-        self,
-        group: PromptGroup,
-        engine: Engine,
-        sampling: SamplingParams,
-        tokenizer: Any,
-        *,
-        n_samples: int,
-        seed_of: SeedOf,
-        max_context_len: int | None = None,
-    ) -> PromptGroup:
-        """Return the group with ``n_samples`` trajectories. See ``GroupGenerator``.
-
-        A program that fails leaves samples with a ``failure``, which are scored as ``--reward-error`` says.
-
-        Raises:
-            Exception: Whatever the engine raises.
-        """
-        return await generate_trajectories(
-            self._run,
-            f"--agent-command {shlex.join(self._command)}",
-            group,
-            engine,
-            sampling,
-            tokenizer,
-            n_samples=n_samples,
-            seed_of=seed_of,
-            max_context_len=max_context_len,
-        )
 
     async def close(self) -> None:
         """End the programs, and stop the server. No further program starts: what waits for one is ``ABORTED``."""
@@ -117,13 +78,11 @@ class AgentGenerator:
 
     async def _run(self, trajectory: Trajectory) -> list[Sample]:
         """Run the program for one trajectory."""
-        if self._chat is None:
-            self._chat = ChatFormat(trajectory.tokenizer, self._template_kwargs)
         async with self._places:
             server = await self._started()
             if server is None:
                 return [replace(trajectory.sample, status=SampleStatus.ABORTED)]
-            session = Session(trajectory, self._chat, takes_stop_texts=self._takes_stop_texts)
+            session = self._session(trajectory)
             async with server.serving(session) as key, self._counted():
                 environment = environment_of(server.url, key, MODEL, os.environ)
                 row = row_of(trajectory.sample.prompt)
@@ -173,7 +132,7 @@ async def group_generator(settings: Settings) -> AsyncIterator[GroupGenerator]:
         await maker.close()
 
 
-def session_generator(settings: Settings) -> AgentGenerator | EnvironmentGenerator | None:
+def session_generator(settings: Settings) -> SessionGenerator | None:
     """Return what makes trajectories by recorded calls: programs or environments; None for neither."""
     if settings.rollout.agent_command is not None:
         return AgentGenerator(settings)

@@ -17,8 +17,8 @@ from miles.engine.sglang.teacher import IN_FLIGHT, ServedTeacher
 from miles.host.machine import memory_limit
 from miles.rewards.registry import get_reward_function
 from miles.rewards.user_code import MAX_THREADS, limit_calls
-from miles.rollout.agents.environments import EnvironmentGenerator
-from miles.rollout.agents.generator import AgentGenerator, session_generator
+from miles.rollout.agents.generator import session_generator
+from miles.rollout.agents.session_generator import SessionGenerator
 from miles.rollout.filters import load_group_filter
 from miles.rollout.groups import GroupTools, produce_group
 from miles.rollout.interruptible_engine import InterruptibleEngine
@@ -136,7 +136,7 @@ class GenerationWorker:
             programs = replace(rollout, agent_concurrency=plan.share(rollout.agent_concurrency))
             settings = replace(settings, rollout=programs)
         self._name = plan.name
-        self._agents: AgentGenerator | EnvironmentGenerator | None = session_generator(settings)
+        self._agents: SessionGenerator | None = session_generator(settings)
         self._teacher = (
             ServedTeacher(loss.teachers, loss.opd_teacher_key, in_flight=plan.share(IN_FLIGHT))
             if loss.teacher_is_served

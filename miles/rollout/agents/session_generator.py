@@ -1,0 +1,81 @@
+"""What makes trajectories by recorded calls: the part that agent programs and environments share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from miles.arguments.settings import Settings
+from miles.components import engine_spec
+from miles.engine.base import Engine, SamplingParams
+from miles.flags import json_object
+from miles.rollout.agents.chat_format import ChatFormat
+from miles.rollout.agents.session import Session
+from miles.rollout.groups import SeedOf
+from miles.rollout.trajectory import Trajectory, generate_trajectories
+from miles.sample import PromptGroup, Sample
+
+
+class SessionGenerator(ABC):
+    """A ``GroupGenerator`` that makes each trajectory by calls of the model, which a session records."""
+
+    def __init__(self, settings: Settings, name: str) -> None:
+        """Read the flags.
+
+        Args:
+            settings: The run.
+            name: The flag and its value, for messages about a trajectory.
+        """
+        rollout = settings.rollout
+        self._name = name
+        self._seconds = rollout.agent_timeout
+        self._template_kwargs = json_object("apply_chat_template_kwargs", settings.data.apply_chat_template_kwargs)
+        # An answer that --partial-rollout has interrupted is continued without the text before.
+        has_servers = engine_spec(rollout.rollout_engine).has_servers
+        self._takes_stop_texts = not has_servers and not rollout.partial_rollout
+        self._chat: ChatFormat | None = None
+
+    async def __call__(
+        self,
+        group: PromptGroup,
+        engine: Engine,
+        sampling: SamplingParams,
+        tokenizer: Any,
+        *,
+        n_samples: int,
+        seed_of: SeedOf,
+        max_context_len: int | None = None,
+    ) -> PromptGroup:
+        """Return the group with ``n_samples`` trajectories. See ``GroupGenerator``.
+
+        A program or environment that fails leaves samples with a ``failure``, which are scored as ``--reward-error``
+        says.
+
+        Raises:
+            Exception: Whatever the engine raises.
+        """
+        return await generate_trajectories(
+            self._run,
+            self._name,
+            group,
+            engine,
+            sampling,
+            tokenizer,
+            n_samples=n_samples,
+            seed_of=seed_of,
+            max_context_len=max_context_len,
+        )
+
+    @abstractmethod
+    async def _run(self, trajectory: Trajectory) -> list[Sample]:
+        """Make one trajectory."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the trajectories in progress, and release what they share."""
+
+    def _session(self, trajectory: Trajectory) -> Session:
+        """Return a session that records the calls of ``trajectory``."""
+        if self._chat is None:
+            self._chat = ChatFormat(trajectory.tokenizer, self._template_kwargs)
+        return Session(trajectory, self._chat, takes_stop_texts=self._takes_stop_texts)
