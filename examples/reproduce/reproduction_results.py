@@ -50,7 +50,7 @@ class Figure:
 
     Attributes:
         column: The column of runs.csv.
-        words: What it is.
+        words: Its name in tables.
         at_end: Whether it is the mean over the last iterations, and not over all.
         is_claim: Whether it is the effect that docs/reproductions.md names.
     """

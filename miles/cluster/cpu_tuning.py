@@ -20,7 +20,7 @@ def malloc_environment(device: str, given: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import libraries without collections of garbage, during the block and of what it imported afterwards.
+    """Disable garbage collection while the block imports, and leave the imported objects out of later collections.
 
     Modules stay, and they have a million objects. Passing over them takes a tenth of the time of the imports, and
     0.3 s in each later full collection.

@@ -203,7 +203,7 @@ def launch(
 
 
 def _resume_point(validated: Validated) -> ResumePoint:
-    """Return where the run begins, and print all notes about it."""
+    """Return the point at which the run begins, and print all notes about it."""
     from miles.cluster.folders.remote_checkpoints import index_all
     from miles.cluster.folders.resume_point import check_frozen_models, resume_point
     from miles.cluster.folders.run_identity import check_load_folder

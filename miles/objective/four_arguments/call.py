@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from miles.objective.settings import LossArguments
     from miles.train_batch import MicroBatch
 
-_NAMES = {"log_probs": "old_log_probs"}  # theirs -> ours, where they differ
+_NAMES = {"log_probs": "old_log_probs"}  # theirs -> ours, if they differ
 _COLUMNS = ("advantages", "log_probs", "rollout_log_probs", "ref_log_probs")
 
 

@@ -41,7 +41,7 @@ class ResponseLogits:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.log_probs.device
 
     @property
