@@ -60,7 +60,8 @@ class Uploads:
             self._remote.remote.giving_up = self._giving_up
         self._changed = threading.Condition()
         self._waiting: list[_Upload] = []
-        self._tries = 0
+        self._begun = 0  # tries of uploads
+        self._ended = 0  # those of them that have ended
         self._try_at = 0.0  # monotonic time of the next try
         self._failure: Exception | None = None  # of the last try
         self._is_closing = False
@@ -94,15 +95,16 @@ class Uploads:
         self._add(_Upload(folder, export=url))
 
     def settle(self) -> None:
-        """Wait until all is uploaded, with one more try of what has failed.
+        """Wait until all is uploaded, with one more try of what has failed, also of what fails meanwhile.
 
         Raises:
             SaveFailed: That try has failed too. The message says what is safe on this machine.
         """
         with self._changed:
-            tries, self._try_at = self._tries, 0.0
-            self._changed.notify_all()
-            while self._waiting and (self._failure is None or self._tries == tries):
+            begun = self._begun  # a try that has begun before may fail for a reason that is over
+            while self._waiting and (self._failure is None or self._ended <= begun):
+                self._try_at = 0.0
+                self._changed.notify_all()
                 self._changed.wait(1.0)
             if self._waiting:
                 raise SaveFailed(self._words()) from self._failure
@@ -167,10 +169,11 @@ class Uploads:
                 if self._is_closing:
                     return
                 upload = self._waiting[0]
+                self._begun += 1
             failure = self._failure_of(upload)
             with self._changed:
                 was_failing = self._failure is not None
-                self._tries += 1
+                self._ended += 1
                 self._failure = failure
                 self._try_at = 0.0 if failure is None else time.monotonic() + AGAIN_SECONDS
                 if failure is None:

@@ -1,6 +1,7 @@
 """Checkpoints in remote storage: complete or not there, found again from elsewhere, and never lost."""
 
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -300,6 +301,25 @@ def test_while_uploads_fail_only_what_would_stay_is_kept(storage, machine):
         broken = False
         uploads.settle()
     assert remote_names(storage) == names(6, 8)
+
+
+def test_a_try_that_began_earlier_is_not_the_last_one(storage, machine):
+    here = machine("here")
+    began, may_fail = threading.Event(), threading.Event()
+
+    def before(verb, path):
+        if verb == "put" and not may_fail.is_set():
+            began.set()
+            may_fail.wait()
+            raise PermissionError("read-only")  # is not tried again at once
+
+    storage.before = staticmethod(before)
+    with uploading(here, None) as uploads:
+        uploads.add_checkpoint(save(here, 2))
+        began.wait()
+        threading.Timer(0.2, may_fail.set).start()  # while settle waits
+        uploads.settle()
+    assert remote_names(storage) == names(2)
 
 
 def test_a_file_that_arrives_cut_is_noticed(storage, machine):
