@@ -39,15 +39,15 @@ from miles.rewards.registry import get_reward_function
 from miles.rewards.settings import RewardArguments
 from miles.rollout.agents.generator import session_generator
 from miles.rollout.agents.session_generator import SessionGenerator
-from miles.rollout.buffer_filter import BufferFilter
 from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, PromptSource, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
 from miles.rollout.debug_data import SavedGroups, save_rollout
 from miles.rollout.evaluate import EvalSet, evaluate, load_eval_sets
 from miles.rollout.evaluation_function import own_evaluation
 from miles.rollout.groups import GroupGenerator, GroupSpec, GroupTools, GroupWorkers, produce_group
+from miles.rollout.hooks.buffer_filter import BufferFilter
+from miles.rollout.hooks.iteration_hooks import IterationHooks
 from miles.rollout.interruptible_engine import InterruptibleEngine
-from miles.rollout.iteration_hooks import IterationHooks
 from miles.rollout.metrics import leave_out_mastered, staleness_metrics
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, RolloutGate, Start
 from miles.rollout.rollout_function import FunctionCollector, RolloutTools, load_rollout_function

@@ -10,10 +10,10 @@ from miles.arguments.rollout import RolloutArguments
 from miles.data.stream import NoPromptsLeft
 from miles.metrics import Metric
 from miles.rewards.settings import RewardArguments
-from miles.rollout.buffer_filter import BufferFilter
 from miles.rollout.collect import ProduceGroup, PromptSource, ScoredGroups, Tally
 from miles.rollout.filters import FilterStallGuard
 from miles.rollout.groups import ProducedGroup
+from miles.rollout.hooks.buffer_filter import BufferFilter
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, StaleTokens
 from miles.sample import NO_WEIGHTS, PromptGroup, Sample
 

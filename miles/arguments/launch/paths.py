@@ -39,7 +39,7 @@ HOOKS = {
     "buffer_filter_path": Hook(
         "rollout",
         "def pick(args, rollout_id: int, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]] "
-        "(miles.rollout.buffer_filter)",
+        "(miles.rollout.hooks.buffer_filter)",
     ),
     "rollout_sample_filter_path": Hook(
         "rollout", "def mark(args, groups: list[list[Sample]]) -> None: sets sample.remove_sample (miles.sample)"
@@ -52,7 +52,7 @@ HOOKS = {
         "def log(iteration: int, args, samples: list[Sample], metrics: dict[str, float], seconds: float) -> bool",
     ),
     "custom_convert_samples_to_train_data_path": Hook(
-        "rollout", "def convert(args, samples: list[Sample]) -> dict[str, list] (miles.rollout.custom_convert)"
+        "rollout", "def convert(args, samples: list[Sample]) -> dict[str, list] (miles.rollout.hooks.custom_convert)"
     ),
     "custom_reward_post_process_path": Hook(
         "reward", "def advantages(args, samples: list[Sample]) -> tuple[list[float], list[float]] (miles.sample)"

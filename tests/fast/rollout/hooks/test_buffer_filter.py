@@ -9,8 +9,8 @@ import pytest
 from miles.arguments.rollout import RolloutArguments
 from miles.data.stream import PromptStream
 from miles.rewards.settings import RewardArguments
-from miles.rollout.buffer_filter import MOST_DROPPED
 from miles.rollout.groups import GroupTools, generate_group
+from miles.rollout.hooks.buffer_filter import MOST_DROPPED
 from miles.rollout.pipeline import build_collector
 from miles.sample import Prompt
 

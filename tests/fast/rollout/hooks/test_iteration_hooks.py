@@ -13,7 +13,7 @@ from miles.metrics import Metric
 from miles.objective.settings import LossArguments
 from miles.rewards.settings import RewardArguments
 from miles.rollout.collect import ScoredGroups
-from miles.rollout.iteration_hooks import IterationHooks
+from miles.rollout.hooks.iteration_hooks import IterationHooks
 
 FUNCTIONS = """
 import numpy as np

@@ -1,0 +1,1 @@
+"""Functions of the user that see the groups and samples of an iteration."""
