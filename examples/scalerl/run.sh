@@ -9,4 +9,4 @@ PLACE=()
     SMOKE+=(--rm-type json_schema:1,overlong:1 --overlong-max-len 36 --overlong-buffer-len 36)
 train --lr 5e-4 --policy-loss cispo --ratio-max 5 --advantage-estimator grpo_batch_std --loss-aggregation prompt_mean \
     --dynamic-sampling-filter-path miles.rollout.filters:check_reward_nonzero_std \
-    --max-prompt-pass-rate 0.9 --fully-async --async-steps 8 --use-kl-loss --kl-loss-coef 0
+    --max-prompt-pass-rate 0.9 --fully-async --async-steps 8 --use-rollout-logprobs --use-kl-loss --kl-loss-coef 0

@@ -92,6 +92,17 @@ class RolloutArguments:
     custom_generate_function_path: Optional[str] = flag(
         None, "your function that generates a whole trajectory (multi-turn, tools), module:function"
     )
+    thinking_max_len: Optional[int] = flag(
+        None,
+        "interrupt an answer that still thinks after this many tokens: --thinking-interruption is appended, and the "
+        "model goes on (docs/rollout.md)",
+    )
+    thinking_end: str = flag("</think>", "with --thinking-max-len: the text that ends the reasoning of an answer")
+    thinking_interruption: str = flag(
+        "\nOkay, time is up. Let me stop thinking and formulate a final answer now.\n</think>\n",
+        "with --thinking-max-len: the text that is appended, with loss mask 0; it holds --thinking-end. The default is "
+        "that of ScaleRL (arXiv 2510.13786)",
+    )
     agent_command: Optional[str] = flag(
         None,
         "program that makes a trajectory by calls of OpenAI's chat API, e.g. 'python agent.py' (docs/agents.md)",
@@ -210,6 +221,7 @@ def check_rollout(rollout: RolloutArguments, max_prompt_len: int | None, has_res
     _check_sampling(rollout, has_responses, errors)
     _check_length(rollout, errors)
     _check_context(rollout, max_prompt_len, errors)
+    _check_thinking(rollout, errors)
     _check_over_sampling(rollout, errors)
     _check_early_stop(rollout, errors)
     _check_own_function(rollout, errors)
@@ -297,6 +309,25 @@ def _check_context(rollout: RolloutArguments, max_prompt_len: int | None, errors
         errors.refuse("rollout_max_context_len", context, rule, what_to_do)
 
 
+def _check_thinking(rollout: RolloutArguments, errors: Errors) -> None:
+    """Check that a response has room beside its reasoning, and that what interrupts the reasoning ends it."""
+    if rollout.thinking_max_len is None:
+        unused = ["thinking_end", "thinking_interruption"]
+        errors.refuse_ignored(rollout, unused, "without --thinking-max-len", "add that flag")
+        return
+    errors.at_least(rollout, 1, "thinking_max_len")
+    longest = rollout.rollout_max_response_len
+    if longest is not None and rollout.thinking_max_len >= longest:
+        rule = f"leaves no room for an answer in --rollout-max-response-len {longest}"
+        errors.refuse("thinking_max_len", rollout.thinking_max_len, rule, f"give less than {longest}")
+    if rollout.thinking_end not in rollout.thinking_interruption:
+        rule = f"does not hold --thinking-end {rollout.thinking_end!r}, so the model would think on"
+        errors.refuse("thinking_interruption", rollout.thinking_interruption, rule, "let it end the reasoning")
+    for name in changed(rollout, ["custom_generate_function_path", "agent_command", "environment"]):
+        rule = "makes trajectories of its own, whose turns --thinking-max-len does not interrupt"
+        errors.refuse(name, getattr(rollout, name), rule, "keep one of the two")
+
+
 def _check_over_sampling(rollout: RolloutArguments, errors: Errors) -> None:
     size, wanted = rollout.over_sampling_batch_size, rollout.rollout_batch_size
     if size is None or wanted is None:
@@ -358,6 +389,7 @@ def _check_debug_files(rollout: RolloutArguments, errors: Errors) -> None:
 
 
 _GENERATION = (
+    "thinking_max_len",
     "max_prompt_pass_rate",
     "over_sampling_batch_size",
     "dynamic_sampling_filter_path",

@@ -79,11 +79,16 @@ def leave_out_mastered(prompts: LeavesOut, rate: float) -> Callable[[PromptGroup
 
 
 def response_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
-    """Return means over samples, without a prefix: response_length in tokens, truncated_fraction, aborted_fraction."""
+    """Return means over samples, without a prefix.
+
+    These are response_length in tokens, and the fractions of samples that were truncated or aborted, or in which
+    something was appended to what the model wrote (by a tool, an environment, or an interruption of the reasoning).
+    """
     return {
         "response_length": Metric.mean(len(s.response_ids) for s in samples),
         "truncated_fraction": Metric.mean(s.status is SampleStatus.TRUNCATED for s in samples),
         "aborted_fraction": Metric.mean(s.status is SampleStatus.ABORTED for s in samples),
+        "appended_fraction": Metric.mean(NO_WEIGHTS in s.weight_versions for s in samples),
     }
 
 

@@ -39,6 +39,7 @@ from miles.rewards.registry import get_reward_function
 from miles.rewards.settings import RewardArguments
 from miles.rollout.agents.generator import session_generator
 from miles.rollout.agents.session_generator import SessionGenerator
+from miles.rollout.chosen_generator import get_group_generator
 from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, PromptSource, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
 from miles.rollout.debug_data import SavedGroups, save_rollout
@@ -54,7 +55,6 @@ from miles.rollout.rollout_function import FunctionCollector, RolloutTools, load
 from miles.rollout.sample_records import StoredSamples
 from miles.rollout.stream_collector import Interruptible, StreamCollector
 from miles.rollout.supply import TrainingStream, build_supply, iterations_of
-from miles.rollout.trajectory import get_group_generator
 from miles.rollout.workers.pool import InterruptibleWorkers, StartWorker, WorkerPool
 from miles.weights import WeightChunk
 

@@ -1,4 +1,4 @@
-"""Trajectories of several turns, made by a user's function: ``--custom-generate-function-path``.
+"""Trajectories of several turns, each made by a function: ``--custom-generate-function-path`` or one of ours.
 
 A trajectory alternates turns of the model with tokens of a tool or an environment.
 """
@@ -7,27 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Protocol
 
-from miles.arguments.rollout import RolloutArguments
 from miles.engine.base import Engine, FinishReason, GenerationRequest, SamplingParams
 from miles.engine.concurrency import gather_or_cancel
-from miles.import_path import load_function
 from miles.replay.expert_choices import continued
 from miles.replay.token_sets import TokenSets, extended
 from miles.rollout.groups import (
     STATUS,
     Detokenizer,
-    GroupGenerator,
     SeedOf,
     fit_context,
-    generate_group,
     response_seed,
 )
 from miles.sample import NO_WEIGHTS, PromptGroup, Sample, SampleStatus
-
-_FLAG = "--custom-generate-function-path"
 
 
 class Tokenizer(Detokenizer, Protocol):
@@ -152,20 +146,6 @@ class GenerateFunction(Protocol):
     async def __call__(self, trajectory: Trajectory) -> list[Sample] | None:
         """Extend ``trajectory`` to its end."""
         ...
-
-
-def get_group_generator(rollout: RolloutArguments) -> GroupGenerator:
-    """Return ``generate_group``, or a generator that calls the user's function for each trajectory of a group.
-
-    Raises:
-        ValueError: The path cannot be imported.
-    """
-    path = rollout.custom_generate_function_path
-    return (
-        generate_group
-        if path is None
-        else partial(generate_trajectories, load_function(path, _FLAG), f"{_FLAG} {path}")
-    )
 
 
 async def generate_trajectories(

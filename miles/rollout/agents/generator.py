@@ -17,8 +17,9 @@ from miles.rollout.agents.program import ProgramEnd, environment_of, row_of, run
 from miles.rollout.agents.server import MODEL, SessionServer
 from miles.rollout.agents.session import Session
 from miles.rollout.agents.session_generator import SessionGenerator
+from miles.rollout.chosen_generator import get_group_generator
 from miles.rollout.groups import GroupGenerator
-from miles.rollout.trajectory import Trajectory, get_group_generator
+from miles.rollout.trajectory import Trajectory
 from miles.sample import Sample, SampleStatus
 
 

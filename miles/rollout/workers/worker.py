@@ -19,10 +19,10 @@ from miles.rewards.registry import get_reward_function
 from miles.rewards.user_code import MAX_THREADS, limit_calls
 from miles.rollout.agents.generator import session_generator
 from miles.rollout.agents.session_generator import SessionGenerator
+from miles.rollout.chosen_generator import get_group_generator
 from miles.rollout.filters import load_group_filter
 from miles.rollout.groups import GroupTools, produce_group
 from miles.rollout.interruptible_engine import InterruptibleEngine
-from miles.rollout.trajectory import get_group_generator
 from miles.rollout.workers.messages import (
     Answered,
     Ask,

@@ -24,6 +24,7 @@ LOADS = "--load-debug-rollout-data saved_{rollout_id}.jsonl"
         "--async-steps 1 --fully-async --buffer-filter-path my:pick",
         "--rollout-function-path my:function --async-steps 1 --custom-generate-function-path my:turns",
         "--max-restarts 2 --save some/folder",
+        "--thinking-max-len 8 --thinking-end </t> --thinking-interruption stop</t>",
     ],
 )
 def test_these_go_together(validated, flags):
@@ -47,6 +48,11 @@ SAMPLING = [
     ("--no-support-replay", "", "--no-support-replay: would be ignored without --rollout-top-p, --rollout-top-k or"),
     ("--no-support-replay --rollout-top-p 0.9 --rollout-temperature 0", "", "--no-support-replay: would be ignored"),
     ("--rollout-stop-token-ids 3 -1", "", "token ids are not negative"),
+    ("--thinking-max-len 0", "", "--thinking-max-len 0: must be .*at least 1"),
+    ("--thinking-max-len 512 --rollout-max-response-len 512", "", "--thinking-max-len 512: leaves no room for"),
+    ("--thinking-max-len 8 --thinking-interruption stop", "", "--thinking-interruption stop: does not hold .*</think>"),
+    ("--thinking-end </thought>", "", "--thinking-end </thought>: would be ignored without --thinking-max-len"),
+    ("--thinking-max-len 8 --custom-generate-function-path my:turns", "", "--custom-generate-function-path my:turns"),
     ("--rollout-max-context-len 64", "", "no room for a prompt"),
     ("--rollout-max-context-len 100 --rollout-max-prompt-len 100", "", "no room for a response"),
 ]

@@ -1,0 +1,81 @@
+"""Reasoning that takes too long is ended, and only what the model wrote is trained on."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.arguments.rollout import RolloutArguments
+from miles.engine.base import Generation, SamplingParams
+from miles.rollout.chosen_generator import get_group_generator
+from miles.rollout.groups import response_seed
+from miles.rollout.metrics import response_metrics
+from miles.sample import Prompt, PromptGroup, SampleStatus
+
+PROMPT = Prompt("2+3", (1, 2, 3), source="set.jsonl:4")
+THINKS, ENDS, ANSWERS, EOS = 1, 9, 5, 0  # tokens of the model
+INTERRUPTION = [7, 7, ENDS]
+
+
+class Digits:
+    """Token i reads as the digit i; 0 is the end of the sequence, and 9 a special token."""
+
+    def decode(self, token_ids, *, skip_special_tokens):
+        return "".join(str(i) for i in token_ids if i != EOS and not (skip_special_tokens and i == ENDS))
+
+    def encode(self, text, *, add_special_tokens):
+        return [int(character) for character in text]
+
+
+class Reasoner:
+    """A model that thinks for ``thoughts`` tokens, unless its reasoning is ended before, and then answers."""
+
+    def __init__(self, thoughts):
+        self.thoughts = thoughts
+
+    async def generate(self, request):
+        so_far = list(request.prompt_ids[len(PROMPT.token_ids) :])
+        rest = [ANSWERS, ANSWERS, EOS]
+        if ENDS not in so_far:
+            rest = [THINKS] * (self.thoughts - len(so_far)) + [ENDS, *rest]
+        else:
+            rest = rest[len(so_far) - so_far.index(ENDS) - 1 :]
+        written = rest[: request.sampling.max_new_tokens]
+        reason = "stop" if written[-1] == EOS else "length"
+        return [Generation(written, [-0.5] * len(written), reason, weight_version=3) for _ in request.seeds]
+
+
+def respond(thoughts, max_new, **flags):
+    generate = get_group_generator(RolloutArguments(thinking_end="9", thinking_interruption="779", **flags))
+    group = generate(
+        PromptGroup(5, PROMPT),
+        Reasoner(thoughts),
+        SamplingParams(max_new),
+        Digits(),
+        n_samples=1,
+        seed_of=lambda group, k: response_seed(group, k),
+    )
+    [sample] = asyncio.run(group).samples
+    sample.check()
+    return sample
+
+
+@given(thoughts=st.integers(0, 12), limit=st.integers(1, 12), answer_len=st.integers(1, 8))
+def test_only_reasoning_beyond_the_limit_is_interrupted(thoughts, limit, answer_len):
+    max_new = limit + answer_len
+    sample = respond(thoughts, max_new, thinking_max_len=limit)
+    if thoughts < limit:  # its end is among the first tokens
+        assert sample == respond(thoughts, max_new)
+    else:
+        whole = [THINKS] * limit + INTERRUPTION + [ANSWERS, ANSWERS, EOS]
+        assert sample.response_ids == whole[:max_new]
+        not_the_models = range(limit, limit + len(INTERRUPTION))
+        assert sample.loss_mask == [int(i not in not_the_models) for i in range(len(sample.response_ids))]
+        assert sample.status is (SampleStatus.COMPLETED if len(whole) <= max_new else SampleStatus.TRUNCATED)
+
+
+@pytest.mark.parametrize(("thoughts", "fraction"), [(2, 0.0), (6, 1.0)])
+def test_interrupted_responses_are_counted(thoughts, fraction):
+    metrics = response_metrics([respond(thoughts, 20, thinking_max_len=4)])
+    assert metrics["appended_fraction"].value == fraction
