@@ -161,11 +161,9 @@ def explain_layout(settings: Settings) -> list[str]:
         lines.append(f"same weights, other tokens (DP, CP): ranks {_groups(dims.token_groups)}")
     has_experts = "num_moe_experts" in dict(settings.megatron_overrides)
     if dims.expert_model_parallel_size > 1 or has_experts:
-        size = dims.expert_tensor_parallel_size or dims.tensor_model_parallel_size
-        replicas = dims.world_size // (dims.expert_model_parallel_size * size * dims.pipeline_model_parallel_size)
         lines.append(
-            f"experts: EP {dims.expert_model_parallel_size} x ETP {size}, "
-            f"{count(replicas, 'replica')} of each expert in a stage"
+            f"experts: EP {dims.expert_model_parallel_size} x ETP {dims.ranks_per_expert_matrix}, "
+            f"{count(dims.expert_replicas, 'replica')} of each expert in a stage"
         )
     return lines
 

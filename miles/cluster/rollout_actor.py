@@ -117,7 +117,7 @@ class RolloutDriver:
             return None
         self._position = summary.prompts_after
         dims, of_replica = self.settings.dims, self._started.pop(iteration)[1:]
-        by_rank = [of_replica[rank // dims.context_parallel_size] for rank in range(dims.token_ranks)]
+        by_rank = [of_replica[dims.replica_of(rank)] for rank in range(dims.token_ranks)]
         return GeneratedIteration(summary, by_rank)
 
     def _surviving(self, call: Callable[[], T]) -> T:

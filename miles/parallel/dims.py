@@ -83,9 +83,18 @@ class ParallelDims:
         """Groups of ranks that work on different samples, where every micro-batch has ``context_parallel_size``."""
         return self.token_ranks // self.context_parallel_size
 
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks of a pipeline stage; stage s begins at rank ``s * ranks_per_stage``."""
+        return self.world_size // self.pipeline_model_parallel_size
+
     def token_rank(self, rank: int) -> int:
         """Return which of the ``token_ranks`` shards of a step trainer rank ``rank`` holds."""
         return rank // self.tensor_model_parallel_size % self.token_ranks
+
+    def replica_of(self, token_rank: int) -> int:
+        """Return which of the ``replicas`` token rank ``token_rank`` belongs to."""
+        return token_rank // self.context_parallel_size
 
     @property
     def token_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -93,7 +102,7 @@ class ParallelDims:
 
         Every rank is in one of them: stage by stage, and in a stage by tensor-parallel rank.
         """
-        tp, stage = self.tensor_model_parallel_size, self.world_size // self.pipeline_model_parallel_size
+        tp, stage = self.tensor_model_parallel_size, self.ranks_per_stage
         return tuple(
             tuple(range(first + shard, first + stage, tp))
             for first in range(0, self.world_size, stage)
@@ -121,6 +130,11 @@ class ParallelDims:
     def ranks_per_expert_matrix(self) -> int:
         """Ranks that share each matrix of an expert."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def expert_replicas(self) -> int:
+        """Copies of each expert in a pipeline stage."""
+        return self.ranks_per_stage // (self.expert_model_parallel_size * self.ranks_per_expert_matrix)
 
     def _check_weights(self, errors: Errors) -> None:
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size

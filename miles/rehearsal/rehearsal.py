@@ -188,8 +188,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def _forecast(settings: Settings, stage: int, generation: Generation, imbalance: float = 1.0) -> RankForecast:
-    per_stage = settings.cluster.world_size // settings.megatron.pipeline_model_parallel_size
-    trace = trace_rank(settings, stage * per_stage, imbalance)
+    trace = trace_rank(settings, stage * settings.dims.ranks_per_stage, imbalance)
     return RankForecast(stage, trace, memory.phases_of_rank(settings, trace, generation))
 
 

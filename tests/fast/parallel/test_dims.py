@@ -53,6 +53,23 @@ def test_every_rank_belongs_to_one_group_of_each_kind() -> None:
             for group in dims.context_groups(size):
                 shards = [dims.token_rank(rank) for rank in group]
                 assert shards == list(range(shards[0], shards[0] + size)) and shards[0] % size == 0
+        of_replica = [dims.replica_of(token_rank) for token_rank in range(dims.token_ranks)]
+        assert [of_replica.count(r) for r in range(dims.replicas)] == [dims.context_parallel_size] * dims.replicas
+
+
+def test_expert_parallelism_divides_the_ranks_of_a_stage() -> None:
+    for world in WORLDS:
+        for pp in divisors(world):
+            for ep in divisors(world // pp):
+                for etp in divisors(world // pp // ep):
+                    dims = ParallelDims(
+                        world,
+                        pipeline_model_parallel_size=pp,
+                        expert_model_parallel_size=ep,
+                        expert_tensor_parallel_size=etp,
+                    )
+                    assert dims.ranks_per_stage * pp == world
+                    assert dims.expert_replicas * ep * etp == dims.ranks_per_stage
 
 
 def test_the_picture_of_the_docstring() -> None:
