@@ -164,9 +164,12 @@ def sum_of_weights(loss: LossArguments, log_ratio: torch.Tensor) -> WeightSum:
     """
     if not len(log_ratio):
         return WeightSum(0.0, 0)
-    if loss.tis_level != "token":
-        of_sequence = log_ratio.sum() if loss.tis_level == "sequence" else log_ratio.mean()
-        log_ratio = of_sequence.clamp(-_FARTHEST, _FARTHEST)[None]
+    if loss.tis_level == "sequence":
+        log_ratio = log_ratio.sum().clamp(-_FARTHEST, _FARTHEST)[None]
+    elif loss.tis_level == "geometric":
+        log_ratio = log_ratio.mean().clamp(-_FARTHEST, _FARTHEST)[None]
+    elif loss.tis_level != "token":
+        raise _unknown_level(loss.tis_level)
     weights, _ = bounded(loss, log_ratio.exp())
     return WeightSum(weights.double().sum().item(), len(weights))
 
@@ -363,8 +366,12 @@ def importance_ratio(ratios: Ratios, level: ImportanceLevel) -> torch.Tensor:
     elif level == "geometric":
         of_sequence = sequence_means(log_ratio, micro)
     else:
-        raise ValueError(f"{level}: no such level of a ratio; give one of {', '.join(_LEVELS)}")
+        raise _unknown_level(level)
     return of_sequence.clamp(-_FARTHEST, _FARTHEST).exp()[micro.sample_index]
+
+
+def _unknown_level(level: str) -> ValueError:
+    return ValueError(f"{level}: no such level of a ratio; give one of {', '.join(_LEVELS)}")
 
 
 _FARTHEST = 80.0  # logarithm of the largest ratio of a sequence; its exponential is a number in fp32
