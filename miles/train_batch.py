@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +110,15 @@ class TrainShard:
     score_only: Sequence[MicroBatchPlan] = ()
     expected_loss_mass: float | None = None  # of the whole step, if the canary watches (objective/canary.py)
     recorded: frozenset[int] = frozenset()  # positions in the step of samples whose tokens are recorded for the report
+
+    def samples_sent_by(self, token_rank: int) -> Iterator[int]:
+        """Yield the samples that ``token_rank``, whose shard this is, sends to the other ranks: each is sent once.
+
+        Of the consecutive ranks that share a micro-batch, the first sends its samples.
+        """
+        for plan in (*self.micro_batches, *self.score_only):
+            if token_rank % plan.context_parallel_size == 0:
+                yield from plan.samples
 
 
 @dataclass(frozen=True)

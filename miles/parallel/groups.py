@@ -1,16 +1,28 @@
-"""The process groups of context parallelism, created once, before the first step."""
+"""Process groups: those of context parallelism, created before the first step, and what the ranks of one exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from miles.parallel.dims import ParallelDims
+
+Positioned = TypeVar("Positioned", bound=tuple[Any, ...])  # the first entry is a position in the step
+
+
+def gather_step(own: list[Positioned], group: dist.ProcessGroup | None) -> list[Positioned]:
+    """Return what all ranks of ``group`` (None: all ranks) have for their samples, in the order of the step.
+
+    Collective. Each sample is sent by one rank (``TrainShard.samples_sent_by``).
+    """
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return sorted((sample for part in everyone for sample in part), key=lambda sample: sample[0])
 
 
 @dataclass(frozen=True)

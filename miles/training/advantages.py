@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +13,7 @@ from miles.objective.chosen import build_objective
 from miles.objective.kl import masked_log_ratio
 from miles.objective.settings import LossArguments
 from miles.objective.token_advantages import SampleTokens, token_advantages
+from miles.parallel.groups import gather_step
 from miles.train_batch import TrainBatch, TrainShard
 
 
@@ -36,24 +35,15 @@ class AdvantageEstimator:
         Every rank gets the few numbers per token that the others have, and computes the whole step's: the samples of a
         trajectory may be on several ranks, and whitening needs all of them.
         """
-        everyone: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everyone, list(self._own(shard)), group=self.group)
-        step = {position: tokens for part in everyone for position, tokens in part}
-        order = sorted(step)
-        found = token_advantages(build_objective(self.loss), [step[position] for position in order])
-        index = {position: i for i, position in enumerate(order)}
+        own = shard.samples_sent_by(dist.get_rank(self.group))
+        sent = [(shard.batch.position_in_step[i], self._tokens(shard.batch, i)) for i in own]
+        step = gather_step(sent, self.group)
+        found = token_advantages(build_objective(self.loss), [tokens for _, tokens in step])
+        index = {position: i for i, (position, _) in enumerate(step)}
         mine = [index[position] for position in shard.batch.position_in_step]
         returns = None if found.returns is None else [found.returns[i] for i in mine]
         batch = replace(shard.batch, advantages=[found.advantages[i] for i in mine], returns=returns)
         return replace(shard, batch=batch), found.metrics
-
-    def _own(self, shard: TrainShard) -> Iterator[tuple[int, SampleTokens]]:
-        """Position and tokens of each sample; of ranks that share a sample only the first sends it."""
-        rank = dist.get_rank(self.group)
-        for plan in (*shard.micro_batches, *shard.score_only):
-            if rank % plan.context_parallel_size == 0:
-                for sample in plan.samples:
-                    yield shard.batch.position_in_step[sample], self._tokens(shard.batch, sample)
 
     def _tokens(self, batch: TrainBatch, i: int) -> SampleTokens:
         reference = _log_ratio(batch, batch.ref_log_probs, i) if self.loss.kl_coef else None

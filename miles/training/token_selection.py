@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from miles.objective.chosen import Objective
 from miles.objective.kl import masked_log_ratio
 from miles.objective.policy_losses.base import StepTokens
 from miles.objective.token_weights import WeightSum, mean_weight, sum_of_weights, top_entropy_tokens
+from miles.parallel.groups import gather_step
 from miles.train_batch import TrainShard
 from miles.training.backend import TrainBackend
 from miles.training.scoring import entropies, log_probs
@@ -26,9 +27,6 @@ class _Sample(NamedTuple):
     position: int  # in the step
     trajectory_id: int
     columns: list[np.ndarray]
-
-
-_Positioned = TypeVar("_Positioned", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True)
@@ -84,38 +82,25 @@ class TokenSelector:
         batch, flags = shard.batch, self.objective.flags
         assert batch.old_log_probs is not None, "Truncation asks for them"
         own: list[tuple[int, WeightSum]] = []
-        for i in self._of_this_rank(shard):
+        for i in shard.samples_sent_by(dist.get_rank(self.group)):
             columns = (batch.old_log_probs[i], batch.rollout_log_probs[i], batch.loss_masks[i])
             old, engine, mask = (torch.tensor(column) for column in columns)  # copies: Ray's memory is read-only
             log_ratio = masked_log_ratio(old, engine, mask)[mask != 0]
             own.append((batch.position_in_step[i], sum_of_weights(flags, log_ratio)))
-        mean = mean_weight(found for _, found in self._gathered(own))
+        mean = mean_weight(found for _, found in gather_step(own, self.group))
         return replace(shard, batch=replace(batch, tis_mean=mean)), mean
 
     def _whole_step(self, shard: TrainShard, *columns: Sequence[np.ndarray]) -> list[_Sample]:
         """Return all samples of the step in their order, with ``columns``, one array [response] per own sample."""
-        return self._gathered(list(self._own(shard, columns)))
-
-    def _gathered(self, own: list[_Positioned]) -> list[_Positioned]:
-        """Return what all ranks have for their samples, in the order of the step; the first entry is the position."""
-        everyone: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everyone, own, group=self.group)
-        return sorted((sample for part in everyone for sample in part), key=lambda sample: sample[0])
+        return gather_step(list(self._own(shard, columns)), self.group)
 
     def _own(self, shard: TrainShard, columns: Sequence[Sequence[np.ndarray]]) -> Iterator[_Sample]:
-        """Yield the samples of this rank."""
+        """Yield the samples that this rank sends."""
         batch = shard.batch
-        for i in self._of_this_rank(shard):
+        for i in shard.samples_sent_by(dist.get_rank(self.group)):
             kept = batch.loss_masks[i] != 0
             found = [column[i][kept].astype(np.float64) for column in columns]
             yield _Sample(batch.position_in_step[i], batch.trajectory_ids[i], found)
-
-    def _of_this_rank(self, shard: TrainShard) -> Iterator[int]:
-        """Yield the samples that this rank sends; of ranks that share a sample only the first sends it."""
-        rank = dist.get_rank(self.group)
-        for plan in (*shard.micro_batches, *shard.score_only):
-            if rank % plan.context_parallel_size == 0:
-                yield from plan.samples
 
 
 def _of_step(samples: Sequence[_Sample], column: int) -> np.ndarray:
