@@ -64,6 +64,11 @@ class RewardArguments(*reversed(REWARDS.own_flags), CommonRewardFlags):  # type:
         return self.reward_error or ("stop" if self.reward_error_value is None else "value")
 
     @property
+    def drops_errors(self) -> bool:
+        """Whether a sample that the reward function fails on is dropped."""
+        return self.on_error == "drop"
+
+    @property
     def weights(self) -> Mapping[str, float]:
         """The weight of each reward by name; ``custom`` is that of ``custom_rm_path``. Empty without a reward."""
         if self.rm_type is not None:

@@ -135,9 +135,7 @@ class BurstCollector:
         self._ready = 0
         self._burst_size = rule.most_groups
         self._guard = (
-            FilterStallGuard(stream, path, self._burst_size, self._batch_size)
-            if path or reward.on_error == "drop"
-            else None
+            FilterStallGuard(stream, path, self._burst_size, self._batch_size) if path or reward.drops_errors else None
         )
 
     async def collect(self, iteration: int) -> ScoredGroups:

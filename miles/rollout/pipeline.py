@@ -315,7 +315,7 @@ def _group_tools(
     engine: Engine, tokenizer: Any, generate: GroupGenerator, function: RewardFunction | None, reward: RewardArguments
 ) -> GroupTools:
     assert function is not None, "validate() requires a reward if samples are generated"
-    return GroupTools(engine, tokenizer, generate, function, reward.reward_error_value, reward.on_error == "drop")
+    return GroupTools(engine, tokenizer, generate, function, reward.reward_error_value, reward.drops_errors)
 
 
 async def _start_workers(

@@ -77,9 +77,7 @@ class StreamCollector:
         self._engine = engine
         self._interruptible = interruptible
         self._guard = (
-            FilterStallGuard(stream, path, self._batch_size, self._batch_size)
-            if path or reward.on_error == "drop"
-            else None
+            FilterStallGuard(stream, path, self._batch_size, self._batch_size) if path or reward.drops_errors else None
         )
         self._in_flight: dict[asyncio.Task[ProducedGroup], int] = {}  # with their group_index
         self._ready: list[PromptGroup] = []

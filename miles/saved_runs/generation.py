@@ -150,7 +150,7 @@ async def evaluate_sets(settings: Settings, sets: Sequence[str], samples_per_pro
             generate,
             reward_function,
             reward.reward_error_value,
-            reward.on_error == "drop",
+            reward.drops_errors,
         )
         return [await _evaluate(eval_set, tools, settings.data.rollout_seed) for eval_set in loaded]
 

@@ -151,7 +151,7 @@ class GenerationWorker:
             self._agents or get_group_generator(rollout),
             get_reward_function(reward, memory_limit(reward.reward_memory) // workers),
             reward.reward_error_value,
-            reward.on_error == "drop",
+            reward.drops_errors,
         )
         path = rollout.dynamic_sampling_filter_path
         self._filter = None if path is None else load_group_filter(path)
