@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 from miles.arguments.data import fault_of_weights
 from miles.data.mixture import Mixture
+from miles.data.stream import TrainingStream
 from miles.import_path import load_function
 from miles.input_error import InputError
 from miles.sample import Prompt, PromptGroup
@@ -89,7 +90,7 @@ def load_curriculum(path: str) -> CurriculumFunction:
 
 
 @dataclass
-class CurriculumStream:
+class CurriculumStream(TrainingStream):
     """A mixture whose weights and next prompts the user's function chooses; a ``PromptSource`` (rollout/collect.py)."""
 
     mixture: Mixture
@@ -102,6 +103,11 @@ class CurriculumStream:
     def epoch(self) -> int:
         """The complete passes of the mixture."""
         return self.mixture.epoch
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """The weights of the mixture's sets."""
+        return self.mixture.weights
 
     def start(self, iteration: int) -> None:
         """Ask the function what to draw for ``iteration``.

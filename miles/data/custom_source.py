@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+from miles.data.stream import TrainingStream
 from miles.import_path import load_function
 from miles.input_error import InputError
 from miles.sample import Prompt, PromptGroup
@@ -31,7 +32,7 @@ class DataSource(Protocol):
         ...
 
 
-class CustomStream:
+class CustomStream(TrainingStream):
     """A ``PromptSource`` of the user's rows. Rows that a resumed run draws again are kept in its state."""
 
     epoch = 0  # its passes are not known

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miles.data.stream import NoPromptsLeft, PromptStream
+from miles.data.stream import NoPromptsLeft, PromptStream, TrainingStream
 from miles.sample import Prompt, PromptGroup
 
 _REMEMBERED = 100_000  # groups whose places are kept: many more than can be in progress
@@ -28,7 +28,7 @@ class NamedSet:
     prompts: Sequence[Prompt]
 
 
-class Mixture:
+class Mixture(TrainingStream):
     """Draws the prompts of several sets; a ``PromptSource`` (rollout/collect.py).
 
     >>> a, b = (NamedSet(name, [Prompt(name, (1,), prompt_set=name)]) for name in "ab")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -22,7 +23,45 @@ def note_of_no_prompts(done: int, num_iterations: int) -> str:
     )
 
 
-class PromptStream:
+class TrainingStream(ABC):
+    """The prompts that a run trains on: what is drawn next, and a position to resume from."""
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """The pass over the prompts that the last drawn one belongs to."""
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """The weight of each prompt set by name; empty for prompts that are not in named sets."""
+        return {}
+
+    def start(self, iteration: int) -> None:
+        """Note that the prompts of ``iteration`` are drawn from now on. Does nothing by default."""
+        return None
+
+    def record(self, iteration: int, groups: Iterable[PromptGroup]) -> None:
+        """Note the groups that were scored for ``iteration``. Does nothing by default."""
+        return None
+
+    def leave_out(self, group_index: int) -> None:
+        """Do not draw the prompt of that group again, if the prompts are known."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def draw(self, n: int) -> list[PromptGroup]:
+        """Return the next ``n`` prompts as groups without samples."""
+
+    @abstractmethod
+    def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
+        """Return a position to resume from, at which the groups with the indices ``unfinished`` are drawn again."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``."""
+
+
+class PromptStream(TrainingStream):
     """Draws the prompts of a set, pass after pass; each pass in an order of its own with ``shuffle``.
 
     The order of a pass is a pure function of the number of prompts, ``seed`` and the pass, so a position is three

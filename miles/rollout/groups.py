@@ -50,6 +50,22 @@ class GroupWorkers(Protocol):
         """Do what ``produce_group`` does. Of ``tools``, the processes have their own."""
         ...
 
+    async def hold(self) -> None:
+        """Begin no interruptible request, and return when every process knows it."""
+        ...
+
+    def release(self) -> None:
+        """Continue."""
+        ...
+
+    def loads(self) -> dict[str, int]:
+        """Return how many groups each process has, for the report of a hang."""
+        ...
+
+    async def close(self) -> None:
+        """End the processes. No call may follow."""
+        ...
+
 
 class GroupGenerator(Protocol):
     """Generates the unscored samples of a group. ``generate_group`` is one; another calls a user's function.
@@ -79,7 +95,7 @@ class GroupTools:
 
     ``reward_error_value`` is the reward of samples that the reward function fails on; None raises instead, unless
     ``drops_reward_errors``. ``teacher`` scores the samples of groups that are trained on. If there are ``workers``,
-    groups are produced there.
+    groups are produced there. With ``interrupts``, the engine continues responses that were stopped.
     """
 
     engine: Engine
@@ -90,6 +106,7 @@ class GroupTools:
     drops_reward_errors: bool = False
     teacher: Teacher | None = None
     workers: GroupWorkers | None = None
+    interrupts: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,9 +23,7 @@ from miles.arguments.model import local_vocab_size
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.data.conversations import Conversation
-from miles.data.curriculum import CurriculumStream
-from miles.data.mixture import Mixture
-from miles.data.stream import PromptStream
+from miles.data.stream import TrainingStream
 from miles.data.tokenizer import load_tokenizer
 from miles.engine.base import Engine, HasQueues, ReleasesMemory, SharesServers, start_engine
 from miles.engine.host import EngineHost
@@ -40,7 +38,7 @@ from miles.rewards.settings import RewardArguments
 from miles.rollout.agents.generator import session_generator
 from miles.rollout.agents.session_generator import SessionGenerator
 from miles.rollout.chosen_generator import get_group_generator
-from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, PromptSource, ScoredGroups
+from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
 from miles.rollout.debug_data import SavedGroups, save_rollout
 from miles.rollout.evaluate import EvalSet, evaluate, load_eval_sets
@@ -54,7 +52,7 @@ from miles.rollout.ordering import LeftoverGroups, OrderingRule, Overlap, Rollou
 from miles.rollout.rollout_function import FunctionCollector, RolloutTools, load_rollout_function
 from miles.rollout.sample_records import StoredSamples
 from miles.rollout.stream_collector import Interruptible, StreamCollector
-from miles.rollout.supply import TrainingStream, build_supply, iterations_of
+from miles.rollout.supply import build_supply, iterations_of
 from miles.rollout.workers.pool import InterruptibleWorkers, StartWorker, WorkerPool
 from miles.weights import WeightChunk
 
@@ -134,7 +132,7 @@ class RolloutPipeline:
         self._evaluation = evaluation
         self._teacher = teacher
         self._agents = agents
-        self._workers = None if tools is None else _pool_of(tools)
+        self._workers = None if tools is None else tools.workers
         self._gate = RolloutGate()
         self._positions: dict[int, dict[str, Any]] = {}  # in the prompts, before each iteration in progress
 
@@ -161,14 +159,13 @@ class RolloutPipeline:
 
     async def _collect(self, iteration: int) -> ScoredGroups:
         began = time.perf_counter()
-        curriculum = self._stream if isinstance(self._stream, CurriculumStream) else None
-        if curriculum is not None:
-            curriculum.start(iteration)
-        mixture = self._stream if curriculum is None else curriculum.mixture
-        weights = mixture.weights if isinstance(mixture, Mixture) else {}
+        weights: Mapping[str, float] = {}
+        if self._stream is not None:
+            self._stream.start(iteration)
+            weights = self._stream.weights
         scored = await self._collector.collect(iteration)
-        if curriculum is not None:
-            curriculum.record(iteration, scored.generated or scored.groups)
+        if self._stream is not None:
+            self._stream.record(iteration, scored.generated or scored.groups)
         metrics = scored.metrics | {f"rollout/prompt_weight/{name}": Metric(w) for name, w in weights.items()}
         if self._rule.generates_stale_tokens and self._rollout.load_debug_rollout_data is None:
             metrics = metrics | staleness_metrics(scored.groups, iteration)
@@ -286,7 +283,7 @@ async def build_pipeline(
             flags_view(settings),
         )
     except BaseException:
-        await _close(engine, None if tools is None else _pool_of(tools))
+        await _close(engine, None if tools is None else tools.workers)
         raise
     return RolloutPipeline(
         tokenizer=tokenizer,
@@ -320,7 +317,7 @@ def _group_tools(
 
 async def _start_workers(
     settings: Settings, tools: GroupTools, worker_starter: Callable[[Any], StartWorker] | None
-) -> WorkerPool | None:
+) -> GroupWorkers | None:
     """Start the generation workers, which use the servers of the engine; None if the run has none."""
     number, replaces = settings.rollout.num_rollout_workers, settings.sglang.use_fault_tolerance
     if number == 1:
@@ -331,11 +328,7 @@ async def _start_workers(
     return workers
 
 
-def _pool_of(tools: GroupTools) -> WorkerPool | None:
-    return tools.workers if isinstance(tools.workers, WorkerPool) else None
-
-
-async def _close(engine: Engine | None, workers: WorkerPool | None) -> None:
+async def _close(engine: Engine | None, workers: GroupWorkers | None) -> None:
     if workers is not None:
         await workers.close()
     if engine is not None:
@@ -347,7 +340,7 @@ def _teacher(loss: LossArguments) -> ServedTeacher | None:
 
 
 def build_collector(
-    stream: PromptSource | None,
+    stream: TrainingStream | None,
     tools: GroupTools | None,
     rollout: RolloutArguments,
     reward: RewardArguments,
@@ -394,9 +387,10 @@ def build_collector(
         return BurstCollector(stream, partial(produce_group, tools=tools, spec=spec), rollout, reward, rule)
     engine = tools.engine
     interruptible = InterruptibleEngine(engine) if rule.leftover is LeftoverGroups.INTERRUPT else None
+    tools = replace(tools, engine=interruptible or engine, interrupts=interruptible is not None)
     return StreamCollector(
         stream,
-        partial(produce_group, tools=replace(tools, engine=interruptible or engine), spec=spec),
+        partial(produce_group, tools=tools, spec=spec),
         rollout,
         reward,
         rule,
@@ -409,12 +403,11 @@ def build_collector(
 
 def _stops(engine: InterruptibleEngine, workers: GroupWorkers | None) -> Interruptible:
     """Return what interrupts the generation of this process, and of its workers if it has some."""
-    return InterruptibleWorkers(engine, workers) if isinstance(workers, WorkerPool) else engine
+    return engine if workers is None else InterruptibleWorkers(engine, workers)
 
 
-def _group_spec(stream: PromptSource, rollout: RolloutArguments, seed: int, greedy_baseline: bool) -> GroupSpec:
+def _group_spec(stream: TrainingStream, rollout: RolloutArguments, seed: int, greedy_baseline: bool) -> GroupSpec:
     spec = GroupSpec.for_training(rollout, seed, greedy_baseline)
-    if rollout.max_prompt_pass_rate is None:
+    if rollout.max_prompt_pass_rate is None:  # validate() refuses it with a source of the user's
         return spec
-    assert isinstance(stream, PromptStream | Mixture | CurriculumStream), "validate() refuses it with a source of yours"
     return replace(spec, scored=leave_out_mastered(stream, rollout.max_prompt_pass_rate))

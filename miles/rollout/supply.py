@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from miles.arguments.flags_view import flags_view
 from miles.arguments.rollout import RolloutArguments
@@ -15,9 +15,7 @@ from miles.data.curriculum import CurriculumStream, load_curriculum
 from miles.data.custom_source import CustomStream
 from miles.data.mixture import Mixture, NamedSet
 from miles.data.prompts import RowReader, load_prompts
-from miles.data.stream import PromptStream
-
-TrainingStream: TypeAlias = PromptStream | Mixture | CurriculumStream | CustomStream
+from miles.data.stream import PromptStream, TrainingStream
 
 
 @dataclass(frozen=True)

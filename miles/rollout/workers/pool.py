@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from miles.engine.base import Entrance, SharesServers
-from miles.rollout.groups import GroupSpec, GroupTools, ProducedGroup
+from miles.rollout.groups import GroupSpec, GroupTools, GroupWorkers, ProducedGroup
 from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.rollout.workers.messages import (
     Answered,
@@ -205,7 +205,7 @@ class WorkerPool:
             filters=spec.group_filter is not None,
             shows=spec.scored is not None,
             taught=tools.teacher is not None,
-            interruptible=isinstance(tools.engine, InterruptibleEngine),
+            interruptible=tools.interrupts,
         )
         order = _Order(next(self._tickets), drawn, spec, kind, asyncio.get_running_loop().create_future())
         self._place([order])
@@ -435,16 +435,16 @@ class InterruptibleWorkers:
     ``miles.rollout.stream_collector.Interruptible``.
     """
 
-    def __init__(self, engine: InterruptibleEngine, pool: WorkerPool) -> None:
+    def __init__(self, engine: InterruptibleEngine, workers: GroupWorkers) -> None:
         self._engine = engine
-        self._pool = pool
+        self._workers = workers
 
     async def interrupt(self) -> None:
         """Stop; return when nothing is in flight."""
-        await self._pool.hold()
+        await self._workers.hold()
         await self._engine.interrupt()
 
     def continue_generation(self) -> None:
         """Continue what was interrupted."""
-        self._pool.release()
+        self._workers.release()
         self._engine.continue_generation()
