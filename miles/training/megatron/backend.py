@@ -33,7 +33,7 @@ from miles.training.megatron.model.transformer_config import ddp_config, optimiz
 from miles.training.megatron.model.value_model import ValueModel
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import initialize_process_groups
-from miles.training.megatron.reference import MegatronReference
+from miles.training.megatron.reference import FollowingReference
 from miles.training.megatron.runner import MegatronBaseModel, MegatronModel, MegatronTrainedModel
 from miles.training.megatron.versions import megatron_version
 from miles.training.megatron.weights.converter import build_converter
@@ -74,6 +74,7 @@ class MegatronBackend:
             if self.critic is not None:
                 checkpoint.check_can_save(self.critic.stage, self.ranks)
         self.reference: MegatronModel[PolicyScorer] | None = None
+        self.following: FollowingReference | None = None  # the same model, if it follows the policy
         if settings.loss.needs_reference:
             self.reference = self._build_reference(settings.model.ref_load)
         self.teacher: MegatronModel[PolicyScorer] | None = None
@@ -109,9 +110,9 @@ class MegatronBackend:
         frozen = self._build_frozen("--ref-load", ref_load)
         if self.settings.model.ref_update_interval is None:
             return frozen
-        reference = MegatronReference(frozen.stage, self.ranks, self.device, self.settings.model.ref_mixup_alpha)
-        reference.check(self.policy.stage, ref_load)
-        return reference
+        self.following = FollowingReference(frozen.stage, self.ranks, self.settings.model.ref_mixup_alpha)
+        self.following.check(self.policy.stage, ref_load)
+        return frozen
 
     def _build_frozen(self, flag: str, path: str | None) -> MegatronModel[PolicyScorer]:
         """Freeze a model: a Hugging Face folder, or a checkpoint of this backend; None is ``--hf-checkpoint``."""
@@ -234,8 +235,8 @@ class MegatronBackend:
 
     def refresh_reference(self) -> None:
         """Let the reference follow the policy."""
-        assert isinstance(self.reference, MegatronReference), "validate() demands a reference"
-        self.reference.follow(self.policy.stage)
+        assert self.following is not None, "validate() demands a reference"
+        self.following.follow(self.policy.stage)
 
     def save(self, folder: Path, state: dict[str, Any], staged: StagedFiles | None = None) -> None:
         """Write the policy, the critic if there is one, and a reference that follows the policy."""
@@ -245,10 +246,10 @@ class MegatronBackend:
             within = critic_folder(folder)
             within.mkdir(exist_ok=True)
             checkpoint.save(within, self.critic.stage, self.critic.optimizer, self.ranks, {}, staged)
-        if isinstance(self.reference, MegatronReference):
+        if self.following is not None:
             within = reference_folder(folder)
             within.mkdir(exist_ok=True)
-            self.reference.save(within, staged)
+            self.following.save(within, staged)
 
     def load(self, folder: Path, optimizer: bool = True, rng: bool = True, reference: bool = True) -> dict[str, Any]:
         """Read what ``save`` wrote, under any layout."""
@@ -262,8 +263,8 @@ class MegatronBackend:
             return state
         within = saved_reference(folder, self.settings.model.ref_update_interval, self.reference is not None)
         if within is not None:
-            assert isinstance(self.reference, MegatronReference)
-            self.reference.load(within)
+            assert self.following is not None, "validate() demands a reference"
+            self.following.load(within)
         return state
 
     def export_hf(self, folder: Path) -> None:

@@ -6,21 +6,20 @@ from pathlib import Path
 
 import torch
 
-from miles.training.backend import PolicyScorer
 from miles.training.checkpoint_io import StagedFiles
 from miles.training.megatron.checkpoint import save_load as checkpoint
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.moe.router import expert_biases
 from miles.training.megatron.process_groups import Ranks
-from miles.training.megatron.runner import MegatronModel
 from miles.training.reference_refresh import check_can_follow, follow
 
 
-class MegatronReference(MegatronModel[PolicyScorer]):
-    """One rank of a reference that follows the policy. ``exact`` are its weights, in fp32 if they are mixed."""
+class FollowingReference:
+    """The weights of one rank's reference, which follow the policy. ``exact`` are in fp32 if they are mixed."""
 
-    def __init__(self, stage: PolicyModel, ranks: Ranks, device: torch.device, alpha: float) -> None:
-        super().__init__(stage, ranks, device)
+    def __init__(self, stage: PolicyModel, ranks: Ranks, alpha: float) -> None:
+        self._stage = stage
+        self._ranks = ranks
         self._alpha = alpha
         self._own = _weights(stage)
         self.exact = {name: w.detach() if alpha == 1 else w.detach().float() for name, w in self._own.items()}
@@ -40,13 +39,13 @@ class MegatronReference(MegatronModel[PolicyScorer]):
     def save(self, folder: Path, staged: StagedFiles | None = None) -> None:
         """Write the weights into ``folder``, which is empty, or into ``staged``. Collective."""
         names = {id(weight): name for name, weight in self._own.items()}
-        checkpoint.save_weights(folder, self.stage, self.ranks, lambda weight: self.exact[names[id(weight)]], staged)
+        checkpoint.save_weights(folder, self._stage, self._ranks, lambda weight: self.exact[names[id(weight)]], staged)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Read what ``save`` wrote, under any layout. Collective."""
         names = {id(weight): name for name, weight in self._own.items()}
-        for weight, whole in checkpoint.read_weights(folder, self.stage, self.ranks, "--load"):
+        for weight, whole in checkpoint.read_weights(folder, self._stage, self._ranks, "--load"):
             self.exact[names[id(weight)]].copy_(whole)
         self._compute_with_exact()
 

@@ -28,7 +28,6 @@ from miles.training.megatron.backend import MegatronBackend
 from miles.training.megatron.model.packed_tokens import PackedTokens
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.moe.router import BalancedRouter
-from miles.training.megatron.reference import MegatronReference
 from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel
 from miles.training.megatron.weights.converter import RawConverter
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights
@@ -97,8 +96,8 @@ class RehearsedMegatron(MegatronBackend):
         """Yield the parameters, which may be parts of one buffer, and the buffers."""
         for model in self._models():
             yield from (tensor.detach() for tensor in (*model.stage.parameters(), *model.stage.buffers()))
-        if isinstance(self.reference, MegatronReference):
-            yield from self.reference.exact.values()
+        if self.following is not None:
+            yield from self.following.exact.values()
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield the fp32 buffers in which gradients are accumulated."""

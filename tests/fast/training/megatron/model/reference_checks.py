@@ -14,7 +14,6 @@ from tolerance import log_prob_error, rounding_error
 
 from miles.training import scoring
 from miles.training.megatron.backend import MegatronBackend
-from miles.training.megatron.reference import MegatronReference
 from miles.training.trainer import Trainer
 
 KL = replace(PLAIN, use_kl_loss=True, kl_loss_coef=0.1)
@@ -33,8 +32,8 @@ def _train(backend: MegatronBackend) -> None:
 
 
 def _exact(backend: MegatronBackend) -> dict[str, torch.Tensor]:
-    assert isinstance(backend.reference, MegatronReference)
-    return {name: weight.clone() for name, weight in backend.reference.exact.items()}
+    assert backend.following is not None
+    return {name: weight.clone() for name, weight in backend.following.exact.items()}
 
 
 def reference_follows_the_policy(process: RankProcess) -> None:
