@@ -46,8 +46,8 @@ def convert(
     """Return one ``TrainBatch`` per optimizer step.
 
     Steps are cut in group order. A trajectory (all samples of one ``trajectory_id``) is never cut; the last step takes
-    what remains. A trajectory that ``--reward-error drop`` has removed keeps its place: its step is smaller by one, and
-    the others are as they were.
+    what remains. A trajectory that ``--reward-error drop`` has removed still counts when steps are cut: its step is
+    smaller by one, and the other steps do not change.
 
     Args:
         groups: The scored groups of an iteration.
@@ -63,10 +63,10 @@ def convert(
         ValueError: A group that the aggregation or the estimator needs whole would be cut in two, a reward is not
             finite, the columns of a sample differ in length, or a sample lacks a support or experts that it must have.
     """
-    places = _places(groups, _trajectories(groups, loss, advantages_of, reward_weights))
-    global_batch_size = max(1, len(places)) if global_batch_size is None else global_batch_size
+    trajectories = _with_dropped(groups, _trajectories(groups, loss, advantages_of, reward_weights))
+    global_batch_size = max(1, len(trajectories)) if global_batch_size is None else global_batch_size
     assert global_batch_size >= 1
-    cut = [places[i : i + global_batch_size] for i in range(0, len(places), global_batch_size)]
+    cut = [trajectories[i : i + global_batch_size] for i in range(0, len(trajectories), global_batch_size)]
     steps = [[trajectory for trajectory in step if trajectory is not None] for step in cut]
     if not all(steps):
         if any(group.unconverted_trajectories for group in groups):
@@ -128,14 +128,14 @@ def _trajectories(
     return list(trajectories.values())
 
 
-def _places(groups: Sequence[PromptGroup], trajectories: list[list[_Row]]) -> list[list[_Row] | None]:
+def _with_dropped(groups: Sequence[PromptGroup], trajectories: list[list[_Row]]) -> list[list[_Row] | None]:
     """Return the trajectories with a None for each that was dropped, at the end of its group."""
     by_group: dict[int, list[list[_Row] | None]] = {}
     for trajectory in trajectories:
         by_group.setdefault(trajectory[0].sample.group_index, []).append(trajectory)
     for group in groups:
         by_group.setdefault(group.group_index, []).extend([None] * group.dropped_trajectories)
-    return [place for places in by_group.values() for place in places]
+    return [trajectory for of_group in by_group.values() for trajectory in of_group]
 
 
 def _checked_trajectory_id(sample: Sample) -> int:
@@ -189,7 +189,7 @@ def _check_groups_whole(
 
 
 def num_trajectories(group: PromptGroup) -> int:
-    """Return the places that a group has in steps: its trajectories, with those that were dropped."""
+    """Return how many trajectories a group has, with those that were dropped."""
     return len({sample.trajectory_id for sample in group.samples}) + group.dropped_trajectories
 
 
