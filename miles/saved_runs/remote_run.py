@@ -1,8 +1,8 @@
 """Runs in remote storage: the records of a run that saves to a URL, and its checkpoints, downloaded for one command.
 
 A run with ``--save s3://bucket/run`` copies its settings and metrics there, beside its checkpoints. So ``miles runs``,
-``report``, ``eval``, ``export`` and ``sample`` take that URL where they take the folder of a run. Nothing is written
-there. Credentials come from the environment: run.json holds no secrets.
+``report``, ``eval``, ``export`` and ``sample`` take that URL in place of the folder of a run. They write nothing there.
+Credentials come from the environment: run.json holds no secrets.
 """
 
 from __future__ import annotations

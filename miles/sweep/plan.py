@@ -109,7 +109,7 @@ def _planned(definition: Definition, variant: Variant, seed: int, out: Path) -> 
 
 
 def _own_place(given: str, local: Path, variant: str, seed: int) -> str:
-    """Return where a run of the sweep saves: in its own folder, or inside the URL that was given to all runs."""
+    """Return the path that a run of the sweep saves to: its own folder, or one inside the URL of all runs."""
     if not is_url(given):
         return str(local)
     return f"{given.rstrip('/')}/{variant}/seed-{seed}"

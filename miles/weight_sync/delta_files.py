@@ -72,7 +72,7 @@ class DeltaOffer:
     """Announce a delta to those who hold the weights ``base``.
 
     Attributes:
-        folder: Where it is. The file system is shared with the engines' hosts.
+        folder: The folder of its files, in a file system that the engines' hosts share.
         base: The identity of the weights before.
         result: The identity of the weights after.
         bytes: The size of its files.

@@ -1,8 +1,8 @@
 """Call the user's functions on the scored groups of an iteration, before these are converted for the trainer.
 
 In this order: samples that are not trained on are marked, all samples are shown, metrics are logged, and samples are
-replaced by what is trained on. Each function
-is given ``args``, the settings by their flags' names (``miles/arguments/flags_view.py``), and samples in groups.
+replaced by what is trained on. Each function is given ``args``, the settings by their flags' names
+(``miles/arguments/flags_view.py``), and samples in groups.
 """
 
 from __future__ import annotations
