@@ -34,9 +34,8 @@ from miles.arguments.rules.debug_modes import check_debug_modes
 from miles.arguments.rules.deterministic import check_deterministic
 from miles.arguments.rules.loss import check_loss, name_policy_loss, notes_on_loss
 from miles.arguments.rules.replay import check_replay
-from miles.arguments.rules.rollout_workers import check_rollout_workers
 from miles.arguments.settings import Settings
-from miles.arguments.sglang.rules import can_count_engines, check_engine, fill_rollout_num_gpus
+from miles.arguments.sglang.rules import can_count_engines, check_engine, check_rollout_workers, fill_rollout_num_gpus
 from miles.arguments.tracking import check_tracking
 from miles.arguments.training import check_training, fill_global_batch_size, notes_on_training
 from miles.components import train_backend_spec

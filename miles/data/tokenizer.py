@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from miles import strict_json
 from miles.arguments.data import DataArguments
 from miles.data.notes import Notes
 from miles.data.row import Row
 from miles.data.special_tokens import SpecialTokens, reveal
-from miles.data.tool_definitions import tools_of
 from miles.flags import json_object
 from miles.input_error import InputError
 from miles.one_line import one_line
@@ -167,3 +167,33 @@ class PromptRenderer:
 
 def _kind(value: Any) -> str:
     return "missing or null" if value is None else f"of type {type(value).__name__}"
+
+
+def tools_of(row: Row, key: str) -> Tools:
+    """Return the tools in column ``key`` of a row, which the chat template shows to the model; None if it has none.
+
+    The column is a list of objects, or its JSON as text. An object without ``type`` is the function itself.
+
+    Raises:
+        InputError: The column holds something else.
+    """
+    value = row.columns.get(key)
+    if isinstance(value, str):
+        try:
+            value = strict_json.loads(value) if value.strip() else None
+        except strict_json.StrictJsonError as error:
+            row.refuse(f"column {key!r} of tools is not JSON ({error}); {_what_to_do(key)}")
+    if not value:
+        return None
+    if not isinstance(value, list):
+        row.refuse(f"column {key!r} of tools is of type {type(value).__name__}; {_what_to_do(key)}")
+    for number, tool in enumerate(value, start=1):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            row.refuse(f"column {key!r}: tool {number} names no function; {_what_to_do(key)}")
+    return value
+
+
+def _what_to_do(key: str) -> str:
+    hint = "" if key != DataArguments.tool_key else ", or name a column that is not there if these are no tools"
+    return f"give a list of objects, each with the name of a function, or another column with --tool-key{hint}"

@@ -1,4 +1,4 @@
-"""Check the engine that generates: its devices, its addresses, and the flags that are passed on to it."""
+"""Check the engine that generates: its devices and addresses, who shares it, and the flags that are passed on to it."""
 
 from __future__ import annotations
 
@@ -147,3 +147,27 @@ def _check_devices(cluster: ClusterArguments, devices: int, size: int, errors: E
         per_node = cluster.actor_num_gpus_per_node
         rule = f"an engine lies within a node, and with --colocate a node has --actor-num-gpus-per-node {per_node}"
         errors.refuse("rollout_num_gpus_per_engine", size, rule, f"give a divisor of {per_node}")
+
+
+def check_rollout_workers(settings: Settings, errors: Errors) -> None:
+    """Check ``--num-rollout-workers``: the engine can be shared, and every process gets a share of each limit."""
+    name, rollout, sglang = "num_rollout_workers", settings.rollout, settings.sglang
+    errors.at_least(rollout, 1, name)
+    workers = rollout.num_rollout_workers
+    if workers <= 1:
+        return
+    if not engine_spec(rollout.rollout_engine).shares_servers:
+        rule = f"the {rollout.rollout_engine} engine runs inside the rollout process, so no other process can reach it"
+        errors.refuse(name, workers, rule, f"use --rollout-engine {names_with(ENGINES, 'shares_servers')}, or give 1")
+        return
+    if not settings.generates:
+        errors.refuse_ignored(rollout, [name], "by a run that generates nothing", "generate samples")
+        return
+    if rollout.agent_command is not None and 1 <= rollout.agent_concurrency < workers:
+        rule = f"leaves some of them without a program: --agent-concurrency {rollout.agent_concurrency} is for all"
+        errors.refuse(name, workers, rule, f"give --agent-concurrency {workers} or more, or fewer workers")
+    if can_count_engines(errors) and errors.none_about("sglang_server_concurrency", "rollout_external"):
+        requests = sglang.sglang_server_concurrency * (settings.num_engines + len(sglang.external_addresses))
+        if 0 < requests < workers:
+            rule = f"leaves some of them without a request: all servers together take {requests} at a time"
+            errors.refuse(name, workers, rule, f"give at most {requests}, or a larger --sglang-server-concurrency")
