@@ -81,7 +81,7 @@ class TrainBatch:
             column = getattr(self, f.name)
             if f.name in _STEP_WIDE or column is None:
                 continue
-            columns[f.name] = [column[i] for i in indices]
+            columns[f.name] = list(map(column.__getitem__, indices))
         return replace(self, **columns)
 
 

@@ -194,8 +194,10 @@ def _static(
     shares = balanced_partition(lengths, replicas) if training.balance_data else _in_order(len(batch), replicas)
     plans: list[Plans] = []
     for kind in kinds:
-        wanted = set(kind)
-        chosen = [[i for i in share if i in wanted] for share in shares]
+        chosen = shares
+        if len(kind) < len(batch):
+            wanted = set(kind)
+            chosen = [[i for i in share if i in wanted] for share in shares]
         per_replica = _micro_batches(batch, chosen, training, parallel, share_prompts)
         count = max(len(micro_batches) for micro_batches in per_replica)
         cut = [split_to_count(micro_batches, count) for micro_batches in per_replica]

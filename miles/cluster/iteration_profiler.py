@@ -70,7 +70,7 @@ class IterationProfiler:
         actors = self._actors
         traces = self._workers.results([actor.stop_profile.remote() for actor in actors])
         pairs = zip(actors, traces, strict=True)
-        processes = [self._by_own_clock(actor, trace) for actor, trace in pairs if trace is not None]
+        processes = [self._by_own_clock(actor, trace) for actor, of_actor in pairs for trace in of_actor]
         self._write(number, loop, [process.within(loop) for process in processes])
 
     def _note_missed(self, first: int) -> None:

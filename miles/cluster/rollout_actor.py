@@ -359,12 +359,15 @@ class RolloutActor:
         self.pipeline.restore(state)
 
     async def start_profile(self) -> None:
-        """Record what this process does from now on."""
+        """Record what this process and the generation workers do from now on."""
+        await self.pipeline.start_profile()
         self._profile.start()
 
-    async def stop_profile(self) -> ProcessTrace | None:
+    async def stop_profile(self) -> list[ProcessTrace]:
         """Return what was recorded."""
-        return self._profile.stop()
+        own = self._profile.stop()
+        workers = await self.pipeline.stop_profile()
+        return [*([] if own is None else [own]), *workers]
 
     async def read_clock(self) -> tuple[str, int]:
         """Return the name of this process's clock, and its time."""

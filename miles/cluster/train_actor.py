@@ -386,9 +386,10 @@ class TrainActor:
         """Record what this process does from now on."""
         self.recorder.start()
 
-    def stop_profile(self) -> ProcessTrace | None:
+    def stop_profile(self) -> list[ProcessTrace]:
         """Return what was recorded."""
-        return self.recorder.stop()
+        recorded = self.recorder.stop()
+        return [] if recorded is None else [recorded]
 
     def read_clock(self) -> tuple[str, int]:
         """Return the name of this process's clock, and its time."""

@@ -26,17 +26,25 @@ def read_clock() -> tuple[str, int]:
 
 
 class Recorder:
-    """Record the operations, kernels and spans of all threads of this process between ``start`` and ``stop``."""
+    """Record the operations, kernels and spans of all threads of this process between ``start`` and ``stop``.
 
-    def __init__(self, name: str) -> None:
+    With ``operations`` False it records spans and waits only, and imports no torch.
+    """
+
+    def __init__(self, name: str, operations: bool = True) -> None:
         self._name = name
+        self._operations = operations
         self._profiler: Any = None
         self._recording: spans.Recording | None = None
         self._began = 0
 
     def start(self) -> None:
         """Begin to record. Does nothing if it records already."""
-        if self._profiler is not None:
+        if self._recording is not None:
+            return
+        if not self._operations:
+            self._recording = spans.begin(by_torch=False)
+            self._began = time.time_ns()
             return
         import torch
         from torch._C._profiler import _ExperimentalConfig
@@ -53,10 +61,15 @@ class Recorder:
 
     def stop(self) -> ProcessTrace | None:
         """Return what was recorded; None if ``start`` was not called, as in a process that replaced another."""
-        if self._profiler is None or self._recording is None:
+        if self._recording is None:
             return None
         ended = time.time_ns()
         spans.end()
+        recording, self._recording = self._recording, None
+        if recording.spans is not None:
+            made = [Event(name, SPAN, f"thread {t}", start, end - start) for name, t, start, end in recording.spans]
+            made.sort(key=lambda event: (event.thread, event.start, -event.duration))
+            return ProcessTrace(self._name, self._began, ended, made, recording.waits, recording.dropped, clock_name())
         self._profiler.stop()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
@@ -64,8 +77,8 @@ class Recorder:
             written = json.loads(path.read_bytes())
         self._profiler = None
         events, dropped = from_kineto(written)
-        dropped += self._recording.dropped
-        return ProcessTrace(self._name, self._began, ended, events, self._recording.waits, dropped, clock_name())
+        dropped += recording.dropped
+        return ProcessTrace(self._name, self._began, ended, events, recording.waits, dropped, clock_name())
 
 
 def clock_offset(readings: Sequence[tuple[int, int, int]]) -> int:

@@ -5,6 +5,7 @@ A span costs one comparison while nothing is recorded.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_WAITS = 20_000  # kept per recording; later ones are only counted
+MOST_SPANS = 200_000  # likewise, where PyTorch does not record them
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
@@ -22,20 +24,25 @@ class Recording:
 
     Attributes:
         waits: Name, begin and end of each wait, in nanoseconds since 1970.
-        dropped: How many waits were not kept.
+        spans: Name, thread, begin and end of each span; None if PyTorch records them.
+        dropped: How many waits and spans were not kept.
     """
 
     waits: list[tuple[str, int, int]] = field(default_factory=list)
+    spans: list[tuple[str, int, int, int]] | None = None
     dropped: int = 0
 
 
 _recording: Recording | None = None
 
 
-def begin() -> Recording:
-    """Record from now on; spans and waits that are open already are left out."""
+def begin(by_torch: bool = True) -> Recording:
+    """Record from now on; spans and waits that are open already are left out.
+
+    ``by_torch`` False records the spans here, for a process that imports no torch.
+    """
     global _recording
-    _recording = Recording()
+    _recording = Recording(spans=None if by_torch else [])
     return _recording
 
 
@@ -54,9 +61,23 @@ def span(name: str) -> AbstractContextManager[Any]:
     """Name the work of this thread until the block ends. Blocks nest."""
     if _recording is None:
         return _NOTHING
+    if _recording.spans is not None:
+        return _recorded_here(name, _recording, _recording.spans)
     from torch.profiler import record_function  # not at the top: torch takes seconds
 
     return record_function(name)
+
+
+@contextmanager
+def _recorded_here(name: str, recording: Recording, spans: list[tuple[str, int, int, int]]) -> Iterator[None]:
+    began = time.time_ns()
+    try:
+        yield
+    finally:
+        if len(spans) < MOST_SPANS:
+            spans.append((name, threading.get_native_id(), began, time.time_ns()))
+        else:
+            recording.dropped += 1
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from miles.arguments.rollout import RolloutArguments
 from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams
 from miles.engine.concurrency import gather_or_cancel
-from miles.profiling.spans import waiting
+from miles.profiling.spans import span, waiting
 from miles.rewards.base import RewardFunction
 from miles.rewards.scoring import score
 from miles.rollout.filters import FilterDecision, load_group_filter
@@ -276,7 +276,8 @@ async def generate_group(
     generations = await engine.generate(request)
     assert len(generations) == n_samples, f"the engine gave {len(generations)} responses for {n_samples} seeds"
     first_id = group.group_index * n_samples
-    samples = [_sample(group, first_id + k, generation, tokenizer) for k, generation in enumerate(generations)]
+    with span("make samples"):
+        samples = [_sample(group, first_id + k, generation, tokenizer) for k, generation in enumerate(generations)]
     return PromptGroup(group.group_index, group.prompt, samples)
 
 

@@ -31,6 +31,7 @@ from miles.engine.sglang.teacher import ServedTeacher
 from miles.host.machine import memory_limit
 from miles.metrics import Metric
 from miles.objective.settings import LossArguments
+from miles.profiling.process_trace import ProcessTrace
 from miles.profiling.spans import waiting
 from miles.rewards.base import RewardFunction
 from miles.rewards.registry import get_reward_function
@@ -229,6 +230,15 @@ class RolloutPipeline:
     def save_tokenizer(self, folder: str) -> None:
         """Add the tokenizer to a Hugging Face export."""
         self.tokenizer.save_pretrained(folder)
+
+    async def start_profile(self) -> None:
+        """Have the generation workers record what they do."""
+        if self._workers is not None:
+            await self._workers.start_profile()
+
+    async def stop_profile(self) -> list[ProcessTrace]:
+        """Return what the generation workers have recorded."""
+        return [] if self._workers is None else await self._workers.stop_profile()
 
     async def close(self) -> None:
         """Close the engine. No call may follow."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
 
 from miles.engine.base import Generation, SamplingParams
+from miles.engine.sglang import fast_json
 from miles.engine.sglang.keys import bearer
+from miles.profiling.spans import span
 from miles.replay.expert_choices import dtype_for
 from miles.replay.token_sets import TokenSets
 from miles.secret_values import public
+
+T = TypeVar("T", int, float)
 
 CONNECT_SECONDS = 60.0  # many requests sent at once connect one after the other
 KEEP_ALIVE_SECONDS = 3.0  # less than SGLang's own 5: a connection that it is about to close is not used again
@@ -80,7 +83,7 @@ class SglangClient:
         SGLang honours the seed only under deterministic inference on GPUs.
         """
         body = {
-            "input_ids": list(prompt_ids),
+            "input_ids": prompt_ids,
             "sampling_params": sampling_params(sampling, seed),
             "return_logprob": True,
             **({} if cache_key is None else {"extra_key": cache_key}),
@@ -89,7 +92,8 @@ class SglangClient:
         if sampling.returns_experts:
             body["return_routed_experts"] = True
         answer = await self._post("/generate", body, seconds=None)
-        found = read_generation(answer, vocab, sampling.returns_support)
+        with span("check an answer"):
+            found = read_generation(answer, vocab, sampling.returns_support)
         if not sampling.returns_experts or not found.token_ids:
             return found
         assert experts_shape is not None, "the engine knows the model's experts"
@@ -164,8 +168,11 @@ class SglangClient:
         """Return the JSON object that answers ``body``; an empty one for an empty answer."""
         # Nobody knows beforehand how long a response takes to generate, so ``seconds`` None sets no limit on reading.
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
+        sent, headers = None, bearer(key)
+        if body is not None:
+            sent, headers = fast_json.encode(body), {**(headers or {}), "Content-Type": "application/json"}
         try:
-            request = self._session().request(method, self.url + path, json=body, timeout=timeout, headers=bearer(key))
+            request = self._session().request(method, self.url + path, data=sent, timeout=timeout, headers=headers)
             async with request as response:
                 status, content = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -181,7 +188,8 @@ class SglangClient:
         if content in (b"", b"null"):  # some control calls answer nothing
             return {}
         try:
-            answer = json.loads(content)
+            with span("decode an answer"):
+                answer = fast_json.decode(content)
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
@@ -227,8 +235,9 @@ def read_generation(answer: dict[str, Any], vocab: int, with_support: bool = Fal
     try:
         meta = answer["meta_info"]
         entries = meta.get("output_token_logprobs") or []
-        token_ids = [int(token) for token in answer["output_ids"]]
-        log_probs = [float(entry[0]) for entry in entries]
+        token_ids = _as(int, answer["output_ids"])
+        values, tokens, *_ = zip(*entries, strict=False) if entries else ((), ())
+        log_probs, chosen = _as(float, values), _as(int, tokens)
         reason = meta["finish_reason"]["type"]
         last, earlier = read_versions(meta)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -240,7 +249,7 @@ def read_generation(answer: dict[str, Any], vocab: int, with_support: bool = Fal
         and max(token_ids, default=0) < vocab
         and math.isfinite(sum(log_probs))  # then each of them is; in C, since there are many
         and max(log_probs, default=0.0) <= 1e-4
-        and [int(entry[1]) for entry in entries] == token_ids
+        and chosen == token_ids
         and sum(tokens for _, tokens in earlier) <= len(token_ids)
     )
     if not sound:
@@ -249,6 +258,12 @@ def read_generation(answer: dict[str, Any], vocab: int, with_support: bool = Fal
         return Generation(token_ids, log_probs, reason, last, earlier)
     log_probs, support = read_support(meta, token_ids, vocab)
     return Generation(token_ids, log_probs, reason, last, earlier, support)
+
+
+def _as(kind: type[T], values: Iterable[Any]) -> list[T]:
+    """Return the values as numbers of ``kind``, which a JSON answer mostly has already: to convert each costs more."""
+    found = list(values)
+    return found if set(map(type, found)) <= {kind} else list(map(kind, found))
 
 
 def read_support(meta: dict[str, Any], token_ids: Sequence[int], vocab: int) -> tuple[list[float], TokenSets]:

@@ -75,6 +75,8 @@ class Question(Enum):
 
     ABORTED = auto()  # send nothing of what was asked for before; answer when all that was sent has ended
     IN_FLIGHT = auto()  # how many requests are in flight
+    RECORD = auto()  # begin to record (--profile)
+    RECORDED = auto()  # what was recorded, a ProcessTrace; None if nothing was
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Answered:
     """The answer to a question."""
 
     number: int
-    value: int
+    value: Any
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from miles.engine.base import Entrance, SharesServers
+from miles.profiling.process_trace import ProcessTrace
 from miles.rollout.groups import GroupSpec, GroupTools, GroupWorkers, ProducedGroup
 from miles.rollout.interruptible_engine import InterruptibleEngine
 from miles.rollout.workers.messages import (
@@ -108,7 +109,7 @@ class _Worker:
     orders: dict[int, _Order] = field(default_factory=dict)  # by ticket
     outbox: list[Any] = field(default_factory=list)  # messages; a future is resolved when those before are delivered
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    answers: dict[int, asyncio.Future[int]] = field(default_factory=dict)
+    answers: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     lost: bool = False
 
@@ -396,7 +397,15 @@ class WorkerPool:
         """Return how many requests all workers have in flight."""
         return sum(await self._ask(Question.IN_FLIGHT))
 
-    async def _ask(self, question: Question) -> list[int]:
+    async def start_profile(self) -> None:
+        """Have every worker record what it does."""
+        await self._ask(Question.RECORD)
+
+    async def stop_profile(self) -> list[ProcessTrace]:
+        """Return what each worker has recorded; nothing of one that took the place of another meanwhile."""
+        return [found for found in await self._ask(Question.RECORDED) if isinstance(found, ProcessTrace)]
+
+    async def _ask(self, question: Question) -> list[Any]:
         answers = []
         for worker in self._workers.values():
             number = next(self._questions)

@@ -15,6 +15,8 @@ from miles.data.tokenizer import load_tokenizer
 from miles.engine.base import Entrance, Generation, GenerationRequest, RequestSender
 from miles.engine.sglang.teacher import IN_FLIGHT, ServedTeacher
 from miles.host.machine import memory_limit
+from miles.profiling.recorder import Recorder
+from miles.profiling.spans import span
 from miles.rewards.registry import get_reward_function
 from miles.rewards.user_code import MAX_THREADS, limit_calls
 from miles.rollout.agents.generator import session_generator
@@ -155,6 +157,7 @@ class GenerationWorker:
         )
         path = rollout.dynamic_sampling_filter_path
         self._filter = None if path is None else load_group_filter(path)
+        self._recorder = Recorder(plan.name, operations=False)  # what runs here takes no torch
         self._producing: dict[int, asyncio.Task[None]] = {}
         self._others: set[asyncio.Task[None]] = set()  # answers that take time
         self._out: list[Any] = []
@@ -167,8 +170,9 @@ class GenerationWorker:
 
     def deliver(self, sent: bytes) -> None:
         """Take in messages, and start the work that they ask for."""
-        for message in decode(sent):
-            self._take(message)
+        with span("take messages in"):
+            for message in decode(sent):
+                self._take(message)
 
     def _take(self, message: Any) -> None:
         match message:
@@ -207,7 +211,8 @@ class GenerationWorker:
         ready, self._out = self._out, []
         self._news.clear()
         self._hurry.clear()
-        return encode(ready)
+        with span("encode messages"):
+            return encode(ready)
 
     def _send(self, message: Any) -> None:
         self._out.append(message)
@@ -243,9 +248,10 @@ class GenerationWorker:
         before = pickle.dumps(metadata) if metadata else b""
         try:
             produced = await produce_group(drawn, tools, spec)
-            changed = bool(metadata) and pickle.dumps(metadata) != before
-            made = Made(pack(produced, drawn.prompt), bool(shown), metadata if changed else None)
-            message: Any = Produced(ticket, encode(made, f"group {drawn.group_index} ({drawn.prompt.source})"))
+            with span("pack a group"):
+                changed = bool(metadata) and pickle.dumps(metadata) != before
+                made = Made(pack(produced, drawn.prompt), bool(shown), metadata if changed else None)
+                message: Any = Produced(ticket, encode(made, f"group {drawn.group_index} ({drawn.prompt.source})"))
         except Exception as error:  # whatever user code raises
             message = Failed(ticket, encode_error(error, self._name))
         finally:
@@ -261,6 +267,11 @@ class GenerationWorker:
                 self._send(Answered(ask.number, 0))
             case Question.IN_FLIGHT:
                 self._send(Answered(ask.number, self._sender.in_flight))
+            case Question.RECORD:
+                self._recorder.start()
+                self._send(Answered(ask.number, 0))
+            case Question.RECORDED:
+                self._send(Answered(ask.number, self._recorder.stop()))
 
     async def _check_servers(self) -> None:
         number = next(self._numbers)

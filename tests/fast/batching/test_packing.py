@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.batching.packing import PackedSamples, pack_shares, rows_by_budget
-from miles.batching.partition import balanced_partition
+from miles.batching.partition import WIDE, balanced_partition
 from miles.batching.schedule import split_to_count
 
 
@@ -173,4 +173,23 @@ def plainly_balanced(weights, parts):
 @settings(max_examples=400, deadline=None)
 @given(st.integers(1, 60).flatmap(lambda most: st.lists(st.integers(1, most), max_size=40)), st.integers(1, 12))
 def test_parts_are_those_of_the_plain_method(weights, parts):
+    assert balanced_partition(weights, parts) == plainly_balanced(weights, parts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.tuples(st.integers(1, 60), st.integers(0, 30), st.integers(50, 300)).flatmap(
+        lambda t: st.lists(st.integers(t[0], t[0] + t[1]), min_size=t[2], max_size=t[2])
+    ),
+    st.integers(2, 110),
+)
+def test_many_parts_are_those_of_the_plain_method(weights, parts):
+    assert WIDE < 110, "both ways to merge are meant"
+    assert balanced_partition(weights, parts) == plainly_balanced(weights, parts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 400), st.integers(1, 90), st.lists(st.integers(1, 9), max_size=20))
+def test_equal_weights_are_merged_as_in_the_plain_method(equal, parts, others):
+    weights = [7] * equal + others
     assert balanced_partition(weights, parts) == plainly_balanced(weights, parts)

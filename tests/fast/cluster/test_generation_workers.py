@@ -177,6 +177,19 @@ async def test_three_workers_collect_what_one_process_does(settings_of, server):
     assert server.most_in_flight == 12, "--sglang-server-concurrency is for all workers together"
 
 
+async def test_each_worker_records_its_part_of_a_profile(settings_of):
+    async with running(settings_of(2)) as pipeline:
+        await pipeline.start_profile()
+        await collect(pipeline, 0)
+        traces = await pipeline.stop_profile()
+        assert await pipeline.stop_profile() == []
+    assert [trace.name for trace in traces] == ["generation worker 0", "generation worker 1"]
+    for name, times in {"decode an answer": 24, "check an answer": 24, "pack a group": 6}.items():
+        assert sum(event.name == name for trace in traces for event in trace.events) == times
+    waits = Counter(name for trace in traces for name, _, _ in trace.waits)
+    assert waits == {"generate a group": 6, "score a group": 6}
+
+
 @pytest.mark.slow
 async def test_connections_are_bounded_and_used_again(settings_of, server):
     server.latency = 0.1

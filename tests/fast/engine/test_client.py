@@ -1,10 +1,12 @@
 """How the client parses a server's answer."""
 
 import base64
+import math
 
 import numpy as np
 import pytest
 
+from miles.engine.sglang import fast_json
 from miles.engine.sglang.client import EngineUnavailable, RequestRefused, read_experts, read_generation
 
 
@@ -91,3 +93,37 @@ def test_experts_of_another_shape_are_refused(given):
         read_experts({"routed_experts": given}, (2, 3, 2))
     with pytest.raises(RequestRefused, match="start it with --enable-return-routed-experts"):
         read_experts({}, (2, 3, 2))
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["orjson", "json"])
+def test_json_is_the_same_with_and_without_orjson(monkeypatch, installed):
+    if not installed:
+        monkeypatch.setattr(fast_json, "orjson", None)
+    content = {"ids": (1, 2**40), "more": range(3), "big": 2**70, "text": "ä\n", "none": None, "value": -0.1}
+    sent = fast_json.encode(content)
+    assert fast_json.decode(sent) == content | {"ids": [1, 2**40], "more": [0, 1, 2]}
+    assert math.isnan(fast_json.decode(b"[NaN, 1]")[0])
+    for broken in (b"", b"{", b"\xff"):
+        with pytest.raises(ValueError):
+            fast_json.decode(broken)
+    with pytest.raises(TypeError):
+        fast_json.encode(object())
+
+
+@pytest.mark.parametrize(
+    "entries", [[[-0.1, 1], [-0.2]], [[-0.1, 1], None], [[-0.1, 1], ["x", 2]], [[-0.1, 2], [-0.1, 1]]]
+)
+def test_log_probs_that_are_not_of_the_tokens_are_no_generation(entries):
+    made = answer([1, 2])
+    made["meta_info"]["output_token_logprobs"] = entries
+    with pytest.raises(EngineUnavailable, match="generation"):
+        read_generation(made, vocab=9)
+
+
+def test_numbers_in_an_answer_may_be_of_either_kind():
+    made = answer([1, 2])
+    made["output_ids"] = [1.0, 2]
+    made["meta_info"]["output_token_logprobs"] = [[0, 1.0, None], [-0.5, 2, None]]
+    found = read_generation(made, vocab=9)
+    assert (found.token_ids, found.log_probs) == ([1, 2], [0.0, -0.5])
+    assert {type(token) for token in found.token_ids} == {int} and {type(p) for p in found.log_probs} == {float}

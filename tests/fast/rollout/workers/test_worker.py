@@ -1,0 +1,188 @@
+"""What makes trajectories and scores them in generation workers: the samples are those of one process. Without Ray."""
+
+import json
+import shlex
+import sys
+from collections import Counter
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from transformers import AutoConfig
+
+from miles.arguments.parser import parse
+from miles.arguments.validate import validate
+from miles.engine.host import LocalHost
+from miles.environments.base import Environment
+from miles.environments.tools import opening
+from miles.rollout.ordering import Start
+from miles.rollout.pipeline import build_pipeline
+from miles.rollout.workers.worker import GenerationWorker, WorkerPlan, pickled
+from miles.weights import WeightChunk
+from tests.fast.engine.answering_server import AnsweringServer
+
+AGENT = """
+import http.client, json, os, sys
+
+def chat(messages):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    body = json.dumps({"model": "gpt-4o", "messages": messages, "max_tokens": 4}).encode()
+    host, _, path = os.environ["OPENAI_BASE_URL"].partition("://")[2].partition("/")
+    connection = http.client.HTTPConnection(host)
+    connection.request("POST", f"/{path}/chat/completions", body, headers)
+    return json.load(connection.getresponse())["choices"][0]["message"]
+
+row = json.load(sys.stdin)
+messages = [{"role": "user", "content": row["input"]}]
+chat([*messages, chat(messages), {"role": "user", "content": "7"}])
+print(row["input"])
+"""
+
+
+class Twice(Environment):
+    """Asks a second time, and pays what the row says."""
+
+    max_tokens = 4
+
+    def __init__(self, prompt):
+        self.prompt, self.answers = prompt, 0
+
+    async def reset(self):
+        return opening(self.prompt)
+
+    async def step(self, answer):
+        self.answers += 1
+        return [] if self.answers == 2 else [{"role": "user", "content": "7"}]
+
+    async def reward(self):
+        return self.prompt.metadata["pays"]
+
+
+class OwnProcess:
+    """A worker on the test's event loop, as the pool sees one in a process."""
+
+    def __init__(self, plan):
+        self._plan = plan
+
+    async def prepare(self):
+        self._worker = GenerationWorker(self._plan)
+
+    async def deliver(self, sent):
+        self._worker.deliver(sent)
+
+    async def collect(self):
+        return await self._worker.collect()
+
+    async def close(self):
+        await self._worker.close()
+
+    def kill(self):
+        raise AssertionError("no worker is lost here")
+
+
+@pytest.fixture
+async def address(tiny_model):
+    server = AnsweringServer(AutoConfig.from_pretrained(tiny_model).vocab_size)
+    yield await server.start()
+    await server.stop()
+
+
+@pytest.fixture
+def settings_of(tiny_model, tmp_path, address):
+    rows = [{"prompt": f"{i} + {i}", "label": f"{i} + {i}", "metadata": {"pays": i / 4}} for i in range(3)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def of(workers, *flags):
+        words = f"--hf-checkpoint {tiny_model} --prompt-data {tmp_path / 'sums.jsonl'} --input-key prompt"
+        words += " --label-key label --num-rollout 1 --rollout-batch-size 3 --n-samples-per-prompt 2"
+        words += " --rollout-max-response-len 60 --rollout-max-context-len 120 --apply-chat-template"
+        words += f" --global-batch-size 6 --actor-num-gpus-per-node 1 --device cpu --output-dir {tmp_path / 'run'}"
+        words += f" --rollout-engine sglang --rollout-external --rollout-external-engine-addrs {address}"
+        words += f" --update-weight-transfer-mode disk --num-rollout-workers {workers}"
+        return validate(parse([*words.split(), *flags])).settings
+
+    return of
+
+
+@asynccontextmanager
+async def running(settings):
+    """Give a pipeline that has weights, and end it."""
+
+    def starter(tokenizer):
+        return lambda number, entrance: OwnProcess(WorkerPlan(settings, number, entrance, pickled(tokenizer)))
+
+    pipeline = await build_pipeline(settings, LocalHost("cpu"), starter)
+    try:
+        await pipeline.update_weights([WeightChunk({"w": torch.zeros(3)})], 0, None)
+        yield pipeline
+    finally:
+        await pipeline.close()
+
+
+async def groups_of(settings):
+    """Return the groups of the first iteration."""
+    async with running(settings) as pipeline, pipeline.collecting(Start(0, None, 0)) as collected:
+        return collected.scored.groups
+
+
+async def test_trajectories_of_environments_are_those_of_one_process(settings_of):
+    flags = ["--environment", f"{__name__}:Twice", "--rm-type", "environment"]
+    alone, found = [await groups_of(settings_of(workers, *flags)) for workers in (1, 2)]
+    assert found == alone
+    samples = [sample for group in found for sample in group.samples]
+    assert len(samples) == 6 and all(0 in sample.loss_mask for sample in samples)
+    assert [sample.reward for sample in samples] == [sample.metadata["pays"] for sample in samples]
+
+
+async def test_trajectories_of_programs_are_those_of_one_process(settings_of, tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    flags = ["--agent-command", shlex.join([sys.executable, "-I", "-S", str(tmp_path / "agent.py")])]
+    flags += ["--rm-type", "exact_match"]
+    alone, found = [await groups_of(settings_of(workers, *flags)) for workers in (1, 2)]
+    assert found == alone
+    assert {sample.reward for group in found for sample in group.samples} == {1.0}
+
+
+@asynccontextmanager
+async def teacher():
+    """Serve a teacher whose log-probs tell the tokens."""
+
+    async def generate(request):
+        body = await request.json()
+        entries = [[-token / 1000, token, None] for token in body["input_ids"][body["logprob_start_len"] :]]
+        return web.json_response(
+            {"output_ids": [], "meta_info": {"input_token_logprobs": [[None, *entries[0][1:]], *entries[1:]]}}
+        )
+
+    app = web.Application()
+    app.add_routes([web.post("/generate", generate)])
+    async with TestServer(app) as server:
+        yield str(server.make_url("")).rstrip("/")
+
+
+async def test_a_served_teacher_scores_in_workers_as_in_one_process(settings_of):
+    async with teacher() as url:
+        flags = ["--rm-type", "length", "--use-opd", "--opd-type", "server", "--opd-teacher-urls", url]
+        alone, found = [await groups_of(settings_of(workers, *flags)) for workers in (1, 2)]
+    assert found == alone
+    for sample in (sample for group in found for sample in group.samples):
+        assert sample.teacher_log_probs == [-token / 1000 for token in sample.response_ids]
+
+
+async def test_workers_record_what_they_do(settings_of):
+    """Both workers are in one process here, so what either does may be in the record of one of them."""
+    async with running(settings_of(2, "--rm-type", "length")) as pipeline:
+        await pipeline.start_profile()
+        async with pipeline.collecting(Start(0, None, 0)) as collected:
+            assert len(collected.scored.groups) == 3
+        traces = await pipeline.stop_profile()
+        assert await pipeline.stop_profile() == []
+    assert [trace.name for trace in traces] == ["generation worker 0", "generation worker 1"]
+    spans = Counter(event.name for trace in traces for event in trace.events)
+    assert (spans["check an answer"], spans["make samples"], spans["pack a group"]) == (6, 3, 3)
+    assert Counter(wait for trace in traces for wait, _, _ in trace.waits) == {
+        "generate a group": 3,
+        "score a group": 3,
+    }
