@@ -130,6 +130,14 @@ _DATA = [
     ),
 ]
 _ROLLOUT = [
+    *noted(
+        SPEED,
+        "engines of the run evaluate, with the weights of the iteration",
+        "--eval-num-gpus V",
+        "--eval-num-gpus-per-engine V",
+        "--eval-hf-dir V",
+        "--eval-keep-snapshots V",
+    ),
     *refused(
         "the reward of evaluation has the key of --reward-key",
         "give it as --reward-key, or score with --eval-function-path",

@@ -84,6 +84,12 @@ IDLE = (
     ),
     Idle("evaluation", OF_GENERATION, lambda s: s.rollout.debug_train_only, NOTHING_IS_GENERATED),
     Idle(
+        "rollout",
+        ("async_steps",),
+        lambda s: s.is_given_samples,
+        "this run reads what it trains on, and generates nothing",
+    ),
+    Idle(
         "reward",
         ("rm_type", "custom_rm_path"),
         lambda s: s.reads_conversations and not s.evaluation.has_sets,
