@@ -39,7 +39,6 @@ _PLUMBING = [
         "--update-weights-bucket-size V",
         "--update-weight-encoding V",
     ),
-    *noted(SAME, "Ray knows the devices of each node", "--num-gpus-per-node V"),
     *noted(SPEED, "packed tokens need no padding", "--data-pad-size-multiplier V"),
     *noted(
         SPEED,

@@ -55,9 +55,9 @@ prints all of this, with the layout of the ranks, and needs neither a GPU nor th
 
 ## Backend and engine
 
-Without `--train-backend`, Megatron trains if the command has a flag of Megatron, else FSDP. FSDP also trains if the model
-is in a local folder and its family is one that only FSDP has (Qwen3-Next, Qwen3.5, Nemotron-H, GLM-4, …): flags of
-Megatron's layout and layers are then noted, and sizes that contradict the model refused. Without `--rollout-engine`,
+Without `--train-backend`, Megatron trains if the command has a flag of Megatron, else FSDP. FSDP also trains if the
+model is in a local folder and its family is one that only FSDP has (Qwen3-Next, Qwen3.5, Nemotron-H, GLM-4, …): flags
+of Megatron's layout and layers are then noted, and sizes that contradict the model refused. Without `--rollout-engine`,
 SGLang generates if the command has a flag of SGLang, with `--device cuda`, or if the host has a GPU; else the torch
 engine does. `--explain --device cuda` on a laptop shows what a host with GPUs would choose. With `--ray-address` the
 GPUs of the cluster are not looked at: give `--device cuda`.
