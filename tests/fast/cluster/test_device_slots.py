@@ -85,23 +85,22 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("colocate", [True, False])
 async def test_an_engine_spans_nodes(monkeypatch: pytest.MonkeyPatch, colocate: bool) -> None:
-    """An engine of all eight GPUs, or of the four that the trainer leaves, is a process on each of two nodes."""
-    ranks_per_node, size = (4, 8) if colocate else (2, 4)
+    """An engine of all eight GPUs, shared with a trainer or not, is a process on each of two nodes."""
     with two_nodes(monkeypatch) as address:
         given = ClusterArguments(
             ray_address=address,
             device="cuda",
             actor_num_nodes=2,
-            actor_num_gpus_per_node=ranks_per_node,
+            actor_num_gpus_per_node=4,
             colocate=colocate,
         )
-        with ray_session(given, EngineLayout(count=1, size=size, nodes=2)) as placement:
+        with ray_session(given, EngineLayout(count=1, size=8, beside_trainer=colocate, nodes=2)) as placement:
             host = RayHost(placement)
             parts = [host.place_server(0, Member, start_seconds=60, node=node) for node in range(2)]
             meeting = await parts[0].meeting_address()
             found = [(await part.start(meeting)).split() for part in parts]
             assert found[0][0] != found[1][0] and [words[2] for words in found] == [meeting] * 2
-            assert [len(words[1].split(",")) for words in found] == [size // 2] * 2
+            assert [len(words[1].split(",")) for words in found] == [4] * 2
             if colocate:
                 for words, slots in zip(found, (placement.slots[:4], placement.slots[4:]), strict=True):
                     assert words[:2] == [slots[0].node, ",".join(slot.gpu for slot in slots)]
