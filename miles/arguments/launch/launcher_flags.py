@@ -145,6 +145,17 @@ _ROLLOUT = [
         accepted_why="it is that of --reward-key",
     ),
     *refused(
+        "an agent is a program or an environment here, and not a function",
+        "use --agent-command (docs/agents.md) or --environment (docs/environments.md)",
+        "--custom-agent-function-path V",
+    ),
+    *noted(SAME, "the calls of an agent are recorded as tokens, with any model", "--tito-model V"),
+    *refused(
+        "the chat template is that of the tokenizer in --hf-checkpoint",
+        "drop it, or save the template in that folder as chat_template.jinja",
+        "--chat-template-path V",
+    ),
+    *refused(
         "weights are sent after every iteration",
         "drop it; with --async-steps N, answers come from weights of up to N iterations before",
         "--update-weights-interval V",

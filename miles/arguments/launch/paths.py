@@ -123,6 +123,10 @@ FLAGS_INSTEAD = {
     ("rollout_function_path", "rollout.sft_rollout.generate_rollout"): (
         "use --loss-type sft_loss, which trains on the conversations of --prompt-data"
     ),
+    ("custom_generate_function_path", "rollout.generate_hub.agentic_tool_call.generate"): (
+        "use --agent-command, a program that calls the model at an OpenAI-compatible address (docs/agents.md), or "
+        "--environment (docs/environments.md)"
+    ),
     ("custom_tis_function_path", "compute_mis_weights_with_cp"): _MISMATCH_FLAGS,
     ("custom_tis_function_path", "compute_mis_weights_fsdp"): _MISMATCH_FLAGS,
     ("custom_tis_function_path", "compute_mis_weights"): _MISMATCH_FLAGS,

@@ -62,6 +62,11 @@ def test_their_endless_generation_is_ours(accepted, path):
             "use --use-tis with",
         ),
         ("--dynamic-sampling-filter-path", "miles.rollout.filter_hub.other.keep", "def keep(group"),
+        (
+            "--custom-generate-function-path",
+            "miles.rollout.generate_hub.agentic_tool_call.generate",
+            "use --agent-command, a program that calls the model",
+        ),
     ],
 )
 def test_unknown_function(refusals, flag, path, expected):
