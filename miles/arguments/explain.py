@@ -135,7 +135,7 @@ def _engines(settings: Settings) -> str:
     if engine_spec(name).has_servers:
         workers = settings.rollout.num_rollout_workers
         senders = f" fed by {workers} processes" if workers > 1 else ""
-        return f"{explain_servers(settings.sglang, settings.num_engines)}{senders}"
+        return f"{explain_servers(settings.sglang, settings.num_engines, settings.nodes_per_engine)}{senders}"
     return f"the {name} engine"
 
 

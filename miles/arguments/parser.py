@@ -19,7 +19,13 @@ import miles
 from miles.arguments.explain import explain
 from miles.arguments.files import config_file, custom_config
 from miles.arguments.files.config_file import expand_configs, located
-from miles.arguments.launch.choice import choose_backend, choose_engine, choose_ranks, in_words
+from miles.arguments.launch.choice import (
+    choose_backend,
+    choose_engine,
+    choose_ranks,
+    in_words,
+    trained_without_megatron,
+)
 from miles.arguments.launch.mismatch_config import read_mismatch_config
 from miles.arguments.launch.notes import OTHERS, Note, report, strict_errors, surprises
 from miles.arguments.launch.paths import names_functions
@@ -374,7 +380,7 @@ def _command(
 ) -> Command:
     settings = _settings(namespace, passed_on)
     given = {name: value for name, value in vars(namespace).items() if value is not dataclasses.MISSING}
-    backend = choose_backend(given.get("train_backend"), megatron)
+    backend = choose_backend(given.get("train_backend"), megatron, trained_without_megatron(settings))
     servers = [flag for flag in flags if flag.startswith((SERVER, ROUTER))]
     engine = choose_engine(given.get("rollout_engine"), servers, settings.cluster.device, has_gpu())
     ranks = None

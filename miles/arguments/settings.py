@@ -161,6 +161,11 @@ class Settings:
         return self.engine_devices // self.sglang.rollout_num_gpus_per_engine
 
     @property
+    def nodes_per_engine(self) -> int:
+        """How many nodes the devices of one server are on. Valid after validation."""
+        return max(1, self.sglang.rollout_num_gpus_per_engine // self.sglang.per_node(self.cluster))
+
+    @property
     def engine_devices(self) -> int:
         """Devices of all servers that the run starts together. Valid after validation."""
         if self.cluster.colocate:

@@ -60,18 +60,24 @@ def in_order(slots: Sequence[Slot]) -> tuple[Slot, ...]:
     return tuple(sorted(slots, key=key))
 
 
-def check_engines(slots: Sequence[Slot], size: int) -> None:
-    """Check that every engine of ``size`` consecutive slots is on one node.
+def check_engines(slots: Sequence[Slot], size: int, per_node: int) -> None:
+    """Check that every process of an engine has its devices, ``per_node`` consecutive slots, on one node.
+
+    Args:
+        slots: The slots of all engines.
+        size: The devices of an engine.
+        per_node: Its devices on each of its nodes.
 
     Raises:
-        ValueError: Ray has spread the devices so that one is not.
+        ValueError: Ray has spread the devices so that one has not.
     """
-    for first in range(0, len(slots), size):
-        nodes = list(dict.fromkeys(slot.node for slot in slots[first : first + size]))
+    for first in range(0, len(slots), per_node):
+        nodes = list(dict.fromkeys(slot.node for slot in slots[first : first + per_node]))
         if len(nodes) > 1:
             held = " and ".join(str(sum(slot.node == node for slot in slots)) for node in nodes)
+            devices = "the devices" if per_node == size else f"{per_node} devices"
             raise ValueError(
-                f"--rollout-num-gpus-per-engine {size}: with --colocate the devices of engine {first // size} are on "
+                f"--rollout-num-gpus-per-engine {size}: with --colocate {devices} of engine {first // size} are on "
                 f"{len(nodes)} nodes, which hold {held} of the trainer's devices; free whole nodes, or give a smaller "
                 "engine"
             )

@@ -47,12 +47,19 @@ _RAY_DEFAULTS = {
 class EngineLayout:
     """The servers that a run starts: ``count`` engines of ``size`` devices each; 0 with the embedded engine.
 
-    ``beside_trainer`` is false in a run without a trainer, whose only devices are those for generation.
+    ``beside_trainer`` is false in a run without a trainer, whose only devices are those for generation. The devices of
+    an engine are on ``nodes`` nodes, as many on each.
     """
 
     count: int = 0
     size: int = 1
     beside_trainer: bool = True
+    nodes: int = 1
+
+    @property
+    def per_node(self) -> int:
+        """The devices that an engine has on each of its nodes."""
+        return self.size // self.nodes
 
 
 @dataclass(frozen=True)
@@ -60,8 +67,9 @@ class Placement:
     """The bundles of a run's actors: one per trainer rank and, unless colocated, bundles for generation.
 
     With the embedded engine, generation has one bundle of one device, for the rollout actor. With servers it has one
-    bundle per server; the rollout actor then computes nothing and shares the bundle of the first trainer rank, from
-    whose GPU it sends the weights (NCCL refuses to send from the GPU of an engine). With ``--colocate`` it has no GPU.
+    bundle per server and node; the rollout actor then computes nothing and shares the bundle of the first trainer rank,
+    from whose GPU it sends the weights (NCCL refuses to send from the GPU of an engine). With ``--colocate`` it has no
+    GPU.
     """
 
     group: PlacementGroup
@@ -88,21 +96,24 @@ class Placement:
         options = self.rollout_options()
         return options | {name: 0 for name in ("num_cpus", "num_gpus") if name in options}
 
-    def engine_options(self, number: int) -> dict[str, Any]:
-        """Return the Ray actor options of engine ``number``."""
+    def engine_options(self, number: int, node: int = 0) -> dict[str, Any]:
+        """Return the Ray actor options of engine ``number``, on its node ``node``."""
+        part = number * self.engines.nodes + node
         if self.cluster.colocate:
-            return self._options(self._bundle(number * self.engines.size), self._share)
-        return self._options(self._first_engine + number, float(self.engines.size))
+            return self._options(self._bundle(part * self.engines.per_node), self._share)
+        return self._options(self._first_engine + part, float(self.engines.per_node))
 
-    def engine_gpus(self, number: int) -> tuple[str, ...]:
-        """Return the GPUs of engine ``number``, those of consecutive ranks; empty if its actor has them by itself.
+    def engine_gpus(self, number: int, node: int = 0) -> tuple[str, ...]:
+        """Return the GPUs of engine ``number`` on its node ``node``, those of consecutive ranks.
 
-        Ray shows an actor the GPU of its own bundle only. The other bundles of the engine belong to trainer ranks.
+        Empty if its actor has them by itself. Otherwise Ray shows the actor the GPU of its own bundle only, and the
+        other bundles of the engine belong to trainer ranks.
         """
         if not (self.cluster.colocate and self.slots):
             return ()
-        size = self.engines.size
-        return tuple(slot.gpu for slot in self.slots[number * size : (number + 1) * size])
+        size = self.engines.per_node
+        first = (number * self.engines.nodes + node) * size
+        return tuple(slot.gpu for slot in self.slots[first : first + size])
 
     def _bundle(self, rank: int) -> int:
         return self.slots[rank].bundle if self.slots else rank
@@ -175,7 +186,7 @@ def ray_session(
         group = _place(bundles, cluster)
         slots = find_slots(group, cluster.world_size) if device == "cuda" and engines.beside_trainer else ()
         if cluster.colocate and engines.count:
-            check_engines(slots, engines.size)
+            check_engines(slots, engines.size, engines.per_node)
         with _keeping_logs(files):
             yield Placement(group, cluster, device, engines, slots)
     finally:
@@ -335,7 +346,7 @@ def _bundles(cluster: ClusterArguments, engines: EngineLayout, device: str) -> l
     """Return the bundles to request: one per trainer rank, then those for generation. On CPU a device is one CPU."""
     sizes = [1] * cluster.world_size if engines.beside_trainer else []
     if not cluster.colocate:
-        sizes += [engines.size] * engines.count or [1]
+        sizes += [engines.per_node] * (engines.count * engines.nodes) or [1]
     return [{"CPU": 1.0, "GPU": float(size)} if device == "cuda" else {"CPU": float(size)} for size in sizes]
 
 

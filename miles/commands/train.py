@@ -272,7 +272,8 @@ def run(settings: Settings, context: RunContext) -> None:
     from miles.cluster.restarts import with_restarts
     from miles.cluster.session import EngineLayout, ray_session
 
-    engines = EngineLayout(settings.num_engines, settings.sglang.rollout_num_gpus_per_engine, settings.trains)
+    size = settings.sglang.rollout_num_gpus_per_engine
+    engines = EngineLayout(settings.num_engines, size, settings.trains, settings.nodes_per_engine)
     files, stop = context.files, context.stop
     with ray_session(settings.cluster, engines, lambda loss: after_loss(loss, settings, context), files) as placement:
         with_restarts(settings, lambda settings: train(settings, placement, context), context.restarts, files, stop)

@@ -20,10 +20,17 @@ class ServerFailed(RuntimeError):
 
 
 class ServerProcess(Protocol):
-    """Start and stop one server on the host where this object is."""
+    """Start and stop one server, or its part of one node, on the host where this object is."""
 
-    def start(self) -> str:
-        """Start the server, wait until it serves, and return its URL. Raises ``ServerFailed`` if it does not."""
+    def meeting_address(self) -> str:
+        """Return an address of this host, HOST:PORT, at which the parts of a server can meet."""
+        ...
+
+    def start(self, meeting: str | None = None) -> str:
+        """Start the server, wait until it serves, and return its URL. Raises ``ServerFailed`` if it does not.
+
+        ``meeting`` is the address at which it meets the parts on other nodes, if it has any.
+        """
         ...
 
     def stop(self) -> None:
@@ -52,18 +59,33 @@ class Server(Protocol):
         ...
 
 
+class ServerPart(Server, Protocol):
+    """The process of one node of a server, seen from afar: a whole server, if it has one node."""
+
+    async def meeting_address(self) -> str:
+        """Return an address of its host; ``ServerProcess.meeting_address``."""
+        ...
+
+    async def start(self, meeting: str | None = None) -> str:
+        """Start the process if it does not run; ``ServerProcess.start``."""
+        ...
+
+
 class EngineHost(Protocol):
     """Place an engine. ``device`` (cpu or cuda) is the one that the run computes on."""
 
     device: str
 
-    def place_server(self, number: int, build: Callable[[str], ServerProcess], start_seconds: float) -> Server:
-        """Place server ``number`` on its own devices.
+    def place_server(
+        self, number: int, build: Callable[[str], ServerProcess], start_seconds: float, node: int = 0
+    ) -> ServerPart:
+        """Place the part of server ``number`` that is on its node ``node``, on devices of its own.
 
         Args:
             number: Which server of the run, from 0.
             build: Makes the server's process, given the address that it should listen on. It is pickled.
             start_seconds: How long one start may take.
+            node: Which of the nodes that the server spans, from 0.
         """
         ...
 
@@ -79,9 +101,13 @@ class LocalServer:
         self.name = f"engine {number}"
         self._process = process
 
-    async def start(self) -> str:
-        """Start the server in a thread, since that takes long; ``Server.start``."""
-        return await asyncio.to_thread(self._process.start)
+    async def meeting_address(self) -> str:
+        """Return an address of this machine; ``ServerPart.meeting_address``."""
+        return self._process.meeting_address()
+
+    async def start(self, meeting: str | None = None) -> str:
+        """Start the server in a thread, since that takes long; ``ServerPart.start``."""
+        return await asyncio.to_thread(self._process.start, meeting)
 
     async def stop(self) -> None:
         """Stop it; ``Server.stop``."""
@@ -102,7 +128,9 @@ class LocalHost:
     def __init__(self, device: str) -> None:
         self.device = device
 
-    def place_server(self, number: int, build: Callable[[str], ServerProcess], start_seconds: float) -> LocalServer:
+    def place_server(
+        self, number: int, build: Callable[[str], ServerProcess], start_seconds: float, node: int = 0
+    ) -> LocalServer:
         """Place server ``number``; ``EngineHost.place_server``. The process itself bounds its start."""
         return LocalServer(number, build("127.0.0.1"))
 

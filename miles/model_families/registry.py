@@ -89,6 +89,23 @@ def check_bridged(config: Config) -> None:
     family.check(config)
 
 
+# Names that configurations of most families share, and Megatron's.
+_COMMON = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "num_experts": "num_moe_experts",
+    "n_routed_experts": "num_moe_experts",
+}
+
+
+def common_shape(config: Config) -> Shape:
+    """Return what Megatron calls the sizes of a model of any family, as far as its configuration has them."""
+    text = config.get("text_config") or config
+    return {ours: text[theirs] for theirs, ours in _COMMON.items() if isinstance(text.get(theirs), int)}
+
+
 def vocabulary_shape(config: Config) -> Shape:
     """Return what Megatron's ``GPTModel`` takes beside its ``TransformerConfig``: vocabulary, head and positions."""
     rope = config.get("rope_parameters") or {}

@@ -51,6 +51,17 @@ def test_miles_train_does_the_same_as_train_py():
     assert command.returncode == 2
 
 
+@pytest.mark.parametrize(("flags", "age"), [("", "1 version old"), ("--async-steps=2", "2 versions old")])
+def test_train_async_generates_ahead(flags, age):
+    run = (
+        "--hf-checkpoint some/model --prompt-data reasoning_gym:products --rm-type last_number --num-rollout 1 "
+        "--rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 4 --explain"
+    )
+    command = [sys.executable, "train_async.py", *run.split(), *flags.split()]
+    ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+    assert f"samples come from weights that are up to {age}" in ended.stdout and "given twice" not in ended.stdout
+
+
 def test_a_reader_that_left_is_no_error(tmp_path):
     """As after ``| head``: no traceback."""
     (tmp_path / "trl.json").write_text('{"num_generations": 8, "loss_type": "grpo"}')

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted((ROOT / "miles").rglob("*.py")) + [p for p in [ROOT / "train.py"] if p.exists()]
+SOURCES = sorted((ROOT / "miles").rglob("*.py")) + [
+    p for p in [ROOT / "train.py", ROOT / "train_async.py"] if p.exists()
+]
 TEXTS = [
     path
     for folder in ("miles", "tests", "docs", "examples", "benchmarks", "scripts", ".ci")

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles.arguments.launch.abilities import first_with
+from miles.arguments.model import local_config
+from miles.arguments.settings import Settings
 from miles.components import ENGINES, TRAIN_BACKENDS
 from miles.flags import count
+from miles.model_families.packing import is_compared_by_test, model_type, why_untrained, why_windowed
+from miles.model_families.registry import BRIDGED, CONVERTED
 
 RANKS_ON_CUDA = 8
 
@@ -26,19 +30,40 @@ class Choice:
     why: str
 
 
-def choose_backend(given: str | None, megatron_flags: Iterable[str]) -> Choice:
+def choose_backend(given: str | None, megatron_flags: Iterable[str], only_fsdp: str | None = None) -> Choice:
     """Choose ``--train-backend``: the one that is given, Megatron if the command has flags of it, else FSDP.
 
     Args:
         given: The value of ``--train-backend``; None if it is not given.
         megatron_flags: The flags of Megatron in the command, in order.
+        only_fsdp: The type of the model, if FSDP trains it and Megatron does not.
     """
     if given is not None:
         return Choice(given, "--train-backend")
     first = next(iter(megatron_flags), None)
-    if first is not None:
-        return Choice(first_with(TRAIN_BACKENDS, "reads_megatron_flags"), f"the command has {first}")
-    return Choice(first_with(TRAIN_BACKENDS, "reads_megatron_flags", False), "the command has no flag of Megatron")
+    megatron, other = (first_with(TRAIN_BACKENDS, "reads_megatron_flags", wanted) for wanted in (True, False))
+    if first is None:
+        return Choice(other, "the command has no flag of Megatron")
+    if only_fsdp is not None:
+        return Choice(other, f"the command has {first}, but the Megatron backend has no layers for a {only_fsdp}")
+    return Choice(megatron, f"the command has {first}")
+
+
+def trained_without_megatron(settings: Settings) -> str | None:
+    """Return the type of the model if FSDP was compared with transformers on it, and Megatron does not train it.
+
+    None for a model that is not in a local folder, and for one whose configuration is broken: both are judged later.
+    """
+    try:
+        config = local_config(settings.model, "hf_checkpoint")
+    except ValueError:
+        return None
+    if config is None or config.get("model_type") in CONVERTED:
+        return None
+    if config.get("model_type") in BRIDGED and settings.megatron.megatron_to_hf_mode == "bridge":
+        return None
+    is_trained = is_compared_by_test(config) and why_untrained(config) is None and why_windowed(config) is None
+    return model_type(config) if is_trained else None
 
 
 def choose_engine(given: str | None, server_flags: Iterable[str], device: str, has_gpu: bool) -> Choice:

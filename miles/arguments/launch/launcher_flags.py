@@ -39,7 +39,6 @@ _PLUMBING = [
         "--update-weights-bucket-size V",
         "--update-weight-encoding V",
     ),
-    *noted(SAME, "Ray knows the devices of each node", "--num-gpus-per-node V"),
     *noted(SPEED, "packed tokens need no padding", "--data-pad-size-multiplier V"),
     *noted(
         SPEED,
@@ -130,12 +129,31 @@ _DATA = [
     ),
 ]
 _ROLLOUT = [
+    *noted(
+        SPEED,
+        "engines of the run evaluate, with the weights of the iteration",
+        "--eval-num-gpus V",
+        "--eval-num-gpus-per-engine V",
+        "--eval-hf-dir V",
+        "--eval-keep-snapshots V",
+    ),
     *refused(
         "the reward of evaluation has the key of --reward-key",
         "give it as --reward-key, or score with --eval-function-path",
         "--eval-reward-key V",
         accepted_if=_evaluates_the_same_key,
         accepted_why="it is that of --reward-key",
+    ),
+    *refused(
+        "an agent is a program or an environment here, and not a function",
+        "use --agent-command (docs/agents.md) or --environment (docs/environments.md)",
+        "--custom-agent-function-path V",
+    ),
+    *noted(SAME, "the calls of an agent are recorded as tokens, with any model", "--tito-model V"),
+    *refused(
+        "the chat template is that of the tokenizer in --hf-checkpoint",
+        "drop it, or save the template in that folder as chat_template.jinja",
+        "--chat-template-path V",
     ),
     *refused(
         "weights are sent after every iteration",

@@ -13,7 +13,7 @@ from miles.arguments.megatron.overrides import FIXED, SHAPE_FIELDS, TRIED, asks_
 from miles.arguments.model import local_config
 from miles.arguments.settings import Settings
 from miles.flags import Errors
-from miles.model_families.registry import CONVERTED, megatron_shape, vocabulary_shape
+from miles.model_families.registry import CONVERTED, common_shape, megatron_shape, vocabulary_shape
 
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
@@ -108,8 +108,10 @@ def _shape(settings: Settings) -> dict[str, Any] | None:
     """Return the model's shape if its config is in a local folder and its family is known."""
     try:
         config = local_config(settings.model, "hf_checkpoint")
-        if config is None or config.get("model_type") not in CONVERTED:
+        if config is None:
             return None
+        if config.get("model_type") not in CONVERTED:
+            return None if reads_megatron_flags(settings) else common_shape(config)
         return {**megatron_shape(config), **vocabulary_shape(config)}
     except (ValueError, KeyError, TypeError):
         return None  # the validator reports it

@@ -5,8 +5,13 @@ What determines a result stays with ``arguments/megatron/overrides.py``: the mod
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from miles.arguments.launch.abilities import reads_megatron_flags
 from miles.arguments.launch.foreign import by_flag, noted, refused
 from miles.arguments.launch.notes import MEMORY, NO_EFFECT, REPORTING, SAME, SPEED
+from miles.arguments.settings import Settings
 
 _OPTIMIZER = "the optimizer is torch's AdamW with fp32 state, pinned if it is in host memory"
 _RECOMPUTED = "recomputation is that of whole layers, one by one"
@@ -102,6 +107,14 @@ FREE_FIELDS: dict[str, tuple[str, str]] = {
     ),
 }
 
+
+def _trains_any_layer(settings: Settings, given: Mapping[str, Any]) -> bool:
+    """Return whether layers are those of transformers, or of Megatron-Bridge, and not those that flags describe."""
+    return not reads_megatron_flags(settings) or settings.megatron.megatron_to_hf_mode == "bridge"
+
+
+_NO_LAYER = "no model with this layer is computed by --train-backend megatron"
+_OTHER_MODEL = "choose another model, or --train-backend fsdp for others"
 _SPEED = noted(
     SPEED,
     "the backend chooses its kernels and transfers",
@@ -150,6 +163,12 @@ _MODEL = [
         is_megatron=True,
     ),
     *noted(
+        SAME,
+        "gradients are accumulated and reduced in fp32, which is more exact",
+        "--grad-reduce-in-bf16",
+        is_megatron=True,
+    ),
+    *noted(
         REPORTING,
         "every step is logged",
         "--log-interval V",
@@ -191,8 +210,20 @@ _REFUSED = [
         is_megatron=True,
     ),
     *refused(
-        "no model with this layer is computed by --train-backend megatron",
-        "choose another model, or --train-backend fsdp for others",
+        _NO_LAYER,
+        _OTHER_MODEL,
+        "--use-gated-attention",
+        "--squared-relu",
+        "--hybrid-override-pattern V",
+        "--hybrid-attention-ratio V",
+        "--hybrid-mlp-ratio V",
+        accepted_if=_trains_any_layer,
+        accepted_why="the layers are those of --hf-checkpoint",
+        is_megatron=True,
+    ),
+    *refused(
+        _NO_LAYER,
+        _OTHER_MODEL,
         "--window-size V",
         "--no-activation-func-clamp-shared-expert",
         "--dsv4-compress-ratios V...",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from miles.arguments.cluster import OFFLOAD_FLAGS
 from miles.arguments.evaluation import OF_SETS
 from miles.arguments.launch.abilities import has_servers, reads_megatron_flags
-from miles.arguments.launch.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, REPORTING, Note, note_on
+from miles.arguments.launch.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, REPORTING, SAME, Note, note_on
 from miles.arguments.launch.values import environment_strings, set_name
 from miles.arguments.rules.debug_modes import NOTHING_IS_GENERATED, NOTHING_IS_TRAINED, OF_GENERATION, OF_TRAINING
 from miles.arguments.settings import Settings
@@ -83,6 +83,12 @@ IDLE = (
         for section, names in OF_TRAINING.items()
     ),
     Idle("evaluation", OF_GENERATION, lambda s: s.rollout.debug_train_only, NOTHING_IS_GENERATED),
+    Idle(
+        "rollout",
+        ("async_steps",),
+        lambda s: s.is_given_samples,
+        "this run reads what it trains on, and generates nothing",
+    ),
     Idle(
         "reward",
         ("rm_type", "custom_rm_path"),
@@ -205,6 +211,13 @@ IDLE = (
         lambda s: not has_servers(s),
         "SGLang's, and another engine generates",
         OTHER_PART,
+    ),
+    Idle(
+        "sglang",
+        ("num_gpus_per_node",),
+        lambda s: s.cluster.colocate or s.sglang.rollout_num_gpus_per_engine <= s.sglang.per_node(s.cluster),
+        "no engine is larger than a node, or it has the trainer's devices; Ray knows those of each node",
+        SAME,
     ),
     Idle(
         "rollout",

@@ -98,6 +98,7 @@ KNOWN = {
     ),
     ("buffer_filter_path", "rollout.data_source.pop_first"): None,
     ("rollout_function_path", "rollout.sglang_rollout.generate_rollout"): None,
+    ("rollout_function_path", "rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn"): None,
     ("custom_generate_function_path", "rollout.sglang_rollout.generate"): None,
     ("custom_generate_function_path", "rollout.generate_hub.single_turn.generate"): None,
     ("custom_rm_path", "rollout.on_policy_distillation.reward_func"): "miles.rewards.built_in.zero:zero",
@@ -105,13 +106,14 @@ KNOWN = {
     ("custom_rm_path", "on_policy_distillation.on_policy_distillation.reward_func"): "miles.rewards.built_in.zero:zero",
     ("custom_reward_post_process_path", "on_policy_distillation.on_policy_distillation.post_process_rewards"): None,
     ("eval_function_path", "rollout.sglang_rollout.generate_rollout"): None,
+    ("eval_function_path", "rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn"): None,
     ("data_source_path", "rollout.data_source.RolloutDataSource"): None,
     ("data_source_path", "rollout.data_source.RolloutDataSourceWithBuffer"): None,
 }
 # Functions elsewhere that a run on conversations (--loss-type sft_loss) does not need.
 FOR_CONVERSATIONS = {("rollout_function_path", "rollout.sft_rollout.generate_rollout")}
-# Generates ahead of the trainer without end, as --fully-async does.
-FULLY_ASYNC = "fully_async_rollout.generate_rollout_fully_async"
+# Generate ahead of the trainer without end, as --fully-async does.
+FULLY_ASYNC = ("fully_async_rollout.generate_rollout_fully_async", "fully_async_rollout.FullyAsyncRolloutFn")
 _MISMATCH_FLAGS = (
     "give its settings in --custom-config-path, or use --use-tis with --tis-level and --tis-mode, and --use-rs with "
     "--rs-level, its bounds and --rs-veto-threshold"
@@ -120,6 +122,10 @@ _MISMATCH_FLAGS = (
 FLAGS_INSTEAD = {
     ("rollout_function_path", "rollout.sft_rollout.generate_rollout"): (
         "use --loss-type sft_loss, which trains on the conversations of --prompt-data"
+    ),
+    ("custom_generate_function_path", "rollout.generate_hub.agentic_tool_call.generate"): (
+        "use --agent-command, a program that calls the model at an OpenAI-compatible address (docs/agents.md), or "
+        "--environment (docs/environments.md)"
     ),
     ("custom_tis_function_path", "compute_mis_weights_with_cp"): _MISMATCH_FLAGS,
     ("custom_tis_function_path", "compute_mis_weights_fsdp"): _MISMATCH_FLAGS,
@@ -154,7 +160,7 @@ def is_missing(path: str) -> bool:
 def is_fully_async(field: str, path: str) -> bool:
     """Return whether ``path`` names the function elsewhere that ``--fully-async --async-steps 1`` replaces."""
     dotted = path.replace(":", ".")
-    is_theirs = dotted == FULLY_ASYNC or dotted.endswith("." + FULLY_ASYNC)
+    is_theirs = any(dotted == name or dotted.endswith("." + name) for name in FULLY_ASYNC)
     return field == "rollout_function_path" and is_theirs and not _exists(path)
 
 

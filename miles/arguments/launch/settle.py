@@ -53,7 +53,7 @@ def settle(settings: Settings, foreign: Mapping[str, Any], errors: Errors) -> tu
     for step in (settle_values, _settle_reference, settle_idle, settle_server_flags):
         settings, found = step(settings)
         notes += found
-    return settings, notes
+    return _without_other_copy(settings, errors), notes
 
 
 def _settle_paths(settings: Settings, errors: Errors) -> tuple[Settings, list[Note]]:
@@ -94,6 +94,22 @@ def _settle_reference(settings: Settings) -> tuple[Settings, list[Note]]:
         replace(settings, model=replace(settings.model, ref_load=None)),
         [note_on(READ_AS, "ref_load", reference, why)],
     )
+
+
+def _without_other_copy(settings: Settings, errors: Errors) -> Settings:
+    """Refuse a converted copy of another model than ``--hf-checkpoint``: their checkpoints are not read here."""
+    path = settings.model.ref_load
+    if path is None or not Path(path).name.endswith(_CONVERTED) or _holds_checkpoints_of_ours(Path(path)):
+        return settings
+    rule = "by its name a copy that a related launcher has converted, which is not read here"
+    given = settings.model.hf_checkpoint
+    what_to_do = f"give the Hugging Face folder that it was made from, or drop it to compare with {given}"
+    errors.refuse("ref_load", path, rule, what_to_do)
+    return replace(settings, model=replace(settings.model, ref_load=None))
+
+
+def _holds_checkpoints_of_ours(folder: Path) -> bool:
+    return any(folder.glob("manifest.json")) or any(folder.glob("*/manifest.json")) or (folder / "config.json").exists()
 
 
 def _settle_converter(settings: Settings) -> tuple[Settings, list[Note]]:

@@ -136,6 +136,18 @@ SHAPE_FIELDS = {
     "moe_latent_size",
     "softmax_type",
     "window_attn_skip_freq",
+    # of families with recurrent layers, which --train-backend fsdp trains
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
+    "is_hybrid_model",
 }
 
 

@@ -55,12 +55,16 @@ prints all of this, with the layout of the ranks, and needs neither a GPU nor th
 
 ## Backend and engine
 
-Without `--train-backend`, Megatron trains if the command has a flag of Megatron, else FSDP. Without `--rollout-engine`,
+Without `--train-backend`, Megatron trains if the command has a flag of Megatron, else FSDP. FSDP also trains if the
+model is in a local folder and its family is one that only FSDP has (Qwen3-Next, Qwen3.5, Nemotron-H, GLM-4, …): flags
+of Megatron's layout and layers are then noted, and sizes that contradict the model refused. Without `--rollout-engine`,
 SGLang generates if the command has a flag of SGLang, with `--device cuda`, or if the host has a GPU; else the torch
 engine does. `--explain --device cuda` on a laptop shows what a host with GPUs would choose. With `--ray-address` the
 GPUs of the cluster are not looked at: give `--device cuda`.
 
 ## How scripts start a run
+
+`python train_async.py …` is `python train.py … --async-steps 1`; another `--async-steps` in the command wins.
 
 `RAY_ADDRESS` in the environment counts as `--ray-address`, so a run joins the cluster of `ray start --head`, also as a
 job:
@@ -158,7 +162,8 @@ def _functions() -> Iterator[str]:
     yield from ("| flag | function there | here |", "|---|---|---|")
     for (field, path), ours in KNOWN.items():
         yield f"| `{flag_name(field)}` | `{path}` | {f'`{ours}`' if ours else 'what the run does without the flag'} |"
-    yield f"| `--rollout-function-path` | `{FULLY_ASYNC}` | `--fully-async --async-steps 1` |"
+    ahead = ", ".join(f"`{name}`" for name in FULLY_ASYNC)
+    yield f"| `--rollout-function-path` | {ahead} | `--fully-async --async-steps 1` |"
     turns = (
         "`--environment tool_calls:…`, of its `--generate-…` flags ([Environments](environments.md#tools-of-a-list))"
     )

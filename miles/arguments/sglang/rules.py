@@ -17,7 +17,7 @@ from miles.arguments.sglang.server_flags import (
 )
 from miles.arguments.sglang.settings import SglangArguments
 from miles.components import ENGINES, engine_spec, names_with
-from miles.flags import Errors, changed
+from miles.flags import Errors, changed, flag_name
 
 
 def check_engine(settings: Settings, errors: Errors) -> None:
@@ -46,7 +46,7 @@ def _check_no_servers(settings: Settings, errors: Errors) -> None:
 
 def _check_servers(settings: Settings, errors: Errors) -> None:
     sglang, passed_on = settings.sglang, settings.server_flags
-    errors.at_least(sglang, 1, "rollout_num_gpus_per_engine", "sglang_server_concurrency")
+    errors.at_least(sglang, 1, "rollout_num_gpus_per_engine", "num_gpus_per_node", "sglang_server_concurrency")
     errors.above(sglang, 0, "rollout_health_check_interval", "rollout_health_check_timeout", "engine_log_max_mb")
     check_server_flags(passed_on, sglang.rollout_num_gpus_per_engine, errors)
     _check_external(settings.cluster, sglang, passed_on, errors)
@@ -55,6 +55,7 @@ def _check_servers(settings: Settings, errors: Errors) -> None:
     if can_count_engines(errors):
         if not sglang.rollout_external:
             _check_devices(settings.cluster, settings.engine_devices, sglang.rollout_num_gpus_per_engine, errors)
+            _check_nodes(settings.cluster, sglang, errors)
         num_servers = settings.num_engines + len(sglang.external_addresses)
         for written in passed_on.router_as_written if num_servers < 2 else ():
             errors.add(f"{written}: would be ignored with one engine; give --rollout-num-gpus for two, or drop it")
@@ -143,10 +144,24 @@ def _check_devices(cluster: ClusterArguments, devices: int, size: int, errors: E
         rule = f"{given} are {devices}, which cannot be divided into engines of {size} devices"
         multiple = "" if cluster.colocate else f", or --rollout-num-gpus {devices - devices % size + size}"
         errors.refuse("rollout_num_gpus_per_engine", size, rule, f"give a divisor of {devices}{multiple}")
-    elif cluster.colocate and cluster.actor_num_gpus_per_node % size:
-        per_node = cluster.actor_num_gpus_per_node
-        rule = f"an engine lies within a node, and with --colocate a node has --actor-num-gpus-per-node {per_node}"
-        errors.refuse("rollout_num_gpus_per_engine", size, rule, f"give a divisor of {per_node}")
+
+
+def _check_nodes(cluster: ClusterArguments, sglang: SglangArguments, errors: Errors) -> None:
+    """Check that an engine lies within a node, or has all devices of several nodes."""
+    size, per_node = sglang.rollout_num_gpus_per_engine, sglang.per_node(cluster)
+    if not errors.none_about("rollout_num_gpus_per_engine", "num_gpus_per_node"):
+        return
+    flag = "actor_num_gpus_per_node" if cluster.colocate else "num_gpus_per_node"
+    shared = cluster.colocate and per_node % size
+    if size % per_node and (size > per_node or shared):
+        rule = f"an engine lies within a node or has whole nodes, and a node has {flag_name(flag)} {per_node}"
+        what_to_do = f"give a divisor or a multiple of {per_node}"
+        if not cluster.colocate:
+            what_to_do += ", or the size of your nodes as --num-gpus-per-node"
+        errors.refuse("rollout_num_gpus_per_engine", size, rule, what_to_do)
+    elif size > per_node and sglang.update_weight_transfer_mode == "ipc":
+        rule = f"an engine of {size} devices spans nodes of {per_node}, and no memory is shared between nodes"
+        errors.refuse("update_weight_transfer_mode", "ipc", rule, "use --update-weight-transfer-mode broadcast")
 
 
 def check_rollout_workers(settings: Settings, errors: Errors) -> None:

@@ -34,7 +34,7 @@ OWNED_BY_LAUNCHER = {
 TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")
 # Switches of earlier versions, and the flag that has their effect.
 REPLACED = {"--enable-ep-moe": "--ep-size", "--enable-deepep-moe": "--moe-a2a-backend"}
-# An engine here is one tensor-parallel group on one host. Devices of other kinds of parallelism would not be counted,
+# An engine here is one tensor-parallel group. Devices of other kinds of parallelism would not be counted,
 # and new weights would not reach them.
 OTHER_PARALLEL = {
     "--pp-size": "--rollout-num-gpus-per-engine",
@@ -174,10 +174,7 @@ def _parallel_error(flag: str, value: str, attention_only: bool) -> str | None:
         return None
     means = "more engines" if counted == "--rollout-num-gpus" else "more devices per engine"
     written = SERVER + flag.removeprefix("--")
-    return (
-        f"{written} {value}: an engine here is tensor parallel, on one host; for {means} give {counted}, "
-        f"and drop {written}"
-    )
+    return f"{written} {value}: an engine here is tensor parallel; for {means} give {counted}, and drop {written}"
 
 
 def _without_keys_error(flag: str, value: str) -> str | None:

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal, Optional, assert_never
 
+from miles.arguments.cluster import ClusterArguments
 from miles.flags import count, flag
+
+DEVICES_OF_A_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -11,6 +14,12 @@ class SglangArguments:
     """sglang: generation servers. Further `--sglang-NAME` and `--router-NAME` flags go to them as `--NAME`."""
 
     rollout_num_gpus_per_engine: int = flag(1, "devices of one engine: its tensor-parallel size")
+    num_gpus_per_node: Optional[int] = flag(
+        None,
+        "devices of a node, for engines that are larger: they span as many nodes as they need; default: "
+        "--actor-num-gpus-per-node with --colocate, else 8",
+        metavar="N",
+    )
     sglang_server_concurrency: int = flag(512, "maximum requests in flight at one engine; further ones wait here")
     rollout_external: bool = flag(False, "use engines that are running already instead of starting them")
     rollout_external_engine_addrs: Optional[tuple[str, ...]] = flag(
@@ -50,6 +59,10 @@ class SglangArguments:
         100.0, "bound of engines/*.log in --output-dir; a full file becomes *.log.1, in place of the one before"
     )
 
+    def per_node(self, cluster: ClusterArguments) -> int:
+        """Return the devices of a node that engines can have. With ``--colocate`` they are those of the trainer."""
+        return cluster.actor_num_gpus_per_node if cluster.colocate else self.num_gpus_per_node or DEVICES_OF_A_NODE
+
     @property
     def external_addresses(self) -> tuple[str, ...]:
         """The addresses of engines that are running already."""
@@ -67,8 +80,9 @@ class SglangArguments:
                 assert_never(unknown)
 
 
-def explain_servers(sglang: SglangArguments, num_engines: int) -> str:
-    """Describe the SGLang servers in a few words."""
+def explain_servers(sglang: SglangArguments, num_engines: int, nodes: int) -> str:
+    """Describe the SGLang servers in a few words. Each is on ``nodes`` nodes."""
     if sglang.rollout_external:
         return count(len(sglang.external_addresses), "external SGLang engine")
-    return f"{count(num_engines, 'SGLang engine')} of {count(sglang.rollout_num_gpus_per_engine, 'device')}"
+    size = count(sglang.rollout_num_gpus_per_engine, "device")
+    return f"{count(num_engines, 'SGLang engine')} of {size}" + (f" on {nodes} nodes" if nodes > 1 else "")

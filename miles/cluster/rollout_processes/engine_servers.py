@@ -35,9 +35,13 @@ class EngineActor:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self.server = build(host or ray.util.get_node_ip_address())
 
-    def start(self) -> str:
+    def meeting_address(self) -> str:
+        """Return an address of this host; ``ServerProcess.meeting_address``."""
+        return self.server.meeting_address()
+
+    def start(self, meeting: str | None = None) -> str:
         """Start the server; ``ServerProcess.start``."""
-        return self.server.start()
+        return self.server.start(meeting)
 
     def stop(self) -> None:
         """Stop the server; ``ServerProcess.stop``."""
@@ -79,13 +83,23 @@ class ActorServer:
         self._actor: Any = None
         self._serves = False
 
-    async def start(self) -> str:
-        """Start the server, and its actor if there is none; ``Server.start``."""
+    async def meeting_address(self) -> str:
+        """Return an address of the actor's node; ``ServerPart.meeting_address``."""
+        return await self._answer("meeting_address")
+
+    async def start(self, meeting: str | None = None) -> str:
+        """Start the server, and its actor if there is none; ``ServerPart.start``."""
+        url = await self._answer("start", meeting)
+        self._serves = True
+        return url
+
+    async def _answer(self, method: str, *arguments: Any) -> str:
+        """Call a method of the actor, which starts if there is none, and return its result."""
         if self._actor is None:
             self._actor = ray.remote(EngineActor).options(**self._options).remote(self._build, self._host, self._gpus)
         try:
             async with asyncio.timeout(self._start_seconds):
-                url: str = await self._actor.start.remote()
+                text: str = await getattr(self._actor, method).remote(*arguments)
         except RayTaskError as error:
             raise error.cause from None  # the server's own error, without the actor around it
         except RayActorError as death:
@@ -93,8 +107,7 @@ class ActorServer:
         except TimeoutError:
             message = f"{self.name} has not started within {self._start_seconds:g} s: its host hangs"
             raise ServerFailed(message) from None
-        self._serves = True
-        return url
+        return text
 
     async def stop(self) -> None:
         """Stop the server; ``Server.stop``.
@@ -138,11 +151,13 @@ class RayHost:
         self.device = placement.device
         self._placement = placement
 
-    def place_server(self, number: int, build: Callable[[str], ServerProcess], start_seconds: float) -> ActorServer:
+    def place_server(
+        self, number: int, build: Callable[[str], ServerProcess], start_seconds: float, node: int = 0
+    ) -> ActorServer:
         """Place server ``number`` in an actor of its own; ``EngineHost.place_server``."""
         # A Ray session of our own is one host. In a cluster, other hosts must reach the server.
         host = None if self._placement.cluster.ray_address else "127.0.0.1"
-        options, gpus = self._placement.engine_options(number), self._placement.engine_gpus(number)
+        options, gpus = self._placement.engine_options(number, node), self._placement.engine_gpus(number, node)
         return ActorServer(number, build, options, host, start_seconds, gpus)
 
     def broadcast_device(self) -> torch.device:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from transformers import GenerationConfig
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.settings import SglangArguments
 from miles.engine.base import Generation, GenerationRequest, RequestsElsewhere, eos_token_ids
-from miles.engine.host import EngineHost, Server
+from miles.engine.host import EngineHost, Server, ServerPart
 from miles.engine.sglang.client import SglangClient
 from miles.engine.sglang.elsewhere import Entrance
 from miles.engine.sglang.health import Health
@@ -33,6 +34,7 @@ from miles.engine.sglang.requests import Requests
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.server_log import LogFile
 from miles.engine.sglang.servers import Servers
+from miles.engine.sglang.spanning import SpanningServer
 from miles.engine.sglang.weight_updates import WeightUpdates
 from miles.model_families.reading import read_config
 from miles.weight_sync.sender import WeightSender
@@ -214,9 +216,13 @@ async def start(settings: Settings, host: EngineHost) -> SglangEngine:
     keys = keys_of(settings.server_flags, settings.sglang.rollout_external)
     processes: list[Server] = []
     for number in range(settings.num_engines):
-        spec = server_spec(settings, host.device, number, keys)
-        build = partial(SglangServer, spec, LogFile(logs / f"engine_{number}.log", max_mb))
-        processes.append(host.place_server(number, build, START_SECONDS))
+        parts = list[ServerPart]()
+        for node in range(settings.nodes_per_engine):
+            spec = replace(server_spec(settings, host.device, number, keys), node=node)
+            name = f"engine_{number}_node_{node}.log" if node else f"engine_{number}.log"
+            build = partial(SglangServer, spec, LogFile(logs / name, max_mb))
+            parts.append(host.place_server(number, build, START_SECONDS, node))
+        processes.append(SpanningServer(parts) if len(parts) > 1 else parts[0])
     processes += [ExternalServer(address, keys) for address in settings.sglang.external_addresses]
     router = None
     if len(processes) > 1:
@@ -263,6 +269,7 @@ def server_spec(settings: Settings, device: str, number: int, keys: Keys) -> Ser
         is_deterministic=settings.training.deterministic_mode,
         fp32_head=settings.training.fp32_lm_head,
         says_experts=settings.rollout.use_rollout_routing_replay,
+        nodes=settings.nodes_per_engine,
     )
 
 

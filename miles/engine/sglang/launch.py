@@ -19,6 +19,7 @@ from miles.engine.sglang.keys import NO_KEYS, Keys, bearer
 from miles.engine.sglang.leftovers import note_segments, remove_segments
 from miles.engine.sglang.processes import ChildProcess, free_port
 from miles.engine.sglang.server_log import LogFile
+from miles.host.machine import num_cores
 from miles.secret_values import split_secret_words
 from miles.stacks import RUN_FOLDER
 from miles.weight_sync.local_copy import CopySource
@@ -30,6 +31,8 @@ PORT_TAKEN = "address already in use"
 EXTERNAL_SECONDS = 1800  # for a server that somebody else starts
 EXTERNAL_HEALTH_SECONDS = 60.0
 EXTERNAL_POLL_SECONDS = 1.0
+
+CORES = "SGLANG_CPU_OMP_THREADS_BIND"  # the variable that names the cores of each rank
 
 MODULE = "sglang.launch_server"
 MODULE_ON_CPU = "sglang_on_cpu"  # in cpu/, which is on the import path of servers on CPU
@@ -64,6 +67,8 @@ class ServerSpec:
         is_deterministic: Whether the seed of a request decides its answer, whatever else the server computes.
         fp32_head: Whether it computes its logits in fp32.
         says_experts: Whether answers can contain the experts that were chosen.
+        nodes: The nodes that its devices are on.
+        node: Which of them this process is on, from 0. The process on the first one answers.
     """
 
     model_path: str
@@ -77,16 +82,24 @@ class ServerSpec:
     is_deterministic: bool = False
     fp32_head: bool = False
     says_experts: bool = False
+    nodes: int = 1
+    node: int = 0
 
     @property
     def module(self) -> str:
         """What ``python -m`` runs."""
         return MODULE_ON_CPU if self.device == "cpu" else MODULE
 
-    def arguments(self, host: str, port: int) -> list[str]:
-        """Return the words after ``python -m module`` that hold no secrets. The user's flags replace the defaults."""
+    def arguments(self, host: str, port: int, meeting: str | None = None) -> list[str]:
+        """Return the words after ``python -m module`` that hold no secrets. The user's flags replace the defaults.
+
+        ``meeting`` is the address at which the processes of several nodes meet.
+        """
         words = ["--model-path", self.model_path, "--host", host, "--port", str(port)]
         words += ["--skip-tokenizer-init", "--skip-server-warmup", "--weight-version", "0"]
+        if self.nodes > 1:
+            assert meeting is not None, "the processes of several nodes meet at an address"
+            words += ["--nnodes", str(self.nodes), "--node-rank", str(self.node), "--dist-init-addr", meeting]
         defaults = [
             ("--tp-size", str(self.num_devices), ("--tp", "--tensor-parallel-size")),
             ("--dtype", self.dtype, ()),
@@ -113,20 +126,21 @@ class ServerSpec:
         """Return the environment ``given`` with what a server needs in addition.
 
         Its ranks meet at the file ``rendezvous``. Otherwise they would meet at an address, for which torch listens on
-        all interfaces and takes reads and writes from everybody.
+        all interfaces and takes reads and writes from everybody. Ranks on several nodes have no other way.
         """
         # The router asks /health before it takes a server, and a server must answer that while it is paused or busy.
         # Our own checks ask /health_generate whether it generates.
-        common = {
-            **given,
-            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{rendezvous}",
-        }
+        common = {**given, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+        if self.nodes == 1:
+            common["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{rendezvous}"
         if self.device != "cpu":
             return common
         path = os.pathsep.join(filter(None, [str(cpu_support()), given.get("PYTHONPATH")]))
         # One thread per server: with more, and a busy neighbour, OpenMP's waiting threads starve the scheduler.
-        return {"OMP_NUM_THREADS": "1", **common, "PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1"}
+        # Ranks on the cores in turn: without it SGLang starts no more ranks than the host has memory nodes.
+        cores = "|".join(str(rank % num_cores()) for rank in range(self.num_devices))
+        defaults = {"OMP_NUM_THREADS": "1"} | ({CORES: cores} if self.num_devices > 1 else {})
+        return {**defaults, **common, "PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1"}
 
 
 def cpu_support() -> Path:
@@ -147,8 +161,15 @@ class SglangServer:
         self._process: ChildProcess | None = None
         self._meeting: TemporaryDirectory[str] | None = None  # of the ranks; only this user may enter it
 
-    def start(self) -> str:
+    def meeting_address(self) -> str:
+        """Return an address of this host at which the processes of several nodes can meet."""
+        return f"{self._host}:{free_port(self._host)}"
+
+    def start(self, meeting: str | None = None) -> str:
         """Start, wait until the server is ready, and return its URL.
+
+        Args:
+            meeting: The address at which it meets its processes on other nodes, if it has any.
 
         Raises:
             ValueError: If SGLang is not installed.
@@ -162,25 +183,25 @@ class SglangServer:
             )
         for attempt in range(PORT_TRIES):
             try:
-                return self._start_on(free_port(self._host))
+                return self._start_on(free_port(self._host), meeting)
             except ServerFailed as failure:
                 # Another process can take a port between the moment it is found free and the moment it is used.
                 if PORT_TAKEN not in str(failure).lower() or attempt == PORT_TRIES - 1:
                     raise
         raise AssertionError("unreachable")
 
-    def _start_on(self, port: int) -> str:
+    def _start_on(self, port: int, meeting: str | None) -> str:
         url = f"http://{self._host}:{port}"
         self._meeting = TemporaryDirectory(prefix="e", dir=os.environ.get(RUN_FOLDER))  # short: sockets are in it
         folder = Path(self._meeting.name)
         environment = self._spec.environment(os.environ, folder / "store") | {"TMPDIR": str(folder)}
-        arguments = self._spec.arguments(self._host, port)
+        arguments = self._spec.arguments(self._host, port, meeting)
         secret = self._spec.secret_arguments
         process = self._process = ChildProcess(self._spec.module, arguments, environment, self._log, secret)
 
         def serves() -> bool:
             note_segments(process.pid, folder)
-            return is_ready(url)
+            return is_ready(url) if self._spec.node == 0 else answers(url, "/health")
 
         try:
             process.wait_until(serves, START_SECONDS)
@@ -207,8 +228,16 @@ class SglangServer:
 
 def is_ready(url: str) -> bool:
     """Return whether the server at ``url`` has loaded its model and reports that it is ready."""
+    return answers(url, "/ready")
+
+
+def answers(url: str, path: str) -> bool:
+    """Return whether the server at ``url`` answers ``path`` without an error.
+
+    The process of a further node knows /health only, and answers when it has loaded its part of the model.
+    """
     try:
-        return httpx.get(f"{url}/ready", timeout=5.0, trust_env=False, verify=False).status_code == 200
+        return httpx.get(url + path, timeout=5.0, trust_env=False, verify=False).status_code == 200
     except httpx.TransportError:
         return False
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from miles.arguments.cluster import ClusterArguments
 from miles.cluster.device_slots import Slot, check_engines, in_order
 from miles.cluster.rollout_processes.engine_servers import RayHost
 from miles.cluster.session import EngineLayout, ray_session
+from miles.engine.sglang.spanning import SpanningServer
 
 
 def test_ranks_are_ordered_by_node_and_device():
@@ -21,9 +24,16 @@ def test_ranks_are_ordered_by_node_and_device():
 
 def test_an_engine_on_two_nodes_is_refused():
     slots = [Slot(0, "a", "0"), Slot(1, "b", "0"), Slot(2, "b", "1"), Slot(3, "b", "2")]
-    check_engines(slots[2:], 2)
+    check_engines(slots[2:], 2, 2)
     with pytest.raises(ValueError, match="-per-engine 2: .* engine 0 are on 2 nodes, which hold 1 and 3 of"):
-        check_engines(slots, 2)
+        check_engines(slots, 2, 2)
+
+
+def test_an_engine_of_several_nodes_has_whole_ones():
+    slots = [Slot(0, "a", "0"), Slot(1, "a", "1"), Slot(2, "b", "0"), Slot(3, "b", "1")]
+    check_engines(slots, 4, 2)
+    with pytest.raises(ValueError, match="-per-engine 4: with --colocate 2 devices of engine 0 are on 2 nodes"):
+        check_engines([slots[0], slots[2], slots[1], slots[3]], 4, 2)
 
 
 class Reporting:
@@ -32,7 +42,10 @@ class Reporting:
     def __init__(self, host: str) -> None:
         self.host = host
 
-    def start(self) -> str:
+    def meeting_address(self) -> str:
+        return f"{self.host}:29"
+
+    def start(self, meeting: str | None = None) -> str:
         return f"{ray.get_runtime_context().get_node_id()} {os.environ['CUDA_VISIBLE_DEVICES']}"
 
     def stop(self) -> None:
@@ -45,10 +58,16 @@ class Rank:
         return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-async def test_engines_see_the_gpus_of_the_ranks_that_they_share_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of four simulated GPUs, engines of two: each sees those of two consecutive ranks, on one node."""
+class Member(Reporting):
+    """A process of a server on several nodes, which reports where it meets the others too."""
+
+    def start(self, meeting: str | None = None) -> str:
+        return f"{super().start()} {meeting}"
+
+
+@contextmanager
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Start Ray with two nodes of four simulated GPUs, and return its address."""
     from ray.cluster_utils import Cluster
 
     path = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
@@ -56,10 +75,46 @@ async def test_engines_see_the_gpus_of_the_ranks_that_they_share_with(monkeypatc
     node = {"num_cpus": 4, "num_gpus": 4, "object_store_memory": 100 * 1024**2}
     nodes = Cluster(initialize_head=True, head_node_args=node)
     nodes.add_node(**node)
-    given = ClusterArguments(
-        ray_address=nodes.address, device="cuda", actor_num_nodes=2, actor_num_gpus_per_node=4, colocate=True
-    )
     try:
+        yield nodes.address
+    finally:
+        nodes.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("colocate", [True, False])
+async def test_an_engine_spans_nodes(monkeypatch: pytest.MonkeyPatch, colocate: bool) -> None:
+    """An engine of all eight GPUs, shared with a trainer or not, is a process on each of two nodes."""
+    with two_nodes(monkeypatch) as address:
+        given = ClusterArguments(
+            ray_address=address,
+            device="cuda",
+            actor_num_nodes=2,
+            actor_num_gpus_per_node=4,
+            colocate=colocate,
+        )
+        with ray_session(given, EngineLayout(count=1, size=8, beside_trainer=colocate, nodes=2)) as placement:
+            host = RayHost(placement)
+            parts = [host.place_server(0, Member, start_seconds=60, node=node) for node in range(2)]
+            meeting = await parts[0].meeting_address()
+            found = [(await part.start(meeting)).split() for part in parts]
+            assert found[0][0] != found[1][0] and [words[2] for words in found] == [meeting] * 2
+            assert [len(words[1].split(",")) for words in found] == [4] * 2
+            if colocate:
+                for words, slots in zip(found, (placement.slots[:4], placement.slots[4:]), strict=True):
+                    assert words[:2] == [slots[0].node, ",".join(slot.gpu for slot in slots)]
+            assert await SpanningServer(parts).start() == " ".join(found[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_engines_see_the_gpus_of_the_ranks_that_they_share_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of four simulated GPUs, engines of two: each sees those of two consecutive ranks, on one node."""
+    with two_nodes(monkeypatch) as address:
+        given = ClusterArguments(
+            ray_address=address, device="cuda", actor_num_nodes=2, actor_num_gpus_per_node=4, colocate=True
+        )
         with ray_session(given, EngineLayout(count=4, size=2)) as placement:
             ranks = [Rank.options(**placement.trainer_options(rank)).remote() for rank in range(8)]
             found = ray.get([rank.look.remote() for rank in ranks])
@@ -71,5 +126,3 @@ async def test_engines_see_the_gpus_of_the_ranks_that_they_share_with(monkeypatc
                 shared = found[2 * number : 2 * number + 2]
                 assert await server.start() == f"{shared[0][0]} {','.join(gpu for _, gpu in shared)}"
                 await server.stop()
-    finally:
-        nodes.shutdown()

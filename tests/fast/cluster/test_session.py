@@ -159,3 +159,7 @@ def test_colocated_engines_have_the_gpus_of_consecutive_ranks() -> None:
     assert indices == [2, 0, 3, 1]
     assert placement.engine_options(1)["scheduling_strategy"].placement_group_bundle_index == 3
     assert placement.engine_options(1)["num_gpus"] == 0.5
+    spanning = Placement(None, cluster, "cuda", EngineLayout(1, 4, nodes=2), slots)  # type: ignore[arg-type]
+    assert [spanning.engine_gpus(0, node) for node in range(2)] == [("0", "1"), ("5", "7")]
+    bundles = [spanning.engine_options(0, node)["scheduling_strategy"] for node in range(2)]
+    assert [strategy.placement_group_bundle_index for strategy in bundles] == [2, 3]

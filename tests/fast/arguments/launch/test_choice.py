@@ -1,5 +1,7 @@
 """Which backend and which engine a command gets that names none."""
 
+import json
+
 import pytest
 
 from miles.arguments import parser
@@ -37,6 +39,57 @@ def no_gpu(monkeypatch):
 def test_choice(accepted, flags, backend, engine):
     settings = accepted(flags).settings
     assert (settings.training.train_backend, settings.rollout.rollout_engine) == (backend, engine)
+
+
+HYBRID = dict(model_type="qwen3_next", num_hidden_layers=4, hidden_size=32, layer_types=["linear_attention"] * 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "backend"),
+    [
+        (HYBRID, "fsdp"),
+        ({"model_type": "qwen3_5_moe", "text_config": HYBRID | {"model_type": "qwen3_5_moe_text"}}, "fsdp"),
+        (dict(model_type="glm4", num_hidden_layers=4, hidden_size=32), "fsdp"),
+        (dict(model_type="not_compared", num_hidden_layers=4), "megatron"),
+        (dict(model_type="glm4", num_hidden_layers=4, layer_types=["sliding_attention"], sliding_window=8), "megatron"),
+        (dict(model_type="qwen3", num_hidden_layers=4), "megatron"),
+    ],
+)
+def test_a_model_that_only_fsdp_trains_chooses_it(command, tmp_path, config, backend):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = parser.read_command(command(f"--hf-checkpoint {tmp_path} --num-layers 4", without="--hf-checkpoint"))
+    assert read.settings.training.train_backend == backend
+    assert ("has --num-layers, but the Megatron backend has no layers for" in read.choice) == (backend == "fsdp")
+    given = f"--hf-checkpoint {tmp_path} --num-layers 4 --train-backend megatron"
+    read = parser.read_command(command(given, without="--hf-checkpoint"))
+    assert read.settings.training.train_backend == "megatron"
+
+
+# Of scripts for Qwen3-Next and Nemotron-H: what Megatron would need to know of their layers.
+LAYERS = (
+    "--use-gated-attention --attention-output-gate --linear-attention-freq 4 --linear-num-key-heads 16 "
+    "--squared-relu --hybrid-override-pattern MEM* --mamba-num-heads 8 --spec some_models.hybrid get_spec"
+)
+
+
+def test_flags_of_its_layers_are_noted(accepted, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    found = accepted(f"--hf-checkpoint {tmp_path} --num-layers 4 --hidden-size 32 {LAYERS}", without="--hf-checkpoint")
+    noted = {note.written.split()[0] for note in found.accepted}
+    assert noted >= {flag for flag in LAYERS.split() if flag.startswith("--")}
+    assert found.settings.parallel.pads
+
+
+def test_the_block_of_another_model_is_refused(refusals, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    messages = refusals(f"--hf-checkpoint {tmp_path} --num-layers 48 --hidden-size 32", without="--hf-checkpoint")
+    assert messages == ("--num-layers 48: contradicts --hf-checkpoint, whose config gives num_layers 4; drop it",)
+
+
+def test_megatron_refuses_these_layers(refusals):
+    messages = refusals(f"--train-backend megatron {LAYERS}")
+    named = {message.split()[0].rstrip(":") for message in messages}
+    assert named >= {"--use-gated-attention", "--squared-relu", "--hybrid-override-pattern"}
 
 
 def test_a_gpu_of_this_host_chooses_sglang(accepted, monkeypatch):

@@ -32,9 +32,15 @@ def test_their_default_is_our_default(accepted):
     assert settings.rollout.rollout_function_path is None
 
 
-@pytest.mark.parametrize("package", ["", "examples.fully_async."])
-def test_their_endless_generation_is_ours(accepted, package):
-    path = f"{package}fully_async_rollout.generate_rollout_fully_async"
+@pytest.mark.parametrize(
+    "path",
+    [
+        "fully_async_rollout.generate_rollout_fully_async",
+        "examples.fully_async.fully_async_rollout.generate_rollout_fully_async",
+        "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn",
+    ],
+)
+def test_their_endless_generation_is_ours(accepted, path):
     found = accepted(f"--rollout-function-path {path} --rollout-num-gpus 1")
     rollout = found.settings.rollout
     assert (rollout.rollout_function_path, rollout.fully_async, rollout.async_steps) == (None, True, 1)
@@ -56,6 +62,11 @@ def test_their_endless_generation_is_ours(accepted, package):
             "use --use-tis with",
         ),
         ("--dynamic-sampling-filter-path", "miles.rollout.filter_hub.other.keep", "def keep(group"),
+        (
+            "--custom-generate-function-path",
+            "miles.rollout.generate_hub.agentic_tool_call.generate",
+            "use --agent-command, a program that calls the model",
+        ),
     ],
 )
 def test_unknown_function(refusals, flag, path, expected):

@@ -23,6 +23,20 @@ EXTERNAL = SGLANG + "--rollout-external --rollout-external-engine-addrs h:1 "
         (SGLANG + "--torch-engine-max-batch-size 3", "would be ignored with --rollout-engine sglang"),
         (SGLANG + "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "give a divisor of 3"),
         (SGLANG + "--colocate --rollout-num-gpus-per-engine 3", "give a divisor of 2"),
+        (
+            SGLANG + "--colocate --actor-num-nodes 3 --rollout-num-gpus-per-engine 3",
+            "--rollout-num-gpus-per-engine 3: an engine lies within a node or has whole nodes, and a node has "
+            "--actor-num-gpus-per-node 2; give a divisor or a multiple of 2",
+        ),
+        (
+            SGLANG + "--rollout-num-gpus-per-engine 12",
+            "--num-gpus-per-node 8; give a divisor or a multiple of 8, or the",
+        ),
+        (SGLANG + "--num-gpus-per-node 0", "--num-gpus-per-node 0: must be a finite number of at least 1"),
+        (
+            SGLANG + "--rollout-num-gpus-per-engine 4 --num-gpus-per-node 2 --update-weight-transfer-mode ipc",
+            "no memory is shared between nodes; use --update-weight-transfer-mode broadcast",
+        ),
         (SGLANG + "--rollout-external", "needs --rollout-external-engine-addrs"),
         (SGLANG + "--rollout-external-engine-addrs h:1", "without --rollout-external"),
         (SGLANG + "--rollout-external --rollout-external-engine-addrs h:1 host", "is not HOST:PORT"),
@@ -66,6 +80,7 @@ def test_refused_with_one_error(refused, flags, expected):
         ("--rollout-engine sglang --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 --sglang-tp-size 2", 2),
         ("--rollout-engine sglang --rollout-num-gpus-per-engine 2", 1),
         ("--rollout-engine sglang --sglang-pp-size 1 --sglang-dp-size 1", 1),
+        (SGLANG + "--rollout-num-gpus-per-engine 16 --rollout-num-gpus 32", 2),
         (SGLANG + "--sglang-dp-size 2 --sglang-enable-dp-attention --sglang-attn-dp-size 2", 1),
         (SGLANG + "--colocate", 2),
         (SGLANG + "--rollout-external --rollout-external-engine-addrs h:1 h:2", 0),

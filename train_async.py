@@ -1,0 +1,13 @@
+"""Train as ``train.py`` does, and generate an iteration ahead of the trainer, unless ``--async-steps`` says otherwise.
+
+Scripts of related launchers call this file for that: ``python train_async.py --flags…``.
+"""
+
+import sys
+
+from miles.cli import main
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    is_given = any(word.split("=")[0] == "--async-steps" for word in words)
+    sys.exit(main(["train", *([] if is_given else ["--async-steps", "1"]), *words]))
