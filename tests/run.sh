@@ -22,6 +22,9 @@ install_chromium() {
     echo "no chromium: apt-get could not download it within 45 s"
 }
 
+# Tests start some hundred processes, which all import the project. Where an image sets this, each would compile it anew.
+unset PYTHONDONTWRITEBYTECODE
+
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 names=()
