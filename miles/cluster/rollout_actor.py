@@ -35,6 +35,7 @@ from miles.components import engine_spec, import_builder
 from miles.data.stream import NoPromptsLeft
 from miles.engine.concurrency import waiting_tasks
 from miles.engine.host import EngineHost
+from miles.host.machine import GIB, resident_bytes
 from miles.metrics import Metric
 from miles.profiling.process_trace import ProcessTrace
 from miles.profiling.recorder import Recorder, read_clock
@@ -310,7 +311,9 @@ class RolloutActor:
                 shards, samples = await asyncio.to_thread(self._convert, start.iteration, collected.scored.groups)
         except NoPromptsLeft:
             return None, *([] for _ in range(self._settings.dims.replicas))
-        return collected.summary(samples), *shards[:: self._settings.dims.context_parallel_size]
+        summary = collected.summary(samples)
+        summary.metrics["perf/rollout_memory_gib"] = Metric(resident_bytes() / GIB)
+        return summary, *shards[:: self._settings.dims.context_parallel_size]
 
     def _convert(self, iteration: int, groups: list[PromptGroup]) -> tuple[list[list[TrainShard]], StoredSamples]:
         with span("convert and schedule"):

@@ -34,6 +34,7 @@ from miles.cluster.session import Placement
 from miles.cluster.stored_weights import DeltaWeights, Weights, store, store_packed
 from miles.components import import_code, train_backend_spec
 from miles.flags import count
+from miles.host.machine import GIB, resident_bytes
 from miles.metrics import Metric
 from miles.profiling.process_trace import ProcessTrace
 from miles.profiling.recorder import Recorder, read_clock
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from miles.training.trainer import Trainer
 
 
+MEMORY = "perf/trainer_memory_gib"
 LAST_SAVE_SECONDS = 60.0  # for a checkpoint that is being written when the run fails
 
 
@@ -119,9 +121,10 @@ class TrainDriver:
             for rank, actor in enumerate(self.actors)
         ]
         by_rank: list[TrainedIteration] = self._workers.results(calls)
-        return TrainedIteration(
-            by_rank[0].steps, {place: tokens for rank in by_rank for place, tokens in rank.tokens.items()}
-        )
+        steps = by_rank[0].steps
+        fullest = max(rank.steps[-1][MEMORY].value for rank in by_rank)
+        steps[-1][MEMORY] = Metric(fullest)
+        return TrainedIteration(steps, {place: tokens for rank in by_rank for place, tokens in rank.tokens.items()})
 
     def export_weights(self) -> Weights:
         """Return references to the packed chunks of the full weights, or what has changed since the last export."""
@@ -350,7 +353,15 @@ class TrainActor:
     def train(
         self, shards: Sequence[TrainShard], trains_policy: bool, refreshes_reference: bool, iteration: int
     ) -> TrainedIteration:
-        """Take one optimizer step per shard, of policy and critic or of the critic alone; then update the reference."""
+        """Take one optimizer step per shard, of policy and critic or of the critic alone; then update the reference.
+
+        The metrics of the last step have the memory of this rank, in GiB: on a GPU the peak of what torch has allocated
+        there meanwhile, on CPU what the process holds afterwards.
+        """
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         with span("train"):
             steps = self.trainer.train(shards, trains_policy, iteration)
         if refreshes_reference:
@@ -358,6 +369,8 @@ class TrainActor:
             with span("update the reference"):
                 self.backend.refresh_reference()
             steps[-1]["time/ref_update"] = Metric(time.perf_counter() - started)
+        used = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else resident_bytes()
+        steps[-1][MEMORY] = Metric(used / GIB)
         return TrainedIteration(steps, self.trainer.recorder.read())
 
     def export_weights(self) -> list[ray.ObjectRef[Any]] | DeltaOffer:

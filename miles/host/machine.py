@@ -1,10 +1,11 @@
-"""Look at this host without importing torch: GPUs, cores, and the arithmetic of the CPU."""
+"""Look at this host without importing torch: GPUs, cores, the arithmetic of the CPU, and memory."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+GIB = 2**30
 _DEVICE_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # the last is that of a GPU under WSL
 _BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}  # of x86, and of Arm
 # Of versions 2 and 1 of control groups: the files of limit and use, and the entry of memory.stat for old file pages.
@@ -58,7 +59,7 @@ def memory_bytes(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -
 
 def memory_limit(gib: float | None) -> int:
     """Return ``gib`` in bytes; by default half of the memory that this process may use."""
-    return memory_bytes() // 2 if gib is None else int(gib * 2**30)
+    return memory_bytes() // 2 if gib is None else int(gib * GIB)
 
 
 def available_bytes(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int:
@@ -74,6 +75,11 @@ def available_bytes(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup"
                 counts = dict(line.split() for line in (_text_of(folder / "memory.stat") or "").splitlines())
                 left.append(max(0, int(limit) - int(used) + int(counts.get(reclaimed_name, 0))))
     return min(left)
+
+
+def resident_bytes(status: str = "/proc/self/statm") -> int:
+    """Return the memory that this process holds, by the numbers of pages in the file ``status``."""
+    return int(Path(status).read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _available_on_machine() -> int:

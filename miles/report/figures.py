@@ -28,6 +28,10 @@ _LEARNING = (
 )
 _ENGINE = (
     ("perf/tokens_per_second", "Throughput", "tokens per second"),
+    ("perf/engine_busy", "Engine utilization", "share of the time with requests"),
+    ("perf/engine_responses", "Responses in flight", "mean while the engine has requests"),
+    ("perf/trainer_memory_gib", "Memory of the trainer", "GiB, of the fullest rank"),
+    ("perf/rollout_memory_gib", "Memory of the rollout process", "GiB"),
     ("rollout/staleness", "Staleness", "weight versions behind, mean over tokens"),
     ("rollout/staleness_max", "Greatest staleness", "weight versions behind"),
     ("rollout/mixed_version_samples", "Mixed weight versions", "share of samples"),

@@ -27,6 +27,7 @@ from miles.data.stream import TrainingStream
 from miles.data.tokenizer import load_tokenizer
 from miles.engine.base import Engine, HasQueues, ReleasesMemory, SharesServers, start_engine
 from miles.engine.host import EngineHost
+from miles.engine.load import EngineLoad, MeteredEngine
 from miles.engine.sglang.teacher import ServedTeacher
 from miles.host.machine import memory_limit
 from miles.metrics import Metric
@@ -75,14 +76,15 @@ class IterationSummary:
 
 @dataclass(frozen=True)
 class CollectedIteration:
-    """The scored groups of an iteration, and the position in the prompts after they were drawn."""
+    """The scored groups of an iteration, the position in the prompts after they were drawn, and the engine's load."""
 
     scored: ScoredGroups
     prompts_after: dict[str, Any]
+    load: dict[str, Metric]
 
     def summary(self, samples: StoredSamples) -> IterationSummary:
         """Return what the main loop sees of it, with the samples to store."""
-        return IterationSummary(self.scored.metrics, samples, self.prompts_after)
+        return IterationSummary(self.scored.metrics | self.load, samples, self.prompts_after)
 
 
 class RolloutPipeline:
@@ -133,6 +135,7 @@ class RolloutPipeline:
         self._evaluation = evaluation
         self._teacher = teacher
         self._agents = agents
+        self._load = tools.engine.load if tools is not None and isinstance(tools.engine, MeteredEngine) else None
         self._workers = None if tools is None else tools.workers
         self._gate = RolloutGate()
         self._positions: dict[int, dict[str, Any]] = {}  # in the prompts, before each iteration in progress
@@ -149,6 +152,7 @@ class RolloutPipeline:
             self._positions[start.iteration] = self._collector.state()
             began = time.perf_counter()
             scored = await self._collect(start.iteration)
+            load = {} if self._load is None else self._load.metrics()
             prompts_after = self._collector.state()
             if self._rollout.save_debug_rollout_data is not None:
                 path = self._rollout.save_debug_rollout_data
@@ -156,7 +160,7 @@ class RolloutPipeline:
             if self._hooks is not None:  # in a thread, so that the engine continues meanwhile
                 seconds = time.perf_counter() - began
                 scored = await asyncio.to_thread(self._hooks.apply, start.iteration, scored, seconds)
-            yield CollectedIteration(scored, prompts_after)
+            yield CollectedIteration(scored, prompts_after, load)
 
     async def _collect(self, iteration: int) -> ScoredGroups:
         began = time.perf_counter()
@@ -278,7 +282,7 @@ async def build_pipeline(
     try:
         if engine is not None:
             tools = _group_tools(engine, tokenizer, generate, reward_function, reward)
-            tools = replace(tools, workers=await _start_workers(settings, tools, worker_starter))
+            tools = await _with_workers(settings, tools, worker_starter)
         evaluation = own_evaluation(settings, eval_sets, tools) if tools is not None else None
         collector = build_collector(
             supply.stream,
@@ -325,17 +329,17 @@ def _group_tools(
     return GroupTools(engine, tokenizer, generate, function, reward.reward_error_value, reward.drops_errors)
 
 
-async def _start_workers(
+async def _with_workers(
     settings: Settings, tools: GroupTools, worker_starter: Callable[[Any], StartWorker] | None
-) -> GroupWorkers | None:
-    """Start the generation workers, which use the servers of the engine; None if the run has none."""
+) -> GroupTools:
+    """Start the generation workers, which use the servers of the engine; without any, measure the engine's load."""
     number, replaces = settings.rollout.num_rollout_workers, settings.sglang.use_fault_tolerance
     if number == 1:
-        return None
+        return replace(tools, engine=MeteredEngine(tools.engine, EngineLoad()))
     assert isinstance(tools.engine, SharesServers) and worker_starter is not None, "validate() refuses other engines"
     workers = WorkerPool(worker_starter(tools.tokenizer), number, tools.engine, replaces)
     await workers.start()
-    return workers
+    return replace(tools, workers=workers)
 
 
 async def _close(engine: Engine | None, workers: GroupWorkers | None) -> None:

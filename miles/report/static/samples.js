@@ -24,6 +24,12 @@ function meanReward(group) {
   return rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : 0;
 }
 
+/* Which part of its trajectory a sample is, in words; null if it is the whole one. */
+function partOfTrajectory(group, sample) {
+  const parts = sample.trajectory === null ? [] : group.samples.filter(other => other.trajectory === sample.trajectory);
+  return parts.length > 1 ? `trajectory ${sample.trajectory}, part ${parts.indexOf(sample) + 1} of ${parts.length}` : null;
+}
+
 class SampleBrowser {
   constructor(section) {
     this.dialog = new SampleDialog();
@@ -105,12 +111,12 @@ class SampleBrowser {
     return make('section', { class: 'group' },
       make('h3', {}, name, make('small', {}, ` mean reward ${shown(meanReward(group))}${group.label === null ? '' : ` · reference ${group.label}`}`)),
       make('pre', { class: 'prompt', title: group.prompt }, last ? last.text : group.prompt),
-      make('div', { class: 'answers' }, ...group.samples.map(sample => this.card(this.current.step, sample, others))));
+      make('div', { class: 'answers' }, ...group.samples.map(sample => this.card(this.current.step, sample, others, partOfTrajectory(group, sample)))));
   }
 
-  card(step, sample, others) {
+  card(step, sample, others, part = null) {
     const good = sample.reward > 0 ? 'good' : 'bad';
-    const facts = [sample.status, sample.length ? `${sample.length} tokens` : null, sample.advantage !== null ? `advantage ${shown(sample.advantage)}` : null, sample.recorded ? 'ratio and gap' : null];
+    const facts = [part, sample.status, sample.length ? `${sample.length} tokens` : null, sample.advantage !== null ? `advantage ${shown(sample.advantage)}` : null, sample.recorded ? 'ratio and gap' : null];
     return make('button', { class: 'answer', onclick: () => this.dialog.open(step, sample.index, others) },
       make('span', { class: `reward ${good}` }, shown(sample.reward)), make('span', { class: 'text' }, sample.response + (sample.cut ? ' …' : '')),
       sample.reward_parts ? make('small', { class: 'parts' }, rewardParts(sample.reward_parts)) : null,

@@ -13,16 +13,29 @@ const COLOURINGS = {
   version: { label: 'weight version', kind: 'category' },
 };
 
+/* What begins a turn in the chat templates of common families; the group is the role. */
+const TURN_BEGINS = [
+  /<\|im_start\|>(\w+)\n/, // ChatML: Qwen, SmolLM, Nemotron
+  /<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*/, // Llama 3
+  /<start_of_turn>(\w+)\n/, // Gemma
+  /<\|im_(?:system|user|assistant)\|>(\w+)<\|im_middle\|>/, // Kimi
+  /<\|(system|user|assistant|observation)\|>\n?/, // GLM
+  /<\uff5c(User|Assistant)\uff5c>/, // DeepSeek
+  /\[(\/?INST)\]\s?/, // Mistral
+];
+const TURN_ENDS = /(?:<\|im_end\|>|<\|eot_id\|>|<end_of_turn>|<\uff5cend\u2581of\u2581sentence\uff5c>|<\/s>)\s*$/;
+const ROLES = { model: 'assistant', observation: 'tool', User: 'user', Assistant: 'assistant', INST: 'user', '/INST': 'assistant' };
+
 /* Cut a prompt at the markers of a chat template: [{role, text}]. */
 function turns(prompt) {
-  const pattern = /<\|im_start\|>(\w+)\n|<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*/g;
-  const marks = [...prompt.matchAll(pattern)];
+  const begins = TURN_BEGINS.find(pattern => pattern.test(prompt)); // others are text that somebody wrote
+  const marks = begins ? [...prompt.matchAll(new RegExp(begins.source, 'g'))] : [];
   if (!marks.length) return [{ role: 'prompt', text: prompt }];
   const found = marks[0].index > 0 ? [{ role: 'prompt', text: prompt.slice(0, marks[0].index) }] : [];
   marks.forEach((mark, i) => {
     const end = i + 1 < marks.length ? marks[i + 1].index : prompt.length;
-    const text = prompt.slice(mark.index + mark[0].length, end).replace(/<\|im_end\|>\s*$|<\|eot_id\|>\s*$/, '');
-    if (text || i + 1 < marks.length) found.push({ role: mark[1] || mark[2], text });
+    const text = prompt.slice(mark.index + mark[0].length, end).replace(TURN_ENDS, '');
+    if (text || i + 1 < marks.length) found.push({ role: ROLES[mark[1]] || mark[1], text });
   });
   return found;
 }
@@ -39,6 +52,19 @@ function segments(sample) {
     else found.push({ role, begin: i, end: i + 1 });
   });
   return found;
+}
+
+/* The calls of tools in a turn, `name(argument: value)`: those between <tool_call> and </tool_call>. */
+function toolCalls(text) {
+  return [...text.matchAll(/<tool_call>(.*?)<\/tool_call>/gs)].map(([, call]) => {
+    try {
+      const { name, arguments: given } = JSON.parse(call);
+      const values = typeof given === 'string' ? JSON.parse(given) : given;
+      return `${name}(${Object.entries(values ?? {}).map(([key, value]) => `${key}: ${JSON.stringify(value)}`).join(', ')})`;
+    } catch {
+      return 'a tool, but not as JSON';
+    }
+  });
 }
 
 /* Background of a token, as [custom property, strength from 0 to 1]; null: none. */
@@ -94,7 +120,9 @@ function tokenBlocks(sample, colouring, status) {
       const at = event.target.dataset?.token;
       if (at !== undefined) status.textContent = describeToken(sample, Number(at));
     };
-    return make('section', { class: `turn ${role === 'model' ? 'model' : 'outside'}` }, make('h4', {}, role), text);
+    const calls = role === 'model' ? toolCalls(sample.tokens.slice(begin, end).join('')) : [];
+    return make('section', { class: `turn ${role === 'model' ? 'model' : 'outside'}` }, make('h4', {}, role), text,
+      ...calls.map(call => make('p', { class: 'call' }, 'calls ', make('code', {}, call))));
   });
 }
 

@@ -6,6 +6,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.cluster import ClusterArguments
@@ -41,6 +42,7 @@ def actor_of(backend, **checkpoint):
     """An actor without its process group: backend and trainer are set as ``connect`` would."""
     actor = object.__new__(TrainActor)
     actor.rank = 0
+    actor.device = torch.device("cpu")
     actor.settings = Settings(checkpoint=CheckpointArguments(**checkpoint), loss=LOSS, model=ModelArguments())
     actor.backend = backend
     coefficients = Coefficients(LOSS)
@@ -94,3 +96,14 @@ def test_the_reference_follows_after_the_last_step_of_an_iteration(due):
     steps = actor.train([], True, due, 0).steps
     assert actor.backend.refreshed == due
     assert ["time/ref_update" in step for step in steps] == [False, due]
+
+
+def test_the_last_step_has_the_memory_of_the_rank():
+    """256 MiB that are written to are held."""
+    actor = actor_of(Backend())
+    first = actor.train([], True, False, 0).steps
+    held = bytearray(b"1") * 2**28
+    second = actor.train([], True, False, 1).steps
+    assert ["perf/trainer_memory_gib" in step for step in first] == [False, True]
+    grown = second[-1]["perf/trainer_memory_gib"].value - first[-1]["perf/trainer_memory_gib"].value
+    assert len(held) == 2**28 and grown == pytest.approx(0.25, abs=0.05)

@@ -108,7 +108,9 @@ def test_the_page_shows_every_section_of_a_run(tmp_path: Path, open_page: Any, s
     page.locator("#time").scroll_into_view_if_needed()
     page.wait_for_selector("#time canvas")
     assert "forward_backward" in page.locator("#time .readout").inner_text()
-    assert page.locator("#engine figure").count() == 1
+    assert page.locator("#engine figure").count() == 5
+    for title in ("Throughput", "Engine utilization", "Memory of the trainer"):
+        assert page.locator(f"#engine figure[data-title='{title}']").count() == 1
     assert page.locator("#samples .answer").count() == 4
     assert "optimizer" in page.locator("#settings").inner_text()
     page.evaluate("scrollTo(0, 0)")
@@ -262,6 +264,48 @@ def test_tokens_are_coloured_by_what_the_trainer_recorded(tmp_path: Path, open_p
         page.get_by_label("colour tokens by").select_option("credit")
         if url.startswith("http"):
             picture(page, "tokens")
+
+
+PROMPTS = {
+    "ChatML": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\n[INST] U<|im_end|>\n<|im_start|>assistant\n",
+    "Llama 3": "<|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\n[INST] U<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    "Gemma": "<start_of_turn>system\nS<end_of_turn>\n<start_of_turn>user\n[INST] U<end_of_turn>\n"
+    "<start_of_turn>model\n",
+    "Kimi": "<|im_system|>system<|im_middle|>S<|im_end|><|im_user|>user<|im_middle|>[INST] U<|im_end|>"
+    "<|im_assistant|>assistant<|im_middle|>",
+    "GLM": "<|system|>\nS<|user|>\n[INST] U<|assistant|>",
+    "DeepSeek": "S<｜User｜>[INST] U<｜Assistant｜>",
+    "Mistral": "S[INST] U[/INST]",
+}
+
+
+def test_prompts_are_cut_into_turns(tmp_path: Path, open_page: Any, serve: Any) -> None:
+    page = open_page(serve(write_run(tmp_path, steps=2)))
+    for family, prompt in PROMPTS.items():
+        found = [(turn["role"], turn["text"]) for turn in page.evaluate("prompt => turns(prompt)", prompt)]
+        system = "prompt" if family in ("DeepSeek", "Mistral") else "system"
+        assert found == [(system, "S"), ("user", "U" if family == "Mistral" else "[INST] U")], family
+    assert page.evaluate("turns('1 + 1 = ')") == [{"role": "prompt", "text": "1 + 1 = "}]
+
+
+def test_calls_of_tools_and_parts_of_a_trajectory_are_named(tmp_path: Path, open_page: Any, serve: Any) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}</tool_call>'
+    asks = sample(0, 1, tokens=["Let me add. ", call, "<tool_response>3</tool_response>", "<tool_call>oh</tool_call>"])
+    write_header(tmp_path)
+    write_rows(tmp_path, [(1, {"rollout/reward": 0.5})])
+    RunFiles(tmp_path).append_samples(1, [asks, sample(0, 1), sample(0, 2)])
+    page = open_page(serve(tmp_path))
+    cards = page.locator("#samples .answer")
+    page.wait_for_selector("#samples .answer")
+    assert ["trajectory 1, part 1 of 2" in text for text in cards.all_inner_texts()] == [True, False, False]
+    assert ["part" in text for text in cards.all_inner_texts()] == [True, True, False]
+    cards.first.click()
+    page.wait_for_selector("dialog[open] .call")
+    assert page.locator("dialog .call").all_inner_texts() == [
+        'calls add(a: 1, b: [2,"x"])',
+        "calls a tool, but not as JSON",
+    ]
 
 
 def test_curves_are_zoomed_smoothed_hovered_and_filtered(tmp_path: Path, open_page: Any, serve: Any) -> None:

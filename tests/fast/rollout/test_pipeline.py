@@ -121,7 +121,8 @@ async def test_the_summary_has_the_samples_to_store(settings, weights):
     samples = StoredSamples([SampleRecord("p", "r", 1.0, None, "completed")])
     summary = collected.summary(samples)
     assert summary.samples == samples
-    assert (summary.metrics, summary.prompts_after) == (collected.scored.metrics, collected.prompts_after)
+    assert summary.metrics == collected.scored.metrics | collected.load
+    assert summary.prompts_after == collected.prompts_after
 
 
 async def test_a_restored_pipeline_continues_as_if_it_had_never_stopped(settings, weights):
@@ -187,6 +188,15 @@ async def test_evaluation_repeats_and_leaves_training_alone(settings, weights):
     (first, again), after = await evaluate_and_collect(2)
     assert first == again and "eval/held/accuracy" in first
     assert await evaluate_and_collect(0) == ([], after)
+
+
+async def test_an_iteration_says_how_busy_the_engine_was(settings, weights):
+    pipeline = await build(settings())
+    metrics = (await collect(pipeline, weights, 0)).summary([]).metrics
+    assert 0 < metrics["perf/engine_busy"].value <= 1
+    again = await collect(pipeline, weights, 1, 0)
+    samples = sum(len(group.samples) for group in again.scored.groups)
+    assert 1 <= again.summary([]).metrics["perf/engine_responses"].value <= samples
 
 
 async def test_evaluation_waits_for_the_end_of_an_iteration(settings, weights, monkeypatch):
