@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from miles.arguments.rollout import RolloutArguments
 from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams
 from miles.engine.concurrency import gather_or_cancel
+from miles.profiling.process_trace import ProcessTrace
 from miles.profiling.spans import span, waiting
 from miles.rewards.base import RewardFunction
 from miles.rewards.scoring import score
@@ -56,6 +57,14 @@ class GroupWorkers(Protocol):
 
     def release(self) -> None:
         """Continue."""
+        ...
+
+    async def start_profile(self) -> None:
+        """Have every process record what it does."""
+        ...
+
+    async def stop_profile(self) -> list[ProcessTrace]:
+        """Return what the processes have recorded."""
         ...
 
     def loads(self) -> dict[str, int]:
