@@ -61,7 +61,10 @@ def measured_examples() -> list[Path]:
 
 def keep(run: Path, measured: str | None) -> Path:
     """Write the shown metrics of ``run`` and its conditions into the example of the same name; return its folder."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        {name: value for name, value in json.loads(line).items() if value is not None}  # null: nothing to measure
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     columns = [name for name in (ACCURACY, *SHOWN, SECONDS) if any(name in row for row in rows)]
     folder = EXAMPLES / run.name
     with (folder / "metrics.csv").open("w", encoding="utf-8", newline="") as file:
