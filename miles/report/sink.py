@@ -90,17 +90,21 @@ class HealthWatch:
         self._notifier = notifier
         self._known: set[str] = set()
         self._next = 0.0  # by time.monotonic()
+        self._unseen: int | None = None  # the newest step, if the rules have not read it
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Evaluate the rules, if it is time."""
+        self._unseen = step
         if self._is_on and time.monotonic() >= self._next:
             self._look(step)
 
     def close(self) -> None:
-        """Do nothing: the last row was seen or was close to the one before."""
+        """Evaluate the rules on the last rows."""
+        if self._is_on and self._unseen is not None:
+            self._look(self._unseen)
 
     def _look(self, step: int) -> None:
-        began = time.monotonic()
+        began, self._unseen = time.monotonic(), None
         self._metrics.refresh()
         found = unhealthy(verdicts(self._metrics))
         now = time.monotonic()

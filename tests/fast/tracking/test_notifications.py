@@ -1,6 +1,7 @@
 """Notifications to a real server on the loopback address; an address that fails stops nothing and is never shown."""
 
 import json
+import math
 import threading
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -96,6 +97,20 @@ def test_a_verdict_is_sent_when_it_becomes_unhealthy_and_once(server, tmp_path, 
         watch.log(step, row)
     (body,) = server.bodies
     assert body["event"] == "unhealthy" and "Engine-trainer gap: " in body["text"] and "(--use-tis)" in body["text"]
+
+
+def test_what_turns_bad_in_the_last_steps_is_sent_at_the_end(server, tmp_path, monkeypatch):
+    tracking = TrackingArguments(output_dir=str(tmp_path), notify_url=server.url)
+    files, watch = RunFiles(tmp_path), HealthWatch(tracking, Notifier(server.url, "a"))
+    monkeypatch.setattr("miles.report.sink.COSTS", math.inf)  # the rules are read once, in the first step
+    for step in range(1, 61):
+        row = {"train/train_rollout_logprob_abs_diff": 0.01 if step <= 30 else 0.5, "rollout/reward": 0.5}
+        files.append_metrics(step, row)
+        watch.log(step, row)
+    assert server.bodies == []
+    watch.close()
+    (body,) = server.bodies
+    assert "step 60: Engine-trainer gap: " in body["text"]
 
 
 def test_nothing_is_sent_without_the_flag(server):
