@@ -147,16 +147,30 @@ class SampleDialog {
   }
 
   key(event) {
+    if (event.key === ',' || event.key === '.') return this.moveToken(event.key === '.' ? 1 : -1);
     if (!['ArrowLeft', 'ArrowRight'].includes(event.key) || event.target.tagName === 'SELECT') return;
     const at = this.others.indexOf(this.index) + (event.key === 'ArrowLeft' ? -1 : 1);
     if (at >= 0 && at < this.others.length) this.open(this.step, this.others[at], this.others);
   }
 
+  /* Mark the token `by` places further, and say its figures. */
+  moveToken(by) {
+    const count = this.sample.tokens.length;
+    if (!count) return;
+    this.token = this.token === null ? 0 : Math.min(count - 1, Math.max(0, this.token + by));
+    this.dialog.querySelector('.tokens .at')?.classList.remove('at');
+    const token = this.dialog.querySelector(`[data-token="${this.token}"]`);
+    token.classList.add('at');
+    token.scrollIntoView({ block: 'nearest' });
+    this.dialog.querySelector('.status').textContent = describeToken(this.sample, this.token);
+  }
+
   render() {
     const { sample } = this;
+    this.token = null; // marked by the keys
     const can = Object.keys(COLOURINGS).filter(name => (sample.columns[name] || []).some(value => value !== null));
     if (!can.includes(this.colouring)) this.colouring = can[0] || null;
-    const status = make('p', { class: 'status', 'aria-live': 'polite' }, can.length ? 'Point at a token to see its values.' : 'Tokens of this answer are not stored.');
+    const status = make('p', { class: 'status', 'aria-live': 'polite' }, can.length ? 'Point at a token, or press . and , to see its values.' : 'Tokens of this answer are not stored.');
     const response = make('div', { class: 'response' });
     const key = make('small', { class: 'key-words' });
     const draw = () => { key.textContent = this.colouring ? KEYS[COLOURINGS[this.colouring].kind] : ''; response.replaceChildren(...(sample.tokens.length ? tokenBlocks(sample, this.colouring, status)

@@ -213,6 +213,11 @@ def test_tokens_are_coloured_and_the_ledger_adds_up(tmp_path: Path, open_page: A
         "model",
     ]
     picture(page, "sample")
+    page.locator("dialog .close").focus()
+    for key, number in ((".", 0), (".", 1), (",", 0), (",", 0)):
+        page.keyboard.press(key)
+        assert page.locator("dialog .tokens .at").get_attribute("data-token") == str(number)
+        assert page.locator("dialog .status").inner_text().startswith(f"token {number} ")
     ledger = page.locator(".ledger").inner_text()
     assert "mass of the step\t1\t" in ledger and "6 of 6 trajectories" in ledger
     assert "Answer 1 of 3" in page.locator("dialog h2").inner_text()
