@@ -73,18 +73,19 @@ class MetricsFile:
                 complete = chunk.rfind(b"\n") + 1
                 if not complete:  # a line that is still being written
                     break
-                for line in chunk[: complete - 1].split(b"\n"):
-                    self._line += 1
-                    self._add(line)
+                lines = chunk[: complete - 1].split(b"\n")
+                for number, line in enumerate(lines, self._line + 1):
+                    self._add(line, number)
+                self._line += len(lines)  # not before: after a line that cannot be read, all of these are read again
                 self._consumed += complete
                 file.seek(self._consumed)
         return self._consumed != before
 
-    def _add(self, line: bytes) -> None:
-        row = jsonl.parse_line(line.decode("utf-8", "replace"), self._path, self._line)
+    def _add(self, line: bytes, number: int) -> None:
+        row = jsonl.parse_line(line.decode("utf-8", "replace"), self._path, number)
         step = row.pop("step", None)
         if not isinstance(step, int):
-            raise ValueError(f"{self._path}:{self._line}: the row has no step; remove the line or the file")
+            raise ValueError(f"{self._path}:{number}: the row has no step; remove the line or the file")
         index = bisect_left(self._steps, step)
         if index == len(self._steps):
             self._steps.append(step)
