@@ -30,7 +30,7 @@ from miles.cluster.liveness import HEARTBEAT, REPORT, WorkerLost, Workers, with_
 from miles.cluster.rollout_processes.engine_servers import RayHost
 from miles.cluster.rollout_processes.generation_workers import worker_starter
 from miles.cluster.session import Placement
-from miles.cluster.stored_weights import DeltaWeights, StoredWeights, Weights
+from miles.cluster.stored_weights import Weights
 from miles.components import engine_spec, import_builder
 from miles.data.stream import NoPromptsLeft
 from miles.engine.concurrency import waiting_tasks
@@ -329,8 +329,7 @@ class RolloutActor:
     async def update_weights(self, weights: Weights | None, version: int, after: int | None) -> dict[str, Metric]:
         """Give the engine weights of ``version`` when iteration ``after`` is collected (None: at once).
 
-        If ``weights`` is None, the engine keeps those that it has. All weights are a list, so that Ray passes
-        references to the chunks and not the weights.
+        If ``weights`` is None, the engine keeps those that it has.
 
         Returns:
             With ``--update-weight-transfer-mode disk-delta`` the metrics ``weight_sync/…``, else none.
@@ -338,7 +337,7 @@ class RolloutActor:
         if weights is None:
             await self.pipeline.update_weights(None, version, after)
             return {}
-        sent = weights.offered() if isinstance(weights, DeltaWeights) else StoredWeights(weights)
+        sent = weights.opened()
         if not self._settings.sends_deltas:
             await self.pipeline.update_weights(sent, version, after)
             return {}

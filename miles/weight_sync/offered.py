@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, runtime_checkable
 
 from miles.metrics import Metric
 from miles.weight_sync.delta_files import DeltaOffer, DeltaRefused
@@ -11,6 +12,17 @@ from miles.weight_sync.local_copy import LocalCopy
 from miles.weights import WeightChunk
 
 log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class OffersDelta(Protocol):
+    """An optional capability of the weights of an update: offer a delta to those who can follow it."""
+
+    offer: DeltaOffer
+
+    def refuse(self, who: str, why: DeltaRefused) -> None:
+        """Note that ``who`` needs all weights."""
+        ...
 
 
 class OfferedWeights:
@@ -59,7 +71,7 @@ class CopiedWeights:
 
     def _follows(self) -> bool:
         """Return whether the copy has followed an offer."""
-        if not isinstance(self._weights, OfferedWeights):
+        if not isinstance(self._weights, OffersDelta):
             return False
         try:
             self._copy.follow(self._weights.offer)
