@@ -163,8 +163,8 @@ def launch(
     from miles.cluster.folders.run_identity import own_save_folder
     from miles.cluster.folders.uploads import uploading
     from miles.cluster.stop_requests import StopRequests
-    from miles.objective.four_arguments.call import check_whole_loss
     from miles.objective.hooks import check_hooks
+    from miles.objective.launcher_losses.call import check_whole_loss
     from miles.tracking.json_output import as_json_lines
     from miles.tracking.notifications import Notifier
     from miles.tracking.sinks import check_packages
