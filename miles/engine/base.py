@@ -148,7 +148,7 @@ class ReleasesMemory(Protocol):
         ...
 
 
-class RequestsElsewhere(Protocol):
+class RemoteSenders(Protocol):
     """Other processes that send requests to the servers of an engine, all of them together."""
 
     async def show(self, state: Any) -> None:
@@ -189,7 +189,7 @@ class RequestSender(Protocol):
         ...
 
 
-class Entrance(Protocol):
+class SenderConfig(Protocol):
     """What another process needs to send requests. It is pickled."""
 
     requests: int  # at a time, of all processes together
@@ -203,12 +203,12 @@ class Entrance(Protocol):
 class SharesServers(Protocol):
     """An optional capability of an engine: other processes send requests to its servers too."""
 
-    def entrance(self) -> Entrance:
+    def sender_config(self) -> SenderConfig:
         """Return what such a process needs."""
         ...
 
-    async def share(self, elsewhere: RequestsElsewhere) -> None:
-        """Show ``elsewhere`` the servers from now on, and abort its requests with the engine's own."""
+    async def share(self, senders: RemoteSenders) -> None:
+        """Show ``senders`` the servers from now on, and abort their requests with the engine's own."""
         ...
 
     async def check_servers(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from miles.arguments.settings import Settings
 from miles.data.tokenizer import load_tokenizer
-from miles.engine.base import Entrance, Generation, GenerationRequest, RequestSender
+from miles.engine.base import Generation, GenerationRequest, RequestSender, SenderConfig
 from miles.engine.sglang.teacher import IN_FLIGHT, ServedTeacher
 from miles.host.machine import memory_limit
 from miles.profiling.recorder import Recorder
@@ -66,14 +66,14 @@ class WorkerPlan:
     Attributes:
         settings: Those of the run.
         number: Which worker, from 0.
-        entrance: The way to the engine's servers.
+        sender_config: How requests reach the engine's servers.
         tokenizer: That of the run, pickled: to load one by its path takes seconds, as it imports torch. None if it
             refuses; then it is loaded.
     """
 
     settings: Settings
     number: int
-    entrance: Entrance
+    sender_config: SenderConfig
     tokenizer: bytes | None
 
     @property
@@ -144,7 +144,7 @@ class GenerationWorker:
             if loss.teacher_is_served
             else None
         )
-        self._sender = plan.entrance.open(plan.share(plan.entrance.requests), self._check_servers)
+        self._sender = plan.sender_config.open(plan.share(plan.sender_config.requests), self._check_servers)
         engine: Any = OnlyGenerates(self._sender)
         self._interruptible = InterruptibleEngine(engine)
         self._tools = GroupTools(
