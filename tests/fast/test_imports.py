@@ -114,6 +114,8 @@ FORBIDDEN = [
     ("miles.report", "torch", ()),
     ("miles.report", "numpy", ()),
     ("miles.rollout", "miles.training", ()),
+    ("miles.rollout", "miles.engine.sglang", ()),
+    ("miles.rollout", "miles.engine.embedded", ()),
     ("miles.rewards", "miles.training", ()),
     ("miles.training", "miles.rollout", ()),
     ("miles.training", "miles.rewards", ()),
