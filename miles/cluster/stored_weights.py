@@ -67,9 +67,13 @@ class StoredWeights:
         self._packed = packed
         self._bytes = 0  # of the last pass
 
-    def metrics(self) -> dict[str, Metric]:
+    def metrics(self, load_seconds: float) -> dict[str, Metric]:
         """Return what ``OfferedWeights.metrics`` does, of an update that has no delta."""
-        return {"weight_sync/bytes": Metric(self._bytes), "weight_sync/whole": Metric(1.0)}
+        return {
+            "weight_sync/bytes": Metric(self._bytes),
+            "weight_sync/whole": Metric(1.0),
+            "weight_sync/load_seconds": Metric(load_seconds),
+        }
 
     def __iter__(self) -> Iterator[WeightChunk]:
         self._bytes = 0
