@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from miles.tracking.sinks import Sink
     from miles.tracking.tracker import Tracker
 
-    Ending = Callable[[CheckpointArguments, StopRequests, FailureFiles], AbstractContextManager[None]]
+    FailureHandling = Callable[[CheckpointArguments, StopRequests, FailureFiles], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class HandedOver:
-    """What a launcher whose Ray has died hands to the one that takes its place.
+class LauncherState:
+    """What a launcher needs that takes the place of one whose Ray has died.
 
     Attributes:
         validated: What to run: its settings resume what was saved.
@@ -133,28 +133,28 @@ def in_one_process(argv: Sequence[str]) -> None:
     launch(validated, exit_with_message, runner=train_in_one_process)
 
 
-def take_over(handed: HandedOver) -> None:
+def take_over(previous: LauncherState) -> None:
     """Continue a run whose Ray has died, in the process that has led it so far (cluster/restarts.py), and exit."""
     from miles.cluster.failures import exit_with_message
 
-    launch(handed.validated, exit_with_message, is_alone=True, handed=handed)
+    launch(previous.validated, exit_with_message, is_alone=True, previous=previous)
     raise SystemExit(0)
 
 
 def launch(
     validated: Validated,
-    ending: Ending,
+    failure_handling: FailureHandling,
     is_alone: bool = False,
-    handed: HandedOver | None = None,
+    previous: LauncherState | None = None,
     runner: Callable[[Settings, RunContext], None] | None = None,
 ) -> None:
     """Lock the folders of a run, find its first iteration, and run it to its end.
 
     Args:
         validated: What to run.
-        ending: Makes the context that handles whatever ends the run early (``exit_with_message``).
+        failure_handling: Makes the context that handles whatever ends the run early (``exit_with_message``).
         is_alone: Whether this process does nothing else afterwards.
-        handed: The state that a launcher before this one has left, if there was one.
+        previous: The state that a launcher before this one has left, if there was one.
         runner: Trains; by default with Ray (``run``).
     """
     from miles.arguments.flags_view import flags_view
@@ -180,7 +180,7 @@ def launch(
     with (
         as_json_lines(settings.tracking.log_format == "json"),
         hidden_in_output(secrets),
-        ending(given, stop, files),
+        failure_handling(given, stop, files),
         stop.listening(),
     ):
         check_hooks(settings.loss)
@@ -192,10 +192,10 @@ def launch(
             if checkpoint.save is not None:
                 remove_unfinished(checkpoint.local(checkpoint.save))
             settings = replace(settings, checkpoint=checkpoint)
-            context = _context(validated, stop, files, notifier, is_alone, handed)
-            # The second ``ending`` knows where to resume from: --start-over changes it.
+            context = _context(validated, stop, files, notifier, is_alone, previous)
+            # The second ``failure_handling`` knows where to resume from: --start-over changes it.
             with (
-                ending(checkpoint, stop, files),
+                failure_handling(checkpoint, stop, files),
                 notifying(notifier, stop),
                 uploading(settings, lock, point.damaged) as uploads,
             ):
@@ -241,17 +241,17 @@ def _context(
     files: FailureFiles,
     notifier: Notifier,
     is_alone: bool,
-    handed: HandedOver | None,
+    previous: LauncherState | None,
 ) -> RunContext:
     from miles.cluster.restarts import Continuation, Restarts
 
     settings = validated.settings
     environment = dict(os.environ)  # before Ray's variables are in it
-    given = settings.checkpoint if handed is None else handed.given
-    restarts = Restarts(settings.cluster.max_restarts if handed is None else handed.restarts_left)
+    given = settings.checkpoint if previous is None else previous.given
+    restarts = Restarts(settings.cluster.max_restarts if previous is None else previous.restarts_left)
 
     def continuation(resumed: Settings) -> Continuation:
-        again = HandedOver(replace(validated, settings=resumed, notes=(), accepted=()), given, restarts.left)
+        again = LauncherState(replace(validated, settings=resumed, notes=(), accepted=()), given, restarts.left)
         return Continuation(f"{__name__}:take_over", again, environment)
 
     can_be_replaced = is_alone and not settings.cluster.ray_address  # nobody restarts a joined cluster

@@ -24,7 +24,7 @@ def test_a_stop_may_take_as_long_as_the_flag_says(monkeypatch):
 
     monkeypatch.setattr("miles.cluster.stop_requests.StopRequests", requests)
     with pytest.raises(KeyError, match=r"7\.0"):
-        train.launch(SimpleNamespace(settings=Settings(cluster=ClusterArguments(stop_timeout=7.0))), ending=None)
+        train.launch(SimpleNamespace(settings=Settings(cluster=ClusterArguments(stop_timeout=7.0))), failure_handling=None)
 
 
 @pytest.fixture
