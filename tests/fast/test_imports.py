@@ -87,6 +87,7 @@ LAYERS = [
     ("saved_runs", "smoke", "one_process"),
     ("loop",),
     ("generation_loop",),
+    ("launcher",),
     ("translate",),
     ("doctor", "quickstart", "sweep"),
     ("commands",),
