@@ -23,8 +23,8 @@ from miles.arguments.files.run_config import run_config
 from miles.arguments.launch.notes import grouped
 from miles.arguments.parser import Command, judge, read_command
 from miles.arguments.validate import Validated, validate
-from miles.commands import train as command
 from miles.flags import FlagError
+from miles.launcher.run import launch
 from miles.report.health import verdicts
 from miles.report.metrics_file import MetricsFile
 from miles.tracking import jsonl
@@ -120,7 +120,7 @@ def train(settings: sections.Settings, reward: Callable[..., Any] | None = None)
     if settings.rehearsal.rehearse:
         raise ValueError("rehearse=True: miles.train does not rehearse; drop it, or run miles rehearse")
     folder = Path(settings.tracking.output_dir)
-    command.launch(validate(_with_reward(settings, reward, folder)), _raising)
+    launch(validate(_with_reward(settings, reward, folder)), _raising)
     return Run.open(folder)
 
 

@@ -1,4 +1,4 @@
-"""List the training backends and the generation engines: their abilities, and the function that builds each.
+"""List the training backends, the generation engines and the teachers: abilities, and the function that builds each.
 
 To add one, add a row. Validation reads these rows, so they are plain data: ``builder`` is imported by ``build`` only,
 because each backend and engine has libraries of its own.
@@ -95,6 +95,10 @@ ENGINES: Mapping[str, EngineSpec] = {
     ),
 }
 
+# What scores samples for distillation, by the name that --opd-type gives it: a function
+# ``connect(loss, share) -> ServedTeacher``, as ``module:function``. (The trainer's own teacher is a model there.)
+TEACHERS: Mapping[str, str] = {"server": "miles.engine.sglang.teacher:connect"}
+
 Spec = TypeVar("Spec", TrainBackendSpec, EngineSpec)
 
 
@@ -134,6 +138,11 @@ def import_code(spec: TrainBackendSpec, device: Any) -> None:
 def build(spec: TrainBackendSpec | EngineSpec, *arguments: Any) -> Any:
     """Import the builder of a backend or engine, and call it."""
     return pkgutil.resolve_name(spec.builder)(*arguments)
+
+
+def build_teacher(name: str, *arguments: Any) -> Any:
+    """Import what connects to the teacher that ``--opd-type`` names, and call it."""
+    return pkgutil.resolve_name(TEACHERS[name])(*arguments)
 
 
 def build_rehearsal(spec: TrainBackendSpec, *arguments: Any) -> Any:

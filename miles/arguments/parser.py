@@ -27,9 +27,9 @@ from miles.arguments.launch.choice import (
     trained_without_megatron,
 )
 from miles.arguments.launch.mismatch_config import read_mismatch_config
+from miles.arguments.launch.normalize import FOREIGN_FLAGS, normalize_flags
 from miles.arguments.launch.notes import OTHERS, Note, report, strict_errors, surprises
 from miles.arguments.launch.paths import names_functions
-from miles.arguments.launch.settle import FOREIGN_FLAGS, settle
 from miles.arguments.launch.spelling import (
     cut_lists,
     cut_spaced_words,
@@ -442,7 +442,7 @@ def _judge(command: Command) -> Validated:
     errors = Errors()
     for message in command.errors:
         errors.add(message)
-    settings, notes = settle(_with_defaults(command), command.foreign, errors)
+    settings, notes = normalize_flags(_with_defaults(command), command.foreign, errors)
     notes = [*command.notes, *notes]
     if command.names_for_functions and not names_functions(settings):
         shown = one_line(", ".join(command.names_for_functions), LONGEST_VALUE)

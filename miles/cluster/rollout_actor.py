@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from miles.cluster.liveness import HEARTBEAT, REPORT, WorkerLost, Workers, with_
 from miles.cluster.rollout_processes.engine_servers import RayHost
 from miles.cluster.rollout_processes.generation_workers import worker_starter
 from miles.cluster.session import Placement
-from miles.cluster.stored_weights import DeltaWeights, StoredWeights, Weights
+from miles.cluster.stored_weights import Weights
 from miles.components import engine_spec, import_builder
 from miles.data.stream import NoPromptsLeft
 from miles.engine.concurrency import waiting_tasks
@@ -47,8 +46,7 @@ from miles.sample import PromptGroup
 from miles.stacks import answer_requests, own_stacks
 from miles.train_batch import TrainShard
 from miles.training.determinism import be_deterministic
-from miles.weight_sync.local_copy import LocalCopy, copy_folder
-from miles.weight_sync.offered import CopiedWeights
+from miles.weight_sync.offered import copied
 from miles.weights import WeightChunk
 
 T = TypeVar("T")
@@ -313,7 +311,7 @@ class RolloutActor:
             return None, *([] for _ in range(self._settings.dims.replicas))
         summary = collected.summary(samples)
         summary.metrics["perf/rollout_memory_gib"] = Metric(resident_bytes() / GIB)
-        return summary, *shards[:: self._settings.dims.context_parallel_size]
+        return summary, *(shards[rank] for rank in self._settings.dims.first_token_ranks)
 
     def _convert(self, iteration: int, groups: list[PromptGroup]) -> tuple[list[list[TrainShard]], StoredSamples]:
         with span("convert and schedule"):
@@ -329,8 +327,7 @@ class RolloutActor:
     async def update_weights(self, weights: Weights | None, version: int, after: int | None) -> dict[str, Metric]:
         """Give the engine weights of ``version`` when iteration ``after`` is collected (None: at once).
 
-        If ``weights`` is None, the engine keeps those that it has. All weights are a list, so that Ray passes
-        references to the chunks and not the weights.
+        If ``weights`` is None, the engine keeps those that it has.
 
         Returns:
             With ``--update-weight-transfer-mode disk-delta`` the metrics ``weight_sync/…``, else none.
@@ -338,16 +335,13 @@ class RolloutActor:
         if weights is None:
             await self.pipeline.update_weights(None, version, after)
             return {}
-        sent = weights.offered() if isinstance(weights, DeltaWeights) else StoredWeights(weights)
-        if not self._settings.sends_deltas:
-            await self.pipeline.update_weights(sent, version, after)
-            return {}
+        sent, settings = weights.opened(), self._settings
+        has_servers = engine_spec(settings.rollout.rollout_engine).has_servers  # whose hosts have copies
         chunks: Iterable[WeightChunk] = sent
-        if not engine_spec(self._settings.rollout.rollout_engine).has_servers:  # whose hosts have copies
-            place = copy_folder(self._settings.sglang.update_weight_copy_dir, str(self._settings.weights_folder))
-            chunks = CopiedWeights(LocalCopy(place), sent, uuid.uuid4().hex)
+        if settings.sends_deltas and not has_servers:
+            chunks = copied(sent, settings.sglang.update_weight_copy_dir, settings.weights_folder)
         seconds = await self.pipeline.update_weights(chunks, version, after)
-        return sent.metrics() | {"weight_sync/load_seconds": Metric(seconds)}
+        return sent.metrics(seconds) if settings.sends_deltas else {}
 
     async def release_memory(self) -> None:
         """Have the engines release their GPU memory until new weights arrive."""

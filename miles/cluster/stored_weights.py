@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import ray
 
@@ -19,24 +19,32 @@ from miles.weights import PackedChunk, WeightChunk, pack, unpack
 
 
 @dataclass(frozen=True)
-class DeltaWeights:
-    """Weights as a delta, and the trainer's rank 0, an actor that has all of them until the export after the next."""
+class Weights:
+    """The weights of an update, as they are passed between processes.
 
-    offer: DeltaOffer
-    trainer: Any
+    Attributes:
+        packed: References to the chunks of all weights; none if there is a delta. Ray passes on the references in a
+            list, and not what they refer to.
+        offer: The delta; None without one.
+        trainer: The trainer's rank 0, an actor that has all weights of a delta until the export after the next.
+    """
 
-    def offered(self) -> OfferedWeights:
+    packed: list[ray.ObjectRef[Any]]
+    offer: DeltaOffer | None = None
+    trainer: Any = None
+
+    def opened(self) -> StoredWeights | OfferedWeights:
         """Return what an engine takes."""
+        if self.offer is None:
+            return StoredWeights(self.packed)
+        result = self.offer.result
 
         def fetch() -> StoredWeights:
             # Not ``ray.get``, for the reason below.
-            packed: list[ray.ObjectRef[Any]] = self.trainer.whole_weights.remote(self.offer.result).future().result()
+            packed: list[ray.ObjectRef[Any]] = self.trainer.whole_weights.remote(result).future().result()
             return StoredWeights(packed)
 
         return OfferedWeights(self.offer, fetch)
-
-
-Weights: TypeAlias = "list[ray.ObjectRef[Any]] | DeltaWeights"
 
 
 def store(chunks: Iterable[WeightChunk]) -> list[ray.ObjectRef[Any]]:
@@ -59,9 +67,13 @@ class StoredWeights:
         self._packed = packed
         self._bytes = 0  # of the last pass
 
-    def metrics(self) -> dict[str, Metric]:
+    def metrics(self, load_seconds: float) -> dict[str, Metric]:
         """Return what ``OfferedWeights.metrics`` does, of an update that has no delta."""
-        return {"weight_sync/bytes": Metric(self._bytes), "weight_sync/whole": Metric(1.0)}
+        return {
+            "weight_sync/bytes": Metric(self._bytes),
+            "weight_sync/whole": Metric(1.0),
+            "weight_sync/load_seconds": Metric(load_seconds),
+        }
 
     def __iter__(self) -> Iterator[WeightChunk]:
         self._bytes = 0

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from miles.cluster.folders.best_checkpoint import BestCheckpoint, remove_superse
 from miles.cluster.folders.disk_faults import SaveFailed, disk_fault
 from miles.cluster.liveness import HEARTBEAT, REPORT, SAVING, WEIGHTS, Workers, with_heartbeat
 from miles.cluster.session import Placement
-from miles.cluster.stored_weights import DeltaWeights, Weights, store, store_packed
+from miles.cluster.stored_weights import Weights, store, store_packed
 from miles.components import import_code, train_backend_spec
 from miles.flags import count
 from miles.host.machine import GIB, resident_bytes
@@ -46,7 +46,6 @@ from miles.train_batch import TokenColumns, TrainShard
 from miles.training import checkpoint_folder
 from miles.training.checkpoint_manifest import FileRecord, hash_files_of_rank
 from miles.training.determinism import be_deterministic
-from miles.weight_sync.delta_files import DeltaOffer
 from miles.weight_sync.delta_writer import DeltaWriter
 
 if TYPE_CHECKING:
@@ -128,8 +127,8 @@ class TrainDriver:
 
     def export_weights(self) -> Weights:
         """Return references to the packed chunks of the full weights, or what has changed since the last export."""
-        exported: list[ray.ObjectRef[Any]] | DeltaOffer = self._on_all("export_weights")[0]
-        return DeltaWeights(exported, self.actors[0]) if isinstance(exported, DeltaOffer) else exported
+        exported: Weights = self._on_all("export_weights")[0]
+        return replace(exported, trainer=self.actors[0])
 
     def offload(self) -> None:
         """Move weights and optimizer to host memory, and free the GPUs' memory."""
@@ -373,7 +372,7 @@ class TrainActor:
         steps[-1][MEMORY] = Metric(used / GIB)
         return TrainedIteration(steps, self.trainer.recorder.read())
 
-    def export_weights(self) -> list[ray.ObjectRef[Any]] | DeltaOffer:
+    def export_weights(self) -> Weights:
         """Gather the weights on all ranks; rank 0 returns references to packed chunks in the object store.
 
         With ``--update-weight-transfer-mode disk-delta`` it writes what has changed, and returns that, if it can.
@@ -382,12 +381,12 @@ class TrainActor:
             chunks = self.backend.export_weights()
             if self.rank == 0 and self.deltas is not None:
                 offer = self.deltas.update(chunks)
-                return store_packed(self.deltas.newest()) if offer is None else offer
+                return Weights(store_packed(self.deltas.newest()) if offer is None else [], offer)
             if self.rank == 0:
-                return store(chunks)
+                return Weights(store(chunks))
             for _ in chunks:  # take part in the gathering
                 continue
-        return []
+        return Weights([])
 
     @ray.method(concurrency_group=WEIGHTS)
     def whole_weights(self, identity: str) -> list[ray.ObjectRef[Any]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from miles.components import build, engine_spec
+from miles.components import build, build_teacher, engine_spec
 from miles.weights import WeightChunk
 
 if TYPE_CHECKING:
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
     from miles.arguments.settings import Settings
     from miles.engine.host import EngineHost
+    from miles.objective.settings import LossArguments
     from miles.replay.token_sets import TokenSets
+    from miles.sample import Sample
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -148,7 +150,7 @@ class ReleasesMemory(Protocol):
         ...
 
 
-class RequestsElsewhere(Protocol):
+class RemoteSenders(Protocol):
     """Other processes that send requests to the servers of an engine, all of them together."""
 
     async def show(self, state: Any) -> None:
@@ -189,7 +191,7 @@ class RequestSender(Protocol):
         ...
 
 
-class Entrance(Protocol):
+class SenderConfig(Protocol):
     """What another process needs to send requests. It is pickled."""
 
     requests: int  # at a time, of all processes together
@@ -203,12 +205,12 @@ class Entrance(Protocol):
 class SharesServers(Protocol):
     """An optional capability of an engine: other processes send requests to its servers too."""
 
-    def entrance(self) -> Entrance:
+    def sender_config(self) -> SenderConfig:
         """Return what such a process needs."""
         ...
 
-    async def share(self, elsewhere: RequestsElsewhere) -> None:
-        """Show ``elsewhere`` the servers from now on, and abort its requests with the engine's own."""
+    async def share(self, senders: RemoteSenders) -> None:
+        """Show ``senders`` the servers from now on, and abort their requests with the engine's own."""
         ...
 
     async def check_servers(self) -> None:
@@ -223,6 +225,35 @@ class HasQueues(Protocol):
     def queue_lengths(self) -> dict[str, int]:
         """Return a number for each queue. May be called from another thread."""
         ...
+
+
+class ServedTeacher(Protocol):
+    """Servers that score samples for distillation (``--opd-type server``)."""
+
+    async def score(self, samples: Sequence[Sample]) -> None:
+        """Give every sample the ``teacher_log_probs`` of its response.
+
+        Raises:
+            ValueError: A prompt names no teacher, or a server refuses the request or has another vocabulary.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close the connections. No call may follow."""
+        ...
+
+
+def connect_teacher(loss: LossArguments, share: Callable[[int], int] = lambda total: total) -> ServedTeacher | None:
+    """Return the servers that score samples; None if the run has none.
+
+    Args:
+        loss: Names the servers.
+        share: Returns how many of the requests that a run may have in flight are this process's.
+    """
+    if not loss.teacher_is_served:
+        return None
+    teacher: ServedTeacher = build_teacher("server", loss, share)
+    return teacher
 
 
 async def start_engine(settings: Settings, host: EngineHost) -> Engine:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from miles.flags import flag_name
 from miles.import_path import load_function
-from miles.objective.four_arguments.modules import offer_related_modules
+from miles.objective.launcher_losses.modules import offer_related_modules
 
 if TYPE_CHECKING:
     import numpy as np
@@ -137,7 +137,7 @@ class ReducerHook(Hook):
 
 
 class WholeLossHook(Hook):
-    """The hook of a whole loss, which has two forms: ours, and that of related launchers (four_arguments/)."""
+    """The hook of a whole loss, which has two forms: ours, and that of related launchers (launcher_losses/)."""
 
     def num_arguments(self, function: Callable[..., Any], path: str) -> int:
         """Return 1 or 4: with how many positional arguments the function can be called."""

@@ -97,6 +97,11 @@ class ParallelDims:
         return token_rank // self.context_parallel_size
 
     @property
+    def first_token_ranks(self) -> range:
+        """The first token rank of each of the ``replicas``."""
+        return range(0, self.token_ranks, self.context_parallel_size)
+
+    @property
     def token_groups(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that hold the same weights and different tokens, in the order of their token ranks.
 

@@ -25,13 +25,19 @@ from miles.arguments.settings import Settings
 from miles.data.conversations import Conversation
 from miles.data.stream import TrainingStream
 from miles.data.tokenizer import load_tokenizer
-from miles.engine.base import Engine, HasQueues, ReleasesMemory, SharesServers, start_engine
+from miles.engine.base import (
+    Engine,
+    HasQueues,
+    ReleasesMemory,
+    ServedTeacher,
+    SharesServers,
+    connect_teacher,
+    start_engine,
+)
 from miles.engine.host import EngineHost
 from miles.engine.load import EngineLoad, MeteredEngine
-from miles.engine.sglang.teacher import ServedTeacher
 from miles.host.machine import memory_limit
 from miles.metrics import Metric
-from miles.objective.settings import LossArguments
 from miles.profiling.process_trace import ProcessTrace
 from miles.profiling.spans import waiting
 from miles.rewards.base import RewardFunction
@@ -278,7 +284,7 @@ async def build_pipeline(
     generate, hooks = agents or get_group_generator(rollout), IterationHooks(settings, supply.stream)
     num_iterations = iterations_of(rollout, supply.num_prompts)
     engine = await start_engine(settings, host) if settings.generates else None
-    teacher, tools = _teacher(settings.loss), None
+    teacher, tools = connect_teacher(settings.loss), None
     try:
         if engine is not None:
             tools = _group_tools(engine, tokenizer, generate, reward_function, reward)
@@ -347,10 +353,6 @@ async def _close(engine: Engine | None, workers: GroupWorkers | None) -> None:
         await workers.close()
     if engine is not None:
         await engine.close()
-
-
-def _teacher(loss: LossArguments) -> ServedTeacher | None:
-    return ServedTeacher(loss.teachers, loss.opd_teacher_key) if loss.teacher_is_served else None
 
 
 def build_collector(

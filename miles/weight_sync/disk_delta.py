@@ -22,13 +22,13 @@ from pathlib import Path
 from miles.weight_sync.delta_files import DeltaRefused
 from miles.weight_sync.disk import DiskTransport
 from miles.weight_sync.local_copy import CopySource
-from miles.weight_sync.offered import OfferedWeights
+from miles.weight_sync.offered import OffersDelta
 from miles.weight_sync.transport import Delivery, WeightReceiver
 from miles.weights import WeightChunk
 
 
 class DiskDeltaTransport:
-    """Have the hosts follow the delta of ``OfferedWeights``; write all weights for those that do not."""
+    """Have the hosts follow the delta of weights that offer one; write all weights for those that do not."""
 
     def __init__(self, root: Path, copies: str | None) -> None:
         """Use the shared folder ``root``, and the folder ``copies`` of each host (None: that of temporary files)."""
@@ -39,18 +39,8 @@ class DiskDeltaTransport:
     async def send(self, delivery: Delivery, chunks: Iterable[WeightChunk], version: int) -> None:
         """Send the delta if there is one, then all weights to the receivers that lack them."""
         updated: set[str] = set()  # by URL
-
-        async def follow(receiver: WeightReceiver) -> None:
-            assert isinstance(chunks, OfferedWeights)
-            source = CopySource(chunks.offer.result, None, chunks.offer, self._copies, str(self._root))
-            try:
-                await receiver.load_copy(source, version)
-                updated.add(receiver.url)
-            except DeltaRefused as refusal:
-                chunks.refuse(f"the engine at {receiver.url}", refusal)
-
-        if isinstance(chunks, OfferedWeights):
-            await delivery.each(follow)
+        if isinstance(chunks, OffersDelta):
+            updated = await self._offer(delivery, chunks, version)
         if all(receiver.url in updated for receiver in delivery.alive):
             return
         folder = await self._files.write(chunks, version)
@@ -62,6 +52,21 @@ class DiskDeltaTransport:
 
         await delivery.each(adopt)
         shutil.rmtree(folder)
+
+    async def _offer(self, delivery: Delivery, weights: OffersDelta, version: int) -> set[str]:
+        """Offer the delta to all receivers; return the URLs of those that have followed it."""
+        source = CopySource(weights.offer.result, None, weights.offer, self._copies, str(self._root))
+        followed: set[str] = set()
+
+        async def follow(receiver: WeightReceiver) -> None:
+            try:
+                await receiver.load_copy(source, version)
+                followed.add(receiver.url)
+            except DeltaRefused as refusal:
+                weights.refuse(f"the engine at {receiver.url}", refusal)
+
+        await delivery.each(follow)
+        return followed
 
     def forget_all_but(self, urls: Collection[str]) -> None:
         """Keep nothing: copies belong to hosts, and say themselves what they hold."""

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from miles.metrics import Metric
 from miles.weight_sync.delta_files import DeltaOffer, DeltaRefused
-from miles.weight_sync.local_copy import LocalCopy
+from miles.weight_sync.local_copy import LocalCopy, copy_folder
 from miles.weights import WeightChunk
 
 log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class OffersDelta(Protocol):
+    """An optional capability of the weights of an update: offer a delta to those who can follow it."""
+
+    offer: DeltaOffer
+
+    def refuse(self, who: str, why: DeltaRefused) -> None:
+        """Note that ``who`` needs all weights."""
+        ...
 
 
 class OfferedWeights:
@@ -26,14 +40,15 @@ class OfferedWeights:
         self.refusals += 1
         log.warning("%s gets all weights, because it cannot follow the delta: %s", who, why)
 
-    def metrics(self) -> dict[str, Metric]:
-        """Return the bytes that were sent, how much has changed, and whether somebody has taken all weights."""
+    def metrics(self, load_seconds: float) -> dict[str, Metric]:
+        """Return the bytes sent, how much has changed, whether somebody has taken all weights, and the seconds."""
         offer, whole = self.offer, self.refusals > 0
         return {
             "weight_sync/bytes": Metric(offer.bytes + whole * offer.whole_bytes),
             "weight_sync/changed_fraction": Metric(offer.changed, offer.elements),
             "weight_sync/encode_seconds": Metric(offer.seconds),
             "weight_sync/whole": Metric(float(whole)),
+            "weight_sync/load_seconds": Metric(load_seconds),
         }
 
     def __iter__(self) -> Iterator[WeightChunk]:
@@ -59,7 +74,7 @@ class CopiedWeights:
 
     def _follows(self) -> bool:
         """Return whether the copy has followed an offer."""
-        if not isinstance(self._weights, OfferedWeights):
+        if not isinstance(self._weights, OffersDelta):
             return False
         try:
             self._copy.follow(self._weights.offer)
@@ -67,3 +82,8 @@ class CopiedWeights:
             self._weights.refuse("the engine", refusal)
             return False
         return True
+
+
+def copied(weights: Iterable[WeightChunk], copies: str | None, shared: Path) -> CopiedWeights:
+    """Return ``weights`` by way of this host's copy of those in ``shared``; ``copies`` is as in ``copy_folder``."""
+    return CopiedWeights(LocalCopy(copy_folder(copies, str(shared))), weights, uuid.uuid4().hex)

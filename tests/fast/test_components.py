@@ -15,7 +15,7 @@ import miles
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.settings import Settings
 from miles.arguments.training import TrainingArguments
-from miles.components import ENGINES, TRAIN_BACKENDS, names_with
+from miles.components import ENGINES, TEACHERS, TRAIN_BACKENDS, names_with
 from miles.engine.base import ReleasesMemory, start_engine
 from miles.engine.embedded.torch_engine import TorchEngine
 from miles.engine.sglang.engine import SglangEngine
@@ -28,6 +28,11 @@ PACKAGE = Path(miles.__file__).parent
 def test_every_row_names_a_builder_that_exists(name: str) -> None:
     spec = {**TRAIN_BACKENDS, **ENGINES}[name]
     assert callable(pkgutil.resolve_name(spec.builder))
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_every_teacher_names_a_function_that_exists(name: str) -> None:
+    assert callable(pkgutil.resolve_name(TEACHERS[name]))
 
 
 def test_an_unknown_backend_is_refused() -> None:

@@ -31,7 +31,7 @@ class Verdict:
     note: Note | None = None
 
 
-def settle_megatron(settings: Settings, errors: Errors) -> tuple[Settings, list[Note]]:
+def normalize_megatron(settings: Settings, errors: Errors) -> tuple[Settings, list[Note]]:
     """Drop the fields that change nothing; drop all of them if the backend does not read them."""
     if not settings.megatron_overrides:
         return settings, []

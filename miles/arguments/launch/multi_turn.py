@@ -31,7 +31,7 @@ MULTI_TURN_FLAGS: list[Foreign] = refused(
 )
 
 
-def settle_multi_turn(
+def normalize_multi_turn(
     settings: Settings, foreign: Mapping[str, Any], errors: Errors
 ) -> tuple[Settings, dict[str, Any], list[Note]]:
     """Replace the function by ``--environment tool_calls``, if the command names it.

@@ -292,7 +292,7 @@ IDLE = (
 )
 
 
-def settle_idle(settings: Settings) -> tuple[Settings, list[Note]]:
+def normalize_idle(settings: Settings) -> tuple[Settings, list[Note]]:
     """Set every field that changes nothing to its default; return the settings, and a note for each."""
     notes = list[Note]()
     for rule in IDLE:
@@ -306,7 +306,7 @@ def settle_idle(settings: Settings) -> tuple[Settings, list[Note]]:
     return settings, notes
 
 
-def settle_values(settings: Settings) -> tuple[Settings, list[Note]]:
+def normalize_values(settings: Settings) -> tuple[Settings, list[Note]]:
     """Read values that are written in another form: a set without a name, an environment of numbers."""
     notes = list[Note]()
     sets = settings.evaluation.eval_prompt_data

@@ -52,9 +52,9 @@ OF_ADAPTERS = {
 }
 
 
-def settle_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
+def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
     """Rename flags and drop those that the launcher sets; drop all of them if no SGLang server generates."""
-    flags, notes = _settle_adapters(settings.server_flags)
+    flags, notes = _normalize_adapters(settings.server_flags)
     if not has_servers(settings):
         kept = [group for group in group_words(flags.server) if group[0] in CHANGES_RESULTS]
         dropped = [group for group in group_words(flags.server) if group not in kept]
@@ -66,17 +66,17 @@ def settle_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
         return replace(settings, server_flags=ServerFlags(_words(kept))), notes
     server = list[Group]()
     for group in group_words(flags.server):
-        settled, note = _settle(group, settings.sglang.rollout_num_gpus_per_engine, known_server_flags)
+        normalized, note = _normalize(group, settings.sglang.rollout_num_gpus_per_engine, known_server_flags)
         instead = REPLACED.get(group[0])
         if instead is not None and has_flag(flags.server, instead) and group[0] not in known_server_flags():
-            settled, note = None, _note(NO_EFFECT, group, f"--sglang-{instead[2:]} says it")
-        server += [settled] if settled is not None else []
+            normalized, note = None, _note(NO_EFFECT, group, f"--sglang-{instead[2:]} says it")
+        server += [normalized] if normalized is not None else []
         notes += [note] if note is not None else []
-    router, router_notes = _settle_router(group_words(flags.router), settings)
+    router, router_notes = _normalize_router(group_words(flags.router), settings)
     return replace(settings, server_flags=ServerFlags(_words(server), _words(router))), [*notes, *router_notes]
 
 
-def _settle_adapters(flags: ServerFlags) -> tuple[ServerFlags, list[Note]]:
+def _normalize_adapters(flags: ServerFlags) -> tuple[ServerFlags, list[Note]]:
     """Drop the flags of adapters, unless the servers are given adapters of their own."""
     groups = group_words(flags.server)
     if any(flag == "--lora-paths" for flag, _ in groups):
@@ -87,7 +87,7 @@ def _settle_adapters(flags: ServerFlags) -> tuple[ServerFlags, list[Note]]:
     return replace(flags, server=_words(kept)), [_note(SAME, group, why) for group in idle]
 
 
-def _settle_router(groups: list[Group], settings: Settings) -> tuple[list[Group], list[Note]]:
+def _normalize_router(groups: list[Group], settings: Settings) -> tuple[list[Group], list[Note]]:
     """Drop the flags of a router that is not started. Unknown flags stay, and are refused later."""
     cluster, size = settings.cluster, settings.sglang.rollout_num_gpus_per_engine
     devices = cluster.world_size if cluster.colocate else cluster.rollout_num_gpus or size
@@ -99,7 +99,7 @@ def _settle_router(groups: list[Group], settings: Settings) -> tuple[list[Group]
     return unknown, [Note(NO_EFFECT, _written(group, ROUTER), "one engine needs no router") for group in idle]
 
 
-def _settle(
+def _normalize(
     group: Group, engine_size: int, known_flags: Callable[[], Collection[str]]
 ) -> tuple[Group | None, Note | None]:
     flag, values = group

@@ -11,9 +11,9 @@ from miles.arguments.launch.megatron_flags import FREE_FIELDS
 from miles.arguments.launch.mismatch_config import FUNCTIONS as MISMATCH_FUNCTIONS
 from miles.arguments.launch.multi_turn import TAIL as MULTI_TURN
 from miles.arguments.launch.no_effect import IDLE
+from miles.arguments.launch.normalize import FOREIGN_FLAGS
 from miles.arguments.launch.paths import FLAGS_INSTEAD, FULLY_ASYNC, KNOWN, signatures
 from miles.arguments.launch.server import CHANGES_RESULTS, RENAMED
-from miles.arguments.launch.settle import FOREIGN_FLAGS
 from miles.arguments.launch.spelling import OTHER_VALUES
 from miles.arguments.megatron.fields import MODEL_FLAGS, MegatronField, megatron_fields
 from miles.arguments.megatron.overrides import FIXED, NEUTRAL_VALUES, SHAPE_FIELDS, TRIED, refusal_of

@@ -20,7 +20,7 @@ from miles.rollout.workers.pool import WorkerLost
 from miles.stacks import answer_requests, own_stacks
 
 if TYPE_CHECKING:
-    from miles.engine.base import Entrance
+    from miles.engine.base import SenderConfig
     from miles.rollout.workers.worker import GenerationWorker, WorkerPlan
 
 NEW_OBJECTS = 20_000  # between two collections of garbage; Python's 700 cost a third of a worker's time
@@ -153,14 +153,16 @@ def _note_end(call: asyncio.Future[Any]) -> None:
         call.exception()
 
 
-def worker_starter(settings: Settings, placement: Placement, tokenizer: Any) -> Callable[[int, Entrance], RayWorker]:
+def worker_starter(
+    settings: Settings, placement: Placement, tokenizer: Any
+) -> Callable[[int, SenderConfig], RayWorker]:
     """Return the function that starts a worker; ``miles.rollout.workers.pool.StartWorker``."""
     from miles.rollout.workers.worker import WorkerPlan, pickled  # not at the top: the launcher imports this module
 
     sent = pickled(tokenizer)
 
-    def start(number: int, entrance: Entrance) -> RayWorker:
-        plan = WorkerPlan(settings, number, entrance, sent)
+    def start(number: int, sender_config: SenderConfig) -> RayWorker:
+        plan = WorkerPlan(settings, number, sender_config, sent)
         return RayWorker(plan, placement.generation_worker_options(), settings.cluster.worker_timeout)
 
     return start

@@ -6,8 +6,8 @@
     weight_updates.py  update_weights, pause, release_memory  a starting server gets its weights here
     health.py          checks at intervals, replacement       no answer will come ──> requests.py ends them
 
-Other processes may send requests to the same servers (elsewhere.py). They have the first part, and the engine keeps the
-other two.
+Other processes may send requests to the same servers (shared_servers.py). They have the first part, and the engine
+keeps the other two.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from transformers import GenerationConfig
 
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.settings import SglangArguments
-from miles.engine.base import Generation, GenerationRequest, RequestsElsewhere, eos_token_ids
+from miles.engine.base import Generation, GenerationRequest, RemoteSenders, eos_token_ids
 from miles.engine.host import EngineHost, Server, ServerPart
 from miles.engine.sglang.client import SglangClient
-from miles.engine.sglang.elsewhere import Entrance
 from miles.engine.sglang.health import Health
 from miles.engine.sglang.keys import NO_KEYS, Keys, keys_of
 from miles.engine.sglang.launch import START_SECONDS, ExternalServer, ServerSpec, SglangServer
@@ -34,6 +33,7 @@ from miles.engine.sglang.requests import Requests
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.server_log import LogFile
 from miles.engine.sglang.servers import Servers
+from miles.engine.sglang.shared_servers import SenderConfig
 from miles.engine.sglang.spanning import SpanningServer
 from miles.engine.sglang.weight_updates import WeightUpdates
 from miles.model_families.reading import read_config
@@ -85,12 +85,12 @@ class SglangEngine:
         self._weights = WeightUpdates(self.servers, sglang, sender)
         put_into_use = self._weights.put_into_use
         self._health = Health(self.servers, sglang, vocab_size, router, put_into_use, unresponsive_seconds)
-        entrance = connect(router.url, key=keys.router) if router is not None else None
+        router_client = connect(router.url, key=keys.router) if router is not None else None
         most, keeps, check = self._concurrency, sglang.keeps_cache, self.check_servers
-        self._requests = Requests(self.servers, most, vocab_size, eos_ids, keeps, entrance, check, experts_shape)
+        self._requests = Requests(self.servers, most, vocab_size, eos_ids, keeps, router_client, check, experts_shape)
         self._pause_mode = sglang.pause_generation_mode
-        self._elsewhere: RequestsElsewhere | None = None
-        self._entrance = Entrance(
+        self._senders: RemoteSenders | None = None
+        self._sender_config = SenderConfig(
             requests=requests,
             vocab_size=vocab_size,
             eos_ids=frozenset(eos_ids),
@@ -108,14 +108,14 @@ class SglangEngine:
         allow_open_files(self._concurrency, self._concurrency_flag)
         await self._health.start(end_requests=self._end_requests)
 
-    def entrance(self) -> Entrance:
-        """Return what another process needs to send requests; ``SharesServers.entrance``."""
-        return self._entrance
+    def sender_config(self) -> SenderConfig:
+        """Return what another process needs to send requests; ``SharesServers.sender_config``."""
+        return self._sender_config
 
-    async def share(self, elsewhere: RequestsElsewhere) -> None:
+    async def share(self, senders: RemoteSenders) -> None:
         """Show the servers to other processes, now and whenever they change; ``SharesServers.share``."""
-        self._elsewhere = elsewhere
-        self.servers.show_to(elsewhere.show)
+        self._senders = senders
+        self.servers.show_to(senders.show)
         await self.servers.shown()
 
     async def check_servers(self) -> None:
@@ -159,7 +159,7 @@ class SglangEngine:
         Needs servers with ``--enable-memory-saver``; others answer and keep their memory. Raises ``RuntimeError`` while
         requests are in flight (SGLang would end), and if a server refuses.
         """
-        others = 0 if self._elsewhere is None else await self._elsewhere.in_flight()
+        others = 0 if self._senders is None else await self._senders.in_flight()
         if in_flight := self._requests.in_flight + others:
             raise RuntimeError(f"{in_flight} requests are in flight: engines release their memory when idle")
         await self._weights.release_memory()
@@ -179,8 +179,8 @@ class SglangEngine:
         """
         servers = self.servers
         ended = [asyncio.ensure_future(self._requests.aborted())]
-        if self._elsewhere is not None:
-            ended.append(asyncio.ensure_future(self._elsewhere.aborted()))
+        if self._senders is not None:
+            ended.append(asyncio.ensure_future(self._senders.aborted()))
         try:
             await servers.call_all(lambda client: client.abort_all())  # also requests that nobody waits for any more
             _, ending = await asyncio.wait(ended, timeout=0)

@@ -29,7 +29,7 @@ class UsedServer(Protocol):
 
 
 class UsedServers(Protocol):
-    """The servers, as those see them who send requests: the engine itself, or another process (elsewhere.py)."""
+    """The servers, as those see them who send requests: the engine itself, or another process (shared_servers.py)."""
 
     restarts: bool
     version: int | None

@@ -15,7 +15,7 @@ from typing import Any
 
 from miles.engine.host import Server
 from miles.engine.sglang.client import SglangClient
-from miles.engine.sglang.elsewhere import SeenServer, SeenServers
+from miles.engine.sglang.shared_servers import SeenServer, SeenServers
 
 log = logging.getLogger(__name__)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miles.engine.concurrency import gather_or_cancel
 from miles.engine.sglang.client import EngineUnavailable, SglangClient
+from miles.objective.settings import LossArguments
 from miles.sample import Sample
 
 IN_FLIGHT = 64  # requests of a run at a time to one server: scoring a long sequence needs much memory there
@@ -17,7 +18,7 @@ WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before a request is sent again
 
 
 class ServedTeacher:
-    """One server for each teacher, chosen by the prompt's metadata if there are several."""
+    """One server for each teacher, chosen by the prompt's metadata; ``miles.engine.base.ServedTeacher``."""
 
     def __init__(
         self, urls: Mapping[str, str], key: str, waits: Sequence[float] = WAITS, in_flight: int = IN_FLIGHT
@@ -74,6 +75,11 @@ class ServedTeacher:
         """Close the connections."""
         for client in self._clients.values():
             await client.close()
+
+
+def connect(loss: LossArguments, share: Callable[[int], int]) -> ServedTeacher:
+    """Return the servers of a run; ``miles.engine.base.connect_teacher``."""
+    return ServedTeacher(loss.teachers, loss.opd_teacher_key, in_flight=share(IN_FLIGHT))
 
 
 def read_input_log_probs(answer: Mapping[str, Any], response_ids: Sequence[int], url: str) -> list[float]:

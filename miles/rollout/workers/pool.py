@@ -24,7 +24,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from miles.engine.base import Entrance, SharesServers
+from miles.engine.base import SenderConfig, SharesServers
 from miles.profiling.process_trace import ProcessTrace
 from miles.rollout.groups import GroupSpec, GroupTools, GroupWorkers, ProducedGroup
 from miles.rollout.interruptible_engine import InterruptibleEngine
@@ -85,7 +85,7 @@ class WorkerProcess(Protocol):
         ...
 
 
-StartWorker = Callable[[int, Entrance], WorkerProcess]  # start worker ``number``, with the way to the servers
+StartWorker = Callable[[int, SenderConfig], WorkerProcess]  # start worker ``number``, with a way to the servers
 
 
 @dataclass(eq=False)
@@ -129,7 +129,7 @@ class _Worker:
 class WorkerPool:
     """Produces groups in worker processes; ``miles.rollout.groups.GroupWorkers``.
 
-    It is also the engine's ``RequestsElsewhere``: the requests of all workers.
+    It is also the engine's ``RemoteSenders``: the requests of all workers.
 
     Args:
         start_worker: Starts the process of a worker.
@@ -174,7 +174,7 @@ class WorkerPool:
     async def _start(self, number: int) -> None:
         name = f"generation worker {number}"
         for attempt in range(1, START_TRIES + 1):
-            process = self._start_worker(number, self._engine.entrance())
+            process = self._start_worker(number, self._engine.sender_config())
             try:
                 await process.prepare()
                 break
@@ -364,7 +364,7 @@ class WorkerPool:
     # What every worker must know
 
     async def show(self, state: Any) -> None:
-        """Tell every worker about the engine's servers; ``RequestsElsewhere.show``."""
+        """Tell every worker about the engine's servers; ``RemoteSenders.show``."""
         self._seen = state
         await self._tell(Show(state))
 
@@ -390,7 +390,7 @@ class WorkerPool:
             await asyncio.wait(delivered)
 
     async def aborted(self) -> None:
-        """Have every worker end its requests; ``RequestsElsewhere.aborted``."""
+        """Have every worker end its requests; ``RemoteSenders.aborted``."""
         await self._ask(Question.ABORTED)
 
     async def in_flight(self) -> int:

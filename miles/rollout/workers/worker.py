@@ -12,8 +12,7 @@ from typing import Any
 
 from miles.arguments.settings import Settings
 from miles.data.tokenizer import load_tokenizer
-from miles.engine.base import Entrance, Generation, GenerationRequest, RequestSender
-from miles.engine.sglang.teacher import IN_FLIGHT, ServedTeacher
+from miles.engine.base import Generation, GenerationRequest, RequestSender, SenderConfig, connect_teacher
 from miles.host.machine import memory_limit
 from miles.profiling.recorder import Recorder
 from miles.profiling.spans import span
@@ -66,14 +65,14 @@ class WorkerPlan:
     Attributes:
         settings: Those of the run.
         number: Which worker, from 0.
-        entrance: The way to the engine's servers.
+        sender_config: How requests reach the engine's servers.
         tokenizer: That of the run, pickled: to load one by its path takes seconds, as it imports torch. None if it
             refuses; then it is loaded.
     """
 
     settings: Settings
     number: int
-    entrance: Entrance
+    sender_config: SenderConfig
     tokenizer: bytes | None
 
     @property
@@ -131,7 +130,7 @@ class GenerationWorker:
 
     def __init__(self, plan: WorkerPlan) -> None:
         settings = plan.settings
-        rollout, reward, loss = settings.rollout, settings.reward, settings.loss
+        rollout, reward = settings.rollout, settings.reward
         workers = rollout.num_rollout_workers
         limit_calls(plan.share(MAX_THREADS))
         if rollout.agent_command is not None:
@@ -139,12 +138,8 @@ class GenerationWorker:
             settings = replace(settings, rollout=programs)
         self._name = plan.name
         self._agents: SessionGenerator | None = session_generator(settings)
-        self._teacher = (
-            ServedTeacher(loss.teachers, loss.opd_teacher_key, in_flight=plan.share(IN_FLIGHT))
-            if loss.teacher_is_served
-            else None
-        )
-        self._sender = plan.entrance.open(plan.share(plan.entrance.requests), self._check_servers)
+        self._teacher = connect_teacher(settings.loss, plan.share)
+        self._sender = plan.sender_config.open(plan.share(plan.sender_config.requests), self._check_servers)
         engine: Any = OnlyGenerates(self._sender)
         self._interruptible = InterruptibleEngine(engine)
         self._tools = GroupTools(

@@ -63,10 +63,10 @@ class RehearsedFsdp(FsdpBackend):
 
     def optimizer_states(self) -> Iterator[torch.Tensor]:
         """Yield the moments."""
-        for model in self._models():
-            if isinstance(model, FsdpTrainedModel):
-                for state in model.optimizer.adam.state.values():
-                    yield from (_local(value) for value in state.values() if isinstance(value, torch.Tensor))
+        for model in (self.policy, self.critic):
+            states = () if model is None else model.optimizer.adam.state.values()
+            for state in states:
+                yield from (_local(value) for value in state.values() if isinstance(value, torch.Tensor))
 
     def expect(self, shard: TrainShard) -> None:
         """Prepare nothing: micro-batches do not depend on each other."""

@@ -15,7 +15,7 @@ from miles.training.adapter_folder import adapter_folder, write_adapter
 from miles.training.megatron.model.adapter import Adapter
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.process_groups import Ranks
-from miles.training.megatron.weights.converter import RawConverter, WeightConverter
+from miles.training.megatron.weights.converter import WeightConverter
 
 
 def add_adapter(
@@ -28,7 +28,6 @@ def add_adapter(
     """
     with collect_errors() as errors:  # of a model on a hub, whose config the validator has not read
         check_adapter_with_model(lora, model_type, converter.shape, errors)
-    assert isinstance(converter, RawConverter), "validation refuses --megatron-to-hf-mode bridge with --lora-rank"
     adapter = policy.add_adapter(converter.linear_layers(policy), lora)
     adapter.gather_places(ranks.pp)
     return adapter

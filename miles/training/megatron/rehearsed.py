@@ -29,7 +29,6 @@ from miles.training.megatron.model.packed_tokens import PackedTokens
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.moe.router import BalancedRouter
 from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel
-from miles.training.megatron.weights.converter import RawConverter
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights
 from miles.training.rehearsed import RehearsedBackend
 
@@ -76,7 +75,6 @@ class RehearsedMegatron(MegatronBackend):
 
     def _add_adapter(self, policy: PolicyModel) -> None:
         """Add it, and neither draw it nor ask the other stages for theirs."""
-        assert isinstance(self.converter, RawConverter)
         policy.add_adapter(self.converter.linear_layers(policy), self.settings.lora)
 
     def _read_frozen(self, folder: Path, model: PolicyModel, name: str) -> None:
@@ -101,24 +99,22 @@ class RehearsedMegatron(MegatronBackend):
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield the fp32 buffers in which gradients are accumulated."""
-        for model in self._models():
-            if isinstance(model, MegatronTrainedModel):
-                (wrapper,) = model.distributed
-                yield from (buffer.grad_data for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers))
+        for model in self._trained():
+            (wrapper,) = model.distributed
+            yield from (buffer.grad_data for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers))
 
     def optimizer_states(self) -> Iterator[torch.Tensor]:
         """Yield master weights and moments."""
         held = {tensor.untyped_storage()._cdata for tensor in self.weights()}
-        for model in self._models():
-            if isinstance(model, MegatronTrainedModel):
-                adam: Any = model.optimizer.adam
-                for part in getattr(adam, "chained_optimizers", [adam]):
-                    if part.optimizer is None:  # no parameters of its kind on this stage
-                        continue
-                    masters = [p.detach() for group in part.optimizer.param_groups for p in group["params"]]
-                    yield from (p for p in masters if p.untyped_storage()._cdata not in held)
-                    for state in part.optimizer.state.values():
-                        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        for model in self._trained():
+            adam: Any = model.optimizer.adam
+            for part in getattr(adam, "chained_optimizers", [adam]):
+                if part.optimizer is None:  # no parameters of its kind on this stage
+                    continue
+                masters = [p.detach() for group in part.optimizer.param_groups for p in group["params"]]
+                yield from (p for p in masters if p.untyped_storage()._cdata not in held)
+                for state in part.optimizer.state.values():
+                    yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def expect(self, shard: TrainShard) -> None:
         """Compute the shape of the activations that arrive from other stages."""
@@ -145,6 +141,9 @@ class RehearsedMegatron(MegatronBackend):
     def micro_batches_in_flight(self, micro_batches: int) -> int:
         """Return those between forward and backward under the schedule of one forward, one backward."""
         return min(micro_batches, self.ranks.pp.size() - self.ranks.pp.rank())
+
+    def _trained(self) -> list[MegatronTrainedModel]:  # type: ignore[type-arg]
+        return [model for model in (self.policy, self.critic) if model is not None]
 
     def _models(self) -> list[MegatronModel]:  # type: ignore[type-arg]
         models = (self.policy, self.critic, self.reference, self.teacher)

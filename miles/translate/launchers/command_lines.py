@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from contextlib import suppress
 
-from miles.arguments.launch.settle import FOREIGN_FLAGS
+from miles.arguments.launch.normalize import FOREIGN_FLAGS
 from miles.arguments.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.settings import SECTIONS

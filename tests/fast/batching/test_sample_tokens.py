@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from miles.batching.collate import collate
-from miles.objective.four_arguments.call import sample_tokens
+from miles.objective.launcher_losses.call import sample_tokens
 from miles.parallel.groups import ContextGroup
 
 LENGTHS = [(3, 2), (3, 5), (1, 7), (4, 1)]

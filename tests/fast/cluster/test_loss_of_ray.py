@@ -15,7 +15,7 @@ from miles.arguments.parser import parse
 from miles.cluster.failures import WorkerLost, exit_with_message
 from miles.cluster.restarts import Restarts, with_restarts
 from miles.cluster.stop_requests import StopRequests
-from miles.commands import train
+from miles.launcher import run
 
 GONE = "Ray's GCS at 127.0.0.1:7 has not answered for 3 s (Connection refused)"
 
@@ -60,7 +60,7 @@ def context():
 
 @pytest.fixture(autouse=True)
 def no_long_wait(monkeypatch):
-    monkeypatch.setattr(train, "SIGNAL_SECONDS", 0.05)
+    monkeypatch.setattr(run, "SIGNAL_SECONDS", 0.05)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -68,7 +68,7 @@ def test_a_signal_that_has_ended_ray_too_is_the_reason(context, capsys, number, 
     with context.stop.listening():
         with suppress(KeyboardInterrupt):
             signal.raise_signal(number)
-        assert train.after_loss(GONE, parse([]), context) == status
+        assert run.after_loss(GONE, parse([]), context) == status
     shown = capsys.readouterr().err
     assert shown.startswith(f"stopped by {signal.Signals(number).name}; nothing was saved") and "GCS" not in shown
     assert context.files.kept == [] and context.restarts.left == 1
@@ -80,7 +80,7 @@ def test_a_signal_counts_before_python_has_called_its_handler(context, monkeypat
     with context.stop.listening():
         signal.raise_signal(signal.SIGTERM)
         assert not context.stop.is_requested
-        assert train.after_loss(GONE, parse([]), context) == 143
+        assert run.after_loss(GONE, parse([]), context) == 143
     assert context.files.kept == []
 
 
@@ -100,13 +100,13 @@ def test_a_signal_that_comes_a_little_later_counts_and_only_ends_the_wait():
 def test_the_warning_of_slurm_does_not_hide_a_loss(context, capsys):
     with context.stop.listening():
         signal.raise_signal(signal.SIGUSR1)
-        assert train.after_loss(GONE, parse([]), context) == 1
+        assert run.after_loss(GONE, parse([]), context) == 1
     assert f"the run stopped: {GONE}" in capsys.readouterr().err
     assert context.files.kept == ["report", "logs"] and context.restarts.left == 1
 
 
 def test_without_a_signal_the_run_is_restarted(context):
-    assert train.after_loss(GONE, parse([]), context) == "a continuation"
+    assert run.after_loss(GONE, parse([]), context) == "a continuation"
     assert context.files.kept == ["report", "logs", "next attempt"] and context.restarts.left == 0
 
 
@@ -117,7 +117,7 @@ def test_what_cannot_be_kept_or_restarted_does_not_replace_the_reason(context, c
         raise RuntimeError("not this one")
 
     context.continuation = continuation
-    assert train.after_loss(GONE, parse([]), context) == 1
+    assert run.after_loss(GONE, parse([]), context) == 1
     shown = capsys.readouterr().err
     assert shown.count("could not be kept (RuntimeError: a fault)") == 2
     assert f"the run stopped: {GONE}, and the run cannot be restarted: not this one" in shown

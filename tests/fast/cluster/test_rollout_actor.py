@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,13 +11,11 @@ import torch
 from miles.arguments.rollout import RolloutArguments
 from miles.arguments.sglang.settings import SglangArguments
 from miles.cluster.rollout_actor import RolloutActor, RolloutDriver
-from miles.cluster.stored_weights import DeltaWeights
 from miles.cluster.train_actor import TrainActor
 from miles.data.stream import NoPromptsLeft
 from miles.parallel.dims import ParallelDims
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import IterationSummary
-from miles.weight_sync.delta_files import DeltaOffer
 from miles.weight_sync.delta_writer import DeltaWriter
 from miles.weights import WeightChunk
 
@@ -108,9 +107,8 @@ async def test_the_embedded_engine_gets_deltas_and_all_weights_if_one_is_lost(tm
     async def sync(version, loses=False):
         exported = trainer.export_weights()
         if loses:
-            (Path(exported.folder) / "delta.json").unlink()
-        if isinstance(exported, DeltaOffer):
-            exported = DeltaWeights(exported, SimpleNamespace(whole_weights=ask))
+            (Path(exported.offer.folder) / "delta.json").unlink()
+        exported = replace(exported, trainer=SimpleNamespace(whole_weights=ask))
         driver._note_update(await actor.update_weights(exported, version, None))
         found = actor._built.weights
         assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)

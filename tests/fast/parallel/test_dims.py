@@ -54,6 +54,7 @@ def test_every_rank_belongs_to_one_group_of_each_kind() -> None:
                 shards = [dims.token_rank(rank) for rank in group]
                 assert shards == list(range(shards[0], shards[0] + size)) and shards[0] % size == 0
         of_replica = [dims.replica_of(token_rank) for token_rank in range(dims.token_ranks)]
+        assert [of_replica.index(r) for r in range(dims.replicas)] == list(dims.first_token_ranks)
         assert [of_replica.count(r) for r in range(dims.replicas)] == [dims.context_parallel_size] * dims.replicas
 
 

@@ -15,7 +15,7 @@ from miles.arguments.files.run_config import run_config
 from miles.arguments.parser import read_command
 from miles.arguments.settings import Settings
 from miles.arguments.tracking import TrackingArguments
-from miles.commands.train import _config
+from miles.launcher.attempt import _config
 from miles.tracking import provenance as module
 from miles.tracking.provenance import git_state, in_words, provenance
 from miles.tracking.run_header import RunHeader

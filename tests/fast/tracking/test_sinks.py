@@ -137,7 +137,7 @@ def test_a_used_port_is_reported_before_a_trainer_starts(monkeypatch, tmp_path):
     pytest.importorskip("prometheus_client")
     from miles.cluster import train_actor
     from miles.cluster.failure_files.folder import FailureFiles
-    from miles.commands import train
+    from miles.launcher.attempt import train
 
     monkeypatch.setattr(train_actor, "TrainDriver", lambda *given: pytest.fail("the trainer started"))
     context = SimpleNamespace(stop=None, files=FailureFiles(tmp_path, []))
@@ -147,4 +147,4 @@ def test_a_used_port_is_reported_before_a_trainer_starts(monkeypatch, tmp_path):
         port = taken.getsockname()[1]
         settings = parse(["--prometheus-port", str(port), "--output-dir", str(tmp_path)])
         with pytest.raises(ValueError, match=f"--prometheus-port {port}: cannot be served"):
-            train.train(settings, SimpleNamespace(device="cpu"), context)
+            train(settings, SimpleNamespace(device="cpu"), context)

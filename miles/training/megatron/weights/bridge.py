@@ -19,6 +19,7 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from transformers import PretrainedConfig
 
+from miles.training.megatron.model.adapter import LinearLayer
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.moe.router import BalancedRouter
 from miles.training.megatron.process_groups import Ranks
@@ -81,6 +82,10 @@ class BridgeConverter:
                 continue  # some checkpoints contain it twice
             is_padded = tensor.dim() == 2 and len(tensor) > rows and self._weights.shape(name)[0] == rows
             yield name, tensor[:rows] if is_padded else tensor  # the vocabulary, to a multiple of the ranks
+
+    def linear_layers(self, model: PolicyModel) -> list[LinearLayer]:
+        """Raise ``ValueError``: Megatron-Bridge's names of layers are not those of adapters."""
+        raise ValueError("--megatron-to-hf-mode bridge: names no layers for an adapter; use raw with --lora-rank")
 
     def _tasks(self, model: PolicyModel, weights: HuggingFaceWeights) -> tuple[Any, list[Any]]:
         """Return a bridge and its task for each parameter of the whole model, in the same order on all ranks.

@@ -55,6 +55,13 @@ class WeightConverter(Protocol):
         """
         ...
 
+    def linear_layers(self, model: PolicyModel) -> list[LinearLayer]:
+        """Return the decoder's linear layers on this rank that can get an adapter, with their names in the model.
+
+        Raises ``ValueError`` if the converter knows no adapters.
+        """
+        ...
+
 
 def build_converter(mode: str, config: PretrainedConfig, weights: HuggingFaceWeights, ranks: Ranks) -> WeightConverter:
     """Return the converter that ``--megatron-to-hf-mode`` names. ``weights`` are those of ``--hf-checkpoint``."""

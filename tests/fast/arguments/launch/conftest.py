@@ -1,4 +1,4 @@
-"""Commands that go through the whole of the command line: read, settle, validate."""
+"""Commands that go through the whole of the command line: read, normalize, validate."""
 
 from collections.abc import Callable
 

@@ -34,7 +34,7 @@ def test_the_corpus_is_large_enough():
 @pytest.mark.parametrize("line", STARTING, ids=name)
 def test_starts(line, folder):
     validated = judge(read_command(line.words(folder)))
-    assert validate(validated.settings).settings == validated.settings, "nothing is left to settle"
+    assert validate(validated.settings).settings == validated.settings, "nothing is left to normalize"
     text = explain(validated)
     assert "Layout" in text and "Precision and memory" in text
     assert all(note.written in " ".join(text.split()) for note in validated.accepted if len(note.written) < 80)

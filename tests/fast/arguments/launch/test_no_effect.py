@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from miles.arguments.launch import settle
+from miles.arguments.launch import normalize
 from miles.arguments.launch.no_effect import IDLE
 from miles.arguments.settings import Settings
 
@@ -167,7 +167,7 @@ def test_megatron_bridge_is_read_as_our_converter_where_that_is_the_same(accepte
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     flags = f"--train-backend megatron --megatron-to-hf-mode bridge --hf-checkpoint {tmp_path}"
     for is_missing, further, mode in ((True, "", "raw"), (False, "", "bridge"), (False, "--lora-rank 8", "raw")):
-        monkeypatch.setattr(settle, "lacks_bridge", lambda is_missing=is_missing: is_missing)
+        monkeypatch.setattr(normalize, "lacks_bridge", lambda is_missing=is_missing: is_missing)
         if mode == "raw":
             validated = accepted(f"{flags} {further}", without="--hf-checkpoint")
             assert validated.settings.megatron.megatron_to_hf_mode == "raw"
@@ -175,7 +175,7 @@ def test_megatron_bridge_is_read_as_our_converter_where_that_is_the_same(accepte
         else:
             found = refusals(f"{flags} {further}", without="--hf-checkpoint")
             assert any("megatron-bridge, which is not installed" in message for message in found), "it is left as it is"
-    monkeypatch.setattr(settle, "lacks_bridge", lambda: True)
+    monkeypatch.setattr(normalize, "lacks_bridge", lambda: True)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"model_type": "mistral"}))
     found = refusals(flags, without="--hf-checkpoint")
     assert any(message.startswith("--megatron-to-hf-mode bridge: needs megatron-bridge") for message in found)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.arguments.launch.settle import FOREIGN_FLAGS
+from miles.arguments.launch.normalize import FOREIGN_FLAGS
 from miles.arguments.launch.suggest import suggestion
 from miles.arguments.megatron.fields import megatron_fields
 from miles.arguments.parser import build_parser

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from miles.arguments.launch.settle import FOREIGN_FLAGS
+from miles.arguments.launch.normalize import FOREIGN_FLAGS
 from miles.arguments.megatron.fields import megatron_fields
 from miles.arguments.pages.launch_scripts import launch_page
 from miles.arguments.parser import build_parser

@@ -111,7 +111,7 @@ async def running(settings):
     """Give a pipeline that has weights, and end it."""
 
     def starter(tokenizer):
-        return lambda number, entrance: OwnProcess(WorkerPlan(settings, number, entrance, pickled(tokenizer)))
+        return lambda number, sender_config: OwnProcess(WorkerPlan(settings, number, sender_config, pickled(tokenizer)))
 
     pipeline = await build_pipeline(settings, LocalHost("cpu"), starter)
     try:

@@ -3,7 +3,7 @@
 ::
 
     the engine's process                                another process
-    Servers ── SeenServers, at each change ───────────> ServersElsewhere ── Requests (requests.py) ──> the servers
+    Servers ── SeenServers, at each change ───────────> SharedServers ── Requests (requests.py) ──> the servers
     Health <── "a request has failed" ────────────────────┘
 
 The other process checks, updates and restarts nothing. It knows the servers by the newest ``SeenServers``.
@@ -50,7 +50,7 @@ class SeenServers:
     end: Exception | None
 
 
-class ServerElsewhere:
+class SharedServer:
     """A server in use, with a client of this process; ``requests.UsedServer``."""
 
     def __init__(self, name: str, client: SglangClient) -> None:
@@ -59,7 +59,7 @@ class ServerElsewhere:
         self.requests: set[asyncio.Task[Any]] = set()
 
 
-class ServersElsewhere:
+class SharedServers:
     """The servers by the newest ``SeenServers``; ``requests.UsedServers``."""
 
     def __init__(self, restarts: bool, connect: Callable[[str], SglangClient]) -> None:
@@ -68,13 +68,13 @@ class ServersElsewhere:
         self.version: int | None = None
         self.oldest: int | None = None
         self._connect = connect
-        self._by_seen: dict[SeenServer, ServerElsewhere] = {}
+        self._by_seen: dict[SeenServer, SharedServer] = {}
         self._end: Exception | None = None
         self._changed = asyncio.Event()  # replaced at each change, so that it wakes those who wait now
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
-    def in_use(self) -> list[ServerElsewhere]:
+    def in_use(self) -> list[SharedServer]:
         """The servers that are used now."""
         return list(self._by_seen.values())
 
@@ -90,7 +90,7 @@ class ServersElsewhere:
             closing.add_done_callback(self._closing.discard)
         for found in seen.in_use:
             if found not in self._by_seen:
-                self._by_seen[found] = ServerElsewhere(found.name, self._connect(found.url))
+                self._by_seen[found] = SharedServer(found.name, self._connect(found.url))
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -106,10 +106,10 @@ class ServersElsewhere:
         await asyncio.gather(*self._closing, *(server.client.close() for server in self.in_use))
 
 
-class SenderElsewhere:
+class SglangSender:
     """Send requests as the engine does; ``miles.engine.base.RequestSender``."""
 
-    def __init__(self, servers: ServersElsewhere, requests: Requests) -> None:
+    def __init__(self, servers: SharedServers, requests: Requests) -> None:
         self._servers = servers
         self._requests = requests
         self._end: Exception | None = None
@@ -141,8 +141,8 @@ class SenderElsewhere:
 
 
 @dataclass(frozen=True)
-class Entrance:
-    """What a process needs to send requests; ``miles.engine.base.Entrance``.
+class SenderConfig:
+    """What a process needs to send requests; ``miles.engine.base.SenderConfig``.
 
     Attributes:
         requests: At a time, of all processes together.
@@ -168,7 +168,7 @@ class Entrance:
     seconds: float
     why: str
 
-    def open(self, requests: int, check_servers: Callable[[], Awaitable[None]]) -> SenderElsewhere:
+    def open(self, requests: int, check_servers: Callable[[], Awaitable[None]]) -> SglangSender:
         """Return what sends up to ``requests`` at a time, over as many connections, and keeps these.
 
         Raises:
@@ -176,7 +176,7 @@ class Entrance:
         """
         allow_open_files(requests, self.why)
         connect = partial(SglangClient, connections=requests, seconds=self.seconds)
-        servers = ServersElsewhere(self.restarts, partial(connect, key=self.keys.server))
+        servers = SharedServers(self.restarts, partial(connect, key=self.keys.server))
         router = None if self.router is None else connect(self.router, key=self.keys.router)
         asked = Requests(
             servers,
@@ -188,4 +188,4 @@ class Entrance:
             check_servers,
             self.experts_shape,
         )
-        return SenderElsewhere(servers, asked)
+        return SglangSender(servers, asked)

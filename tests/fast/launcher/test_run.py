@@ -1,4 +1,4 @@
-"""``miles train`` before anything is started; and around a run with URLs: lock, resume, upload, say how to resume."""
+"""A run before anything is started; and around a run with URLs: lock, resume, upload, say how to resume."""
 
 import json
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from miles.arguments.validate import validate
 from miles.cluster.failures import exit_with_message
 from miles.cluster.folders.folder_lock import NAME
 from miles.cluster.run_checkpoints import RunCheckpoints
-from miles.commands import train
+from miles.launcher import run as launcher
 from tests.fast.arguments.conftest import minimal
 from tests.fast.support.small_checkpoint import save_checkpoint
 
@@ -24,7 +24,9 @@ def test_a_stop_may_take_as_long_as_the_flag_says(monkeypatch):
 
     monkeypatch.setattr("miles.cluster.stop_requests.StopRequests", requests)
     with pytest.raises(KeyError, match=r"7\.0"):
-        train.launch(SimpleNamespace(settings=Settings(cluster=ClusterArguments(stop_timeout=7.0))), ending=None)
+        launcher.launch(
+            SimpleNamespace(settings=Settings(cluster=ClusterArguments(stop_timeout=7.0))), failure_handling=None
+        )
 
 
 @pytest.fixture
@@ -32,10 +34,10 @@ def launch(tmp_path, monkeypatch):
     """Return ``launch(name, run, flags)``: launch a command whose processes and training are the function ``run``."""
 
     def start(name, run, flags=""):
-        monkeypatch.setattr(train, "run", run)
+        monkeypatch.setattr(launcher, "run", run)
         url = f"file://{tmp_path}/bucket/run"
         flags = f"--save {url} --output-dir {tmp_path}/{name} {flags.replace('URL', url)}"
-        train.launch(validate(parse(minimal(flags))), exit_with_message)
+        launcher.launch(validate(parse(minimal(flags))), exit_with_message)
 
     return start
 

@@ -32,8 +32,8 @@ class _RelatedModules(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill the module with what four_arguments/logits.py has."""
-        from miles.objective.four_arguments import logits
+        """Fill the module with what launcher_losses/logits.py has."""
+        from miles.objective.launcher_losses import logits
 
         offered: dict[str, Any] = {
             "get_log_probs_and_entropy": logits.get_log_probs_and_entropy,

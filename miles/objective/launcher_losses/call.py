@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from miles.input_error import InputError
 from miles.objective.aggregation import get_sum_of_sample_mean, is_per_token, is_plain_mean
-from miles.objective.four_arguments.logits import ResponseLogits
 from miles.objective.hook_calls import token_columns
 from miles.objective.hooks import REDUCER, WHOLE_LOSS
+from miles.objective.launcher_losses.logits import ResponseLogits
 
 if TYPE_CHECKING:
     import torch

@@ -10,13 +10,13 @@ from typing import Any
 from miles.arguments.launch.abilities import reads_megatron_flags
 from miles.arguments.launch.foreign import Foreign
 from miles.arguments.launch.launcher_flags import LAUNCHER_FLAGS
-from miles.arguments.launch.megatron import settle_megatron
+from miles.arguments.launch.megatron import normalize_megatron
 from miles.arguments.launch.megatron_flags import MEGATRON_SCRIPT_FLAGS
-from miles.arguments.launch.multi_turn import settle_multi_turn
-from miles.arguments.launch.no_effect import settle_idle, settle_values
+from miles.arguments.launch.multi_turn import normalize_multi_turn
+from miles.arguments.launch.no_effect import normalize_idle, normalize_values
 from miles.arguments.launch.notes import READ_AS, Note, note_on
 from miles.arguments.launch.paths import HOOKS, is_fully_async, missing_function, our_function
-from miles.arguments.launch.server import settle_server_flags
+from miles.arguments.launch.server import normalize_server_flags
 from miles.arguments.megatron.rules import lacks_bridge
 from miles.arguments.model import local_config
 from miles.arguments.settings import Settings
@@ -28,7 +28,7 @@ _CONVERTED = "_torch_dist"  # the ending that converters of related launchers gi
 FOREIGN_FLAGS: dict[str, Foreign] = LAUNCHER_FLAGS | MEGATRON_SCRIPT_FLAGS
 
 
-def settle(settings: Settings, foreign: Mapping[str, Any], errors: Errors) -> tuple[Settings, list[Note]]:
+def normalize_flags(settings: Settings, foreign: Mapping[str, Any], errors: Errors) -> tuple[Settings, list[Note]]:
     """Replace what has another name here, and drop what changes nothing.
 
     Args:
@@ -39,24 +39,24 @@ def settle(settings: Settings, foreign: Mapping[str, Any], errors: Errors) -> tu
     Returns:
         The settings to validate, and a note on every flag that was replaced or dropped.
     """
-    settings, notes = _settle_teacher(settings)
-    settings, foreign, found = settle_multi_turn(settings, foreign, errors)
+    settings, notes = _normalize_teacher(settings)
+    settings, foreign, found = normalize_multi_turn(settings, foreign, errors)
     notes += found
     judged = (FOREIGN_FLAGS[flag].judge(value, settings, foreign, errors) for flag, value in foreign.items())
     notes += [note for note in judged if note is not None]
-    settings, found = _settle_paths(settings, errors)
+    settings, found = _normalize_paths(settings, errors)
     notes += found
-    settings, found = _settle_converter(settings)
+    settings, found = _normalize_converter(settings)
     notes += found
-    settings, found = settle_megatron(settings, errors)
+    settings, found = normalize_megatron(settings, errors)
     notes += found
-    for step in (settle_values, _settle_reference, settle_idle, settle_server_flags):
+    for step in (normalize_values, _normalize_reference, normalize_idle, normalize_server_flags):
         settings, found = step(settings)
         notes += found
     return _without_other_copy(settings, errors), notes
 
 
-def _settle_paths(settings: Settings, errors: Errors) -> tuple[Settings, list[Note]]:
+def _normalize_paths(settings: Settings, errors: Errors) -> tuple[Settings, list[Note]]:
     """Replace functions of related launchers by ours; refuse those that have no counterpart."""
     notes = list[Note]()
     for field, hook in HOOKS.items():
@@ -79,7 +79,7 @@ def _settle_paths(settings: Settings, errors: Errors) -> tuple[Settings, list[No
     return settings, notes
 
 
-def _settle_reference(settings: Settings) -> tuple[Settings, list[Note]]:
+def _normalize_reference(settings: Settings) -> tuple[Settings, list[Note]]:
     """Read a converted copy of ``--hf-checkpoint`` as that model itself; no copy is needed here.
 
     Such scripts name ``MODEL`` and ``MODEL_torch_dist``. Another folder is another reference, and stays.
@@ -112,7 +112,7 @@ def _holds_checkpoints_of_ours(folder: Path) -> bool:
     return any(folder.glob("manifest.json")) or any(folder.glob("*/manifest.json")) or (folder / "config.json").exists()
 
 
-def _settle_converter(settings: Settings) -> tuple[Settings, list[Note]]:
+def _normalize_converter(settings: Settings) -> tuple[Settings, list[Note]]:
     """Convert weights without Megatron-Bridge if it is not there, or an adapter is trained, and the family is known."""
     mode = settings.megatron.megatron_to_hf_mode
     if mode != "bridge" or not reads_megatron_flags(settings) or settings.model.hf_checkpoint is None:
@@ -132,7 +132,7 @@ def _settle_converter(settings: Settings) -> tuple[Settings, list[Note]]:
     )
 
 
-def _settle_teacher(settings: Settings) -> tuple[Settings, list[Note]]:
+def _normalize_teacher(settings: Settings) -> tuple[Settings, list[Note]]:
     """Read ``--rm-url`` as the address of the teacher if one is distilled from a server and no reward asks a server."""
     loss, reward = settings.loss, settings.reward
     distils_from_server = loss.use_opd and loss.opd_type == "server" and loss.opd_teacher_urls is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from miles.objective.chosen import build_objective
-from miles.objective.four_arguments.call import check_whole_loss
+from miles.objective.launcher_losses.call import check_whole_loss
 from miles.objective.loss_types.policy_loss import policy_loss_function
 from miles.objective.settings import LossArguments
 

@@ -1,0 +1,178 @@
+"""One attempt of a run: start its two sides and its tracker, and run the loop from the newest checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from miles.arguments.checkpoint import default_remote_cache
+from miles.arguments.files.run_config import FILE_NAME, run_config
+
+if TYPE_CHECKING:
+    from miles.arguments.checkpoint import CheckpointArguments
+    from miles.arguments.cluster import Offload
+    from miles.arguments.settings import Settings
+    from miles.cluster.failure_files.folder import FailureFiles
+    from miles.cluster.folders.uploads import Uploads
+    from miles.cluster.iteration_profiler import IterationProfiler
+    from miles.cluster.restarts import Continuation, Restarts
+    from miles.cluster.session import Placement
+    from miles.cluster.sides import RolloutSide, TrainerSide
+    from miles.cluster.stop_requests import StopRequests
+    from miles.tracking.notifications import Notifier
+    from miles.tracking.sinks import Sink
+    from miles.tracking.tracker import Tracker
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What all attempts of a run share.
+
+    Attributes:
+        stop: Requests to stop it.
+        files: Keeps what explains a failure.
+        notifier: Tells ``--notify-url`` how it goes.
+        restarts: How many restarts are left.
+        given: The flags of checkpoints as the user gave them, for run.yaml.
+        continuation: Makes the launcher that follows if Ray dies, from the settings that resume; None in a process
+            that is not the launcher's alone.
+        uploads: Takes what is saved and exported to URLs; None without one.
+    """
+
+    stop: StopRequests
+    files: FailureFiles
+    notifier: Notifier
+    restarts: Restarts
+    given: CheckpointArguments
+    continuation: Callable[[Settings], Continuation] | None
+    uploads: Uploads | None = None
+
+
+def train(settings: Settings, placement: Placement, context: RunContext) -> None:
+    """Start the actors and run the loop, from the newest checkpoint of ``--load`` if there is one.
+
+    Args:
+        settings: The run, or an attempt of it that resumes.
+        placement: The devices.
+        context: What its attempts share.
+    """
+    from miles.cluster.iteration_profiler import IterationProfiler
+    from miles.cluster.liveness import Workers
+    from miles.cluster.rollout_actor import RolloutDriver
+    from miles.cluster.train_actor import TrainDriver
+    from miles.report.sink import ReportSink
+    from miles.tracking.phase_progress import Loading
+    from miles.tracking.sinks import PrometheusSink
+
+    offload = settings.offload(placement.device)
+    cluster, files, port = settings.cluster, context.files, settings.tracking.prometheus_port
+    workers = Workers(cluster.worker_timeout, cluster.wait_timeout, files.report_hang, files.next_attempt)
+    files.workers = workers
+    with (
+        Loading(settings.tracking.log_format) as loading,
+        ReportSink(settings.tracking) as report,
+        nullcontext() if port is None else closing(PrometheusSink(port)) as prometheus,
+        # First, so that the trainer's processes import while the rollout worker starts its engines.
+        TrainDriver(settings, placement, workers, context.uploads) if settings.trains else nullcontext() as trainer,
+        RolloutDriver(settings, placement, workers) as rollout,
+    ):
+        loading.show("the trainer's models")
+        if offload.rollout:
+            rollout.release_memory()  # the trainer is built in the memory that this frees
+        total_steps = rollout.num_iterations * settings.steps_per_iteration
+        if trainer is not None:
+            trainer.build(total_steps)
+        loading.close()
+        served: list[Sink] = [report] if prometheus is None else [report, prometheus]
+        with _tracker(settings, context, served, total_steps) as tracker:
+            tracker.watch({"generate": rollout.progress} | ({} if trainer is None else {"save": trainer.save_progress}))
+            profiler = IterationProfiler(settings.profiling, settings.tracking.output_dir, trainer, rollout, workers)
+            profiler.on_phase = tracker.phase
+            _run_loop(settings, context, rollout, trainer, tracker, profiler, offload)
+
+
+def train_in_one_process(settings: Settings, context: RunContext) -> None:
+    """Run the loop with both sides in this process; ``check_one_process`` has allowed it."""
+    from miles.one_process.sides import both_sides
+    from miles.report.sink import ReportSink
+
+    with ReportSink(settings.tracking) as report, both_sides(settings) as (rollout, trainer):
+        total_steps = rollout.num_iterations * settings.steps_per_iteration
+        with _tracker(settings, context, [report], total_steps) as tracker:
+            _run_loop(settings, context, rollout, trainer, tracker, None, settings.offload("cpu"))
+
+
+def _run_loop(
+    settings: Settings,
+    context: RunContext,
+    rollout: RolloutSide,
+    trainer: TrainerSide | None,
+    tracker: Tracker,
+    profiler: IterationProfiler | None,
+    offload: Offload,
+) -> None:
+    """Run the iterations, with a trainer or without."""
+    from miles.cluster.folders.run_identity import RunIdentity
+    from miles.cluster.run_checkpoints import RunCheckpoints
+    from miles.cluster.sides import Sides
+    from miles.generation_loop import GenerationLoop
+    from miles.loop import TrainingLoop
+    from miles.tracking.phase_timer import PhaseTimer
+
+    steps, stop = settings.steps_per_iteration, context.stop
+    timer, profiled = (
+        (PhaseTimer(), nullcontext) if profiler is None else (PhaseTimer(profiler.phase), profiler.iteration)
+    )
+    if trainer is None:
+        GenerationLoop(rollout, tracker, settings.evaluation, steps, stop, timer, profiled).run()
+        return
+    sides = Sides(rollout, trainer, offload, timer)
+    TrainingLoop(
+        sides,
+        RunCheckpoints(sides, settings.checkpoint, RunIdentity.new().to_state()),
+        tracker,
+        evaluation=settings.evaluation,
+        steps_per_iteration=steps,
+        is_synchronous=settings.rollout.async_steps == 0,
+        stop=stop,
+        profiled=profiled,
+    ).run()
+
+
+def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], total_steps: int) -> Tracker:
+    """Return the tracker of a run of so many optimizer steps, with the facts about the run."""
+    from miles.objective.explain import objective_formula, objective_in_words
+    from miles.report.sink import HealthWatch
+    from miles.tracking.provenance import provenance
+    from miles.tracking.run_header import RunHeader
+    from miles.tracking.tracker import Tracker
+
+    found = provenance(settings)
+    header = RunHeader.from_sections(
+        "miles",
+        settings,
+        objective_in_words(settings.loss, settings.step_shape),
+        objective_formula(settings.loss, settings.step_shape),
+        total_steps,
+        found,
+    )
+    config = _config(replace(settings, checkpoint=context.given), found)
+    sinks: list[Sink] = [*served, HealthWatch(settings.tracking, context.notifier)]
+    return Tracker(settings.tracking, header, sinks, config)
+
+
+def _config(settings: Settings, found: dict[str, Any]) -> str:
+    """Return the text of run.yaml."""
+    from miles.tracking.provenance import in_words
+
+    path = Path(settings.tracking.output_dir) / FILE_NAME
+    checkpoint = settings.checkpoint
+    resumes = checkpoint.load is not None and checkpoint.load == checkpoint.save
+    if checkpoint.remote_cache == str(default_remote_cache(settings.tracking.output_dir)):
+        settings = replace(settings, checkpoint=replace(checkpoint, remote_cache=None))
+    more = [" load=null"] * resumes + [" --start-over"] * (checkpoint.save is not None)
+    repeat = f"miles train --config {path}{''.join(more)} repeats this run; flags after that win."
+    return run_config(settings, [*in_words(found), repeat])

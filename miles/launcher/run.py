@@ -1,0 +1,242 @@
+"""A run from validated settings to its end: lock its folders, find its first iteration, make its attempts.
+
+::
+
+    launch ── locks, checkpoint to resume from ──> run ── Ray ──> attempt.train, again after a failure (--max-restarts)
+                                                    └── Ray is lost ──> after_loss ── a new launcher ──> take_over
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles.arguments.launch.notes import grouped
+from miles.hidden_secrets import hidden_in_output
+from miles.launcher.attempt import RunContext, train
+from miles.secret_values import secrets_in
+
+SIGNAL_SECONDS = 2.0  # in which a signal that has ended Ray reaches this process too
+
+if TYPE_CHECKING:
+    from miles.arguments.checkpoint import CheckpointArguments
+    from miles.arguments.launch.notes import Note
+    from miles.arguments.settings import Settings
+    from miles.arguments.validate import Validated
+    from miles.cluster.failure_files.folder import FailureFiles
+    from miles.cluster.folders.remote_lock import RemoteLock
+    from miles.cluster.folders.resume_point import ResumePoint
+    from miles.cluster.restarts import Continuation
+    from miles.cluster.stop_requests import StopRequests
+    from miles.tracking.notifications import Event, Notifier
+
+    FailureHandling = Callable[[CheckpointArguments, StopRequests, FailureFiles], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class LauncherState:
+    """What a launcher needs that takes the place of one whose Ray has died.
+
+    Attributes:
+        validated: What to run: its settings resume what was saved.
+        given: The flags of checkpoints as the user gave them, for run.yaml.
+        restarts_left: How many restarts there are still.
+    """
+
+    validated: Validated
+    given: CheckpointArguments
+    restarts_left: int
+
+
+def take_over(previous: LauncherState) -> None:
+    """Continue a run whose Ray has died, in the process that has led it so far (cluster/restarts.py), and exit."""
+    from miles.cluster.failures import exit_with_message
+
+    launch(previous.validated, exit_with_message, is_alone=True, previous=previous)
+    raise SystemExit(0)
+
+
+def launch(
+    validated: Validated,
+    failure_handling: FailureHandling,
+    is_alone: bool = False,
+    previous: LauncherState | None = None,
+    runner: Callable[[Settings, RunContext], None] | None = None,
+) -> None:
+    """Lock the folders of a run, find its first iteration, and run it to its end.
+
+    Args:
+        validated: What to run.
+        failure_handling: Makes the context that handles whatever ends the run early (``exit_with_message``).
+        is_alone: Whether this process does nothing else afterwards.
+        previous: The state that a launcher before this one has left, if there was one.
+        runner: Trains; by default with Ray (``run``).
+    """
+    from miles.arguments.flags_view import flags_view
+    from miles.cluster.failure_files.folder import FailureFiles
+    from miles.cluster.failures import notifying
+    from miles.cluster.folders.run_identity import own_save_folder
+    from miles.cluster.folders.uploads import uploading
+    from miles.cluster.stop_requests import StopRequests
+    from miles.objective.hooks import check_hooks
+    from miles.objective.launcher_losses.call import check_whole_loss
+    from miles.tracking.json_output import as_json_lines
+    from miles.tracking.notifications import Notifier
+    from miles.tracking.sinks import check_packages
+    from miles.training.checkpoint_folder import remove_unfinished
+
+    settings = validated.settings
+    given = settings.checkpoint
+    stop = StopRequests(settings.cluster.stop_timeout)
+    secrets = secrets_in("settings", asdict(settings))
+    kept_out = {*secrets, *settings.cluster.trainer_environment.values()}
+    files = FailureFiles(Path(settings.tracking.output_dir), kept_out)
+    notifier = Notifier(settings.tracking.notify_url, settings.tracking.output_dir, secrets)
+    with (
+        as_json_lines(settings.tracking.log_format == "json"),
+        hidden_in_output(secrets),
+        failure_handling(given, stop, files),
+        stop.listening(),
+    ):
+        check_hooks(settings.loss)
+        check_whole_loss(settings.loss, flags_view(settings))
+        check_packages(settings.tracking)
+        with _locked(settings) as lock:
+            point = _resume_point(validated)
+            checkpoint = own_save_folder(point.checkpoint, point.damaged)
+            if checkpoint.save is not None:
+                remove_unfinished(checkpoint.local(checkpoint.save))
+            settings = replace(settings, checkpoint=checkpoint)
+            context = _context(validated, stop, files, notifier, is_alone, previous)
+            # The second ``failure_handling`` knows where to resume from: --start-over changes it.
+            with (
+                failure_handling(checkpoint, stop, files),
+                notifying(notifier, stop),
+                uploading(settings, lock, point.damaged) as uploads,
+            ):
+                (runner or run)(settings, replace(context, uploads=uploads))
+
+
+def _resume_point(validated: Validated) -> ResumePoint:
+    """Return the point at which the run begins, and print all notes about it."""
+    from miles.cluster.folders.remote_checkpoints import index_all
+    from miles.cluster.folders.resume_point import check_frozen_models, resume_point
+    from miles.cluster.folders.run_identity import check_load_folder
+
+    settings = validated.settings
+    given = settings.checkpoint
+    notes = [*validated.notes, *index_all(given, Path(settings.tracking.output_dir)), *check_load_folder(given)]
+    point = resume_point(given)
+    for note in (*notes, *point.notes, *check_frozen_models(settings.model)):
+        print(f"note: {note}")
+    if validated.accepted:
+        print("\n".join(["note: flags of the command that were accepted:", *_indented(validated.accepted)]))
+    return point
+
+
+@contextmanager
+def _locked(settings: Settings) -> Iterator[RemoteLock | None]:
+    """Hold the locks of the folders that a run writes, for the length of the block; yield that in remote storage."""
+    from miles.cluster.folders.folder_lock import locked_folders
+    from miles.cluster.folders.remote_lock import locked_in_remote_storage
+
+    given = settings.checkpoint
+    written = {"--output-dir": settings.tracking.output_dir, "--remote-cache": given.remote_cache}
+    written |= {} if "save" in given.urls else {"--save": given.save}
+    with (
+        locked_folders((flag, Path(folder)) for flag, folder in written.items() if folder is not None),
+        locked_in_remote_storage(given) as lock,
+    ):
+        yield lock
+
+
+def _context(
+    validated: Validated,
+    stop: StopRequests,
+    files: FailureFiles,
+    notifier: Notifier,
+    is_alone: bool,
+    previous: LauncherState | None,
+) -> RunContext:
+    from miles.cluster.restarts import Continuation, Restarts
+
+    settings = validated.settings
+    environment = dict(os.environ)  # before Ray's variables are in it
+    given = settings.checkpoint if previous is None else previous.given
+    restarts = Restarts(settings.cluster.max_restarts if previous is None else previous.restarts_left)
+
+    def continuation(resumed: Settings) -> Continuation:
+        again = LauncherState(replace(validated, settings=resumed, notes=(), accepted=()), given, restarts.left)
+        return Continuation(f"{__name__}:take_over", again, environment)
+
+    can_be_replaced = is_alone and not settings.cluster.ray_address  # nobody restarts a joined cluster
+    return RunContext(stop, files, notifier, restarts, given, continuation if can_be_replaced else None)
+
+
+def _indented(accepted: Sequence[Note]) -> list[str]:
+    return [f"  {line}" for line in grouped(accepted)]
+
+
+def run(settings: Settings, context: RunContext) -> None:
+    """Start Ray, train, and stop what was started; restart up to ``--max-restarts`` times if a process fails.
+
+    Args:
+        settings: The run, with the checkpoint that it begins from and the folder that it saves into.
+        context: What its attempts share.
+    """
+    from miles.cluster.restarts import with_restarts
+    from miles.cluster.session import EngineLayout, ray_session
+
+    size = settings.sglang.rollout_num_gpus_per_engine
+    engines = EngineLayout(settings.num_engines, size, settings.trains, settings.nodes_per_engine)
+    files, stop = context.files, context.stop
+    with ray_session(settings.cluster, engines, lambda loss: after_loss(loss, settings, context), files) as placement:
+        with_restarts(settings, lambda settings: train(settings, placement, context), context.restarts, files, stop)
+
+
+def after_loss(loss: str, settings: Settings, context: RunContext) -> Continuation | int:
+    """Say that a part of Ray was lost, or which signal has ended it.
+
+    Args:
+        loss: What happened to it.
+        settings: The run.
+        context: What its attempts share.
+
+    Returns:
+        The launcher that follows, if there is to be one, or else the exit status.
+    """
+    from miles.cluster.failures import stopped, stopped_by
+    from miles.cluster.ray_watch import is_hang
+
+    event: Event = "failure"
+    status = 1
+    if context.stop.stopped_within(SIGNAL_SECONDS):
+        last_line, event, status = stopped_by(context.stop, settings.checkpoint), "end", context.stop.exit_status
+    else:
+        if is_hang(loss):
+            _try("the report of a hang", lambda: context.files.report_hang(loss, ask_ray=False))
+        _try("Ray's logs", context.files.keep_ray_logs)
+        if context.continuation is not None and context.restarts.left and not context.stop.is_requested:
+            try:
+                return context.continuation(context.restarts.take(loss, settings, context.files))
+            except Exception as error:
+                loss = f"{loss}, and the run cannot be restarted: {error}"
+        last_line = stopped(loss, settings.checkpoint, context.files)
+    with suppress(OSError):  # nobody reads it any more
+        print(last_line, file=sys.stderr, flush=True)
+    context.notifier.send(event, last_line)
+    return status
+
+
+def _try(what: str, keep: Callable[[], None]) -> None:
+    """Call ``keep``; a failure is a note, as the run ends anyway and says why."""
+    try:
+        keep()
+    except Exception as error:
+        with suppress(OSError):
+            print(f"note: {what} could not be kept ({type(error).__name__}: {error})", file=sys.stderr)
