@@ -407,7 +407,7 @@ class WorkerPool:
 
     async def _ask(self, question: Question) -> list[Any]:
         answers = []
-        for worker in self._workers.values():
+        for _, worker in sorted(self._workers.items()):  # they were added as their processes became ready
             number = next(self._questions)
             worker.answers[number] = asyncio.get_running_loop().create_future()
             worker.send(Ask(number, question))

@@ -124,7 +124,7 @@ def test_a_launcher_sends_how_its_run_ended(server, tmp_path, monkeypatch, capsy
         if error is not None:
             raise error
 
-    monkeypatch.setattr(train, "run", run)
+    monkeypatch.setattr("miles.launcher.run.run", run)
     settings = parse(["--notify-url", server.url, "--output-dir", str(tmp_path)])
     with nullcontext() if error is None else pytest.raises(SystemExit):
         train.start(Validated(settings, ()))
