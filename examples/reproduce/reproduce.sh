@@ -3,7 +3,7 @@
 # Environment: PYTHON (an interpreter; default: install .venv and use it). All is written to outputs/reproduce.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-OUTPUTS=outputs/reproduce # where the definitions look for it
+OUTPUTS=outputs/reproduce # the definitions name this folder
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" # the matrices are tiny: a waiting thread must not keep a core busy
 
 reproduce() {

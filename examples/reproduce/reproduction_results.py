@@ -219,7 +219,7 @@ Runs = dict[str, dict[int, list[dict[str, float]]]]  # by variant and seed, the 
 
 
 def read(folder: Path) -> Runs:
-    """Return the runs of ``folder``/runs.csv; NaN where a column has no value."""
+    """Return the runs of ``folder``/runs.csv; NaN if a column has no value."""
     runs: Runs = defaultdict(lambda: defaultdict(list))
     with (folder / "runs.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):

@@ -95,7 +95,7 @@ class RolloutArguments:
     thinking_max_len: Optional[int] = flag(
         None,
         "interrupt an answer that still thinks after this many tokens: --thinking-interruption is appended, and the "
-        "model goes on (docs/rollout.md)",
+        "model continues (docs/rollout.md)",
     )
     thinking_end: str = flag("</think>", "with --thinking-max-len: the text that ends the reasoning of an answer")
     thinking_interruption: str = flag(

@@ -24,7 +24,7 @@ def note_of_no_prompts(done: int, num_iterations: int) -> str:
 
 
 class TrainingStream(ABC):
-    """The prompts that a run trains on: what is drawn next, and a position to resume from."""
+    """Draws the prompts that a run trains on, and resumes from a saved position."""
 
     @property
     @abstractmethod

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from miles.engine.base import Engine, Generation, GenerationRequest
+from miles.engine.wrapper import EngineWrapper
 from miles.metrics import Metric
-from miles.weights import WeightChunk
 
 
 class EngineLoad:
@@ -40,7 +40,7 @@ class EngineLoad:
             self._in_flight -= responses
 
     def metrics(self) -> dict[str, Metric]:
-        """Return what was measured since the last reading, and begin anew; empty before the first request.
+        """Return what was measured since the last reading, and reset it; empty before the first request.
 
         ``perf/engine_busy`` is the share of the time with a response in flight, and ``perf/engine_responses`` the mean
         number of these in that time.
@@ -65,38 +65,14 @@ class EngineLoad:
         self._counted = now
 
 
-class MeteredEngine:
-    """Implements ``miles.engine.base.Engine`` on another engine, and tells ``load`` of each request."""
+class MeteredEngine(EngineWrapper):
+    """Reports each request to ``load``."""
 
     def __init__(self, engine: Engine, load: EngineLoad) -> None:
-        self._engine = engine
-        self.load = load
+        super().__init__(engine)
+        self._load = load
 
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         """Return what the engine answers."""
-        with self.load.answering(len(request.seeds)):
-            return await self._engine.generate(request)
-
-    async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
-        """Update the engine's weights."""
-        await self._engine.update_weights(chunks, version)
-
-    async def pause(self) -> None:
-        """Pause the engine."""
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        """Resume the paused engine."""
-        await self._engine.resume()
-
-    async def abort(self) -> None:
-        """Abort what is in flight."""
-        await self._engine.abort()
-
-    async def health(self) -> bool:
-        """Return whether the engine can serve requests."""
-        return await self._engine.health()
-
-    async def close(self) -> None:
-        """Close the engine."""
-        await self._engine.close()
+        with self._load.answering(len(request.seeds)):
+            return await super().generate(request)

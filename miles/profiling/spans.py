@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_WAITS = 20_000  # kept per recording; later ones are only counted
-MOST_SPANS = 200_000  # likewise, where PyTorch does not record them
+MOST_SPANS = 200_000  # the same for spans, which PyTorch records if it is imported
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 

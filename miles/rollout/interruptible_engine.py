@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
 
 from miles.engine.base import Engine, Generation, GenerationRequest
 from miles.engine.concurrency import gather_or_cancel
+from miles.engine.wrapper import EngineWrapper
 from miles.replay.expert_choices import continued
 from miles.replay.token_sets import extended
 from miles.rollout.groups import response_seed
-from miles.weights import WeightChunk
 
 
-class InterruptibleEngine:
-    """Implements ``miles.engine.base.Engine`` on another engine; no response ends with finish_reason ``abort``.
+class InterruptibleEngine(EngineWrapper):
+    """No response of this engine ends with finish_reason ``abort``.
 
     ``interrupt`` aborts what is in flight, while every caller keeps waiting. After ``continue_generation`` each aborted
     response is requested again with its own tokens appended to the prompt, and the caller gets the complete response
@@ -25,7 +24,7 @@ class InterruptibleEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._open = asyncio.Event()
         self._open.set()
 
@@ -70,30 +69,10 @@ class InterruptibleEngine:
             answer = _joined(answer, more)
         return answer
 
-    async def update_weights(self, chunks: Iterable[WeightChunk], version: int) -> None:
-        """Update the engine's weights."""
-        await self._engine.update_weights(chunks, version)
-
-    async def pause(self) -> None:
-        """Pause the engine."""
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        """Resume the paused engine."""
-        await self._engine.resume()
-
     async def abort(self) -> None:
         """Interrupt and continue at once: an abort from elsewhere costs nothing but time."""
         await self.interrupt()
         self.continue_generation()
-
-    async def health(self) -> bool:
-        """Return whether the engine can serve requests."""
-        return await self._engine.health()
-
-    async def close(self) -> None:
-        """Close the engine."""
-        await self._engine.close()
 
 
 def _joined(first: Generation, rest: Generation) -> Generation:

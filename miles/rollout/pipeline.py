@@ -107,6 +107,7 @@ class RolloutPipeline:
         evaluation: The user's evaluation, of a version of the weights; None for that of ``eval_sets``.
         teacher: The servers of a teacher, which ``close`` disconnects from.
         agents: What runs agent programs; ``close`` stops its server.
+        load: What the engine of ``tools`` reports its requests to; None if it reports none.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class RolloutPipeline:
         evaluation: Callable[[int], Awaitable[dict[str, Metric]]] | None = None,
         teacher: ServedTeacher | None = None,
         agents: SessionGenerator | None = None,
+        load: EngineLoad | None = None,
     ) -> None:
         self.engine = engine
         self.num_iterations = num_iterations
@@ -141,7 +143,7 @@ class RolloutPipeline:
         self._evaluation = evaluation
         self._teacher = teacher
         self._agents = agents
-        self._load = tools.engine.load if tools is not None and isinstance(tools.engine, MeteredEngine) else None
+        self._load = load
         self._workers = None if tools is None else tools.workers
         self._gate = RolloutGate()
         self._positions: dict[int, dict[str, Any]] = {}  # in the prompts, before each iteration in progress
@@ -284,11 +286,11 @@ async def build_pipeline(
     generate, hooks = agents or get_group_generator(rollout), IterationHooks(settings, supply.stream)
     num_iterations = iterations_of(rollout, supply.num_prompts)
     engine = await start_engine(settings, host) if settings.generates else None
-    teacher, tools = connect_teacher(settings.loss), None
+    teacher, tools, load = connect_teacher(settings.loss), None, None
     try:
         if engine is not None:
             tools = _group_tools(engine, tokenizer, generate, reward_function, reward)
-            tools = await _with_workers(settings, tools, worker_starter)
+            tools, load = await _with_workers(settings, tools, worker_starter)
         evaluation = own_evaluation(settings, eval_sets, tools) if tools is not None else None
         collector = build_collector(
             supply.stream,
@@ -320,6 +322,7 @@ async def build_pipeline(
         evaluation=evaluation,
         teacher=teacher,
         agents=agents,
+        load=load,
     )
 
 
@@ -337,15 +340,16 @@ def _group_tools(
 
 async def _with_workers(
     settings: Settings, tools: GroupTools, worker_starter: Callable[[Any], StartWorker] | None
-) -> GroupTools:
+) -> tuple[GroupTools, EngineLoad | None]:
     """Start the generation workers, which use the servers of the engine; without any, measure the engine's load."""
     number, replaces = settings.rollout.num_rollout_workers, settings.sglang.use_fault_tolerance
     if number == 1:
-        return replace(tools, engine=MeteredEngine(tools.engine, EngineLoad()))
+        load = EngineLoad()
+        return replace(tools, engine=MeteredEngine(tools.engine, load)), load
     assert isinstance(tools.engine, SharesServers) and worker_starter is not None, "validate() refuses other engines"
     workers = WorkerPool(worker_starter(tools.tokenizer), number, tools.engine, replaces)
     await workers.start()
-    return replace(tools, workers=workers)
+    return replace(tools, workers=workers), None
 
 
 async def _close(engine: Engine | None, workers: GroupWorkers | None) -> None:

@@ -60,7 +60,7 @@ class Uploads:
             self._remote.remote.giving_up = self._giving_up
         self._changed = threading.Condition()
         self._waiting: list[_Upload] = []
-        self._begun = 0  # tries of uploads
+        self._started = 0  # tries of uploads
         self._ended = 0  # those of them that have ended
         self._try_at = 0.0  # monotonic time of the next try
         self._failure: Exception | None = None  # of the last try
@@ -101,8 +101,8 @@ class Uploads:
             SaveFailed: That try has failed too. The message says what is safe on this machine.
         """
         with self._changed:
-            begun = self._begun  # a try that has begun before may fail for a reason that is over
-            while self._waiting and (self._failure is None or self._ended <= begun):
+            started = self._started  # a try that started earlier may fail for a reason that no longer holds
+            while self._waiting and (self._failure is None or self._ended <= started):
                 self._try_at = 0.0
                 self._changed.notify_all()
                 self._changed.wait(1.0)
@@ -169,7 +169,7 @@ class Uploads:
                 if self._is_closing:
                     return
                 upload = self._waiting[0]
-                self._begun += 1
+                self._started += 1
             failure = self._failure_of(upload)
             with self._changed:
                 was_failing = self._failure is not None

@@ -1,7 +1,7 @@
-"""JSON of requests and answers, which is much of what a request costs: by orjson where it is installed, as with SGLang.
+"""Read and write the JSON of requests and answers, by orjson if it is installed (SGLang needs it), else by ``json``.
 
-An answer of 256 tokens with log-probs takes 26 µs instead of 126 to decode, a prompt of 256 tokens 1 µs instead of 18
-to encode.
+This is much of what a request costs: an answer of 256 tokens with log-probs takes 26 µs instead of 126 to decode, a
+prompt of 256 tokens 1 µs instead of 18 to encode.
 """
 
 from __future__ import annotations

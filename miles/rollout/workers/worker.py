@@ -111,7 +111,7 @@ class OnlyGenerates:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"engine.{name} is called in a generation worker (--num-rollout-workers), where an engine only generates; "
+            f"engine.{name} is called in a generation worker (--num-rollout-workers), whose engine only generates; "
             "call it in a function that the rollout process calls (docs/engine.md), or drop --num-rollout-workers"
         )
 

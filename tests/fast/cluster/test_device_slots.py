@@ -59,7 +59,7 @@ class Rank:
 
 
 class Member(Reporting):
-    """A process of a server on several nodes, which reports where it meets the others too."""
+    """A process of a server on several nodes, which also reports the address at which it meets the others."""
 
     def start(self, meeting: str | None = None) -> str:
         return f"{super().start()} {meeting}"

@@ -1,4 +1,4 @@
-"""Generation workers (``--num-rollout-workers``): real Ray actors, the whole rollout side, and a stand-in server."""
+"""Generation workers (``--num-rollout-workers``): real Ray actors, the whole rollout side, and a simulated server."""
 
 import asyncio
 import json

@@ -19,7 +19,7 @@ from tests.fast.engine.sglang_servers import KEYS, SMALL, engine_of, log_probs_o
 
 
 class Part:
-    """A process of a node. The part that is told to fails when the others wait for it."""
+    """A process of a node. With ``fails`` it fails when the others wait for it."""
 
     def __init__(self, node: int, fails: bool = False) -> None:
         self.name, self.node, self.fails = f"engine {node}", node, fails

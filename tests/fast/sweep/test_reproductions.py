@@ -29,7 +29,7 @@ def test_every_reproduction_is_described() -> None:
 
 @pytest.fixture(scope="module")
 def with_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the examples, and with the prompts of the task where the sweeps look for them."""
+    """Return a folder with the examples, and with the prompts of the task in the folder that the sweeps read."""
     folder = tmp_path_factory.mktemp("reproduce")
     (folder / "examples").symlink_to(ROOT / "examples")
     write_tasks = runpy.run_path(str(FOLDER / "numbers" / "write.py"))["write_tasks"]

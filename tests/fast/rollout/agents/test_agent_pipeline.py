@@ -17,19 +17,12 @@ from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
 from miles.saved_runs.generation import answer, evaluate_sets
 from miles.weights import WeightChunk
+from tests.fast.support.agent_program import CHAT
 
 torch.set_num_threads(1)
-AGENT = """
-import http.client, json, os, sys
-
-def chat(messages):
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    body = json.dumps({"model": "gpt-4o", "messages": messages, "max_tokens": 4}).encode()
-    host, _, path = os.environ["OPENAI_BASE_URL"].partition("://")[2].partition("/")
-    connection = http.client.HTTPConnection(host)
-    connection.request("POST", f"/{path}/chat/completions", body, headers)
-    return json.load(connection.getresponse())["choices"][0]["message"]
-
+AGENT = (
+    CHAT
+    + """
 row = json.load(sys.stdin)
 messages = [{"role": "user", "content": row["input"]}]
 messages = [*messages, chat(messages), {"role": "user", "content": "7"}]
@@ -37,6 +30,7 @@ chat(messages)
 chat([{"role": "user", "content": "in short"}])
 print(row["input"])
 """
+)
 
 
 @pytest.fixture

@@ -22,23 +22,17 @@ from miles.rollout.pipeline import build_pipeline
 from miles.rollout.workers.worker import GenerationWorker, WorkerPlan, pickled
 from miles.weights import WeightChunk
 from tests.fast.engine.answering_server import AnsweringServer
+from tests.fast.support.agent_program import CHAT
 
-AGENT = """
-import http.client, json, os, sys
-
-def chat(messages):
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    body = json.dumps({"model": "gpt-4o", "messages": messages, "max_tokens": 4}).encode()
-    host, _, path = os.environ["OPENAI_BASE_URL"].partition("://")[2].partition("/")
-    connection = http.client.HTTPConnection(host)
-    connection.request("POST", f"/{path}/chat/completions", body, headers)
-    return json.load(connection.getresponse())["choices"][0]["message"]
-
+AGENT = (
+    CHAT
+    + """
 row = json.load(sys.stdin)
 messages = [{"role": "user", "content": row["input"]}]
 chat([*messages, chat(messages), {"role": "user", "content": "7"}])
 print(row["input"])
 """
+)
 
 
 class Twice(Environment):
