@@ -23,9 +23,10 @@ def metrics(folder):
     return list(file.steps), {name: list(map(repr, file.column(name))) for name in names}
 
 
-def test_two_variants_run_once_and_are_compared(sweep, tmp_path):
+@pytest.mark.parametrize("how", [["--one-process"], pytest.param([], marks=pytest.mark.slow)], ids=["forks", "ray"])
+def test_two_variants_run_once_and_are_compared(sweep, tmp_path, how):
     two = {"variants": {"base": {"num_rollout": 1}, "faster": {"num_rollout": 1, "lr": "1e-2"}}, "seeds": [3]}
-    first = sweep(two, "--jobs", 2)
+    first = sweep(two, "--jobs", 2, *how)
     assert first.wait() == 0, first.out + first.err
     assert "sweep: 2 runs (2 variants × 1 seed), 0 finished before; 2 at a time" in first.out
     out = tmp_path / "out"
@@ -39,7 +40,7 @@ def test_two_variants_run_once_and_are_compared(sweep, tmp_path):
     assert table["settings"]["optimizer.lr"] == {"base": "0.001", "faster": "0.01"}
     assert "rollout/reward" in {row["metric"] for row in table["rows"]}
     assert (out / "sweep.html").exists() and first.none_left()
-    again = sweep(two, "--jobs", 2)
+    again = sweep(two, "--jobs", 2, *how)
     assert again.wait() == 0 and "2 finished before\n" in again.out, again.out + again.err
     assert [len(json.loads((run.folder / "sweep-run.json").read_text())["attempts"]) for run in runs.values()] == [1, 1]
 
