@@ -45,19 +45,32 @@ Row = dict[str, float]  # of an iteration
 
 
 @dataclass(frozen=True)
+class Part:
+    """Which iterations of a run a figure is the mean of."""
+
+    words: str
+    rows: slice
+
+
+AT_END = Part(f"mean of the last {LAST} iterations", slice(-LAST, None))
+OVERALL = Part("mean of all iterations", slice(None))
+AT_START = Part("in the first iteration", slice(1))
+
+
+@dataclass(frozen=True)
 class Figure:
     """A figure of the table of a reproduction.
 
     Attributes:
         column: The column of runs.csv.
         words: Its name in tables.
-        at_end: Whether it is the mean over the last iterations, and not over all.
+        part: The iterations of which it is the mean.
         is_claim: Whether it is the effect that docs/reproductions.md names.
     """
 
     column: str
     words: str
-    at_end: bool = True
+    part: Part = AT_END
     is_claim: bool = False
 
 
@@ -82,21 +95,22 @@ REPRODUCTIONS = {
             Figure("length_wrong", "length of wrong answers, tokens", is_claim=True),
             Figure("length_right", "length of right answers, tokens"),
             ACCURACY,
-            Figure("long_weight", f"share of wrong answers' weight that is on those of {LONG} tokens or more", False),
+            Figure("long_weight", f"share of wrong answers' weight that is on those of {LONG} tokens or more", OVERALL),
         ),
     ),
     "cliphigher": Reproduction(
         "clip-higher of DAPO, with 8 steps per iteration",
         (
-            Figure("entropy", "entropy, nats per token", False, is_claim=True),
-            Figure("between", "share of the ratios of good answers in (1.2, 1.28]", False),
-            Figure("clipped", "clipped tokens, a fraction", False),
+            Figure("entropy", "entropy, nats per token", OVERALL, is_claim=True),
+            Figure("between", "share of the ratios of good answers in (1.2, 1.28]", OVERALL),
+            Figure("clipped", "clipped tokens, a fraction", OVERALL),
             ACCURACY,
         ),
     ),
     "topp": Reproduction(
         "top-p with and without the engine's support replayed in the trainer",
         (
+            Figure("log_prob", "log-prob of the drawn tokens, nats", AT_START),
             Figure("entropy", "entropy, nats per token", is_claim=True),
             Figure("length", "length, tokens"),
             ACCURACY,
@@ -107,8 +121,8 @@ REPRODUCTIONS = {
         "dynamic sampling: groups of equal rewards are replaced",
         (
             Figure("held_out", "held-out accuracy at the end", is_claim=True),
-            Figure("zero_std", "groups of equal rewards among those generated, a fraction", False),
-            Figure("tokens", "generated tokens per iteration", False),
+            Figure("zero_std", "groups of equal rewards among those generated, a fraction", OVERALL),
+            Figure("tokens", "generated tokens per iteration", OVERALL),
         ),
     ),
     "aggregation": Reproduction(
@@ -117,15 +131,17 @@ REPRODUCTIONS = {
             Figure("length", "length, tokens", is_claim=True),
             Figure("length_wrong", "length of wrong answers, tokens"),
             ACCURACY,
-            Figure("long_share", f"share of the gradient's weight on answers of {LONG} tokens or more", False),
+            Figure("long_share", f"share of the gradient's weight on answers of {LONG} tokens or more", OVERALL),
         ),
     ),
     "offpolicy": Reproduction(
         "stale weights, with four corrections",
         (
             Figure("accuracy", "accuracy of the training answers", is_claim=True),
-            Figure("ratio", "mean ratio of the trainer's to the engine's probability", False),
-            Figure("gap", "mean difference of their log-probs, nats", False),
+            Figure("staleness", "age of the weights that sampled, iterations", OVERALL),
+            Figure("far", "share of ratios outside [0.5, 2], trainer's to engine's probability", OVERALL),
+            Figure("effective", "effective sample size of the ratios, a fraction of the tokens", OVERALL),
+            Figure("gap", "mean difference of the log-probs, nats", OVERALL),
         ),
     ),
 }
@@ -154,6 +170,12 @@ def _between(answers: Sequence[Answer]) -> float:
     return _mean(1.2 < ratio <= 1.28 for ratio in ratios)
 
 
+def _far(answers: Sequence[Answer]) -> float:
+    """Return the share of the tokens whose ratio of the trainer's to the engine's probability is outside [0.5, 2]."""
+    pairs = (zip(a["log_probs"], a["rollout_log_probs"], strict=True) for a in answers if a.get("log_probs"))
+    return _mean(abs(trainer - engine) > math.log(2) for found in pairs for trainer, engine in found)
+
+
 # Columns of an iteration, of its answers and of the metrics of its steps.
 OF_ANSWERS: Mapping[str, Callable[[Sequence[Answer]], float]] = {
     "accuracy": lambda answers: _mean(a["reward"] for a in answers),
@@ -162,7 +184,9 @@ OF_ANSWERS: Mapping[str, Callable[[Sequence[Answer]], float]] = {
     "length_right": lambda answers: _mean(_length(a) for a in answers if a["reward"] == 1),
     "long_weight": lambda answers: _long_part([a for a in answers if a["reward"] == 0]),
     "long_share": _long_part,
+    "log_prob": lambda answers: _mean(value for a in answers for value in a["rollout_log_probs"]),
     "between": _between,
+    "far": _far,
 }
 OF_METRICS = {
     "entropy": "train/entropy_loss",
@@ -170,7 +194,8 @@ OF_METRICS = {
     "zero_std": "rollout/zero_std_groups",
     "tokens": "rollout/tokens",
     "held_out": "eval/heldout/accuracy",
-    "ratio": "train/is_ratio",
+    "staleness": "rollout/staleness",
+    "effective": "train/ess_ratio",
     "gap": "train/train_rollout_logprob_abs_diff",
 }
 
@@ -230,12 +255,11 @@ def read(folder: Path) -> Runs:
 
 def of_runs(runs: Mapping[int, Sequence[Mapping[str, float]]], figure: Figure) -> dict[int, float]:
     """Return a figure of each run, by seed."""
-    return {seed: _figure_of([row[figure.column] for row in rows], figure.at_end) for seed, rows in runs.items()}
+    return {seed: _figure_of([row[figure.column] for row in rows], figure.part) for seed, rows in runs.items()}
 
 
-def _figure_of(values: Sequence[float], at_end: bool) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return _mean(finite[-LAST:] if at_end else finite)
+def _figure_of(values: Sequence[float], part: Part) -> float:
+    return _mean([value for value in values if math.isfinite(value)][part.rows])
 
 
 def in_words(interval: Interval, signed: bool = False) -> str:
@@ -252,8 +276,7 @@ def table(folder: Path) -> str:
     seconds = [rows[0]["seconds"] for found in runs.values() for rows in found.values()]
     lines = []
     for figure in reproduction.figures:
-        where = f"mean of the last {LAST} iterations" if figure.at_end else "mean of all iterations"
-        lines += [f"**{figure.words[0].upper()}{figure.words[1:]}**, {where}:", ""]
+        lines += [f"**{figure.words[0].upper()}{figure.words[1:]}**, {figure.part.words}:", ""]
         lines += [f"| variant | seeds | mean | difference from `{baseline}` |", "|---|---|---|---|"]
         of_baseline = of_runs(runs[baseline], figure)
         for variant in variants:

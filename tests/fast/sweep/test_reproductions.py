@@ -87,7 +87,7 @@ def test_a_figure_is_of_the_last_iterations_or_of_all() -> None:
     rows = [{"entropy": math.nan}, *({"entropy": float(i)} for i in range(20))]
     runs = {1: rows}
     assert results.of_runs(runs, results.Figure("entropy", "")) == {1: 14.5}
-    assert results.of_runs(runs, results.Figure("entropy", "", at_end=False)) == {1: 9.5}
+    assert results.of_runs(runs, results.Figure("entropy", "", results.OVERALL)) == {1: 9.5}
 
 
 MEASURED = [name for name in NAMES if (FOLDER / name / "runs.csv").exists()]
