@@ -198,6 +198,7 @@ OF_METRICS = {
     "effective": "train/ess_ratio",
     "gap": "train/train_rollout_logprob_abs_diff",
 }
+IF_ABSENT = {"staleness": 0.0}  # a synchronous run has no such metric
 
 
 def iterations(run: Path, columns: Sequence[str]) -> list[Row]:
@@ -216,7 +217,8 @@ def iterations(run: Path, columns: Sequence[str]) -> list[Row]:
             if column in OF_ANSWERS:
                 row[column] = OF_ANSWERS[column](answers[last])
             else:
-                row[column] = _mean(step.get(OF_METRICS[column], math.nan) for step in steps)
+                found = _mean(step.get(OF_METRICS[column], math.nan) for step in steps)
+                row[column] = IF_ABSENT.get(column, found) if math.isnan(found) else found
         rows.append(row)
         first = last + 1
     return rows
