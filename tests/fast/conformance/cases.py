@@ -83,16 +83,21 @@ LAYOUTS = {
         Layout("alone, packed", 1, training=BUDGET),
         Layout("dp2", 2),
         Layout("dp2, packed", 2, training=BUDGET),
+        Layout("dp3", 3),
         Layout("dp3, packed", 3, training=BUDGET),
+        Layout("dp3, padded by budget", 3, PADDED, BUDGET),
         Layout("alone, padded", 1, PADDED),
         Layout("dp2, padded by budget", 2, PADDED, BUDGET),
         Layout("dp4", 4),
         Layout("cp2", 2, context(2)),
         Layout("cp2, packed", 2, context(2), BUDGET),
+        Layout("cp3", 3, context(3)),
+        Layout("cp3, packed", 3, context(3), BUDGET),
         Layout("cp4, packed", 4, context(4), BUDGET),
         Layout("dp2 x cp2", 4, context(2)),
         Layout("dp2 x cp2, packed", 4, context(2), BUDGET),
         Layout("dynamic cp, 2 ranks", 2, dynamic(10), TrainingArguments()),
+        Layout("dynamic cp, 3 ranks", 3, dynamic(32), TrainingArguments()),  # sizes are powers of two that divide 3: 1
         Layout("dynamic cp, 4 ranks", 4, dynamic(8), TrainingArguments()),
     )
 }

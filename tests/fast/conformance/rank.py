@@ -5,6 +5,7 @@ They are forked from one process that has imported everything, because importing
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -45,6 +46,7 @@ from miles.training.fsdp.backend import FsdpBackend
 from miles.training.trainer import Role, Trainer
 
 DEADLINE = timedelta(seconds=60)
+STACKS_AFTER = 45.0  # seconds of a case; before its collectives give up
 Parts = dict[str, np.ndarray]  # rows of parameters or gradients, by the parameter's name
 
 
@@ -201,12 +203,15 @@ def _serve(address: str, folder: Path, world: int, rank: int) -> None:
         connection.send((world, rank))
         me = Rank(folder)
         while (case := connection.recv()) is not None:
+            faulthandler.dump_traceback_later(STACKS_AFTER, file=sys.stderr)
             try:
                 result: Any = me.run(case)
                 connection.send(("done", result if rank == 0 else None))
             except Exception:
                 me.backends.clear()
                 connection.send(("failed", traceback.format_exc()))
+            finally:
+                faulthandler.cancel_dump_traceback_later()
 
 
 def main(address: str, folder: Path, worlds: Sequence[int]) -> None:

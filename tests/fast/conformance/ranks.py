@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -33,7 +33,9 @@ class Ranks:
             connection.send(case)
         answers = []
         for rank, connection in enumerate(members):
-            assert connection.poll(SECONDS), f"rank {rank} of {world} did not answer within {SECONDS} s"
+            if not connection.poll(SECONDS):
+                stacks = (self.folder / "log").read_text()[-20_000:]  # of every rank that took long
+                raise AssertionError(f"rank {rank} of {world} did not answer within {SECONDS} s\n{stacks}")
             answers.append(connection.recv())
         for rank, (outcome, found) in enumerate(answers):
             assert outcome == "done", f"rank {rank} of {world}\n{found}"
@@ -45,16 +47,16 @@ class Ranks:
 
 
 @contextmanager
-def started_ranks(folder: Path) -> Iterator[Ranks]:
+def started_ranks(folder: Path, worlds: Sequence[int] = WORLDS) -> Iterator[Ranks]:
     """Save the two dense models in ``folder``, and start ranks that load the models of their cases from it."""
     for name in ("untied", "tied"):
         save_tiny_llama(folder / name, tied=name == "tied")
     address = str(folder / "line")
-    with Listener(address, backlog=sum(WORLDS)) as listener, (folder / "log").open("w") as log:
-        command = [sys.executable, str(HERE / "rank.py"), address, str(folder), *map(str, WORLDS)]
+    with Listener(address, backlog=sum(worlds)) as listener, (folder / "log").open("w") as log:
+        command = [sys.executable, str(HERE / "rank.py"), address, str(folder), *map(str, worlds)]
         process = subprocess.Popen(command, env=cpu_environment(), stdout=log, stderr=log)
         connections = {}
-        for _ in range(sum(WORLDS)):
+        for _ in range(sum(worlds)):
             connection = listener.accept()
             connections[connection.recv()] = connection
         ranks = Ranks(connections, folder)
