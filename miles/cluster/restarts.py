@@ -95,12 +95,20 @@ def resuming(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
 
     Raises ``ValueError`` if everything it has saved is damaged.
     """
+    resumed = loading_its_own(settings)
+    if resumed is settings:
+        return settings, ()
+    point = resume_point(resumed.checkpoint)
+    return replace(resumed, checkpoint=point.checkpoint), point.notes
+
+
+def loading_its_own(settings: Settings) -> Settings:
+    """Return ``settings`` changed to load what is in ``--save``; unchanged if nothing was saved."""
     given = settings.checkpoint
     if given.save is None or newest(given.local(given.save)) is None:
-        return settings, ()
+        return settings
     checkpoint = replace(given, load=given.save, finetune=False, no_load_optim=False, no_load_rng=False)
-    point = resume_point(checkpoint)
-    return replace(settings, checkpoint=point.checkpoint), point.notes
+    return replace(settings, checkpoint=checkpoint)
 
 
 class Continuation:

@@ -54,10 +54,16 @@ class LauncherState:
 
 
 def take_over(previous: LauncherState) -> None:
-    """Continue a run whose Ray has died, in the process that has led it so far (cluster/restarts.py), and exit."""
-    from miles.cluster.failures import exit_with_message
+    """Continue a run whose Ray has died, in the process that has led it so far (cluster/restarts.py), and exit.
 
-    launch(previous.validated, exit_with_message, is_alone=True, previous=previous)
+    Its trainer may have saved once more between the loss of Ray and its own end, so the newest checkpoint is sought
+    again.
+    """
+    from miles.cluster.failures import exit_with_message
+    from miles.cluster.restarts import loading_its_own
+
+    validated = replace(previous.validated, settings=loading_its_own(previous.validated.settings))
+    launch(validated, exit_with_message, is_alone=True, previous=previous)
     raise SystemExit(0)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from miles.arguments.settings import Settings
 from miles.arguments.validate import validate
 from miles.cluster.failures import exit_with_message
 from miles.cluster.folders.folder_lock import NAME
+from miles.cluster.restarts import resuming
 from miles.cluster.run_checkpoints import RunCheckpoints
 from miles.launcher import run as launcher
 from tests.fast.arguments.conftest import minimal
@@ -132,3 +134,19 @@ def test_an_export_goes_to_its_url(tmp_path):
     assert settled == "settled"
     assert url == "memory://hub/m-3" and tmp_path in folder.parents
     assert files == ["config.json", "model.safetensors"]
+
+
+def test_a_launcher_that_takes_over_resumes_what_was_saved_meanwhile(tmp_path, monkeypatch):
+    """The trainer outlives Ray's GCS, and has saved once more since the restart was decided."""
+    loaded = []
+    monkeypatch.setattr(launcher, "run", lambda settings, context: loaded.append(settings.checkpoint.load))
+    validated = validate(parse(minimal(f"--save {tmp_path}/ckpt --output-dir {tmp_path}/run --max-restarts 1")))
+    save_checkpoint(tmp_path / "ckpt", 2)
+    decided, _ = resuming(validated.settings)
+    assert decided.checkpoint.load == str(tmp_path / "ckpt" / "iter_0000002")
+    save_checkpoint(tmp_path / "ckpt", 4)
+    with pytest.raises(SystemExit, match="0"):
+        launcher.take_over(
+            launcher.LauncherState(replace(validated, settings=decided), validated.settings.checkpoint, 0)
+        )
+    assert loaded == [str(tmp_path / "ckpt" / "iter_0000004")]
