@@ -1,7 +1,6 @@
 """Fixtures: the ranks that run the cases, and the model they train.
 
-The ranks start on first use and end with the last test of this folder. Ranks that wait cost processor time: each of
-their many process groups has a thread in gloo that wakes up every 10 ms.
+The ranks start on first use and end with the last test of this folder.
 """
 
 from __future__ import annotations

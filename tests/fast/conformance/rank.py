@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from batches import batches_of
 from cases import TEMPERATURE, VALUE_HEAD, Case, StepResult
+from gloo_device import share_gloo_device
 from mutations import MUTATIONS
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Shard
@@ -197,6 +198,7 @@ def _has_gradient(case: Case, batch: TrainBatch) -> Sequence[bool]:
 
 def _serve(address: str, folder: Path, world: int, rank: int) -> None:
     torch.set_num_threads(1)
+    share_gloo_device()
     store = dist.FileStore(str(folder / f"store{world}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=DEADLINE)
     with Client(address) as connection:

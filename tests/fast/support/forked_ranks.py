@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gloo_device import share_gloo_device
 
 DEADLINE = timedelta(seconds=120)
 Check = Callable[[Any], "str | None"]  # called with what describes its rank; raises, or returns what is wrong
@@ -47,6 +48,7 @@ def run_on_ranks(
 
     def run_rank(number: int) -> None:
         torch.set_num_threads(1)
+        share_gloo_device()
         store = dist.FileStore(str(folder / f"store of {name}"), len(ranks))
         dist.init_process_group("gloo", store=store, rank=number, world_size=len(ranks), timeout=DEADLINE)
         outcomes = {}
