@@ -1,8 +1,10 @@
 """Decide by its configuration whether a model can be trained on packed samples.
 
 In a packed micro-batch the samples follow each other in one sequence. Attention knows where each begins; a layer with
-recurrent state (linear attention, Mamba, a short convolution) does not: its state passes from one sample to the next.
-Such models are trained on padded rows (``--qkv-format bshd``), where every sample begins with an empty state.
+recurrent state (linear attention, Mamba, a short convolution) does not: its state would pass from one sample to the
+next. The FSDP backend computes such layers sample by sample (training/fsdp/recurrent_layers.py), and a test shows that
+it is right for the types in ``RECURRENT``. Other types whose configuration names such layers are trained on padded rows
+(``--qkv-format bshd``), where every sample begins with an empty state.
 
 The FSDP backend trains whatever transformers can load. A type that is in neither tuple is compared with transformers at
 the start of the run (training/fsdp/packing_check.py).
@@ -13,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 # Types (``model_type``) that tests/fast/training/fsdp/test_packing_check.py compares with transformers, packed and
-# padded.
+# padded, and the same for types with recurrent state.
 PACKABLE = (
     "deepseek_v3",
     "glm4",
@@ -32,7 +34,6 @@ PACKABLE = (
     "smollm3",
 )
 
-# The same for types with recurrent state, padded.
 RECURRENT = (
     "nemotron_h",
     "qwen3_5",
@@ -64,6 +65,11 @@ def has_recurrent_state(config: dict[str, Any]) -> bool:
     text = config.get("text_config") or config
     layers = {layer for name in _LAYER_LISTS for layer in text.get(name) or ()}
     return model_type(config) in RECURRENT or bool(layers & _RECURRENT_LAYERS)
+
+
+def must_be_padded(config: dict[str, Any]) -> bool:
+    """Return whether a layer has such a state, and no test shows that packed samples begin without it."""
+    return has_recurrent_state(config) and model_type(config) not in RECURRENT
 
 
 def why_untrained(config: dict[str, Any]) -> str | None:

@@ -162,7 +162,8 @@ class _ToRows(torch.autograd.Function):
         return out[:-1].to(grad.dtype), None
 
 
-def _to_rows(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def to_rows(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the cells of ``Rows.queries`` or ``Rows.keys``, [cells, ...], of ``tokens`` [T, ...]; padding is zero."""
     apply: Callable[..., torch.Tensor] = _ToRows.apply
     return apply(tokens, index)
 
@@ -247,9 +248,9 @@ def packed_attention(
     both = packed.context.gather(torch.cat([key, value], -1)[0].transpose(0, 1))  # of all ranks, one exchange
     out = q.new_zeros(*q.shape[:2], value.shape[-1])
     for rows in packed.rows:
-        qr = _to_rows(q, rows.queries).view(*rows.query_shape, *q.shape[1:]).transpose(1, 2)
+        qr = to_rows(q, rows.queries).view(*rows.query_shape, *q.shape[1:]).transpose(1, 2)
         kr, vr = (
-            _to_rows(both, rows.keys)
+            to_rows(both, rows.keys)
             .view(*rows.key_shape, *both.shape[1:])
             .transpose(1, 2)
             .split([width, both.shape[-1] - width], -1)
