@@ -9,10 +9,9 @@ from miles.components import train_backend_spec
 from miles.flags import Errors, count, flag, flag_name
 from miles.model_families.packing import (
     NO_WINDOW,
-    has_recurrent_state,
     model_type,
     must_be_padded,
-    why_untrained,
+    why_whole,
     why_windowed,
 )
 from miles.parallel.dims import ParallelDims
@@ -128,15 +127,12 @@ def pad_recurrent_models(
         path, config = getattr(model, name), None
         with errors.catching():
             config = local_config(model, name)
-        if config is not None and (why := why_untrained(config)):
-            errors.refuse(name, path, why, "choose another model")
-            continue
         if config is not None and (why := why_windowed(config)):
             errors.refuse(name, path, why, NO_WINDOW)
             continue
-        if config is None or not has_recurrent_state(config):
+        if config is None or (why := why_whole(config)) is None:
             continue
-        what = f"{flag_name(name)} {path}, a {model_type(config)} with recurrent state"
+        what = f"{flag_name(name)} {path}, a {model_type(config)} {why}"
         rule = f"cuts sequences, and the layers of {what}, need whole ones"
         if parallel.dynamic_context_parallel:
             errors.refuse("dynamic_context_parallel", True, rule, "drop it")

@@ -18,9 +18,11 @@ from typing import Any
 # padded, and the same for types with recurrent state.
 PACKABLE = (
     "deepseek_v3",
+    "deepseek_v32",
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm_moe_dsa",
     "llama",
     "mistral",
     "mixtral",
@@ -43,7 +45,8 @@ RECURRENT = (
     "qwen3_next",
 )
 
-# Types whose attention chooses the keys that a query sees by scores of its own. No backend trains them.
+# Those of PACKABLE whose attention chooses the keys that a query sees by scores of its own
+# (training/fsdp/sparse_attention.py).
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 
 # Types whose layers all have the window that ``sliding_window`` names, and the window if the field is not there.
@@ -72,11 +75,11 @@ def must_be_padded(config: dict[str, Any]) -> bool:
     return has_recurrent_state(config) and model_type(config) not in RECURRENT
 
 
-def why_untrained(config: dict[str, Any]) -> str | None:
-    """Return why no backend trains this type of model; None if one may."""
-    if model_type(config) not in SPARSE:
-        return None
-    return f"a {model_type(config)} has sparse attention, which neither training backend computes for several samples"
+def why_whole(config: dict[str, Any]) -> str | None:
+    """Return why ranks cannot share the sequences of this model, as words after its type; None if they can."""
+    if has_recurrent_state(config):
+        return "with recurrent state"
+    return "with sparse attention" if model_type(config) in SPARSE else None
 
 
 def why_windowed(config: dict[str, Any]) -> str | None:

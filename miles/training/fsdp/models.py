@@ -22,6 +22,7 @@ from miles.replay.routers import Routers
 from miles.train_batch import MicroBatch
 from miles.training.backend import PolicyScorer, PolicyScores, Scorer, ValueScorer
 from miles.training.fsdp.recurrent_layers import reset_states_between_samples
+from miles.training.fsdp.sparse_attention import choose_keys_within_samples
 from miles.training.packed_attention import NAME, PackedLayout
 
 # Settings by which a model changes its logits after the head; the head here is the plain product.
@@ -181,8 +182,9 @@ def build_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _prepared(model: PreTrainedModel) -> PreTrainedModel:
-    """Choose how experts and layers with recurrent state are computed."""
+    """Choose how experts, layers with recurrent state and sparse attention are computed."""
     reset_states_between_samples(model)
+    choose_keys_within_samples(model)
     if any(".experts." in name and _is_unaligned(weight) for name, weight in model.named_parameters()):
         model.set_experts_implementation("eager")
     return model

@@ -121,11 +121,14 @@ def test_a_sliding_window_is_refused_before_anything_is_generated(validated, ref
 
 
 @pytest.mark.parametrize("flags", ["--context-parallel-size 2", DYNAMIC])
-def test_ranks_do_not_share_the_sequences_of_a_recurrent_model(refused, tmp_path, flags):
-    folder = model_folder(tmp_path / "model", model_type="nemotron_h")
+@pytest.mark.parametrize(
+    ("kind", "words"), [("nemotron_h", "with recurrent state"), ("glm_moe_dsa", "with sparse attention")]
+)
+def test_ranks_do_not_share_sequences_that_layers_need_whole(refused, tmp_path, flags, kind, words):
+    folder = model_folder(tmp_path / "model", model_type=kind)
     (message,) = refused(f"--hf-checkpoint {folder} {flags}", without="--hf-checkpoint")
     assert message.startswith(" ".join(flags.split()[: 2 - (flags == DYNAMIC)]) + ": cuts sequences")
-    assert "a nemotron_h with recurrent state" in message
+    assert f"a {kind} {words}" in message
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])

@@ -27,6 +27,8 @@ SIGMOID = dict(
 LATENT = SIGMOID | dict(
     num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8
 )
+# Queries of more than four tokens choose. Many heads make equal scores, whose order is not defined, unlikely.
+SPARSE = LATENT | dict(index_n_heads=16, index_head_dim=16, index_topk=4)
 MAMBA = dict(
     num_hidden_layers=4,
     layers_block_type=["mamba", "attention", "mlp", "moe"],
@@ -39,9 +41,11 @@ MAMBA = dict(
 )
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
+    "deepseek_v32": SPARSE,
     "glm4": {},
     "glm4_moe": SIGMOID,
     "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": SPARSE | dict(indexer_types=["full", "shared"]),
     "llama": {},
     "mistral": dict(sliding_window=None),
     "mixtral": EXPERTS | dict(sliding_window=None),

@@ -196,7 +196,7 @@ class Adapter(nn.Module):
     def __init__(self, layers: Sequence[LinearLayer], lora: LoraArguments, earlier: Sequence[Adapter] = ()) -> None:
         """Make the adapters of a chunk's ``layers``; ``earlier`` are those of the rank's chunks before it."""
         super().__init__()
-        self.mode = earlier[-1].mode if earlier else AdapterMode()
+        self.mode: AdapterMode = earlier[-1].mode if earlier else AdapterMode()
         self.lora = lora
         self.layers = nn.ModuleList()
         self._earlier = tuple(earlier)  # a tuple, so that their parameters are not this chunk's

@@ -164,7 +164,7 @@ class RawConverter:
         }
 
     def linear_layers(self, model: PolicyModel) -> list[LinearLayer]:
-        """Return the decoder's linear layers of a chunk that can get an adapter, with their names in the whole model."""
+        """Return the decoder's linear layers of a chunk that can get an adapter, by their names in the whole model."""
         first_layer = get_transformer_layer_offset(model.config, model.vp_stage, self.ranks.pp.rank())
         found = []
         for name, module in linear_layers(model):

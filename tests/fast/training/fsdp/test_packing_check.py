@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from tiny_kinds import CONFIGS, LATENT, UNTESTED
+from tiny_kinds import CONFIGS, UNTESTED
 from tiny_llama import SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -16,6 +17,7 @@ from miles.arguments.parallel import ParallelArguments
 from miles.model_families.packing import (
     PACKABLE,
     RECURRENT,
+    SPARSE,
     has_recurrent_state,
     is_compared_by_test,
     must_be_padded,
@@ -65,8 +67,8 @@ def test_packed_and_padded_equal_transformers(tmp_path, kind):
     assert largest_difference(policy, packed=True) < 1e-4
 
 
-@pytest.mark.parametrize("kind", RECURRENT)
-def test_gradients_of_recurrent_models_equal_transformers_in_either_layout(tmp_path, kind):
+@pytest.mark.parametrize("kind", RECURRENT + SPARSE)
+def test_gradients_equal_transformers_in_either_layout(tmp_path, kind):
     policy = make_policy(tmp_path, kind)
     parameters = [p for p in policy.language_model.parameters() if p.requires_grad]
     weights = torch.randn(17, generator=torch.Generator().manual_seed(0))
@@ -90,9 +92,10 @@ def test_a_state_that_passes_from_sample_to_sample_is_found(tmp_path):
         compare_with_transformers(policy, "unchanged", PACKED)
 
 
-def test_ranks_do_not_share_the_sequences_of_a_recurrent_model(tmp_path):
-    AutoConfig.for_model("qwen3_next", **(SHAPE | CONFIGS["qwen3_next"])).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"^--ref-load .* through whole sequences; drop --context-parallel-size, "):
+@pytest.mark.parametrize("kind", ["qwen3_next", "glm_moe_dsa"])
+def test_ranks_do_not_share_sequences_that_layers_need_whole(tmp_path, kind):
+    AutoConfig.for_model(kind, **(SHAPE | CONFIGS[kind])).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^--ref-load .* need whole sequences; drop --context-parallel-size, "):
         check_layout("--ref-load", str(tmp_path), replace(PACKED, context_parallel_size=2))
 
 
@@ -104,10 +107,23 @@ def test_a_recurrent_type_that_no_test_compares_must_be_padded(tmp_path):
     check_layout("--ref-load", str(tmp_path), PADDED)
 
 
-def test_sparse_attention_is_refused_by_name(tmp_path):
-    AutoConfig.for_model("glm_moe_dsa", **(SHAPE | LATENT)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"^--ref-load .* a glm_moe_dsa has sparse attention.*; choose another model$"):
-        check_layout("--ref-load", str(tmp_path), PADDED)
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_attention_chooses_among_the_keys_of_a_sample(tmp_path, kind):
+    """With as many keys as there are, attention is dense, and the indexer is not run."""
+    policy = make_policy(tmp_path / "sparse", kind)
+    dense = make_policy(tmp_path / "dense", kind, index_topk=13)
+    assert all(map(torch.equal, policy.state_dict().values(), dense.state_dict().values()))
+    for packed in (False, True):
+        with torch.no_grad():
+            chosen, everything = (layout_log_probs(p, "", packed) for p in (policy, dense))
+        assert (chosen - everything).abs().max() > 0.01
+        with patch("miles.training.packed_attention._chosen", side_effect=AssertionError):
+            layout_log_probs(dense, "", packed)
+            with pytest.raises(AssertionError):
+                layout_log_probs(policy, "", packed)
+    assert {name for name, p in policy.named_parameters() if not p.requires_grad} == {
+        name for name, _ in policy.named_parameters() if ".indexer." in name
+    }
 
 
 def test_other_types_are_compared_at_start(tmp_path):
