@@ -24,7 +24,7 @@ class TrainBackendSpec:
             ``module:function``; empty if there is nothing.
         reads_megatron_flags: Whether it reads the section ``megatron``, and accepts megatron-core's own fields.
         offloads: Whether its state can wait in host memory while engines use the GPU.
-        trains_recurrent_models: Whether it trains models with recurrent layers, whose samples must be padded.
+        trains_recurrent_models: Whether it trains models with recurrent layers.
         trains_adapters: Whether it trains low-rank adapters (``--lora-rank``).
         trains_without_ray: Whether it trains in a run that is one process (``miles sweep --one-process``).
         checkpoint_json: The JSON files that it adds to a checkpoint.

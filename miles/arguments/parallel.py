@@ -7,7 +7,13 @@ from miles.arguments.model import ModelArguments, local_config
 from miles.arguments.training import TrainingArguments
 from miles.components import train_backend_spec
 from miles.flags import Errors, count, flag, flag_name
-from miles.model_families.packing import NO_WINDOW, has_recurrent_state, model_type, why_untrained, why_windowed
+from miles.model_families.packing import (
+    NO_WINDOW,
+    model_type,
+    must_be_padded,
+    why_whole,
+    why_windowed,
+)
 from miles.parallel.dims import ParallelDims
 
 
@@ -103,43 +109,41 @@ def _check_room(parallel: ParallelArguments, dims: ParallelDims, max_response_le
 def pad_recurrent_models(
     parallel: ParallelArguments, training: TrainingArguments, model: ModelArguments, errors: Errors
 ) -> tuple[ParallelArguments, list[str]]:
-    """Pad the samples of a model whose recurrent state would pass from one packed sample to the next.
+    """Pad the samples of a model whose recurrent state may pass from one packed sample to the next.
 
     Args:
         parallel: The section.
         training: The section with the backend; some train no such model.
         model: The section with the models. Of a name on a hub, the backend checks it at run time.
-        errors: Collects models that are not trained, and ranks that would share a sequence, which must be packed.
+        errors: Collects models that are not trained, and ranks that would share the sequences of a recurrent one.
 
     Returns:
         The section with ``qkv_format`` replaced, and a note if it was.
     """
     if not train_backend_spec(training.train_backend).trains_recurrent_models:
         return parallel, []
+    notes: list[str] = []
     for name in ("hf_checkpoint", "ref_load", "opd_teacher_load"):
         path, config = getattr(model, name), None
         with errors.catching():
             config = local_config(model, name)
-        if config is not None and (why := why_untrained(config)):
-            errors.refuse(name, path, why, "choose another model")
-            continue
         if config is not None and (why := why_windowed(config)):
             errors.refuse(name, path, why, NO_WINDOW)
             continue
-        if config is None or not has_recurrent_state(config):
+        if config is None or (why := why_whole(config)) is None:
             continue
-        what = f"{flag_name(name)} {path}, a {model_type(config)} with recurrent state"
+        what = f"{flag_name(name)} {path}, a {model_type(config)} {why}"
+        rule = f"cuts sequences, and the layers of {what}, need whole ones"
         if parallel.dynamic_context_parallel:
-            rule = f"packs samples, and would pass the state of {what}, from one sample to the next"
             errors.refuse("dynamic_context_parallel", True, rule, "drop it")
-        elif parallel.context_parallel_size > 1:
-            rule = f"packs samples, and would pass the state of {what}, from one sample to the next"
+            break
+        if parallel.context_parallel_size > 1:
             errors.refuse("context_parallel_size", parallel.context_parallel_size, rule, "drop it")
-        elif not parallel.pads:
-            note = f"--qkv-format is bshd: the samples of {what}, cannot be packed"
-            return replace(parallel, qkv_format="bshd"), [note]
-        return parallel, []
-    return parallel, []
+            break
+        if must_be_padded(config) and not parallel.pads:
+            notes.append(f"--qkv-format is bshd: packing the samples of {what}, has not been tested")
+            parallel = replace(parallel, qkv_format="bshd")
+    return parallel, notes
 
 
 def explain_ranks(parallel: ParallelArguments, training: TrainingArguments, dims: ParallelDims) -> str:

@@ -1,8 +1,10 @@
 """Decide by its configuration whether a model can be trained on packed samples.
 
 In a packed micro-batch the samples follow each other in one sequence. Attention knows where each begins; a layer with
-recurrent state (linear attention, Mamba, a short convolution) does not: its state passes from one sample to the next.
-Such models are trained on padded rows (``--qkv-format bshd``), where every sample begins with an empty state.
+recurrent state (linear attention, Mamba, a short convolution) does not: its state would pass from one sample to the
+next. The FSDP backend computes such layers sample by sample (training/fsdp/recurrent_layers.py), and a test shows that
+it is right for the types in ``RECURRENT``. Other types whose configuration names such layers are trained on padded rows
+(``--qkv-format bshd``), where every sample begins with an empty state.
 
 The FSDP backend trains whatever transformers can load. A type that is in neither tuple is compared with transformers at
 the start of the run (training/fsdp/packing_check.py).
@@ -13,12 +15,14 @@ from __future__ import annotations
 from typing import Any
 
 # Types (``model_type``) that tests/fast/training/fsdp/test_packing_check.py compares with transformers, packed and
-# padded.
+# padded, and the same for types with recurrent state.
 PACKABLE = (
     "deepseek_v3",
+    "deepseek_v32",
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm_moe_dsa",
     "llama",
     "mistral",
     "mixtral",
@@ -32,7 +36,6 @@ PACKABLE = (
     "smollm3",
 )
 
-# The same for types with recurrent state, padded.
 RECURRENT = (
     "nemotron_h",
     "qwen3_5",
@@ -42,7 +45,8 @@ RECURRENT = (
     "qwen3_next",
 )
 
-# Types whose attention chooses the keys that a query sees by scores of its own. No backend trains them.
+# Those of PACKABLE whose attention chooses the keys that a query sees by scores of its own
+# (training/fsdp/sparse_attention.py).
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 
 # Types whose layers all have the window that ``sliding_window`` names, and the window if the field is not there.
@@ -66,11 +70,16 @@ def has_recurrent_state(config: dict[str, Any]) -> bool:
     return model_type(config) in RECURRENT or bool(layers & _RECURRENT_LAYERS)
 
 
-def why_untrained(config: dict[str, Any]) -> str | None:
-    """Return why no backend trains this type of model; None if one may."""
-    if model_type(config) not in SPARSE:
-        return None
-    return f"a {model_type(config)} has sparse attention, which neither training backend computes for several samples"
+def must_be_padded(config: dict[str, Any]) -> bool:
+    """Return whether a layer has such a state, and no test shows that packed samples begin without it."""
+    return has_recurrent_state(config) and model_type(config) not in RECURRENT
+
+
+def why_whole(config: dict[str, Any]) -> str | None:
+    """Return why ranks cannot share the sequences of this model, as words after its type; None if they can."""
+    if has_recurrent_state(config):
+        return "with recurrent state"
+    return "with sparse attention" if model_type(config) in SPARSE else None
 
 
 def why_windowed(config: dict[str, Any]) -> str | None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from miles import model_families
 from miles.model_families.base import Config, ConvertedFamily, Family, Shape, refusal
-from miles.model_families.packing import why_untrained
 
 _NOT_FAMILIES = ("reading", "registry")  # they import this file
 
@@ -58,8 +57,6 @@ def converted_family(config: Config) -> ConvertedFamily:
             "add --megatron-to-hf-mode bridge, or choose another model",
         )
         raise refusal(f"model_type {kind}", rule, what_to_do)
-    if why := why_untrained(config):
-        raise refusal(f"model_type {kind}", why, "choose another model")
     if kind not in CONVERTED:
         raise refusal(f"model_type {kind}", f"only {', '.join(CONVERTED)} are converted")
     family = CONVERTED[kind]

@@ -162,7 +162,8 @@ class _ToRows(torch.autograd.Function):
         return out[:-1].to(grad.dtype), None
 
 
-def _to_rows(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def to_rows(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the cells of ``Rows.queries`` or ``Rows.keys``, [cells, ...], of ``tokens`` [T, ...]; padding is zero."""
     apply: Callable[..., torch.Tensor] = _ToRows.apply
     return apply(tokens, index)
 
@@ -221,11 +222,14 @@ def packed_attention(
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    indices: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Attend in packed sequences: query [1, heads, T, D], key and value [1, kv_heads, T, D] to [1, T, heads, D].
 
     In padded ones they are [rows, heads, S, D] and so on: a causal query sees no padding, which is to its right.
+    There, ``indices`` [rows, S, n] may name the only keys that each query sees (fsdp/sparse_attention.py); if n is 0,
+    it sees all.
 
     Raises:
         ValueError: for a layer with a sliding window, which would silently be attended in full; and for a model whose
@@ -241,15 +245,17 @@ def packed_attention(
             "this model has sliding-window attention; --train-backend fsdp trains full-attention models only"
         )
     if packed.padded:
-        return _attend(query, key, value, scaling, dropout, visible=None).transpose(1, 2), None
+        visible = None if indices is None or not indices.shape[-1] else _chosen(indices, key.shape[2])
+        return _attend(query, key, value, scaling, dropout, visible).transpose(1, 2), None
+    assert indices is None, "the model chooses keys in rows"
     q = query[0].transpose(0, 1)  # [T, heads, D]
     width = key.shape[-1]
     both = packed.context.gather(torch.cat([key, value], -1)[0].transpose(0, 1))  # of all ranks, one exchange
     out = q.new_zeros(*q.shape[:2], value.shape[-1])
     for rows in packed.rows:
-        qr = _to_rows(q, rows.queries).view(*rows.query_shape, *q.shape[1:]).transpose(1, 2)
+        qr = to_rows(q, rows.queries).view(*rows.query_shape, *q.shape[1:]).transpose(1, 2)
         kr, vr = (
-            _to_rows(both, rows.keys)
+            to_rows(both, rows.keys)
             .view(*rows.key_shape, *both.shape[1:])
             .transpose(1, 2)
             .split([width, both.shape[-1] - width], -1)
@@ -257,6 +263,12 @@ def packed_attention(
         o = _attend(qr, kr, vr, scaling, dropout, rows.visible)
         out = out.index_copy(0, rows.tokens, o.transpose(1, 2).flatten(0, 1)[rows.to_packed])
     return out.unsqueeze(0), None
+
+
+def _chosen(indices: torch.Tensor, keys: int) -> torch.Tensor:
+    """Return which keys a query sees, bool [rows, 1, S, keys]: those of ``indices`` that are not after it."""
+    chosen = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
+    return chosen.scatter(-1, indices.long(), True).tril()[:, None]
 
 
 AttentionInterface.register(NAME, packed_attention)

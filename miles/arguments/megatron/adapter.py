@@ -16,9 +16,6 @@ def check_adapter_flags(lora: LoraArguments, sizes: MegatronArguments, errors: E
     if sizes.megatron_to_hf_mode == "bridge":
         rule = "with --megatron-to-hf-mode bridge: adapters are named by the converter of raw"
         errors.refuse("lora_rank", lora.lora_rank, rule, "drop --megatron-to-hf-mode")
-    if sizes.num_layers_per_virtual_pipeline_stage is not None:
-        rule = "with --num-layers-per-virtual-pipeline-stage: adapters were not tested in an interleaved pipeline"
-        errors.refuse("lora_rank", lora.lora_rank, rule, "drop --num-layers-per-virtual-pipeline-stage")
     if sizes.mtp_heads:
         rule = "with --mtp-num-layers: the heads have no adapter, and would not learn"
         errors.refuse("lora_rank", lora.lora_rank, rule, "drop --mtp-num-layers and --enable-mtp-training")

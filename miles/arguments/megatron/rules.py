@@ -61,7 +61,6 @@ def check_megatron(settings: Settings, errors: Errors) -> None:
     if sizes.pipeline_model_parallel_size == 1:
         what_to_do = "add --pipeline-model-parallel-size 2 or more"
         errors.refuse_ignored(sizes, (*STAGES, INTERLEAVED), "without pipeline stages", what_to_do)
-    _check_interleaved_run(settings, sizes, errors)
     _check_offload(settings, sizes, errors)
     _check_auxiliary_losses(sizes, errors)
     _check_recomputation(settings.training.gradient_checkpointing, dict(overrides), errors)
@@ -74,21 +73,6 @@ def check_megatron(settings: Settings, errors: Errors) -> None:
         _check_local_models(settings.model, sizes, overrides, settings.lora, errors)
         return
     check_overrides(overrides, None, _flags(), errors)  # what does not depend on the model
-
-
-def _check_interleaved_run(settings: Settings, sizes: MegatronArguments, errors: Errors) -> None:
-    """Refuse what reads or fills the layers of a rank outside of Megatron's schedule, and knows one part of a model."""
-    each = sizes.num_layers_per_virtual_pipeline_stage
-    if each is None or not errors.none_about(INTERLEAVED):
-        return
-    untested = {
-        "--use-routing-replay": settings.training.use_routing_replay,
-        "--ref-update-interval": settings.model.ref_update_interval is not None,
-        "a loss of the routers": sizes.has_router_loss,
-    }
-    for name, is_given in untested.items():
-        if is_given:
-            errors.refuse(INTERLEAVED, each, f"was not tested with {name}", "drop one of the two")
 
 
 def _check_offload(settings: Settings, sizes: MegatronArguments, errors: Errors) -> None:

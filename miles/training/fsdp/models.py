@@ -21,6 +21,8 @@ from miles.objective.token_log_probs import chunked_log_probs
 from miles.replay.routers import Routers
 from miles.train_batch import MicroBatch
 from miles.training.backend import PolicyScorer, PolicyScores, Scorer, ValueScorer
+from miles.training.fsdp.recurrent_layers import reset_states_between_samples
+from miles.training.fsdp.sparse_attention import choose_keys_within_samples
 from miles.training.packed_attention import NAME, PackedLayout
 
 # Settings by which a model changes its logits after the head; the head here is the plain product.
@@ -168,7 +170,7 @@ def hidden_states(language_model: PreTrainedModel, micro: MicroBatch) -> torch.T
 
 def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Load weights and configuration."""
-    return _with_experts(
+    return _prepared(
         AutoModelForCausalLM.from_pretrained(path, config=read_config(path), dtype=dtype, attn_implementation=NAME)
     )
 
@@ -176,11 +178,13 @@ def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
 def build_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build the same model from its configuration alone. Its weights are random."""
     config = read_config(path)
-    return _with_experts(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME))
+    return _prepared(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME))
 
 
-def _with_experts(model: PreTrainedModel) -> PreTrainedModel:
-    """Choose how experts are computed."""
+def _prepared(model: PreTrainedModel) -> PreTrainedModel:
+    """Choose how experts, layers with recurrent state and sparse attention are computed."""
+    reset_states_between_samples(model)
+    choose_keys_within_samples(model)
     if any(".experts." in name and _is_unaligned(weight) for name, weight in model.named_parameters()):
         model.set_experts_implementation("eager")
     return model

@@ -20,10 +20,10 @@ from miles.batching.collate import collate
 from miles.batching.convert import convert
 from miles.model_families.packing import (
     NO_WINDOW,
-    has_recurrent_state,
     is_compared_by_test,
     model_type,
-    why_untrained,
+    must_be_padded,
+    why_whole,
     why_windowed,
 )
 from miles.model_families.reading import read_config
@@ -38,7 +38,7 @@ _GROUPS = ((4, (6, 9)), (3, (2,)))  # tokens of the prompt, which is kept once w
 
 
 def check_layout(flag: str, path: str, parallel: ParallelArguments) -> None:
-    """Refuse a model with sparse attention, and one with recurrent state unless its samples are padded.
+    """Refuse a model with a sliding window, and one in a layout that may not suit its layers.
 
     Validation does so, and pads by itself, if it can read the config; of a model on a hub it is known only here.
 
@@ -48,16 +48,20 @@ def check_layout(flag: str, path: str, parallel: ParallelArguments) -> None:
         parallel: The layout of samples.
 
     Raises:
-        ValueError: The model has sparse attention or a sliding window, or its samples would be packed.
+        ValueError: The model has a sliding window; or it has recurrent state or sparse attention, and ranks would share
+            its sequences; or it has recurrent state, and packing has not been tested.
     """
     config = read_config(path).to_dict()
-    if why := why_untrained(config):
-        raise ValueError(f"{flag} {path}: {why}; choose another model")
     if why := why_windowed(config):
         raise ValueError(f"{flag} {path}: {why}; {NO_WINDOW}")
-    if not parallel.pads and has_recurrent_state(config):
+    shared = parallel.dynamic_context_parallel or parallel.context_parallel_size > 1
+    if shared and (why := why_whole(config)):
+        drop = "--dynamic-context-parallel" if parallel.dynamic_context_parallel else "--context-parallel-size"
+        rule = f"the layers of a {model_type(config)} {why} need whole sequences"
+        raise ValueError(f"{flag} {path}: {rule}; drop {drop}, which cuts them")
+    if not parallel.pads and must_be_padded(config):
         raise ValueError(
-            f"{flag} {path}: a {model_type(config)} has recurrent state, which would pass from one packed sample to "
+            f"{flag} {path}: a {model_type(config)} has recurrent state, which may pass from one packed sample to "
             f"the next; {_how_to_pad(parallel)}"
         )
 

@@ -28,7 +28,7 @@ def add_adapter(
     """
     with collect_errors() as errors:  # of a model on a hub, whose config the validator has not read
         check_adapter_with_model(lora, model_type, converter.shape, errors)
-    adapter = policy.add_adapter(converter.linear_layers(policy), lora)
+    adapter = policy.add_adapter(converter.linear_layers, lora)
     adapter.gather_places(ranks.pp)
     return adapter
 

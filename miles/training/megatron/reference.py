@@ -21,19 +21,19 @@ class FollowingReference:
         self._stage = stage
         self._ranks = ranks
         self._alpha = alpha
-        self._own = _weights(stage)
+        self._own = named_weights(stage)
         self.exact = {name: w.detach() if alpha == 1 else w.detach().float() for name, w in self._own.items()}
 
     def check(self, policy: PolicyModel, path: str | None) -> None:
         """Raise ``ValueError`` if the reference at ``path`` has other weights than ``policy``."""
         of_policy = {
-            name: w for name, w in _weights(policy).items() if not name.startswith("mtp.")
+            name: w for name, w in named_weights(policy).items() if not name.startswith("mtp.")
         }  # it alone has heads
         check_can_follow(self._own, of_policy, path)
 
     def follow(self, policy: PolicyModel) -> None:
         """Copy the weights of ``policy``, or mix them in."""
-        follow(self.exact, _weights(policy), self._alpha)
+        follow(self.exact, named_weights(policy), self._alpha)
         self._compute_with_exact()
 
     def save(self, folder: Path, staged: StagedFiles | None = None) -> None:
@@ -55,7 +55,11 @@ class FollowingReference:
             weight.copy_(self.exact[name])  # itself, unless weights are mixed
 
 
-def _weights(stage: PolicyModel) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint has: parameters without the canary, and the biases of experts."""
-    named = dict(stage.named_parameters()) | dict(expert_biases(stage))
-    return {name: weight for name, weight in named.items() if weight is not stage.canary}
+def named_weights(stage: PolicyModel) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint has of a rank's chunks: parameters without the canary, and the biases of experts."""
+    found: dict[str, torch.Tensor] = {}
+    for number, chunk in enumerate(stage.chunks, start=1):
+        of_part = f" of part {number}" if len(stage.chunks) > 1 else ""
+        named = dict(chunk.named_parameters()) | dict(expert_biases(chunk))
+        found |= {name + of_part: weight for name, weight in named.items() if weight is not chunk.canary}
+    return found

@@ -75,7 +75,7 @@ class RehearsedMegatron(MegatronBackend):
 
     def _add_adapter(self, policy: PolicyModel) -> None:
         """Add it, and neither draw it nor ask the other stages for theirs."""
-        policy.add_adapter(self.converter.linear_layers(policy), self.settings.lora)
+        policy.add_adapter(self.converter.linear_layers, self.settings.lora)
 
     def _read_frozen(self, folder: Path, model: PolicyModel, name: str) -> None:
         """Read nothing."""

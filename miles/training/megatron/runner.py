@@ -6,7 +6,7 @@ Only the last pipeline stage has a loss: results are there, and empty lists on t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -81,7 +81,9 @@ class MegatronModel(Generic[Scorer]):
             hidden = stage(tokens.input_ids, tokens.position_ids, None, packed_seq_params=tokens)
             return hidden, partial(loss_function, micro)
 
-        data = [self._collated(shard, padded, auxiliary) for _ in chunks]
+        # Of the chunks of an interleaved pipeline, each sees a micro-batch once, and keeps the experts of its layers.
+        kept_before = set(self._kept)
+        data = [self._collated(shard, padded, auxiliary, kept_before) for _ in chunks]
         with named_by_timers(self.stage.config):
             results: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,
@@ -100,7 +102,11 @@ class MegatronModel(Generic[Scorer]):
         return [*plans, *(replace(plans[-1], samples=()) for _ in range(missing))]
 
     def _collated(
-        self, shard: TrainShard, plans: Sequence[MicroBatchPlan], auxiliary: AuxiliaryStep | None
+        self,
+        shard: TrainShard,
+        plans: Sequence[MicroBatchPlan],
+        auxiliary: AuxiliaryStep | None,
+        kept_before: Collection[int],
     ) -> Iterator[tuple[MicroBatch, PackedTokens]]:
         """Yield one micro-batch at a time, when the schedule asks for it."""
         config = self.stage.config
@@ -118,7 +124,7 @@ class MegatronModel(Generic[Scorer]):
                     row_multiple=multiple if plan.padded else None,
                 )
             tokens = PackedTokens.of(micro, multiple)
-            tokens.experts = self._experts(plan, micro, tokens)
+            tokens.experts = self._experts(plan, micro, tokens, id(plan) in kept_before)
             if auxiliary is not None:
                 tokens.auxiliary = auxiliary
                 if auxiliary.sizes.has_router_loss:
@@ -128,24 +134,27 @@ class MegatronModel(Generic[Scorer]):
                 tokens.ahead = NextTokens.of(shard.batch, plan.samples, micro, heads, tokens.shape)
             yield micro, tokens
 
-    def _experts(self, plan: MicroBatchPlan, micro: MicroBatch, tokens: PackedTokens) -> MicroBatchExperts | None:
+    def _experts(
+        self, plan: MicroBatchPlan, micro: MicroBatch, tokens: PackedTokens, is_known: bool
+    ) -> MicroBatchExperts | None:
         """Return the experts for the micro-batch's routers, or an object that keeps their choice; None for neither.
 
-        A micro-batch has the same layout in every pass. Its experts are removed when its plan is no longer used.
+        ``is_known`` says that an earlier pass has kept them. A micro-batch has the same layout in every pass. Its
+        experts are removed when its plan is no longer used.
         """
         if self.replays_experts and micro.experts is not None:
             shared = self.ranks.tp if self.stage.config.sequence_parallel else None
             return MicroBatchExperts.of(micro.experts, tokens.shape, tokens.padding, shared)
         if not self.records_experts:
             return None
-        if id(plan) in self._kept:
+        if is_known:
             return MicroBatchExperts(kept=self._kept[id(plan)])
         if torch.is_grad_enabled():  # nothing was scored before: this pass is the only one
             return None
-        kept: dict[int, torch.Tensor] = {}
-        self._kept[id(plan)] = kept
-        weakref.finalize(plan, self._kept.pop, id(plan), None)
-        return MicroBatchExperts(kept=kept, keeps=True)
+        if id(plan) not in self._kept:
+            self._kept[id(plan)] = {}
+            weakref.finalize(plan, self._kept.pop, id(plan), None)
+        return MicroBatchExperts(kept=self._kept[id(plan)], keeps=True)
 
 
 class MegatronBaseModel(MegatronModel[Scorer]):

@@ -27,10 +27,6 @@ ON_MEGATRON = "--train-backend megatron --lora-rank 8"
         (f"{LORA} --target-modules all-linear,q_proj", ["all-linear has the other names in it"]),
         (f"{LORA} --target-modules ,", ["names no layer"]),
         (f"{ON_MEGATRON} --mtp-num-layers 1 --enable-mtp-training", ["--lora-rank 8: with --mtp-num-layers"]),
-        (
-            f"{ON_MEGATRON} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
-            ["--lora-rank 8: with --num-layers-per-virtual-pipeline-stage"],
-        ),
         (f"{ON_MEGATRON} --moe-z-loss-coeff 0.1", ["--lora-rank 8: with a loss of the routers"]),
         (
             f"{LORA} --advantage-estimator ppo --loss-type value_loss",

@@ -45,21 +45,39 @@ def model_folder(path, **config):
     return path
 
 
-def test_models_with_recurrent_state_are_padded_with_a_note(validated, tmp_path):
-    by_type = model_folder(tmp_path / "a", model_type="qwen3_next")
-    inside = model_folder(tmp_path / "b", model_type="qwen3_5", text_config={"model_type": "qwen3_5_text"})
-    by_layers = model_folder(tmp_path / "c", model_type="new", layer_types=["full_attention", "linear_attention"])
-    for folder, kind in ((by_type, "qwen3_next"), (inside, "qwen3_5_text"), (by_layers, "new")):
-        found = validated(f"--hf-checkpoint {folder}", without="--hf-checkpoint")
+def test_untested_models_with_recurrent_state_are_padded_with_a_note(validated, tmp_path):
+    plain = model_folder(tmp_path / "plain", model_type="qwen3")
+    folder = model_folder(tmp_path / "new", model_type="new", layer_types=["full_attention", "linear_attention"])
+    for flag in ("--hf-checkpoint", "--ref-load"):
+        rest = "" if flag == "--hf-checkpoint" else f"--hf-checkpoint {plain} --use-kl-loss --kl-loss-coef 0.1"
+        found = validated(f"{flag} {folder} {rest}", without="--hf-checkpoint")
         assert found.settings.parallel.qkv_format == "bshd"
-        note = (
-            f"--qkv-format is bshd: the samples of --hf-checkpoint {folder}, a {kind} with recurrent state, cannot be"
-        )
+        note = f"--qkv-format is bshd: packing the samples of {flag} {folder}, a new with recurrent state, has not been"
         assert any(said.startswith(note) for said in found.notes)
         assert note.split(":")[0] in explain(found)
         assert not any("qkv-format" in said for said in validate(found.settings).notes)
-    reference = validated(f"--ref-load {by_type} --use-kl-loss --kl-loss-coef 0.1")
-    assert reference.settings.parallel.qkv_format == "bshd"
+
+
+def test_a_reference_may_need_rows_where_the_policy_does_not(validated, tmp_path):
+    policy = model_folder(tmp_path / "policy", model_type="qwen3_next")
+    reference = model_folder(tmp_path / "reference", model_type="new", layer_types=["conv"])
+    flags = f"--hf-checkpoint {policy} --ref-load {reference} --use-kl-loss --kl-loss-coef 0.1"
+    assert validated(flags, without="--hf-checkpoint").settings.parallel.qkv_format == "bshd"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(model_type="qwen3_next"),
+        dict(model_type="nemotron_h", layers_block_type=["mamba", "attention"]),
+        dict(model_type="qwen3_5", text_config=dict(model_type="qwen3_5_text", layer_types=["linear_attention"])),
+    ],
+)
+def test_tested_models_with_recurrent_state_are_packed(validated, tmp_path, config):
+    folder = model_folder(tmp_path / "model", **config)
+    found = validated(f"--hf-checkpoint {folder}", without="--hf-checkpoint")
+    assert found.settings.parallel.qkv_format == "thd"
+    assert not any("qkv-format" in note for note in found.notes)
 
 
 def test_other_models_are_packed(validated, tmp_path):
@@ -103,11 +121,14 @@ def test_a_sliding_window_is_refused_before_anything_is_generated(validated, ref
 
 
 @pytest.mark.parametrize("flags", ["--context-parallel-size 2", DYNAMIC])
-def test_ranks_do_not_share_the_sequences_of_a_recurrent_model(refused, tmp_path, flags):
-    folder = model_folder(tmp_path / "model", model_type="nemotron_h")
+@pytest.mark.parametrize(
+    ("kind", "words"), [("nemotron_h", "with recurrent state"), ("glm_moe_dsa", "with sparse attention")]
+)
+def test_ranks_do_not_share_sequences_that_layers_need_whole(refused, tmp_path, flags, kind, words):
+    folder = model_folder(tmp_path / "model", model_type=kind)
     (message,) = refused(f"--hf-checkpoint {folder} {flags}", without="--hf-checkpoint")
-    assert message.startswith(" ".join(flags.split()[: 2 - (flags == DYNAMIC)]) + ": packs samples")
-    assert "a nemotron_h with recurrent state" in message
+    assert message.startswith(" ".join(flags.split()[: 2 - (flags == DYNAMIC)]) + ": cuts sequences")
+    assert f"a {kind} {words}" in message
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])

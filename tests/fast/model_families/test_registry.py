@@ -177,7 +177,7 @@ def test_layouts_are_exact_in_both_directions(layout: TensorLayout, shapes: list
     ("config", "told"),
     [
         (dict(model_type="gemma"), ["model_type gemma", "llama, qwen2, qwen3, qwen3_moe"]),
-        (dict(model_type="glm_moe_dsa"), ["model_type glm_moe_dsa", "sparse attention"]),
+        (dict(model_type="glm_moe_dsa"), ["model_type glm_moe_dsa", "llama, qwen2, qwen3, qwen3_moe"]),
         (dict(model_type="llama", quantization_config={"quant_method": "fp8"}), ["quantized weights", "in bf16"]),
         (config_of("deepseek_v3") | dict(norm_topk_prob=False), ["norm_topk_prob False", "normalized"]),
         (config_of("deepseek_v3") | dict(num_experts_per_tok=3), ["num_experts_per_tok 3", "twice topk_group"]),

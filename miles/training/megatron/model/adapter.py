@@ -187,16 +187,23 @@ class Place:
 
 
 class Adapter(nn.Module):
-    """The adapters of one rank's layers."""
+    """The adapters of one rank's layers.
 
-    def __init__(self, layers: Sequence[LinearLayer], lora: LoraArguments) -> None:
+    In an interleaved pipeline each chunk of the rank has an object with the parameters of its own layers. What the
+    methods of the last one do and return is about the layers of all.
+    """
+
+    def __init__(self, layers: Sequence[LinearLayer], lora: LoraArguments, earlier: Sequence[Adapter] = ()) -> None:
+        """Make the adapters of a chunk's ``layers``; ``earlier`` are those of the rank's chunks before it."""
         super().__init__()
-        self.mode = AdapterMode()
+        self.mode: AdapterMode = earlier[-1].mode if earlier else AdapterMode()
         self.lora = lora
         self.layers = nn.ModuleList()
-        self._of_weight: dict[int, LayerAdapter] = {}
-        self.linear_names = [name for layer in layers for name in layer.hf_names]
-        self.places: dict[str, Place] = {}  # of all stages, in the order of the layers; gather_places() fills it
+        self._earlier = tuple(earlier)  # a tuple, so that their parameters are not this chunk's
+        self._of_weight: dict[int, LayerAdapter] = dict(earlier[-1]._of_weight) if earlier else {}
+        self.linear_names: list[str] = [*earlier[-1].linear_names] if earlier else []
+        self.linear_names += [name for layer in layers for name in layer.hf_names]
+        self.places: dict[str, Place] = {}  # of all stages, one after another; gather_places() fills it
         self.names: list[str] = []  # as adapter_config.json selects them
         for layer in layers:
             chosen = [is_chosen(name, lora) for name in layer.hf_names]
@@ -208,9 +215,10 @@ class Adapter(nn.Module):
 
     def parameters_by_name(self) -> Iterator[tuple[LayerAdapter, str, str, nn.Parameter]]:
         """Yield each layer's adapter, the name of the Hugging Face layer, ``lora_A`` or ``lora_B``, and its part."""
-        for layer in self.layers:
-            assert isinstance(layer, LayerAdapter)
-            yield from ((layer, *named) for named in layer.parameters_by_name())
+        for chunk in (*self._earlier, self):
+            for layer in chunk.layers:
+                assert isinstance(layer, LayerAdapter)
+                yield from ((layer, *named) for named in layer.parameters_by_name())
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:

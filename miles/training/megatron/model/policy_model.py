@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -98,16 +98,27 @@ class PolicyModel(GPTModel):
         """All chunks of this rank, in order; of the last one only."""
         return (*self.earlier_chunks, self)
 
-    def add_adapter(self, layers: Sequence[LinearLayer], lora: LoraArguments) -> Adapter:
-        """Give ``layers`` an adapter, which is still 0, and freeze everything else but the canary."""
-        self.requires_grad_(False)
-        if self.canary is not None:
-            self.canary.requires_grad_(True)
-        self.adapter = Adapter(layers, lora)
-        if self.pre_process:
-            # Recomputed layers have no graph if nothing that they are given has one.
-            self.embedding.register_forward_hook(_with_gradient)
-        return self.adapter
+    def add_adapter(self, layers_of: Callable[[PolicyModel], Sequence[LinearLayer]], lora: LoraArguments) -> Adapter:
+        """Give all chunks an adapter, which is still 0, and freeze everything else but the canary.
+
+        Args:
+            layers_of: Returns the linear layers of a chunk.
+            lora: Which of them get an adapter, and its size.
+
+        Returns:
+            The adapter of the last chunk, which stands for the rank.
+        """
+        earlier: list[Adapter] = []
+        for chunk in self.chunks:
+            chunk.requires_grad_(False)
+            if chunk.canary is not None:
+                chunk.canary.requires_grad_(True)
+            chunk.adapter = Adapter(layers_of(chunk), lora, earlier)
+            earlier.append(chunk.adapter)
+            if chunk.pre_process:
+                # Recomputed layers have no graph if nothing that they are given has one.
+                chunk.embedding.register_forward_hook(_with_gradient)
+        return earlier[-1]
 
     def is_of_checkpoint(self, name: str) -> bool:
         """Return whether a Hugging Face checkpoint has the parameter ``name``."""

@@ -56,7 +56,7 @@ class WeightConverter(Protocol):
         ...
 
     def linear_layers(self, model: PolicyModel) -> list[LinearLayer]:
-        """Return the decoder's linear layers on this rank that can get an adapter, with their names in the model.
+        """Return the decoder's linear layers of a chunk that can get an adapter, with their names in the whole model.
 
         Raises ``ValueError`` if the converter knows no adapters.
         """
@@ -164,8 +164,8 @@ class RawConverter:
         }
 
     def linear_layers(self, model: PolicyModel) -> list[LinearLayer]:
-        """Return the decoder's linear layers on this rank that can get an adapter, with their names in the model."""
-        first_layer = get_transformer_layer_offset(model.config, pp_rank=self.ranks.pp.rank())
+        """Return the decoder's linear layers of a chunk that can get an adapter, by their names in the whole model."""
+        first_layer = get_transformer_layer_offset(model.config, model.vp_stage, self.ranks.pp.rank())
         found = []
         for name, module in linear_layers(model):
             binding = self.names.binding(f"{_global_name(name, first_layer, 0)}.weight")

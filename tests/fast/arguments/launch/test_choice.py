@@ -77,7 +77,7 @@ def test_flags_of_its_layers_are_noted(accepted, tmp_path):
     found = accepted(f"--hf-checkpoint {tmp_path} --num-layers 4 --hidden-size 32 {LAYERS}", without="--hf-checkpoint")
     noted = {note.written.split()[0] for note in found.accepted}
     assert noted >= {flag for flag in LAYERS.split() if flag.startswith("--")}
-    assert found.settings.parallel.pads
+    assert not found.settings.parallel.pads
 
 
 def test_the_block_of_another_model_is_refused(refusals, tmp_path):

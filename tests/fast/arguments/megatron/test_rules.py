@@ -174,21 +174,6 @@ def test_pipeline_stages_repeat_the_shards(megatron):
             ["--num-layers-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-size 3 or more"],
         ),
         ("--num-layers-per-virtual-pipeline-stage 2", LLAMA, ["without pipeline stages"]),
-        (
-            f"{INTERLEAVED} --use-kl-loss --kl-loss-coef 0.1 --ref-update-interval 2",
-            LLAMA | SIX,
-            ["--num-layers-per-virtual-pipeline-stage 1", "not tested with --ref-update-interval"],
-        ),
-        (
-            f"{INTERLEAVED} --use-routing-replay",
-            EXPERTS | SIX,
-            ["--num-layers-per-virtual-pipeline-stage 1", "not tested with --use-routing-replay"],
-        ),
-        (
-            f"{INTERLEAVED} --moe-aux-loss-coeff 0.1",
-            EXPERTS | SIX,
-            ["--num-layers-per-virtual-pipeline-stage 1", "not tested with a loss of the routers"],
-        ),
         ("--optimizer-cpu-offload --optimizer-offload-fraction 1.5", LLAMA, ["--optimizer-offload-fraction 1.5"]),
         ("--optimizer-cpu-offload --optimizer-offload-fraction 0", LLAMA, ["--optimizer-offload-fraction 0.0"]),
         (
@@ -247,6 +232,19 @@ def test_reference_has_the_shape_of_the_policy(megatron, tmp_path):
 def test_other_backend_takes_none_of_these_flags(validated):
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 2: would be ignored"):
         validated("--train-backend fsdp --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--use-kl-loss --kl-loss-coef 0.1 --ref-update-interval 2",
+        "--use-routing-replay",
+        "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1",
+        "--lora-rank 8 --target-modules q_proj",
+    ],
+)
+def test_an_interleaved_pipeline_runs_what_others_run(megatron, flags):
+    assert megatron(f"{INTERLEAVED} {flags}", EXPERTS | SIX).megatron.chunks(6) == 2
 
 
 def test_an_interleaved_pipeline_has_equal_parts(megatron):

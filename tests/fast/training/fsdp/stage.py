@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from batches import batch_of
 from cases import ANYWHERE, TEMPERATURE, Case, Mask, Spec, without_loss_tokens
+from tiny_kinds import CONFIGS
 from tiny_llama import SHAPE, save_tiny_llama
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -37,15 +38,6 @@ CPU = torch.device("cpu")
 
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
 SIGMOID = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1)
-LINEAR = EXPERTS | dict(
-    moe_intermediate_size=16,
-    shared_expert_intermediate_size=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=2,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    layer_types=["linear_attention", "full_attention"],
-)
 
 
 def with_masked(*lengths: int) -> tuple[Mask, ...]:
@@ -74,7 +66,12 @@ class Stage:
 def save_models(folder: Path) -> None:
     for name, tied in (("tied", True), ("untied", False)):
         save_tiny_llama(folder / name, tied)
-    kinds = (("recurrent", "qwen3_next", LINEAR), ("untested", "jamba", EXPERTS), ("sigmoid", "glm4_moe", SIGMOID))
+    kinds = (
+        ("recurrent", "qwen3_next", CONFIGS["qwen3_next"]),
+        ("sparse", "glm_moe_dsa", CONFIGS["glm_moe_dsa"]),
+        ("untested", "jamba", EXPERTS),
+        ("sigmoid", "glm4_moe", SIGMOID),
+    )
     for name, kind, given in kinds:
         torch.manual_seed(7)
         config = AutoConfig.for_model(kind, **(SHAPE | dict(initializer_range=0.15) | given))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from cases import BUDGET, FIXED, TEMPERATURE
 from stage import (
     CPU,
+    PACKED,
     PADDED,
     PLAIN,
     Stage,
@@ -31,6 +32,7 @@ from tolerance import RELATIVE_ERROR, log_prob_error
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from transformers import AutoModelForCausalLM
 
+from miles.arguments.parallel import ParallelArguments
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.metrics import values
 from miles.objective.settings import LossArguments
@@ -336,11 +338,23 @@ def random_state_comes_back(stage: Stage) -> None:
     assert json.loads((folder / "state.json").read_text())["launcher"] == {}
 
 
+def recurrent_models_are_trained_packed(stage: Stage) -> None:
+    _check_layers(stage, "recurrent", PACKED)
+
+
 def recurrent_models_are_trained_on_padded_rows(stage: Stage) -> None:
-    """Log-probs are those of transformers before and after a step that changes every weight."""
-    backend = make_backend(stage, "recurrent", parallel=PADDED, lr=1e-2)
-    shard = shard_of(stage, make_batch(PLAIN), FIXED, parallel=PADDED)
-    own = AutoModelForCausalLM.from_pretrained(stage.model("recurrent"))
+    _check_layers(stage, "recurrent", PADDED)
+
+
+def sparse_attention_is_trained_packed(stage: Stage) -> None:
+    _check_layers(stage, "sparse", PACKED)
+
+
+def _check_layers(stage: Stage, name: str, parallel: ParallelArguments) -> None:
+    """Log-probs are those of transformers before and after a step, whose result is saved and read."""
+    backend = make_backend(stage, name, parallel=parallel, lr=1e-2)
+    shard = shard_of(stage, make_batch(PLAIN), FIXED, parallel=parallel)
+    own = AutoModelForCausalLM.from_pretrained(stage.model(name))
     for _ in range(2):
         own.load_state_dict(weights(backend), strict=False)
         for i, found in enumerate(log_probs(backend, shard)):
@@ -351,25 +365,43 @@ def recurrent_models_are_trained_on_padded_rows(stage: Stage) -> None:
             np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
         before = weights(backend)
         train(backend, [shard])
-        assert any(not torch.equal(before[name], now) for name, now in weights(backend).items())
+        changed = {name for name, now in weights(backend).items() if not torch.equal(before[name], now)}
+        assert changed == {name for name in before if ".indexer." not in name}
+    folder = stage.folder / f"{name}_{parallel.qkv_format}_{stage.world}"
+    folder.mkdir(exist_ok=True)
+    backend.save(folder, {})
+    resumed = make_backend(stage, name, parallel=parallel, lr=1e-2)
+    resumed.load(folder)
+    for each in (backend, resumed):
+        train(each, [shard])
+    assert all(torch.equal(weights(resumed)[name], now) for name, now in weights(backend).items())
+
+
+def a_reference_in_bf16_may_have_sparse_attention(stage: Stage) -> None:
+    """FSDP shards parameters of one dtype."""
+    plain = make_backend(stage, "sparse", loss=replace(PLAIN, use_kl_loss=True)).settings
+    backend = FsdpBackend(replace(plain, training=replace(plain.training, bf16=True)), CPU, TOTAL_STEPS)
+    shard = shard_of(stage, make_batch(PLAIN), FIXED)
+    for found, expected in zip(log_probs(backend, shard), log_probs(backend, shard, reference=True), strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def models_that_cannot_be_packed_are_refused(stage: Stage) -> None:
-    for name, sentence in (
-        ("recurrent", "a qwen3_next has recurrent state, which would pass from one packed sample to the next; add"),
-        ("untested", "log-probs of a jamba depend on the samples that are packed before: on 17 tokens they differ by"),
-    ):
-        message = ""
-        try:
-            make_backend(stage, name)
-        except ValueError as error:
-            message = str(error)
-        assert message.startswith(f"--hf-checkpoint {stage.model(name)}: {sentence}"), message
-        assert message.endswith("add --qkv-format bshd"), message
+    message = ""
+    try:
+        make_backend(stage, "untested")
+    except ValueError as error:
+        message = str(error)
+    found = "log-probs of a jamba depend on the samples that are packed before: on 17 tokens they differ by"
+    assert message.startswith(f"--hf-checkpoint {stage.model('untested')}: {found}"), message
+    assert message.endswith("add --qkv-format bshd"), message
 
 
 CHECKS = (
+    recurrent_models_are_trained_packed,
     recurrent_models_are_trained_on_padded_rows,
+    sparse_attention_is_trained_packed,
+    a_reference_in_bf16_may_have_sparse_attention,
     models_that_cannot_be_packed_are_refused,
     optimizer_is_adamw_with_clipping,
     step_without_loss_tokens_is_skipped,

@@ -5,14 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from tiny_kinds import CONFIGS, UNTESTED
 from tiny_llama import SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from miles.arguments.parallel import ParallelArguments
-from miles.model_families.packing import PACKABLE, RECURRENT, has_recurrent_state, is_compared_by_test
+from miles.model_families.packing import (
+    PACKABLE,
+    RECURRENT,
+    SPARSE,
+    has_recurrent_state,
+    is_compared_by_test,
+    must_be_padded,
+)
 from miles.training.fsdp.models import Policy, load_policy
 from miles.training.fsdp.packing_check import (
     check_layout,
@@ -23,65 +32,6 @@ from miles.training.fsdp.packing_check import (
 )
 
 PACKED, PADDED = ParallelArguments(), ParallelArguments(qkv_format="bshd")
-EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-SHARED = EXPERTS | dict(shared_expert_intermediate_size=16)
-LINEAR = dict(
-    linear_num_key_heads=2,
-    linear_num_value_heads=2,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    layer_types=["linear_attention", "full_attention"],
-)
-SIGMOID = dict(
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=16,
-    n_group=1,
-    topk_group=1,
-    first_k_dense_replace=1,
-    n_shared_experts=1,
-)
-LATENT = SIGMOID | dict(
-    num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8
-)
-MAMBA = dict(
-    num_hidden_layers=4,
-    layers_block_type=["mamba", "attention", "mlp", "moe"],
-    mamba_num_heads=4,
-    mamba_head_dim=8,
-    ssm_state_size=8,
-    n_groups=2,
-    moe_shared_expert_intermediate_size=16,
-    **SIGMOID,
-)
-CONFIGS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": LATENT,
-    "glm4": {},
-    "glm4_moe": SIGMOID,
-    "glm4_moe_lite": LATENT,
-    "llama": {},
-    "mistral": dict(sliding_window=None),
-    "mixtral": EXPERTS | dict(sliding_window=None),
-    "olmo2": {},
-    "phi3": dict(sliding_window=None),
-    "qwen2": {},
-    "qwen2_moe": SHARED,
-    "qwen3": {},
-    "qwen3_moe": EXPERTS,
-    "seed_oss": {},
-    "smollm3": {},
-    "nemotron_h": MAMBA,
-    "qwen3_5": dict(text_config=SHAPE | LINEAR),
-    "qwen3_5_text": LINEAR,
-    "qwen3_5_moe": dict(text_config=SHAPE | LINEAR | SHARED),
-    "qwen3_5_moe_text": LINEAR | SHARED,
-    "qwen3_next": LINEAR | SHARED,
-}
-UNTESTED = {
-    "starcoder2": dict(sliding_window=None),
-    "jamba": SIGMOID,
-    "lfm2": dict(layer_types=["conv", "full_attention"]),
-}
 
 
 def make_policy(folder: Path, kind: str, **given: Any) -> Policy:
@@ -105,31 +55,20 @@ def test_every_listed_type_is_compared_here():
     assert not set(UNTESTED) & set(CONFIGS)
 
 
-@pytest.mark.parametrize("kind", PACKABLE)
+@pytest.mark.parametrize("kind", PACKABLE + RECURRENT)
 def test_packed_and_padded_equal_transformers(tmp_path, kind):
     policy = make_policy(tmp_path, kind)
-    assert not has_recurrent_state(policy.language_model.config.to_dict())
-    check_layout("--hf-checkpoint", str(tmp_path), PACKED)
+    config = policy.language_model.config.to_dict()
+    assert has_recurrent_state(config) == (kind in RECURRENT)
+    assert is_compared_by_test(config)
+    for layout in (PACKED, PADDED):
+        check_layout("--hf-checkpoint", str(tmp_path), layout)
     assert largest_difference(policy, packed=False) < 1e-4
     assert largest_difference(policy, packed=True) < 1e-4
 
 
-@pytest.mark.parametrize("kind", RECURRENT)
-def test_recurrent_state_equals_transformers_padded_and_is_found_packed(tmp_path, kind):
-    policy = make_policy(tmp_path, kind)
-    assert largest_difference(policy, packed=False) < 1e-4
-    with pytest.raises(ValueError, match=r"depend on the samples that are packed before: .* add --qkv-format bshd$"):
-        compare_with_transformers(policy, kind, PACKED)
-    with pytest.raises(ValueError, match=rf"--ref-load .* a {kind}\w* has recurrent state, .*; add --qkv-format bshd$"):
-        check_layout("--ref-load", str(tmp_path), PACKED)
-    with pytest.raises(ValueError, match="drop --context-parallel-size and add --qkv-format bshd$"):
-        check_layout("--ref-load", str(tmp_path), replace(PACKED, context_parallel_size=2))
-    check_layout("--hf-checkpoint", str(tmp_path), PADDED)
-    assert is_compared_by_test(policy.language_model.config.to_dict())
-
-
-@pytest.mark.parametrize("kind", ["nemotron_h", "qwen3_5_text", "qwen3_next"])
-def test_gradients_of_padded_rows_equal_transformers(tmp_path, kind):
+@pytest.mark.parametrize("kind", RECURRENT + SPARSE)
+def test_gradients_equal_transformers_in_either_layout(tmp_path, kind):
     policy = make_policy(tmp_path, kind)
     parameters = [p for p in policy.language_model.parameters() if p.requires_grad]
     weights = torch.randn(17, generator=torch.Generator().manual_seed(0))
@@ -139,15 +78,52 @@ def test_gradients_of_padded_rows_equal_transformers(tmp_path, kind):
         return torch.cat([part.flatten() for part in parts])
 
     wanted = gradient(own_log_probs(policy))
-    error = (gradient(layout_log_probs(policy, "", packed=False)) - wanted).norm() / wanted.norm()
-    assert error < 1e-5
-    assert (gradient(layout_log_probs(policy, "", packed=True)) - wanted).norm() > 0.1 * wanted.norm()
+    for packed in (False, True):
+        error = (gradient(layout_log_probs(policy, "", packed)) - wanted).norm() / wanted.norm()
+        assert error < 1e-5
 
 
-def test_sparse_attention_is_refused_by_name(tmp_path):
-    AutoConfig.for_model("glm_moe_dsa", **(SHAPE | LATENT)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"^--ref-load .* a glm_moe_dsa has sparse attention.*; choose another model$"):
-        check_layout("--ref-load", str(tmp_path), PADDED)
+def test_a_state_that_passes_from_sample_to_sample_is_found(tmp_path):
+    policy = make_policy(tmp_path, "qwen3_next")
+    for module in policy.language_model.modules():
+        vars(module).pop("forward", None)  # the layers as transformers has them
+    compare_with_transformers(policy, "unchanged", PADDED)
+    with pytest.raises(ValueError, match=r"depend on the samples that are packed before: .* add --qkv-format bshd$"):
+        compare_with_transformers(policy, "unchanged", PACKED)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "glm_moe_dsa"])
+def test_ranks_do_not_share_sequences_that_layers_need_whole(tmp_path, kind):
+    AutoConfig.for_model(kind, **(SHAPE | CONFIGS[kind])).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^--ref-load .* need whole sequences; drop --context-parallel-size, "):
+        check_layout("--ref-load", str(tmp_path), replace(PACKED, context_parallel_size=2))
+
+
+def test_a_recurrent_type_that_no_test_compares_must_be_padded(tmp_path):
+    AutoConfig.for_model("lfm2", **(SHAPE | UNTESTED["lfm2"])).save_pretrained(tmp_path)
+    assert must_be_padded(AutoConfig.from_pretrained(tmp_path).to_dict())
+    with pytest.raises(ValueError, match=r"--ref-load .* a lfm2 has recurrent state, .*; add --qkv-format bshd$"):
+        check_layout("--ref-load", str(tmp_path), PACKED)
+    check_layout("--ref-load", str(tmp_path), PADDED)
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_attention_chooses_among_the_keys_of_a_sample(tmp_path, kind):
+    """With as many keys as there are, attention is dense, and the indexer is not run."""
+    policy = make_policy(tmp_path / "sparse", kind)
+    dense = make_policy(tmp_path / "dense", kind, index_topk=13)
+    assert all(map(torch.equal, policy.state_dict().values(), dense.state_dict().values()))
+    for packed in (False, True):
+        with torch.no_grad():
+            chosen, everything = (layout_log_probs(p, "", packed) for p in (policy, dense))
+        assert (chosen - everything).abs().max() > 0.01
+        with patch("miles.training.packed_attention._chosen", side_effect=AssertionError):
+            layout_log_probs(dense, "", packed)
+            with pytest.raises(AssertionError):
+                layout_log_probs(policy, "", packed)
+    assert {name for name, p in policy.named_parameters() if not p.requires_grad} == {
+        name for name, _ in policy.named_parameters() if ".indexer." in name
+    }
 
 
 def test_other_types_are_compared_at_start(tmp_path):
@@ -178,13 +154,10 @@ def test_a_difference_from_transformers_is_refused_in_either_layout(tmp_path):
 def test_bfloat16_passes_and_still_finds_the_state(tmp_path):
     for kind in ("qwen3_moe", "qwen3_5_text"):
         make_policy(tmp_path / kind, kind)
-    attention, recurrent = (
-        load_policy(str(tmp_path / k), 1.0, -1, torch.bfloat16) for k in ("qwen3_moe", "qwen3_5_text")
-    )
-    compare_with_transformers(attention, "attention", PACKED)
-    compare_with_transformers(recurrent, "recurrent", PADDED)
+        compare_with_transformers(load_policy(str(tmp_path / kind), 1.0, -1, torch.bfloat16), kind, PACKED)
+    make_policy(tmp_path / "state", "jamba")
     with pytest.raises(ValueError, match="packed before"):
-        compare_with_transformers(recurrent, "recurrent", PACKED)
+        compare_with_transformers(load_policy(str(tmp_path / "state"), 1.0, -1, torch.bfloat16), "state", PACKED)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "nemotron_h"])

@@ -35,11 +35,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # the model, and losses beside
     "policy": ("untied", {}),  # nothing else
     "aux_loss": ("qwen3_moe", ROUTED),
     "seq_aux_loss": ("qwen3_moe", dict(moe_aux_loss_coeff=0.3, moe_router_load_balancing_type="seq_aux_loss")),
+    "six layers, aux_loss": ("six_moe_layers", ROUTED),
+    "six layers, seq_aux_loss": ("six_moe_layers", ROUTED | dict(moe_router_load_balancing_type="seq_aux_loss")),
     "mtp": ("untied", MTP),
     "mtp and seq_aux_loss": ("qwen3_moe", MTP | ROUTED | dict(moe_router_load_balancing_type="seq_aux_loss")),
 }
 ROUTER = ("aux_loss", "seq_aux_loss")
-ALL = tuple(KINDS)[1:]
+SIX = ("six layers, aux_loss", "six layers, seq_aux_loss")
+ALL = tuple(kind for kind in KINDS if kind not in ("policy", *SIX))
 BOTH = "mtp and seq_aux_loss"
 OF_LAYOUT: dict[str, tuple[str, ...]] = {
     "one": ALL,
@@ -53,6 +56,7 @@ OF_LAYOUT: dict[str, tuple[str, ...]] = {
     "tp2 with sp": ALL,
     "tp2 with sp, padded": ALL,
     "pp2": ("aux_loss", BOTH),
+    "pp3, interleaved": SIX,
     "pp2, padded": (BOTH,),
     "cp2": ALL,
     "ep2": ("aux_loss", BOTH),
@@ -68,7 +72,7 @@ MODE = {"averages": "sample_mean", "counts tokens": "constant"}
 
 
 def save_models(folder: Path) -> None:
-    for name in sorted({model for model, _ in KINDS.values()}):
+    for name in sorted({model for model, kind in KINDS.values() if "mtp_num_layers" in kind}):
         save_with_heads(folder, name)
 
 

@@ -74,7 +74,7 @@ LAYOUTS = {
         3,
         replace(ONE, pipeline_model_parallel_size=3, num_layers_per_virtual_pipeline_stage=1),
         training=BUDGET,
-        models=("six_layers", "six_moe_layers"),
+        models=("six_layers", "six_moe_layers", "six_glm4_moe_layers"),
     ),
     "pp2, padded": Layout(2, PP, PADDED, BUDGET),
     "cp2": Layout(2, ONE, context(2)),
@@ -108,6 +108,7 @@ LAYOUTS = {
     ),
 }
 SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+SIX = ("six_layers", "six_moe_layers", "six_glm4_moe_layers")
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,10 @@ MODELS: dict[str, PretrainedConfig] = {
         **small(head_dim=8, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
         | {"num_hidden_layers": 6}
     ),
+    "six_glm4_moe_layers": Glm4MoeConfig(
+        **small(head_dim=8, attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5, **experts(1, 1))
+        | {"num_hidden_layers": 6}
+    ),
     "llama3_rope": LlamaConfig(**small(rope_parameters=LLAMA3_ROPE)),
     "qwen2": Qwen2Config(**small(tie_word_embeddings=True)),
     "qwen3": Qwen3Config(**small(head_dim=16)),
@@ -225,11 +230,11 @@ def models_of(process: RankProcess) -> list[str]:
     if sizes.decoder_last_pipeline_num_layers is not None:
         return ["three_layers"]
     if sizes.num_layers_per_virtual_pipeline_stage is not None:
-        return ["six_layers", "six_moe_layers"]
+        return list(process.layout.models)
     if sizes.expert_model_parallel_size > 1:
         return ["qwen3_moe"]
     refused = sizes.tensor_model_parallel_size > 1 and not sizes.sequence_parallel
-    left_out = {*SIGMOID, "three_layers", "six_layers", "six_moe_layers"} | ({"qwen3_moe"} if refused else set())
+    left_out = {*SIGMOID, "three_layers", *SIX} | ({"qwen3_moe"} if refused else set())
     return [name for name in MODELS if name not in left_out]
 
 

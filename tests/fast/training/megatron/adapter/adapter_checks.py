@@ -100,7 +100,8 @@ def new_adapter_changes_no_log_prob(process: RankProcess) -> None:
         for bf16 in (False, True):
             backend = _backend(process, model, lora, KL, bf16)
             none = _backend(process, model, LoraArguments(), PLAIN, bf16)
-            none.policy.stage.requires_grad_(False)
+            for chunk in none.policy.stage.chunks:
+                chunk.requires_grad_(False)
             shard = shard_of(backend, batch_of(CASE))
             policy, reference = log_probs(backend, shard), log_probs(backend, shard, reference=True)
             for found, base, expected in zip(policy, reference, log_probs(none, shard), strict=True):

@@ -17,6 +17,7 @@ SLOW = (
     "dp2, distributed optimizer",
     "tp2",
     "pp2",
+    "pp3, interleaved",
     "cp2",
     "ep2 with cp2",
     "tp2 with sp, pp2",
