@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from miles.arguments.model import local_config
 from miles.arguments.settings import Settings
@@ -103,7 +104,7 @@ def _row(settings: Settings) -> int:
     return -(-longest_sequence(settings) // ROW_STEP) * ROW_STEP
 
 
-def _text_config(settings: Settings) -> dict[str, object] | None:
+def _text_config(settings: Settings) -> dict[str, Any] | None:
     config = local_config(settings.model, "hf_checkpoint")
     return None if config is None else config.get("text_config") or config
 
