@@ -1,7 +1,11 @@
-// Draw the formulas of a page with KaTeX. pymdownx.arithmatex marks them: \( … \) in the text, \[ … \] on their own.
-document.addEventListener("DOMContentLoaded", () => {
-  for (const place of document.querySelectorAll(".arithmatex")) {
-    const source = place.textContent.trim().slice(2, -2); // without the two delimiters
-    katex.render(source, place, { displayMode: place.tagName === "DIV" });
-  }
-});
+// Settings of MathJax 3.2.2 (mathjax/tex-svg.js), which draws the formulas of a page. It must be loaded after this file.
+// pymdownx.arithmatex marks them: \( … \) in the text, \[ … \] on their own. tex-svg.js has its fonts inside; the menu
+// and the packages that it would load by itself are off, so that a page asks for no further file.
+window.MathJax = {
+  tex: {
+    inlineMath: [["\\(", "\\)"]],
+    displayMath: [["\\[", "\\]"]],
+    packages: { "[-]": ["autoload", "require"] },
+  },
+  options: { enableMenu: false, ignoreHtmlClass: ".*", processHtmlClass: "arithmatex" },
+};
