@@ -1,6 +1,6 @@
-// Settings of MathJax 3.2.2 (mathjax/tex-svg.js), which draws the formulas of a page. It must be loaded after this file.
-// pymdownx.arithmatex marks them: \( … \) in the text, \[ … \] on their own. tex-svg.js has its fonts inside; the menu
-// and the packages that it would load by itself are off, so that a page asks for no further file.
+// Settings of MathJax 3.2.2, which draws the formulas of a page. It is the file tex-svg.js of its npm package, and must be
+// loaded after this one. pymdownx.arithmatex marks formulas: \( … \) in the text, \[ … \] on their own. MathJax has its
+// fonts inside; its menu and the packages that it would load by itself are off, so that a page asks for no further file.
 window.MathJax = {
   tex: {
     inlineMath: [["\\(", "\\)"]],
