@@ -127,9 +127,7 @@ def test_a_gpu_is_cuda(host, judged):
     assert host_line(judged("--sglang-mem-fraction-static 0.7").settings).endswith("memory share 0.7 of SGLang")
 
 
-@pytest.mark.parametrize(
-    "config", [{"num_hidden_layers": None}, {"num_attention_heads": None, "num_key_value_heads": None}]
-)
+@pytest.mark.parametrize("missing", ["num_hidden_layers", "num_attention_heads num_key_value_heads"])
 def test_a_model_of_unknown_size_gets_the_usual_values(host, command, judged, missing):
     host(1)
     config = dict.fromkeys(missing.split())
