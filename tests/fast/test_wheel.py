@@ -169,7 +169,7 @@ def end(process):
     process.communicate(timeout=120)
 
 
-@pytest.mark.timeout(7200 if WHOLE else 2400)
+@pytest.mark.timeout(7200 if WHOLE else 3600)
 def test_a_newcomer_installs_trains_watches_evaluates_and_exports(browser, clean_environment, tiny_model, tmp_path):
     folder = tmp_path / "home"
     folder.mkdir()
