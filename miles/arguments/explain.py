@@ -10,6 +10,7 @@ from miles.arguments.cluster import explain_cluster
 from miles.arguments.critic import explain_critic
 from miles.arguments.data import explain_prompts
 from miles.arguments.launch.abilities import reads_megatron_flags
+from miles.arguments.launch.host_share import host_line
 from miles.arguments.launch.notes import grouped
 from miles.arguments.lora import explain_lora
 from miles.arguments.model import explain_reference
@@ -38,7 +39,7 @@ def explain(validated: Validated) -> str:
         ("Objective", [objective_in_words(settings.loss, settings.step_shape), "", *_formula(settings)]),
         ("Weight of one token", _weights(settings)),
         ("Batch", _batch(settings)),
-        ("Backend and engine", [validated.choice] if validated.choice else []),
+        ("Backend and engine", [*filter(None, [validated.choice]), host_line(settings)]),
         ("Layout", explain_layout(settings)),
         (
             "Precision and memory",

@@ -26,6 +26,7 @@ from miles.arguments.launch.choice import (
     in_words,
     trained_without_megatron,
 )
+from miles.arguments.launch.host_share import fit_to_host, is_on_cpu
 from miles.arguments.launch.mismatch_config import read_mismatch_config
 from miles.arguments.launch.normalize import FOREIGN_FLAGS, normalize_flags
 from miles.arguments.launch.notes import OTHERS, Note, report, strict_errors, surprises
@@ -51,7 +52,7 @@ from miles.arguments.training import fill_precision
 from miles.arguments.validate import Validated, validate
 from miles.components import TRAIN_BACKENDS
 from miles.flags import LARGEST, LONGEST_VALUE, Errors, FlagError, flag_name
-from miles.host.machine import has_bf16, has_gpu, num_cores
+from miles.host.machine import busy_cores, has_bf16, has_gpu
 from miles.one_line import one_line
 
 FOREIGN = "foreign:"  # prefix of the flags of other launchers in argparse's namespace
@@ -385,7 +386,7 @@ def _command(
     engine = choose_engine(given.get("rollout_engine"), servers, settings.cluster.device, has_gpu())
     ranks = None
     if "actor_num_gpus_per_node" not in given:
-        ranks = choose_ranks(settings.cluster.device, has_gpu(), num_cores())
+        ranks = choose_ranks(settings.cluster.device, has_gpu(), busy_cores())
     settings = replace(
         settings,
         training=replace(settings.training, train_backend=backend.value),
@@ -459,14 +460,14 @@ def _judge(command: Command) -> Validated:
         for message in error.messages:
             errors.add_unless_refused(message)
     errors.raise_if_any()
-    device = validated.settings.cluster.device
-    on_cpu = device == "cpu" or (device == "auto" and not has_gpu())
+    on_cpu = is_on_cpu(validated.settings)
     if on_cpu:
         check_deterministic_on_cpu(validated.settings, errors)
         check_replay_on_cpu(validated.settings, errors)
         errors.raise_if_any()
-    further = surprises(validated.settings, command.given, on_cpu, has_bf16())
-    return replace(validated, notes=(*validated.notes, *further), accepted=tuple(notes), choice=command.choice)
+    settings = fit_to_host(validated.settings, command.given)
+    further = surprises(settings, command.given, on_cpu, has_bf16())
+    return Validated(settings, (*validated.notes, *further), tuple(notes), command.choice)
 
 
 def _with_defaults(command: Command) -> Settings:

@@ -57,7 +57,11 @@ class RolloutArguments:
     rollout_stop_token_ids: Optional[tuple[int, ...]] = flag(
         None, "token ids that end a response, in addition to the model's own", nargs="+", type=int
     )
-    torch_engine_max_batch_size: int = flag(256, "sequences that the embedded engine decodes at the same time")
+    torch_engine_max_batch_size: int = flag(
+        256,
+        "sequences that the embedded engine decodes at the same time; default on CPU: fewer if their keys and values "
+        "would take more than a quarter of the memory (docs/performance.md)",
+    )
     max_prompt_pass_rate: Optional[float] = flag(
         None,
         "do not draw a prompt again once this fraction of a group of its responses, or more, has passed (a reward of 1 "

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+from miles.arguments.launch.host_share import threads
 
 # glibc keeps freed blocks of up to 32 MiB in one fragmenting heap per thread. One heap, and returning blocks above
 # 2 MiB at once, saves memory and costs time (docs/performance.md has the figures). glibc reads these variables when a
@@ -36,7 +37,7 @@ def importing() -> Iterator[None]:
 
 
 def use_threads(device: str, sharers: int) -> None:
-    """On CPU, split the cores over the ``sharers`` processes that compute at the same time.
+    """On CPU, split the cores over the ``sharers`` processes that compute at the same time (launch/host_share.py).
 
     Ray sets OMP_NUM_THREADS to the actor's logical CPUs, which are not cores here, so PyTorch's number of threads is
     set directly.
@@ -44,4 +45,4 @@ def use_threads(device: str, sharers: int) -> None:
     if device == "cpu":
         import torch  # not at the top: the launcher imports this module
 
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // sharers))
+        torch.set_num_threads(threads(sharers))

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import ray
 import ray.exceptions
 
+from miles.arguments.launch.host_share import sharers_of_engine
 from miles.arguments.settings import Settings
 from miles.batching.schedule import ShardBuilder
 from miles.cluster.cpu_tuning import importing, use_threads
@@ -265,8 +266,7 @@ class RolloutActor:
             ValueError: See ``build_pipeline``.
         """
         assert self._placement is not None, "Ray has placed this actor"
-        cluster = self._settings.cluster
-        use_threads(self._placement.device, sharers=1 if cluster.colocate else 1 + cluster.actor_num_gpus_per_node)
+        use_threads(self._placement.device, sharers_of_engine(self._settings))
         start_worker = None
         if self._settings.rollout.num_rollout_workers > 1:
             start_worker = partial(worker_starter, self._settings, self._placement)

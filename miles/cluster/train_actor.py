@@ -23,6 +23,7 @@ import ray
 
 from miles.arguments.cluster import ClusterArguments
 from miles.arguments.flags_view import flags_view
+from miles.arguments.launch.host_share import sharers_of_trainer
 from miles.arguments.settings import Settings
 from miles.cluster.background_save import BackgroundSave
 from miles.cluster.cpu_tuning import importing, use_threads
@@ -321,8 +322,7 @@ class TrainActor:
         from miles.weight_sync.tcp_store import TCPStore
 
         # Here, in the thread that computes: some libraries keep the number for each thread.
-        generates_meanwhile = self.settings.rollout.async_steps > 0
-        use_threads(self.device.type, self.settings.cluster.actor_num_gpus_per_node + generates_meanwhile)
+        use_threads(self.device.type, sharers_of_trainer(self.settings))
         timeout = self._timeout
         if self.rank != 0:
             self.store = TCPStore(*address, is_master=False, timeout=timeout)

@@ -46,6 +46,12 @@ def cpu_quota(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> f
     return min(quotas, default=None)
 
 
+def busy_cores() -> int:
+    """Return how many cores this process can keep busy: those it may use, or fewer under a quota; at least 1."""
+    quota = cpu_quota()
+    return num_cores() if quota is None else max(1, min(num_cores(), int(quota)))
+
+
 def memory_bytes(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int:
     """Return the memory that this process may use: the machine's, or less in a container or a job with a limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from miles.arguments.launch.host_share import host_line
 from miles.arguments.launch.notes import grouped
 from miles.hidden_secrets import hidden_in_output
 from miles.launcher.attempt import RunContext, train
@@ -136,6 +137,7 @@ def _resume_point(validated: Validated) -> ResumePoint:
 
     settings = validated.settings
     given = settings.checkpoint
+    print(host_line(settings))
     notes = [*validated.notes, *index_all(given, Path(settings.tracking.output_dir)), *check_load_folder(given)]
     point = resume_point(given)
     for note in (*notes, *point.notes, *check_frozen_models(settings.model)):

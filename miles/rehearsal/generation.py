@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles.arguments.settings import Settings
+from miles.model_families.cache_size import kv_bytes_per_token
 from miles.rehearsal.assumptions import prompt_length, response_length
 from miles.rehearsal.devices import Device
 from miles.rehearsal.roofline import USUAL_LINK, USUAL_MEMORY, USUAL_PRODUCT, Seconds
@@ -81,16 +82,6 @@ def foresee_generation(
     elif engines:
         duration = Seconds(float("inf"), float("inf"))
     return Generation(engines, gpus, weights, per_token, cache, running, total * response, duration)
-
-
-def kv_bytes_per_token(config: dict[str, Any], gpus: int, itemsize: int) -> int:
-    """Return the bytes of keys and values of one token on one device of an engine, in values of ``itemsize``."""
-    layers = int(config["num_hidden_layers"])
-    if config.get("kv_lora_rank"):  # latent attention: one vector for all heads, on every device
-        return itemsize * layers * int(config["kv_lora_rank"] + config.get("qk_rope_head_dim", 0))
-    heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
-    width = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-    return 2 * itemsize * layers * width * max(1, heads // gpus)
 
 
 def _decode(

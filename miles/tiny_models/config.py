@@ -33,6 +33,7 @@ _SIZES: dict[str, int] = {
     "mamba_head_dim": HEAD_DIM,
     "ssm_state_size": HEAD_DIM,
     "index_head_dim": HEAD_DIM,
+    "hidden_size_per_layer_input": 32,
 }
 # Counts that may not exceed a small number.
 _COUNTS: dict[str, int] = {
@@ -40,6 +41,7 @@ _COUNTS: dict[str, int] = {
     "num_local_experts": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
+    "top_k_experts": 2,
     "n_shared_experts": 1,
     "n_group": 2,
     "topk_group": 1,
@@ -79,6 +81,7 @@ def shrunk_config(config: Mapping[str, Any]) -> dict[str, Any]:
     small |= {name: min(config[name], most) for name, most in _COUNTS.items() if isinstance(config.get(name), int)}
     small |= {name: 0 for name in _HEADS_OF_LATER_TOKENS if name in config}
     small |= _attention(config)
+    small |= _attention_of_some_layers(config, small, kept)
     if isinstance(config.get("max_window_layers"), int):
         small["max_window_layers"] = min(config["max_window_layers"], len(kept))
     for name in ("rope_scaling", "rope_parameters"):
@@ -90,7 +93,11 @@ def shrunk_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def _kept_layers(config: Mapping[str, Any]) -> list[int]:
     """Return which layers stay: the first of each kind, in order, and at least two."""
     named = ("layer_types", "layers_block_type", "hybrid_override_pattern", "mlp_layer_types")
-    kinds: Sequence[Any] = list(zip(*(config[name] for name in named if config.get(name)), strict=False))
+    lists = [config[name] for name in named if config.get(name)]
+    first_shared = _first_shared_layer(config)
+    if lists and first_shared is not None:
+        lists.append([layer >= first_shared for layer in range(len(lists[0]))])
+    kinds: Sequence[Any] = list(zip(*lists, strict=False))
     kept = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
     kept = [] if len(kept) == 1 else kept
     total = config.get("num_hidden_layers") or len(kinds) or LAYERS
@@ -99,6 +106,43 @@ def _kept_layers(config: Mapping[str, Any]) -> list[int]:
         kept = [0, dense]  # a dense layer, and one with experts
     kept += [i for i in range(total) if i not in kept][: max(0, LAYERS - len(kept))]
     return sorted(kept)
+
+
+def _first_shared_layer(config: Mapping[str, Any]) -> int | None:
+    """Return the first of the layers that have no keys and values of their own; None if all have some."""
+    shared = config.get("num_kv_shared_layers")
+    return config["num_hidden_layers"] - shared if shared and config.get("num_hidden_layers") else None
+
+
+def _attention_of_some_layers(
+    config: Mapping[str, Any], small: Mapping[str, Any], kept: Sequence[int]
+) -> dict[str, Any]:
+    """Return what says which layers have other heads, or no keys of their own; wider heads stay wider."""
+    found: dict[str, Any] = {}
+    first_shared = _first_shared_layer(config)
+    if first_shared is not None:
+        found["num_kv_shared_layers"] = sum(layer >= first_shared for layer in kept)
+    own_names = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
+
+    def of_one_layer(given: Mapping[str, Any]) -> dict[str, Any]:
+        heads: dict[str, Any] = {}
+        for name, value in given.items():
+            usual = own_names.get(name, name)
+            if usual == "head_dim" and value:
+                value = HEAD_DIM * max(1, value // (config.get("head_dim") or value))
+            elif usual == "num_key_value_heads" and value:
+                value = min(value, small["num_key_value_heads"])
+            heads[name] = value
+        return heads
+
+    found |= of_one_layer({name: config[name] for name in own_names if name in config})
+    others = config.get("per_layer_config")
+    if isinstance(others, Mapping):
+        at = {layer: i for i, layer in enumerate(kept)}
+        found["per_layer_config"] = {
+            str(at[int(layer)]): of_one_layer(heads) for layer, heads in others.items() if int(layer) in at
+        }
+    return found
 
 
 def _attention(config: Mapping[str, Any]) -> dict[str, int]:

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from miles.model_families.cache_size import ROW_STEP
+
 NAME = "miles_slots"  # of the attention implementation, in transformers
-WIDTH_STEP = 64  # row lengths grow in steps of this, so that buffers are seldom reallocated
 
 
 class KVCache:
@@ -23,18 +24,23 @@ class KVCache:
 
     Rows ``0 .. n - 1`` belong to the n running sequences, in their order; the tokens of a row start at position 0.
     Values beyond a row's length are finite but meaningless: attention masks them out. Buffers are written in place, in
-    the model's dtype, and their width grows by doubling.
+    the model's dtype. Their width grows by doubling, up to the longest sequence that is expected.
     """
 
     def __init__(self) -> None:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._rows = 0
         self._width = 0
+        self._longest = 0
 
     @property
     def num_layers(self) -> int:
         """The number of layers that have been written to."""
         return len(self._layers)
+
+    def expect(self, longest: int) -> None:
+        """Expect a sequence that will have at most ``longest`` tokens, until the next ``clear``."""
+        self._longest = max(self._longest, longest)
 
     def reserve(self, rows: int, width: int) -> None:
         """Make room for ``rows`` sequences of ``width`` tokens, and keep what is stored."""
@@ -43,7 +49,8 @@ class KVCache:
         if rows > self._rows:
             self._rows = rows
         if width > self._width:
-            self._width = -(-max(width, 2 * self._width) // WIDTH_STEP) * WIDTH_STEP
+            doubled = min(2 * self._width, self._longest)
+            self._width = -(-max(width, doubled) // ROW_STEP) * ROW_STEP
         for layer, (keys, values) in self._layers.items():
             self._layers[layer] = self._grown(keys), self._grown(values)
 
@@ -85,7 +92,7 @@ class KVCache:
     def clear(self) -> None:
         """Free the memory."""
         self._layers.clear()
-        self._rows = self._width = 0
+        self._rows = self._width = self._longest = 0
 
     def _layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the buffers of a layer. New ones are zeros, because a masked NaN is still a NaN."""

@@ -103,6 +103,7 @@ class RunningBatch:
         """Prefill the prompts of new sequences, each distinct prompt once, and draw their first tokens."""
         by_prompt: dict[tuple[int, ...], list[Sequence]] = {}
         for sequence in sequences:
+            self._runner.cache.expect(len(sequence.prompt_ids) + sequence.sampling.max_new_tokens)
             by_prompt.setdefault(sequence.prompt_ids, []).append(sequence)
         prompts = sorted(by_prompt, key=len, reverse=True)  # similar lengths together: little padding
         while prompts:

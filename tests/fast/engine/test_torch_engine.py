@@ -1,7 +1,9 @@
 """Compare the embedded engine with transformers, and follow a request from start to end."""
 
 import asyncio
+import json
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +20,10 @@ from transformers import (
 )
 
 from miles.engine.base import GenerationRequest, SamplingParams, WeightChunk
+from miles.engine.embedded.attention import KVCache
 from miles.engine.embedded.model_runner import ModelRunner
 from miles.engine.embedded.torch_engine import TorchEngine
+from miles.model_families.cache_size import kv_bytes_per_token
 
 torch.set_num_threads(1)
 SHAPE = dict(
@@ -172,6 +176,32 @@ async def test_the_batch_never_exceeds_its_size_and_a_prompt_is_prefilled_once(l
     assert max(rows) == 6
     # Two groups of three fit at a time, so no group is split.
     assert sorted(prefilled) == sorted(PROMPTS)
+
+
+async def test_the_cache_has_the_size_that_the_configuration_says(model_path, monkeypatch):
+    """host_share.py chooses the size of the batch by it, before there is a model."""
+    engine, sizes = make_engine(model_path, max_batch_size=3), []
+    clear = KVCache.clear
+
+    def measured(cache):
+        sizes.append(sum(buffer.nbytes for pair in cache._layers.values() for buffer in pair))
+        clear(cache)
+
+    monkeypatch.setattr(KVCache, "clear", measured)
+    await responses(engine, requests(SamplingParams(max_new_tokens=90)))
+    config = json.loads((Path(model_path) / "config.json").read_text())
+    per_token = kv_bytes_per_token(config, gpus=1, itemsize=4, keeps_latent=False)
+    assert max(sizes) == 3 * 128 * per_token, "17 + 90 tokens in steps of 64"
+
+
+def test_the_cache_grows_up_to_the_longest_sequence():
+    cache, widths = KVCache(), []
+    cache.expect(150)
+    cache.expect(180)
+    for width in (100, 129, 192, 193):
+        cache.reserve(1, width)
+        widths.append(cache._width)
+    assert widths == [128, 192, 192, 256], "doubled would be 256; what is needed is always there"
 
 
 async def test_abort_returns_the_tokens_so_far(llama_path):

@@ -72,6 +72,24 @@ QWEN3_NEXT = QWEN3_MOE | dict(
 LLAMA = {name: value for name, value in QWEN3.items() if name not in ("head_dim", "max_window_layers")}
 LLAMA |= dict(model_type="llama", num_key_value_heads=32, rope_scaling={"rope_type": "llama3", "factor": 8.0})
 LLAMA["rope_scaling"] |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# As transformers saves a Gemma 4: the last layer has wider heads, and half of the layers have no keys of their own.
+GEMMA4 = dict(
+    model_type="gemma4_text",
+    vocab_size=262144,
+    vocab_size_per_layer_input=64,
+    hidden_size=1536,
+    hidden_size_per_layer_input=256,
+    intermediate_size=6144,
+    num_hidden_layers=12,
+    num_attention_heads=8,
+    num_key_value_heads=1,
+    head_dim=256,
+    layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 2,
+    sliding_window=512,
+    num_kv_shared_layers=6,
+    per_layer_config={"05": {"head_dim": 512}, "11": {"head_dim": 512}},
+)
+
 FAMILIES = {
     config["model_type"]: config
     for config in (
@@ -83,6 +101,7 @@ FAMILIES = {
         DEEPSEEK_V3,
         DEEPSEEK_V3 | {"model_type": "kimi_k2", "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
         DEEPSEEK_V3 | {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"] + ["sparse"] * 35},
+        GEMMA4,
         GLM4_MOE,
         LLAMA,
     )
@@ -107,6 +126,22 @@ def test_what_matters_stays():
     plain = shrunk_config(QWEN3 | {"layer_types": ["full_attention"] * 36})
     assert plain["layer_types"] == ["full_attention"] * 2
     assert shrunk_config({"text_config": QWEN3, "model_type": "x"})["text_config"]["num_hidden_layers"] == 2
+
+
+@pytest.mark.parametrize("form", ["of each layer", "of a kind of layer"])
+def test_layers_with_other_heads_stay_so(form):
+    config = dict(GEMMA4)
+    if form == "of a kind of layer":  # as files on the hub have it
+        config |= {"global_head_dim": 512, "num_global_key_value_heads": None}
+        del config["per_layer_config"]
+    small = shrunk_config(config)
+    assert small["layer_types"] == ["sliding_attention", "full_attention"] * 2
+    assert small["num_kv_shared_layers"] == 2, "a layer of each kind with keys, and one without"
+    if form == "of each layer":
+        assert small["per_layer_config"] == {"1": {"head_dim": 32}, "3": {"head_dim": 32}}
+    else:
+        assert (small["global_head_dim"], small["num_global_key_value_heads"]) == (32, None)
+    assert small["head_dim"] == 16
 
 
 @pytest.mark.slow

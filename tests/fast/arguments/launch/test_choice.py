@@ -116,7 +116,7 @@ def test_explain_says_what_was_chosen_and_why(accepted):
 )
 def test_number_of_ranks(command, monkeypatch, flags, gpu, cores, ranks):
     monkeypatch.setattr(parser, "has_gpu", lambda: gpu)
-    monkeypatch.setattr(parser, "num_cores", lambda: cores)
+    monkeypatch.setattr(parser, "busy_cores", lambda: cores)
     validated = parser.judge(parser.read_command(command(flags)))
     assert validated.settings.cluster.world_size == ranks
     assert ("per node" in validated.choice) == ("--actor" not in flags)

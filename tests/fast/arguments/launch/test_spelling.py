@@ -104,7 +104,7 @@ def test_read_as(accepted, flags, section, field, value):
 
 
 def test_earlier_names_of_server_flags(accepted):
-    validated = accepted("--sglang-cuda-graph-bs 1 2 4 --sglang-nsa-prefill-backend flashmla_sparse")
+    validated = accepted("--device cuda --sglang-cuda-graph-bs 1 2 4 --sglang-nsa-prefill-backend flashmla_sparse")
     words = validated.settings.server_flags.server
     assert words == ("--cuda-graph-bs-decode", "1", "2", "4", "--dsa-prefill-backend", "flashmla_sparse")
 

@@ -66,7 +66,13 @@ def test_a_field_that_the_model_or_the_backend_sets_may_be_repeated_and_not_chan
 
 @pytest.mark.parametrize(("written", "read"), RENAMED.items())
 def test_an_earlier_name_of_a_server_flag_is_read_as_todays(command, written, read):
-    words = ["--actor-num-gpus-per-node", "1", *command("--rollout-engine sglang"), f"--sglang-{written[2:]}", "4"]
+    words = [
+        "--actor-num-gpus-per-node",
+        "1",
+        *command("--rollout-engine sglang --device cuda"),
+        f"--sglang-{written[2:]}",
+        "4",
+    ]
     validated = judge(read_command(words))
     assert validated.settings.server_flags.server == (read, "4")
     assert any(f"--sglang-{written[2:]}" in note.written for note in validated.accepted)
@@ -75,7 +81,13 @@ def test_an_earlier_name_of_a_server_flag_is_read_as_todays(command, written, re
 @pytest.mark.parametrize("flag", TENSOR_PARALLEL)
 def test_the_size_of_an_engine_is_that_of_its_gpus(command, flag):
     """Another size of a script is noted, and the engine's own counts."""
-    words = ["--actor-num-gpus-per-node", "1", *command("--rollout-engine sglang"), f"--sglang-{flag[2:]}", "8"]
+    words = [
+        "--actor-num-gpus-per-node",
+        "1",
+        *command("--rollout-engine sglang --device cuda"),
+        f"--sglang-{flag[2:]}",
+        "8",
+    ]
     validated = judge(read_command(words))
     assert validated.settings.server_flags.server == ()
     assert any(f"--sglang-{flag[2:]} 8" in note.written for note in validated.accepted)
