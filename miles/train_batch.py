@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,13 +78,39 @@ class TrainBatch:
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """Return the shard with these samples, in this order; step-wide numbers stay those of the whole step."""
-        columns: dict[str, Any] = {}
+        columns = {name: list(map(column.__getitem__, indices)) for name, column in self._columns()}
+        return replace(self, **columns)
+
+    def divide(self, parts: Sequence[Sequence[int]]) -> list[TrainBatch]:
+        """Return ``select`` of each of ``parts``, sooner if they are many: samples are visited in their own order.
+
+        Neighbors in a column are neighbors in memory, and those of a part are not: of a million samples each visit
+        would wait for the memory.
+        """
+        sizes = [len(part) for part in parts]
+        samples = np.fromiter(chain.from_iterable(parts), np.int64, sum(sizes))
+        order = np.argsort(samples, kind="stable")
+        samples = samples[order]
+        part_of = np.repeat(np.arange(len(parts)), sizes)[order].tolist()
+        starts = np.cumsum([0, *sizes[:-1]]) if sizes else []
+        place = (np.arange(len(order)) - np.repeat(starts, sizes))[order].tolist()
+        is_all = len(samples) == len(self) and bool((samples == np.arange(len(samples))).all())
+        columns: list[dict[str, Any]] = [{} for _ in parts]
+        for name, column in self._columns():
+            found: list[list[Any]] = [[None] * size for size in sizes]
+            values = column if is_all else map(column.__getitem__, samples.tolist())
+            # One call per sample, none of them in Python: a loop takes twice as long.
+            deque(map(list.__setitem__, map(found.__getitem__, part_of), place, values), maxlen=0)
+            for part, own in zip(columns, found, strict=True):
+                part[name] = own
+        return [replace(self, **part) for part in columns]
+
+    def _columns(self) -> Iterator[tuple[str, Sequence[Any]]]:
+        """Yield the columns that are there, with their names."""
         for f in fields(self):
             column = getattr(self, f.name)
-            if f.name in _STEP_WIDE or column is None:
-                continue
-            columns[f.name] = list(map(column.__getitem__, indices))
-        return replace(self, **columns)
+            if f.name not in _STEP_WIDE and column is not None:
+                yield f.name, column
 
 
 @dataclass(frozen=True)

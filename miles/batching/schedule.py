@@ -159,15 +159,23 @@ def schedule_step(
     # Ranks that share all of their sequences use the same shard object.
     together = 1 if parallel.dynamic_context_parallel else parallel.context_parallel_size
     firsts = range(0, ranks, together)
-    shards = [_shard(batch, mass, to_train[rank], to_score[rank]) for rank in firsts]
+    samples = [sorted({i for plan in (*to_train[rank], *to_score[rank]) for i in plan.samples}) for rank in firsts]
+    parts = batch.divide(samples)
+    shards = [
+        _shard(own, part, mass, to_train[rank], to_score[rank])
+        for rank, own, part in zip(firsts, samples, parts, strict=True)
+    ]
     return [shards[rank // together] for rank in range(ranks)]
 
 
 def _shard(
-    batch: TrainBatch, mass: float | None, to_train: list[MicroBatchPlan], to_score: list[MicroBatchPlan]
+    samples: list[int],
+    part: TrainBatch,
+    mass: float | None,
+    to_train: list[MicroBatchPlan],
+    to_score: list[MicroBatchPlan],
 ) -> TrainShard:
-    """Return the samples that the plans name, with the plans in terms of positions in the shard."""
-    samples = sorted({i for plan in (*to_train, *to_score) for i in plan.samples})
+    """Return the shard of ``part``, which has ``samples`` of the step, with plans of positions in it."""
     position = {sample: i for i, sample in enumerate(samples)}
 
     def local(plans: list[MicroBatchPlan]) -> list[MicroBatchPlan]:
@@ -176,7 +184,7 @@ def _shard(
             for plan in plans
         ]
 
-    return TrainShard(batch.select(samples), local(to_train), local(to_score), mass)
+    return TrainShard(part, local(to_train), local(to_score), mass)
 
 
 def _static(

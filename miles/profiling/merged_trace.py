@@ -1,6 +1,7 @@
 """One trace of several processes, in the format that Perfetto and chrome://tracing open.
 
 Every process is a row of its own with its threads below it; ``idle`` is a thread that shows when no other one works.
+Perfetto leaves out an event that ends after the one around it, in whole nanoseconds, and PyTorch records some that do.
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
 """
 
@@ -8,11 +9,12 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles.profiling.process_trace import ProcessTrace, idle_times, threads_of
+from miles.profiling.process_trace import Event, ProcessTrace, idle_times, threads_of
 
 WAITS = "waits of coroutines"
 IDLE = "idle"
@@ -20,7 +22,7 @@ IDLE = "idle"
 
 def write_trace(path: Path, processes: Sequence[ProcessTrace]) -> None:
     """Write the processes, whose clocks are the same, as one compressed file."""
-    begin = min(process.start for process in processes)
+    begin = min(map(_first_time, processes))
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for number, event in enumerate(_events(processes, begin)):
@@ -39,16 +41,40 @@ def _events(processes: Sequence[ProcessTrace], begin: int) -> Iterator[dict[str,
         for start, end in idle_times(process):
             yield _slice(IDLE, IDLE, number, 1, start - begin, end - start)
         row_of = {name: row for row, name in enumerate(rows, start=1)}
-        for event in process.events:
+        for event in _nested(process.events):
             yield _slice(event.name, event.category, number, row_of[event.thread], event.start - begin, event.duration)
         for wait, (name, start, end) in enumerate(process.waits):
             one: dict[str, Any] = {"cat": WAITS, "name": name, "pid": number, "tid": 0, "id": f"{number}.{wait}"}
-            yield one | {"ph": "b", "ts": (start - begin) / 1000}
-            yield one | {"ph": "e", "ts": (end - begin) / 1000}
+            yield one | {"ph": "b", "ts": _microseconds(start - begin)}
+            yield one | {"ph": "e", "ts": _microseconds(end - begin)}
+
+
+def _first_time(process: ProcessTrace) -> int:
+    """Return when the first event of a process began, or its recording."""
+    events, waits = (event.start for event in process.events), (start for _, start, _ in process.waits)
+    return min([process.start, *events, *waits])
+
+
+def _nested(events: Iterable[Event]) -> Iterator[Event]:
+    """Yield ``events``, sorted as those of ``ProcessTrace``, none of which ends after one in which it began."""
+    thread, ends = "", [0]
+    for event in events:
+        if event.thread != thread:
+            thread, ends = event.thread, []
+        while ends and ends[-1] <= event.start:
+            ends.pop()
+        ends.append(min([event.end, *ends[-1:]]))
+        yield event._replace(duration=ends[-1] - event.start)
+
+
+def _microseconds(nanoseconds: int) -> float:
+    """Return the time as the format has it, of which a reader that cuts off fractions makes the same nanoseconds."""
+    found = nanoseconds / 1000
+    return found if int(found * 1000) == nanoseconds else math.nextafter(found, math.inf)
 
 
 def _slice(name: str, category: str, process: int, row: int, start: int, duration: int) -> dict[str, Any]:
-    times = {"ts": start / 1000, "dur": duration / 1000}
+    times = {"ts": _microseconds(start), "dur": _microseconds(duration)}
     return {"ph": "X", "name": name, "cat": category, "pid": process, "tid": row, **times}
 
 

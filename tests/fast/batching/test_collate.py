@@ -122,3 +122,20 @@ def test_select_keeps_the_numbers_of_the_step(make_batch, choice):
     assert all(np.array_equal(a, batch.tokens[i]) for a, i in zip(part.tokens, indices, strict=True))
     assert (part.num_trajectories, part.num_loss_tokens, part.expected_loss_mass) == (91, 93, 0.94)
     assert part.select([]).num_trajectories == 91 and len(part.select([])) == 0
+
+
+@given(choices(), st.data())
+def test_a_step_is_divided_as_it_is_selected(make_batch, choice, data):
+    lengths, indices = choice
+    batch = make_batch(lengths)
+    parts = data.draw(st.one_of(st.just([indices]), st.lists(st.permutations(range(len(lengths))), max_size=3)))
+    cut = data.draw(st.integers(0, len(lengths)))
+    for wanted in (parts, [[], *parts, indices], [range(cut), range(cut, len(lengths))]):
+        for found, part in zip(batch.divide(wanted), wanted, strict=True):
+            expected = batch.select(part)
+            for name, column in vars(expected).items():
+                own = getattr(found, name)
+                if isinstance(column, list):
+                    assert len(own) == len(column) and all(a is b for a, b in zip(own, column, strict=True)), name
+                else:
+                    assert own == column, name
