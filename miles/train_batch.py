@@ -78,7 +78,7 @@ class TrainBatch:
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """Return the shard with these samples, in this order; step-wide numbers stay those of the whole step."""
-        columns = {name: list(map(column.__getitem__, indices)) for name, column in self._columns()}
+        columns: dict[str, Any] = {name: list(map(column.__getitem__, indices)) for name, column in self._columns()}
         return replace(self, **columns)
 
     def divide(self, parts: Sequence[Sequence[int]]) -> list[TrainBatch]:
@@ -92,7 +92,7 @@ class TrainBatch:
         order = np.argsort(samples, kind="stable")
         samples = samples[order]
         part_of = np.repeat(np.arange(len(parts)), sizes)[order].tolist()
-        starts = np.cumsum([0, *sizes[:-1]]) if sizes else []
+        starts = np.cumsum([0, *sizes])[:-1]
         place = (np.arange(len(order)) - np.repeat(starts, sizes))[order].tolist()
         is_all = len(samples) == len(self) and bool((samples == np.arange(len(samples))).all())
         columns: list[dict[str, Any]] = [{} for _ in parts]

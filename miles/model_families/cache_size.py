@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-ROW_STEP = (
-    64  # tokens: the rows of the embedded engine's cache grow in steps of it, so that they are seldom reallocated
-)
+# Tokens: the rows of the embedded engine's cache grow in steps of it, so that they are seldom reallocated.
+ROW_STEP = 64
 
 
 def kv_bytes_per_token(config: dict[str, Any], gpus: int, itemsize: int, keeps_latent: bool = True) -> int:
