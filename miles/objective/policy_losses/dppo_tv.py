@@ -27,7 +27,9 @@ class Dppo(PolicyLoss):
     M = 0 if D > delta and either A > 0 and rho > 1, or A < 0 and rho < 1. D is a divergence of the two policies on two
     outcomes, the sampled token or any other, so no vocabulary is stored. PPO's clip bounds the ratio instead, which is
     large for rare tokens that hardly move. The paper measures from the policy that sampled; here that is p_old, the
-    trainer's own log-probs (``--use-tis`` corrects for the engine's). A sample of advantage 0 has no gradient.
+    trainer's own log-probs (``--use-tis`` corrects for the engine's). verl also bounds the ratio, at ``clip_ratio_c``,
+    20 by default, and its script for the paper lifts that to 10000; here nothing bounds it. A sample of advantage 0 has
+    no gradient.
     """
 
     delta: str

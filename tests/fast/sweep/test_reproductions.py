@@ -85,9 +85,27 @@ def test_columns_of_answers_are_what_they_say(tmp_path: Path) -> None:
 
 def test_a_figure_is_of_the_last_iterations_or_of_all() -> None:
     rows = [{"entropy": math.nan}, *({"entropy": float(i)} for i in range(20))]
-    runs = {1: rows}
-    assert results.of_runs(runs, results.Figure("entropy", "")) == {1: 14.5}
-    assert results.of_runs(runs, results.Figure("entropy", "", results.OVERALL)) == {1: 9.5}
+    runs = {"a": {1: rows}}
+    assert results.of_runs(runs, results.Figure("entropy", "")) == {"a": {1: 14.5}}
+    assert results.of_runs(runs, results.Figure("entropy", "", results.OVERALL)) == {"a": {1: 9.5}}
+
+
+def test_what_is_rarely_measured_is_of_the_last_iterations_too() -> None:
+    """Evaluations of the start are not part of "the last 10 iterations" because there are fewer than 10 of them."""
+    rows = [{"held_out": float(i) if i % 5 == 0 else math.nan} for i in range(1, 21)]
+    assert results.of_runs({"a": {1: rows}}, results.Figure("held_out", "")) == {"a": {1: 17.5}}
+
+
+def test_runs_are_compared_where_they_have_cost_the_same() -> None:
+    def run(cost: float, *accuracies: float) -> list[dict[str, float]]:
+        return [{"tokens": cost, "held_out": accuracy} for accuracy in accuracies]
+
+    cheap, dear = run(10.0, math.nan, 0.25, math.nan, 0.5), run(30.0, 0.25, 0.75)
+    figure = results.Figure("held_out", "", results.AT_EQUAL_COST, cost="tokens")
+    found = results.of_runs({"cheap": {1: cheap, 2: cheap}, "dear": {1: dear, 2: dear[:1]}}, figure)
+    # Seed 1: 40 tokens, a third of the way from the first to the second evaluation of the dear run. Seed 2: 30.
+    assert found["cheap"] == pytest.approx({1: 0.5, 2: 0.375})
+    assert found["dear"] == pytest.approx({1: 0.25 + 0.5 / 3, 2: 0.25})
 
 
 MEASURED = [name for name in NAMES if (FOLDER / name / "runs.csv").exists()]
