@@ -1,7 +1,7 @@
 """Kill processes of runs at random moments, and check how each run ends and resumes.
 
-    python tests/kill_campaign/campaign.py --results outputs/kills.jsonl --trials 50
-    python tests/kill_campaign/campaign.py --results outputs/kills.jsonl --table      what was tried so far
+    python tests/kill_campaign/campaign.py --results tests/kill_campaign/results.jsonl --trials 50
+    python tests/kill_campaign/campaign.py --results tests/kill_campaign/results.jsonl --table    what was tried so far
 
 A trial starts a run of a tiny model, waits until a phase of its loop begins, sends a signal to one process, and then
 checks that the run ends or continues within a bound, that the last line blames what was killed, that no process and no
@@ -266,8 +266,9 @@ def main() -> int:
                 outcome = campaign.run_trial(trial)
             except AssertionError as error:  # of Launch.wait_until
                 outcome = {"hit": False, "status": None, "problems": [str(error)[-1000:]]}
+            line = json.dumps({"trial": asdict(trial), "outcome": outcome}).replace(folder, "FOLDER")
             with given.results.open("a") as file:
-                file.write(json.dumps({"trial": asdict(trial), "outcome": outcome}) + "\n")
+                file.write(line + "\n")
             print(f"{trial.name}: {outcome['problems'] or 'ok'}", flush=True)
             if not outcome["problems"]:
                 shutil.rmtree(Path(folder) / trial.folder_name)
