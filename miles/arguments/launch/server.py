@@ -10,6 +10,8 @@ from miles.arguments.launch.notes import NO_EFFECT, OTHER_PART, READ_AS, SAME, S
 from miles.arguments.launch.spelling import Group, group_words
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.server_flags import (
+    ATTENTION_DATA_PARALLEL,
+    DATA_PARALLEL,
     REPLACED,
     ROUTER,
     SERVER,
@@ -64,6 +66,8 @@ def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
             for group in group_words(flags.router)
         ]
         return replace(settings, server_flags=ServerFlags(_words(kept))), notes
+    settings, flags, found = _normalize_replicas(settings, flags)
+    notes += found
     server = list[Group]()
     for group in group_words(flags.server):
         normalized, note = _normalize(group, settings.sglang.rollout_num_gpus_per_engine, known_server_flags)
@@ -85,6 +89,30 @@ def _normalize_adapters(flags: ServerFlags) -> tuple[ServerFlags, list[Note]]:
     why = "engines receive the weights with the adapter added to them"
     kept = [group for group in groups if group not in idle]
     return replace(flags, server=_words(kept)), [_note(SAME, group, why) for group in idle]
+
+
+def _normalize_replicas(settings: Settings, flags: ServerFlags) -> tuple[Settings, ServerFlags, list[Note]]:
+    """Read the replicas that a server would hold as engines: each has a server of its own, behind the router.
+
+    SGLang updates no weights of a server with replicas. What cannot be read so stays, and is refused later.
+    """
+    groups = group_words(flags.server)
+    last = next((group for group in reversed(groups) if group[0] in DATA_PARALLEL), None)
+    attention = has_flag(flags.server, ATTENTION_DATA_PARALLEL)
+    if last is None or attention or settings.sglang.rollout_external or len(last[1]) != 1:
+        return settings, flags, []
+    replicas = int(last[1][0]) if last[1][0].isdecimal() else 0
+    cluster, size = settings.cluster, settings.sglang.rollout_num_gpus_per_engine
+    if replicas < 2 or size < 1:
+        return settings, flags, []
+    if cluster.rollout_num_gpus is None and not cluster.colocate:
+        cluster = replace(cluster, rollout_num_gpus=replicas * size)
+    devices = cluster.world_size if cluster.colocate else cluster.rollout_num_gpus or 0
+    if devices < 1 or devices % (replicas * size):
+        return settings, flags, []
+    engines = f"{devices // size} engines of --rollout-num-gpus-per-engine {size} behind the router: a replica is one"
+    kept = _words([group for group in groups if group[0] not in DATA_PARALLEL])
+    return replace(settings, cluster=cluster), replace(flags, server=kept), [_note(READ_AS, last, engines)]
 
 
 def _normalize_router(groups: list[Group], settings: Settings) -> tuple[list[Group], list[Note]]:

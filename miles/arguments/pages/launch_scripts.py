@@ -20,6 +20,7 @@ from miles.arguments.megatron.overrides import FIXED, NEUTRAL_VALUES, SHAPE_FIEL
 from miles.arguments.parser import defaults
 from miles.arguments.settings import SECTIONS
 from miles.arguments.sglang.server_flags import (
+    DATA_PARALLEL,
     OTHER_PARALLEL,
     OWNED_BY_LAUNCHER,
     REPLACED,
@@ -59,8 +60,12 @@ Without `--train-backend`, Megatron trains if the command has a flag of Megatron
 model is in a local folder and its family is one that only FSDP has (Qwen3-Next, Qwen3.5, Nemotron-H, GLM-4, …): flags
 of Megatron's layout and layers are then noted, and sizes that contradict the model refused. Without `--rollout-engine`,
 SGLang generates if the command has a flag of SGLang, with `--device cuda`, or if the host has a GPU; else the torch
-engine does. `--explain --device cuda` on a laptop shows what a host with GPUs would choose. With `--ray-address` the
-GPUs of the cluster are not looked at: give `--device cuda`.
+engine does. `--explain --device cuda` on a laptop shows what a host with GPUs would choose.
+
+A run that joins a Ray cluster (`--ray-address`, or `RAY_ADDRESS` in the environment) asks it for its nodes, without
+importing Ray: device, engine and the number of ranks are then chosen by the GPUs and CPUs of the cluster, and
+`--explain` shows which node each rank gets. A cluster that does not answer within 2 seconds is reported in a note, and
+this host decides. Give `--device cuda` to a cluster whose GPUs are only started when they are asked for.
 
 ## How scripts start a run
 
@@ -238,13 +243,20 @@ def _megatron_row(field: MegatronField) -> tuple[str, str, str]:
 def _sglang() -> Iterator[str]:
     owned = ((flag, "refused", f"the launcher sets it; give {use}") for flag, use in OWNED_BY_LAUNCHER.items())
     parallel = (
-        (flag, "noted or refused", f"1 is passed on; for more give {use}") for flag, use in OTHER_PARALLEL.items()
+        (flag, "noted or refused", f"1 is passed on; for more give {use}")
+        for flag, use in OTHER_PARALLEL.items()
+        if flag not in DATA_PARALLEL
+    )
+    replicas = (
+        "passed on with --sglang-enable-dp-attention; else N replicas are read as N engines behind the router, with "
+        "--rollout-num-gpus N times --rollout-num-gpus-per-engine by default. Refused if the devices cannot be divided so"
     )
     size = "equal to --rollout-num-gpus-per-engine; another value is noted"
     loader = "every engine receives its weights from the trainer"
     rows = [
         *owned,
         *parallel,
+        *((flag, "obeyed", replicas) for flag in DATA_PARALLEL),
         *((flag, "obeyed", size) for flag in TENSOR_PARALLEL),
         *((old, "obeyed", f"read as --sglang-{new[2:]}") for old, new in RENAMED.items()),
         *(

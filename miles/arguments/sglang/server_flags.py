@@ -34,6 +34,7 @@ OWNED_BY_LAUNCHER = {
 TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")
 # Switches of earlier versions, and the flag that has their effect.
 REPLACED = {"--enable-ep-moe": "--ep-size", "--enable-deepep-moe": "--moe-a2a-backend"}
+DATA_PARALLEL = ("--dp-size", "--dp", "--data-parallel-size")
 # An engine here is one tensor-parallel group. Devices of other kinds of parallelism would not be counted,
 # and new weights would not reach them.
 OTHER_PARALLEL = {
@@ -41,9 +42,7 @@ OTHER_PARALLEL = {
     "--pp": "--rollout-num-gpus-per-engine",
     "--pipeline-parallel-size": "--rollout-num-gpus-per-engine",
     "--nnodes": "--rollout-num-gpus-per-engine",
-    "--dp-size": "--rollout-num-gpus",
-    "--dp": "--rollout-num-gpus",
-    "--data-parallel-size": "--rollout-num-gpus",
+    **dict.fromkeys(DATA_PARALLEL, "--rollout-num-gpus"),
 }
 # SGLang checks no keys under these flags, and a run gives every server keys.
 WITHOUT_KEYS = ("--tokenizer-worker-num", "--grpc-port", "--grpc-mode", "--smg-grpc-mode")
@@ -119,7 +118,7 @@ def check_server_flags(flags: ServerFlags, engine_size: int, errors: Errors) -> 
         for flag, value in _pairs(words):
             message = _owner_error(prefix, flag, value, engine_size) or _unknown_error(prefix, flag, known())
             if message is None and prefix == SERVER:
-                message = _parallel_error(flag, value, has_flag(words, ATTENTION_DATA_PARALLEL))
+                message = _parallel_error(flag, value, has_flag(words, ATTENTION_DATA_PARALLEL), engine_size)
                 message = message or _without_keys_error(flag, value)
             message = message or _key_error(prefix, flag, value)
             if message is not None:
@@ -167,14 +166,21 @@ def _unknown_error(prefix: str, flag: str, known: Collection[str]) -> str | None
     return f"{prefix}{flag.removeprefix('--')}: the installed SGLang has no such flag; {what_to_do}"
 
 
-def _parallel_error(flag: str, value: str, attention_only: bool) -> str | None:
+def _parallel_error(flag: str, value: str, attention_only: bool, engine_size: int) -> str | None:
     """Return the error of a kind of parallelism whose devices would not be counted."""
     counted = OTHER_PARALLEL.get(flag)
-    if counted is None or value == "1" or (attention_only and counted == "--rollout-num-gpus"):
+    if counted is None or value == "1" or (attention_only and flag in DATA_PARALLEL):
         return None
-    means = "more engines" if counted == "--rollout-num-gpus" else "more devices per engine"
     written = SERVER + flag.removeprefix("--")
-    return f"{written} {value}: an engine here is tensor parallel; for {means} give {counted}, and drop {written}"
+    if flag in DATA_PARALLEL and value.isdecimal() and int(value):
+        devices = int(value) * engine_size
+        return (
+            f"{written} {value}: SGLang updates no weights of replicas inside a server, so each is an engine here, and "
+            f"{value} of them need {devices} devices or a multiple; give --rollout-num-gpus {devices}, as many to "
+            f"--colocate, or add --sglang{ATTENTION_DATA_PARALLEL[1:]} for data parallelism inside one engine"
+        )
+    rule, what_to_do = "an engine here is tensor parallel", f"for more devices per engine give {counted}"
+    return f"{written} {value}: {rule}; {what_to_do}, and drop {written}"
 
 
 def _without_keys_error(flag: str, value: str) -> str | None:

@@ -46,7 +46,7 @@ EXTERNAL = SGLANG + "--rollout-external --rollout-external-engine-addrs h:1 "
         ),
         (SGLANG + "--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "or --rollout-num-gpus 4"),
         (SGLANG + "--sglang-pp-size 2", "--sglang-pp-size 2: an engine here is tensor parallel"),
-        (SGLANG + "--sglang-data-parallel-size=2", "for more engines give --rollout-num-gpus,"),
+        (SGLANG + "--sglang-data-parallel-size=2", "each is an engine here, and 2 of them need 2 devices"),
         (SGLANG + "--sglang-nnodes 2", "for more devices per engine give --rollout-num-gpus-per-engine,"),
         (SGLANG + "--sglang-pp-size 2 --sglang-enable-dp-attention", "--sglang-pp-size 2"),
         (SGLANG + "--rollout-health-check-interval 0", "above 0"),
