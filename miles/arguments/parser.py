@@ -358,6 +358,8 @@ def _add_flags(parser: FlagParser, words: Sequence[str], megatron: Sequence[str]
         where: dict[str, Any] = {"dest": FOREIGN + row.flag, "help": argparse.SUPPRESS, "default": None}
         if row.kind == "switch":
             parser.add_argument(row.flag, action="store_const", const=True, **where)
+        elif row.kind == "optional":
+            parser.add_argument(row.flag, nargs="?", const=True, **where)
         else:
             parser.add_argument(row.flag, nargs="+" if row.kind == "list" else None, **where)
     if megatron or _names_megatron(words):

@@ -10,7 +10,7 @@ from miles.arguments.launch.notes import NO_EFFECT, SAME, Note, written
 from miles.arguments.settings import Settings
 from miles.flags import Errors
 
-Kind = Literal["switch", "value", "list"]
+Kind = Literal["switch", "value", "list", "optional"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Foreign:
 
     Attributes:
         flag: The flag.
-        kind: The words that it takes: none, one, or several.
+        kind: The words that it takes: none, one, several, or one at most.
         why: Why it changes nothing here or, if it is refused, why it cannot be obeyed.
         heading: The heading of its note; None if it is refused.
         what_to_do: What to do instead, if it is refused.
@@ -82,7 +82,7 @@ def refused(why: str, what_to_do: str, *flags: str, **details: Any) -> list[Fore
 
 def _spelled(text: str) -> tuple[str, Kind]:
     flag, _, value = text.partition(" ")
-    kinds: dict[str, Kind] = {"": "switch", "V": "value", "V...": "list"}
+    kinds: dict[str, Kind] = {"": "switch", "V": "value", "V...": "list", "V?": "optional"}
     return flag, kinds[value]
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from miles.arguments.launch.abilities import reads_megatron_flags
-from miles.arguments.launch.foreign import Foreign
+from miles.arguments.launch.foreign import Foreign, by_flag
 from miles.arguments.launch.launcher_flags import LAUNCHER_FLAGS
 from miles.arguments.launch.megatron import normalize_megatron
 from miles.arguments.launch.megatron_flags import MEGATRON_SCRIPT_FLAGS
 from miles.arguments.launch.multi_turn import normalize_multi_turn
+from miles.arguments.launch.newer_flags import NEWER_FLAGS
 from miles.arguments.launch.no_effect import normalize_idle, normalize_values
 from miles.arguments.launch.notes import READ_AS, Note, note_on
 from miles.arguments.launch.paths import HOOKS, is_fully_async, missing_function, our_function
@@ -25,7 +26,9 @@ from miles.model_families.registry import CONVERTED
 
 _CONVERTED = "_torch_dist"  # the ending that converters of related launchers give to a folder
 
-FOREIGN_FLAGS: dict[str, Foreign] = LAUNCHER_FLAGS | MEGATRON_SCRIPT_FLAGS
+FOREIGN_FLAGS: dict[str, Foreign] = by_flag(
+    [*LAUNCHER_FLAGS.values(), *NEWER_FLAGS.values(), *MEGATRON_SCRIPT_FLAGS.values()]
+)
 
 
 def normalize_flags(settings: Settings, foreign: Mapping[str, Any], errors: Errors) -> tuple[Settings, list[Note]]:

@@ -30,6 +30,8 @@ RENAMED = {
     "--nsa-decode-backend": "--dsa-decode-backend",
     "--mamba-scheduler-strategy": "--mamba-radix-cache-strategy",
 }
+# Words that argparse, and so SGLang, reads as the beginning of a longer flag.
+SHORTENED = {"--tp": "--tp-size", "--dp": "--dp-size", "--pp": "--pp-size"}
 # Flags of the weight loader that starts from other engines over RDMA. The launcher sends all weights to every engine.
 _REMOTE_LOADER = "--remote-instance-weight-loader-"
 # They change what is generated, so an engine that does not read them cannot run the command.
@@ -137,6 +139,8 @@ def _normalize(
     known = known_flags()
     if not known or flag in known:
         return group, None
+    if SHORTENED.get(flag) in known:
+        return (SHORTENED[flag], values), None
     if RENAMED.get(flag) in known:
         return (RENAMED[flag], values), _note(READ_AS, group, SERVER + RENAMED[flag].removeprefix("--"))
     if flag.startswith(_REMOTE_LOADER):

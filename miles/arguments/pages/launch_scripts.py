@@ -249,7 +249,8 @@ def _sglang() -> Iterator[str]:
     )
     replicas = (
         "passed on with --sglang-enable-dp-attention; else N replicas are read as N engines behind the router, with "
-        "--rollout-num-gpus N times --rollout-num-gpus-per-engine by default. Refused if the devices cannot be divided so"
+        "--rollout-num-gpus N times --rollout-num-gpus-per-engine by default. Refused if the devices cannot be divided "
+        "so"
     )
     size = "equal to --rollout-num-gpus-per-engine; another value is noted"
     loader = "every engine receives its weights from the trainer"
