@@ -24,7 +24,7 @@ class DppoKl(Dppo):
 
     name = "dppo_kl"
     summary = "as dppo_tv, by the KL of the token against all others"
-    reads = ("dppo_kl_delta",)
+    reads = ("dppo_kl_delta", "dppo_ratio_max")
     own_flags = DppoKlFlags
     delta = "dppo_kl_delta"
     divergence = "p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))"

@@ -19,6 +19,10 @@ class DppoTvFlags:
     """dppo_tv: how far a probability may move."""
 
     dppo_tv_delta: float = flag(0.15, "|p - p_old| of a token above which --policy-loss dppo_tv drops it")
+    dppo_ratio_max: float = flag(
+        0.0,
+        "upper bound of the ratio in dppo_tv and dppo_kl, as in verl (20); absolute; 0 is none, the paper's formula",
+    )
 
 
 class Dppo(PolicyLoss):
@@ -27,9 +31,11 @@ class Dppo(PolicyLoss):
     M = 0 if D > delta and either A > 0 and rho > 1, or A < 0 and rho < 1. D is a divergence of the two policies on two
     outcomes, the sampled token or any other, so no vocabulary is stored. PPO's clip bounds the ratio instead, which is
     large for rare tokens that hardly move. The paper measures from the policy that sampled; here that is p_old, the
-    trainer's own log-probs (``--use-tis`` corrects for the engine's). verl also bounds the ratio, at ``clip_ratio_c``,
-    20 by default, and its script for the paper lifts that to 10000; here nothing bounds it. A sample of advantage 0 has
-    no gradient.
+    trainer's own log-probs (``--use-tis`` corrects for the engine's). A sample of advantage 0 has no gradient.
+
+    verl's code also bounds the ratio: ``-M sg(min(rho, C)) A log p``, with C = ``clip_ratio_c``, 20 by default; its
+    script for the paper lifts that to 10000. That is ``--dppo-ratio-max C``; sg stops the gradient. Below C both have
+    the same gradient; above it a token keeps one, with the weight C. The default, 0, is the paper's formula.
     """
 
     delta: str
@@ -38,31 +44,41 @@ class Dppo(PolicyLoss):
     def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
         """Check the bound."""
         errors.above(flags, 0, self.delta)
+        errors.at_least(flags, 0, "dppo_ratio_max")
+        errors.finite(flags, "dppo_ratio_max")
 
     def formula(self, flags: Any) -> list[Term]:
         """Return the loss of a token before its weight, and what is in it."""
-        module = type(self).__module__
+        module, bound = type(self).__module__, flags.dppo_ratio_max
+        weighted = f"-sg(min(ρ, {bound:g})) A log p" if bound else "-ρ A"
         return [
-            Term("-ρ A, 0 where D > δ and ρ is already on the side to which A pushes", module),
+            Term(f"{weighted}, 0 where D > δ and ρ is already on the side to which A pushes", module),
             Term(f"ρ = exp(log p - log p_old), D = {self.divergence}, δ = {getattr(flags, self.delta):g}", module),
         ]
 
     def idle_on_policy(self, flags: Any) -> list[str]:
-        """Name the bound."""
-        return [f"--{self.delta.replace('_', '-')}: one step per iteration, so no token has moved"]
+        """Name the bounds that a ratio of 1 does not reach."""
+        idle = [f"--{self.delta.replace('_', '-')}: one step per iteration, so no token has moved"]
+        if flags.dppo_ratio_max >= 1:
+            idle.append("--dppo-ratio-max: one step per iteration, so every ratio is 1")
+        return idle
 
     @abstractmethod
     def divergences(self, log_probs: "torch.Tensor", old_log_probs: "torch.Tensor") -> "torch.Tensor":
         """Return D of every token; all [R], without a graph."""
 
     def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
-        """Drop the tokens outside the trust region; they count as clipped."""
+        """Drop the tokens outside the trust region; they count as clipped, and so do those above the bound."""
         log_probs, micro = tokens.log_probs.detach(), tokens.micro
         old = log_probs if micro.old_log_probs is None else micro.old_log_probs.masked_fill(micro.loss_mask == 0, 0.0)
         far = self.divergences(log_probs, old) > getattr(flags, self.delta)
         dropped = far & (tokens.advantages * tokens.log_ratio.detach() > 0)
-        losses = (-tokens.advantages * tokens.log_ratio.exp()).masked_fill(dropped, 0.0)
-        return TokenLosses(losses, dropped.float())
+        if bound := flags.dppo_ratio_max:
+            ratio = tokens.log_ratio.detach().exp()
+            losses, clipped = -ratio.clamp(max=bound) * tokens.advantages * tokens.log_probs, dropped | (ratio > bound)
+        else:
+            losses, clipped = -tokens.advantages * tokens.log_ratio.exp(), dropped
+        return TokenLosses(losses.masked_fill(dropped, 0.0), clipped.float())
 
 
 class DppoTv(Dppo):
@@ -70,7 +86,7 @@ class DppoTv(Dppo):
 
     name = "dppo_tv"
     summary = "the ratio of each token, dropped if the probability moved by more than a bound (DPPO)"
-    reads = ("dppo_tv_delta",)
+    reads = ("dppo_tv_delta", "dppo_ratio_max")
     own_flags = DppoTvFlags
     delta = "dppo_tv_delta"
     divergence = "|p - p_old|"

@@ -47,6 +47,34 @@ def test_loss_and_gradient(off_policy, gradient_of, seed, flags, divergence, del
     torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("bound", [0.7, 1.1, 20.0])
+@pytest.mark.parametrize(("name", "divergence", "delta"), [("tv", total_variation, 0.15), ("kl", binary_kl, 0.05)])
+def test_loss_and_gradient_with_a_bounded_ratio(off_policy, gradient_of, seed, bound, name, divergence, delta):
+    """verl's form: a policy gradient whose weight is the ratio or the bound, whichever is less."""
+
+    def loss_of(p, old, a):
+        weights = [min(x, bound) for x in (p - old).exp().tolist()]
+        outside = (divergence(p.exp(), old.exp()) > delta).tolist()
+        kept = [not (far and (x > o if a > 0 else x < o)) for far, x, o in zip(outside, p, old, strict=True)]
+        return -sum(w * a * x for w, x, keep in zip(weights, p, kept, strict=True) if keep) / len(p) + 0 * p.sum()
+
+    case, flags = off_policy(seed), LossArguments(policy_loss=f"dppo_{name}", dppo_ratio_max=bound)
+    loss, gradient, _ = gradient_of(flags, case.micro, case.log_probs)
+    expected_loss, expected = case.expected(loss_of)
+    assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_a_bounded_ratio_keeps_its_gradient(make_micro, gradient_of, name):
+    """1e-5 to 1e-3 is a ratio of 100, which weighs 20. It counts as clipped."""
+    micro = make_micro([[1]], old_log_probs=torch.tensor([1e-5]).log(), advantages=torch.tensor([1.0]))
+    flags = LossArguments(policy_loss=name, dppo_ratio_max=20.0)
+    _, gradient, metrics = gradient_of(flags, micro, torch.tensor([1e-3]).log().tolist())
+    assert gradient.item() == pytest.approx(-20.0) and metrics["pg_clipfrac"].item() == 1.0
+
+
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_a_rare_token_may_have_any_ratio_and_a_common_one_may_not_move_far(make_micro, gradient_of, name):
     """1e-5 to 1e-3 is a ratio of 100, and hardly a change; 0.99 to 0.6 is a ratio of 0.6, and a large one."""
@@ -70,6 +98,9 @@ def test_a_token_that_became_all_but_impossible_is_dropped(make_micro, gradient_
     [
         ("--policy-loss dppo_tv --dppo-tv-delta 0", "--dppo-tv-delta 0.0: .*above 0"),
         ("--policy-loss dppo_kl --dppo-kl-delta nan", "--dppo-kl-delta nan: .*above 0"),
+        ("--policy-loss dppo_tv --dppo-ratio-max -1", "--dppo-ratio-max -1.0: .*at least 0"),
+        ("--policy-loss dppo_kl --dppo-ratio-max inf", "--dppo-ratio-max inf: .*finite"),
+        ("--policy-loss ppo --dppo-ratio-max 20", "--dppo-ratio-max 20.0: would be ignored by --policy-loss ppo"),
         (
             "--policy-loss dppo_kl --dppo-tv-delta 0.1",
             "--dppo-tv-delta 0.1: .*ignored by --policy-loss dppo_kl; use --policy-loss dppo_tv",
@@ -86,3 +117,7 @@ def test_explained(command):
     text = explain(validated)
     assert "-ρ A, 0 where D > δ" in text and "D = |p - p_old|, δ = 0.15" in text
     assert any("--dppo-tv-delta" in line for line in without_effect(validated.settings))
+    assert not any("--dppo-ratio-max" in line for line in without_effect(validated.settings))
+    validated = validate(parse(f"{command} --policy-loss dppo_kl --dppo-ratio-max 20".split()))
+    assert "-sg(min(ρ, 20)) A log p, 0 where D > δ" in explain(validated)
+    assert any("--dppo-ratio-max" in line for line in without_effect(validated.settings))
