@@ -60,12 +60,8 @@ Without `--train-backend`, Megatron trains if the command has a flag of Megatron
 model is in a local folder and its family is one that only FSDP has (Qwen3-Next, Qwen3.5, Nemotron-H, GLM-4, …): flags
 of Megatron's layout and layers are then noted, and sizes that contradict the model refused. Without `--rollout-engine`,
 SGLang generates if the command has a flag of SGLang, with `--device cuda`, or if the host has a GPU; else the torch
-engine does. `--explain --device cuda` on a laptop shows what a host with GPUs would choose.
-
-A run that joins a Ray cluster (`--ray-address`, or `RAY_ADDRESS` in the environment) asks it for its nodes, without
-importing Ray: device, engine and the number of ranks are then chosen by the GPUs and CPUs of the cluster, and
-`--explain` shows which node each rank gets. A cluster that does not answer within 2 seconds is reported in a note, and
-this host decides. Give `--device cuda` to a cluster whose GPUs are only started when they are asked for.
+engine does. `--explain --device cuda` on a laptop shows what a host with GPUs would choose. With `--ray-address` the
+GPUs of the cluster are not looked at: give `--device cuda`.
 
 ## How scripts start a run
 
