@@ -66,7 +66,7 @@ class Figure:
     Attributes:
         column: The column of runs.csv.
         words: Its name in tables.
-        part: The iterations of which it is the mean.
+        part: The iterations that it averages.
         is_claim: Whether it is the effect that docs/reproductions.md names.
         cost: The column whose running sum is the x-axis of its panel, in the place of the iteration. With it the part
             is ``AT_EQUAL_COST``.
@@ -280,7 +280,7 @@ def of_runs(runs: Runs, figure: Figure) -> dict[str, dict[int, float]]:
 
 
 def _by_cost(rows: Sequence[Mapping[str, float]], figure: Figure) -> tuple[np.ndarray, np.ndarray]:
-    """Return the running sum of the cost where the column was measured, and the column there."""
+    """Return the running sum of the cost at the iterations that measured the column, and the column there."""
     assert figure.cost is not None
     costs, values = (np.array([row[name] for row in rows]) for name in (figure.cost, figure.column))
     measured = np.isfinite(values)

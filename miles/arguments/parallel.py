@@ -11,7 +11,7 @@ from miles.model_families.packing import (
     NO_WINDOW,
     model_type,
     must_be_padded,
-    why_whole,
+    why_not_shared,
     why_windowed,
 )
 from miles.parallel.dims import ParallelDims
@@ -130,7 +130,7 @@ def pad_recurrent_models(
         if config is not None and (why := why_windowed(config)):
             errors.refuse(name, path, why, NO_WINDOW)
             continue
-        if config is None or (why := why_whole(config)) is None:
+        if config is None or (why := why_not_shared(config)) is None:
             continue
         what = f"{flag_name(name)} {path}, a {model_type(config)} {why}"
         rule = f"cuts sequences, and the layers of {what}, need whole ones"

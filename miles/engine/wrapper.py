@@ -1,4 +1,4 @@
-"""An engine on another engine: the part that does nothing of its own."""
+"""Pass every call on to another engine: the base of engines that change some calls."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def must_be_padded(config: dict[str, Any]) -> bool:
     return has_recurrent_state(config) and model_type(config) not in RECURRENT
 
 
-def why_whole(config: dict[str, Any]) -> str | None:
+def why_not_shared(config: dict[str, Any]) -> str | None:
     """Return why ranks cannot share the sequences of this model, as words after its type; None if they can."""
     if has_recurrent_state(config):
         return "with recurrent state"

@@ -56,7 +56,7 @@ def _first_time(process: ProcessTrace) -> int:
 
 
 def _nested(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield ``events``, sorted as those of ``ProcessTrace``, none of which ends after one in which it began."""
+    """Yield ``events``, sorted as those of ``ProcessTrace``; one that ends after the event around it is shortened."""
     thread, ends = "", [0]
     for event in events:
         if event.thread != thread:
@@ -68,7 +68,7 @@ def _nested(events: Iterable[Event]) -> Iterator[Event]:
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """Return the time as the format has it, of which a reader that cuts off fractions makes the same nanoseconds."""
+    """Return the time in the unit of the format; a reader that cuts off fractions gets the same nanoseconds back."""
     found = nanoseconds / 1000
     return found if int(found * 1000) == nanoseconds else math.nextafter(found, math.inf)
 

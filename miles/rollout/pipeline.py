@@ -107,7 +107,7 @@ class RolloutPipeline:
         evaluation: The user's evaluation, of a version of the weights; None for that of ``eval_sets``.
         teacher: The servers of a teacher, which ``close`` disconnects from.
         agents: What runs agent programs; ``close`` stops its server.
-        load: What the engine of ``tools`` reports its requests to; None if it reports none.
+        load: Measures the requests to the engine of ``tools``; None with generation workers.
     """
 
     def __init__(

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from miles.arguments.launch.host_share import is_on_cpu
 from miles.arguments.parser import Command, judge, read_command
 from miles.arguments.settings import Settings
 from miles.flags import Errors, FlagError, flag_name
-from miles.host.machine import has_gpu
 from miles.remote.folder import is_url
 from miles.sweep.definition import OF_THE_SWEEP, Definition, Variant
 
@@ -121,9 +121,7 @@ def _on_one_rank(command: Command) -> Command:
     The default depends on the cores that a process sees. Those of a run depend on ``--jobs``, which must not change its
     results.
     """
-    cluster = command.settings.cluster
-    on_cpu = cluster.device == "cpu" or (cluster.device == "auto" and not has_gpu())
-    if command.ranks is None or not on_cpu:
+    if command.ranks is None or not is_on_cpu(command.settings):
         return command
     words = (*command.words, f"{flag_name('actor_num_gpus_per_node')}=1")
     return replace(command, ranks=1, words=words)

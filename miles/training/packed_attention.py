@@ -61,6 +61,18 @@ class Rows:
     tokens: torch.Tensor
     visible: torch.Tensor | None  # bool [rows, 1, Q, K]
 
+    def of_queries(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return ``tokens`` [T, ...] as rows of queries, [rows, Q, ...]; padding is zero."""
+        return _to_rows(tokens, self.queries).view(*self.query_shape, *tokens.shape[1:])
+
+    def of_keys(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return ``tokens`` [T, ...] as rows of keys, [rows, K, ...]; padding is zero."""
+        return _to_rows(tokens, self.keys).view(*self.key_shape, *tokens.shape[1:])
+
+    def put(self, computed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Return ``out`` [T, ...] with the tokens of ``computed`` [rows, Q, ...] at their places."""
+        return out.index_copy(0, self.tokens, computed.flatten(0, 1)[self.to_packed])
+
 
 @dataclass(frozen=True)
 class PackedLayout:
@@ -162,7 +174,7 @@ class _ToRows(torch.autograd.Function):
         return out[:-1].to(grad.dtype), None
 
 
-def to_rows(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _to_rows(tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return the cells of ``Rows.queries`` or ``Rows.keys``, [cells, ...], of ``tokens`` [T, ...]; padding is zero."""
     apply: Callable[..., torch.Tensor] = _ToRows.apply
     return apply(tokens, index)
@@ -253,15 +265,10 @@ def packed_attention(
     both = packed.context.gather(torch.cat([key, value], -1)[0].transpose(0, 1))  # of all ranks, one exchange
     out = q.new_zeros(*q.shape[:2], value.shape[-1])
     for rows in packed.rows:
-        qr = to_rows(q, rows.queries).view(*rows.query_shape, *q.shape[1:]).transpose(1, 2)
-        kr, vr = (
-            to_rows(both, rows.keys)
-            .view(*rows.key_shape, *both.shape[1:])
-            .transpose(1, 2)
-            .split([width, both.shape[-1] - width], -1)
-        )
+        qr = rows.of_queries(q).transpose(1, 2)
+        kr, vr = rows.of_keys(both).transpose(1, 2).split([width, both.shape[-1] - width], -1)
         o = _attend(qr, kr, vr, scaling, dropout, rows.visible)
-        out = out.index_copy(0, rows.tokens, o.transpose(1, 2).flatten(0, 1)[rows.to_packed])
+        out = rows.put(o.transpose(1, 2), out)
     return out.unsqueeze(0), None
 
 

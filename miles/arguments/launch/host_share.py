@@ -57,9 +57,9 @@ def fit_to_host(settings: Settings, given: Collection[str]) -> Settings:
         settings: Validated settings.
         given: The fields that the user has set; they stay as they are.
     """
-    per_token = _bytes_per_token(settings)
     if not settings.generates or not is_on_cpu(settings):
         return settings
+    per_token = _bytes_per_token(settings)
     if not engine_spec(settings.rollout.rollout_engine).has_servers:
         if per_token is None or "torch_engine_max_batch_size" in given:
             return settings
@@ -112,11 +112,11 @@ def _text_config(settings: Settings) -> dict[str, Any] | None:
 def _bytes_per_token(settings: Settings) -> int | None:
     """Return the bytes of a token in the cache of the run's engine; None if the model's sizes are not at hand."""
     config = _text_config(settings)
+    if config is None:
+        return None
     keeps_latent = engine_spec(settings.rollout.rollout_engine).has_servers
     try:
-        return (
-            None if config is None else kv_bytes_per_token(config, 1, 2 if settings.training.bf16 else 4, keeps_latent)
-        )
+        return kv_bytes_per_token(config, 1, 2 if settings.training.bf16 else 4, keeps_latent)
     except (KeyError, TypeError, ValueError, ArithmeticError):  # of a type that names its sizes otherwise
         return None
 

@@ -213,8 +213,8 @@ _GENERATION = [
         "--eval-max-context-len V",
         "--eval-min-new-tokens V",
     ),
-    *noted(SPEED, "an evaluation is finished before training goes on", "--eval-max-in-flight V"),
-    *noted(SPEED, "an evaluation is finished before training goes on", "--eval-overflow-policy V"),
+    *noted(SPEED, "an evaluation is finished before training continues", "--eval-max-in-flight V"),
+    *noted(SPEED, "an evaluation is finished before training continues", "--eval-overflow-policy V"),
 ]
 _TRAINING = [
     *refused(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from miles.arguments.launch.host_share import is_on_cpu
 from miles.arguments.settings import Settings
 from miles.components import TRAIN_BACKENDS, names_with, train_backend_spec
 from miles.flags import Errors
-from miles.host.machine import has_gpu
 
 
 def check_one_process(settings: Settings) -> None:
@@ -16,7 +16,7 @@ def check_one_process(settings: Settings) -> None:
     """
     cluster, checkpoint, errors = settings.cluster, settings.checkpoint, Errors()
     where = "a run in one process"
-    if cluster.device == "cuda" or (cluster.device == "auto" and has_gpu()):
+    if not is_on_cpu(settings):
         errors.add(f"--device {cluster.device}: {where} computes on CPU; give --device cpu")
     if settings.trains and cluster.world_size > 1:
         ranks = cluster.world_size

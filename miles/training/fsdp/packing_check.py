@@ -23,7 +23,7 @@ from miles.model_families.packing import (
     is_compared_by_test,
     model_type,
     must_be_padded,
-    why_whole,
+    why_not_shared,
     why_windowed,
 )
 from miles.model_families.reading import read_config
@@ -55,7 +55,7 @@ def check_layout(flag: str, path: str, parallel: ParallelArguments) -> None:
     if why := why_windowed(config):
         raise ValueError(f"{flag} {path}: {why}; {NO_WINDOW}")
     shared = parallel.dynamic_context_parallel or parallel.context_parallel_size > 1
-    if shared and (why := why_whole(config)):
+    if shared and (why := why_not_shared(config)):
         drop = "--dynamic-context-parallel" if parallel.dynamic_context_parallel else "--context-parallel-size"
         rule = f"the layers of a {model_type(config)} {why} need whole sequences"
         raise ValueError(f"{flag} {path}: {rule}; drop {drop}, which cuts them")

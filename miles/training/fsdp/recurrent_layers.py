@@ -2,7 +2,7 @@
 
 Such a layer is a causal convolution over a few tokens and a scan over all of them, and both would pass from one packed
 sample to the next. The layer therefore gets the rows that attention gets (packed_attention.py): each sample is a row, a
-shared prompt is in the row of each of its samples, and padding is to the right, where a causal layer does not see it.
+shared prompt is in the row of each of its samples, and padding is to the right, which a causal layer does not see.
 All other layers keep the packed tokens.
 
 That needs nothing of a layer but that it is causal, so the kernels of fla, causal-conv1d and mamba-ssm on a GPU are
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from miles.training.packed_attention import PackedLayout, to_rows
+from miles.training.packed_attention import PackedLayout
 
 
 def reset_states_between_samples(model: nn.Module) -> None:
@@ -48,6 +48,5 @@ def _by_sample(
     out = torch.zeros_like(tokens)
     for rows in packed.rows:
         # A token of several rows, in a shared prompt, is computed in each; the last bucket's copy is kept.
-        computed = forward(to_rows(tokens, rows.keys).view(*rows.key_shape, -1), *args[1:], **given)
-        out = out.index_copy(0, rows.tokens, computed.flatten(0, 1)[rows.to_packed])
+        out = rows.put(forward(rows.of_keys(tokens), *args[1:], **given), out)
     return out.unsqueeze(0)

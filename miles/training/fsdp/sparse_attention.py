@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from miles.model_families.packing import SPARSE, model_type
-from miles.training.packed_attention import PackedLayout, to_rows
+from miles.training.packed_attention import PackedLayout, Rows
 
 
 def choose_keys_within_samples(model: PreTrainedModel) -> None:
@@ -79,11 +79,11 @@ def _rows_of(
         return [(lambda tokens: tokens.expand(len(hidden_states), -1, -1), lambda _, computed: computed)]
     assert packed.context.size == 1, "validate() refuses ranks that share the sequences of such a model"
 
-    def to_cells(rows: Any, tokens: torch.Tensor) -> torch.Tensor:
-        return to_rows(tokens[0], rows.keys).view(*rows.key_shape, -1)
+    def to_cells(rows: Rows, tokens: torch.Tensor) -> torch.Tensor:
+        return rows.of_keys(tokens[0])
 
-    def from_cells(rows: Any, out: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
-        return out[0].index_copy(0, rows.tokens, computed.flatten(0, 1)[rows.to_packed])[None]
+    def from_cells(rows: Rows, out: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
+        return rows.put(computed, out[0])[None]
 
     return [(partial(to_cells, rows), partial(from_cells, rows)) for rows in packed.rows]
 

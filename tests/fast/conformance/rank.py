@@ -47,7 +47,7 @@ from miles.training.fsdp.backend import FsdpBackend
 from miles.training.trainer import Role, Trainer
 
 DEADLINE = timedelta(seconds=60)
-STACKS_AFTER = 45.0  # seconds of a case; before its collectives give up
+STACKS_AFTER = 45.0  # seconds of a case; before its collectives time out
 Parts = dict[str, np.ndarray]  # rows of parameters or gradients, by the parameter's name
 
 

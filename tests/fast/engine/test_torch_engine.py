@@ -201,7 +201,7 @@ def test_the_cache_grows_up_to_the_longest_sequence():
     for width in (100, 129, 192, 193):
         cache.reserve(1, width)
         widths.append(cache._width)
-    assert widths == [128, 192, 192, 256], "doubled would be 256; what is needed is always there"
+    assert widths == [128, 192, 192, 256], "doubled would be 256; there is always room for what is reserved"
 
 
 async def test_abort_returns_the_tokens_so_far(llama_path):

@@ -100,12 +100,12 @@ def test_runs_are_compared_where_they_have_cost_the_same() -> None:
     def run(cost: float, *accuracies: float) -> list[dict[str, float]]:
         return [{"tokens": cost, "held_out": accuracy} for accuracy in accuracies]
 
-    cheap, dear = run(10.0, math.nan, 0.25, math.nan, 0.5), run(30.0, 0.25, 0.75)
+    cheap, costly = run(10.0, math.nan, 0.25, math.nan, 0.5), run(30.0, 0.25, 0.75)
     figure = results.Figure("held_out", "", results.AT_EQUAL_COST, cost="tokens")
-    found = results.of_runs({"cheap": {1: cheap, 2: cheap}, "dear": {1: dear, 2: dear[:1]}}, figure)
-    # Seed 1: 40 tokens, a third of the way from the first to the second evaluation of the dear run. Seed 2: 30.
+    found = results.of_runs({"cheap": {1: cheap, 2: cheap}, "costly": {1: costly, 2: costly[:1]}}, figure)
+    # Seed 1: 40 tokens, a third of the way from the first to the second evaluation of the costly run. Seed 2: 30.
     assert found["cheap"] == pytest.approx({1: 0.5, 2: 0.375})
-    assert found["dear"] == pytest.approx({1: 0.25 + 0.5 / 3, 2: 0.25})
+    assert found["costly"] == pytest.approx({1: 0.25 + 0.5 / 3, 2: 0.25})
 
 
 MEASURED = [name for name in NAMES if (FOLDER / name / "runs.csv").exists()]

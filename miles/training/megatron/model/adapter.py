@@ -189,8 +189,8 @@ class Place:
 class Adapter(nn.Module):
     """The adapters of one rank's layers.
 
-    In an interleaved pipeline each chunk of the rank has an object with the parameters of its own layers. What the
-    methods of the last one do and return is about the layers of all.
+    In an interleaved pipeline each chunk of the rank has an object with the parameters of its own layers. The methods
+    of the last one cover the layers of all chunks.
     """
 
     def __init__(self, layers: Sequence[LinearLayer], lora: LoraArguments, earlier: Sequence[Adapter] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Flags that related launchers have added lately are accepted where they ask for nothing else, and refused by name."""
+"""Flags that related launchers have added lately are accepted if they ask for nothing else, and refused by name."""
 
 import pytest
 
