@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from miles.objective.settings import LossArguments
 from miles.train_batch import TrainBatch, TrainShard
 from miles.training.trainer import Trainer
 
+EVERY_MODE = BATCHES["masked"]
 CONTRACTS = {"averages": LossArguments(), "counts tokens": loss_of("token_mean")}
 
 
@@ -38,13 +40,24 @@ def expectations(folder: Path, layouts: Iterable[str] = LAYOUTS) -> dict[str, li
     return expectations_of(folder, sorted({name for layout in layouts for name in LAYOUTS[layout].models}))
 
 
+def cases_of(layout: str, contract: str, expected: list[Expected]) -> list[Expected]:
+    """Return what one contract is compared on: every mode, and half of the other cases.
+
+    The other contract has the other half. Each layout divides them in another way.
+    """
+    modes = [each for each in expected if each.case.spec is EVERY_MODE]
+    others = [each for each in expected if each.case.spec is not EVERY_MODE]
+    random.Random(layout).shuffle(others)
+    return modes + others[list(CONTRACTS).index(contract) :: len(CONTRACTS)]
+
+
 def expectations_of(folder: Path, models: list[str]) -> dict[str, list[Expected]]:
     """Compute them by model. In on-policy cases one group has equal rewards: its samples are scored, not trained on."""
     found: dict[str, list[Expected]] = {}
     for name in models:
         oracle = plain_model(folder, name, torch.float64).train()
         for mode in MODES:
-            full = off_policy(Case(BATCHES["masked"], loss_of(mode, **FULL), ANYWHERE, seed=3), oracle)
+            full = off_policy(Case(EVERY_MODE, loss_of(mode, **FULL), ANYWHERE, seed=3), oracle)
             plain = Case(BATCHES["compacted"], loss_of(mode), ANYWHERE, shuffled=True, equal_rewards=True)
             alone = off_policy(Case(BATCHES["one sample"], loss_of(mode, **FULL), ANYWHERE), oracle)
             for case in (full, plain, alone):

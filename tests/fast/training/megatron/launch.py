@@ -42,8 +42,9 @@ def checks_of(
         found |= {check.__name__: check for check in module.OF_LAYOUT.get(name, ())}
     for model in LAYOUTS[name].models:
         for contract in conformance_checks.CONTRACTS:
+            cases = conformance_checks.cases_of(name, contract, expected[model])
             found[f"{model}, {contract}"] = partial(
-                conformance_checks.conforms, model=model, contract=contract, expected=expected[model]
+                conformance_checks.conforms, model=model, contract=contract, expected=cases
             )
     found |= fault_checks.checks_of(name, expected)
     return found | critic_checks.checks_of(name, of_critic) | auxiliary_checks.checks_of(name, auxiliary)

@@ -86,7 +86,10 @@ def test_losses_inside_the_model_have_the_same_gradient_in_every_layout(results:
 @pytest.mark.timeout(SECONDS + 30)
 @pytest.mark.parametrize("layout", _layout_parameters())
 def test_layout(results: Results, layout: str) -> None:
-    """Both contracts with Megatron agree with the oracle; so do conversion, optimizer and reference, where listed."""
+    """Both contracts with Megatron agree with the oracle in every mode; each of the other cases under one of them.
+
+    So do conversion, optimizer and reference, where listed.
+    """
     assert len(results.said[layout]) >= 2
     failures = {check: failure for check, failure in results.said[layout].items() if failure}
     assert not failures, "\n\n".join(f"{check}\n{failure}" for check, failure in failures.items())
