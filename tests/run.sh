@@ -59,10 +59,13 @@ done
 grep "^no chromium" "$work/chromium" >&2
 [ ${#failed[@]} -eq 0 ] || echo "FAILED before the tests: ${failed[*]}"
 
-run_tests() { OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$PYTHON" -m pytest -n 2 --dist loadfile "$@" "${pytest_args[@]}"; }
+run_tests() { # WORKERS PYTEST_ARGUMENTS...
+    OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$PYTHON" -m pytest -n "$1" --dist loadfile "${@:2}" "${pytest_args[@]}"
+}
 
-run_tests --durations=20 || failed+=("tests")
+# Three workers keep two cores busy, as many tests mostly wait. The slow tests start more processes each.
+run_tests 3 --durations=20 || failed+=("tests")
 if [ -n "$all" ]; then
-    run_tests --durations=100 -m slow --hypothesis-profile random || failed+=("slow tests")
+    run_tests 2 --durations=100 -m slow --hypothesis-profile random || failed+=("slow tests")
 fi
 [ ${#failed[@]} -eq 0 ]

@@ -1,5 +1,6 @@
 """Fixtures for tests of several folders: a tiny trainable model with a tokenizer, and one SGLang server."""
 
+import gc
 import os
 import signal
 import sys
@@ -77,6 +78,21 @@ def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):
         place = {Path(__file__).parent / file: number for number, file in enumerate(LONGEST)}
         items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Import all tests without collecting garbage, and let later collections pass over what was imported."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or libraries complain at the end of what was not freed
 
 
 def pytest_xdist_make_scheduler(config, log):

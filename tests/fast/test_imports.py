@@ -60,7 +60,10 @@ def imports(source: str, module: str = "", is_package: bool = False) -> set[str]
     return names
 
 
-IMPORTS = {module_name(p): imports(p.read_text(), module_name(p), p.name == "__init__.py") for p in SOURCES}
+@pytest.fixture(scope="module")
+def found() -> dict[str, set[str]]:
+    """Return what each module imports. Not computed at import: every worker of pytest-xdist imports this file."""
+    return {module_name(p): imports(p.read_text(), module_name(p), p.name == "__init__.py") for p in SOURCES}
 
 
 def inside(name: str, package: str) -> bool:
@@ -142,23 +145,23 @@ RESERVED = [
 
 
 @pytest.mark.parametrize(("who", "forbidden", "allowed"), FORBIDDEN)
-def test_layer_does_not_import(who: str, forbidden: str, allowed: tuple[str, ...]) -> None:
-    found = {
+def test_layer_does_not_import(found: dict[str, set[str]], who: str, forbidden: str, allowed: tuple[str, ...]) -> None:
+    against_the_rule = {
         f"{module} imports {name}"
-        for module, names in IMPORTS.items()
+        for module, names in found.items()
         if inside(module, who)
         for name in names
         # `from miles import x` also names miles itself; the rule is about its contents
         if inside(name, forbidden) and name != "miles" and not any(inside(name, a) for a in allowed)
     }
-    assert not found
+    assert not against_the_rule
 
 
-def test_imports_point_down() -> None:
+def test_imports_point_down(found: dict[str, set[str]]) -> None:
     level = {folder: number for number, layer in enumerate(LAYERS) for folder in layer}
     arrows = {
         (module.split(".")[1], name.split(".")[1])
-        for module, names in IMPORTS.items()
+        for module, names in found.items()
         for name in names
         if inside(module, "miles") and inside(name, "miles") and "." in module and "." in name
     }
@@ -197,18 +200,20 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return sorted(group for group in groups if len(group) > 1)
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_no_files_import_each_other_in_a_circle(found: dict[str, set[str]]) -> None:
     """Also not inside functions: what two files share belongs in a file below both."""
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
-    files = {module: (names & IMPORTS.keys()) - {module} for module, names in IMPORTS.items()}
+    files = {module: (names & found.keys()) - {module} for module, names in found.items()}
     assert "miles.objective.registry" in files["miles.objective.chosen"]
     assert not circles(files)
 
 
 @pytest.mark.parametrize(("library", "owners"), RESERVED)
-def test_library_is_imported_only_by_its_owner(library: str, owners: tuple[str, ...]) -> None:
-    found = {m for m, names in IMPORTS.items() if any(inside(n, library) for n in names)}
-    assert not {m for m in found if not any(inside(m, owner) for owner in owners)}
+def test_library_is_imported_only_by_its_owner(
+    found: dict[str, set[str]], library: str, owners: tuple[str, ...]
+) -> None:
+    importers = {m for m, names in found.items() if any(inside(n, library) for n in names)}
+    assert not {m for m in importers if not any(inside(m, owner) for owner in owners)}
 
 
 def test_imports_are_found_anywhere() -> None:
@@ -218,9 +223,9 @@ def test_imports_are_found_anywhere() -> None:
         "def f():\n    from torch import distributed\n    import ray.util\n    torch.cuda.empty_cache()\n"
         "from . import base\n"
     )
-    found = imports(source, "miles.engine.anything")
-    assert {"torch.distributed", "ray.util", "torch.cuda", "miles.engine.base"} <= found
-    assert "hidden" not in found
+    names = imports(source, "miles.engine.anything")
+    assert {"torch.distributed", "ray.util", "torch.cuda", "miles.engine.base"} <= names
+    assert "hidden" not in names
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
@@ -245,7 +250,7 @@ def test_folder_is_small(root: str) -> None:
 
 
 def test_no_module_is_called_utils() -> None:
-    assert not [m for m in IMPORTS if {"utils", "util", "helpers", "misc"} & set(m.split("."))]
+    assert not [m for m in map(module_name, SOURCES) if {"utils", "util", "helpers", "misc"} & set(m.split("."))]
 
 
 def test_no_machine_paths() -> None:

@@ -1,7 +1,6 @@
 import json
 import logging
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -27,6 +26,8 @@ def write_jsonl(path, rows):
 def sources(tmp_path):
     """Write the same rows to every kind of source."""
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    import datasets  # slow to import, which every worker of pytest-xdist would do
+
     dataset = datasets.Dataset.from_list(ROWS)
     dataset.save_to_disk(str(tmp_path / "saved"))
     datasets.DatasetDict({"train": dataset, "test": dataset.select([1])}).save_to_disk(str(tmp_path / "splits"))

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from miles.parallel.dims import ParallelDims
@@ -48,6 +47,8 @@ def test_megatron_divides_the_ranks_in_the_same_way(world: int) -> None:
 
 
 def _compare(dims: ParallelDims, rank: int) -> None:
+    from megatron.core import parallel_state  # slow to import, which every worker of pytest-xdist would do
+
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=dims.tensor_model_parallel_size,
         pipeline_model_parallel_size=dims.pipeline_model_parallel_size,

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-import reasoning_gym as gym
 
 from miles.rewards.built_in import REWARDS
 from miles.rewards.subprocess_call import MAX_CHILDREN
@@ -70,6 +69,8 @@ def samples_of(name, make_sample, response):
         if name in PENALTIES:  # they read tokens, and a response has no more than this
             sample.response_ids = sample.response_ids[:10_000]
         return [sample]
+    import reasoning_gym as gym  # slow to import, which every worker of pytest-xdist would do
+
     samples = []
     for task in ("gcd", "countdown", "simple_equations"):
         options = {"size": 1, "seed": 1}

@@ -1,11 +1,12 @@
 import pytest
-import reasoning_gym as gym
 
 from miles.rewards.built_in.reasoning_gym import REWARD as reasoning_gym
 
 
 @pytest.mark.parametrize("task", ["gcd", "n_queens", "decimal_arithmetic"])
 def test_the_task_scores_its_own_answers(make_sample, task):
+    import reasoning_gym as gym  # slow to import, which every worker of pytest-xdist would do
+
     options = {"size": 2, "seed": 1}
     samples = []
     for entry in gym.create_dataset(task, **options):

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from gloo_device import share_gloo_device
 
-DEADLINE = timedelta(seconds=120)
+DEADLINE = timedelta(seconds=400)  # of all checks of a group, on a busy machine; they take about 30 s on an idle one
+WAIT = timedelta(seconds=120)  # of one rank for the others
 Check = Callable[[Any], "str | None"]  # called with what describes its rank; raises, or returns what is wrong
 
 
@@ -50,8 +51,9 @@ def run_on_ranks(
         torch.set_num_threads(1)
         share_gloo_device()
         store = dist.FileStore(str(folder / f"store of {name}"), len(ranks))
-        dist.init_process_group("gloo", store=store, rank=number, world_size=len(ranks), timeout=DEADLINE)
+        dist.init_process_group("gloo", store=store, rank=number, world_size=len(ranks), timeout=WAIT)
         outcomes = {}
+        report = folder / f"{name} {number}.json"
         for title, check in checks.items():
             started = time.perf_counter()
             try:
@@ -60,7 +62,8 @@ def run_on_ranks(
                 outcomes[title] = f"rank {number} of {name}\n{traceback.format_exc()}"
             if number == 0:
                 print(f"{name}: {title}: {time.perf_counter() - started:.1f} s", flush=True)
-        (folder / f"{name} {number}.json").write_text(json.dumps(outcomes))
+            report.with_suffix(".part").write_text(json.dumps(outcomes))
+            report.with_suffix(".part").replace(report)  # whole at every moment: the process may be killed
         at_the_end(ranks[number])
         dist.destroy_process_group()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
 from miles.training.megatron.moe.replay import LayerExperts, MicroBatchExperts
 
@@ -15,6 +14,12 @@ KINDS = {
     "softmax over all": {"use_pre_softmax": True},
     "sigmoid": {"score_function": "sigmoid", "scaling_factor": 1.7, **GROUPS},
 }
+
+
+def route(*tensors: object, **given: object) -> tuple[torch.Tensor, torch.Tensor]:
+    from megatron.core.transformer.moe import moe_utils  # slow to import, which every worker of pytest-xdist would do
+
+    return moe_utils.topk_routing_with_score_function(*tensors, **given)
 
 
 def expected_weights(kind: str, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -38,14 +43,14 @@ def inputs(kind: str) -> tuple[torch.Tensor, dict[str, object]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_given_experts_replace_the_choice_alone(kind: str) -> None:
     logits, given = inputs(kind)
-    own, _ = topk_routing_with_score_function(logits, K, **given)  # type: ignore[arg-type]
+    own, _ = route(logits, K, **given)
     experts = torch.tensor([[(t + 1) % EXPERTS, (t + 4) % EXPERTS] for t in range(TOKENS)], dtype=torch.int16)
     experts[-1] = -1  # the last token chooses by itself
-    weights, chosen = topk_routing_with_score_function(
+    weights, chosen = route(
         logits,
         K,
         router_replay=LayerExperts(experts, None),
-        **given,  # type: ignore[arg-type]
+        **given,
     )
     index = experts[:-1].long()
     expected = torch.zeros(TOKENS, EXPERTS, dtype=torch.float64)
@@ -64,23 +69,23 @@ def test_what_was_kept_is_chosen_again(kind: str) -> None:
     logits, given = inputs(kind)
     kept: dict[int, torch.Tensor] = {}
     first = MicroBatchExperts(kept=kept, keeps=True)
-    own, _ = topk_routing_with_score_function(logits, K, router_replay=first.of_layer(3), **given)  # type: ignore[arg-type]
-    plain, _ = topk_routing_with_score_function(logits, K, **given)  # type: ignore[arg-type]
+    own, _ = route(logits, K, router_replay=first.of_layer(3), **given)
+    plain, _ = route(logits, K, **given)
     assert list(kept) == [3] and torch.equal(own, plain)
-    again, _ = topk_routing_with_score_function(
+    again, _ = route(
         logits,
         K,
         router_replay=MicroBatchExperts(kept=kept).of_layer(3),
-        **given,  # type: ignore[arg-type]
+        **given,
     )
     torch.testing.assert_close(again, plain)
     moved = -logits.detach()
-    _, other = topk_routing_with_score_function(moved, K, **given)  # type: ignore[arg-type]
-    _, replayed = topk_routing_with_score_function(
+    _, other = route(moved, K, **given)
+    _, replayed = route(
         moved,
         K,
         router_replay=MicroBatchExperts(kept=kept).of_layer(3),
-        **given,  # type: ignore[arg-type]
+        **given,
     )
     assert torch.equal(replayed, plain != 0) and not torch.equal(other, replayed)
 
@@ -102,7 +107,7 @@ def test_routers_see_tokens_with_the_sequence_first() -> None:
     experts = torch.arange(6, dtype=torch.int16).view(6, 1, 1)
 
     def order(shape: tuple[int, int], padding: int, group: object = None) -> list[int]:
-        found = MicroBatchExperts.of(experts, shape, padding, group)  # type: ignore[arg-type]
+        found = MicroBatchExperts.of(experts, shape, padding, group)
         assert found.given is not None
         return found.given[:, 0, 0].tolist()
 
