@@ -168,13 +168,33 @@ class TokenColumns:
 
 
 @dataclass(frozen=True)
+class SharedLogits:
+    """The tokens whose logits the response tokens read, each once: ``U`` rows for ``R`` response tokens.
+
+    The rows of a chunk are read by consecutive ``readers``, whose places are on the host, so that no chunk waits for
+    the device.
+
+    Attributes:
+        tokens: The token of each row, int64 [U], into the micro-batch.
+        row: The row that each response token reads, int64 [R].
+        readers: The response tokens in the order of their rows, int64 [R].
+        ends: Row u is read by ``readers[ends[u]:ends[u + 1]]``; host int64 [U + 1].
+    """
+
+    tokens: torch.Tensor
+    row: torch.Tensor
+    readers: torch.Tensor
+    ends: np.ndarray
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The samples of one forward/backward pass, packed or padded, as tensors on the training device.
 
     ``token_index`` alone is in host memory: layouts are computed from it, while a GPU is still at the last micro-batch.
 
-    ``S`` samples, ``T`` tokens, ``R`` response tokens. If packed, nothing is padded, and a prompt that several
-    samples share appears once: ``token_index`` gives, sample by sample, the position of each token in the packed axis.
+    ``S`` samples, ``T`` tokens, ``R`` response tokens. If packed, nothing is padded, and tokens that several samples
+    begin with appear once: ``token_index`` gives, sample by sample, the position of each token in the packed axis.
     The response axis is flat too: ``sample_index[r]`` names the sample of response token ``r``, and the logits at
     ``logit_index[r]`` predict it.
 
@@ -220,6 +240,7 @@ class MicroBatch:
     tis_mean: float | None = None  # of the whole step: the weights of --use-tis are divided by it
     support: Support | None = None  # of R tokens: the softmax of every log-prob and entropy is over these sets
     experts: torch.Tensor | None = None  # int16 [T, layers, k], what the policy's routers are given; -1: own choice
+    shared_logits: SharedLogits | None = None  # if several response tokens read the logits of one token
     padded: bool = False
     positions: tuple[int, ...] = ()  # S entries, of the samples in the whole step
 

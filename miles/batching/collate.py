@@ -15,7 +15,7 @@ from miles.parallel.groups import ALONE, ContextGroup
 from miles.replay.expert_choices import at_tokens
 from miles.replay.support import Support
 from miles.replay.token_sets import TokenSets
-from miles.train_batch import MicroBatch, TrainBatch
+from miles.train_batch import MicroBatch, SharedLogits, TrainBatch
 
 _IF_GIVEN = ("old_log_probs", "ref_log_probs", "values", "returns", "selected", "top_entropy")  # fp32 [response]
 
@@ -25,7 +25,7 @@ def collate(
     samples: Sequence[int],
     device: torch.device,
     context: ContextGroup = ALONE,
-    share_prompts: bool = True,
+    share_prefixes: bool = True,
     row_multiple: int | None = None,
 ) -> MicroBatch:
     """Return the micro-batch of ``samples``, or this rank's part of it if ``context`` shares them.
@@ -35,11 +35,12 @@ def collate(
         samples: Indices into ``batch``. If there are none, the micro-batch has no response: it adds zero.
         device: The device of the tensors.
         context: The ranks that share the samples. If there are several, each sample is padded and cut among them.
-        share_prompts: Whether a rank on its own keeps one copy of equal prompts, whose gradients then add up in it.
+        share_prefixes: Whether a rank on its own computes tokens once that several samples begin with: a prompt, and
+            the start of equal responses. Their gradients then add up in the copy that is kept.
         row_multiple: If given, each sample is a row, padded to the longest, rounded up to a multiple of this.
     """
     part = batch.select(samples)
-    layout = _packed(part, context, share_prompts) if row_multiple is None else _in_rows(part, context, row_multiple)
+    layout = _packed(part, context, share_prefixes) if row_multiple is None else _in_rows(part, context, row_multiple)
 
     def tensor(values: object, dtype: type) -> torch.Tensor:
         return to_device(np.asarray(values, dtype), device)
@@ -77,8 +78,23 @@ def collate(
         **{name: if_given(getattr(part, name)) for name in _IF_GIVEN},
         support=None if not part.supports else _support(part.supports, layout.response_index, device),
         experts=None if not part.experts else tensor(_experts_at(part.experts, layout), np.int16),
+        # With supports, each response token has logits of its own.
+        shared_logits=None if part.supports else _shared_logits(layout.logit_index, device),
         padded=row_multiple is not None,
         positions=tuple(part.position_in_step),
+    )
+
+
+def _shared_logits(logit_index: np.ndarray, device: torch.device) -> SharedLogits | None:
+    """Return the rows of logits that are read; None if each has one reader."""
+    tokens, row, readers = np.unique(logit_index, return_inverse=True, return_counts=True)
+    if len(tokens) == len(row):
+        return None
+    return SharedLogits(
+        to_device(tokens, device),
+        to_device(row, device),
+        to_device(np.argsort(row, kind="stable"), device),
+        np.cumsum([0, *readers]),
     )
 
 
@@ -115,7 +131,7 @@ def _experts_at(experts: list[np.ndarray], layout: _Layout) -> np.ndarray:
     return at_tokens(experts, layout.token_sample, layout.position_ids, layers, topk)
 
 
-def _packed(part: TrainBatch, context: ContextGroup, share_prompts: bool) -> _Layout:
+def _packed(part: TrainBatch, context: ContextGroup, share_prefixes: bool) -> _Layout:
     assert all(total > response for total, response in zip(part.total_lengths, part.response_lengths, strict=True)), (
         "a sample needs a prompt token, whose logits predict its first response token"
     )
@@ -136,8 +152,8 @@ def _packed(part: TrainBatch, context: ContextGroup, share_prompts: bool) -> _La
     owner, target = sample[predicting], position[predicting] + 1
     token_index, kept = gathered_index(totals.tolist(), context.size), np.arange(len(ids))
     logit_index = predicting
-    if context.size == 1 and share_prompts:
-        token_index, kept = _share_prompts(part, tokens, totals.tolist(), responses.tolist())
+    if context.size == 1 and share_prefixes:
+        token_index, kept = _share_prefixes(part)
         logit_index = token_index[predicting]
     return _Layout(
         input_ids=ids[kept],
@@ -154,7 +170,7 @@ def _packed(part: TrainBatch, context: ContextGroup, share_prompts: bool) -> _La
 def _in_rows(part: TrainBatch, context: ContextGroup, multiple: int) -> _Layout:
     """Lay samples out as rows. The positions of a row continue into its padding, as rotary embedding has them."""
     assert context.size == 1, "validate() refuses padded rows if ranks share a sequence"
-    packed = _packed(part, context, share_prompts=False)
+    packed = _packed(part, context, share_prefixes=False)
     totals = np.asarray(part.total_lengths or [1], np.int64)
     width = -(-int(totals.max()) // multiple) * multiple
     cells = np.repeat(np.arange(len(totals)), totals) * width + packed.position_ids
@@ -177,24 +193,41 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
     return starts
 
 
-def _share_prompts(
-    part: TrainBatch, tokens: np.ndarray, totals: list[int], responses: list[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each token is if equal prompts are kept once, and which tokens are kept: int64 [all], [packed].
+def _share_prefixes(part: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each token is if equal prefixes are kept once, and which tokens are kept: int64 [all], [packed].
 
-    Prompts for which the engine chose other experts are not equal.
+    The hidden state of a token depends on it and on those before it, so samples that begin alike have the same ones.
+    In the order of their tokens, a sample shares its longest prefix with a neighbor. Prefixes for which the engine
+    chose other experts are not equal.
     """
-    copy_of = np.arange(len(tokens))
-    first_with: dict[bytes, int] = {}
-    start = 0
-    for number, (total, response) in enumerate(zip(totals, responses, strict=True)):
-        prompt = slice(start, start + total - response)
-        experts = part.experts[number][: total - response].tobytes() if part.experts else b""
-        first = first_with.setdefault(tokens[prompt].tobytes() + experts, start)
-        copy_of[prompt] += first - start
-        start += total
-    kept = np.flatnonzero(copy_of == np.arange(len(tokens)))
+    if not len(part):
+        return np.zeros(1, np.int64), np.zeros(1, np.int64)
+    experts = part.experts or [np.zeros((total, 0), np.int16) for total in part.total_lengths]
+    # Big-endian, so that bytes have the order of the numbers.
+    keys = [
+        np.concatenate([tokens.astype(">i8").view(np.uint8).reshape(len(tokens), 8), own], axis=1)
+        for tokens, own in zip(part.tokens, map(_bytes_of_rows, experts), strict=True)
+    ]
+    starts = _starts(np.asarray(part.total_lengths))
+    copy_of = np.arange(sum(part.total_lengths))
+    order = sorted(range(len(part)), key=lambda number: keys[number].tobytes())
+    for before, number in zip(order, order[1:], strict=False):
+        shared = _common_prefix(keys[before], keys[number])
+        copy_of[starts[number] : starts[number] + shared] = copy_of[starts[before] : starts[before] + shared]
+    kept = np.flatnonzero(copy_of == np.arange(len(copy_of)))
     return np.searchsorted(kept, copy_of), kept
+
+
+def _bytes_of_rows(values: np.ndarray) -> np.ndarray:
+    rows = np.ascontiguousarray(values).reshape(len(values), -1)
+    return rows.view(np.uint8).reshape(len(rows), -1)
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Return how many rows ``a`` and ``b`` have in common from the first on."""
+    length = min(len(a), len(b))
+    differs = (a[:length] != b[:length]).any(1)
+    return int(differs.argmax()) if differs.any() else length
 
 
 def split_by_sample(values: torch.Tensor, micro: MicroBatch) -> list[np.ndarray]:

@@ -1,7 +1,10 @@
 """Compute log-probabilities and entropy of a large vocabulary without the whole logits in memory, also backward.
 
 Positions are processed in chunks, whose logits are freed when their results are known. The backward pass computes each
-chunk's logits again and their gradient in closed form; only the log-sum-exp and the entropy, [R] each, are kept.
+chunk's logits again and their gradient in closed form; only the log-sum-exp and the entropy are kept. A single chunk
+keeps its logits too: the backward pass, which begins with them, would need the same memory at the same time.
+
+Response tokens that follow the same tokens (of one prompt, or of responses that begin alike) share a row of logits.
 
 With ``--fp32-lm-head`` the head's product is in fp32 under a body in bf16 (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv
 2510.13786). Rounding a logit of size 16 to bf16 changes it by up to 1/16, and trainer and engine round
@@ -20,6 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from miles.replay.support import Support
+from miles.train_batch import SharedLogits
 
 CACHED_BYTES = 1 << 20  # of fp32 logits that fit in a core's cache; 0 leaves chunks whole
 
@@ -34,18 +38,20 @@ def chunked_log_probs(
     with_entropy: bool = False,
     fp32: bool = False,
     support: Support | None = None,
+    shared: SharedLogits | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute log-probs of ``targets`` [R] under softmax(logits / temperature), and its entropy in nats; fp32 [R].
 
-    ``hidden`` [R, H] and ``weight`` [V, H] share a dtype, in which the logits ``hidden @ weight.T + bias`` are
-    computed, or in fp32 if ``fp32`` (``head_logits``); everything after is fp32. At most ``chunk_size`` positions have
-    their logits in memory, -1 for no limit.
+    ``hidden`` [R, H], or [U, H] for the U rows of ``shared``, and ``weight`` [V, H] share a dtype, in which the logits
+    ``hidden @ weight.T + bias`` are computed, or in fp32 if ``fp32`` (``head_logits``); everything after is fp32. At
+    most ``chunk_size`` rows have their logits in memory, -1 for no limit.
     Temperature 0 (greedy sampling) means the raw logits. Gradients flow to ``hidden``, ``weight`` and ``bias``, from
     both outputs; those of ``weight`` and ``bias`` are accumulated over the chunks in fp32 (fp64 for fp64).
 
     With ``support``, the softmax is over the tokens of each position's set alone: the distribution that truncated
     sampling draws from (DeepSeek-V3.2, arXiv 2512.02556 §3.1, "Keep Sampling Mask"). Others have no gradient.
     """
+    assert support is None or shared is None, "each response token has a support of its own"
     assert support is None or support.vocab_size <= len(weight), (
         f"sets of {support.vocab_size} tokens, and a head of {len(weight)}"
     )
@@ -53,10 +59,10 @@ def chunked_log_probs(
     assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight {weight.dtype}"
     rows = chunk_size if chunk_size > 0 else max(len(hidden), 1)
     scale = 1.0 / temperature if temperature > 0 else 1.0
-    found: tuple[torch.Tensor, torch.Tensor | None] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, scale, rows, with_entropy, fp32, support
+    log_probs, entropy = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, scale, rows, with_entropy, fp32, support, shared
     )
-    return found
+    return log_probs, entropy if entropy is None or shared is None else entropy[shared.row]
 
 
 def head_logits(
@@ -80,8 +86,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     In the backward pass::
 
-    d log p[target] / dz = onehot(target) - p
-    d H / dz             = -p (log p + H)
+        d log p[target] / dz = onehot(target) - p
+        d H / dz             = -p (log p + H)
+
+    The entropy is that of each row of ``hidden``.
     """
 
     @staticmethod
@@ -96,10 +104,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
         with_entropy: bool,
         fp32: bool,
         support: Support | None,
+        shared: SharedLogits | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         lse = hidden.new_empty(len(hidden), dtype=_accumulate_dtype(hidden))
-        log_probs = torch.empty_like(lse)
+        log_probs = lse.new_empty(len(targets))
         entropy = torch.empty_like(lse) if with_entropy else None
+        keeps = any(ctx.needs_input_grad) and len(hidden) <= rows
+        ctx.kept = None
         for part in _chunks(len(hidden), rows):
             whole, blocks = _logits(hidden[part], weight, bias, fp32)
             for block in blocks:
@@ -107,14 +118,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 logits = _in_fp32(whole[block], scale)
                 if support is not None:
                     support.exclude_(logits, rows_at)
-                chosen = logits.gather(1, targets[rows_at, None]).squeeze(1)
                 lse[rows_at] = torch.logsumexp(logits, 1)
-                log_probs[rows_at] = chosen - lse[rows_at]
-                if entropy is not None:
+                readers, row = _readers(shared, rows_at, targets.device)
+                log_probs[readers] = logits[row, targets[readers]] - lse[rows_at][row]
+                if entropy is not None or (keeps and logits.dtype == whole.dtype):
                     log_p = logits.sub_(lse[rows_at, None])
+                if entropy is not None:
                     entropy[rows_at] = -torch.linalg.vecdot(log_p.exp(), log_p)
+            if keeps:  # log p if they are fp32 or fp64, for they were changed in place; else raw logits
+                ctx.kept = whole, blocks
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.scale, ctx.rows, ctx.fp32, ctx.support = scale, rows, fp32, support
+        ctx.scale, ctx.rows, ctx.fp32, ctx.support, ctx.shared = scale, rows, fp32, support, shared
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -128,20 +142,28 @@ class _ChunkedLogProbs(torch.autograd.Function):
         head = weight.to(dtype)
         grad_weight: torch.Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if needs_bias else None
+        of_rows = _sum_of_readers(grad_log_probs, ctx.shared, lse)
+        kept, ctx.kept = ctx.kept, None  # changed below
         for part in _chunks(len(hidden), ctx.rows):
-            whole, blocks = _logits(hidden[part], weight, bias, ctx.fp32)
+            whole, blocks = kept or _logits(hidden[part], weight, bias, ctx.fp32)
             for block in blocks:
                 rows_at = slice(part.start + block.start, part.start + block.stop)
-                log_p = _in_fp32(whole[block], ctx.scale)
-                if ctx.support is not None:
-                    ctx.support.exclude_(log_p, rows_at)
+                if kept is not None and whole.dtype == lse.dtype:
+                    log_p = whole[block]
+                else:
+                    log_p = _in_fp32(whole[block], ctx.scale)
+                    if ctx.support is not None:
+                        ctx.support.exclude_(log_p, rows_at)
+                    log_p.sub_(lse[rows_at, None])
                 block_grad = _logits_gradient(
-                    log_p.sub_(lse[rows_at, None]),
-                    targets[rows_at],
-                    None if grad_log_probs is None else grad_log_probs[rows_at],
+                    log_p,
+                    None if of_rows is None else of_rows[rows_at],
                     None if grad_entropy is None else grad_entropy[rows_at],
                     None if entropy is None else entropy[rows_at],
                 )
+                if grad_log_probs is not None:
+                    readers, row = _readers(ctx.shared, rows_at, targets.device)
+                    block_grad.index_put_((row, targets[readers]), grad_log_probs[readers], accumulate=True)
                 if ctx.scale != 1.0:
                     block_grad.mul_(ctx.scale)
                 if grad_bias is not None:
@@ -158,7 +180,26 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad_weight = product if grad_weight is None else grad_weight.add_(product)
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
-        return (grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), *(None,) * 6)
+        return (grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), *(None,) * 7)
+
+
+def _readers(
+    shared: SharedLogits | None, rows: slice, device: torch.device
+) -> tuple[slice | torch.Tensor, torch.Tensor]:
+    """Return the response tokens that read ``rows``, and which of these each of them reads, from 0; int64."""
+    if shared is None:
+        return rows, torch.arange(rows.stop - rows.start, device=device)
+    readers = shared.readers[shared.ends[rows.start] : shared.ends[rows.stop]]
+    return readers, shared.row[readers] - rows.start
+
+
+def _sum_of_readers(
+    gradient: torch.Tensor | None, shared: SharedLogits | None, like: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the gradient of the log-probs that are read from each row, like ``like``."""
+    if gradient is None or shared is None:
+        return gradient
+    return torch.zeros_like(like).index_add_(0, shared.row, gradient)
 
 
 def _logits(
@@ -185,28 +226,23 @@ def _in_fp32(logits: torch.Tensor, scale: float) -> torch.Tensor:
 
 def _logits_gradient(
     log_p: torch.Tensor,
-    targets: torch.Tensor,
     grad_log_probs: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
     entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``g_lp (onehot - p) - g_H p (log p + H)`` as ``p * (-g_H log p - g_H H - g_lp) + g_lp onehot``; [rows, V].
+    """``-g_lp p - g_H p (log p + H)`` as ``p * (-g_H log p - g_H H - g_lp)``; [rows, V], in place of ``log_p``.
 
-    In place of ``log_p``.
+    The other part of the gradient, ``g_lp onehot``, is the caller's.
     """
     shift = torch.zeros_like(log_p[:, 0])
     if grad_log_probs is not None:
         shift -= grad_log_probs
     if grad_entropy is None:
-        grad = log_p.exp_().mul_(shift[:, None])
-    else:
-        assert entropy is not None
-        shift -= grad_entropy * entropy
-        p = log_p.exp()
-        grad = log_p.mul_(-grad_entropy[:, None]).add_(shift[:, None]).mul_(p)
-    if grad_log_probs is not None:
-        grad.scatter_add_(1, targets[:, None], grad_log_probs[:, None])
-    return grad
+        return log_p.exp_().mul_(shift[:, None])
+    assert entropy is not None
+    shift -= grad_entropy * entropy
+    p = log_p.exp()
+    return log_p.mul_(-grad_entropy[:, None]).add_(shift[:, None]).mul_(p)
 
 
 def _chunks(length: int, rows: int) -> Iterator[slice]:

@@ -142,8 +142,9 @@ class Policy(ShardedModule[PolicyScorer]):
             self.routers.replay(micro.experts)
         hidden = hidden_states(self.language_model, micro)
         head = self.language_model.get_output_embeddings()
+        shared = micro.shared_logits
         log_probs, entropy = chunked_log_probs(
-            hidden[micro.logit_index],
+            hidden[micro.logit_index if shared is None else shared.tokens],
             head.weight,
             micro.targets,
             temperature=(self.temperature or 1.0) / sharpness,
@@ -152,6 +153,7 @@ class Policy(ShardedModule[PolicyScorer]):
             with_entropy=with_entropy,
             fp32=self.fp32_head,
             support=micro.support,
+            shared=shared,
         )
         canary = self.canary()  # always: every rank takes part in the gathering of its weight
         return PolicyScores(log_probs, entropy, canary if watched else None)

@@ -120,7 +120,7 @@ class MegatronModel(Generic[Scorer]):
                     self.device,
                     self.ranks.context.of(plan.context_parallel_size),
                     # The tokens after the end of a prompt, which heads are given, differ from sample to sample.
-                    share_prompts=not heads,
+                    share_prefixes=not heads,
                     row_multiple=multiple if plan.padded else None,
                 )
             tokens = PackedTokens.of(micro, multiple)

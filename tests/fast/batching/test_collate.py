@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -19,10 +21,11 @@ def choices(draw):
     return lengths, draw(st.lists(st.sampled_from(range(len(lengths))), unique=True, min_size=1))
 
 
-@given(choices())
-def test_layout_is_that_of_a_loop(make_batch, choice):
+@given(choices(), st.sampled_from([2, 1000]))
+def test_layout_is_that_of_a_loop(make_batch, choice, vocabulary):
     lengths, indices = choice
     batch = make_batch(lengths)
+    batch = replace(batch, tokens=[tokens % vocabulary for tokens in batch.tokens])
     micro = collate(batch, indices, CPU)
     ids, positions, logit_index, targets, sample_index = [], [], [], [], []
     for s, i in enumerate(indices):
@@ -38,10 +41,26 @@ def test_layout_is_that_of_a_loop(make_batch, choice):
     assert micro.input_ids[index].tolist() == ids and micro.position_ids[index].tolist() == positions
     assert micro.logit_index.tolist() == index[logit_index].tolist() and micro.targets.tolist() == targets
     assert index.unique().tolist() == list(range(len(micro.input_ids)))
-    prompts = {tuple(batch.tokens[i][: lengths[i][0]].tolist()): lengths[i][0] for i in indices}
-    assert len(index.unique()) == sum(prompts.values()) + len(targets), "equal prompts are kept once"
+    prefixes = {tuple(batch.tokens[i][: t + 1].tolist()) for i in indices for t in range(len(batch.tokens[i]))}
+    assert len(index.unique()) == len(prefixes), "equal prefixes are kept once"
+    if micro.shared_logits is None:
+        assert len(micro.logit_index.unique()) == len(targets)
+    else:
+        assert torch.equal(micro.shared_logits.tokens[micro.shared_logits.row], micro.logit_index)
+        assert torch.equal(micro.shared_logits.tokens, micro.logit_index.unique())
     assert micro.sample_index.tolist() == sample_index
     assert micro.total_lengths == tuple(len(batch.tokens[i]) for i in indices)
+
+
+def test_tokens_with_other_experts_are_not_shared(make_batch):
+    """They have other hidden states, and so have all tokens after them."""
+    batch = make_batch([(3, 2)] * 3)
+    experts = np.zeros((3, 5, 2, 1), np.int16)  # [samples, positions, layers, k]
+    experts[1, 2, 1] = 1
+    batch = replace(batch, tokens=[batch.tokens[0]] * 3, experts=list(experts))
+    micro = collate(batch, range(3), CPU)
+    assert micro.token_index.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 0, 1, 2, 3, 4]
+    assert torch.equal(micro.experts[micro.token_index], torch.from_numpy(experts).flatten(0, 1))
 
 
 @given(choices(), st.integers(1, 5))
@@ -57,7 +76,7 @@ def test_rows_are_the_samples_padded_at_the_end(make_batch, choice, multiple):
         total = batch.total_lengths[i]
         assert row[:total].tolist() == batch.tokens[i].tolist() and not row[total:].any()
     assert micro.position_ids.view(micro.rows, -1).tolist() == [list(range(width))] * len(indices)
-    packed = collate(batch, indices, CPU, share_prompts=False)
+    packed = collate(batch, indices, CPU, share_prefixes=False)
     assert torch.equal(micro.input_ids[micro.token_index], packed.input_ids)
     assert torch.equal(micro.logit_index, micro.token_index[packed.logit_index])
     for name in ("targets", "sample_index", "response_index", "loss_mask", "advantages"):

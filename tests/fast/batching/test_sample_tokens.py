@@ -26,7 +26,7 @@ def batch(make_batch):
 
 
 @pytest.mark.parametrize(
-    "layout", [{}, {"share_prompts": False}, {"row_multiple": 8}], ids=["shared", "packed", "rows"]
+    "layout", [{}, {"share_prefixes": False}, {"row_multiple": 8}], ids=["shared", "packed", "rows"]
 )
 def test_on_one_rank(batch, layout):
     found = sample_tokens(collate(batch, [2, 0, 1], CPU, **layout))

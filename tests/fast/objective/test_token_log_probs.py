@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from miles.objective import token_log_probs
 from miles.objective.token_log_probs import chunked_log_probs
 from miles.replay.support import Support
 from miles.replay.token_sets import TokenSets
+from miles.train_batch import SharedLogits
 
 
 def inputs(rows: int, dtype: torch.dtype, bias: bool = True, seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -185,3 +187,48 @@ def test_in_half_precision_a_few_rows_at_a_time_give_the_same_bits(rows, cached_
 
     for few, all_rows in zip(results(4 * 11 * cached_rows), results(0), strict=True):
         assert torch.equal(few, all_rows)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    row=st.lists(st.integers(0, 4), min_size=1, max_size=12),
+    chunk=st.sampled_from([-1, 1, 2, 100]),
+    dtype=st.sampled_from([torch.float64, torch.bfloat16]),
+    uses=st.sampled_from([(True, True), (True, False), (False, True)]),
+)
+def test_a_shared_row_of_logits_is_that_of_each_of_its_readers(row, chunk, dtype, uses):
+    tokens, row = torch.tensor(row).unique(return_inverse=True)
+    tensors, _ = inputs(len(tokens), dtype)
+    targets = torch.randint(11, (len(row),), generator=torch.Generator().manual_seed(1))
+    ends = np.cumsum([0, *torch.bincount(row).tolist()])
+    shared = SharedLogits(tokens, row, row.argsort(stable=True), ends)
+
+    def results(hidden, shared):
+        outputs = chunked_log_probs(
+            hidden, tensors[1], targets, 0.7, chunk, tensors[2], with_entropy=True, shared=shared
+        )
+        total = sum((o * (2 + i)).sum() for i, o in enumerate(outputs) if uses[i])
+        return [*outputs, *torch.autograd.grad(total, tensors)]
+
+    tolerance = {} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.05}
+    for found, expected in zip(results(tensors[0], shared), results(tensors[0][row], None), strict=True):
+        torch.testing.assert_close(found, expected, **tolerance)
+
+
+def test_a_single_chunk_keeps_its_logits_for_one_backward_pass(monkeypatch):
+    """A second backward pass over the same graph computes them again, as the first has changed them."""
+    products = []
+    product = token_log_probs.head_logits
+    monkeypatch.setattr(token_log_probs, "head_logits", lambda *given: products.append(1) or product(*given))
+    for dtype in (torch.float64, torch.bfloat16):
+        for chunk, counts in ((-1, (1, 1, 2)), (4, (2, 4, 6))):
+            tensors, targets = inputs(7, dtype)
+            products.clear()
+            outputs = chunked_log_probs(*tensors[:2], targets, 0.7, chunk, tensors[2], with_entropy=True)
+            found = [len(products)]
+            gradients = []
+            for _ in range(2):
+                gradients.append(torch.autograd.grad(sum(o.sum() for o in outputs), tensors, retain_graph=True))
+                found.append(len(products))
+            assert tuple(found) == counts
+            assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from miles.arguments.lora import LoraArguments
 from miles.model_families.registry import vocabulary_shape
 from miles.replay.support import Support
-from miles.train_batch import MicroBatch
+from miles.train_batch import MicroBatch, SharedLogits
 from miles.training.backend import PolicyScores
 from miles.training.megatron.model.adapter import Adapter, LinearLayer
 from miles.training.megatron.model.layer_spec import decoder_spec, heads_spec
@@ -171,7 +171,13 @@ class PolicyModel(GPTModel):
         """
         temperature = (self.temperature or 1.0) / sharpness
         of_targets = self._log_probs(
-            hidden_states, micro.logit_index, micro.targets, temperature, with_entropy, micro.support
+            hidden_states,
+            micro.logit_index,
+            micro.targets,
+            temperature,
+            with_entropy,
+            micro.support,
+            micro.shared_logits,
         )
         return PolicyScores(*of_targets, canary=None if self.canary is None else self.canary.sum())
 
@@ -183,9 +189,11 @@ class PolicyModel(GPTModel):
         temperature: float,
         with_entropy: bool = False,
         support: Support | None = None,
+        shared: SharedLogits | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Of ``targets`` [R] at the tokens ``index`` [R], as in ``MicroBatch``, of ``hidden_states`` [S, B, H]."""
         tp = self.pg_collection.tp
+        index = index if shared is None else shared.tokens
         if self.config.sequence_parallel:
             # Its backward sums the ranks' gradients; each has the part of its own vocabulary.
             whole = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=tp)
@@ -203,6 +211,7 @@ class PolicyModel(GPTModel):
             with_entropy=with_entropy,
             fp32=self.fp32_head,
             support=support,
+            shared=shared,
         )
 
     def head_weight(self) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from miles.objective.token_log_probs import chunked_log_probs, head_logits
 from miles.replay.support import Support
+from miles.train_batch import SharedLogits
 
 
 def vocab_parallel_log_probs(
@@ -29,6 +30,7 @@ def vocab_parallel_log_probs(
     with_entropy: bool = False,
     fp32: bool = False,
     support: Support | None = None,
+    shared: SharedLogits | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probs of ``targets`` and, if asked, the entropy in nats; fp32 [R], the same on every rank.
 
@@ -36,7 +38,7 @@ def vocab_parallel_log_probs(
     group of one uses ``miles.objective.token_log_probs.chunked_log_probs``.
 
     Args:
-        hidden: [R, H], the same on every rank.
+        hidden: [R, H], or [U, H] for the rows of ``shared``; the same on every rank.
         weight: [v, H], this rank's rows of the head.
         targets: int64 [R], token ids.
         first_token: The token of the first row of ``weight``.
@@ -46,11 +48,21 @@ def vocab_parallel_log_probs(
         with_entropy: Whether to return the entropy.
         fp32: Whether the logits are computed in fp32 under a body in bf16.
         support: The sets that the softmax is restricted to, if any; of the whole vocabulary on every rank.
+        shared: Which row each response token reads. Ranks that share a vocabulary compute it for each of them.
     """
     if group.size() == 1:
         return chunked_log_probs(
-            hidden, weight, targets, temperature, chunk_size, with_entropy=with_entropy, fp32=fp32, support=support
+            hidden,
+            weight,
+            targets,
+            temperature,
+            chunk_size,
+            with_entropy=with_entropy,
+            fp32=fp32,
+            support=support,
+            shared=shared,
         )
+    hidden = hidden if shared is None else hidden[shared.row]
     assert len(weight), "every rank must have a token of the vocabulary"
     rows = chunk_size if chunk_size > 0 else max(len(hidden), 1)
     scale = 1.0 / temperature if temperature > 0 else 1.0
