@@ -202,12 +202,7 @@ def _share_prefixes(part: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
     """
     if not len(part):
         return np.zeros(1, np.int64), np.zeros(1, np.int64)
-    experts = part.experts or [np.zeros((total, 0), np.int16) for total in part.total_lengths]
-    # Big-endian, so that bytes have the order of the numbers.
-    keys = [
-        np.concatenate([tokens.astype(">i8").view(np.uint8).reshape(len(tokens), 8), own], axis=1)
-        for tokens, own in zip(part.tokens, map(_bytes_of_rows, experts), strict=True)
-    ]
+    keys = [_key_of(tokens, part.experts[i] if part.experts else None) for i, tokens in enumerate(part.tokens)]
     starts = _starts(np.asarray(part.total_lengths))
     copy_of = np.arange(sum(part.total_lengths))
     order = sorted(range(len(part)), key=lambda number: keys[number].tobytes())
@@ -218,9 +213,17 @@ def _share_prefixes(part: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
     return np.searchsorted(kept, copy_of), kept
 
 
-def _bytes_of_rows(values: np.ndarray) -> np.ndarray:
-    rows = np.ascontiguousarray(values).reshape(len(values), -1)
-    return rows.view(np.uint8).reshape(len(rows), -1)
+def _key_of(tokens: np.ndarray, experts: np.ndarray | None) -> np.ndarray:
+    """Return the bytes of each token and its experts, uint8 [tokens, width]; in the order of the numbers.
+
+    The engine chooses no experts for the last token of a response.
+    """
+    key = tokens.astype(">i8").view(np.uint8).reshape(len(tokens), 8)
+    if experts is None:
+        return key
+    chosen = np.full((len(tokens), *experts.shape[1:]), -1, experts.dtype)
+    chosen[: len(experts)] = experts
+    return np.concatenate([key, chosen.view(np.uint8).reshape(len(tokens), -1)], axis=1)
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:

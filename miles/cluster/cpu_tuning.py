@@ -1,4 +1,4 @@
-"""Settings of worker processes: their share of the cores, an allocator that returns freed memory, faster imports."""
+"""Settings of worker processes: their share of the cores, what their allocator keeps, faster imports."""
 
 from __future__ import annotations
 
@@ -7,16 +7,32 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from miles.arguments.launch.host_share import threads
+from miles.host.machine import GIB, memory_bytes
 
-# glibc keeps freed blocks of up to 32 MiB in one fragmenting heap per thread. One heap, and returning blocks above
-# 2 MiB at once, saves memory and costs time (docs/performance.md has the figures). glibc reads these variables when a
-# process starts, so they must be in its environment.
-_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2 << 20)}
+_PLENTY = 16 * GIB  # of memory: from here on, speed is worth more than memory
+_LARGE_BLOCK = 2 << 20
 
 
-def malloc_environment(device: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables for worker processes on ``device``, without those that ``given`` already sets."""
-    return {name: value for name, value in _MALLOC.items() if device == "cpu" and name not in given}
+def malloc_environment(device: str, given: Mapping[str, str], memory: int | None = None) -> dict[str, str]:
+    """Return environment variables for worker processes on ``device``, without those that ``given`` already sets.
+
+    By default glibc returns large blocks to the kernel when they are freed, which clears their pages for the next
+    allocation: a fifth of the time of a training pass (docs/performance.md has the figures). A host with plenty of
+    memory lets each process keep an eighth of it. On others, blocks above 2 MiB are returned. One heap in place of one
+    per thread wastes less in either case. glibc reads the variables when a process starts.
+
+    Args:
+        device: Of the workers; nothing is set for CUDA.
+        given: The variables that are set.
+        memory: Bytes that this host may use; by default they are looked up.
+    """
+    if device != "cpu":
+        return {}
+    memory = memory_bytes() if memory is None else memory
+    wanted = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(_LARGE_BLOCK)}
+    if memory >= _PLENTY:
+        wanted |= {"MALLOC_MMAP_THRESHOLD_": str(memory), "MALLOC_TRIM_THRESHOLD_": str(memory // 8)}
+    return {name: value for name, value in wanted.items() if name not in given}
 
 
 @contextmanager
