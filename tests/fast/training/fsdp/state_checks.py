@@ -350,6 +350,14 @@ def sparse_attention_is_trained_packed(stage: Stage) -> None:
     _check_layers(stage, "sparse", PACKED)
 
 
+def windows_and_sinks_are_trained_packed(stage: Stage) -> None:
+    _check_layers(stage, "windowed", PACKED)
+
+
+def windows_and_sinks_are_trained_on_padded_rows(stage: Stage) -> None:
+    _check_layers(stage, "windowed", PADDED)
+
+
 def _check_layers(stage: Stage, name: str, parallel: ParallelArguments) -> None:
     """Log-probs are those of transformers before and after a step, whose result is saved and read."""
     backend = make_backend(stage, name, parallel=parallel, lr=1e-2)
@@ -401,6 +409,8 @@ CHECKS = (
     recurrent_models_are_trained_packed,
     recurrent_models_are_trained_on_padded_rows,
     sparse_attention_is_trained_packed,
+    windows_and_sinks_are_trained_packed,
+    windows_and_sinks_are_trained_on_padded_rows,
     a_reference_in_bf16_may_have_sparse_attention,
     models_that_cannot_be_packed_are_refused,
     optimizer_is_adamw_with_clipping,
