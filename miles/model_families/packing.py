@@ -141,7 +141,7 @@ def why_not_trained(config: dict[str, Any]) -> tuple[str, str] | None:
     return rule, "set sliding_window to null in its config.json if no sequence will be longer, or choose another model"
 
 
-def why_not_generated(config: dict[str, Any]) -> str | None:
+def why_not_generated(config: dict[str, Any]) -> tuple[str, str] | None:
     """Return why the torch engine does not run this model, and what to do; None if it may.
 
     Its tests compare it with transformers on the types with windows, recurrent state and sparse attention that the FSDP
@@ -154,9 +154,12 @@ def why_not_generated(config: dict[str, Any]) -> str | None:
         layers = f"layers of {', '.join(other)}" if other else "recurrent state"
     elif _window(config) is not None and kind not in WINDOWED:
         layers = "a sliding window"
+    elif text.get("attn_logit_softcapping") is not None:
+        layers = "capped scores"
     else:
         return None
-    return f"a {kind} with {layers} has not been compared with transformers in --rollout-engine torch; choose another model"
+    rule = f"a {kind} with {layers} has not been compared with transformers in --rollout-engine torch"
+    return rule, "choose another model, or --rollout-engine sglang"
 
 
 def _window(config: dict[str, Any]) -> int | None:

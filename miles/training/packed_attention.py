@@ -8,8 +8,8 @@ others, and its two chunks of queries each attend to the part of the sequence th
 
 In a padded micro-batch the tokens are such rows already.
 
-A layer with a sliding window of W keys attends in rows of its own: W queries, and the 2 W - 1 keys that they may see. So
-neither time nor memory grows with the square of a sequence's length.
+A layer with a sliding window of W keys attends in rows of its own: W queries, and the 2 W - 1 keys that they may see.
+So neither time nor memory grows with the square of a sequence's length.
 """
 
 from __future__ import annotations

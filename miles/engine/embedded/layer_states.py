@@ -1,7 +1,7 @@
 """What layers keep of the running sequences beside keys and values: recurrent states, and the keys of an indexer.
 
-Transformers' layers ask their cache for both, so this is one of its caches. Keys and values themselves go where those of
-every model go (attention.py), so ``update`` gives them back as they are.
+Transformers' layers ask their cache for both, so this is one of its caches. Keys and values themselves go where those
+of every model go (attention.py), so ``update`` gives them back as they are.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class LayerStates(DynamicCache):
     """The states of rows 0 .. n - 1, each of which the next decoding step reads and replaces.
 
-    A prefill has a cache of its own, whose states ``admit`` then appends. Prompts of one prefill must be of equal length
-    if a layer is recurrent: its state after a prompt must not have seen padding.
+    A prefill has a cache of its own, whose states ``admit`` then appends. If a layer is recurrent, prompts of one
+    prefill must be of equal length: its state after a prompt must not have seen padding.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -53,7 +53,10 @@ class LayerStates(DynamicCache):
             theirs.reorder_cache(prompt_of_row)
             if first_row:
                 assert isinstance(mine, LinearAttentionCacheLayerMixin)
-                for old, new in ((mine.conv_states, theirs.conv_states), (mine.recurrent_states, theirs.recurrent_states)):
+                for old, new in (
+                    (mine.conv_states, theirs.conv_states),
+                    (mine.recurrent_states, theirs.recurrent_states),
+                ):
                     for number, state in new.items():
                         if state is not None:
                             new[number] = torch.cat([old[number][:first_row], state])
@@ -74,7 +77,7 @@ class LayerStates(DynamicCache):
         self.layers = self.fresh().layers
 
     def _states(self) -> Iterator[tuple[dict[int, Any], int]]:
-        """Yield each state of each layer, as where it is kept and its number there; those that a layer lacks are left."""
+        """Yield each state of each layer, as where it is kept and its number there. A layer may lack some."""
         for layer in self.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 for states in (layer.conv_states, layer.recurrent_states):

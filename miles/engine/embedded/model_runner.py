@@ -197,7 +197,7 @@ def _check_layers(config: PreTrainedConfig, model_path: str) -> None:
             "decoder-only models: choose another model"
         )
     if why := why_not_generated(config.to_dict()):
-        raise ValueError(f"--hf-checkpoint {model_path}: {why}")
+        raise ValueError(f"--hf-checkpoint {model_path}: {'; '.join(why)}")
 
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")

@@ -1,4 +1,4 @@
-"""The embedded engine equals transformers on sliding windows, sinks, recurrent layers and attention that chooses keys."""
+"""The embedded engine equals transformers on windows, sinks, recurrent layers and attention that chooses keys."""
 
 from __future__ import annotations
 
