@@ -8,11 +8,10 @@ from miles.arguments.training import TrainingArguments
 from miles.components import train_backend_spec
 from miles.flags import Errors, count, flag, flag_name
 from miles.model_families.packing import (
-    NO_WINDOW,
     model_type,
     must_be_padded,
     why_not_shared,
-    why_windowed,
+    why_not_trained,
 )
 from miles.parallel.dims import ParallelDims
 
@@ -127,8 +126,8 @@ def pad_recurrent_models(
         path, config = getattr(model, name), None
         with errors.catching():
             config = local_config(model, name)
-        if config is not None and (why := why_windowed(config)):
-            errors.refuse(name, path, why, NO_WINDOW)
+        if config is not None and (why := why_not_trained(config)):
+            errors.refuse(name, path, *why)
             continue
         if config is None or (why := why_not_shared(config)) is None:
             continue

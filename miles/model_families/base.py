@@ -77,8 +77,9 @@ class Family:
             raise refusal(f"hidden_act {config['hidden_act']}", rule)
         window = self.sliding_window(config)
         if window:
-            what_to_do = "set it to null in config.json if no sequence will be longer, or choose another model"
-            raise refusal(f"sliding_window {window}", "only full attention is trained", what_to_do)
+            rule = "--train-backend megatron computes only full attention"
+            what_to_do = "set it to null in config.json if no sequence will be longer, or give --train-backend fsdp"
+            raise refusal(f"sliding_window {window}", rule, what_to_do)
         for name, is_computed, what in _COMPUTED:
             if not is_computed(config.get(name)):
                 raise refusal(f"{name} {config[name]}", f"--train-backend megatron computes {what} only")

@@ -19,14 +19,21 @@ from typing import Any
 PACKABLE = (
     "deepseek_v3",
     "deepseek_v32",
+    "exaone4",
+    "gemma3_text",
+    "gemma4_text",
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
     "glm_moe_dsa",
+    "gpt_oss",
     "llama",
+    "ministral",
+    "ministral3",
     "mistral",
     "mixtral",
     "olmo2",
+    "olmo3",
     "phi3",
     "qwen2",
     "qwen2_moe",
@@ -49,13 +56,43 @@ RECURRENT = (
 # (training/fsdp/sparse_attention.py).
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 
+# Those of PACKABLE that the same file compares with a window shorter than the samples.
+WINDOWED = (
+    "exaone4",
+    "gemma3_text",
+    "gemma4_text",
+    "gpt_oss",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
+
 # Types whose layers all have the window that ``sliding_window`` names, and the window if the field is not there.
 _WINDOW_OF_ALL: dict[str, int | None] = {"mistral": 4096, "mixtral": None, "phi3": None, "starcoder2": None}
-NO_WINDOW = "set sliding_window to null in its config.json if no sequence will be longer, or choose another model"
+
+# Settings of a model that change scores or logits, and their neutral values.
+_CHANGED_LOGITS = {
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+}
 
 # Fields of a configuration that name the kind of each layer, and the kinds that have a state.
 _LAYER_LISTS = ("layer_types", "layers_block_type")
 _RECURRENT_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid"))
+
+# Kinds of layers that the torch engine runs.
+_GENERATED_LAYERS = frozenset(
+    ("full_attention", "sliding_attention", "indexed_attention", "linear_attention", "mlp", "moe")
+)
 
 
 def is_compared_by_test(config: dict[str, Any]) -> bool:
@@ -82,8 +119,51 @@ def why_not_shared(config: dict[str, Any]) -> str | None:
     return "with sparse attention" if model_type(config) in SPARSE else None
 
 
-def why_windowed(config: dict[str, Any]) -> str | None:
-    """Return why attention with a sliding window is not trained, if the configuration says that a layer has one."""
+def why_not_trained(config: dict[str, Any]) -> tuple[str, str] | None:
+    """Return why the FSDP backend does not train this model, and what to do; None if it may.
+
+    A window that no test compares is one, since the samples that are compared at the start of a run are shorter.
+    """
+    text = config.get("text_config") or config
+    kind = model_type(config)
+    for name, neutral in _CHANGED_LOGITS.items():
+        if text.get(name) not in neutral:
+            return f"its config sets {name}, which --train-backend fsdp does not compute", "choose a model without it"
+    if "chunked_attention" in (text.get("layer_types") or ()):
+        return "--train-backend fsdp does not compute its layers of chunked_attention", "choose another model"
+    if config.get("quantization_config"):
+        rule = "its config has quantization_config, and quantized weights are not trained"
+        return rule, "give a folder with its weights in bf16, without this entry"
+    window = _window(config)
+    if window is None or kind in WINDOWED:
+        return None
+    rule = f"a {kind} with a sliding window (of {window} tokens) has not been compared with transformers"
+    return rule, "set sliding_window to null in its config.json if no sequence will be longer, or choose another model"
+
+
+def why_not_generated(config: dict[str, Any]) -> tuple[str, str] | None:
+    """Return why the torch engine does not run this model, and what to do; None if it may.
+
+    Its tests compare it with transformers on the types with windows, recurrent state and sparse attention that the FSDP
+    backend trains.
+    """
+    text = config.get("text_config") or config
+    kind = model_type(config)
+    other = sorted(set(text.get("layer_types") or ()) - _GENERATED_LAYERS)
+    if other or (has_recurrent_state(config) and kind not in RECURRENT):
+        layers = f"layers of {', '.join(other)}" if other else "recurrent state"
+    elif _window(config) is not None and kind not in WINDOWED:
+        layers = "a sliding window"
+    elif text.get("attn_logit_softcapping") is not None:
+        layers = "capped scores"
+    else:
+        return None
+    rule = f"a {kind} with {layers} has not been compared with transformers in --rollout-engine torch"
+    return rule, "choose another model, or --rollout-engine sglang"
+
+
+def _window(config: dict[str, Any]) -> int | None:
+    """Return how many keys a query sees in some layer; None if it sees all before it in all layers."""
     text = config.get("text_config") or config
     kind = model_type(config)
     layers = text.get("layer_types") or ()
@@ -91,10 +171,8 @@ def why_windowed(config: dict[str, Any]) -> str | None:
         has_window = any("sliding" in str(layer) for layer in layers)
     else:
         has_window = bool(text.get("use_sliding_window", kind in _WINDOW_OF_ALL))
-    window = text.get("sliding_window", _WINDOW_OF_ALL.get(kind)) if has_window else None
-    return (
-        None if window is None else f"a {kind} with a sliding window of {window} tokens: only full attention is trained"
-    )
+    window: int | None = text.get("sliding_window", _WINDOW_OF_ALL.get(kind)) if has_window else None
+    return window
 
 
 def model_type(config: dict[str, Any]) -> str:

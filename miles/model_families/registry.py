@@ -8,6 +8,7 @@ from typing import Any
 
 from miles import model_families
 from miles.model_families.base import Config, ConvertedFamily, Family, Shape, refusal
+from miles.model_families.packing import is_compared_by_test, model_type, why_not_trained
 
 _NOT_FAMILIES = ("reading", "registry")  # they import this file
 
@@ -58,10 +59,18 @@ def converted_family(config: Config) -> ConvertedFamily:
         )
         raise refusal(f"model_type {kind}", rule, what_to_do)
     if kind not in CONVERTED:
-        raise refusal(f"model_type {kind}", f"only {', '.join(CONVERTED)} are converted")
+        rule, *what_to_do = f"only {', '.join(CONVERTED)} are converted", *_ways_out(config)
+        raise refusal(f"model_type {kind}", rule, *what_to_do)
     family = CONVERTED[kind]
     family.check(config)
     return family
+
+
+def _ways_out(config: Config) -> tuple[str, ...]:
+    """Return what to do with a model that Megatron does not train, if FSDP was compared with transformers on it."""
+    if not is_compared_by_test(config) or why_not_trained(config) is not None:
+        return ()
+    return (f"give --train-backend fsdp, which trains a {model_type(config)}, and drop the flags of Megatron",)
 
 
 def megatron_shape(config: Config) -> Shape:

@@ -106,6 +106,6 @@ def _attend(
         pairs = q.shape[0] * (queries * keys - queries * (queries - 1) // 2)
     else:
         with unset_fake_temporarily():
-            pairs = int(visible.sum())
+            pairs = int(visible.sum()) * (q.shape[0] // visible.shape[0])
     out: torch.Tensor = _Attention.apply(q, k, v, pairs)  # type: ignore[no-untyped-call]
     return out

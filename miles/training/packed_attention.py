@@ -7,12 +7,15 @@ Under context parallelism a rank holds the zig-zag chunks of every sequence. It 
 others, and its two chunks of queries each attend to the part of the sequence that ends with them.
 
 In a padded micro-batch the tokens are such rows already.
+
+A layer with a sliding window of W keys attends in rows of its own: W queries, and the 2 W - 1 keys that they may see.
+So neither time nor memory grows with the square of a sequence's length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,10 +25,11 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from miles.batching.collate import to_device
+from miles.model_families.attention_sinks import with_sink
 from miles.parallel.context_parallel import padded_length, zigzag_chunks
 from miles.parallel.groups import ALONE, ContextGroup
 from miles.train_batch import MicroBatch
-from miles.training.cpu.cached_attention import cached_attention
+from miles.training.cpu.cached_attention import cached_attention, causal_mask
 
 NAME = "miles_packed"
 SHORT = 128  # keys of a row up to which attention is computed with its scores in memory
@@ -33,14 +37,14 @@ SHORT = 128  # keys of a row up to which attention is computed with its scores i
 
 @dataclass(frozen=True)
 class _Span:
-    """Consecutive queries, and the keys from the start of their sequence to the last query."""
+    """Consecutive queries, and the keys from the first that one of them sees to the last query."""
 
     queries: np.ndarray  # int64 [Q], into this rank's packed axis
     keys: np.ndarray  # int64 [K], into the packed axes of all ranks
 
     @property
     def first(self) -> int:
-        """The position of the first query."""
+        """The place of the first query among the keys."""
         return len(self.keys) - len(self.queries)
 
 
@@ -59,7 +63,7 @@ class Rows:
     keys: torch.Tensor  # int64 [rows * K]
     to_packed: torch.Tensor
     tokens: torch.Tensor
-    visible: torch.Tensor | None  # bool [rows, 1, Q, K]
+    visible: torch.Tensor | None  # bool [rows or 1, 1, Q, K]
 
     def of_queries(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return ``tokens`` [T, ...] as rows of queries, [rows, Q, ...]; padding is zero."""
@@ -75,19 +79,33 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class _Sequences:
+    """What rows are made of: as the arguments of ``PackedLayout.of_packed``."""
+
+    token_index: np.ndarray
+    lengths: Sequence[int]
+    device: torch.device
+
+
+@dataclass(frozen=True)
 class PackedLayout:
     """How the tokens of one micro-batch become rows. Built once per micro-batch, used by every layer."""
 
     rows: tuple[Rows, ...]
     context: ContextGroup
     padded: bool = False  # the tokens are rows already
+    sequences: _Sequences | None = None
+    _rows_of_window: dict[int, tuple[Rows, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, micro: MicroBatch) -> PackedLayout:
         """Build the layout of a micro-batch, packed or padded."""
+        device = micro.input_ids.device
         if micro.padded:
-            return cls((), micro.context, padded=True)
-        return cls.of_packed(micro.token_index.numpy(), micro.total_lengths, micro.input_ids.device, micro.context)
+            tokens = micro.input_ids.numel()
+            lengths = [tokens // micro.rows] * micro.rows
+            return cls((), micro.context, padded=True, sequences=_Sequences(np.arange(tokens), lengths, device))
+        return cls.of_packed(micro.token_index.numpy(), micro.total_lengths, device, micro.context)
 
     @classmethod
     def of_packed(
@@ -105,15 +123,42 @@ class PackedLayout:
             device: of the layout's tensors.
             context: the ranks that share the sequences.
         """
-        buckets: list[list[_Span]] = []
-        for span in sorted(_spans(token_index, lengths, context), key=lambda span: len(span.keys), reverse=True):
-            alone = context.size > 1 and buckets and len(buckets[-1][0].keys) > SHORT
-            if not buckets or alone or 2 * len(span.keys) < len(buckets[-1][0].keys):
-                buckets.append([])
-            buckets[-1].append(span)
-        everywhere = int(token_index.max()) + 1
-        packed = everywhere // context.size
-        return cls(tuple(_rows(bucket, packed, everywhere, device) for bucket in buckets), context)
+        sequences = _Sequences(token_index, lengths, device)
+        return cls(_rows_of(sequences, context, None), context, sequences=sequences)
+
+    def narrowed(self, window: int | None) -> int | None:
+        """Return ``window``, or None if it has room for the longest sequence."""
+        if window is None:
+            return None
+        assert self.sequences is not None, "a layer that attends with a window is in rows of another layer's making"
+        return None if window >= max(self.sequences.lengths) else window
+
+    def rows_within(self, window: int) -> tuple[Rows, ...]:
+        """Return the rows of a layer whose queries see at most ``window`` keys, the last of which is their own.
+
+        They are built when the first layer asks for them.
+        """
+        assert self.sequences is not None, "narrowed() comes first"
+        if window not in self._rows_of_window:
+            self._rows_of_window[window] = _rows_of(self.sequences, self.context, window)
+        return self._rows_of_window[window]
+
+
+def _rows_of(sequences: _Sequences, context: ContextGroup, window: int | None) -> tuple[Rows, ...]:
+    """Put spans into buckets, as ``PackedLayout.of_packed`` says. With a window, those of a bucket share their mask."""
+    spans = _spans(sequences.token_index, sequences.lengths, context)
+    if window is not None:
+        spans = (part for span in spans for part in _within(span, window))
+    buckets: list[list[_Span]] = []
+    for span in sorted(spans, key=lambda span: (span.first if window else 0, len(span.keys)), reverse=True):
+        last = buckets[-1][0] if buckets else span
+        alone = context.size > 1 and len(last.keys) > SHORT if window is None else last.first != span.first
+        if not buckets or alone or 2 * len(span.keys) < len(last.keys):
+            buckets.append([])
+        buckets[-1].append(span)
+    everywhere = int(sequences.token_index.max()) + 1
+    packed = everywhere // context.size
+    return tuple(_rows(bucket, packed, everywhere, sequences.device, window) for bucket in buckets)
 
 
 def _spans(token_index: np.ndarray, lengths: Sequence[int], context: ContextGroup) -> Iterator[_Span]:
@@ -130,14 +175,27 @@ def _spans(token_index: np.ndarray, lengths: Sequence[int], context: ContextGrou
         start += 2 * chunk
 
 
-def _rows(bucket: list[_Span], packed: int, everywhere: int, device: torch.device) -> Rows:
+def _within(span: _Span, window: int) -> Iterator[_Span]:
+    """Cut a span into parts of at most ``window`` queries, with the keys that one of them sees."""
+    for start in range(0, len(span.queries), window):
+        queries = span.queries[start : start + window]
+        first = span.first + start
+        yield _Span(queries, span.keys[max(0, first - window + 1) : first + len(queries)])
+
+
+def _rows(bucket: list[_Span], packed: int, everywhere: int, device: torch.device, window: int | None) -> Rows:
     queries = _padded([span.queries for span in bucket], packed)
     keys = _padded([span.keys for span in bucket], everywhere)
     used = np.flatnonzero(queries.ravel() < packed)
     # Any cell of a token will do, as the attention of a causal prefix is the same in each; the first repeats exactly.
     tokens, first = np.unique(queries.ravel()[used], return_index=True)
     visible = None
-    if any(span.first for span in bucket) and (len(bucket) > 1 or keys.shape[1] <= SHORT):
+    if window is not None:
+        place = bucket[0].first + np.arange(queries.shape[1])[:, None]
+        key = np.arange(keys.shape[1])
+        if bucket[0].first or len(key) > window:
+            visible = ((key <= place) & (key > place - window))[None, None]
+    elif any(span.first for span in bucket) and (len(bucket) > 1 or keys.shape[1] <= SHORT):
         position = np.array([span.first for span in bucket])[:, None] + np.arange(queries.shape[1])
         visible = (np.arange(keys.shape[1]) <= position[:, :, None])[:, None]
     return Rows(
@@ -204,7 +262,7 @@ def _short_attention(
         return cached_attention(q, k, v, scaling, visible)
     scores = q.reshape(rows, groups, heads // groups * length, width) @ k.transpose(-1, -2)
     if visible is None:
-        visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()[None, None]
+        visible = causal_mask(length, k.shape[2], q.device)
     hidden = ~visible.repeat(1, 1, heads // groups, 1)
     scores = (scores.float() * scaling).masked_fill(hidden, -torch.inf)
     return (scores.softmax(-1).to(v.dtype) @ v).reshape(rows, heads, length, v.shape[-1])
@@ -234,6 +292,8 @@ def packed_attention(
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     indices: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
@@ -243,33 +303,41 @@ def packed_attention(
     There, ``indices`` [rows, S, n] may name the only keys that each query sees (fsdp/sparse_attention.py); if n is 0,
     it sees all.
 
+    A query sees the last ``sliding_window`` keys, its own included, or all if that is None. ``s_aux`` [heads] are
+    attention sinks (model_families/attention_sinks.py).
+
     Raises:
-        ValueError: for a layer with a sliding window, which would silently be attended in full; and for a model whose
-            layers do not pass keyword arguments on, such as Nemotron's in transformers.
+        ValueError: for scores that are capped (``softcap``), which would silently be computed otherwise; and for a
+            model whose layers do not pass keyword arguments on, such as Nemotron's in transformers.
     """
     if packed is None:
         raise ValueError(
             "the attention of this model does not receive the layout of its samples; --train-backend fsdp trains "
             "models whose layers pass keyword arguments on to it"
         )
-    if sliding_window is not None:
-        raise ValueError(
-            "this model has sliding-window attention; --train-backend fsdp trains full-attention models only"
-        )
-    if packed.padded:
+    if softcap is not None:
+        raise ValueError("this model caps the scores of its attention, which --train-backend fsdp does not compute")
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+        if s_aux is None:
+            return _attend(q, k, v, scaling, dropout, visible)
+        if visible is not None:
+            visible = F.pad(visible, (1, 0), value=True)
+        return _attend(*with_sink(q, k, v, s_aux, scaling), scaling, dropout, visible)[..., : v.shape[-1]]
+
+    window = packed.narrowed(sliding_window)
+    if packed.padded and window is None:
         visible = None if indices is None or not indices.shape[-1] else _chosen(indices, key.shape[2])
-        return _attend(query, key, value, scaling, dropout, visible).transpose(1, 2), None
+        return attend(query, key, value, visible).transpose(1, 2), None
     assert indices is None, "the model chooses keys in rows"
-    q = query[0].transpose(0, 1)  # [T, heads, D]
-    width = key.shape[-1]
-    both = packed.context.gather(torch.cat([key, value], -1)[0].transpose(0, 1))  # of all ranks, one exchange
-    out = q.new_zeros(*q.shape[:2], value.shape[-1])
-    for rows in packed.rows:
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [T, heads, D]
+    both = packed.context.gather(torch.cat([k, v], -1))  # of all ranks, one exchange
+    out = q.new_zeros(*q.shape[:2], v.shape[-1])
+    for rows in packed.rows if window is None else packed.rows_within(window):
         qr = rows.of_queries(q).transpose(1, 2)
-        kr, vr = rows.of_keys(both).transpose(1, 2).split([width, both.shape[-1] - width], -1)
-        o = _attend(qr, kr, vr, scaling, dropout, rows.visible)
-        out = rows.put(o.transpose(1, 2), out)
-    return out.unsqueeze(0), None
+        kr, vr = rows.of_keys(both).transpose(1, 2).split([k.shape[-1], v.shape[-1]], -1)
+        out = rows.put(attend(qr, kr, vr, rows.visible).transpose(1, 2), out)
+    return out.view(*query.shape[:1], -1, *out.shape[1:]), None
 
 
 def _chosen(indices: torch.Tensor, keys: int) -> torch.Tensor:

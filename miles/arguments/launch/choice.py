@@ -11,7 +11,7 @@ from miles.arguments.model import local_config
 from miles.arguments.settings import Settings
 from miles.components import ENGINES, TRAIN_BACKENDS
 from miles.flags import count
-from miles.model_families.packing import is_compared_by_test, model_type, why_windowed
+from miles.model_families.packing import is_compared_by_test, model_type, why_not_trained
 from miles.model_families.registry import BRIDGED, CONVERTED
 
 RANKS_ON_CUDA = 8
@@ -62,7 +62,7 @@ def trained_without_megatron(settings: Settings) -> str | None:
         return None
     if config.get("model_type") in BRIDGED and settings.megatron.megatron_to_hf_mode == "bridge":
         return None
-    is_trained = is_compared_by_test(config) and why_windowed(config) is None
+    is_trained = is_compared_by_test(config) and why_not_trained(config) is None
     return model_type(config) if is_trained else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from miles.arguments.cluster import ClusterArguments
+from miles.arguments.model import local_config
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.server_flags import (
     ADMIN_KEY,
@@ -18,6 +19,7 @@ from miles.arguments.sglang.server_flags import (
 from miles.arguments.sglang.settings import SglangArguments
 from miles.components import ENGINES, engine_spec, names_with
 from miles.flags import Errors, changed, flag_name
+from miles.model_families.packing import why_not_generated
 
 
 def check_engine(settings: Settings, errors: Errors) -> None:
@@ -42,6 +44,11 @@ def _check_no_servers(settings: Settings, errors: Errors) -> None:
     if cluster.rollout_num_gpus not in (None, 1) and not cluster.colocate and errors.none_about("rollout_num_gpus"):
         rule = f"the embedded {name} engine runs on one device"
         errors.refuse("rollout_num_gpus", cluster.rollout_num_gpus, rule, f"give 1, or {what_to_do}")
+    if settings.generates and errors.none_about("hf_checkpoint"):
+        with errors.catching():
+            config = local_config(settings.model, "hf_checkpoint")
+            if config is not None and (why := why_not_generated(config)):
+                errors.refuse("hf_checkpoint", settings.model.hf_checkpoint, *why)
 
 
 def _check_servers(settings: Settings, errors: Errors) -> None:

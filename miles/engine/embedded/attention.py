@@ -6,14 +6,35 @@ The step that a forward pass takes (prefill or decode) travels through the model
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from miles.model_families.attention_sinks import with_sink
 from miles.model_families.cache_size import ROW_STEP
 
+if TYPE_CHECKING:
+    from miles.engine.embedded.layer_states import LayerStates
+
 NAME = "miles_slots"  # of the attention implementation, in transformers
+MASKED_QUERIES = 1024  # of a prompt, attended at a time where the kernel needs a mask
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's attention: its number, and what distinguishes it from plain causal attention.
+
+    A query sees the last ``window`` keys, its own included; None: all. ``sinks`` [heads] are attention sinks
+    (model_families/attention_sinks.py). ``chosen`` [B, T, n] names the only keys that each query may see.
+    """
+
+    number: int
+    scale: float | None
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
 
 
 class KVCache:
@@ -27,16 +48,18 @@ class KVCache:
     the model's dtype. Their width grows by doubling, up to the longest sequence that is expected.
     """
 
-    def __init__(self) -> None:
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    def __init__(self, states: LayerStates | None = None) -> None:
+        """``states`` are what some layers keep beside keys and values, of the same rows."""
+        self.states = states
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # an indexer has that of ``_of_indexer``
         self._rows = 0
         self._width = 0
         self._longest = 0
 
     @property
     def num_layers(self) -> int:
-        """The number of layers that have been written to."""
-        return len(self._layers)
+        """The number of layers whose attention has written."""
+        return sum(layer >= 0 for layer in self._layers)
 
     def expect(self, longest: int) -> None:
         """Expect a sequence that will have at most ``longest`` tokens, until the next ``clear``."""
@@ -88,9 +111,13 @@ class KVCache:
         for buffers in self._layers.values():
             for buffer in buffers:
                 buffer[target, :, :length] = buffer[source, :, :length]
+        if self.states is not None:
+            self.states.move(source, target)
 
     def clear(self) -> None:
         """Free the memory."""
+        if self.states is not None:
+            self.states.clear()
         self._layers.clear()
         self._rows = self._width = self._longest = 0
 
@@ -120,13 +147,23 @@ class PrefillStep:
     prompt_of_row: torch.Tensor
     first_row: int
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
-    ) -> torch.Tensor:
+    def attend(self, layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Store the keys and values, and attend within each prompt; [P, heads, T, D]."""
-        self.cache.write_prompts(layer, key, value, self.prompt_of_row, self.first_row)
-        grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+        self.cache.write_prompts(layer.number, key, value, self.prompt_of_row, self.first_row)
+        if layer.chosen is not None:
+            visible = _chosen(layer.chosen, key.shape[2]).tril()[:, None]
+            return _attend(query, key, value, layer.scale, visible)
+        return _causal(layer, query, key, value)
+
+    def keep_indexed(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        """Store the keys [P, T, D] of an indexer, and return them."""
+        keys = keys[:, None]
+        self.cache.write_prompts(_of_indexer(layer), keys, keys[..., :0], self.prompt_of_row, self.first_row)
+        return keys[:, 0]
+
+    def mask(self, length: int, device: torch.device) -> torch.Tensor:
+        """Return which keys a query may see, bool [1, 1, T, T]."""
+        return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
 
 
 @dataclass(frozen=True)
@@ -141,16 +178,79 @@ class DecodeStep:
     positions: torch.Tensor
     mask: torch.Tensor
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
-    ) -> torch.Tensor:
+    def attend(self, layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Store the keys and values, and attend over the tokens of each row; [B, heads, 1, D]."""
         width = self.mask.shape[-1]
-        keys, values = self.cache.append(layer, key, value, self.rows, self.positions, width)
+        keys, values = self.cache.append(layer.number, key, value, self.rows, self.positions, width)
+        mask = self.mask
+        if layer.window is not None:
+            old = torch.arange(width, device=mask.device) <= self.positions[:, None] - layer.window
+            mask = mask.masked_fill(old[:, None, None], -torch.inf)
+        if layer.chosen is not None:
+            mask = mask.masked_fill(~_chosen(layer.chosen, width)[:, None], -torch.inf)
         # Treat the query heads that share a key head as its query positions: keys are read once and never repeated.
         grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask, scale=scale)
+        if layer.sinks is None:
+            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=layer.scale)
+        else:
+            assert layer.scale is not None
+            scores = (grouped @ keys.transpose(-1, -2)).float() * layer.scale + mask
+            sinks = layer.sinks.float().view(1, key.shape[1], -1, 1).expand(*scores.shape[:3], 1)
+            shares = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+            out = shares.to(values.dtype) @ values
         return out.reshape(len(query), query.shape[1], 1, -1)
+
+    def keep_indexed(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        """Store the keys [B, 1, D] of an indexer, and return those of each row, [B, width, D]."""
+        keys = keys[:, None]
+        number, width = _of_indexer(layer), self.mask.shape[-1]
+        return self.cache.append(number, keys, keys[..., :0], self.rows, self.positions, width)[0][:, 0]
+
+
+def _of_indexer(layer: int) -> int:
+    """Return the number under which the cache keeps the keys of a layer's indexer."""
+    return -1 - layer
+
+
+def _chosen(indices: torch.Tensor, keys: int) -> torch.Tensor:
+    """Return whether ``indices`` [B, T, n] name a key, bool [B, T, keys]."""
+    chosen = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
+    return chosen.scatter_(-1, indices.long(), True)
+
+
+def _causal(layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attend from each of T tokens to those before it; [P, heads, T, D]. Masks take memory that is linear in T."""
+    length, window, width = query.shape[2], layer.window, value.shape[-1]
+    if window is not None and window >= length:
+        window = None
+    if window is None and layer.sinks is None:
+        return _attend(query, key, value, layer.scale, None)
+    parts = []
+    for start in range(0, length, MASKED_QUERIES):
+        end = min(start + MASKED_QUERIES, length)
+        first = max(0, start - window + 1) if window is not None else 0
+        q, k, v = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
+        place = torch.arange(start, end, device=q.device)[:, None]
+        keys = torch.arange(first, end, device=q.device)
+        visible = keys <= place
+        if window is not None:
+            visible &= keys > place - window
+        if layer.sinks is not None:
+            assert layer.scale is not None
+            q, k, v = with_sink(q, k, v, layer.sinks, layer.scale)
+            visible = F.pad(visible, (1, 0), value=True)
+        parts.append(_attend(q, k, v, layer.scale, visible)[..., :width])
+    return torch.cat(parts, 2)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, visible: torch.Tensor | None
+) -> torch.Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    causal = visible is None
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=visible, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
 
 
 def slot_attention(
@@ -167,6 +267,7 @@ def slot_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Attend over the cache, for one layer; transformers calls this.
@@ -180,33 +281,30 @@ def slot_attention(
         kv_step: The prefill or decode step of this pass.
         scaling: Factor of the scores; None for 1 / sqrt(D).
         dropout: Unused.
-        sliding_window: Must be None, like ``softcap``, ``s_aux`` and ``position_bias``.
+        sliding_window: How many keys a query sees, its own included; None for all.
         softcap: Must be None.
-        s_aux: Must be None.
+        s_aux: Attention sinks, [heads].
         position_bias: Must be None.
+        indices: The keys that each query may see, [B, T, n]; None for all.
         _: Unused.
 
     Returns:
         [B, T, heads, D], and None for the attention weights.
 
     Raises:
-        ValueError: For a layer that is not plain full attention: it would silently be computed wrongly.
+        ValueError: For a layer whose attention has something else: it would silently be computed wrongly.
     """
-    features = {
-        "sliding window": sliding_window,
-        "soft-capped logits": softcap,
-        "attention sinks": s_aux,
-        "position bias": position_bias,
-    }
+    features = {"soft-capped logits": softcap, "position bias": position_bias}
     present = [name for name, value_ in features.items() if value_ is not None]
+    number = module.layer_idx
+    assert isinstance(number, int)
     if present:
         raise ValueError(
-            f"--rollout-engine torch: layer {module.layer_idx} of the model has {' and '.join(present)}; the embedded "
-            "engine runs decoder-only models with plain full attention: choose one with --hf-checkpoint"
+            f"--rollout-engine torch: layer {number} of the model has {' and '.join(present)}, which the embedded "
+            "engine does not compute: choose another model with --hf-checkpoint"
         )
-    layer = module.layer_idx
-    assert isinstance(layer, int)
-    return kv_step.attend(layer, query, key, value, scaling).transpose(1, 2), None
+    layer = Layer(number, scaling, sliding_window, s_aux, indices)
+    return kv_step.attend(layer, query, key, value).transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, slot_attention)

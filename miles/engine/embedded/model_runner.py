@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from miles.engine.base import eos_token_ids
 from miles.engine.embedded import attention
 from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep
+from miles.engine.embedded.layer_states import LayerStates
+from miles.model_families.packing import SPARSE, has_recurrent_state, model_type, why_not_generated
 from miles.model_families.reading import read_config
 from miles.objective.token_log_probs import head_logits
 from miles.replay.routers import Routers
@@ -21,23 +23,31 @@ from miles.weights import WeightChunk
 
 
 class ModelRunner:
-    """Run a decoder-only transformers model with plain full attention, and keep the KV cache of its rows."""
+    """Run a decoder-only transformers model, and keep what its layers need of the tokens of each row.
+
+    Plain attention is the fastest. Sliding windows read the whole row and hide what is outside, attention that chooses
+    its keys scores all of them, and recurrent layers prefill prompts of one length at a time.
+    """
 
     def __init__(self, model_path: str, dtype: torch.dtype, device: str, fp32_head: bool = False) -> None:
         """Load the model; with ``fp32_head`` its logits are computed in fp32 whatever its dtype is.
 
         Raises:
-            ValueError: If some layers would be computed wrongly (sliding windows, recurrent layers, sinks).
+            ValueError: If some layers would be computed wrongly.
         """
         config = read_config(model_path)
-        _check_full_attention(config, model_path)
+        _check_layers(config, model_path)
         self.device = torch.device(device)
         # Any, because the wrappers around transformers' methods hide their types.
         model: Any = AutoModelForCausalLM.from_pretrained(
             model_path, config=config, dtype=dtype, attn_implementation=attention.NAME
         )
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
-        self.cache = KVCache()
+        plain = config.to_dict()
+        self.is_recurrent = has_recurrent_state(plain)
+        self._is_sparse = model_type(plain) in SPARSE
+        states = LayerStates(config.get_text_config()) if self.is_recurrent or self._is_sparse else None
+        self.cache = KVCache(states)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self.max_length: int = config.get_text_config().max_position_embeddings
         self.eos_ids = eos_token_ids(self.model.generation_config.eos_token_id)
@@ -78,7 +88,14 @@ class ModelRunner:
         self.cache.reserve(first_row + len(prompt_of_row), width)
         step = PrefillStep(self.cache, torch.tensor(prompt_of_row, device=self.device), first_row)
         self._last_positions = (lengths - 1).to(self.device)
-        return self._forward(ids.to(self.device), torch.arange(width, device=self.device)[None], step)
+        states = None if self.cache.states is None else self.cache.states.fresh()
+        mask = step.mask(width, self.device) if self._is_sparse else None
+        logits = self._forward(ids.to(self.device), torch.arange(width, device=self.device)[None], step, states, mask)
+        if self.is_recurrent:
+            assert self.cache.states is not None and states is not None
+            assert len(set(map(len, prompts))) == 1, "padding would enter the states"
+            self.cache.states.admit(states, step.prompt_of_row, first_row)
+        return logits
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], positions: Sequence[int], width: int) -> torch.Tensor:
@@ -93,7 +110,11 @@ class ModelRunner:
         mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device).masked_fill_(~visible, -torch.inf)
         step = DecodeStep(self.cache, torch.arange(len(tokens), device=self.device), at, mask[:, None, None])
         self._last_positions = None
-        return self._forward(torch.tensor(tokens, device=self.device)[:, None], at[:, None], step)
+        if self.cache.states is not None:
+            self.cache.states.keep_rows(len(tokens))
+        chosen_from = visible[:, None, None] if self._is_sparse else None
+        ids = torch.tensor(tokens, device=self.device)[:, None]
+        return self._forward(ids, at[:, None], step, self.cache.states, chosen_from)
 
     def load_weights(self, chunks: Iterable[WeightChunk]) -> None:
         """Copy every parameter in place, cast to the model's dtype.
@@ -123,9 +144,25 @@ class ModelRunner:
                 f"weight update lacks {_listed(missing)}: send every parameter of the model in each update"
             )
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, step: PrefillStep | DecodeStep) -> torch.Tensor:
+    def _forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: PrefillStep | DecodeStep,
+        states: LayerStates | None,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the logits of the last token of each row. An indexer chooses from the keys of ``mask``."""
+        if states is not None:
+            states.step = step
         output = self.model(
-            input_ids=ids, position_ids=positions.expand(ids.shape), use_cache=False, kv_step=step, logits_to_keep=0
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions.expand(ids.shape),
+            past_key_values=states,
+            use_cache=False,
+            kv_step=step,
+            logits_to_keep=0,
         )
         logits: torch.Tensor = output.logits
         return logits[:, -1]
@@ -139,7 +176,9 @@ class ModelRunner:
 
     def _check_every_layer_uses_the_cache(self, model_path: str) -> None:
         self.prefill([[0]], [0], first_row=0)
-        layers = self.model.config.get_text_config().num_hidden_layers
+        text = self.model.config.get_text_config()
+        without = sum(kind in _WITHOUT_ATTENTION for kind in getattr(text, "layer_types", None) or ())
+        layers = text.num_hidden_layers - without
         if self.cache.num_layers != layers:
             raise ValueError(
                 f"--hf-checkpoint {model_path}: {self.cache.num_layers} of {layers} layers attend through "
@@ -148,15 +187,17 @@ class ModelRunner:
         self.cache.clear()
 
 
-def _check_full_attention(config: PreTrainedConfig, model_path: str) -> None:
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if config.is_encoder_decoder or kinds != {"full_attention"}:
-        found = "an encoder and a decoder" if config.is_encoder_decoder else f"layers of {', '.join(sorted(kinds))}"
+_WITHOUT_ATTENTION = ("linear_attention", "mlp", "moe")
+
+
+def _check_layers(config: PreTrainedConfig, model_path: str) -> None:
+    if config.is_encoder_decoder:
         raise ValueError(
-            f"--hf-checkpoint {model_path}: the model has {found}; --rollout-engine torch runs decoder-only models "
-            "whose layers are all full_attention: choose another model"
+            f"--hf-checkpoint {model_path}: the model has an encoder and a decoder; --rollout-engine torch runs "
+            "decoder-only models: choose another model"
         )
+    if why := why_not_generated(config.to_dict()):
+        raise ValueError(f"--hf-checkpoint {model_path}: {'; '.join(why)}")
 
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")

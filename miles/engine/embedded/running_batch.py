@@ -108,6 +108,8 @@ class RunningBatch:
         prompts = sorted(by_prompt, key=len, reverse=True)  # similar lengths together: little padding
         while prompts:
             count = max(1, PREFILL_TOKENS // len(prompts[0]))
+            if self._runner.is_recurrent:  # padding would enter the states
+                count = min(count, sum(len(prompt) == len(prompts[0]) for prompt in prompts))
             self._prefill(prompts[:count], by_prompt, version)
             prompts = prompts[count:]
 

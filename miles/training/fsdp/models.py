@@ -184,7 +184,12 @@ def build_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _prepared(model: PreTrainedModel) -> PreTrainedModel:
-    """Choose how experts, layers with recurrent state and sparse attention are computed."""
+    """Choose how experts, layers with recurrent state and sparse attention are computed, and cast all weights alike.
+
+    Transformers keeps some of them in fp32; FSDP shards parameters of one dtype.
+    """
+    for weight in model.parameters():
+        weight.data = weight.data.to(model.dtype)
     reset_states_between_samples(model)
     choose_keys_within_samples(model)
     if any(".experts." in name and _is_unaligned(weight) for name, weight in model.named_parameters()):

@@ -19,12 +19,11 @@ from miles.arguments.parallel import ParallelArguments
 from miles.batching.collate import collate
 from miles.batching.convert import convert
 from miles.model_families.packing import (
-    NO_WINDOW,
     is_compared_by_test,
     model_type,
     must_be_padded,
     why_not_shared,
-    why_windowed,
+    why_not_trained,
 )
 from miles.model_families.reading import read_config
 from miles.objective.settings import LossArguments
@@ -38,7 +37,7 @@ _GROUPS = ((4, (6, 9)), (3, (2,)))  # tokens of the prompt, which is kept once w
 
 
 def check_layout(flag: str, path: str, parallel: ParallelArguments) -> None:
-    """Refuse a model with a sliding window, and one in a layout that may not suit its layers.
+    """Refuse a model that is not trained, and one in a layout that may not suit its layers.
 
     Validation does so, and pads by itself, if it can read the config; of a model on a hub it is known only here.
 
@@ -48,12 +47,12 @@ def check_layout(flag: str, path: str, parallel: ParallelArguments) -> None:
         parallel: The layout of samples.
 
     Raises:
-        ValueError: The model has a sliding window; or it has recurrent state or sparse attention, and ranks would share
+        ValueError: The model is not trained; or it has recurrent state or sparse attention, and ranks would share
             its sequences; or it has recurrent state, and packing has not been tested.
     """
     config = read_config(path).to_dict()
-    if why := why_windowed(config):
-        raise ValueError(f"{flag} {path}: {why}; {NO_WINDOW}")
+    if why := why_not_trained(config):
+        raise ValueError(f"{flag} {path}: {'; '.join(why)}")
     shared = parallel.dynamic_context_parallel or parallel.context_parallel_size > 1
     if shared and (why := why_not_shared(config)):
         drop = "--dynamic-context-parallel" if parallel.dynamic_context_parallel else "--context-parallel-size"

@@ -32,8 +32,7 @@ def choose_keys_within_samples(model: PreTrainedModel) -> None:
         module.forward = partial(_in_rows, module.forward, model.config.index_topk)
         if isinstance(module.indexer, nn.Module):  # None in a layer that reuses a choice
             module.indexer.forward = partial(_choose, module.indexer.forward)
-            # transformers keeps some of its weights in fp32; FSDP shards parameters of one dtype.
-            module.indexer.to(model.dtype).requires_grad_(False)
+            module.indexer.requires_grad_(False)
 
 
 def _in_rows(

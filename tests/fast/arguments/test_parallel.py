@@ -50,7 +50,7 @@ def test_untested_models_with_recurrent_state_are_padded_with_a_note(validated, 
     folder = model_folder(tmp_path / "new", model_type="new", layer_types=["full_attention", "linear_attention"])
     for flag in ("--hf-checkpoint", "--ref-load"):
         rest = "" if flag == "--hf-checkpoint" else f"--hf-checkpoint {plain} --use-kl-loss --kl-loss-coef 0.1"
-        found = validated(f"{flag} {folder} {rest}", without="--hf-checkpoint")
+        found = validated(f"{flag} {folder} {rest} --rollout-engine sglang", without="--hf-checkpoint")
         assert found.settings.parallel.qkv_format == "bshd"
         note = f"--qkv-format is bshd: packing the samples of {flag} {folder}, a new with recurrent state, has not been"
         assert any(said.startswith(note) for said in found.notes)
@@ -88,36 +88,57 @@ def test_other_models_are_packed(validated, tmp_path):
         assert not any("qkv-format" in note for note in found.notes)
 
 
+WINDOW = "a {} with a sliding window (of {} tokens) has not been compared with transformers; set sliding_window to null"
+
+
 @pytest.mark.parametrize(
-    ("config", "window"),
+    ("config", "words"),
     [
-        (dict(model_type="mistral"), 4096),
-        (dict(model_type="mistral", sliding_window=None), None),
-        (dict(model_type="phi3", sliding_window=2047), 2047),
-        (dict(model_type="qwen2", sliding_window=131072, use_sliding_window=False), None),
-        (dict(model_type="qwen2", sliding_window=512, use_sliding_window=True), 512),
-        (dict(model_type="gpt_oss", sliding_window=128, layer_types=["sliding_attention", "full_attention"]), 128),
-        (dict(model_type="qwen3", sliding_window=128, layer_types=["full_attention"]), None),
+        (dict(model_type="mistral"), None),
+        (dict(model_type="phi3", sliding_window=2047), None),
+        (dict(model_type="qwen2", sliding_window=512, use_sliding_window=True), None),
+        (dict(model_type="gpt_oss", sliding_window=128, layer_types=["sliding_attention", "full_attention"]), None),
+        (dict(model_type="qwen2_moe", sliding_window=512, use_sliding_window=False), None),
         (
-            dict(
-                model_type="gemma4",
-                text_config=dict(model_type="gemma4_text", sliding_window=512, layer_types=["sliding_attention"]),
-            ),
-            512,
+            dict(model_type="qwen2_moe", sliding_window=512, use_sliding_window=True),
+            WINDOW.format("qwen2_moe", 512),
+        ),
+        (
+            dict(model_type="gemma3n_text", sliding_window=512, layer_types=["sliding_attention"]),
+            WINDOW.format("gemma3n_text", 512),
+        ),
+        (
+            dict(model_type="gemma4_text", final_logit_softcapping=30.0),
+            "its config sets final_logit_softcapping, which",
+        ),
+        (dict(model_type="gemma2", attn_logit_softcapping=50.0), "its config sets attn_logit_softcapping, which"),
+        (dict(model_type="cohere", logit_scale=0.0625), "its config sets logit_scale, which"),
+        (
+            dict(model_type="llama4_text", layer_types=["chunked_attention"]),
+            "--train-backend fsdp does not compute its",
+        ),
+        (
+            dict(model_type="gpt_oss", quantization_config=dict(quant_method="mxfp4")),
+            "its config has quantization_conf",
         ),
     ],
 )
-def test_a_sliding_window_is_refused_before_anything_is_generated(validated, refused, tmp_path, config, window):
+def test_what_fsdp_does_not_compute_is_refused_before_anything_is_generated(
+    validated, refused, tmp_path, config, words
+):
     folder = model_folder(tmp_path / "model", **config)
-    if window is None:
+    if words is None:
         assert validated(f"--hf-checkpoint {folder}", without="--hf-checkpoint")
         return
+    messages = refused(f"--hf-checkpoint {folder}", without="--hf-checkpoint")
+    assert any(message.startswith(f"--hf-checkpoint {folder}: {words}") for message in messages), messages
+
+
+def test_what_the_torch_engine_does_not_run_is_refused_before_it_starts(validated, refused, tmp_path):
+    folder = model_folder(tmp_path / "model", model_type="lfm2", layer_types=["conv", "full_attention"])
     (message,) = refused(f"--hf-checkpoint {folder}", without="--hf-checkpoint")
-    kind = config.get("text_config", config)["model_type"]
-    assert message.startswith(f"--hf-checkpoint {folder}: a {kind} with a sliding window of {window} tokens: only full")
-    assert message.endswith(
-        "; set sliding_window to null in its config.json if no sequence will be longer, or choose another model"
-    )
+    assert message.startswith(f"--hf-checkpoint {folder}: a lfm2 with layers of conv has not been compared")
+    assert validated(f"--hf-checkpoint {folder} --rollout-engine sglang", without="--hf-checkpoint")
 
 
 @pytest.mark.parametrize("flags", ["--context-parallel-size 2", DYNAMIC])

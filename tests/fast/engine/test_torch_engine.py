@@ -12,9 +12,11 @@ from tolerance import log_prob_error, rounding_error
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma2Config,
+    Lfm2Config,
     LlamaConfig,
-    MistralConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -372,14 +374,17 @@ async def test_requests_that_cannot_be_served_are_refused(llama_path):
     assert await engine.generate(GenerationRequest((1,), (), SamplingParams(1))) == []
 
 
-def test_models_without_plain_full_attention_are_refused(tmp_path):
-    sliding = MistralConfig(**SHAPE, sliding_window=16)
-    mixed = Qwen3Config(
-        **SHAPE, layer_types=["full_attention", "sliding_attention"], sliding_window=16, use_sliding_window=True
-    )
-    for name, config in (("mistral", sliding), ("mixed", mixed)):
-        with pytest.raises(ValueError, match="full.attention"):
-            make_engine(save(config, tmp_path / name))
+def test_layers_that_would_be_computed_otherwise_are_refused(tmp_path):
+    windowed = Qwen2MoeConfig(**SHAPE, sliding_window=16, use_sliding_window=True, num_experts=4)
+    conv = Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])
+    capped = Gemma2Config(**SHAPE, sliding_window=None, layer_types=["full_attention"] * 2)
+    for config, message in (
+        (windowed, "a qwen2_moe with a sliding window has not been compared"),
+        (conv, "a lfm2 with layers of conv has not been compared"),
+        (capped, "a gemma2 with capped scores has not been compared"),
+    ):
+        with pytest.raises(ValueError, match=rf"^--hf-checkpoint .*{message}.*choose another model"):
+            make_engine(save(config, tmp_path / config.model_type))
     with pytest.raises(ValueError, match="--torch-engine-max-batch-size 0"):
         make_engine(str(tmp_path), max_batch_size=0)
 

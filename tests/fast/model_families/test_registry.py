@@ -189,7 +189,10 @@ def test_layouts_are_exact_in_both_directions(layout: TensorLayout, shapes: list
         (dict(model_type="llama", hidden_act="gelu"), ["hidden_act gelu", "only silu"]),
         (dict(model_type="llama", mlp_bias=True), ["mlp_bias True", "MLPs without bias"]),
         (dict(model_type="qwen3", attention_bias=True), ["attention_bias", "Qwen2"]),
-        (dict(model_type="qwen2", use_sliding_window=True, sliding_window=16), ["sliding_window 16", "full attention"]),
+        (
+            dict(model_type="qwen2", use_sliding_window=True, sliding_window=16),
+            ["sliding_window 16", "full attention", "fsdp"],
+        ),
         (dict(model_type="llama", logits_scaling=2.0), ["logits_scaling 2.0", "plain logits"]),
     ],
 )
@@ -197,6 +200,14 @@ def test_what_the_layers_do_not_compute_is_refused(config: dict[str, object], to
     with pytest.raises(ValueError, match="--hf-checkpoint: its config has") as error:
         megatron_shape(CONFIG | config)
     assert all(words in str(error.value) for words in told), error.value
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "glm_moe_dsa", "deepseek_v32", "nemotron_h", "qwen3_next", "gemma3_text"])
+def test_a_family_that_only_fsdp_trains_is_refused_with_the_way_there(kind: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"model_type {kind}, .*; give --train-backend fsdp, which trains a {kind}, and"
+    ):
+        megatron_shape(CONFIG | dict(model_type=kind))
 
 
 def test_a_bridged_model_needs_its_architecture() -> None:

@@ -39,17 +39,27 @@ MAMBA = dict(
     moe_shared_expert_intermediate_size=16,
     **SIGMOID,
 )
+# Shorter than the samples that are compared.
+WINDOW = dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "deepseek_v32": SPARSE,
+    "exaone4": WINDOW,
+    "gemma3_text": WINDOW,
+    "gemma4_text": WINDOW
+    | dict(final_logit_softcapping=None, global_head_dim=8, hidden_size_per_layer_input=0, num_kv_shared_layers=0),
     "glm4": {},
     "glm4_moe": SIGMOID,
     "glm4_moe_lite": LATENT,
     "glm_moe_dsa": SPARSE | dict(indexer_types=["full", "shared"]),
+    "gpt_oss": EXPERTS | WINDOW,
     "llama": {},
+    "ministral": dict(sliding_window=4),
+    "ministral3": dict(sliding_window=4),
     "mistral": dict(sliding_window=None),
     "mixtral": EXPERTS | dict(sliding_window=None),
     "olmo2": {},
+    "olmo3": WINDOW,
     "phi3": dict(sliding_window=None),
     "qwen2": {},
     "qwen2_moe": SHARED,
@@ -63,6 +73,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": dict(text_config=SHAPE | LINEAR | SHARED),
     "qwen3_5_moe_text": LINEAR | SHARED,
     "qwen3_next": LINEAR | SHARED,
+}
+# What gives the others of packing.WINDOWED a window.
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": dict(sliding_window=4),
+    "mixtral": dict(sliding_window=4),
+    "phi3": dict(sliding_window=4),
+    "qwen2": dict(use_sliding_window=True, max_window_layers=1, sliding_window=4),
+    "qwen3": dict(use_sliding_window=True, max_window_layers=1, sliding_window=4),
+    "qwen3_moe": dict(use_sliding_window=True, sliding_window=4),
+    "smollm3": dict(use_sliding_window=True) | WINDOW,
 }
 UNTESTED = {
     "starcoder2": dict(sliding_window=None),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tiny_llama import tiny_llama
 from tolerance import RELATIVE_ERROR, log_prob_error
 from transformers import LlamaForCausalLM
 
+from miles.parallel.context_parallel import padded_length, zigzag_chunks
 from miles.training import packed_attention
 from miles.training.cpu import cached_attention
 from miles.training.packed_attention import NAME, PackedLayout
@@ -146,10 +149,118 @@ def test_layout_places_each_token_once_with_at_most_half_padding(lengths):
         assert (cells == sum(lengths)).sum() == cells.numel() - len(rows.tokens)
 
 
-def test_sliding_windows_are_refused():
+def reference_attention(q, k, v, window, sinks):
+    """Attend in one sequence, [heads, T, D], all scores at once."""
+    length, groups = q.shape[1], q.shape[0] // k.shape[0]
+    k, v = (x.repeat_interleave(groups, 0) for x in (k, v))
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    hidden = (distance < 0) | (distance >= (window or length))
+    scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(hidden, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    return torch.cat([scores, sinks[:, None, None].expand(-1, length, 1)], -1).softmax(-1)[..., :-1] @ v
+
+
+@pytest.mark.parametrize(
+    ("window", "with_sinks", "dtype"),
+    [
+        (2, False, torch.float32),
+        (5, False, torch.bfloat16),
+        (64, False, torch.float32),
+        (None, True, torch.float32),
+        (None, True, torch.bfloat16),
+        (5, True, torch.float32),
+        (64, True, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("short", [0, 512])
+def test_windows_and_sinks_equal_a_float64_reference(monkeypatch, short, window, with_sinks, dtype):
+    """Of sequences without and with a shared prompt, shorter and longer than the window, forward and backward."""
+    monkeypatch.setattr(packed_attention, "SHORT", short)
+    lengths, prompt = (3, 70, 1, 21, 27), 19
+    index = np.arange(sum(lengths))
+    index[-27 : -27 + prompt] = index[-48 : -48 + prompt]
+    index = np.unique(index, return_inverse=True)[1]
+    tokens = int(index.max()) + 1
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(heads, tokens, width, generator=generator) for heads, width in ((4, 12), (2, 12), (2, 8))]
+    leaves += [3 * torch.randn(4, generator=generator)] * with_sinks
+    leaves = [leaf.to(dtype).requires_grad_() for leaf in leaves]
+    q, k, v, *sinks = leaves
+    layout = PackedLayout.of_packed(index, lengths, CPU)
+    given = dict(packed=layout, scaling=0.3, sliding_window=window, s_aux=sinks[0] if sinks else None)
+    found, _ = packed_attention.packed_attention(torch.nn.Identity(), q[None], k[None], v[None], None, **given)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    parts = [
+        reference_attention(*(x[:, own] for x in exact[:3]), window, exact[3] if sinks else None)
+        for own in np.split(index, np.cumsum(lengths)[:-1])
+    ]
+    wanted = torch.cat(parts, 1)[:, np.unique(index, return_index=True)[1]]
+    weights = torch.randn(4, tokens, 8, generator=generator)
+    results = zip(
+        (found[0].transpose(0, 1), *torch.autograd.grad((found[0].transpose(0, 1) * weights).sum(), leaves)),
+        (wanted, *torch.autograd.grad((wanted * weights).sum(), exact)),
+        strict=True,
+    )
+    for mine, theirs in results:
+        error = (mine - theirs).norm() / theirs.norm()
+        assert error < (2e-2 if dtype == torch.bfloat16 else RELATIVE_ERROR)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """A rank of several that share sequences, where all ranks are in one process."""
+
+    size: int
+    rank: int
+    everyone: list[torch.Tensor]
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(mine, self.everyone[self.rank])
+        return torch.cat(self.everyone)
+
+
+@pytest.mark.parametrize("window", [3, 9, 40])
+@pytest.mark.parametrize("short", [0, 512])
+def test_ranks_that_share_sequences_see_the_same_windows(monkeypatch, short, window):
+    monkeypatch.setattr(packed_attention, "SHORT", short)
+    ranks, lengths = 2, (32, 5, 61)
+    padded = [padded_length(length, ranks) for length in lengths]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, sum(padded), 8, generator=generator) for _ in range(3))
+    parts = zip(*(x.split(padded, 1) for x in (q, k, v)), strict=True)
+    wanted = torch.cat([reference_attention(*part, window, None) for part in parts], 1)
+    # Each rank's tokens, by their position in all sequences, and the place of each position among all ranks' tokens.
+    own = []
+    for rank in range(ranks):
+        chunks = []
+        for start, length in zip(np.cumsum(padded) - padded, padded, strict=True):
+            for chunk in zigzag_chunks(ranks, rank):
+                size = length // (2 * ranks)
+                chunks.append(start + chunk * size + np.arange(size))
+        own.append(np.concatenate(chunks))
+    index = np.argsort(np.concatenate(own))
+    everyone = [torch.cat([k, v], -1)[:, mine].transpose(0, 1) for mine in own]
+    for rank, mine in enumerate(own):
+        context = Sharing(ranks, rank, everyone)
+        layout = PackedLayout.of_packed(index, lengths, CPU, context)
+        given = dict(packed=layout, scaling=0.3, sliding_window=window)
+        inputs = (x[:, mine][None] for x in (q, k, v))
+        found, _ = packed_attention.packed_attention(torch.nn.Identity(), *inputs, None, **given)
+        torch.testing.assert_close(found[0].transpose(0, 1), wanted[:, mine], rtol=0, atol=1e-5)
+
+
+def test_rows_of_a_window_grow_with_the_tokens_and_not_with_their_square():
+    window, length = 16, 4000
+    layout = PackedLayout.of_packed(np.arange(length), [length], CPU)
+    rows = layout.rows_within(window)
+    assert sum(part.keys.numel() for part in rows) < 2 * length + 4 * window
+    assert all(part.visible is None or part.visible.numel() < 2 * window**2 for part in rows)
+    assert layout.rows_within(window) is rows
+
+
+def test_capped_scores_are_refused():
     x = torch.zeros(1, 1, 2, 8)
     layout = PackedLayout.of_packed(np.arange(2), [2], CPU)
     with pytest.raises(ValueError, match="--train-backend"):
-        packed_attention.packed_attention(
-            torch.nn.Identity(), x, x, x, None, packed=layout, scaling=1.0, sliding_window=4
-        )
+        packed_attention.packed_attention(torch.nn.Identity(), x, x, x, None, packed=layout, scaling=1.0, softcap=50.0)

@@ -10,13 +10,14 @@ from pathlib import Path
 import adapter_checks
 import critic_checks
 import distillation_checks
+import family_checks
 import reference_checks
 import state_checks
 from forked_ranks import run_on_ranks
 from stage import Stage, save_models
 
 WORLDS = (2, 1)  # 2 before 1: one rank loads what two saved
-FILES = (state_checks, critic_checks, adapter_checks, distillation_checks, reference_checks)
+FILES = (state_checks, critic_checks, adapter_checks, distillation_checks, reference_checks, family_checks)
 CHECKS: dict[int, list[Callable[[Stage], None]]] = {
     1: [check for file in FILES for check in (*file.CHECKS, *getattr(file, "AFTER_TWO_RANKS", ()))],
     2: [check for file in FILES for check in (*file.CHECKS, *getattr(file, "ON_TWO_RANKS", ()))],

@@ -69,6 +69,7 @@ def save_models(folder: Path) -> None:
     kinds = (
         ("recurrent", "qwen3_next", CONFIGS["qwen3_next"]),
         ("sparse", "glm_moe_dsa", CONFIGS["glm_moe_dsa"]),
+        ("windowed", "gpt_oss", CONFIGS["gpt_oss"]),
         ("untested", "jamba", EXPERTS),
         ("sigmoid", "glm4_moe", SIGMOID),
     )

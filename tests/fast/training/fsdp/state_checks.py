@@ -350,6 +350,14 @@ def sparse_attention_is_trained_packed(stage: Stage) -> None:
     _check_layers(stage, "sparse", PACKED)
 
 
+def windows_and_sinks_are_trained_packed(stage: Stage) -> None:
+    _check_layers(stage, "windowed", PACKED)
+
+
+def windows_and_sinks_are_trained_on_padded_rows(stage: Stage) -> None:
+    _check_layers(stage, "windowed", PADDED)
+
+
 def _check_layers(stage: Stage, name: str, parallel: ParallelArguments) -> None:
     """Log-probs are those of transformers before and after a step, whose result is saved and read."""
     backend = make_backend(stage, name, parallel=parallel, lr=1e-2)
@@ -377,13 +385,14 @@ def _check_layers(stage: Stage, name: str, parallel: ParallelArguments) -> None:
     assert all(torch.equal(weights(resumed)[name], now) for name, now in weights(backend).items())
 
 
-def a_reference_in_bf16_may_have_sparse_attention(stage: Stage) -> None:
+def a_reference_in_bf16_may_have_weights_that_transformers_keeps_in_fp32(stage: Stage) -> None:
     """FSDP shards parameters of one dtype."""
-    plain = make_backend(stage, "sparse", loss=replace(PLAIN, use_kl_loss=True)).settings
-    backend = FsdpBackend(replace(plain, training=replace(plain.training, bf16=True)), CPU, TOTAL_STEPS)
-    shard = shard_of(stage, make_batch(PLAIN), FIXED)
-    for found, expected in zip(log_probs(backend, shard), log_probs(backend, shard, reference=True), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for name in ("sparse", "windowed"):
+        plain = make_backend(stage, name, loss=replace(PLAIN, use_kl_loss=True)).settings
+        backend = FsdpBackend(replace(plain, training=replace(plain.training, bf16=True)), CPU, TOTAL_STEPS)
+        shard = shard_of(stage, make_batch(PLAIN), FIXED)
+        for found, expected in zip(log_probs(backend, shard), log_probs(backend, shard, reference=True), strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 def models_that_cannot_be_packed_are_refused(stage: Stage) -> None:
@@ -401,7 +410,9 @@ CHECKS = (
     recurrent_models_are_trained_packed,
     recurrent_models_are_trained_on_padded_rows,
     sparse_attention_is_trained_packed,
-    a_reference_in_bf16_may_have_sparse_attention,
+    windows_and_sinks_are_trained_packed,
+    windows_and_sinks_are_trained_on_padded_rows,
+    a_reference_in_bf16_may_have_weights_that_transformers_keeps_in_fp32,
     models_that_cannot_be_packed_are_refused,
     optimizer_is_adamw_with_clipping,
     step_without_loss_tokens_is_skipped,

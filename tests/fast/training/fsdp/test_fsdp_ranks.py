@@ -25,7 +25,7 @@ def _names(file: str, *tuples: str) -> list[str]:
     return found
 
 
-FILES = ("state_checks.py", "critic_checks.py", "adapter_checks.py", "distillation_checks.py", "reference_checks.py")
+FILES = tuple(f"{name}_checks.py" for name in ("state", "critic", "adapter", "distillation", "reference", "family"))
 OF_WORLD = {
     1: [name for file in FILES for name in _names(file, "CHECKS", "AFTER_TWO_RANKS")],
     2: [name for file in FILES for name in _names(file, "CHECKS", "ON_TWO_RANKS")],

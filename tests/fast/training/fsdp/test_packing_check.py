@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tiny_kinds import CONFIGS, UNTESTED
+from tiny_kinds import CONFIGS, UNTESTED, WINDOWS
 from tiny_llama import SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,6 +18,7 @@ from miles.model_families.packing import (
     PACKABLE,
     RECURRENT,
     SPARSE,
+    WINDOWED,
     has_recurrent_state,
     is_compared_by_test,
     must_be_padded,
@@ -30,6 +31,7 @@ from miles.training.fsdp.packing_check import (
     layout_log_probs,
     own_log_probs,
 )
+from miles.training.packed_attention import PackedLayout
 
 PACKED, PADDED = ParallelArguments(), ParallelArguments(qkv_format="bshd")
 
@@ -81,6 +83,26 @@ def test_gradients_equal_transformers_in_either_layout(tmp_path, kind):
     for packed in (False, True):
         error = (gradient(layout_log_probs(policy, "", packed)) - wanted).norm() / wanted.norm()
         assert error < 1e-5
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_windows_shorter_than_samples_equal_transformers(tmp_path, kind):
+    policy = make_policy(tmp_path, kind, **WINDOWS.get(kind, {}))
+    check_layout("--hf-checkpoint", str(tmp_path), PACKED)
+    parameters = list(policy.language_model.parameters())
+    weights = torch.randn(17, generator=torch.Generator().manual_seed(0))
+
+    def gradient(log_probs: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.flatten() for part in torch.autograd.grad((log_probs * weights).sum(), parameters)])
+
+    own = own_log_probs(policy)
+    wanted = gradient(own)
+    for packed in (False, True):
+        found = layout_log_probs(policy, "", packed)
+        assert (found - own).abs().max() < 1e-4
+        assert (gradient(found) - wanted).norm() < 1e-5 * wanted.norm()
+    with patch.object(PackedLayout, "narrowed", lambda self, window: None):
+        assert (layout_log_probs(policy, "", packed=True) - own).abs().max() > 0.1
 
 
 def test_a_state_that_passes_from_sample_to_sample_is_found(tmp_path):

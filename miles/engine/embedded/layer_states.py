@@ -1,0 +1,84 @@
+"""What layers keep of the running sequences beside keys and values: recurrent states, and the keys of an indexer.
+
+Transformers' layers ask their cache for both, so this is one of its caches. Keys and values themselves go where those
+of every model go (attention.py), so ``update`` gives them back as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+if TYPE_CHECKING:
+    from miles.engine.embedded.attention import DecodeStep, PrefillStep
+
+
+class LayerStates(DynamicCache):
+    """The states of rows 0 .. n - 1, each of which the next decoding step reads and replaces.
+
+    A prefill has a cache of its own, whose states ``admit`` then appends. If a layer is recurrent, prompts of one
+    prefill must be of equal length: its state after a prompt must not have seen padding.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        """Keep nothing yet."""
+        super().__init__(config=config)
+        self._config = config
+        self.step: PrefillStep | DecodeStep | None = None  # the pass that runs
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of this pass: attention stores them, and reads those of earlier passes."""
+        return key_states, value_states
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Store the indexer's keys [B, T, D] of this pass, and return all that its queries may score, [B, width, D]."""
+        assert self.step is not None
+        return self.step.keep_indexed(layer_idx, indexer_key_states)
+
+    def fresh(self) -> LayerStates:
+        """Return an empty one, for a prefill."""
+        return LayerStates(self._config)
+
+    def admit(self, prefilled: LayerStates, prompt_of_row: torch.Tensor, first_row: int) -> None:
+        """Give row ``first_row + i`` the state after prompt ``prompt_of_row[i]`` of a prefill."""
+        for layer, (mine, theirs) in enumerate(zip(self.layers, prefilled.layers, strict=True)):
+            if not isinstance(theirs, LinearAttentionCacheLayerMixin):
+                continue
+            theirs.reorder_cache(prompt_of_row)
+            if first_row:
+                assert isinstance(mine, LinearAttentionCacheLayerMixin)
+                for old, new in (
+                    (mine.conv_states, theirs.conv_states),
+                    (mine.recurrent_states, theirs.recurrent_states),
+                ):
+                    for number, state in new.items():
+                        if state is not None:
+                            new[number] = torch.cat([old[number][:first_row], state])
+            self.layers[layer] = theirs
+
+    def keep_rows(self, rows: int) -> None:
+        """Drop the states of all rows but the first ``rows``."""
+        for states, number in self._states():
+            states[number] = states[number][:rows]
+
+    def move(self, source: int, target: int) -> None:
+        """Copy the states of row ``source`` over those of row ``target``."""
+        for states, number in self._states():
+            states[number][target] = states[number][source]
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self.layers = self.fresh().layers
+
+    def _states(self) -> Iterator[tuple[dict[int, Any], int]]:
+        """Yield each state of each layer, as where it is kept and its number there. A layer may lack some."""
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                for states in (layer.conv_states, layer.recurrent_states):
+                    yield from ((states, number) for number, state in states.items() if state is not None)

@@ -1,0 +1,74 @@
+"""The embedded engine equals transformers on windows, sinks, recurrent layers and attention that chooses keys."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_kinds import CONFIGS, WINDOWS
+from tiny_llama import SHAPE
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from miles.engine.base import Generation, GenerationRequest, SamplingParams, WeightChunk
+from miles.engine.embedded import attention
+from miles.engine.embedded.torch_engine import TorchEngine
+from miles.model_families.packing import RECURRENT, SPARSE, WINDOWED
+
+# Prompts of one length and of several; responses that end at different times, so rows move.
+PROMPTS = [(5, 6, 7), (9,), tuple(range(20, 37)), (5, 6, 8), (1, 2)]
+NEW_TOKENS = (9, 14, 7, 12, 3)
+ROWS = 6  # fewer than sequences, so some wait
+
+
+def save_model(kind: str, folder: Path, seed: int = 3) -> str:
+    given = CONFIGS[kind] | WINDOWS.get(kind, {})
+    values = {"initializer_range": 0.2}
+    values = dict(text_config=given["text_config"] | values) if "text_config" in given else SHAPE | values | given
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values)).save_pretrained(folder)
+    return str(folder)
+
+
+def requests() -> list[GenerationRequest]:
+    return [GenerationRequest(p, (1, 2, 3), SamplingParams(n)) for p, n in zip(PROMPTS, NEW_TOKENS, strict=True)]
+
+
+async def generate(engine: TorchEngine) -> list[list[Generation]]:
+    return await asyncio.gather(*(engine.generate(request) for request in requests()))
+
+
+def largest_difference(path: str, groups: list[list[Generation]]) -> float:
+    """Of any log-prob, from one forward pass of transformers over each sequence alone."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    largest = 0.0
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for response in group:
+            ids = torch.tensor([*prompt, *response.token_ids])
+            with torch.no_grad():
+                log_p = model(ids[None], use_cache=False).logits[0].log_softmax(-1)
+            wanted = log_p[:-1].gather(1, ids[1:, None])[len(prompt) - 1 :, 0]
+            largest = max(largest, (wanted - torch.tensor(response.log_probs)).abs().max().item())
+    return largest
+
+
+@pytest.mark.parametrize("kind", RECURRENT + SPARSE + WINDOWED)
+async def test_log_probs_are_those_of_transformers(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(attention, "MASKED_QUERIES", 8)
+    path = save_model(kind, tmp_path)
+    # transformers' own decoding of a nemotron_h differs from its forward pass by 4e-4 (5.x, fp32, same weights).
+    allowed = 1e-3 if kind == "nemotron_h" else 1e-4
+    assert largest_difference(path, await generate(TorchEngine(path, torch.float32, "cpu", ROWS))) < allowed
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_next", "glm_moe_dsa"])
+async def test_an_update_of_the_weights_leaves_nothing_of_the_old_ones(kind, tmp_path):
+    first, other = (save_model(kind, tmp_path / str(seed), seed) for seed in (3, 4))
+    engine = TorchEngine(first, torch.float32, "cpu", ROWS)
+    before = await generate(engine)
+    await engine.update_weights([WeightChunk(load_file(Path(other) / "model.safetensors"))], 1)
+    after = await generate(engine)
+    assert after[0][0].token_ids != before[0][0].token_ids
+    assert largest_difference(other, after) < 1e-4

@@ -1,0 +1,81 @@
+"""A tiny model of each family trains a step, exports, goes to the torch engine and resumes, on one rank.
+
+test_packing_check.py compares their log-probs and gradients with transformers, and
+tests/fast/engine/embedded/test_layer_kinds.py the log-probs of the engine.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from cases import FIXED
+from stage import PLAIN, Stage, make_backend, make_batch, shard_of, train, weights
+from tiny_kinds import CONFIGS, WINDOWS
+from tiny_llama import SHAPE
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from miles.engine.embedded.model_runner import ModelRunner
+
+# The families that docs/checkpoints.md names, each once where several share their layers.
+FAMILIES = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "gemma3_text",
+    "gemma4_text",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "gpt_oss",
+    "kimi_k2",
+    "llama",
+    "mistral",
+    "nemotron_h",
+    "qwen2",
+    "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
+
+
+def _save(stage: Stage, kind: str) -> str:
+    """Save a model, and return the name of its folder."""
+    known = "deepseek_v3" if kind == "kimi_k2" else kind
+    config = AutoConfig.for_model(
+        known, **(SHAPE | dict(initializer_range=0.15) | CONFIGS[known] | WINDOWS.get(kind, {}))
+    )
+    torch.manual_seed(7)
+    folder = stage.folder / f"family_{kind}"
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    given = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(given | {"model_type": kind}))
+    return folder.name
+
+
+def each_family_trains_exports_syncs_and_resumes(stage: Stage) -> None:
+    for kind in FAMILIES:
+        name = _save(stage, kind)
+        backend, resumed = (make_backend(stage, name, lr=1e-2) for _ in range(2))
+        shard = shard_of(stage, make_batch(PLAIN), FIXED)
+        before = weights(backend)
+        train(backend, [shard])
+        trained = weights(backend)
+        assert any(not torch.equal(before[name], now) for name, now in trained.items()), kind
+
+        checkpoint, export = stage.folder / f"{name}_checkpoint", stage.folder / f"{name}_export"
+        checkpoint.mkdir()
+        backend.save(checkpoint, {})
+        resumed.load(checkpoint)
+        assert all(torch.equal(now, trained[name]) for name, now in weights(resumed).items()), kind
+
+        backend.export_hf(export)
+        exported = AutoModelForCausalLM.from_pretrained(export).state_dict()
+        runner = ModelRunner(stage.model(name), torch.float32, "cpu")
+        runner.load_weights(backend.export_weights())
+        for read in (exported, runner.model.state_dict()):
+            assert all(torch.equal(read[name], now) for name, now in trained.items()), kind
+
+
+AFTER_TWO_RANKS = (each_family_trains_exports_syncs_and_resumes,)
