@@ -14,7 +14,7 @@ So neither time nor memory grows with the square of a sequence's length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +53,8 @@ class Rows:
     """Spans of similar length as rows, padded on the right to the longest.
 
     ``queries`` and ``keys`` have the token of each cell, or one past the last token for padding. ``tokens`` [n] are the
-    packed tokens that occur, each once, and ``to_packed`` [n] is a cell that holds each. ``visible`` says which key a
+    packed tokens that occur as queries, each once; ``to_packed`` [n] is a cell of the queries that holds each, and
+    ``keys_to_packed`` [n] the cell of the keys at the same place. ``visible`` says which key a
     query sees; None if that is causal, with the last query at the last key.
     """
 
@@ -62,6 +63,7 @@ class Rows:
     queries: torch.Tensor  # int64 [rows * Q]
     keys: torch.Tensor  # int64 [rows * K]
     to_packed: torch.Tensor
+    keys_to_packed: torch.Tensor
     tokens: torch.Tensor
     visible: torch.Tensor | None  # bool [rows or 1, 1, Q, K]
 
@@ -76,6 +78,10 @@ class Rows:
     def put(self, computed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Return ``out`` [T, ...] with the tokens of ``computed`` [rows, Q, ...] at their places."""
         return out.index_copy(0, self.tokens, computed.flatten(0, 1)[self.to_packed])
+
+    def put_from_keys(self, computed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Do the same with ``computed`` [rows, K, ...], by a layer that has computed the rows of keys."""
+        return out.index_copy(0, self.tokens, computed.flatten(0, 1)[self.keys_to_packed])
 
 
 @dataclass(frozen=True)
@@ -146,19 +152,54 @@ class PackedLayout:
 
 def _rows_of(sequences: _Sequences, context: ContextGroup, window: int | None) -> tuple[Rows, ...]:
     """Put spans into buckets, as ``PackedLayout.of_packed`` says. With a window, those of a bucket share their mask."""
+    everywhere = int(sequences.token_index.max()) + 1
+    packed = everywhere // context.size
     spans = _spans(sequences.token_index, sequences.lengths, context)
     if window is not None:
         spans = (part for span in spans for part in _within(span, window))
+    elif context.size == 1 and sequences.device.type == "cpu":
+        spans = _without_repeated_queries(spans, packed)
+
+    def order(span: _Span) -> tuple[int, int]:
+        if window is not None:
+            return span.first, len(span.keys)
+        return len(span.queries) if context.size == 1 else 0, len(span.keys)
+
+    def may_join(bucket: list[_Span], span: _Span) -> bool:
+        first = bucket[0]
+        if window is not None:
+            masks_agree = span.first == first.first
+        else:
+            masks_agree = len(first.keys) <= SHORT or (context.size == 1 and not span.first)
+        return masks_agree and _are_alike(first, bucket[-1], span)
+
     buckets: list[list[_Span]] = []
-    for span in sorted(spans, key=lambda span: (span.first if window else 0, len(span.keys)), reverse=True):
-        last = buckets[-1][0] if buckets else span
-        alone = context.size > 1 and len(last.keys) > SHORT if window is None else last.first != span.first
-        if not buckets or alone or 2 * len(span.keys) < len(last.keys):
+    for span in sorted(spans, key=order, reverse=True):
+        if not buckets or not may_join(buckets[-1], span):
             buckets.append([])
         buckets[-1].append(span)
-    everywhere = int(sequences.token_index.max()) + 1
-    packed = everywhere // context.size
     return tuple(_rows(bucket, packed, everywhere, sequences.device, window) for bucket in buckets)
+
+
+def _are_alike(first: _Span, last: _Span, span: _Span) -> bool:
+    """Return whether ``span`` has half the queries and keys of the others at least, and at most twice their keys."""
+    lengths = [len(first.keys), len(last.keys), len(span.keys)]
+    return 2 * len(span.queries) >= len(first.queries) and 2 * min(lengths) >= max(lengths)
+
+
+def _without_repeated_queries(spans: Iterable[_Span], packed: int) -> Iterator[_Span]:
+    """Leave out the queries of short spans that an earlier span has too: those that samples begin with.
+
+    The scores of short spans are in memory anyway, with a mask; the kernels for long ones have the causal mask alone.
+    """
+    is_done = np.zeros(packed, bool)
+    for span in spans:
+        repeated = is_done[span.queries]
+        is_done[span.queries] = True
+        if len(span.keys) > SHORT:
+            yield span
+        elif not repeated.all():
+            yield _Span(span.queries[repeated.argmin() :], span.keys)
 
 
 def _spans(token_index: np.ndarray, lengths: Sequence[int], context: ContextGroup) -> Iterator[_Span]:
@@ -189,6 +230,8 @@ def _rows(bucket: list[_Span], packed: int, everywhere: int, device: torch.devic
     used = np.flatnonzero(queries.ravel() < packed)
     # Any cell of a token will do, as the attention of a causal prefix is the same in each; the first repeats exactly.
     tokens, first = np.unique(queries.ravel()[used], return_index=True)
+    row, place_in_row = np.divmod(used[first], queries.shape[1])
+    of_keys = row * keys.shape[1] + np.array([span.first for span in bucket])[row] + place_in_row
     visible = None
     if window is not None:
         place = bucket[0].first + np.arange(queries.shape[1])[:, None]
@@ -204,6 +247,7 @@ def _rows(bucket: list[_Span], packed: int, everywhere: int, device: torch.devic
         to_device(queries.ravel(), device),
         to_device(keys.ravel(), device),
         to_device(used[first], device),
+        to_device(of_keys, device),
         to_device(tokens, device),
         None if visible is None else to_device(visible, device),
     )

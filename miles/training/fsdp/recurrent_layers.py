@@ -48,5 +48,5 @@ def _by_sample(
     out = torch.zeros_like(tokens)
     for rows in packed.rows:
         # A token of several rows, in a shared prompt, is computed in each; the last bucket's copy is kept.
-        out = rows.put(forward(rows.of_keys(tokens), *args[1:], **given), out)
+        out = rows.put_from_keys(forward(rows.of_keys(tokens), *args[1:], **given), out)
     return out.unsqueeze(0)

@@ -82,7 +82,7 @@ def _rows_of(
         return rows.of_keys(tokens[0])
 
     def from_cells(rows: Rows, out: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
-        return rows.put(computed, out[0])[None]
+        return rows.put_from_keys(computed, out[0])[None]
 
     return [(partial(to_cells, rows), partial(from_cells, rows)) for rows in packed.rows]
 

@@ -136,6 +136,29 @@ def test_in_half_precision_a_few_rows_at_a_time_give_the_same_bits(
         assert torch.equal(cached, plain)
 
 
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=12))
+def test_a_token_that_samples_share_is_a_query_once(sequences):
+    """Its keys are those of its whole prefix, in whichever row it is."""
+    prefixes = sorted({tuple(tokens[:end]) for tokens in sequences for end in range(1, len(tokens) + 1)})
+    number = {prefix: place for place, prefix in enumerate(prefixes)}
+    index = [number[tuple(tokens[:end])] for tokens in sequences for end in range(1, len(tokens) + 1)]
+    layout = PackedLayout.of_packed(np.array(index), [len(tokens) for tokens in sequences], CPU)
+    queries = torch.cat([rows.queries[rows.queries < len(prefixes)] for rows in layout.rows])
+    assert sorted(queries.tolist()) == list(range(len(prefixes)))
+    for rows in layout.rows:
+        length, width = rows.query_shape[1], rows.key_shape[1]
+        visible = (
+            torch.ones(length, width, dtype=torch.bool).tril()[None, None] if rows.visible is None else rows.visible
+        )
+        visible = visible.expand(rows.query_shape[0], 1, -1, -1)
+        assert torch.equal(rows.queries[rows.to_packed], rows.tokens)
+        assert torch.equal(rows.keys[rows.keys_to_packed], rows.tokens)
+        for cell, token in zip(rows.to_packed.tolist(), rows.tokens.tolist(), strict=True):
+            row, place = divmod(cell, length)
+            seen = rows.keys.view(-1, width)[row][visible[row, 0, place]]
+            assert seen.tolist() == [number[prefixes[token][:end]] for end in range(1, len(prefixes[token]) + 1)]
+
+
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12))
 def test_layout_places_each_token_once_with_at_most_half_padding(lengths):
     layout = PackedLayout.of_packed(np.arange(sum(lengths)), lengths, CPU)
