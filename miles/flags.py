@@ -212,11 +212,15 @@ class Errors:
             self.refuse(field, path, "no such file", what_to_do)
 
     def existing_folder(self, field: str, path: str | None) -> None:
-        """Check that ``path`` is a folder if it begins with ``/``, ``./`` or ``../``; other names may be on a hub."""
+        """Check that ``path`` is a folder, unless it can be a name on a hub: one word, or two with a slash between."""
         if path is not None and "://" in path:
             self.refuse(field, path, "is a URL", "copy the files to a folder of this machine, and give that")
             return
-        if path is not None and path.startswith(("/", "./", "../")) and not os.path.isdir(path):
+        if path is None or os.path.isdir(path):
+            return
+        if os.path.isfile(path):
+            self.refuse(field, path, "is a file", "give the folder that it is in")
+        elif path.startswith(("/", ".", "~")) or path.count("/") > 1:
             self.refuse(field, path, "no such folder", "check the path, or give a Hugging Face name")
 
 

@@ -1,6 +1,7 @@
 """Set up the processes of a run: nodes, devices, Ray, and who shares a GPU with whom."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Optional
@@ -19,7 +20,7 @@ class ClusterArguments:
         None, "address of a running Ray cluster; default: RAY_ADDRESS in the environment, or else start a local Ray"
     )
     device: Literal["auto", "cpu", "cuda"] = flag(
-        "auto", "device of the trainer and the engine; auto is cuda if there is a GPU"
+        "auto", "device of the trainer and the engine; auto is cuda if this host, or the joined Ray cluster, has a GPU"
     )
     actor_num_nodes: int = flag(1, "nodes of the trainer")
     actor_num_gpus_per_node: int = flag(
@@ -81,6 +82,11 @@ class Offload:
     rollout: bool
 
 
+def is_cluster_address(address: str) -> bool:
+    """Return whether a run can join a Ray cluster at this address: auto, or HOST:PORT."""
+    return address == "auto" or re.fullmatch(r"[^\s/]+:\d{1,5}", address, re.ASCII) is not None
+
+
 def check_cluster(cluster: ClusterArguments, errors: Errors) -> None:
     """Check counts, time limits and the environment of the trainer."""
     errors.at_least(
@@ -99,6 +105,9 @@ def check_cluster(cluster: ClusterArguments, errors: Errors) -> None:
         rule = "starts a Ray that nothing would end with the run (given here, or as RAY_ADDRESS)"
         what_to_do = "drop it: a run without an address starts a local Ray of its own"
         errors.refuse("ray_address", cluster.ray_address, rule, what_to_do)
+    elif cluster.ray_address is not None and not is_cluster_address(cluster.ray_address):
+        rule = "is no address of a Ray cluster (given here, or as RAY_ADDRESS)"
+        errors.refuse("ray_address", cluster.ray_address, rule, "give HOST:PORT, or auto for the one of this host")
     errors.above(cluster, 0, "worker_timeout", "stop_timeout")
     for name, value in errors.json_object("train_env_vars", cluster.train_env_vars).items():
         if not isinstance(value, str):

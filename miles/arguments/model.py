@@ -50,6 +50,8 @@ def check_model(model: ModelArguments, errors: Errors) -> None:
     if model.ref_update_interval is None:
         errors.refuse_ignored(model, ["ref_mixup_alpha"], "without --ref-update-interval", "add that flag")
     errors.existing_folder("opd_teacher_load", model.opd_teacher_load)
+    for name in ("ref_load", "opd_teacher_load"):
+        _check_not_empty(name, getattr(model, name), errors)
     if model.hf_checkpoint is not None and errors.none_about("hf_checkpoint") and os.path.isdir(model.hf_checkpoint):
         with errors.catching():
             if local_config(model, "hf_checkpoint") is None:
@@ -57,6 +59,18 @@ def check_model(model: ModelArguments, errors: Errors) -> None:
                 errors.refuse(
                     "hf_checkpoint", model.hf_checkpoint, rule, "give the folder of a model, or " + _COPY_AGAIN
                 )
+
+
+def _check_not_empty(field: str, path: str | None, errors: Errors) -> None:
+    """Refuse an empty folder: it holds neither a model nor a checkpoint."""
+    if path is not None and errors.none_about(field) and os.path.isdir(path):
+        with errors.catching():
+            try:
+                is_empty = not os.listdir(path)
+            except OSError as error:
+                refuse(field, path, f"cannot be read ({error.strerror})", "check its permissions")
+            if is_empty:
+                refuse(field, path, "the folder is empty", "give the folder of a model, or of a checkpoint")
 
 
 def explain_reference(model: ModelArguments) -> list[str]:

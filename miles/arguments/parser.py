@@ -16,17 +16,20 @@ from typing import Any, NoReturn
 from argparse_dataclass import _add_dataclass_options
 
 import miles
+from miles.arguments.cluster import ClusterArguments, is_cluster_address
 from miles.arguments.explain import explain
 from miles.arguments.files import config_file, custom_config
 from miles.arguments.files.config_file import expand_configs, located
 from miles.arguments.launch.choice import (
     choose_backend,
+    choose_device,
     choose_engine,
     choose_ranks,
     in_words,
     trained_without_megatron,
 )
 from miles.arguments.launch.host_share import fit_to_host, is_on_cpu
+from miles.arguments.launch.joined_cluster import JoinedCluster, joined_cluster
 from miles.arguments.launch.mismatch_config import read_mismatch_config
 from miles.arguments.launch.normalize import FOREIGN_FLAGS, normalize_flags
 from miles.arguments.launch.notes import OTHERS, Note, report, strict_errors, surprises
@@ -238,6 +241,7 @@ class Command:
         foreign: The flags of other launchers in it, with their values.
         choice: Which backend and engine were chosen, and why, in one line.
         ranks: The default of --actor-num-gpus-per-node on this host; None if it is given.
+        joined: What the Ray cluster that the run joins says of its GPUs; None if it was not asked.
         notes: What was read in another spelling.
         errors: Wrong values, and flags that do not exist.
         origins: The line, ``FILE:LINE``, of each flag that a configuration file sets.
@@ -252,6 +256,7 @@ class Command:
     foreign: dict[str, Any]
     choice: str
     ranks: int | None
+    joined: JoinedCluster | None
     notes: tuple[Note, ...]
     errors: tuple[str, ...]
     origins: Mapping[str, str]
@@ -385,10 +390,12 @@ def _command(
     given = {name: value for name, value in vars(namespace).items() if value is not dataclasses.MISSING}
     backend = choose_backend(given.get("train_backend"), megatron, trained_without_megatron(settings))
     servers = [flag for flag in flags if flag.startswith((SERVER, ROUTER))]
-    engine = choose_engine(given.get("rollout_engine"), servers, settings.cluster.device, has_gpu())
+    joined = _ask_cluster(settings.cluster)
+    device = choose_device(settings.cluster.device, has_gpu(), joined)
+    engine = choose_engine(given.get("rollout_engine"), servers, device)
     ranks = None
     if "actor_num_gpus_per_node" not in given:
-        ranks = choose_ranks(settings.cluster.device, has_gpu(), busy_cores())
+        ranks = choose_ranks(device, busy_cores())
     settings = replace(
         settings,
         training=replace(settings.training, train_backend=backend.value),
@@ -399,14 +406,28 @@ def _command(
         settings,
         frozenset(given),
         {flag: value for flag, value in foreign.items() if value is not None},
-        in_words(backend, engine, ranks),
+        in_words(backend, engine, ranks, None if joined is None else device),
         None if ranks is None else ranks.value,
+        joined,
         notes,
         tuple(errors.messages),
         {},
         namespace.explain,
         namespace.strict_flags,
     )
+
+
+def _address(cluster: ClusterArguments) -> str | None:
+    """Return the address of the Ray that the run joins; None if it starts its own."""
+    return cluster.ray_address or os.environ.get(RAY_ADDRESS) or None  # the variable is set by ``ray job submit``
+
+
+def _ask_cluster(cluster: ClusterArguments) -> JoinedCluster | None:
+    """Ask the Ray cluster that the run joins for its GPUs, if nothing else says whether there is CUDA."""
+    address = _address(cluster)
+    if cluster.device != "auto" or has_gpu() or address is None or not is_cluster_address(address):
+        return None
+    return joined_cluster(address)
 
 
 def _settings(namespace: argparse.Namespace, passed_on: ServerFlags) -> Settings:
@@ -468,16 +489,21 @@ def _judge(command: Command) -> Validated:
         check_replay_on_cpu(validated.settings, errors)
         errors.raise_if_any()
     settings = fit_to_host(validated.settings, command.given)
-    further = surprises(settings, command.given, on_cpu, has_bf16())
+    further = tuple(surprises(settings, command.given, on_cpu, has_bf16()))
+    if command.joined is not None and command.joined.gpus is None:
+        further = (command.joined.doubt, *further)
     return Validated(settings, (*validated.notes, *further), tuple(notes), command.choice)
 
 
 def _with_defaults(command: Command) -> Settings:
     """Fill in the precision, and the defaults that depend on this host. ``parse`` leaves those of the sections."""
     settings = command.settings
-    joined = os.environ.get(RAY_ADDRESS)
-    if joined and settings.cluster.ray_address is None:  # set by ``ray job submit``
-        settings = replace(settings, cluster=replace(settings.cluster, ray_address=joined))
+    cluster = settings.cluster
+    if cluster.ray_address is None:
+        cluster = replace(cluster, ray_address=_address(cluster))
+    if command.joined is not None and command.joined.gpus:
+        cluster = replace(cluster, device="cuda")
+    settings = replace(settings, cluster=cluster)
     settings = replace(settings, training=fill_precision(settings.training))
     if command.ranks is not None:
         settings = replace(settings, cluster=replace(settings.cluster, actor_num_gpus_per_node=command.ranks))

@@ -1,6 +1,7 @@
 """The loop without Ray: the order of events, when saving and evaluation are due, and how a run resumes."""
 
 import signal
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -80,24 +81,27 @@ class Recorder:
         return [call for call in self.calls if call[0] in names]
 
 
+def loop_of(evaluation, resume_from=None, offload=None, stop=None, **checkpoint):
+    """Run a loop; return what it has called."""
+    sides = Recorder(resume_from)
+    both = Sides(sides, sides, offload or Offload(train=False, rollout=False), PhaseTimer())
+    loop = TrainingLoop(
+        both,
+        RunCheckpoints(both, CheckpointArguments(**checkpoint), {"id": "of this run"}),
+        sides,
+        evaluation=evaluation,
+        steps_per_iteration=2,
+        is_synchronous=True,
+        stop=stop or StopRequests(60.0),
+    )
+    loop.run()
+    return sides
+
+
 @pytest.fixture
 def run():
-    def start(resume_from=None, offload=None, stop=None, **checkpoint):
-        sides = Recorder(resume_from)
-        both = Sides(sides, sides, offload or Offload(train=False, rollout=False), PhaseTimer())
-        loop = TrainingLoop(
-            both,
-            RunCheckpoints(both, CheckpointArguments(**checkpoint), {"id": "of this run"}),
-            sides,
-            evaluation=EvaluationArguments(eval_prompt_data=("held_out", "x.jsonl"), eval_interval=2),
-            steps_per_iteration=2,
-            is_synchronous=True,
-            stop=stop or StopRequests(60.0),
-        )
-        loop.run()
-        return sides
-
-    return start
+    evaluation = EvaluationArguments(eval_prompt_data=("held_out", "x.jsonl"), eval_interval=2)
+    return partial(loop_of, evaluation)
 
 
 def test_an_iteration_generates_trains_syncs_evaluates_logs_and_saves_in_this_order(run):

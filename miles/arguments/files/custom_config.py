@@ -33,6 +33,10 @@ def read_custom_config(path: str) -> dict[str, Any]:
         raise ValueError(f"{shown}: has more than {LARGEST} characters; check the path")
     try:
         values = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        reason = one_line(str(error.problem), LONGEST_VALUE)
+        raise ValueError(f"{shown}: is not YAML ({reason}{line}); correct it there") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = one_line(str(error), LONGEST_VALUE)
         raise ValueError(f"{shown}: is not YAML ({reason}); correct it there") from error

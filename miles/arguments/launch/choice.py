@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles.arguments.launch.abilities import first_with
+from miles.arguments.launch.joined_cluster import JoinedCluster
 from miles.arguments.model import local_config
 from miles.arguments.settings import Settings
 from miles.components import ENGINES, TRAIN_BACKENDS
@@ -66,14 +67,32 @@ def trained_without_megatron(settings: Settings) -> str | None:
     return model_type(config) if is_trained else None
 
 
-def choose_engine(given: str | None, server_flags: Iterable[str], device: str, has_gpu: bool) -> Choice:
+def choose_device(given: str, has_gpu: bool, joined: JoinedCluster | None) -> Choice:
+    """Choose cuda or cpu: as ``--device`` says, or cuda if this host or the cluster that the run joins has a GPU.
+
+    Args:
+        given: The value of ``--device``.
+        has_gpu: Whether this host has a GPU.
+        joined: What the cluster says; None if the run joins none, or the rest decides.
+    """
+    if given != "auto":
+        return Choice(given, f"--device {given}")
+    if has_gpu:
+        return Choice("cuda", "this host has a GPU")
+    if joined is None:
+        return Choice("cpu", "this host has no GPU")
+    if joined.gpus:
+        return Choice("cuda", joined.in_words)
+    return Choice("cpu", f"this host has no GPU; {joined.in_words}")
+
+
+def choose_engine(given: str | None, server_flags: Iterable[str], device: Choice) -> Choice:
     """Choose ``--rollout-engine``: the one that is given, SGLang if the command has flags of it or CUDA is there.
 
     Args:
         given: The value of ``--rollout-engine``; None if it is not given.
         server_flags: The flags of SGLang and its router in the command, in order.
-        device: The value of ``--device``.
-        has_gpu: Whether this host has a GPU.
+        device: The device that was chosen.
     """
     if given is not None:
         return Choice(given, "--rollout-engine")
@@ -81,27 +100,31 @@ def choose_engine(given: str | None, server_flags: Iterable[str], device: str, h
     first = next(iter(server_flags), None)
     if first is not None:
         return Choice(servers, f"the command has {first}")
-    if device == "cuda":
-        return Choice(servers, "--device cuda")
-    if device == "auto" and has_gpu:
-        return Choice(servers, "this host has a GPU")
-    return Choice(embedded, "--device cpu" if device == "cpu" else "this host has no GPU")
+    return Choice(servers if device.value == "cuda" else embedded, device.why)
 
 
-def choose_ranks(device: str, has_gpu: bool, cores: int) -> Choice:
+def choose_ranks(device: Choice, cores: int) -> Choice:
     """Choose ``--actor-num-gpus-per-node``: 8 on CUDA, and one rank for two cores on CPU.
 
     Args:
-        device: The value of ``--device``.
-        has_gpu: Whether this host has a GPU.
+        device: The device that was chosen.
         cores: The cores of this host.
     """
-    if device == "cuda" or (device == "auto" and has_gpu):
+    if device.value == "cuda":
         return Choice(RANKS_ON_CUDA, "the default on CUDA")
     return Choice(max(1, cores // 2), f"one for two of {count(cores, 'core')}")
 
 
-def in_words(backend: Choice, engine: Choice, ranks: Choice | None) -> str:
-    """Say in one line what was chosen, and why. ``ranks`` is None if their number is given."""
+def in_words(backend: Choice, engine: Choice, ranks: Choice | None, device: Choice | None) -> str:
+    """Say in one line what was chosen, and why.
+
+    Args:
+        backend: The training backend.
+        engine: The engine.
+        ranks: The trainer ranks per node; None if their number is given.
+        device: The device; None if no cluster was asked about it.
+    """
     text = f"backend {backend.value} ({backend.why}), engine {engine.value} ({engine.why})"
+    if device is not None and device.why != engine.why:
+        text += f", device {device.value} ({device.why})"
     return text if ranks is None else f"{text}, {count(ranks.value, 'trainer rank')} per node ({ranks.why})"

@@ -60,8 +60,11 @@ Without `--train-backend`, Megatron trains if the command has a flag of Megatron
 model is in a local folder and its family is one that only FSDP has (Qwen3-Next, Qwen3.5, Nemotron-H, GLM-4, …): flags
 of Megatron's layout and layers are then noted, and sizes that contradict the model refused. Without `--rollout-engine`,
 SGLang generates if the command has a flag of SGLang, with `--device cuda`, or if the host has a GPU; else the torch
-engine does. `--explain --device cuda` on a laptop shows what a host with GPUs would choose. With `--ray-address` the
-GPUs of the cluster are not looked at: give `--device cuda`.
+engine does. `--explain --device cuda` on a laptop shows what a host with GPUs would choose.
+
+With `--ray-address` or `RAY_ADDRESS`, and neither `--device` nor a GPU on this host, the cluster is asked: GPUs there
+choose SGLang and `--device cuda`. If its head does not answer within 2 s, a note says so, and the run is planned for
+CPU.
 
 ## How scripts start a run
 

@@ -20,6 +20,7 @@ SGLANG = "--rollout-engine sglang --actor-num-gpus-per-node 2 --colocate "
         (SGLANG + "--offload-rollout --no-offload-rollout", "--offload-rollout: contradicts --no-offload-rollout"),
         (SGLANG + "--offload-train --train-backend megatron", "--train-backend megatron cannot offload"),
         ("--ray-address ray://head:10001", "--ray-address ray://head:10001: is an address of Ray Client"),
+        ("--ray-address head", "--ray-address head: is no address of a Ray cluster .* give HOST:PORT, or auto"),
         ("--ray-address local", "--ray-address local: starts a Ray that nothing would end"),
         (SGLANG + "--offload-train --device cpu", "--offload-train: frees GPU memory, and this run is on CPU; drop"),
     ],

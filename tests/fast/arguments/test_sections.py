@@ -13,6 +13,8 @@ EVAL = "--eval-prompt-data held_out reasoning_gym:products --eval-interval 5"
 MODEL_AND_DATA = [
     ("", "--hf-checkpoint", "--hf-checkpoint is required"),
     ("--hf-checkpoint ./nowhere", "", "--hf-checkpoint ./nowhere: no such folder"),
+    ("--hf-checkpoint models/of/mine", "", "--hf-checkpoint models/of/mine: no such folder"),
+    ("--hf-checkpoint pyproject.toml", "", "--hf-checkpoint pyproject.toml: is a file; give the folder"),
     ("", "--prompt-data", "--prompt-data is required"),
     ("--prompt-data nowhere.jsonl", "", "--prompt-data nowhere.jsonl: no such file"),
     ("--apply-chat-template --apply-chat-template-kwargs {", "", "not JSON"),
@@ -139,3 +141,10 @@ def test_accepted_and_stable(validated, flags, without):
 def test_a_secret_is_not_shown(refused, flags):
     (message,) = refused(flags)
     assert message.startswith("--") and "sesame" not in message
+
+
+@pytest.mark.parametrize("flag", ["--ref-load", "--opd-teacher-load"])
+def test_an_empty_folder_is_neither_a_model_nor_a_checkpoint(refused, tmp_path, flag):
+    needed = "--use-kl-loss" if flag == "--ref-load" else "--use-opd"
+    (message,) = refused(f"{needed} {flag} {tmp_path}")
+    assert message.startswith(f"{flag} {tmp_path}: the folder is empty; give the folder of a model")

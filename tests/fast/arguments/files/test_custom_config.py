@@ -52,7 +52,7 @@ def test_other_names_are_for_functions_of_the_users(read):
     ("text", "expected"),
     [
         ("- a\n", "holds no object"),
-        ("a: [\n", "is not YAML"),
+        ("a: [\n", r"is not YAML \(.*, line 2\); correct it there"),
         ("tis_clip: high\nuse_tis: true\n", "--tis-clip high: must be a number"),
     ],
 )

@@ -1,12 +1,14 @@
 """Which backend and which engine a command gets that names none."""
 
 import json
+from socket import socket
 
 import pytest
 
 from miles.arguments import parser
 from miles.arguments.explain import explain
-from miles.arguments.launch.choice import choose_backend, choose_engine
+from miles.arguments.launch.choice import Choice, choose_backend, choose_device, choose_engine
+from miles.arguments.launch.joined_cluster import JoinedCluster, joined_cluster
 from miles.host.machine import has_bf16
 
 
@@ -178,4 +180,102 @@ def test_features_of_the_cpu(tmp_path):
 
 def test_the_flag_itself_is_the_reason_if_it_is_given():
     assert choose_backend("fsdp", ["--num-layers"]).why == "--train-backend"
-    assert choose_engine("torch", ["--sglang-dtype"], "cuda", True).value == "torch"
+    assert choose_engine("torch", ["--sglang-dtype"], Choice("cuda", "--device cuda")).value == "torch"
+
+
+HEAD = "10.0.0.1:6379"
+
+
+@pytest.mark.parametrize(
+    ("given", "has_gpu", "gpus", "device", "why"),
+    [
+        ("auto", False, 2, "cuda", f"the Ray cluster at {HEAD} has 2 GPUs"),
+        ("auto", False, 1, "cuda", f"the Ray cluster at {HEAD} has 1 GPU"),
+        ("auto", False, 0, "cpu", f"this host has no GPU; the Ray cluster at {HEAD} has no GPU"),
+        ("auto", True, 0, "cuda", "this host has a GPU"),
+        ("cpu", True, 2, "cpu", "--device cpu"),
+        ("cuda", False, 0, "cuda", "--device cuda"),
+    ],
+)
+def test_a_flag_decides_then_this_host_then_the_cluster(given, has_gpu, gpus, device, why):
+    assert choose_device(given, has_gpu, JoinedCluster(HEAD, gpus)) == Choice(device, why)
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """Stand in for the cluster at ``HEAD``; list when it was asked."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    asked = []
+
+    def has(gpus, fault=""):
+        monkeypatch.setattr(parser, "joined_cluster", lambda address: asked.append(address) or answer)
+        answer = JoinedCluster(HEAD, gpus, fault)
+        return asked
+
+    return has
+
+
+@pytest.mark.parametrize("way", ["flag", "variable"])
+def test_gpus_of_the_cluster_choose_sglang_and_cuda(accepted, cluster, monkeypatch, way):
+    asked = cluster(2)
+    if way == "variable":
+        monkeypatch.setenv("RAY_ADDRESS", HEAD)
+    validated = accepted(f"--ray-address {HEAD}" if way == "flag" else "")
+    settings = validated.settings
+    assert (settings.rollout.rollout_engine, settings.cluster.device) == ("sglang", "cuda")
+    assert settings.cluster.ray_address == HEAD and asked == [HEAD]
+    assert f"engine sglang (the Ray cluster at {HEAD} has 2 GPUs)" in validated.choice
+    named = accepted(f"--ray-address {HEAD} --rollout-engine torch").choice
+    assert f"engine torch (--rollout-engine), device cuda (the Ray cluster at {HEAD} has 2 GPUs)" in named
+
+
+def test_a_cluster_without_gpus_chooses_the_cpu(accepted, cluster):
+    cluster(0)
+    validated = accepted(f"--ray-address {HEAD}")
+    assert (validated.settings.rollout.rollout_engine, validated.settings.cluster.device) == ("torch", "auto")
+    assert f"the Ray cluster at {HEAD} has no GPU)" in validated.choice
+    assert not any("--ray-address" in note for note in validated.notes)
+
+
+def test_gpus_that_are_not_known_are_noted(accepted, cluster):
+    cluster(None, "Connection refused")
+    validated = accepted(f"--ray-address {HEAD}")
+    assert validated.settings.rollout.rollout_engine == "torch"
+    (note,) = [note for note in validated.notes if "--ray-address" in note]
+    assert note == (
+        f"--ray-address {HEAD}: the GPUs of the cluster are not known (Connection refused), so the run is planned for "
+        "CPU; give --device cuda if the cluster has GPUs, else --device cpu"
+    )
+    assert "are not known (Connection refused)" in validated.choice
+
+
+@pytest.mark.parametrize("flags", ["--device cpu", "--device cuda", "--device cpu --ray-address auto"])
+def test_a_cluster_is_not_asked_if_a_flag_decides(accepted, cluster, monkeypatch, flags):
+    asked = cluster(2)
+    monkeypatch.setenv("RAY_ADDRESS", HEAD)
+    accepted(flags)
+    assert not asked
+
+
+def test_nor_if_this_host_has_a_gpu(accepted, cluster, monkeypatch):
+    asked = cluster(0)
+    monkeypatch.setattr(parser, "has_gpu", lambda: True)
+    assert accepted(f"--ray-address {HEAD}").settings.rollout.rollout_engine == "sglang"
+    assert not asked
+
+
+@pytest.mark.parametrize("address", ["http://10.0.0.1:8265", "ray://10.0.0.1:10001", "10.0.0.1", "local"])
+def test_nor_if_a_run_cannot_join_it(refusals, cluster, address):
+    asked = cluster(2)
+    (message,) = refusals(f"--ray-address {address}")
+    assert message.startswith(f"--ray-address {address}: ") and not asked
+
+
+def test_ray_is_not_imported_if_nothing_listens(monkeypatch, tmp_path):
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        found = joined_cluster(f"127.0.0.1:{closed.getsockname()[1]}")
+    assert (found.gpus, found.fault) == (None, "Connection refused")

@@ -4,66 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from socket import socket
 
-import psutil
 import pytest
 
-REPO = Path(__file__).resolve().parents[4]
-RAY = [sys.executable, "-m", "ray.scripts.scripts"]
-# Ray 2.60 wants a token of whoever talks to a cluster.
-ENVIRONMENT = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+from tests.fast.support.ray_head import ENVIRONMENT, RAY, answers, free_ports, ray_head
 
+REPO = Path(__file__).resolve().parents[4]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
-def answers(port: int) -> bool:
-    with socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) == 0
-
-
 @pytest.fixture(scope="module")
 def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start ``ray start --head`` in the foreground; give the address that takes jobs. Ends only what it started."""
+    """Start a cluster; give the address that takes jobs."""
     from ray._private.utils import get_dashboard_dependency_error
 
     if get_dashboard_dependency_error() is not None:
         pytest.skip("a cluster takes jobs with the packages of ray[default] only")
-    log = tmp_path_factory.mktemp("ray") / "head.log"
     gcs, board, client = free_ports(3)
-    words = ["--head", "--block", "--num-cpus=3", f"--port={gcs}", f"--dashboard-port={board}"]
-    words += [f"--ray-client-server-port={client}", "--dashboard-agent-listen-port=0", "--disable-usage-stats"]
-    with log.open("w") as output:
-        head = subprocess.Popen([*RAY, "start", *words], env=ENVIRONMENT, stdout=output, stderr=output)
-    try:
-        deadline = time.monotonic() + 300
-        while not answers(board):  # it takes longer to start than the rest
-            assert head.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.5)
+    words = ["--num-cpus=3", f"--port={gcs}", f"--dashboard-port={board}", f"--ray-client-server-port={client}"]
+    # The dashboard takes longer to start than the rest.
+    with ray_head(tmp_path_factory.mktemp("ray") / "head.log", lambda: answers(board), *words):
         yield f"http://127.0.0.1:{board}"
-    finally:
-        started = psutil.Process(head.pid).children(recursive=True)
-        head.terminate()
-        head.wait(120)
-        for process in psutil.wait_procs(started, timeout=30)[1]:
-            process.kill()
 
 
 Submit = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -1,0 +1,373 @@
+"""Which test shows that a flag changes a run: below each file its tests, and the fields whose effect each shows.
+
+In each the code that reads the field behaves otherwise: a loss, a request, a file, a process. ``*`` is a file whose
+functions do so together, such as the checks that ranks run. ``test_every_obeyed_flag.py`` wants each flag here or in
+``test_components.py``.
+"""
+
+TABLE = """
+# cluster
+cluster/test_device_slots.py
+  test_engines_see_the_gpus_of_the_ranks_that_they_share_with: ray_address actor_num_nodes
+cluster/test_session.py
+  test_only_a_run_on_cpu_bounds_the_object_store: device actor_num_gpus_per_node
+  test_colocated_engines_have_the_gpus_of_consecutive_ranks: colocate
+sweep/test_slots.py
+  test_a_run_sees_its_own_gpus: rollout_num_gpus
+cluster/test_train_actor.py
+  test_the_flag_bounds_collective_operations: distributed_timeout_minutes
+cluster/runs/test_hangs.py
+  test_a_stopped_worker_ends_the_run: worker_timeout
+cluster/test_liveness.py
+  test_a_call_that_takes_too_long_ends_the_wait_and_shows_where_its_worker_is: wait_timeout
+launcher/test_run.py
+  test_a_stop_may_take_as_long_as_the_flag_says: stop_timeout
+cluster/test_restarts.py
+  test_a_run_restarts_after_a_killed_trainer: max_restarts
+cluster/test_local_access.py
+  test_secret_variables_reach_the_trainer_past_ray: train_env_vars
+
+# model and adapter
+data/test_tokenizer.py
+  test_folder_without_tokenizer: hf_checkpoint
+cluster/folders/test_resume_point.py
+  test_a_frozen_model_has_no_substitute: ref_load opd_teacher_load
+training/fsdp/reference_checks.py
+  *: ref_update_interval ref_mixup_alpha
+training/fsdp/adapter_checks.py
+  *: lora_rank lora_alpha lora_dropout target_modules
+
+# data
+data/test_prompts.py
+  test_keys_given_replace_those_of_the_flags: input_key label_key
+  test_long_prompts_are_dropped_and_counted: rollout_max_prompt_len
+data/test_conversations.py
+  test_other_roles_are_trained_on_if_they_are_named: sft_roles
+data/test_tools_of_rows.py
+  test_the_flag_chooses_the_column: tool_key
+data/test_custom_source.py
+  test_what_may_surprise_is_reported_once: data_source_path
+data/test_mixture.py
+  test_positions_of_single_sets_and_of_mixtures_are_told_apart: prompt_data prompt_mix
+rollout/test_mixed_prompts.py
+  test_a_resumed_run_draws_and_generates_the_same: prompt_mix_weights curriculum_path
+rollout/test_pipeline.py
+  test_rows_of_a_users_source_are_drawn_and_a_resumed_run_continues_there: rollout_shuffle
+
+# rewards
+rewards/test_scoring.py
+  test_without_error_value_the_sample_is_named_and_nothing_is_set: reward_error_value
+objective/estimators/test_remax.py
+  test_a_group_whose_greedy_response_has_no_reward_is_dropped: reward_error
+rollout/test_metrics.py
+  test_the_part_that_knows_the_answer_decides_and_what_was_dropped_does_not_pass: log_passrate
+rewards/test_registry.py
+  test_reward_key_picks_from_objects: reward_key
+rewards/test_reward_process.py
+  test_a_call_that_does_not_return_ends_in_time_and_the_next_one_works: reward_timeout
+  test_importing_the_module_is_bounded_too: custom_rm_path
+rewards/test_checked_rewards.py
+  test_ifeval_checks_every_instruction: ifeval_share ifeval_loose
+  test_a_schema_comes_from_metadata_or_one_file: reward_json_schema
+rewards/test_cases.py
+  test_built_in_rewards_take_their_flags_and_weights: reward_regex repetition_ngram
+rewards/test_python_code.py
+  test_the_flags_bound_each_program: code_memory code_processes code_seconds
+  test_the_first_failure_is_the_last_run_unless_the_share_counts: code_share
+  test_without_namespaces_the_run_is_refused_unless_allowed: allow_unsandboxed_code
+rewards/test_http_rewards.py
+  test_the_judge_is_asked_for_so_many_tokens_and_so_often: judge_max_tokens judge_retries
+  test_an_answer_cannot_fill_in_the_template: judge_template judge_max_score
+  test_the_judge_is_asked_once_per_answer_also_by_the_next_run: judge_cache judge_api_key
+  test_two_callers_of_one_request_share_it: judge_url judge_model
+  test_no_more_requests_at_a_time_than_allowed: judge_concurrency rm_url_concurrency
+  test_an_attempt_that_takes_too_long_fails: judge_timeout rm_url_timeout rm_url_retries
+  test_batches_are_lists_of_the_size_asked_for: rm_url_batch_size rm_url
+  test_what_is_no_number_is_a_failure_of_the_answer: rm_url_field
+rollout/hooks/test_iteration_hooks.py
+  test_a_function_makes_the_advantages: custom_reward_post_process_path
+
+# rollout
+cluster/test_generation_workers.py
+  test_a_failed_request_is_checked_by_the_rollout_process_and_sent_again: num_rollout_workers
+rollout/test_pipeline.py
+  test_fully_async_collects_until_the_last_iteration: num_rollout
+rollout/test_groups.py
+  test_sampling_follows_the_flags: rollout_min_p rollout_stop_token_ids rollout_temperature rollout_top_p
+  test_sampling_follows_the_flags: rollout_top_k rollout_max_response_len
+rollout/test_collect.py
+  test_the_context_limit_reaches_the_engine: rollout_max_context_len
+  test_the_first_groups_that_pass_are_the_iteration: over_sampling_batch_size
+  test_a_filter_that_drops_everything_stops_the_run: dynamic_sampling_filter_path
+  test_iterations_end_when_every_prompt_is_mastered: max_prompt_pass_rate
+  test_a_reward_that_always_fails_stops_the_run_under_drop: rollout_batch_size n_samples_per_prompt
+replay/test_support_replay.py
+  test_greedy_and_unrestricted_sampling_have_no_support: no_support_replay
+replay/test_expert_replay.py
+  test_log_probs_agree_though_the_trainer_would_choose_other_experts: use_rollout_routing_replay
+rollout/test_ordering.py
+  test_flags_choose_one_state_per_question: over_sampling_early_stop stale_samples async_steps
+  test_flags_choose_one_state_per_question: partial_rollout fully_async
+rollout/test_stream_collector.py
+  test_carried_over_samples_hold_tokens_of_several_versions: mask_offpolicy_in_partial_rollout
+rollout/test_trajectory.py
+  test_the_flag_chooses_the_function: custom_generate_function_path
+rollout/test_thinking_limit.py
+  test_only_reasoning_beyond_the_limit_is_interrupted: thinking_max_len thinking_end
+  test_only_reasoning_beyond_the_limit_is_interrupted: thinking_interruption
+rollout/agents/test_generator.py
+  test_a_program_that_fails_fails_like_a_reward: agent_command
+  test_a_program_that_hangs_is_killed_with_its_children: agent_timeout
+  test_at_most_so_many_programs_run_at_a_time: agent_concurrency
+rollout/agents/test_environment_pipeline.py
+  test_the_weights_of_a_run_are_evaluated_and_sampled_in_its_environment: environment
+rollout/agents/test_environments.py
+  test_max_turns_bounds_the_answers: max_turns
+rollout/test_rollout_function.py
+  test_its_groups_are_the_iteration: rollout_function_path
+rollout/hooks/test_buffer_filter.py
+  test_it_also_picks_where_generation_never_pauses: buffer_filter_path
+rollout/hooks/test_iteration_hooks.py
+  test_samples_of_reward_0_are_not_trained_on_and_advantages_stay: filter_zero_reward_samples
+  test_a_function_marks_samples: rollout_sample_filter_path
+  test_all_samples_are_shown_dropped_groups_too: rollout_all_samples_process_path
+  test_a_function_adds_metrics_or_replaces_them: custom_rollout_log_function_path
+  test_a_function_makes_what_is_trained_on: custom_convert_samples_to_train_data_path
+sweep/test_plan.py
+  test_a_file_that_wins_over_the_command_may_not_set_the_folder: custom_config_path rollout_seed
+cluster/runs/test_run_modes.py
+  test_without_a_trainer_answers_are_generated_evaluated_and_saved: debug_rollout_only
+  test_a_model_is_fine_tuned_on_conversations_without_an_engine: debug_train_only
+rollout/test_pipeline.py
+  test_saved_groups_are_trained_on_again_without_an_engine: save_debug_rollout_data
+rollout/test_debug_data.py
+  test_a_missing_file_names_the_flag: load_debug_rollout_data
+
+# sglang
+engine/test_spanning_server.py
+  test_it_generates_and_takes_weights_as_the_model_does: rollout_num_gpus_per_engine
+engine/sglang/test_processes.py
+  test_the_router_may_open_two_sockets_per_request: sglang_server_concurrency
+sweep/test_slots.py
+  test_runs_with_the_same_engines_are_one_at_a_time: rollout_external
+engine/sglang/test_keys.py
+  test_an_external_server_with_another_key_is_reported_at_once: rollout_external_engine_addrs
+cluster/test_rollout_actor.py
+  test_the_embedded_engine_gets_deltas_and_all_weights_if_one_is_lost: update_weight_transfer_mode
+weight_sync/test_disk_delta.py
+  test_a_folder_of_another_user_is_not_entered: update_weight_copy_dir
+engine/test_sglang_in_flight.py
+  test_aborted_requests_return_their_tokens_so_far: pause_generation_mode
+engine/test_sglang_engine.py
+  test_a_tensor_that_is_not_sent_is_found: check_weight_update_equal
+engine/test_engine_failures.py
+  test_a_server_gets_an_update_that_it_missed_when_it_restarts: use_fault_tolerance
+  test_without_fault_tolerance_a_server_that_continues_is_waited_for: rollout_health_check_interval
+  test_without_fault_tolerance_a_server_that_continues_is_waited_for: rollout_health_check_timeout
+
+# loss
+conformance/test_matrix.py
+  test_supervised_fine_tuning_shares_the_path: loss_type
+objective/estimators/test_token_advantages.py
+  test_whitening_is_over_the_tokens_of_the_step: normalize_advantages
+objective/estimators/test_gdpo.py
+  test_one_reward_is_grpo_over_the_spread_of_the_iteration: advantage_estimator
+conformance/test_matrix.py
+  test_a_second_pass_has_the_old_log_probs_of_the_first: policy_loss
+objective/test_value_loss.py
+  test_the_worse_of_the_two_counts: value_clip
+objective/estimators/test_token_advantages.py
+  test_the_kl_is_taken_off_every_tokens_reward: kl_coef gamma
+objective/test_hooks.py
+  test_advantages_of_samples_are_what_the_function_returns: custom_advantage_function_path
+  test_a_whole_loss_has_the_reducers_of_the_run: custom_loss_function_path
+  test_importance_weights_are_what_the_function_returns: custom_tis_function_path
+  test_token_losses_are_what_the_function_returns_and_masked_numbers_are_not_shown: custom_policy_loss_function_path
+conformance/test_matrix.py
+  test_custom_reducers_see_whole_samples: custom_pg_loss_reducer_function_path
+conformance/test_hooks.py
+  test_what_a_function_makes_of_the_scored_data_is_trained_on: rollout_data_postprocess_path
+training/test_trainer.py
+  test_the_engines_log_probs_are_old_ones_without_a_pass: use_rollout_logprobs
+objective/test_token_weights.py
+  test_off_policy_masking_drops_what_is_above_the_bound_not_at_it: use_opsm opsm_delta
+  test_truncation_bounds_the_ratio: use_tis tis_clip tis_clip_low
+  test_icepop_drops_what_lies_outside: tis_mode
+  test_rejection_alone_keeps_weights_of_one: use_rs rs_lower_bound rs_upper_bound
+conformance/test_matrix.py
+  test_corrections_change_only_the_numerator: tis_level tis_batch_normalize rs_level
+  test_corrections_change_only_the_numerator: rs_veto_threshold top_entropy_quantile
+replay/test_support_replay.py
+  test_log_probs_of_engine_and_trainer_agree: get_mismatch_metrics
+conformance/test_mutations.py
+  test_the_canary_detects_what_the_table_says: loss_canary
+objective/test_policy_loss.py
+  test_kl_with_coefficient_zero_is_measured_only: use_kl_loss
+  test_the_terms_add_up_and_have_their_gradients: kl_loss_type kl_loss_coef entropy_coef
+objective/test_kl.py
+  test_the_ratio_makes_value_and_gradient_right_off_policy: use_unbiased_kl
+objective/test_token_log_probs.py
+  test_chunk_size_is_checked: log_probs_chunk_size
+batching/test_convert.py
+  test_the_worked_example: loss_aggregation loss_aggregation_divisor
+objective/test_hooks.py
+  test_the_four_argument_form_is_divided_by_the_steps_count: calculate_per_token_loss
+objective/test_distillation.py
+  test_the_kl_is_subtracted_from_any_advantage_and_not_from_returns: use_opd opd_kl_coef
+rollout/workers/test_worker.py
+  test_a_served_teacher_scores_in_workers_as_in_one_process: opd_type opd_teacher_urls
+objective/test_adaptive_coefficients.py
+  test_a_resumed_run_continues_exactly: kl_target kl_horizon
+  test_the_weight_of_the_entropy_follows_skywork: entropy_coef_delta entropy_coef_min
+  test_the_weight_of_the_entropy_follows_skywork: entropy_coef_max entropy_target
+batching/test_convert.py
+  test_rewards_are_normalized_as_the_flags_say: disable_grpo_std_normalization
+  test_columns_are_those_of_the_samples: disable_rewards_normalization
+objective/estimators/test_optimal_token_baseline.py
+  test_the_end_of_the_longest_response_is_not_trained_on_unless_asked: otb_zero_tail
+objective/estimators/test_passk.py
+  test_analytic_is_the_mean_over_the_subsets_that_contain_the_answer: pass_k
+  test_what_is_right_is_a_flag: pass_correct_above
+objective/estimators/test_vapo.py
+  test_advantages_and_returns_have_their_own_lambda: lambd critic_lambd vapo_alpha
+objective/policy_losses/test_cispo.py
+  test_a_lower_bound_raises_the_weight_of_rare_tokens: ratio_max ratio_min
+objective/policy_losses/test_kl_cov.py
+  test_clip_cov_draws_from_its_range_what_ppo_leaves: clip_cov_fraction clip_cov_min clip_cov_max
+  test_kl_cov_takes_the_largest_covariances: kl_cov_fraction
+  test_loss_and_gradient: kl_cov_coef
+objective/policy_losses/test_dppo.py
+  test_loss_and_gradient: dppo_kl_delta dppo_tv_delta
+  test_loss_and_gradient_with_a_bounded_ratio: dppo_ratio_max
+objective/policy_losses/test_dro.py
+  test_loss_and_gradient: dro_beta dro_level
+objective/policy_losses/test_geo_mean.py
+  test_loss_and_gradient: geo_mean_log_clip
+objective/policy_losses/test_luspo.py
+  test_loss_and_gradient: eps_clip eps_clip_high
+objective/policy_losses/test_sapo.py
+  test_loss_and_gradient: sapo_tau_pos sapo_tau_neg
+objective/policy_losses/test_vespo.py
+  test_its_flags: vespo_power_pos vespo_decay_pos vespo_power_neg vespo_decay_neg
+
+# critic and training
+cluster/runs/test_ppo_run.py
+  test_the_critic_learns_first_then_both: num_critic_only_steps
+cluster/runs/test_train_backends.py
+  *: train_backend
+saved_runs/test_run.py
+  test_settings_come_back_as_they_were: rollout_engine
+batching/test_convert.py
+  test_a_step_with_dropped_trajectories_is_the_mean_over_the_others: global_batch_size
+objective/estimators/test_optimal_token_baseline.py
+  test_a_step_must_have_whole_groups: num_steps_per_rollout
+batching/test_schedule_step.py
+  test_a_prompt_counts_as_often_as_it_is_laid_out: use_dynamic_batch_size max_tokens_per_gpu
+  test_all_samples_are_trained_by_default: micro_batch_size
+  test_balancing_evens_out_tokens: balance_data
+rollout/test_pipeline.py
+  *: use_dynamic_global_batch_size
+objective/test_token_log_probs.py
+  test_an_fp32_head_computes_log_probs_of_bf16_inputs_as_float64_does: fp32_lm_head
+training/fsdp/state_checks.py
+  *: bf16 fp32
+support/rehearsed_layouts.py
+  *: gradient_checkpointing
+conformance/rank.py
+  *: use_routing_replay
+cluster/runs/test_run_modes.py
+  test_two_runs_in_deterministic_mode_are_bit_equal: deterministic_mode
+conformance/test_hooks.py
+  test_token_losses: seed
+cluster/test_rollout_actor.py
+  test_ranks_that_share_their_sequences_get_one_object: context_parallel_size
+parallel/test_dynamic_context_parallel.py
+  test_a_sequence_for_which_there_are_too_few_ranks: dynamic_context_parallel
+  test_a_sequence_for_which_there_are_too_few_ranks: max_seqlen_per_dp_cp_rank
+training/fsdp/test_packing_check.py
+  test_a_state_that_passes_from_sample_to_sample_is_found: qkv_format
+
+# checkpoints
+cluster/folders/test_best_checkpoint.py
+  test_the_best_by_another_metric_goes_only_by_the_flags: save save_best
+  test_one_that_was_the_best_stays_if_the_flags_keep_it: save_keep_last save_retain_interval
+sweep/test_swept_run.py
+  test_an_interrupted_run_resumes_from_its_newest_checkpoint: save_interval
+cluster/test_background_save.py
+  test_a_checkpoint_appears_whole_when_its_files_are_written: async_save
+cluster/folders/test_run_identity.py
+  test_start_over_saves_into_a_new_folder_inside: start_over
+cluster/folders/test_remote_checkpoints.py
+  test_a_damaged_remote_checkpoint_is_passed_over: load no_load_fallback
+cluster/test_train_actor.py
+  test_weights_that_adapt_are_restored_unless_only_the_weights_are_wanted: finetune
+cluster/folders/test_remote_checkpoints.py
+  test_an_export_is_uploaded_with_its_configuration_last: save_hf
+  test_a_checkpoint_is_uploaded_whole_with_its_manifest_last: remote_cache
+
+# evaluation
+rollout/test_eval_sets.py
+  test_a_set_of_the_file_has_its_own_sampling: eval_config
+rollout/test_pipeline.py
+  test_a_function_evaluates: eval_function_path
+  test_a_function_adds_metrics_to_an_evaluation: custom_eval_rollout_log_function_path
+test_loop.py
+  test_without_a_trainer_every_iteration_is_generated_evaluated_and_logged_with_the_first_weights: eval_interval
+
+# tracking
+report/test_static_report.py
+  test_the_sink_writes_the_report_once_the_run_has_rows: no_report output_dir
+  test_the_sink_serves_the_page_until_it_is_closed: report_port
+tracking/test_console.py
+  test_loading_is_shown_on_a_terminal_only: log_format
+tracking/test_notifications.py
+  test_a_launcher_sends_how_its_run_ended: notify_url
+tracking/test_sinks.py
+  test_prometheus_reads_the_newest_values_at_the_loopback_address_only: prometheus_port
+  test_mlflow_has_settings_without_secrets_and_every_step: use_mlflow mlflow_tracking_uri
+  test_wandb_writes_a_table_of_answers_offline: use_wandb
+tracking/test_tracker.py
+  test_wandb_gets_the_settings_and_the_steps_but_no_key: wandb_group wandb_team
+  test_wandb_gets_the_settings_and_the_steps_but_no_key: disable_wandb_random_suffix wandb_key wandb_host
+
+# megatron
+parallel/test_dims.py
+  test_expert_parallelism_divides_the_ranks_of_a_stage: pipeline_model_parallel_size expert_model_parallel_size
+  test_expert_parallelism_divides_the_ranks_of_a_stage: expert_tensor_parallel_size
+training/megatron/bridge_checks.py
+  *: megatron_to_hf_mode
+training/megatron/auxiliary_checks.py
+  *: moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
+  *: enable_mtp_training mtp_loss_scaling_factor mtp_num_layers
+training/megatron/optimizer/offload_checks.py
+  *: optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
+
+training/megatron/layouts.py
+  *: tensor_model_parallel_size sequence_parallel
+  *: num_layers_per_virtual_pipeline_stage use_distributed_optimizer
+
+# rehearsal and profiling
+rehearsal/test_rehearsal.py
+  test_stages_are_cut_by_their_sizes_and_all_of_a_change_are_traced: decoder_first_pipeline_num_layers
+  test_stages_are_cut_by_their_sizes_and_all_of_a_change_are_traced: decoder_last_pipeline_num_layers
+  test_an_fsdp_run: rehearse gpu_memory
+  test_a_device_file_replaces_figures_of_a_known_device: rehearse_device
+  test_samples_have_the_assumed_lengths_and_the_page_is_written: rehearse_prompt_len rehearse_response_len
+  test_samples_have_the_assumed_lengths_and_the_page_is_written: rehearse_page rehearse_json
+cluster/test_iteration_profiler.py
+  test_nothing_is_missed_before_those_iterations_or_without_the_flag: profile profile_step_start
+  test_a_run_that_resumes_after_the_iterations_to_record_says_so_once: profile_step_end
+"""
+
+
+def shown() -> dict[tuple[str, str], list[str]]:
+    """Return the fields by file and test, in the order of the table."""
+    found = dict[tuple[str, str], list[str]]()
+    file = ""
+    for line in TABLE.splitlines():
+        if line.startswith("  "):
+            test, _, names = line.strip().partition(":")
+            found.setdefault((file, test), []).extend(names.split())
+        elif line and not line.startswith("#"):
+            file = line
+    return found

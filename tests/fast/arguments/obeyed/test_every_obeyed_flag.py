@@ -1,0 +1,44 @@
+"""Every flag of ours that is obeyed has a test that shows its effect, by the tables of this folder."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from miles.arguments.settings import SECTIONS
+from miles.flags import flag_name
+from tests.fast.arguments.obeyed.shown import shown
+from tests.fast.arguments.obeyed.test_components import CHANGES
+
+TESTS = Path(__file__).parents[2]
+REPO = TESTS.parents[1]
+# Fields with one valid value, or that repeat a default: another value is refused, so none changes a run.
+CONFIRM = {
+    "optimizer": "adam is the only choice",
+    "offload_train": "the default with --colocate on GPUs; refused elsewhere",
+    "offload_rollout": "the default with --colocate on GPUs; refused elsewhere",
+}
+
+
+def test_each_has_an_entry():
+    fields = Counter(field.name for section in SECTIONS.values() for field in dataclasses.fields(section))
+    entries = Counter(name for names in shown().values() for name in names)
+    entries += Counter({change.field for change in CHANGES}) + Counter(CONFIRM.keys())
+    assert entries == fields, "one entry for each flag that is obeyed, and none for others"
+
+
+@pytest.mark.parametrize("file", sorted({file for file, _ in shown()}))
+def test_each_entry_is_a_test_whose_file_sets_the_flag(file):
+    text = (TESTS / file).read_text(encoding="utf-8")
+    defined = {
+        node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    for (place, test), names in shown().items():
+        if place == file:
+            assert test == "*" or test in defined
+            missing = [name for name in names if name not in text and flag_name(name) not in text]
+            assert not missing, f"{test} shows no effect of them"
