@@ -101,6 +101,11 @@ class RolloutArguments:
         "interrupt an answer that still thinks after this many tokens: --thinking-interruption is appended, and the "
         "model continues (docs/rollout.md)",
     )
+    thinking_min_len: Optional[int] = flag(
+        None,
+        "with --thinking-max-len: each answer is interrupted after a number of tokens that is drawn from this to "
+        "--thinking-max-len, so that the model learns to answer after reasoning of any length; default: the same",
+    )
     thinking_end: str = flag("</think>", "with --thinking-max-len: the text that ends the reasoning of an answer")
     thinking_interruption: str = flag(
         "\nOkay, time is up. Let me stop thinking and formulate a final answer now.\n</think>\n",
@@ -316,10 +321,13 @@ def _check_context(rollout: RolloutArguments, max_prompt_len: int | None, errors
 def _check_thinking(rollout: RolloutArguments, errors: Errors) -> None:
     """Check that a response has room beside its reasoning, and that what interrupts the reasoning ends it."""
     if rollout.thinking_max_len is None:
-        unused = ["thinking_end", "thinking_interruption"]
+        unused = ["thinking_min_len", "thinking_end", "thinking_interruption"]
         errors.refuse_ignored(rollout, unused, "without --thinking-max-len", "add that flag")
         return
-    errors.at_least(rollout, 1, "thinking_max_len")
+    errors.at_least(rollout, 1, "thinking_max_len", "thinking_min_len")
+    if rollout.thinking_min_len is not None and rollout.thinking_min_len > rollout.thinking_max_len:
+        rule = f"is more than --thinking-max-len {rollout.thinking_max_len}"
+        errors.refuse("thinking_min_len", rollout.thinking_min_len, rule, "give less")
     longest = rollout.rollout_max_response_len
     if longest is not None and rollout.thinking_max_len >= longest:
         rule = f"leaves no room for an answer in --rollout-max-response-len {longest}"

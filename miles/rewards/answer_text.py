@@ -5,6 +5,7 @@ from __future__ import annotations
 END_OF_REASONING = "</think>"
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _FENCE = "```"
+_MINUS_SIGNS = str.maketrans(dict.fromkeys("\N{MINUS SIGN}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}", "-"))
 
 
 def after_reasoning(response: str) -> str:
@@ -31,6 +32,11 @@ def final_answer(response: str) -> str:
     """Return the tagged answer, else all that follows the reasoning, without white space around it."""
     tagged = tagged_answer(response)
     return (after_reasoning(response) if tagged is None else tagged).strip()
+
+
+def with_plain_minus(text: str) -> str:
+    """Return ``text`` with each of Unicode's minus signs as the ``-`` of ASCII, which readers of numbers expect."""
+    return text.translate(_MINUS_SIGNS)
 
 
 def last_code_block(response: str, *languages: str) -> str | None:

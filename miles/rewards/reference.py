@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from miles import strict_json
@@ -26,6 +27,15 @@ def reference_text(prompt: Prompt, rm_type: str) -> str:
             f"name another column with --label-key, or correct the row"
         )
     return str(label).strip()
+
+
+def reference_texts(prompt: Prompt, rm_type: str) -> list[str]:
+    """Return the labels of a prompt: its label, or each of a list of alternatives, as ``reference_text`` gives them.
+
+    Raises ``ValueError`` for a label that is missing, empty, or neither text nor number.
+    """
+    alternatives = prompt.label if isinstance(prompt.label, list) and prompt.label else [prompt.label]
+    return [reference_text(replace(prompt, label=label), rm_type) for label in alternatives]
 
 
 def reference_object(prompt: Prompt, rm_type: str, *keys: str) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 from miles.arguments.rollout import RolloutArguments
+from miles.rollout.groups import response_seed
 from miles.rollout.trajectory import Trajectory
 
 
@@ -12,23 +14,28 @@ from miles.rollout.trajectory import Trajectory
 class ThinkingLimit:
     """Generates a response in one piece, or interrupts its reasoning and lets the model answer.
 
-    This is the forced interruption of ScaleRL (arXiv 2510.13786): if the first ``max_len`` tokens do not hold ``end``,
-    ``interruption`` is appended, with loss mask 0, and the model continues from there.
+    This is the forced interruption of ScaleRL (arXiv 2510.13786): if the first ``n`` tokens do not hold ``end``,
+    ``interruption`` is appended, with loss mask 0, and the model continues from there. ``n`` is drawn for each response
+    from ``min_len`` to ``max_len``, by its seed.
     """
 
-    max_len: int  # tokens
+    min_len: int  # tokens
+    max_len: int
     end: str
     interruption: str
 
     @classmethod
     def from_flags(cls, rollout: RolloutArguments) -> ThinkingLimit:
-        """Return the limit of the flags ``--thinking-max-len``, ``--thinking-end`` and ``--thinking-interruption``."""
-        assert rollout.thinking_max_len is not None
-        return cls(rollout.thinking_max_len, rollout.thinking_end, rollout.thinking_interruption)
+        """Return the limit of the flags ``--thinking-…``."""
+        longest, shortest = rollout.thinking_max_len, rollout.thinking_min_len
+        assert longest is not None
+        shortest = longest if shortest is None else shortest
+        return cls(shortest, longest, rollout.thinking_end, rollout.thinking_interruption)
 
     async def __call__(self, trajectory: Trajectory) -> None:
         """Take the trajectory to its end. Raises what the engine raises."""
-        thoughts = await trajectory.generate(max_new_tokens=self.max_len)
+        draw = random.Random(response_seed(trajectory.seed_of_turn(0), "thinking"))
+        thoughts = await trajectory.generate(max_new_tokens=draw.randint(self.min_len, self.max_len))
         if thoughts.finish_reason != "length" or trajectory.finished:
             return
         # The end may be a special token, which the text of a turn leaves out.

@@ -43,7 +43,7 @@ def _row(field: dataclasses.Field[Any]) -> str:
     elif isinstance(field.default, bool):
         default = "on" if field.default else "off"
     else:
-        default = f"`{field.default}`"
+        default = f"`{field.default}`".replace("\n", "\\n")  # a row is one line
     return f"| `{flag_name(field.name)}` | {default} | {text.replace('|', chr(92) + '|')} |"
 
 

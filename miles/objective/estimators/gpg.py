@@ -1,18 +1,34 @@
 """GPG: the reward less its group's mean, scaled for groups of equal rewards (group policy gradient, 2504.02546)."""
 
 import statistics
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from miles.flags import flag
 from miles.objective.estimators.base import Estimator, SampleRewards
 from miles.objective.registry import Term
 
 
-class Gpg(Estimator):
-    """``A_i = B / (B - M) (r_i - mean(r)) / F_norm`` with F_norm = 1 (2504.02546, Eq. 7).
+@dataclass(frozen=True)
+class GpgFlags:
+    """gpg: what the advantages are scaled by."""
 
-    B is the number of prompt groups of the iteration, M that of groups of equal rewards, which have no gradient: the
-    scale makes the mean over B groups one over the others. verl multiplies by the number of samples over the number of
-    rewards that are not 0 instead. The paper's policy loss is ``--policy-loss gpg``, the default here.
+    gpg_scale: Literal["groups", "rewards"] = flag(
+        "groups",
+        "what --advantage-estimator gpg scales by: groups, all prompt groups over those whose rewards differ, as in "
+        "the paper; rewards, all trajectories over those whose reward is not 0, as in verl's code",
+    )
+
+
+class Gpg(Estimator):
+    """``A_i = alpha (r_i - mean(r)) / F_norm`` with F_norm = 1 (2504.02546, Eq. 7).
+
+    In the paper, ``--gpg-scale groups``, ``alpha = B / (B - M)``: B is the number of prompt groups of the iteration, M
+    that of groups of equal rewards, which have no gradient. The scale makes the mean over B groups one over the others.
+    verl's code, ``--gpg-scale rewards``, has ``alpha = N / max(K, 1)``: K of the N trajectories of the iteration have a
+    reward that is not 0. With rewards of 0 and 1 this is 1 over the accuracy; with rewards of -1 and 1 it is 1.
+
+    The paper's policy loss is ``--policy-loss gpg``, the default here.
 
     A group of one counts in M, and its advantage is 0. Equal rewards give exactly 0, and a sample of advantage 0 has no
     gradient.
@@ -20,7 +36,8 @@ class Gpg(Estimator):
 
     name = "gpg"
     summary = "the reward less its group's mean, scaled up for the groups of equal rewards"
-    reads = ("normalize_advantages",)
+    reads = ("normalize_advantages", "gpg_scale")
+    own_flags = GpgFlags
     default_policy_loss = "gpg"
 
     def smallest_group(self, flags: Any) -> int:
@@ -29,16 +46,24 @@ class Gpg(Estimator):
 
     def formula(self, flags: Any) -> list[Term]:
         """Return what A is."""
+        if flags.gpg_scale == "rewards":
+            return [
+                Term("A = N / max(K, 1) (reward - mean of its prompt group)", __name__),
+                Term("K of the N trajectories of the iteration have a reward that is not 0", __name__),
+            ]
         return [
             Term("A = B / (B - M) (reward - mean of its prompt group)", __name__),
             Term("M of the B prompt groups of the iteration have equal rewards", __name__),
         ]
 
     def sample_advantages(self, flags: Any, samples: SampleRewards) -> list[float]:
-        """Compare rewards within each group, and scale by the share of groups that differ."""
+        """Compare rewards within each group, and scale them."""
         groups = samples.by_group()
-        differ = sum(min(rewards.values()) < max(rewards.values()) for rewards in groups.values())
-        scale = len(groups) / max(differ, 1)
+        if flags.gpg_scale == "groups":
+            counted = [min(rewards.values()) < max(rewards.values()) for rewards in groups.values()]
+        else:
+            counted = [reward != 0 for rewards in groups.values() for reward in rewards.values()]
+        scale = len(counted) / max(sum(counted), 1)
         means = {group: statistics.mean(rewards.values()) for group, rewards in groups.items()}
         pairs = zip(samples.rewards, samples.group_indices, strict=True)
         return [scale * (reward - means[group]) for reward, group in pairs]

@@ -20,7 +20,11 @@ class GrpoFlags:
 
 
 class Grpo(Estimator):
-    """Group-relative advantages; also Dr.GRPO (2503.20783), without the division by the standard deviation."""
+    """``A_i = (r_i - mean(r)) / std(r)`` over the prompt group of trajectory i (2402.03300, outcome supervision).
+
+    The standard deviation is the unbiased one, plus 1e-6. Dr.GRPO (2503.20783) does not divide by it:
+    ``--disable-grpo-std-normalization``. A group of one, or of equal rewards, has advantages of exactly 0.
+    """
 
     name = "grpo"
     summary = "the reward compared within its prompt group"

@@ -8,7 +8,10 @@ from miles.objective.sequences import sequence_means
 
 
 class Gspo(PpoClip):
-    """The clipped surrogate on the geometric mean of a sequence's ratios."""
+    """``max(-s A, -clip(s, 1 - eps, 1 + eps_high) A)``, with ``s = (p(y) / p_old(y))^(1 / |y|)`` of each sequence y.
+
+    So s is the geometric mean of the ratios of its tokens (2507.18071, Eq. 5 and 7).
+    """
 
     name = "gspo"
     summary = "the clipped ratio of whole sequences"

@@ -1,7 +1,7 @@
 """KL-Cov: a penalty on the few tokens whose probability and advantage vary together most (arXiv 2505.22617)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from miles.flags import Errors, flag
 from miles.objective.policy_losses.base import PolicyLoss, PolicyTokens, StepTokens, TokenLosses
@@ -18,7 +18,12 @@ class KlCovFlags:
     """kl_cov: how many tokens, and how strong the penalty is."""
 
     kl_cov_fraction: float = flag(2e-4, "fraction of the step's loss tokens that --policy-loss kl_cov penalizes")
-    kl_cov_coef: float = flag(1.0, "weight of |log ratio| of the tokens that --policy-loss kl_cov penalizes")
+    kl_cov_coef: float = flag(1.0, "weight of the penalty of --policy-loss kl_cov")
+    kl_cov_penalty: Literal["abs", "kl"] = flag(
+        "abs",
+        "penalty of --policy-loss kl_cov: abs, |log ratio|, as in the authors' code; kl, the KL(p_old, p) of the "
+        "paper's equation, estimated from the sampled token by ratio - 1 - log ratio",
+    )
 
 
 class SelectsByCovariance(PolicyLoss):
@@ -33,17 +38,21 @@ class SelectsByCovariance(PolicyLoss):
 
 
 class KlCov(SelectsByCovariance):
-    """``-rho A``, plus ``coef |log rho|`` for the k T tokens of the largest covariance (2505.22617, KL-Cov).
+    """``-rho A``, plus ``coef d`` for the k T tokens of the largest covariance (2505.22617, KL-Cov).
 
-    The paper's equation has ``KL(p_old, p)`` of these tokens; the authors' code, and this, the absolute log ratio of
-    the sampled one. Nothing is clipped. At least one token is chosen, from the whole step; verl chooses in each
+    The paper's Eq. 14 has ``d = KL(p_old, p)`` over the vocabulary. No trainer keeps p_old for every word, so
+    ``--kl-cov-penalty kl`` estimates it from the sampled token: ``d = rho - 1 - log rho``, whose mean over tokens drawn
+    from p_old is this KL, and whose gradient has the KL's as its mean. The authors' code has ``d = |log rho|``, the
+    default: its gradient does not shrink as rho goes to 1, so it holds the chosen tokens more firmly.
+
+    Nothing is clipped. At least one token is chosen, from the whole step; verl chooses in each
     micro-batch. In the first step of an iteration every log ratio is 0, and nothing is chosen. In later ones the policy
     is scored once more. A sample of advantage 0 can be chosen, and then has a gradient.
     """
 
     name = "kl_cov"
     summary = "the ratio, with a penalty on the few tokens of the largest covariance of log-prob and advantage"
-    reads = ("kl_cov_fraction", "kl_cov_coef")
+    reads = ("kl_cov_fraction", "kl_cov_coef", "kl_cov_penalty")
     own_flags = KlCovFlags
 
     def check(self, flags: Any, shape: "StepShape", errors: Errors) -> None:
@@ -53,8 +62,9 @@ class KlCov(SelectsByCovariance):
 
     def formula(self, flags: Any) -> list[Term]:
         """Return the loss of a token before its weight, and which tokens are penalized."""
+        penalty = "|log ρ|" if flags.kl_cov_penalty == "abs" else "(ρ - 1 - log ρ)"
         return [
-            Term(f"-ρ A + {flags.kl_cov_coef:g} |log ρ| [t in K], ρ = exp(log p - log p_old)", __name__),
+            Term(f"-ρ A + {flags.kl_cov_coef:g} {penalty} [t in K], ρ = exp(log p - log p_old)", __name__),
             Term(
                 f"K = the {flags.kl_cov_fraction:g} T tokens of the step with the largest c, at least one, "
                 "c = (log p - its mean) (A - its mean)",
@@ -81,10 +91,13 @@ class KlCov(SelectsByCovariance):
 
     def token_losses(self, flags: Any, tokens: PolicyTokens) -> TokenLosses:
         """Add the penalty to the chosen tokens."""
-        losses = -tokens.advantages * tokens.log_ratio.exp()
+        ratio = tokens.log_ratio.exp()
+        losses = -tokens.advantages * ratio
         chosen = tokens.micro.selected
         if chosen is not None:
-            losses = losses + flags.kl_cov_coef * chosen * tokens.log_ratio.abs()
+            is_abs = flags.kl_cov_penalty == "abs"
+            penalty = tokens.log_ratio.abs() if is_abs else tokens.log_ratio.expm1() - tokens.log_ratio
+            losses = losses + flags.kl_cov_coef * chosen * penalty
         return TokenLosses(losses, None)
 
 

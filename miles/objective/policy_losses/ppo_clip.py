@@ -23,7 +23,11 @@ class ClipFlags:
 
 
 class PpoClip(PolicyLoss):
-    """The clipped surrogate on the ratio of each token."""
+    """``max(-rho A, -clip(rho, 1 - eps, 1 + eps_high) A)`` of each token, ``rho = p / p_old`` (1707.06347, Eq. 7).
+
+    DAPO (2503.14476) has ``eps_high`` above ``eps``. With ``--eps-clip-c C``, a negative advantage also bounds this by
+    ``-C A`` from above (dual clip, 1912.09729, Eq. 5).
+    """
 
     name = "ppo"
     summary = "the clipped ratio of each token"

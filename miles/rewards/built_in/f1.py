@@ -9,8 +9,8 @@ from typing import Any
 
 from miles.rewards.answer_text import final_answer
 from miles.rewards.base import Reward, Rewards
-from miles.rewards.reference import reference_text
-from miles.sample import Prompt, Sample
+from miles.rewards.reference import reference_texts
+from miles.sample import Sample
 
 _ARTICLES = {"a", "an", "the"}
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -19,9 +19,10 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 class F1(Reward):
     """F1 of the words of answer and label: 2 P R / (P + R), with P and R the shares of words in common.
 
-    Case, ASCII punctuation, and the articles a, an and the do not count; a word that is repeated counts as often as the
-    other side has it. Several labels, as a list, are alternatives: the best counts. The answer is the content of
-    ``<answer>`` if there is one, else what follows the reasoning. For yes-or-no questions prefer ``exact_match``.
+    Case, ASCII punctuation, and the articles a, an and the do not count, unless a text has nothing else; a word that is
+    repeated counts as often as the other side has it. Several labels, as a list, are alternatives: the best counts. The
+    answer is the content of ``<answer>`` if there is one, else what follows the reasoning. For yes-or-no questions
+    prefer ``exact_match``.
     """
 
     name = "f1"
@@ -30,30 +31,32 @@ class F1(Reward):
 
     def score(self, samples: Sequence[Sample], flags: Any) -> Rewards:
         """Compare words; the best of the labels counts."""
-        return [max(f1(final_answer(s.response), label) for label in _labels(s.prompt)) for s in samples]
+        return [max(f1(final_answer(s.response), label) for label in reference_texts(s.prompt, "f1")) for s in samples]
 
 
 def f1(answer: str, label: str) -> float:
-    """Return the F1 of two texts; 1 if neither has a word.
+    """Return the F1 of two texts.
 
     >>> f1("The Eiffel Tower, Paris", "Eiffel tower")
     0.8
     """
-    given, wanted = _words(answer), _words(label)
+    given, wanted = Counter(words(answer)), Counter(words(label))
     if not given or not wanted:
         return float(given == wanted)
     common = (given & wanted).total()
     return 2 * common / (given.total() + wanted.total())
 
 
-def _words(text: str) -> Counter[str]:
-    words = text.lower().translate(_NO_PUNCTUATION).split()
-    return Counter(word for word in words if word not in _ARTICLES)
+def words(text: str) -> list[str]:
+    """Return the words that SQuAD compares; all of a text that has articles or punctuation alone.
 
+    Without that, an empty answer would be right where the label is "A" or "%".
 
-def _labels(prompt: Prompt) -> list[str]:
-    alternatives = prompt.label if isinstance(prompt.label, list) and prompt.label else [prompt.label]
-    return [reference_text(Prompt("", (), label, source=prompt.source), "f1") for label in alternatives]
+    >>> words("The Eiffel Tower."), words("A"), words("")
+    (['eiffel', 'tower'], ['a'], [])
+    """
+    found = text.lower().translate(_NO_PUNCTUATION).split()
+    return [word for word in found if word not in _ARTICLES] or found or text.lower().split()
 
 
 REWARD = F1()

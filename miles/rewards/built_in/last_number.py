@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
+from miles.rewards.answer_text import with_plain_minus
 from miles.rewards.base import Reward, Rewards
 from miles.rewards.reference import reference_text
 from miles.sample import Sample
@@ -47,7 +48,7 @@ def find_last_number(text: str) -> Decimal | None:
     Decimal('4000.50')
     """
     last = None
-    for last in _NUMBER.finditer(text):  # noqa: B007 (the last one is what we want)
+    for last in _NUMBER.finditer(with_plain_minus(text)):  # noqa: B007 (the last one is what we want)
         pass
     if last is None:
         return None

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from miles.rewards.answer_text import with_plain_minus
 from miles.rewards.base import Reward, Rewards
 from miles.rewards.no_verdict import log_no_verdict
 from miles.rewards.reference import reference_text
@@ -87,6 +88,7 @@ def is_equal(label: str, response: str) -> bool | None:
 def _parse(text: str) -> list[Any]:
     from math_verify import parse
 
+    text = with_plain_minus(text)  # it reads other minus signs in LaTeX alone
     parsed: list[Any] = parse(text, parsing_timeout=None)  # its timeouts do not stop C code; ``subprocess_call`` does
     return parsed
 

@@ -17,7 +17,7 @@ from miles.rewards.sandbox import CodeTest, Limits, Outcome, SandboxRefused, run
 from miles.rewards.subprocess_call import in_parallel
 from miles.sample import Prompt, Sample
 
-TOLERANCE = 1e-6  # relative, between numbers with a fraction
+TOLERANCE = 1e-6  # relative or absolute, between numbers with a fraction
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,10 @@ def is_same(one: Any, other: Any) -> bool:
         return one is other
     if isinstance(one, float) or isinstance(other, float):
         numbers = isinstance(one, int | float) and isinstance(other, int | float)
-        return numbers and isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        try:
+            return numbers and isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        except OverflowError:  # a whole number that no float holds
+            return False
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, dict) and isinstance(other, dict):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Real
@@ -113,8 +114,10 @@ class RemoteScorer:
             if self._key not in value:
                 return NotAReward(f"got {_shown(value)} from --rm-url, without {self._key} of --rm-url-field")
             value = value[self._key]
-        if isinstance(value, Real) and not isinstance(value, bool) and isfinite(value):
-            return float(value)
+        if isinstance(value, Real) and not isinstance(value, bool):
+            with suppress(OverflowError):  # a whole number that no float holds
+                if isfinite(value):
+                    return float(value)
         return NotAReward(f"got {_shown(value)} from --rm-url, which is not a finite number")
 
 

@@ -222,7 +222,9 @@ def _estimator(translation: Translation) -> None:
     if name in ESTIMATORS:
         translation.carry("algorithm.adv_estimator", "--advantage-estimator", ESTIMATORS[name])
     else:
-        translation.miss("algorithm.adv_estimator", f"{name} is no estimator here (--custom-advantage-function-path)")
+        translation.miss(
+            "algorithm.adv_estimator", f"{name} is not translated; docs/objectives.md has its flags, if it is verl's"
+        )
     key = "algorithm.norm_adv_by_std_in_grpo"
     if translation.has(key):
         is_on = translation.switch(key)
@@ -257,7 +259,7 @@ def _policy(translation: Translation) -> None:
         why = "the ratio has a lower bound as well there, 1 - clip_ratio_low"
         translation.differ(key, why, "--policy-loss", "cispo", "--ratio-max", 1 + high)
     else:
-        translation.miss(key, f"{mode} is no policy loss here (--custom-policy-loss-function-path)")
+        translation.miss(key, f"{mode} is not translated; docs/objectives.md has its flags, if it is verl's")
     if translation.has(ACTOR + "clip_ratio"):
         clip = translation.number(ACTOR + "clip_ratio", 0.2)
         if translation.has(ACTOR + "clip_ratio_low") and translation.has(ACTOR + "clip_ratio_high"):

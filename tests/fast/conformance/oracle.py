@@ -254,8 +254,9 @@ def _losses_by_covariance(loss: LossArguments, samples, log_probs, old, ppo_loss
         )
     for i, t in sorted(covariance, key=covariance.__getitem__)[-max(1, int(loss.kl_cov_fraction * len(flat))) :]:
         chosen[i][t] = 1.0
+    is_abs = loss.kl_cov_penalty == "abs"
     losses = [
-        -s.advantage * (p - o).exp() + loss.kl_cov_coef * k * (p - o).abs()
+        -s.advantage * (p - o).exp() + loss.kl_cov_coef * k * ((p - o).abs() if is_abs else (p - o).exp() - 1 - (p - o))
         for s, p, o, k in zip(samples, log_probs, old, chosen, strict=True)
     ]
     return losses, None

@@ -326,6 +326,7 @@ def test_a_second_pass_has_the_old_log_probs_of_the_first(ranks, oracle, policy_
 
 BY_COVARIANCE = {
     "kl_cov": dict(policy_loss="kl_cov", kl_cov_fraction=0.2, kl_cov_coef=0.5),
+    "kl_cov of the paper": dict(policy_loss="kl_cov", kl_cov_fraction=0.2, kl_cov_coef=0.5, kl_cov_penalty="kl"),
     "clip_cov": dict(policy_loss="clip_cov", clip_cov_fraction=1.0, clip_cov_min=0.05, clip_cov_max=1.0),
 }
 

@@ -27,6 +27,12 @@ anything = st.text(st.sampled_from("ABCD answeris():,.\n*$\\boxed{}<>/think0123"
         ("Answer: 5\nno, Answer: 6", "6", 1),
         ("Answer: 6\nno, Answer: 5", "6", -1),
         ("Answer: 5 or 6", "6", -1),
+        ("Answer: \N{MINUS SIGN}6", "-6", 1),
+        ("Answer: \N{MINUS SIGN}6", "6", -1),
+        ("Answer: \\(6\\).", "6", 1),
+        ("**Answer:** \\[x = 6\\]", "6", 1),
+        ("Answer: \\$6", "6", 1),
+        ("Answer: \\(5\\), \\(6\\)", "6", -1),
         ("\\boxed{6}", "6", -1),  # not in the form that the prompt asks for
         ("Answer:\n6", "6", -1),
         ("Answer: 6" + " " * 300, "6", -1),  # only the last 300 characters count
@@ -90,9 +96,16 @@ def test_gpqa_checks_the_label(make_sample):
 
 def test_f1_is_that_of_squad(make_sample):
     assert f1("The Eiffel Tower, Paris", "eiffel tower!") == pytest.approx(2 * (2 / 3) / (2 / 3 + 1))
-    assert f1("", "Paris") == 0 and f1("the", "a") == 1
+    assert f1("", "Paris") == 0
     best = make_sample("<think>Rome</think><answer>New York</answer>", ["Rome", "New York City"])
     assert REWARDS["f1"]([best]) == [pytest.approx(0.8)]
+
+
+@pytest.mark.parametrize("label", ["A", "the", "%", "C++"])
+def test_f1_of_an_answer_without_the_words_of_a_short_label_is_0(make_sample, label):
+    """SQuAD's own script drops articles and punctuation, so that nothing is left of these, as of an empty answer."""
+    answers = [label, label.lower() + " ", "", "...", "an", "?", "the <think>" if label == "A" else "a"]
+    assert REWARDS["f1"]([make_sample(answer, label) for answer in answers]) == [1, 1, 0, 0, 0, 0, 0]
 
 
 @given(st.lists(st.sampled_from(["paris", "rome", "oslo", "the"]), max_size=8), st.integers(2, 50))

@@ -53,6 +53,12 @@ def test_json_schema_accepts_one_valid_value(make_sample, response, reward):
     assert REWARDS["json_schema"]([make_sample(response, json.dumps(SCHEMA))]) == [reward]
 
 
+@pytest.mark.parametrize("answer", ["1e400", "-1e400", "1" + "0" * 400, "[1e400]", "0.3"])
+def test_a_number_that_no_float_holds_is_wrong_and_no_error(make_sample, answer):
+    schema = {"multipleOf": 0.01, "items": {"multipleOf": 0.5}}
+    assert REWARDS["json_schema"]([make_sample(answer, schema)]) == [float(answer == "0.3")]
+
+
 def test_a_schema_comes_from_metadata_or_one_file(make_sample, tmp_path):
     (tmp_path / "schema.json").write_text('{"type": "array"}')
     flags = JsonSchemaFlags(reward_json_schema=str(tmp_path / "schema.json"))

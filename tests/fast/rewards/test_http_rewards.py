@@ -127,6 +127,8 @@ async def test_no_more_requests_at_a_time_than_allowed(make_sample, kind):
         ({"reward": "1"}, "got str '1'"),
         (b"<html>", "not JSON"),
         (b"NaN", "not a finite number"),
+        (b"1e400", "not a finite number"),
+        (b"1" + b"0" * 400, "not a finite number"),
         (b"[" * 9999, "nested more than"),
     ],
 )

@@ -210,6 +210,7 @@ def test_results_are_compared_as_json(one, other):
     assert is_same(one, json.loads(json.dumps(one)))
     assert is_same(one, other) == is_same({"a": [other]}, {"a": [one]})
     assert not is_same([one, other], [one])
+    assert not is_same(10**400, 0.5) and not is_same([1.5], [10**400]), "no float holds it"
     assert not is_same(1, True) and not is_same("1", 1) and is_same(1, 1.0) and is_same(0.1 + 0.2, 0.3)
 
 

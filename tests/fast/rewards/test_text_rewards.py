@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.rewards.built_in.exact_match import REWARD as exact_match
+from miles.rewards.built_in.exact_match import ExactMatchFlags
 from miles.rewards.built_in.last_number import REWARD as last_number
 from miles.rewards.built_in.last_number import find_last_number
 from miles.rewards.built_in.length import REWARD as length
@@ -17,6 +18,30 @@ decimals = st.decimals(-(10**9), 10**9, allow_nan=False, places=3)
 @given(padding, st.text(min_size=1).filter(str.strip), padding)
 def test_exact_match_ignores_surrounding_white_space_only(make_sample, left, text, right):
     assert exact_match([make_sample(left + text + right, text), make_sample(text + "x", text)]) == [1.0, 0.0]
+
+
+def test_exact_match_of_several_labels_is_that_of_any(make_sample):
+    responses = ["Paris", " 75 ", "Lyon", "paris", ""]
+    assert exact_match([make_sample(r, ["Paris", 75]) for r in responses]) == [1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        ("the Eiffel Tower.", "Eiffel tower", 1),
+        ("<think>Lyon?</think> It is <answer> Paris </answer>", ["Lutetia", "Paris"], 1),
+        ("Tower Eiffel", "Eiffel Tower", 0),
+        ("Eiffel Tower, Paris", "Eiffel Tower", 0),
+        ("Paris or Lyon", "Paris", 0),
+        ("A", "A", 1),
+        ("", "A", 0),
+        ("the", "A", 0),
+        ("...", "%", 0),
+        ("%", "%", 1),
+    ],
+)
+def test_exact_match_as_squad_compares(make_sample, response, label, reward):
+    assert exact_match.score([make_sample(response, label)], ExactMatchFlags(exact_match_squad=True)) == [reward]
 
 
 def test_exact_match_writes_numbers_out(make_sample):
@@ -45,6 +70,8 @@ def test_last_number_is_found_in_any_words(make_sample, before, number, after):
         ("1e99999999999", "99999999999"),
         ("#### 72", "72"),
         ("v2x", "2"),
+        ("x = \N{MINUS SIGN}4", "-4"),
+        ("10\N{MINUS SIGN}4", "4"),
     ],
 )
 def test_last_number_readings(text, number):

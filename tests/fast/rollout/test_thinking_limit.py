@@ -46,17 +46,17 @@ class Reasoner:
         return [Generation(written, [-0.5] * len(written), reason, weight_version=3) for _ in request.seeds]
 
 
-def respond(thoughts, max_new, **flags):
+def respond(thoughts, max_new, group=5, **flags):
     generate = get_group_generator(RolloutArguments(thinking_end="9", thinking_interruption="779", **flags))
-    group = generate(
-        PromptGroup(5, PROMPT),
+    made = generate(
+        PromptGroup(group, PROMPT),
         Reasoner(thoughts),
         SamplingParams(max_new),
         Digits(),
         n_samples=1,
         seed_of=lambda group, k: response_seed(group, k),
     )
-    [sample] = asyncio.run(group).samples
+    [sample] = asyncio.run(made).samples
     sample.check()
     return sample
 
@@ -73,6 +73,17 @@ def test_only_reasoning_beyond_the_limit_is_interrupted(thoughts, limit, answer_
         not_the_models = range(limit, limit + len(INTERRUPTION))
         assert sample.loss_mask == [int(i not in not_the_models) for i in range(len(sample.response_ids))]
         assert sample.status is (SampleStatus.COMPLETED if len(whole) <= max_new else SampleStatus.TRUNCATED)
+
+
+def test_the_limit_is_drawn_for_each_response_from_its_range_and_repeats():
+    def limits(groups, **flags):
+        samples = [respond(99, 40, group=group, thinking_max_len=12, **flags) for group in groups]
+        return [sample.response_ids.index(INTERRUPTION[0]) for sample in samples]
+
+    drawn = limits(range(200), thinking_min_len=9)
+    assert set(drawn) == {9, 10, 11, 12}
+    assert limits(range(200), thinking_min_len=9) == drawn, "the seed of a response decides"
+    assert set(limits(range(5))) == {12}
 
 
 @pytest.mark.parametrize(("thoughts", "fraction"), [(2, 0.0), (6, 1.0)])

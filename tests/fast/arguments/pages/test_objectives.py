@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from miles.arguments.pages.objectives import TESTS, files_of_tests, objectives_reference, papers
+from miles.arguments.pages.objectives import (
+    TESTS,
+    VERL_ESTIMATORS,
+    VERL_POLICY_LOSSES,
+    files_of_tests,
+    objectives_reference,
+    papers,
+)
+from miles.arguments.parser import parse
+from miles.arguments.validate import validate
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.policy_losses import POLICY_LOSSES
 
@@ -20,8 +29,24 @@ def test_page_is_up_to_date():
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: f"{choice.flag}-{choice.name}")
 def test_every_choice_has_a_row_a_paper_and_a_test(choice):
-    table = objectives_reference().split("## Policy losses")[choice.flag == "policy_loss"]
+    page = objectives_reference().partition("## Names in verl")[0]
+    table = page.split("## Policy losses")[choice.flag == "policy_loss"]
     [row] = [line for line in table.splitlines() if line.startswith(f"| `{choice.name}` |")]
     assert papers(choice) and all(f"arxiv.org/abs/{paper}" in row for paper in papers(choice))
     tests = files_of_tests(choice)
-    assert tests and all([*TESTS.rglob(test)] and f"`{test}`" in row for test in tests)
+    assert tests and all(f"`{test}`" in row for test in tests)
+    text = "".join(path.read_text(encoding="utf-8") for test in tests for path in TESTS.rglob(test))
+    assert f'"{choice.name}"' in text or f"{choice.name} " in text, "the tests of the row name it"
+
+
+@pytest.mark.parametrize("name", [*VERL_ESTIMATORS, *VERL_POLICY_LOSSES])
+def test_the_flags_for_a_name_of_verl_are_accepted(name):
+    several = ",format:1" if name == "gdpo" else ":1"
+    command = (
+        "--hf-checkpoint some/model --prompt-data reasoning_gym:products --num-rollout 2 --rollout-batch-size 4 "
+        f"--n-samples-per-prompt 4 --rollout-max-response-len 8 --rm-type last_number{several}"
+    )
+    for flags in (names[name] for names in (VERL_ESTIMATORS, VERL_POLICY_LOSSES) if name in names):
+        settings = validate(parse(f"{command} {flags}".split())).settings
+        chosen = settings.loss.advantage_estimator if "--advantage" in flags else settings.loss.policy_loss
+        assert chosen in (*ESTIMATORS, *POLICY_LOSSES) and chosen in flags

@@ -26,6 +26,21 @@ def test_the_mean_over_groups_is_one_over_those_that_differ(advantages_of, group
     assert advantages_of(GPG, groups) == expected
 
 
+@given(st.lists(st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=5), min_size=1, max_size=5))
+def test_verls_scale_counts_the_rewards_that_are_not_0(advantages_of, groups):
+    rewards = [reward for group in groups for reward in group]
+    alpha = len(rewards) / max(sum(reward != 0.0 for reward in rewards), 1)
+    expected = [pytest.approx([alpha * (r - statistics.mean(g)) for r in g], abs=1e-9) for g in groups]
+    assert advantages_of(LossArguments(advantage_estimator="gpg", gpg_scale="rewards"), groups) == expected
+
+
+def test_the_two_scales_differ(advantages_of):
+    groups = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
+    assert advantages_of(GPG, groups)[0][0] == 2 * 0.75, "one group of two differs"
+    of_verl = LossArguments(advantage_estimator="gpg", gpg_scale="rewards")
+    assert advantages_of(of_verl, groups)[0][0] == 8 / 5 * 0.75, "five rewards of eight are not 0"
+
+
 def test_equal_groups_beside_it_do_not_weaken_a_group(advantages_of):
     """The mean over all groups of a gradient that is linear in the advantages."""
     alone = advantages_of(GPG, [[1.0, 0.0]])[0]
@@ -51,6 +66,8 @@ def test_its_policy_loss_is_the_policy_gradient(make_micro, gradient_of):
     ("flags", "message"),
     [
         ("--advantage-estimator gpg --n-samples-per-prompt 1", "with --advantage-estimator gpg every advantage is 0"),
+        ("--advantage-estimator gpg --gpg-scale samples", "--gpg-scale samples"),
+        ("--advantage-estimator grpo --gpg-scale rewards", "--gpg-scale rewards: would be ignored by --advantage-es"),
         ("--policy-loss gpg --eps-clip 0.1", "--eps-clip 0.1: would be ignored by --policy-loss gpg"),
     ],
 )
@@ -62,3 +79,5 @@ def test_refused(command, flags, message):
 def test_explained(command):
     text = explain(validate(parse(f"{command} --advantage-estimator gpg".split())))
     assert "A = B / (B - M) (reward - mean of its prompt group)" in text and "l_it = -A log p" in text
+    text = explain(validate(parse(f"{command} --advantage-estimator gpg --gpg-scale rewards".split())))
+    assert "A = N / max(K, 1) (reward - mean of its prompt group)" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from itertools import combinations
 
@@ -26,6 +27,14 @@ def analytic(k, **flags):
 def test_best_is_the_maximum_less_the_maximum_without(advantages_of, group):
     expected = [max(group) - max(group[:i] + group[i + 1 :]) for i in range(len(group))]
     assert advantages_of(BEST, [group]) == [pytest.approx(expected)]
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=2, max_size=6))
+def test_best_in_units_of_the_groups_spread_is_verls(advantages_of, group):
+    spread = math.sqrt(sum((r - sum(group) / len(group)) ** 2 for r in group) / (len(group) - 1))
+    leads = [max(group) - max(group[:i] + group[i + 1 :]) for i in range(len(group))]
+    found = advantages_of(LossArguments(advantage_estimator="passk_best", passk_best_std=True), [group])
+    assert found == [pytest.approx([lead / (spread + 1e-6) for lead in leads])]
 
 
 def test_best_gives_ties_nothing(advantages_of):
@@ -65,6 +74,10 @@ def test_what_is_right_is_a_flag(advantages_of):
         ("passk_analytic --pass-k 4", "passk_analytic every advantage is 0: it compares 5 or more of a group"),
         ("passk_analytic --pass-k 0", "--pass-k 0: .*at least 1"),
         ("passk_analytic --pass-correct-above nan", "--pass-correct-above nan"),
+        (
+            "passk_analytic --passk-best-std",
+            "--passk-best-std.*: would be ignored by",
+        ),
         ("passk_best --pass-k 3", "--pass-k 3: would be ignored by --advantage-estimator passk_best"),
     ],
 )
@@ -78,3 +91,5 @@ def test_explained(command):
     assert "R = 1 - C(W, 3) / C(N, 3)" in text and "C(W-1, 2) / C(N-1, 2)" in text
     text = explain(validate(parse(f"{command} --advantage-estimator passk_best".split())))
     assert "A = max of its prompt group - max of the other rewards" in text
+    text = explain(validate(parse(f"{command} --advantage-estimator passk_best --passk-best-std".split())))
+    assert "max of the other rewards of the group) / std of the group" in text

@@ -69,24 +69,57 @@ def kl_cov(p, old, a, selected):
     return (-a * (p - old).exp() + 0.5 * selected * (p - old).abs()).mean()
 
 
+def kl_cov_kl(p, old, a, selected):
+    return (-a * (p - old).exp() + 0.5 * selected * ((p - old).exp() - 1 - (p - old))).mean()
+
+
 def clip_cov(p, old, a, selected):
     ratio = (p - old).exp()
     return (torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)) * (1 - selected)).mean()
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("name", ["kl_cov", "clip_cov"])
-def test_loss_and_gradient(off_policy, gradient_of, name, seed):
-    case, given = off_policy(seed), {"kl_cov_coef": 0.5} if name == "kl_cov" else {}
+@pytest.mark.parametrize(
+    ("name", "given", "formula"),
+    [
+        ("kl_cov", {"kl_cov_coef": 0.5}, kl_cov),
+        ("kl_cov", {"kl_cov_coef": 0.5, "kl_cov_penalty": "kl"}, kl_cov_kl),
+        ("clip_cov", {}, clip_cov),
+    ],
+)
+def test_loss_and_gradient(off_policy, gradient_of, name, given, formula, seed):
+    case = off_policy(seed)
     parts = case.micro.selected.double().split(list(case.micro.response_lengths))
     masks = case.micro.loss_mask.split(list(case.micro.response_lengths))
     selected = iter([part[mask != 0] for part, mask in zip(parts, masks, strict=True) if mask.any()])
-    formula = {"kl_cov": kl_cov, "clip_cov": clip_cov}[name]
     expected_loss, expected = case.expected(lambda p, old, a: formula(p, old, a, next(selected)))
     loss, gradient, metrics = gradient_of(LossArguments(policy_loss=name, **given), case.micro, case.log_probs)
     assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
     torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
     assert ("pg_clipfrac" in metrics) == (name == "clip_cov")
+
+
+@given(st.lists(st.floats(-3, 3), min_size=2, max_size=6), st.lists(st.floats(-3, 3), min_size=6, max_size=6))
+def test_the_penalty_kl_is_the_papers_on_average(make_micro, gradient_of, old, new):
+    """One token per word of the vocabulary, weighted by p_old: the mean of the estimates is the KL of all words."""
+    old = torch.tensor(old, dtype=torch.float64).log_softmax(0)
+    logits = torch.tensor(new[: len(old)], dtype=torch.float64, requires_grad=True)
+    log_probs = logits.log_softmax(0)
+    kl = (old.exp() * (old - log_probs)).sum()
+    kl.backward()
+
+    columns = {"old_log_probs": old.float(), "advantages": torch.zeros(len(old)), "selected": torch.ones(len(old))}
+    loss = LossArguments(policy_loss="kl_cov", kl_cov_penalty="kl")
+    mean, gradient = 0.0, torch.zeros(len(old), dtype=torch.float64)
+    for word, weight in enumerate(old.exp()):
+        one = make_micro([[1.0]], **{name: column[word : word + 1] for name, column in columns.items()})
+        value, slope, _ = gradient_of(loss, one, [log_probs[word].item()])
+        mean += weight.item() * value
+        gradient[word] = weight * slope[0]
+    assert mean == pytest.approx(kl.item(), rel=1e-4, abs=1e-5)
+    # The chain rule of log_softmax: words that lose probability to others.
+    by_logit = gradient - log_probs.exp().detach() * gradient.sum()
+    torch.testing.assert_close(by_logit, logits.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_clip_cov_scores_the_first_step_too_and_kl_cov_does_not():
@@ -101,6 +134,11 @@ def test_clip_cov_scores_the_first_step_too_and_kl_cov_does_not():
     ("flags", "message"),
     [
         ("--policy-loss kl_cov --kl-cov-fraction 2", "--kl-cov-fraction 2.0: .* 0 to 1"),
+        ("--policy-loss kl_cov --kl-cov-penalty k3", "--kl-cov-penalty k3"),
+        (
+            "--policy-loss clip_cov --kl-cov-penalty kl",
+            "--kl-cov-penalty kl: would be ignored by",
+        ),
         ("--policy-loss kl_cov --kl-cov-coef 0", "--kl-cov-coef 0.0: .*above 0"),
         ("--policy-loss kl_cov --eps-clip 0.1", "--eps-clip 0.1: would be ignored by --policy-loss kl_cov"),
         ("--policy-loss clip_cov --clip-cov-min 6", "--clip-cov-min 6.0: leaves no covariance below --clip-cov-max 5"),
@@ -115,5 +153,7 @@ def test_refused(command, flags, message):
 def test_explained(command):
     kl, clip = (validate(parse(f"{command} --policy-loss {name}".split())) for name in ("kl_cov", "clip_cov"))
     assert "-ρ A + 1 |log ρ| [t in K]" in explain(kl) and "policy_losses/kl_cov.py" in explain(kl)
+    kl_of_paper = validate(parse(f"{command} --policy-loss kl_cov --kl-cov-penalty kl --kl-cov-coef 2".split()))
+    assert "-ρ A + 2 (ρ - 1 - log ρ) [t in K]" in explain(kl_of_paper)
     assert any("kl_cov" in line for line in without_effect(kl.settings))
     assert "0 for 0.0002 T tokens of the step, at least one" in explain(clip)
