@@ -1,8 +1,8 @@
 """Run reward functions, which are user code, so that nothing they do can stop or hang the rollout side.
 
-A call has a daemon thread to itself until it returns. A coroutine runs on one event loop that all reward functions share and nothing
-else uses, so that a blocking call in it delays other rewards only. Whatever a function raises arrives as an ordinary
-exception: a ``StopIteration`` that reaches a future would hang its waiter, and a ``SystemExit`` or
+A call has a daemon thread to itself until it returns. A coroutine runs on one event loop that all reward functions
+share and nothing else uses: a blocking call in it delays other rewards only. Whatever a function raises arrives as an
+ordinary exception: a ``StopIteration`` that reaches a future would hang its waiter, and a ``SystemExit`` or
 ``KeyboardInterrupt`` would end the event loop.
 """
 
