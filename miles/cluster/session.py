@@ -284,10 +284,11 @@ def _connect(
     else:
         # Ray warns that its local cluster uses a token. That is intended, and the user need not act on it.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-        # Locally, Ray's CPUs only count processes: one per process, however many cores the machine has.
+        # Locally, Ray's CPUs only count processes: one per process, however many cores the machine has. Ray starts as
+        # many processes at the same time, so there are CPUs for the trainer and the rollout worker.
         environment |= loopback_environment(os.environ)
         # On GPUs Ray chooses both: a weight update puts a whole model into the object store.
-        cpus, store_bytes = (num_cpus, 1024**3) if device == "cpu" else (None, None)
+        cpus, store_bytes = (max(num_cpus, 2), 1024**3) if device == "cpu" else (None, None)
         # Inherited by Ray's processes, so that Ray need not set up a runtime environment for each worker.
         with _in_environment(environment):
             _start_local(cpus, store_bytes, guard)

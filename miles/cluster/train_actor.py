@@ -73,7 +73,7 @@ class TrainedIteration:
 
 
 class TrainDriver:
-    """All trainer ranks, as the loop sees them. ``build`` comes before everything else."""
+    """All trainer ranks, as the loop sees them. ``build`` comes before everything else but ``start_building``."""
 
     def __init__(
         self, settings: Settings, placement: Placement, workers: Workers, uploads: Uploads | None = None
@@ -91,6 +91,7 @@ class TrainDriver:
         self._uploads = uploads
         self._workers = workers
         self._saving: BackgroundSave | None = None
+        self._building: list[ray.ObjectRef[Any]] = []
         self.actors: list[Any] = [
             with_heartbeat(TrainActor)
             .options(runtime_env={"env_vars": env} if env else None, **placement.trainer_options(rank))
@@ -100,10 +101,16 @@ class TrainDriver:
         for rank, actor in enumerate(self.actors):
             workers.add(f"trainer rank {rank}", actor, preparing=actor.import_code.remote())
 
+    def start_building(self, total_steps: int) -> None:
+        """Have the ranks build their models, and return before they have; ``build`` waits for that."""
+        address = self.actors[0].serve_store.remote()
+        self._building = [actor.connect.remote(address, total_steps) for actor in self.actors]
+
     def build(self, total_steps: int) -> None:
         """Connect the ranks and build their models; ``total_steps`` are the optimizer steps of the run."""
-        address = self._workers.result(self.actors[0].serve_store.remote())
-        self._on_all("connect", address, total_steps)
+        if not self._building:
+            self.start_building(total_steps)
+        self._workers.results(self._building)
 
     def train(self, shards_by_token_rank: list[ray.ObjectRef[Any]], iteration: int) -> TrainedIteration:
         """Take one optimizer step for each shard in a rank's list; returns metrics and recorded tokens.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,10 +75,16 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
         Loading(settings.tracking.log_format) as loading,
         ReportSink(settings.tracking) as report,
         nullcontext() if port is None else closing(PrometheusSink(port)) as prometheus,
-        # First, so that the trainer's processes import while the rollout worker starts its engines.
-        TrainDriver(settings, placement, workers, context.uploads) if settings.trains else nullcontext() as trainer,
-        RolloutDriver(settings, placement, workers) as rollout,
+        ExitStack() as sides,
     ):
+        trainer = None
+        if settings.trains:
+            # First, so that the trainer's processes work while the rollout worker starts its engines.
+            trainer = sides.enter_context(TrainDriver(settings, placement, workers, context.uploads))
+            if builds_beside_engines(settings, placement.device):
+                assert settings.rollout.num_rollout is not None
+                trainer.start_building(settings.rollout.num_rollout * settings.steps_per_iteration)
+        rollout = sides.enter_context(RolloutDriver(settings, placement, workers))
         loading.show("the trainer's models")
         if offload.rollout:
             rollout.release_memory()  # the trainer is built in the memory that this frees
@@ -92,6 +98,15 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
             profiler = IterationProfiler(settings.profiling, settings.tracking.output_dir, trainer, rollout, workers)
             profiler.on_phase = tracker.phase
             _run_loop(settings, context, rollout, trainer, tracker, profiler, offload)
+
+
+def builds_beside_engines(settings: Settings, device: str) -> bool:
+    """Return whether the trainer builds its models while the rollout worker starts its engines.
+
+    Not on shared GPUs, whose memory an engine divides as it finds it. Nor with ``--num-epoch``: the number of steps is
+    known when the rollout worker has read the prompts.
+    """
+    return settings.rollout.num_rollout is not None and not (device == "cuda" and settings.cluster.colocate)
 
 
 def train_in_one_process(settings: Settings, context: RunContext) -> None:

@@ -1,8 +1,8 @@
 """Run reward functions, which are user code, so that nothing they do can stop or hang the rollout side.
 
-Every call runs in its own daemon thread. A coroutine runs on one event loop that all reward functions share and nothing
-else uses, so that a blocking call in it delays other rewards only. Whatever a function raises arrives as an ordinary
-exception: a ``StopIteration`` that reaches a future would hang its waiter, and a ``SystemExit`` or
+A call has a daemon thread to itself until it returns. A coroutine runs on one event loop that all reward functions
+share and nothing else uses: a blocking call in it delays other rewards only. Whatever a function raises arrives as an
+ordinary exception: a ``StopIteration`` that reaches a future would hang its waiter, and a ``SystemExit`` or
 ``KeyboardInterrupt`` would end the event loop.
 """
 
@@ -15,6 +15,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import cache
+from queue import SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -56,8 +57,35 @@ async def call_user_code(function: Callable[..., Any], *args: Any, seconds: floa
             call.abandon()
 
 
+class _Threads:
+    """Daemon threads for one call at a time. A thread whose call has returned takes another: to start one costs more.
+
+    A call that never returns keeps its thread, and further calls have others.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[SimpleQueue[Callable[[], None]]] = []
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Begin ``call``, which must not raise."""
+        try:
+            calls = self._idle.pop()
+        except IndexError:
+            calls = SimpleQueue()
+            threading.Thread(target=self._serve, args=(calls,), name="reward", daemon=True).start()
+        calls.put(call)
+
+    def _serve(self, calls: SimpleQueue[Callable[[], None]]) -> None:
+        while True:
+            calls.get()()
+            self._idle.append(calls)
+
+
+_threads = _Threads()
+
+
 class UserCall:
-    """One call in a thread of its own, and its outcome."""
+    """One call in a thread that it has to itself, and its outcome."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.outcome: Future[Any] = Future()
@@ -65,7 +93,7 @@ class UserCall:
         self._args = args
         self._coroutine: Future[Any] | None = None
         self._abandoned = False
-        threading.Thread(target=self._run, name="reward", daemon=True).start()
+        _threads.run(self._run)
 
     def abandon(self) -> None:
         """Cancel a coroutine that is still running."""

@@ -9,6 +9,8 @@ from hashlib import blake2b
 from statistics import fmean
 from typing import Any, Protocol
 
+import numpy as np
+
 from miles.arguments.rollout import RolloutArguments
 from miles.engine.base import Engine, FinishReason, Generation, GenerationRequest, SamplingParams
 from miles.engine.concurrency import gather_or_cancel
@@ -31,8 +33,8 @@ STATUS: dict[FinishReason, SampleStatus] = {
 class Detokenizer(Protocol):
     """The part of a tokenizer that generation needs."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
-        """Return the text of one sequence."""
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any:
+        """Return the text of one sequence: a list of integers, or an array of them."""
         ...
 
 
@@ -296,7 +298,8 @@ def _sample(group: PromptGroup, trajectory_id: int, generation: Generation, toke
         group_index=group.group_index,
         trajectory_id=trajectory_id,
         response_ids=list(generation.token_ids),
-        response=tokenizer.decode(generation.token_ids, skip_special_tokens=True),
+        # An array: of a list, transformers looks at the type of every number.
+        response=tokenizer.decode(np.asarray(generation.token_ids, np.int64), skip_special_tokens=True),
         loss_mask=[1] * len(generation.token_ids),
         rollout_log_probs=list(generation.log_probs),
         status=STATUS[generation.finish_reason],

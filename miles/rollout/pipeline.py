@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles.arguments.flags_view import flags_view
 from miles.arguments.model import local_vocab_size
@@ -43,8 +43,6 @@ from miles.profiling.spans import waiting
 from miles.rewards.base import RewardFunction
 from miles.rewards.registry import get_reward_function
 from miles.rewards.settings import RewardArguments
-from miles.rollout.agents.generator import session_generator
-from miles.rollout.agents.session_generator import SessionGenerator
 from miles.rollout.chosen_generator import get_group_generator
 from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
@@ -63,6 +61,9 @@ from miles.rollout.stream_collector import Interruptible, StreamCollector
 from miles.rollout.supply import build_supply, iterations_of
 from miles.rollout.workers.pool import InterruptibleWorkers, StartWorker, WorkerPool
 from miles.weights import WeightChunk
+
+if TYPE_CHECKING:
+    from miles.rollout.agents.session_generator import SessionGenerator
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ async def build_pipeline(
     reward_function = _reward_function(reward)
     eval_sets = load_eval_sets(settings.evaluation, data, rollout, tokenizer, labels_optional=reward.labels_optional)
     supply = build_supply(settings, tokenizer)
-    agents = session_generator(settings)
+    agents = _session_generator(settings)
     generate, hooks = agents or get_group_generator(rollout), IterationHooks(settings, supply.stream)
     num_iterations = iterations_of(rollout, supply.num_prompts)
     engine = await start_engine(settings, host) if settings.generates else None
@@ -324,6 +325,14 @@ async def build_pipeline(
         agents=agents,
         load=load,
     )
+
+
+def _session_generator(settings: Settings) -> SessionGenerator | None:
+    if settings.rollout.agent_command is None and settings.rollout.environment is None:
+        return None
+    from miles.rollout.agents.generator import session_generator  # with a web server, which takes long to import
+
+    return session_generator(settings)
 
 
 def _reward_function(reward: RewardArguments) -> RewardFunction | None:

@@ -84,3 +84,23 @@ def test_a_message_is_one_short_line_without_control_characters(make_sample):
         asyncio.run(score([make_sample("\x1b[31m\nred")], shouts, None))
     message = str(caught.value)
     assert len(message) < 600 and message.isprintable()
+
+
+def test_threads_are_used_again_but_not_one_whose_call_hangs():
+    hangs, end = threading.Event(), threading.Event()
+
+    def hang():
+        hangs.set()
+        end.wait()
+        return threading.get_ident()
+
+    async def threads():
+        held = asyncio.create_task(call_user_code(hang, seconds=0))
+        await asyncio.to_thread(hangs.wait)
+        beside = [await call_user_code(threading.get_ident, seconds=0) for _ in range(50)]
+        end.set()
+        return await held, beside
+
+    held, beside = asyncio.run(threads())
+    assert held not in beside
+    assert len(set(beside)) < 25, "a call may begin before the thread of the one before is free"
