@@ -10,7 +10,6 @@ import ast
 import difflib
 import importlib
 import io
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import miles
 from miles import commands
 from miles.commands import command_names
+from miles.output_fault import fault_of_output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,8 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             status: int = module.main(rest)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # nobody reads what is printed any more, as after `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again when it ends
+    except OSError as error:
+        if (fault := fault_of_output(error)) is None:
+            raise
+        if not isinstance(error, BrokenPipeError):  # as after `| head`, which is no mistake
+            print(f"miles: error: {fault}", file=sys.stderr)
         return 1
     return status
 

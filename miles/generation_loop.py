@@ -33,6 +33,7 @@ class GenerationLoop:
     stop: StopRequests
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     profiled: Callable[[int], AbstractContextManager[object]] = nullcontext  # around an iteration
+    before_writing: Callable[[], None] = lambda: None  # raises if the folders are another launcher's by now
 
     def run(self) -> None:
         """Run from the first iteration to the last."""
@@ -67,5 +68,6 @@ class GenerationLoop:
 
     def log(self, step: int, metrics: dict[str, Metric]) -> None:
         """Log one row, with the seconds of the phases and the throughput."""
+        self.before_writing()
         self.timer.add_to(metrics, generated_during="generate")
         self.tracker.log(step, metrics)

@@ -53,6 +53,7 @@ class TrainingLoop:
     is_synchronous: bool  # nothing is generated during a step
     stop: StopRequests
     profiled: Callable[[int], AbstractContextManager[object]] = nullcontext  # around an iteration
+    before_writing: Callable[[], None] = lambda: None  # raises if the folders are another launcher's by now
 
     def run(self) -> None:
         """Run from the newest checkpoint of ``--load``, if any, to the last iteration."""
@@ -126,6 +127,7 @@ class TrainingLoop:
 
     def log(self, first_step: int, rows: list[dict[str, Metric]]) -> None:
         """Log one row per optimizer step; the last row also gets the seconds of the phases and the throughput."""
+        self.before_writing()
         # Overlapping generation runs during the whole step.
         self.sides.timer.add_to(rows[-1], generated_during="generate" if self.is_synchronous else "step")
         for step, row in enumerate(rows, start=first_step):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import traceback
@@ -19,6 +18,7 @@ from miles.cluster.folders.remote_checkpoints import pending_in
 from miles.cluster.liveness import WorkerLost
 from miles.cluster.stop_requests import StopRequests
 from miles.input_error import InputError
+from miles.output_fault import fault_of_output
 from miles.remote.folder import is_url
 from miles.tracking.notifications import Notifier
 from miles.training.checkpoint_folder import newest
@@ -48,12 +48,10 @@ def exit_with_message(
     except KeyboardInterrupt:
         print(stopped_by(stop, checkpoint), file=sys.stderr)
         raise SystemExit(stop.exit_status) from None
-    except BrokenPipeError:
-        # Nobody reads what is printed any more, as after `| head`. Python would complain again when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(stopped("standard output was closed", checkpoint), file=sys.stderr)
-        raise SystemExit(1) from None
     except Exception as error:
+        if (fault := fault_of_output(error)) is not None:
+            print(stopped(fault, checkpoint), file=sys.stderr)
+            raise SystemExit(1) from None
         cause = cause_of(error)
         if stop.has_stopped and is_death(error):  # the signal has ended the worker too
             print(stopped_by(stop, checkpoint), file=sys.stderr)

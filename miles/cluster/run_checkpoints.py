@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ class RunCheckpoints:
     last_saved: int = 0  # iterations of the newest checkpoint of this run
     last_exported: int | None = None  # iterations of the newest export, if there is one
     best: BestSoFar | None = None  # by the metric of --save-best, from the first iteration on
+    before_writing: Callable[[], None] = lambda: None  # raises if the folders are another launcher's by now
 
     def resume(self) -> int:
         """Load the newest checkpoint of ``--load``, if any, and return the number of iterations already done."""
@@ -97,6 +98,7 @@ class RunCheckpoints:
 
     def _save(self, done: int, best: BestCheckpoint | None = None, exports: bool = False) -> None:
         """Write a checkpoint; ``best`` is its record if it is the best so far."""
+        self.before_writing()
         sides = self.sides
         sides.give_gpus_to_trainer()
         with sides.timer.phase("save"):
@@ -111,6 +113,7 @@ class RunCheckpoints:
     def _export(self, done: int) -> None:
         """Write weights, configuration and tokenizer so that transformers' ``from_pretrained`` loads them."""
         assert self.arguments.save_hf is not None
+        self.before_writing()
         name = export_folder(self.arguments.save_hf, done)
         folder = self.arguments.local(name) / f"iter_{done:07d}" if is_url(name) else Path(name)
         with appearing_whole(folder.absolute()) as staged:

@@ -40,6 +40,7 @@ class RunContext:
         continuation: Makes the launcher that follows if Ray dies, from the settings that resume; None in a process
             that is not the launcher's alone.
         uploads: Takes what is saved and exported to URLs; None without one.
+        before_writing: Raises ``ValueError`` if the run's folders are another launcher's by now.
     """
 
     stop: StopRequests
@@ -49,6 +50,7 @@ class RunContext:
     given: CheckpointArguments
     continuation: Callable[[Settings], Continuation] | None
     uploads: Uploads | None = None
+    before_writing: Callable[[], None] = lambda: None
 
 
 def train(settings: Settings, placement: Placement, context: RunContext) -> None:
@@ -142,18 +144,21 @@ def _run_loop(
         (PhaseTimer(), nullcontext) if profiler is None else (PhaseTimer(profiler.phase), profiler.iteration)
     )
     if trainer is None:
-        GenerationLoop(rollout, tracker, settings.evaluation, steps, stop, timer, profiled).run()
+        GenerationLoop(
+            rollout, tracker, settings.evaluation, steps, stop, timer, profiled, context.before_writing
+        ).run()
         return
     sides = Sides(rollout, trainer, offload, timer)
     TrainingLoop(
         sides,
-        RunCheckpoints(sides, settings.checkpoint, RunIdentity.new().to_state()),
+        RunCheckpoints(sides, settings.checkpoint, RunIdentity.new().to_state(), before_writing=context.before_writing),
         tracker,
         evaluation=settings.evaluation,
         steps_per_iteration=steps,
         is_synchronous=settings.rollout.async_steps == 0,
         stop=stop,
         profiled=profiled,
+        before_writing=context.before_writing,
     ).run()
 
 

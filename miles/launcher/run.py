@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from miles.arguments.settings import Settings
     from miles.arguments.validate import Validated
     from miles.cluster.failure_files.folder import FailureFiles
+    from miles.cluster.folders.folder_lock import FolderLocks
     from miles.cluster.folders.remote_lock import RemoteLock
     from miles.cluster.folders.resume_point import ResumePoint
     from miles.cluster.restarts import Continuation
@@ -113,7 +114,7 @@ def launch(
         check_hooks(settings.loss)
         check_whole_loss(settings.loss, flags_view(settings))
         check_packages(settings.tracking)
-        with _locked(settings) as lock:
+        with _locked(settings) as (folders, lock):
             point = _resume_point(validated)
             checkpoint = own_save_folder(point.checkpoint, point.damaged)
             if checkpoint.save is not None:
@@ -126,7 +127,7 @@ def launch(
                 notifying(notifier, stop),
                 uploading(settings, lock, point.damaged) as uploads,
             ):
-                (runner or run)(settings, replace(context, uploads=uploads))
+                (runner or run)(settings, replace(context, uploads=uploads, before_writing=folders.check))
 
 
 def _resume_point(validated: Validated) -> ResumePoint:
@@ -148,8 +149,8 @@ def _resume_point(validated: Validated) -> ResumePoint:
 
 
 @contextmanager
-def _locked(settings: Settings) -> Iterator[RemoteLock | None]:
-    """Hold the locks of the folders that a run writes, for the length of the block; yield that in remote storage."""
+def _locked(settings: Settings) -> Iterator[tuple[FolderLocks, RemoteLock | None]]:
+    """Hold the locks of the folders that a run writes, for the length of the block; yield them."""
     from miles.cluster.folders.folder_lock import locked_folders
     from miles.cluster.folders.remote_lock import locked_in_remote_storage
 
@@ -157,10 +158,10 @@ def _locked(settings: Settings) -> Iterator[RemoteLock | None]:
     written = {"--output-dir": settings.tracking.output_dir, "--remote-cache": given.remote_cache}
     written |= {} if "save" in given.urls else {"--save": given.save}
     with (
-        locked_folders((flag, Path(folder)) for flag, folder in written.items() if folder is not None),
-        locked_in_remote_storage(given) as lock,
+        locked_folders((flag, Path(folder)) for flag, folder in written.items() if folder is not None) as local,
+        locked_in_remote_storage(given) as remote,
     ):
-        yield lock
+        yield local, remote
 
 
 def _context(

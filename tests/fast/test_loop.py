@@ -81,18 +81,19 @@ class Recorder:
         return [call for call in self.calls if call[0] in names]
 
 
-def loop_of(evaluation, resume_from=None, offload=None, stop=None, **checkpoint):
+def loop_of(evaluation, resume_from=None, offload=None, stop=None, before_writing=lambda: None, **checkpoint):
     """Run a loop; return what it has called."""
     sides = Recorder(resume_from)
     both = Sides(sides, sides, offload or Offload(train=False, rollout=False), PhaseTimer())
     loop = TrainingLoop(
         both,
-        RunCheckpoints(both, CheckpointArguments(**checkpoint), {"id": "of this run"}),
+        RunCheckpoints(both, CheckpointArguments(**checkpoint), {"id": "of this run"}, before_writing=before_writing),
         sides,
         evaluation=evaluation,
         steps_per_iteration=2,
         is_synchronous=True,
         stop=stop or StopRequests(60.0),
+        before_writing=before_writing,
     )
     loop.run()
     return sides
@@ -300,6 +301,26 @@ def test_after_the_timeout_the_run_stops(monkeypatch, run):
     with StopRequests(0.2).listening() as stop:
         sides, exit_status = ended(run, stop, save="checkpoints")
     assert exit_status == 143 and sides.of("save") == []
+
+
+def test_a_run_whose_folder_is_anothers_by_now_does_not_write(monkeypatch, run):
+    """It notices that before a row of metrics, or before a checkpoint if the folder was lost after the row."""
+    written = []
+    monkeypatch.setattr(Recorder, "log", lambda self, step, row: written.append(step))
+    monkeypatch.setattr(Recorder, "save", lambda self, done, state, best: written.append("checkpoint"))
+
+    def lost_at(step):
+        def check():
+            if written[-1:] == [step]:
+                raise ValueError("taken over")
+
+        return check
+
+    for last, wanted in ((4, [0, 1, 2, 3, 4]), (0, [0])):
+        written.clear()
+        with pytest.raises(ValueError, match="taken over"):
+            run(before_writing=lost_at(last), save="checkpoints", save_interval=2)
+        assert written == wanted
 
 
 def test_the_export_has_weights_and_tokenizer(run, tmp_path):

@@ -4,7 +4,8 @@ The lock is the file ``.miles-lock`` in the folder. It holds host, process id an
 updates it every ``HEARTBEAT_SECONDS``. On one host ``flock`` decides: the kernel releases it when the owner dies, in
 whatever way. Another host may share the folder without sharing ``flock``; there the heartbeat decides, and a lock
 without one for ``STALE_SECONDS`` is taken over. Ages are differences of the folder's own file times, because the clocks
-of two hosts may differ.
+of two hosts may differ. A launcher that was stopped for so long, and continues, sees that before it writes again
+(``FolderLocks.check``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,8 +32,35 @@ HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 
 
+@dataclass(frozen=True)
+class FolderLocks:
+    """The locks that this launcher holds: flag, lock file and what this launcher has written there."""
+
+    held: tuple[tuple[str, Path, dict[str, Any]], ...]
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if another launcher has taken a folder over, or the lock file was removed.
+
+        Called before a run writes: a launcher that was stopped for long must not write beside the one that followed it.
+        """
+        for flag, path, record in self.held:
+            owner = _read(path)
+            if owner == record:
+                continue
+            if owner is not None:
+                raise ValueError(
+                    f"{flag} {path.parent}: {_named(owner)} has taken this folder over, as this run gave no sign of "
+                    f"life for {STALE_SECONDS:g} s; this run ends and leaves the folder to that one"
+                )
+            if not path.exists():
+                raise ValueError(
+                    f"{flag} {path.parent}: the lock {NAME} of this run was removed, so another run may write to this "
+                    "folder; start again, and do not remove the lock"
+                )
+
+
 @contextmanager
-def locked_folders(folders: Iterable[tuple[str, Path]]) -> Iterator[None]:
+def locked_folders(folders: Iterable[tuple[str, Path]]) -> Iterator[FolderLocks]:
     """Hold the locks of ``folders`` for the length of the block; folders are created if missing.
 
     Args:
@@ -42,13 +71,13 @@ def locked_folders(folders: Iterable[tuple[str, Path]]) -> Iterator[None]:
     """
     by_path = {path.resolve(): (flag, path) for flag, path in folders}
     with ExitStack() as held:
-        for flag, path in by_path.values():
-            held.enter_context(_locked(flag, path))
-        yield
+        records = [(flag, path / NAME, held.enter_context(_locked(flag, path))) for flag, path in by_path.values()]
+        yield FolderLocks(tuple(records))
 
 
 @contextmanager
-def _locked(flag: str, folder: Path) -> Iterator[None]:
+def _locked(flag: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Hold one lock, and yield what is written in it."""
     path = folder / NAME
     with _flocked(flag, path):
         owner = _read(path)
@@ -63,7 +92,7 @@ def _locked(flag: str, folder: Path) -> Iterator[None]:
         heartbeat = threading.Thread(target=_beat, args=(path, record, stop), name="folder-lock", daemon=True)
         heartbeat.start()
         try:
-            yield
+            yield record
         finally:
             stop.set()
             heartbeat.join()
@@ -157,10 +186,12 @@ def _new_id() -> str:
     return uuid.uuid4().hex
 
 
+def _named(owner: dict[str, Any]) -> str:
+    return f"process {owner['pid']} on {owner['host']}, since {owner['started']}"
+
+
 def _in_use(flag: str, folder: Path, owner: dict[str, Any] | None) -> ValueError:
-    who = (
-        "another launcher" if owner is None else f"process {owner['pid']} on {owner['host']}, since {owner['started']}"
-    )
+    who = "another launcher" if owner is None else _named(owner)
     return ValueError(
         f"{flag} {folder}: another run is writing to this folder ({who}); wait for it to end, stop it, or give another "
         "folder"

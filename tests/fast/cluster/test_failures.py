@@ -66,15 +66,17 @@ def test_a_signal_that_nohup_ignores_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
+PRINTING = """
+from miles.arguments.checkpoint import CheckpointArguments
+from miles.cluster.failures import exit_with_message
+from miles.cluster.stop_requests import StopRequests
+with exit_with_message(CheckpointArguments(), StopRequests(60.0)):
+    while True: print("x" * 10_000)
+"""
+
+
 def test_a_reader_that_left_ends_the_run_without_a_traceback():
-    script = (
-        "from miles.arguments.checkpoint import CheckpointArguments\n"
-        "from miles.cluster.failures import exit_with_message\n"
-        "from miles.cluster.stop_requests import StopRequests\n"
-        "with exit_with_message(CheckpointArguments(), StopRequests(60.0)):\n"
-        "    while True: print('x' * 10_000)\n"
-    )
-    command = [sys.executable, "-c", script]
+    command = [sys.executable, "-c", PRINTING]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.readline()
         process.stdout.close()
@@ -82,6 +84,15 @@ def test_a_reader_that_left_ends_the_run_without_a_traceback():
     assert process.returncode == 1
     assert error.startswith("train.py: the run stopped: standard output was closed; nothing was saved")
     assert len(error.splitlines()) == 1
+
+
+def test_a_full_output_ends_the_run_without_a_traceback():
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-c", PRINTING], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 1
+    fault = "standard output cannot be written (No space left on device)"
+    assert ended.stderr.startswith(f"train.py: the run stopped: {fault}; nothing was saved")
+    assert len(ended.stderr.splitlines()) == 1
 
 
 def test_a_closed_terminal_lets_the_iteration_finish(tmp_path):

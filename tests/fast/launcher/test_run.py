@@ -76,6 +76,19 @@ def test_a_run_is_locked_uploaded_and_resumed_on_another_machine(launch, tmp_pat
     assert f"note: --load file://{bucket}: iter_0000004 is complete (" in out
 
 
+def test_a_run_whose_folder_was_taken_over_ends(launch, tmp_path, capsys):
+    def stopped_for_long(settings, context):
+        context.before_writing()
+        owner = {"host": "elsewhere", "pid": 17, "started": "now", "id": "x"}
+        (tmp_path / "first" / NAME).write_text(json.dumps(owner))
+        context.before_writing()
+
+    with pytest.raises(SystemExit) as ended:
+        launch("first", stopped_for_long)
+    assert ended.value.code == 1
+    assert f"--output-dir {tmp_path}/first: process 17 on elsewhere, since now has taken" in capsys.readouterr().err
+
+
 def test_a_new_run_does_not_save_among_the_checkpoints_of_another(launch, tmp_path, capsys):
     launch("first", saving(2))
     with pytest.raises(SystemExit) as ended:

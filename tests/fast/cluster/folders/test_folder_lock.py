@@ -97,6 +97,23 @@ def test_the_owner_keeps_its_lock_alive_and_stops_once_it_is_lost(tmp_path, monk
     assert path.read_text() == taken, "a lock that another launcher has taken over is not removed"
 
 
+def test_a_launcher_whose_folder_was_taken_over_writes_no_more(tmp_path):
+    """As after a stop for longer than the heartbeat may be missing, on a folder that two hosts share."""
+    with lock(tmp_path) as held:
+        held.check()
+        taken = json.dumps({"host": "elsewhere", "pid": 17, "started": "now", "id": "y"})
+        (tmp_path / NAME).write_text(taken)
+        with pytest.raises(ValueError, match=f"^--save {tmp_path}: process 17 on elsewhere, since now has taken this"):
+            held.check()
+
+
+def test_a_launcher_whose_lock_was_removed_writes_no_more(tmp_path):
+    with lock(tmp_path) as held:
+        (tmp_path / NAME).unlink()
+        with pytest.raises(ValueError, match=f"^--save {tmp_path}: the lock {NAME} of this run was removed"):
+            held.check()
+
+
 def test_a_half_written_lock_is_ignored(tmp_path):
     (tmp_path / NAME).write_text('{"host": "els')
     with lock(tmp_path):

@@ -1,0 +1,28 @@
+"""Recognize an error of standard output: nobody reads it any more, or it is a file on a full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def fault_of_output(error: Exception) -> str | None:
+    """Return what is wrong with standard output if that is why ``error`` was raised; else None.
+
+    Nobody reads it any more, as after `| head`, or it is a file on a full disk. What is printed from then on is lost:
+    Python would complain again when it closes the stream.
+    """
+    if not isinstance(error, BrokenPipeError) and getattr(error, "errno", None) not in _CANNOT_WRITE:
+        return None
+    fault = "standard output was closed"
+    if not isinstance(error, BrokenPipeError):
+        try:
+            os.write(sys.stdout.fileno(), b"\n")  # what could not be written is no longer in the stream
+            return None
+        except OSError as again:
+            fault = f"standard output cannot be written ({again.strerror})"
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return fault
