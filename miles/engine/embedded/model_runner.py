@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from miles.engine.base import eos_token_ids
 from miles.engine.embedded import attention
 from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep
+from miles.engine.embedded.fused_layers import FusedLayers, can_fuse
 from miles.model_families.reading import read_config
 from miles.objective.token_log_probs import head_logits
 from miles.replay.routers import Routers
@@ -45,6 +46,7 @@ class ModelRunner:
         head = self.model.get_output_embeddings()
         head.register_forward_pre_hook(self._keep_last_positions)
         self._fp32_head = Fp32Head(head) if fp32_head else None
+        self._fused = FusedLayers(self.model) if can_fuse(self.model) else None
         self._check_every_layer_uses_the_cache(model_path)
         self._routers: Routers | None = None
 
@@ -124,6 +126,10 @@ class ModelRunner:
             )
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, step: PrefillStep | DecodeStep) -> torch.Tensor:
+        if self._fused is not None:
+            hidden = self._fused(ids, positions, step)
+            fused_logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
+            return fused_logits[:, -1]
         output = self.model(
             input_ids=ids, position_ids=positions.expand(ids.shape), use_cache=False, kv_step=step, logits_to_keep=0
         )
