@@ -109,24 +109,53 @@ class KVCache:
         return new
 
 
+class PrefixStep:
+    """Run the tokens that all prompts of the next prefill start with, as one row, and keep their keys and values."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, torch.Tensor] = {}  # by layer, [1, kv_heads, prefix, D]
+        self.values: dict[int, torch.Tensor] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Keep the keys and values, and attend within the row; [1, heads, prefix, D]."""
+        self.keys[layer], self.values[layer] = key, value
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+
+
 @dataclass(frozen=True)
 class PrefillStep:
-    """Run whole prompts, padded on the right: a causal query never sees the padding, so no mask is needed.
+    """Run prompts, padded on the right: a causal query never sees the padding.
 
     ``prompt_of_row`` [R] says which prompt of this pass is stored in row ``first_row + i``, for each of R new rows.
+    With a ``prefix``, the tokens of this pass come after it in every prompt; ``mask`` [T, prefix + T] is then 0 where
+    a query may look and -inf elsewhere.
     """
 
     cache: KVCache
     prompt_of_row: torch.Tensor
     first_row: int
+    prefix: PrefixStep | None = None
+    mask: torch.Tensor | None = None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
         """Store the keys and values, and attend within each prompt; [P, heads, T, D]."""
+        if self.prefix is not None:
+            key, value = _after(self.prefix.keys[layer], key), _after(self.prefix.values[layer], value)
         self.cache.write_prompts(layer, key, value, self.prompt_of_row, self.first_row)
         grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=self.mask, is_causal=self.mask is None, scale=scale, enable_gqa=grouped
+        )
+
+
+def _after(prefix: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Return each prompt's keys or values [P, kv_heads, T, D] after those of the prefix [1, kv_heads, prefix, D]."""
+    return torch.cat((prefix.expand(len(own), -1, -1, -1), own), 2)
 
 
 @dataclass(frozen=True)
@@ -153,6 +182,9 @@ class DecodeStep:
         return out.reshape(len(query), query.shape[1], 1, -1)
 
 
+Step = PrefixStep | PrefillStep | DecodeStep
+
+
 def slot_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -160,7 +192,7 @@ def slot_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    kv_step: PrefillStep | DecodeStep,
+    kv_step: Step,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -177,7 +209,7 @@ def slot_attention(
         key: [B, kv_heads, T, D].
         value: [B, kv_heads, T, D].
         attention_mask: Unused.
-        kv_step: The prefill or decode step of this pass.
+        kv_step: The step of this pass.
         scaling: Factor of the scores; None for 1 / sqrt(D).
         dropout: Unused.
         sliding_window: Must be None, like ``softcap``, ``s_aux`` and ``position_bias``.

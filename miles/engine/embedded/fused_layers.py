@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from miles.engine.embedded.attention import DecodeStep, PrefillStep
+from miles.engine.embedded.attention import Step
 
 _PLAIN_LAYERS: tuple[type[PreTrainedModel], ...] = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
@@ -36,7 +36,7 @@ class FusedLayers:
         self._layers = [_Layer(layer) for layer in model.model.layers]
         self._norm = _Norm(model.model.norm)
 
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, step: PrefillStep | DecodeStep) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the hidden states [B, T, H] of tokens ``ids`` [B, T] at ``positions`` [1 or B, T]."""
         embedded = self._body.embed_tokens(ids)
         cos, sin = self._body.rotary_emb(embedded, positions)
@@ -81,7 +81,7 @@ class _Layer:
         shape: torch.Size,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        step: PrefillStep | DecodeStep,
+        step: Step,
     ) -> torch.Tensor:
         """Return the layer's output of ``hidden`` [B * T, H]; ``shape`` is [B, T]."""
         normed = self._input_norm(hidden)

@@ -13,12 +13,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from miles.engine.base import eos_token_ids
 from miles.engine.embedded import attention
-from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep
+from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep, PrefixStep, Step
 from miles.engine.embedded.fused_layers import FusedLayers, can_fuse
 from miles.model_families.reading import read_config
 from miles.objective.token_log_probs import head_logits
 from miles.replay.routers import Routers
 from miles.weights import WeightChunk
+
+# Tokens. A pass reads all weights, which takes a CPU as long as the arithmetic of about 25 tokens.
+WORTH_A_PASS = 64
 
 
 class ModelRunner:
@@ -47,8 +50,9 @@ class ModelRunner:
         head.register_forward_pre_hook(self._keep_last_positions)
         self._fp32_head = Fp32Head(head) if fp32_head else None
         self._fused = FusedLayers(self.model) if can_fuse(self.model) else None
-        self._check_every_layer_uses_the_cache(model_path)
         self._routers: Routers | None = None
+        self._records_experts = False
+        self._check_every_layer_uses_the_cache(model_path)
 
     def prepare_experts(self) -> None:
         """Find the routers, so that passes can record the experts that they choose.
@@ -62,12 +66,18 @@ class ModelRunner:
     def recording_experts(self) -> Iterator[Callable[[], np.ndarray]]:
         """Yield a function that returns the experts of the block's pass, [tokens of all rows, layers, k]."""
         assert self._routers is not None, "prepare_experts() comes first"
-        with self._routers.recording():
-            yield self._routers.take_numpy
+        self._records_experts = True
+        try:
+            with self._routers.recording():
+                yield self._routers.take_numpy
+        finally:
+            self._records_experts = False
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], prompt_of_row: Sequence[int], first_row: int) -> torch.Tensor:
         """Run P whole prompts, and store prompt ``prompt_of_row[i]`` in row ``first_row + i``.
+
+        What all of them start with, such as a system prompt, is run once if that saves ``WORTH_A_PASS`` tokens.
 
         Returns:
             The logits that follow each prompt, [P, vocab].
@@ -77,10 +87,23 @@ class ModelRunner:
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)
+        ids, positions = ids.to(self.device), torch.arange(width, device=self.device)
         self.cache.reserve(first_row + len(prompt_of_row), width)
-        step = PrefillStep(self.cache, torch.tensor(prompt_of_row, device=self.device), first_row)
-        self._last_positions = (lengths - 1).to(self.device)
-        return self._forward(ids.to(self.device), torch.arange(width, device=self.device)[None], step)
+        prefix, mask = None, None
+        shared = _shared_start(prompts)
+        # The experts of every token of every prompt are recorded, and a GPU would wait for the further pass.
+        if shared * (len(prompts) - 1) < WORTH_A_PASS or self._records_experts or self.device.type != "cpu":
+            shared = 0
+        else:
+            prefix = PrefixStep()
+            self._last_positions = torch.tensor([shared - 1], device=self.device)
+            self._forward(ids[:1, :shared], positions[None, :shared], prefix)
+            hidden = positions[None] > positions[shared:, None]
+            mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
+            mask.masked_fill_(hidden, -torch.inf)
+        step = PrefillStep(self.cache, torch.tensor(prompt_of_row, device=self.device), first_row, prefix, mask)
+        self._last_positions = (lengths - 1 - shared).to(self.device)
+        return self._forward(ids[:, shared:], positions[None, shared:], step)
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], positions: Sequence[int], width: int) -> torch.Tensor:
@@ -125,7 +148,7 @@ class ModelRunner:
                 f"weight update lacks {_listed(missing)}: send every parameter of the model in each update"
             )
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, step: PrefillStep | DecodeStep) -> torch.Tensor:
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
         if self._fused is not None:
             hidden = self._fused(ids, positions, step)
             fused_logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
@@ -152,6 +175,13 @@ class ModelRunner:
                 "transformers' attention interface; --rollout-engine torch needs all of them: choose another model"
             )
         self.cache.clear()
+
+
+def _shared_start(prompts: Sequence[Sequence[int]]) -> int:
+    """Return how many tokens all prompts start with, at most all but the last of the shortest."""
+    first, last = min(prompts), max(prompts)  # every other prompt is between them, so it starts as they do
+    longest = min(len(p) for p in prompts) - 1
+    return next((i for i in range(longest) if first[i] != last[i]), longest)
 
 
 def _check_full_attention(config: PreTrainedConfig, model_path: str) -> None:
