@@ -2,11 +2,13 @@
 
 transformers' layers launch about thirty operations each, through wrappers that take as long as the operations. Here
 oneDNN's products apply SiLU, multiply gate and up, and add the residual before they round, so that these take no pass
-of their own. The weights are the model's own parameters, in place. Other models run through transformers.
+of their own. Its weights are kept in oneDNN's layout, which a product would otherwise make again each time, and which
+replaces the model's. Other models run through transformers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,10 +33,15 @@ class FusedLayers:
     """Compute what the body of a model of ``_PLAIN_LAYERS`` computes: hidden states after the last norm."""
 
     def __init__(self, model: Any) -> None:
-        """``model`` must pass ``can_fuse``."""
+        """Take the weights out of ``model``, which must pass ``can_fuse``; it keeps their shapes."""
         self._body = model.model
         self._layers = [_Layer(layer) for layer in model.model.layers]
         self._norm = _Norm(model.model.norm)
+        packed = {id(p.emptied): p for layer in self._layers for p in layer.products}
+        named = model.named_parameters()
+        self.load: dict[str, Callable[[torch.Tensor], None]] = {
+            n: packed[id(w)].load for n, w in named if id(w) in packed
+        }
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the hidden states [B, T, H] of tokens ``ids`` [B, T] at ``positions`` [1 or B, T]."""
@@ -52,12 +59,12 @@ class _Norm:
 
     def __init__(self, norm: Any) -> None:
         self._weight = norm.weight
-        self._eps = norm.variance_epsilon
+        self._eps = torch.tensor(norm.variance_epsilon, dtype=torch.float32)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.float32, copy=True)
-        scale = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(self._eps).rsqrt_()
-        return wide.mul_(scale.unsqueeze_(-1)).to(x.dtype).mul_(self._weight)
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.addcmul(self._eps, size, size, value=1 / x.shape[-1]).rsqrt_()
+        return torch.mul(x, scale, out=torch.empty_like(x)).mul_(self._weight)
 
 
 class _Layer:
@@ -72,6 +79,7 @@ class _Layer:
         self._out = _Product(attention.o_proj)
         self._head_norms = [_Norm(attention.q_norm), _Norm(attention.k_norm)] if hasattr(attention, "q_norm") else None
         self._gate, self._up, self._down = (_Product(p) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        self.products = [*self._projections, self._out, self._gate, self._up, self._down]
         self._input_norm = _Norm(layer.input_layernorm)
         self._mlp_norm = _Norm(layer.post_attention_layernorm)
 
@@ -99,8 +107,16 @@ class _Product:
     """A linear layer with what follows it. Products and what follows are rounded once."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
-        self._weight = linear.weight
+        self.emptied = linear.weight
         self._bias = linear.bias
+        self.load(linear.weight.data)
+        linear.weight.data = linear.weight.data.new_zeros(()).expand(linear.weight.shape)
+
+    @torch.inference_mode()
+    def load(self, weight: torch.Tensor) -> None:
+        """Replace the weight by ``weight`` [out, in], of any dtype."""
+        plain = weight.to(self.emptied.dtype).contiguous()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(plain)
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``linear(x)`` for x [R, in]."""

@@ -140,7 +140,10 @@ class ModelRunner:
                 for name, tensor in chunk.tensors.items():
                     target, part = found[name]
                     assert part is not None
-                    part.copy_(tensor)
+                    if self._fused is not None and name in self._fused.load:
+                        self._fused.load[name](tensor)
+                    else:
+                        part.copy_(tensor)
                     arrived.setdefault(target, {})[part.data_ptr()] = part.numel()
         missing = [n for n, target in targets.items() if sum(arrived.get(id(target), {}).values()) < target.numel()]
         if missing:
