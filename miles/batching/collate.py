@@ -35,8 +35,7 @@ def collate(
         samples: Indices into ``batch``. If there are none, the micro-batch has no response: it adds zero.
         device: The device of the tensors.
         context: The ranks that share the samples. If there are several, each sample is padded and cut among them.
-        share_prefixes: Whether a rank on its own computes tokens once that several samples begin with: a prompt, and
-            the start of equal responses. Their gradients then add up in the copy that is kept.
+        share_prefixes: Whether a rank on its own keeps one copy of tokens that several samples begin with.
         row_multiple: If given, each sample is a row, padded to the longest, rounded up to a multiple of this.
     """
     part = batch.select(samples)
@@ -78,17 +77,19 @@ def collate(
         **{name: if_given(getattr(part, name)) for name in _IF_GIVEN},
         support=None if not part.supports else _support(part.supports, layout.response_index, device),
         experts=None if not part.experts else tensor(_experts_at(part.experts, layout), np.int16),
-        # With supports, each response token has logits of its own.
-        shared_logits=None if part.supports else _shared_logits(layout.logit_index, device),
+        shared_logits=_shared_logits(part, layout, device),
         padded=row_multiple is not None,
         positions=tuple(part.position_in_step),
     )
 
 
-def _shared_logits(logit_index: np.ndarray, device: torch.device) -> SharedLogits | None:
-    """Return the rows of logits that are read; None if each has one reader."""
-    tokens, row, readers = np.unique(logit_index, return_inverse=True, return_counts=True)
-    if len(tokens) == len(row):
+def _shared_logits(part: TrainBatch, layout: _Layout, device: torch.device) -> SharedLogits | None:
+    """Return the rows of logits that are read; None if each has one reader.
+
+    With supports, which may differ, each response token has logits of its own.
+    """
+    tokens, row, readers = np.unique(layout.logit_index, return_inverse=True, return_counts=True)
+    if part.supports or len(tokens) == len(row):
         return None
     return SharedLogits(
         to_device(tokens, device),
@@ -221,7 +222,7 @@ def _key_of(tokens: np.ndarray, experts: np.ndarray | None) -> np.ndarray:
     key = tokens.astype(">i8").view(np.uint8).reshape(len(tokens), 8)
     if experts is None:
         return key
-    chosen = np.full((len(tokens), *experts.shape[1:]), -1, experts.dtype)
+    chosen = np.full((len(tokens), *experts.shape[1:]), -1, np.int16)
     chosen[: len(experts)] = experts
     return np.concatenate([key, chosen.view(np.uint8).reshape(len(tokens), -1)], axis=1)
 

@@ -65,17 +65,30 @@ def step_of_one_rank(settings: Settings) -> TrainShard:
 
 
 def _groups(samples: int, per_prompt: int, prompt_tokens: int, response_tokens: int) -> list[PromptGroup]:
+    """Return groups whose prompts, and whose responses, share at most their first few tokens."""
     groups = []
-    response, ones, zeros = [0] * response_tokens, [1] * response_tokens, [0.0] * response_tokens
+    ones, zeros = [1] * response_tokens, [0.0] * response_tokens
     for index, first in enumerate(range(0, samples, per_prompt)):
-        number = np.frombuffer(index.to_bytes(4, "big"), np.uint8)  # prompts differ, and every id is in the vocabulary
-        head = tuple(int(digit) % 16 for byte in number for digit in (byte // 16, byte % 16))
-        ids = (*head, *[0] * prompt_tokens)[:prompt_tokens] if prompt_tokens >= 8 else (index % 16,) * prompt_tokens
-        prompt = Prompt("", ids)
-        members = range(first, min(first + per_prompt, samples))
+        prompt = Prompt("", tuple(_ids(index, prompt_tokens)))
         made = [
-            Sample(prompt, index, i, response, "", ones, zeros, teacher_log_probs=zeros, reward=float(i % 2))
-            for i in members
+            Sample(
+                prompt,
+                index,
+                i,
+                _ids(i - first, response_tokens),
+                "",
+                ones,
+                zeros,
+                teacher_log_probs=zeros,
+                reward=float(i % 2),
+            )
+            for i in range(first, min(first + per_prompt, samples))
         ]
         groups.append(PromptGroup(index, prompt, made, baseline_reward=0.5))
     return groups
+
+
+def _ids(number: int, tokens: int) -> list[int]:
+    """Return token ids that any vocabulary has: the hexadecimal digits of ``number``, the last first, then zeros."""
+    digits = [int(digit, 16) for digit in reversed(f"{number:x}")]
+    return (digits + [0] * tokens)[:tokens]

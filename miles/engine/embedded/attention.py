@@ -136,20 +136,41 @@ class KVCache:
         return new
 
 
+class PrefixStep:
+    """Run the tokens that all prompts of the next prefill start with, as one row, and keep their keys and values."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, torch.Tensor] = {}  # by layer, [1, kv_heads, prefix, D]
+        self.values: dict[int, torch.Tensor] = {}
+
+    def attend(self, layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Keep the keys and values, and attend within the row; [1, heads, prefix, D]."""
+        self.keys[layer.number], self.values[layer.number] = key, value
+        return _attend(query, key, value, layer.scale, None)
+
+
 @dataclass(frozen=True)
 class PrefillStep:
-    """Run whole prompts, padded on the right: a causal query never sees the padding, so no mask is needed.
+    """Run prompts, padded on the right: a causal query never sees the padding.
 
     ``prompt_of_row`` [R] says which prompt of this pass is stored in row ``first_row + i``, for each of R new rows.
+    With a ``prefix``, the tokens of this pass come after it in every prompt.
     """
 
     cache: KVCache
     prompt_of_row: torch.Tensor
     first_row: int
+    prefix: PrefixStep | None = None
 
     def attend(self, layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Store the keys and values, and attend within each prompt; [P, heads, T, D]."""
+        if self.prefix is not None:
+            key, value = _after(self.prefix.keys[layer.number], key), _after(self.prefix.values[layer.number], value)
         self.cache.write_prompts(layer.number, key, value, self.prompt_of_row, self.first_row)
+        if self.prefix is not None:
+            new, known = query.shape[2], key.shape[2] - query.shape[2]
+            visible = torch.ones(new, known + new, dtype=torch.bool, device=query.device).tril(known)
+            return _attend(query, key, value, layer.scale, visible)
         if layer.chosen is not None:
             visible = _chosen(layer.chosen, key.shape[2]).tril()[:, None]
             return _attend(query, key, value, layer.scale, visible)
@@ -164,6 +185,11 @@ class PrefillStep:
     def mask(self, length: int, device: torch.device) -> torch.Tensor:
         """Return which keys a query may see, bool [1, 1, T, T]."""
         return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
+
+
+def _after(prefix: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Return each prompt's keys or values [P, kv_heads, T, D] after those of the prefix [1, kv_heads, prefix, D]."""
+    return torch.cat((prefix.expand(len(own), -1, -1, -1), own), 2)
 
 
 @dataclass(frozen=True)
@@ -253,6 +279,9 @@ def _attend(
     )
 
 
+Step = PrefixStep | PrefillStep | DecodeStep
+
+
 def slot_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -260,7 +289,7 @@ def slot_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    kv_step: PrefillStep | DecodeStep,
+    kv_step: Step,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -278,7 +307,7 @@ def slot_attention(
         key: [B, kv_heads, T, D].
         value: [B, kv_heads, T, D].
         attention_mask: Unused.
-        kv_step: The prefill or decode step of this pass.
+        kv_step: The step of this pass.
         scaling: Factor of the scores; None for 1 / sqrt(D).
         dropout: Unused.
         sliding_window: How many keys a query sees, its own included; None for all.

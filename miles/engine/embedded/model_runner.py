@@ -13,13 +13,17 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from miles.engine.base import eos_token_ids
 from miles.engine.embedded import attention
-from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep
+from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep, PrefixStep, Step
+from miles.engine.embedded.fused_layers import FusedLayers, can_fuse
 from miles.engine.embedded.layer_states import LayerStates
 from miles.model_families.packing import SPARSE, has_recurrent_state, model_type, why_not_generated
 from miles.model_families.reading import read_config
 from miles.objective.token_log_probs import head_logits
 from miles.replay.routers import Routers
 from miles.weights import WeightChunk
+
+# Tokens. A pass reads all weights, which takes a CPU as long as the arithmetic of about 25 tokens.
+WORTH_A_PASS = 64
 
 
 class ModelRunner:
@@ -55,8 +59,9 @@ class ModelRunner:
         head = self.model.get_output_embeddings()
         head.register_forward_pre_hook(self._keep_last_positions)
         self._fp32_head = Fp32Head(head) if fp32_head else None
-        self._check_every_layer_uses_the_cache(model_path)
+        self._fused = FusedLayers(self.model) if can_fuse(self.model) else None
         self._routers: Routers | None = None
+        self._check_every_layer_uses_the_cache(model_path)
 
     def prepare_experts(self) -> None:
         """Find the routers, so that passes can record the experts that they choose.
@@ -77,6 +82,8 @@ class ModelRunner:
     def prefill(self, prompts: Sequence[Sequence[int]], prompt_of_row: Sequence[int], first_row: int) -> torch.Tensor:
         """Run P whole prompts, and store prompt ``prompt_of_row[i]`` in row ``first_row + i``.
 
+        What all of them start with, such as a system prompt, is run once if that saves ``WORTH_A_PASS`` tokens.
+
         Returns:
             The logits that follow each prompt, [P, vocab].
         """
@@ -85,12 +92,21 @@ class ModelRunner:
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)
+        ids, positions = ids.to(self.device), torch.arange(width, device=self.device)
         self.cache.reserve(first_row + len(prompt_of_row), width)
-        step = PrefillStep(self.cache, torch.tensor(prompt_of_row, device=self.device), first_row)
-        self._last_positions = (lengths - 1).to(self.device)
+        prefix = None
+        shared = 0 if self._fused is None else _shared_start(prompts)
+        if shared * (len(prompts) - 1) < WORTH_A_PASS:
+            shared = 0
+        else:
+            prefix = PrefixStep()
+            self._last_positions = torch.tensor([shared - 1], device=self.device)
+            self._forward(ids[:1, :shared], positions[None, :shared], prefix)
+        step = PrefillStep(self.cache, torch.tensor(prompt_of_row, device=self.device), first_row, prefix)
+        self._last_positions = (lengths - 1 - shared).to(self.device)
         states = None if self.cache.states is None else self.cache.states.fresh()
         mask = step.mask(width, self.device) if self._is_sparse else None
-        logits = self._forward(ids.to(self.device), torch.arange(width, device=self.device)[None], step, states, mask)
+        logits = self._forward(ids[:, shared:], positions[None, shared:], step, states, mask)
         if self.is_recurrent:
             assert self.cache.states is not None and states is not None
             assert len(set(map(len, prompts))) == 1, "padding would enter the states"
@@ -136,7 +152,10 @@ class ModelRunner:
                 for name, tensor in chunk.tensors.items():
                     target, part = found[name]
                     assert part is not None
-                    part.copy_(tensor)
+                    if self._fused is not None and name in self._fused.load:
+                        self._fused.load[name](tensor)
+                    else:
+                        part.copy_(tensor)
                     arrived.setdefault(target, {})[part.data_ptr()] = part.numel()
         missing = [n for n, target in targets.items() if sum(arrived.get(id(target), {}).values()) < target.numel()]
         if missing:
@@ -148,12 +167,17 @@ class ModelRunner:
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        step: PrefillStep | DecodeStep,
-        states: LayerStates | None,
-        mask: torch.Tensor | None,
+        step: Step,
+        states: LayerStates | None = None,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the logits of the last token of each row. An indexer chooses from the keys of ``mask``."""
+        if self._fused is not None:
+            hidden = self._fused(ids, positions, step)
+            fused_logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
+            return fused_logits[:, -1]
         if states is not None:
+            assert not isinstance(step, PrefixStep)
             states.step = step
         output = self.model(
             input_ids=ids,
@@ -185,6 +209,13 @@ class ModelRunner:
                 "transformers' attention interface; --rollout-engine torch needs all of them: choose another model"
             )
         self.cache.clear()
+
+
+def _shared_start(prompts: Sequence[Sequence[int]]) -> int:
+    """Return how many tokens all prompts start with, at most all but the last of the shortest."""
+    first, last = min(prompts), max(prompts)  # every other prompt is between them, so it starts as they do
+    longest = min(len(p) for p in prompts) - 1
+    return next((i for i in range(longest) if first[i] != last[i]), longest)
 
 
 _WITHOUT_ATTENTION = ("linear_attention", "mlp", "moe")

@@ -1,7 +1,8 @@
 """Draw the next token of every row, from random numbers of the row's own seed.
 
-One pass over the logits exponentiates them; the inverse of the cumulative distribution is then searched in two levels
-(blocks, then one block). So the vocabulary is read a few times, and nothing of its size is drawn or sorted.
+One pass over the logits adds up their exponentials in blocks; the inverse of the cumulative distribution is then
+searched in two levels (blocks, then one block). So the vocabulary is read once, and nothing of its size is drawn or
+sorted.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from miles.engine.base import SamplingParams
 
 BLOCK = 256  # tokens per first-level block; about the square root of a vocabulary
+CACHED_BYTES = 2000 << 10  # of fp32 scores that are in memory at a time, on a CPU
 NUCLEUS_GUESS = 1024  # look for a top-p set among so many tokens before sorting the whole vocabulary
 
 
@@ -99,20 +100,14 @@ def sample(logits: torch.Tensor, rows: RowSampling, uniforms: torch.Tensor) -> D
         rows: The sampling parameters.
         uniforms: [B] float64 in [0, 1).
     """
-    scores = logits.float()
-    if rows.scaled:
-        scores = scores / rows.temperature
-    peak = scores.amax(-1, keepdim=True)
-    weights = _padded_exp(scores, peak)
-    blocks = weights.view(len(weights), -1, BLOCK)
-    block_sums = blocks.sum(-1)
+    peak, block_sums = _block_sums(logits, rows)
     block, within = _invert(block_sums, uniforms)
-    inside = blocks.gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0]
-    tokens = block * BLOCK + _invert(inside, within)[0]
+    tokens = block * BLOCK + _invert(_block_weights(logits, rows, peak, block), within)[0]
     total = block_sums.double().sum(-1)
     supports: dict[int, np.ndarray] = {}
     if len(rows.restricted):
-        kept, order = _keep(weights[rows.restricted], rows)
+        restricted = _scores(logits[rows.restricted], rows, rows.restricted)
+        kept, order = _keep(restricted.sub_(peak[rows.restricted]).exp_(), rows)
         within_kept = _invert(kept, uniforms[rows.restricted])[0]
         tokens[rows.restricted] = order.gather(1, within_kept[:, None])[:, 0]
         if rows.supported_rows:
@@ -120,18 +115,50 @@ def sample(logits: torch.Tensor, rows: RowSampling, uniforms: torch.Tensor) -> D
             total[rows.restricted[rows.supported]] = kept.double().sum(-1)
             supports = _supports(kept, order, rows.supported_rows)
     if len(rows.greedy):
-        tokens[rows.greedy] = scores[rows.greedy].argmax(-1)
-    log_probs = (scores.gather(1, tokens[:, None]) - peak)[:, 0].double() - total.log()
+        tokens[rows.greedy] = logits[rows.greedy].argmax(-1)
+    chosen = _scores(logits.gather(1, tokens[:, None]), rows)
+    log_probs = (chosen - peak)[:, 0].double() - total.log()
     return Drawn(tokens, log_probs.float(), supports)
 
 
-def _padded_exp(scores: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
-    """Return exp(scores - peak), padded with zeros to a whole number of blocks."""
-    shifted = scores - peak
-    padding = -shifted.shape[-1] % BLOCK
-    if padding:
-        shifted = F.pad(shifted, (0, padding), value=float("-inf"))
-    return shifted.exp_()
+def _scores(logits: torch.Tensor, rows: RowSampling, of: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+    """Return logits / temperature in new fp32 memory, for ``logits`` of the rows ``of``."""
+    scores = logits.to(torch.float32, copy=True)
+    return scores.div_(rows.temperature[of]) if rows.scaled else scores
+
+
+def _block_sums(logits: torch.Tensor, rows: RowSampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's largest score [B, 1], and the sums of exp(score - largest) over its blocks; fp32 [B, blocks].
+
+    On a CPU a few rows at a time stay in the cache, in memory that is used again: fresh pages for all rows would take
+    longer than the arithmetic.
+    """
+    count, vocab = logits.shape
+    blocks = -(-vocab // BLOCK)
+    at_a_time = max(1, CACHED_BYTES // (4 * blocks * BLOCK)) if logits.device.type == "cpu" else count
+    # What lies beyond the vocabulary stays 0, and is never drawn.
+    part = torch.zeros(min(count, at_a_time), blocks * BLOCK, dtype=torch.float32, device=logits.device)
+    peak = torch.empty(count, 1, dtype=torch.float32, device=logits.device)
+    sums = torch.empty(count, blocks, dtype=torch.float32, device=logits.device)
+    for start in range(0, count, at_a_time):
+        some = slice(start, min(start + at_a_time, count))
+        padded = part[: some.stop - start]
+        scores = padded[:, :vocab]
+        scores.copy_(logits[some])
+        if rows.scaled:
+            scores.div_(rows.temperature[some])
+        torch.amax(scores, -1, keepdim=True, out=peak[some])
+        scores.sub_(peak[some]).exp_()
+        torch.sum(padded.view(len(padded), blocks, BLOCK), -1, out=sums[some])
+    return peak, sums
+
+
+def _block_weights(logits: torch.Tensor, rows: RowSampling, peak: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """Return exp(score - largest) of one block per row, [B, BLOCK]; 0 beyond the vocabulary."""
+    tokens = block[:, None] * BLOCK + torch.arange(BLOCK, device=logits.device)
+    vocab = logits.shape[1]
+    scores = _scores(logits.gather(1, tokens.clamp(max=vocab - 1)), rows)
+    return scores.sub_(peak).exp_().masked_fill_(tokens >= vocab, 0.0)
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -125,7 +125,7 @@ class RehearsedMegatron(MegatronBackend):
             plan.samples,
             self.device,
             self.ranks.context.of(plan.context_parallel_size),
-            share_prompts=not self.settings.megatron.mtp_heads,
+            share_prefixes=not self.settings.megatron.mtp_heads,
             row_multiple=multiple if plan.padded else None,
         )
         rows, length = PackedTokens.of(micro, multiple).shape

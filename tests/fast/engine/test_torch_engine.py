@@ -439,3 +439,46 @@ def test_an_fp32_head_computes_the_trainers_logits_of_bf16_hidden_states(config,
             assert not torch.equal(logits, logits.bfloat16().float())
         seen.clear()
         runner.cache.clear()
+
+
+def test_a_start_that_prompts_share_is_run_once(llama_path, monkeypatch):
+    start = list(range(30, 70))
+    prompts = [[*start, 5, 6, 7], [*start, 9], [*start, 5, 8]]
+    runner = ModelRunner(llama_path, torch.float32, "cpu")
+    shapes, forward = [], runner._forward
+    monkeypatch.setattr(runner, "_forward", lambda ids, *rest: shapes.append(tuple(ids.shape)) or forward(ids, *rest))
+    found = [*runner.prefill(prompts, [0, 1, 1, 2], 0), *runner.decode([11, 12, 13, 14], [43, 41, 41, 42], 48)]
+    assert shapes == [(1, 40), (3, 3), (4, 1)]
+    reference = AutoModelForCausalLM.from_pretrained(llama_path, dtype=torch.float32)
+    sequences = [*prompts, *([*prompts[p], token] for p, token in ((0, 11), (1, 12), (1, 13), (2, 14)))]
+    tolerance = log_prob_error(reference, sequences)
+    for sequence, logits in zip(sequences, found, strict=True):
+        with torch.no_grad():
+            expected = reference(torch.tensor([sequence])).logits[0, -1]
+        torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("prompts", [[[*range(40), 5]], [[5, *range(40)], [6, *range(40)]], [[1] * 30, [1] * 31]])
+def test_prompts_that_share_little_are_run_whole(prompts, llama_path, monkeypatch):
+    runner = ModelRunner(llama_path, torch.float32, "cpu")
+    shapes, forward = [], runner._forward
+    monkeypatch.setattr(runner, "_forward", lambda ids, *rest: shapes.append(tuple(ids.shape)) or forward(ids, *rest))
+    runner.prefill(prompts, list(range(len(prompts))), 0)
+    assert shapes == [(len(prompts), max(map(len, prompts)))]
+
+
+@pytest.mark.parametrize("config", ["llama", "qwen2", "qwen3"])
+def test_fused_layers_round_no_more_than_those_of_transformers(config, tmp_path):
+    """In bf16; the distance from the model in float64, over many logits."""
+    path = save(type(CONFIGS[config])(**(CONFIGS[config].to_dict() | {"initializer_range": 0.2})), tmp_path)
+    runner = ModelRunner(path, torch.bfloat16, "cpu")
+    exact = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).double()
+    rounded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    prompts = torch.randint(0, 256, (64, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = exact(prompts).logits[:, -1]
+        theirs = rounded(prompts).logits[:, -1]
+    assert runner._fused is not None
+    ours = runner.prefill(prompts.tolist(), list(range(64)), 0)
+    error, usual = ((x.double() - expected).norm() for x in (ours, theirs))
+    assert 0 < error < 1.1 * usual
