@@ -2,7 +2,7 @@
 
 Such a layer is a causal convolution over a few tokens and a scan over all of them, and both would pass from one packed
 sample to the next. The layer therefore gets the rows that attention gets (packed_attention.py): each sample is a row, a
-shared prompt is in the row of each of its samples, and padding is to the right, which a causal layer does not see.
+shared token is in the row of each of its samples, and padding is to the right, which a causal layer does not see.
 All other layers keep the packed tokens.
 
 That needs nothing of a layer but that it is causal, so the kernels of fla, causal-conv1d and mamba-ssm on a GPU are
@@ -47,6 +47,6 @@ def _by_sample(
     tokens = hidden_states[0]
     out = torch.zeros_like(tokens)
     for rows in packed.rows:
-        # A token of several rows, in a shared prompt, is computed in each; the last bucket's copy is kept.
+        # A token that several samples share is computed in the row of each; one copy is kept.
         out = rows.put_from_keys(forward(rows.of_keys(tokens), *args[1:], **given), out)
     return out.unsqueeze(0)

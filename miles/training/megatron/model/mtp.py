@@ -37,7 +37,7 @@ from miles.training.megatron.versions import inputs_of_head, mtp_layer_name, rec
 
 @dataclass(frozen=True)
 class NextTokens:
-    """The tokens ahead of each token of this rank, for each head, in a micro-batch without shared prompts."""
+    """The tokens ahead of each token of this rank, for each head, in a micro-batch without shared tokens."""
 
     inputs: torch.Tensor  # int64 [heads, B, S] as in PackedTokens; 0 beyond a sample's end
     targets: torch.Tensor  # int64 [heads, B * S]

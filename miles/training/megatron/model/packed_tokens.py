@@ -1,7 +1,7 @@
 """Takes the layout of a micro-batch, packed or padded, through Megatron's model to attention and rotary embedding.
 
 Megatron passes ``packed_seq_params`` to both, so the layout travels in it. Megatron's own packed format (``thd``)
-describes consecutive sequences by cumulative lengths, which cannot express samples that share a prompt. So Megatron
+describes consecutive sequences by cumulative lengths, which cannot express samples that share tokens. So Megatron
 sees one sequence of T tokens (``sbhd``), and ``PackedTokens`` knows which tokens belong to which sample. Padded samples
 are B sequences of S tokens to Megatron. Its activations have the sequence first: [S, B, hidden].
 """

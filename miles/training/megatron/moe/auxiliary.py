@@ -51,7 +51,7 @@ class AuxiliaryStep:
     """The divisors of one step's losses, and their sums so far on this rank.
 
     ``routed_tokens`` counts every token of every sample that is trained on, including prompts, without padding; a
-    prompt that several samples share counts once for each. ``mtp_targets[k]`` counts the loss tokens that head k can
+    token that several samples share counts once for each. ``mtp_targets[k]`` counts the loss tokens that head k can
     predict: those with k + 2 tokens before them. Both cover the whole step.
     """
 

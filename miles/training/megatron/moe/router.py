@@ -88,7 +88,7 @@ class RoutedTokens:
 def _members(micro: MicroBatch, totals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the position of each token of each sample on this rank, and its sample; both int64 [M], without padding.
 
-    The tokens of a shared prompt occur once for each of its samples.
+    A token that several samples share occurs once for each of them.
     """
     samples = torch.arange(len(totals), device=totals.device)
     if micro.context.size == 1:
