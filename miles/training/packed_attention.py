@@ -119,8 +119,8 @@ class PackedLayout:
     ) -> PackedLayout:
         """Put spans into buckets in which none is shorter than half the longest, so that at most half is padding.
 
-        A packed token of several sequences (in a shared prompt, say) is read by all of them. Long spans that do not start at
-        the first token get a bucket of their own: fused kernels have no mask but the causal one.
+        A packed token of several sequences (in a shared prompt, say) is read by all of them. Long spans that do not
+        start at the first token get a bucket of their own: fused kernels have no mask but the causal one.
 
         Args:
             token_index: the packed token at each position, sequence after sequence, padded for ``context``; as in
