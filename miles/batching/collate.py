@@ -52,8 +52,7 @@ def collate(
         return None if columns is None else response_axis(columns)
 
     sample_index = tensor(layout.sample_index, np.int64)
-    advantages = if_given(part.advantages)
-    if advantages is None:
+    if (advantages := if_given(part.advantages)) is None:
         advantages = spread_over_tokens(tensor(part.rewards, np.float32), sample_index)
     return MicroBatch(
         input_ids=tensor(layout.input_ids, np.int64),

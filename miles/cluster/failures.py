@@ -18,7 +18,7 @@ from miles.cluster.folders.remote_checkpoints import pending_in
 from miles.cluster.liveness import WorkerLost
 from miles.cluster.stop_requests import StopRequests
 from miles.input_error import InputError
-from miles.output_fault import fault_of_output
+from miles.host.output_fault import fault_of_output
 from miles.remote.folder import is_url
 from miles.tracking.notifications import Notifier
 from miles.training.checkpoint_folder import newest

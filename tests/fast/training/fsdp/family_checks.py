@@ -13,6 +13,7 @@ from cases import FIXED
 from stage import PLAIN, Stage, make_backend, make_batch, shard_of, train, weights
 from tiny_kinds import CONFIGS, WINDOWS
 from tiny_llama import SHAPE
+from tolerance import log_prob_error
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from miles.engine.embedded.model_runner import ModelRunner
@@ -71,11 +72,15 @@ def each_family_trains_exports_syncs_and_resumes(stage: Stage) -> None:
         assert all(torch.equal(now, trained[name]) for name, now in weights(resumed).items()), kind
 
         backend.export_hf(export)
-        exported = AutoModelForCausalLM.from_pretrained(export).state_dict()
+        exported = AutoModelForCausalLM.from_pretrained(export)
+        assert all(torch.equal(exported.state_dict()[name], now) for name, now in trained.items()), kind
         runner = ModelRunner(stage.model(name), torch.float32, "cpu")
         runner.load_weights(backend.export_weights())
-        for read in (exported, runner.model.state_dict()):
-            assert all(torch.equal(read[name], now) for name, now in trained.items()), kind
+        tokens = list(range(3, 12))
+        with torch.no_grad():
+            expected = exported(torch.tensor([tokens])).logits[0, -1]
+        found = runner.prefill([tokens], [0], first_row=0)[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=log_prob_error(exported, [torch.tensor(tokens)]))
 
 
 AFTER_TWO_RANKS = (each_family_trains_exports_syncs_and_resumes,)
