@@ -17,7 +17,7 @@ from pathlib import Path
 import miles
 from miles import commands
 from miles.commands import command_names
-from miles.output_fault import fault_of_output
+from miles.host.output_fault import fault_of_output
 
 
 def main(argv: Sequence[str] | None = None) -> int:

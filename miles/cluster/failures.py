@@ -17,8 +17,8 @@ from miles.cluster.folders.disk_faults import SaveFailed
 from miles.cluster.folders.remote_checkpoints import pending_in
 from miles.cluster.liveness import WorkerLost
 from miles.cluster.stop_requests import StopRequests
+from miles.host.output_fault import fault_of_output
 from miles.input_error import InputError
-from miles.output_fault import fault_of_output
 from miles.remote.folder import is_url
 from miles.tracking.notifications import Notifier
 from miles.training.checkpoint_folder import newest

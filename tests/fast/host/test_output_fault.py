@@ -4,7 +4,7 @@ import errno
 import subprocess
 import sys
 
-from miles.output_fault import fault_of_output
+from miles.host.output_fault import fault_of_output
 
 
 def test_an_error_of_another_file_is_not_blamed_on_the_output():
