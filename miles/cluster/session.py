@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray._private.node import Node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -41,6 +42,9 @@ _RAY_DEFAULTS = {
     "RAY_prestart_worker_first_driver": "0",  # Ray would start a worker per CPU, and further ones for the actors
     "RAY_worker_niceness": "0",  # Ray's own 15 starves trainer and engine beside anything else that runs
 }
+# A local Ray records no task events, which only its dashboard and state API read: for each call the GCS would keep
+# 3 KiB, up to 100,000 calls, and each worker has 5 MiB and more threads to report them.
+_LOCAL_RAY = {"RAY_task_events_report_interval_ms": "0"}
 
 
 @dataclass(frozen=True)
@@ -273,6 +277,25 @@ def _starting(guard: RunGuard | None) -> Iterator[None]:
         ray._private.utils.set_sigterm_handler = original
 
 
+@contextmanager
+def _without_services() -> Iterator[None]:
+    """Have a local Ray that the block starts leave out the monitor of its autoscaler and the server of its dashboard.
+
+    A cluster of one machine is not scaled, and ``include_dashboard=False`` starts that server too, to report usage.
+    Each takes about a second to start, and ``ray.init`` waits for the server. Ray has no setting for either.
+    """
+
+    def start_no_server(node: Node, **_: Any) -> None:
+        node._webui_url = ""  # as where the packages of ray[default] are missing
+
+    monitor, server = Node.start_monitor, Node.start_api_server
+    Node.start_monitor, Node.start_api_server = lambda node: None, start_no_server
+    try:
+        yield
+    finally:
+        Node.start_monitor, Node.start_api_server = monitor, server
+
+
 def _connect(
     cluster: ClusterArguments, device: str, num_cpus: int, environment: dict[str, str], guard: RunGuard | None
 ) -> None:
@@ -287,6 +310,7 @@ def _connect(
         # Locally, Ray's CPUs only count processes: one per process, however many cores the machine has. Ray starts as
         # many processes at the same time, so there are CPUs for the trainer and the rollout worker.
         environment |= loopback_environment(os.environ)
+        environment |= {name: value for name, value in _LOCAL_RAY.items() if name not in os.environ}
         # On GPUs Ray chooses both: a weight update puts a whole model into the object store.
         cpus, store_bytes = (max(num_cpus, 2), 1024**3) if device == "cpu" else (None, None)
         # Inherited by Ray's processes, so that Ray need not set up a runtime environment for each worker.
@@ -314,7 +338,7 @@ def _start_local(num_cpus: int | None, store_bytes: int | None, guard: RunGuard)
     make_token_private()
     for attempt in range(1, START_TRIES + 1):
         try:
-            with loopback_only(), _starting(guard):
+            with loopback_only(), _without_services(), _starting(guard):
                 ray.init(
                     address="local",  # not the cluster that was started last on this host, which Ray notes in a file
                     num_cpus=num_cpus,

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import ray
+from ray._private.node import Node
 
 from miles.arguments.cluster import ClusterArguments
 from miles.cluster.device_slots import Slot
@@ -77,6 +79,33 @@ def test_only_a_run_on_cpu_bounds_the_object_store(monkeypatch: pytest.MonkeyPat
         pass
     found = given["num_cpus"], given["object_store_memory"]
     assert found == ((3, 2**30) if device == "cpu" else (None, None))
+
+
+@pytest.mark.parametrize("given", [None, "500"])
+def test_a_local_ray_has_no_monitor_no_dashboard_and_no_task_events(
+    monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    """Unless the user wants task events. In this process all is as before afterwards."""
+    name = "RAY_task_events_report_interval_ms"
+    if given is None:
+        monkeypatch.delenv(name, raising=False)
+    else:
+        monkeypatch.setenv(name, given)
+    before = Node.start_monitor, Node.start_api_server
+    found: list[Any] = []
+
+    def init(**options: Any) -> None:
+        node: Any = SimpleNamespace()
+        Node.start_monitor(node)
+        Node.start_api_server(node, include_dashboard=False, raise_on_failure=False)
+        found.extend([vars(node), os.environ[name]])
+        raise Started
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(Started), ray_session(ClusterArguments(device="cpu")):
+        pass
+    assert found == [{"_webui_url": ""}, given or "0"], "no process was started"
+    assert (Node.start_monitor, Node.start_api_server) == before and os.environ.get(name) == given
 
 
 @pytest.mark.parametrize("number", STOPS)

@@ -21,7 +21,7 @@ EVERY_LAYOUT = [  # 3 divides neither the width nor the vocabulary of the model
     pytest.param(layout, id=name, marks=pytest.mark.slow if name in AT_THREE else ())
     for name, layout in LAYOUTS.items()
 ]
-DRAWN = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+DRAWN = settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 CORRECTIONS = {
     "tis": dict(use_tis=True, tis_clip=1.3, tis_clip_low=0.8),
     "tis of sequences": dict(use_tis=True, tis_clip=1.3, tis_level="sequence"),
@@ -58,19 +58,19 @@ def assert_conforms(case: Case, ranks, oracle) -> None:
 def test_every_mode_at_every_layout(ranks, oracle, mode, layout):
     """Test on- and off-policy with KL and entropy terms, on even, uneven, masked, compacted and tiny batches.
 
-    A case on four ranks costs seven times as much as on one. There a mode has every second batch, the next mode and the
-    next layout have the others.
+    A case on four ranks costs seven times as much as on one. On several ranks a mode has every second batch, the next
+    mode and the next layout have the others.
     """
     turn = MODES.index(mode) + list(LAYOUTS).index(layout.name)
-    for name in BATCHES if layout.ranks < 4 else list(BATCHES)[turn % 2 :: 2]:
+    for name in BATCHES if layout.ranks == 1 else list(BATCHES)[turn % 2 :: 2]:
         _conforms_off_policy(ranks, oracle, mode, layout, name)
     assert_conforms(Case(BATCHES["compacted"], loss_of(mode), layout, shuffled=True, watch=True), ranks, oracle)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS.values() if layout.ranks == 4], ids=lambda of: of.name)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS.values() if layout.ranks > 1], ids=lambda of: of.name)
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_on_every_batch_of_four_ranks(ranks, oracle, mode, layout):
+def test_every_mode_on_every_batch_of_several_ranks(ranks, oracle, mode, layout):
     for name in BATCHES:
         _conforms_off_policy(ranks, oracle, mode, layout, name)
 
@@ -88,7 +88,17 @@ SPECS = st.lists(st.lists(ROLLOUTS, min_size=1, max_size=4).map(tuple), min_size
 
 @pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_drawn_batches(ranks, oracle, layout):
-    @DRAWN
+    _conform_drawn(ranks, oracle, layout, DRAWN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda of: of.name)
+def test_many_drawn_batches(ranks, oracle, layout):
+    _conform_drawn(ranks, oracle, layout, settings(DRAWN, max_examples=20))
+
+
+def _conform_drawn(ranks, oracle, layout, drawn) -> None:
+    @drawn
     @example(spec=((((1, 0),),),), mode="sample_mean", seed=46, shuffled=False)  # one token: errors do not average out
     @given(SPECS, st.sampled_from(MODES), st.integers(0, 1000), st.booleans())
     def conforms(spec, mode, seed, shuffled):
@@ -111,10 +121,10 @@ def test_drawn_batches(ranks, oracle, layout):
 def test_corrections_change_only_the_numerator(ranks, oracle, correction, layout, whole):
     """Engine and trainer log-probs differ; weights, rejection and sequence ratios are equal in every layout.
 
-    Unless ``whole``, a mode has one of two batches; the next mode and the next correction have the other.
+    Unless ``whole``, a correction has two of four modes, each on one of two batches; the next one has the others.
     """
-    for number, mode in enumerate(MODES, start=list(CORRECTIONS).index(correction)):
-        batches = ("compacted", "uneven")
+    batches, turn = ("compacted", "uneven"), list(CORRECTIONS).index(correction)
+    for number, mode in enumerate(MODES if whole else MODES[turn % 2 :: 2], start=turn // 2):
         for batch in batches if whole else batches[number % 2 :][:1]:
             case = Case(BATCHES[batch], loss_of(mode, **CORRECTIONS[correction]), LAYOUTS[layout], watch=True)
             assert_conforms(off_policy(case, oracle), ranks, oracle)
@@ -171,11 +181,23 @@ def test_weights_by_length_are_the_same_in_every_layout(ranks, oracle, layout, b
 
 @pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_samples_without_advantage_are_only_scored(ranks, oracle, layout):
-    """They have no backward pass, and the results are as if they had."""
+    """They have no backward pass, and the results are as if they had. With several ranks: two modes."""
+    turn = list(LAYOUTS).index(layout.name) // 2
+    for mode in MODES if layout.ranks == 1 else MODES[turn % 2 :: 2]:
+        _conforms_with_samples_without_advantage(ranks, oracle, mode, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS.values() if layout.ranks > 1], ids=lambda of: of.name)
+def test_samples_without_advantage_are_only_scored_in_every_mode(ranks, oracle, layout):
     for mode in MODES:
-        case = Case(BATCHES["uneven"], loss_of(mode), layout, equal_rewards=True)
-        assert any(row.advantage == 0 for row in rows_of(case)) and any(row.advantage for row in rows_of(case))
-        assert_conforms(off_policy(case, oracle), ranks, oracle)
+        _conforms_with_samples_without_advantage(ranks, oracle, mode, layout)
+
+
+def _conforms_with_samples_without_advantage(ranks, oracle, mode, layout) -> None:
+    case = Case(BATCHES["uneven"], loss_of(mode), layout, equal_rewards=True)
+    assert any(row.advantage == 0 for row in rows_of(case)) and any(row.advantage for row in rows_of(case))
+    assert_conforms(off_policy(case, oracle), ranks, oracle)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,22 @@
 """The slices of a range of a flattened tensor: each element once, in order, in few slices."""
 
+from collections.abc import Callable
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
 
-from miles.training.megatron.checkpoint.writer import shard_slices
+
+@pytest.fixture
+def shard_slices() -> Callable[..., Any]:
+    from miles.training.megatron.checkpoint.writer import shard_slices  # imports Megatron, which takes seconds
+
+    return shard_slices
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (1, 4), (4, 1), (2, 3, 4), (2, 2, 2, 2)])
-def test_boxes_fill_every_range(shape: tuple[int, ...]) -> None:
+def test_boxes_fill_every_range(shard_slices: Callable[..., Any], shape: tuple[int, ...]) -> None:
     numbers = np.arange(np.prod(shape)).reshape(shape)
     for begin, end in combinations(range(numbers.size + 1), 2):
         found = list(shard_slices(shape, begin, end))
@@ -22,5 +29,5 @@ def test_boxes_fill_every_range(shape: tuple[int, ...]) -> None:
         assert inside == list(range(begin, end))
 
 
-def test_an_empty_range_has_no_boxes() -> None:
+def test_an_empty_range_has_no_boxes(shard_slices: Callable[..., Any]) -> None:
     assert not list(shard_slices((3, 5), 4, 4)) and not list(shard_slices((3, 5), 9, 2))
