@@ -63,7 +63,7 @@ fine_tune() { # FOLDER: train the random model on the demonstrations of its task
         --loss-type sft_loss --debug-train-only --loss-aggregation token_mean \
         --num-rollout "$SFT_STEPS" --rollout-batch-size 64 --n-samples-per-prompt 1 --rollout-max-response-len 40 \
         --lr 5e-3 --lr-warmup-iters 20 --lr-decay-style cosine \
-        --save-hf "$1/hf" --output-dir "$1" --seed "$SEED" --rollout-seed "$SEED"
+        --save-hf "$1/hf" --output-dir "$1" --seed 1 --rollout-seed 1 # all seeds of a recipe start from the same weights
 }
 
 train() {

@@ -1,6 +1,7 @@
 """Keep the metrics of a recipe's run beside the recipe, and make its picture and the tables of the pages from them.
 
 python examples/tasks/curves.py keep outputs/grpo …    write metrics.csv of examples/grpo, then draw
+python examples/tasks/curves.py seeds outputs/seeds/grpo …    write seeds.csv from the runs of seeds.sh, then draw
 python examples/tasks/curves.py draw                   make all pictures and tables from each metrics.csv
 
 ``--conditions "…"`` says how the runs that are kept were measured; it is written to conditions.txt beside metrics.csv.
@@ -11,7 +12,9 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import re
+import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,6 +46,12 @@ OWN_TASKS = {"agent_client": "guess"}  # of recipes that do not share theirs thr
 CONDITIONS = """One run with seed 1, by the command itself, on two cores of an AMD EPYC that other programs used too.
 Held-out accuracy is the mean reward of 64 prompts with 4 answers each at temperature 1, with a standard error of 0.03
 to 0.06."""
+# The 0.975 quantile of Student's t by degrees of freedom.
+STUDENT = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
+INTERVALS = """The interval is Student's prediction interval from the runs in the folder's `seeds.csv`, which start
+from the same weights: one more run, with any seed, ends within it in 95 % of the cases, if runs are normally
+distributed. `bash examples/tasks/seeds.sh grpo` makes it again."""
+NOT_REPEATED = "This recipe has not been repeated with other seeds, so its figure has no interval."
 NOT_MEASURED = "No run of this recipe has been measured yet.\n"
 BLOCK = re.compile(r"(?<=<!-- measured by examples/tasks/curves\.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -78,6 +87,56 @@ def keep(run: Path, measured: str | None) -> Path:
     return folder
 
 
+def keep_seeds(sweep: Path) -> Path:
+    """Write the first and the last accuracy of each run of a sweep into the example of the same name; return it."""
+    folder = EXAMPLES / sweep.name
+    runs = sorted(sweep.glob("run/seed-*/metrics.jsonl"), key=lambda file: int(file.parent.name.partition("-")[2]))
+    with (folder / "seeds.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["seed", "before", "after"])
+        for run in runs:
+            found = values([json.loads(line) for line in run.read_text(encoding="utf-8").splitlines()], ACCURACY)
+            writer.writerow([run.parent.name.partition("-")[2], f"{found[0]:.4g}", f"{found[-1]:.4g}"])
+    return folder
+
+
+def accuracies_by_seed(folder: Path) -> dict[int, float]:
+    """Return the last accuracy of each run in ``seeds.csv``, by seed; empty without that file."""
+    if not (folder / "seeds.csv").exists():
+        return {}
+    with (folder / "seeds.csv").open(encoding="utf-8") as file:
+        return {int(row["seed"]): float(row["after"]) for row in csv.DictReader(file)}
+
+
+def interval(found: Sequence[float]) -> tuple[float, float]:
+    """Return the bounds within which one more run falls in 95 % of the cases, if runs are normally distributed.
+
+    This is Student's prediction interval, ``mean +- t s sqrt(1 + 1/n)``, cut to accuracies.
+
+    >>> [round(bound, 3) for bound in interval([0.5, 0.6, 0.7])]
+    [0.103, 1.0]
+    """
+    mean = statistics.mean(found)
+    reach = STUDENT[len(found) - 1] * statistics.stdev(found) * math.sqrt(1 + 1 / len(found))
+    return max(0.0, mean - reach), min(1.0, mean + reach)
+
+
+def seeds_text(folder: Path) -> str:
+    """Return what the runs with several seeds say of the accuracy at the end."""
+    by_seed = accuracies_by_seed(folder)
+    if not by_seed:
+        return NOT_REPEATED
+    found = list(by_seed.values())
+    low, high = interval(found)
+    each = ", ".join(f"{value:.3f}" for value in found)
+    text = (
+        f"Held-out accuracy at the end with the seeds {min(by_seed)} to {max(by_seed)}, from the same weights: {each}; "
+        f"mean {statistics.mean(found):.3f}. One more run falls between **{low:.2f} and {high:.2f}** in 95 % of the "
+        "cases (Student's prediction interval)."
+    )
+    return "\n".join(textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False))
+
+
 def conditions(folder: Path) -> str:
     """Return how the run of an example was measured."""
     own = folder / "conditions.txt"
@@ -90,7 +149,7 @@ def read(folder: Path) -> list[Row]:
         return [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
 
 
-def values(rows: Sequence[Row], name: str) -> list[float]:
+def values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     """Return the values of a metric in all steps that measured it."""
     return [row[name] for row in rows if name in row]
 
@@ -122,6 +181,8 @@ def readme_block(folder: Path) -> str:
         "|---" * (len(accuracies) + 1) + "|",
         "| held-out accuracy | " + " | ".join(f"{value:.3f}" for _, value in accuracies) + " |",
         "",
+        seeds_text(folder),
+        "",
         "| metric | first tenth of the run | last tenth | 5 % to 95 % of all steps |",
         "|---|---|---|---|",
     ]
@@ -151,20 +212,25 @@ def task(folder: Path) -> str:
 
 def page_block(folders: Sequence[Path]) -> str:
     """Return the table of docs/recipes.md."""
-    lines = ["| recipe | command | task | held-out accuracy | steps | seconds |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| recipe | command | task | held-out accuracy | interval of a run | steps | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for folder in folders:
         command = f"`bash examples/{folder.name}/run.sh`"
         if not (folder / "metrics.csv").exists():
-            lines.append(f"| {title(folder)} | {command} | {task(folder)} | not measured yet | | |")
+            lines.append(f"| {title(folder)} | {command} | {task(folder)} | not measured yet | | | |")
             continue
         rows = read(folder)
         accuracies = values(rows, ACCURACY)
         moved = f"{accuracies[0]:.3f} → {accuracies[-1]:.3f}"
-        steps = f"{rows[-1]['step']:g}"
-        lines.append(f"| {title(folder)} | {command} | {task(folder)} | {moved} | {steps} | {seconds(rows):.0f} |")
+        found = list(accuracies_by_seed(folder).values())
+        cell = "{:.2f} to {:.2f}".format(*interval(found)) if found else "not repeated"
+        cells = [title(folder), command, task(folder), moved, cell, f"{rows[-1]['step']:g}", f"{seconds(rows):.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     own = [title(folder) for folder in folders if (folder / "conditions.txt").exists()]
     differ = f" Measured otherwise, as their pages say: {', '.join(own)}." if own else ""
-    return "\n".join([*lines, "", CONDITIONS + differ]) + "\n"
+    return "\n".join([*lines, "", CONDITIONS + differ, "", INTERVALS]) + "\n"
 
 
 def replace_block(page: Path, block: str) -> None:
@@ -228,11 +294,16 @@ def draw_overview(folders: Sequence[Path]) -> None:
 def main() -> None:
     """Keep the metrics of runs, or only draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["keep", "draw"])
+    parser.add_argument("what", choices=["keep", "seeds", "draw"])
     parser.add_argument("runs", type=Path, nargs="*", help="folders of runs, by the names of their examples")
     parser.add_argument("--conditions", help="how the runs were measured, in sentences")
     options = parser.parse_args()
-    changed = [keep(run, options.conditions) for run in options.runs] if options.what == "keep" else measured_examples()
+    if options.what == "keep":
+        changed = [keep(run, options.conditions) for run in options.runs]
+    elif options.what == "seeds":
+        changed = [keep_seeds(run) for run in options.runs]
+    else:
+        changed = measured_examples()
     for folder in changed:
         draw(folder)
         replace_block(folder / "README.md", readme_block(folder))

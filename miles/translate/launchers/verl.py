@@ -256,8 +256,8 @@ def _policy(translation: Translation) -> None:
     elif mode == "gspo":
         translation.carry(key, "--policy-loss", "gspo")
     elif mode == "cispo":
-        why = "the ratio has a lower bound as well there, 1 - clip_ratio_low"
-        translation.differ(key, why, "--policy-loss", "cispo", "--ratio-max", 1 + high)
+        why = "bounds of the ratio are absolute here; they are 1 - clip_ratio_low and 1 + clip_ratio_high there"
+        translation.differ(key, why, "--policy-loss", "cispo", "--ratio-max", 1 + high, "--ratio-min", 1 - low)
     else:
         translation.miss(key, f"{mode} is not translated; docs/objectives.md has its flags, if it is verl's")
     if translation.has(ACTOR + "clip_ratio"):

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import math
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -168,6 +170,41 @@ def test_page_has_its_parts_and_the_figures_of_its_metrics(folder):
         return
     assert (folder / "curve.png").is_file()
     assert curves.BLOCK.search(page)[0] == curves.readme_block(folder), "run examples/tasks/curves.py draw"
+
+
+@recipes
+def test_the_figure_of_the_page_is_within_its_interval(folder):
+    """And the run of seeds.sh with the seed of the page is the run of the page."""
+    by_seed = curves.accuracies_by_seed(folder)
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    assert (curves.NOT_REPEATED in page) == (not by_seed)
+    if by_seed:
+        figure = curves.values(curves.read(folder), curves.ACCURACY)[-1]
+        low, high = curves.interval(list(by_seed.values()))
+        assert len(by_seed) >= 3 and low <= figure <= high
+        runs_in_turns = "PLACE=()" not in (folder / "run.sh").read_text(encoding="utf-8")
+        assert not runs_in_turns or by_seed[1] == pytest.approx(figure, abs=5e-4), "another time decides otherwise"
+
+
+@pytest.mark.parametrize("degrees", curves.STUDENT)
+def test_student_holds_95_percent(degrees):
+    """Integrate the density of Student's t between the bounds, by Simpson's rule."""
+    bound, steps = curves.STUDENT[degrees], 2000
+    scale = math.gamma((degrees + 1) / 2) / (math.sqrt(degrees * math.pi) * math.gamma(degrees / 2))
+    points = [-bound + 2 * bound * i / steps for i in range(steps + 1)]
+    heights = [scale * (1 + t * t / degrees) ** (-(degrees + 1) / 2) for t in points]
+    area = heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])
+    assert area * 2 * bound / steps / 3 == pytest.approx(0.95, abs=1e-4)
+
+
+def test_one_more_normal_run_is_within_the_interval_in_95_percent():
+    draw = random.Random(1)
+    inside = 0
+    for _ in range(4000):
+        *found, more = (draw.gauss(0.5, 0.02) for _ in range(6))
+        low, high = curves.interval(found)
+        inside += low <= more <= high
+    assert inside / 4000 == pytest.approx(0.95, abs=0.012)  # 3.5 standard errors
 
 
 def test_the_page_of_recipes_lists_all_of_them():

@@ -147,6 +147,19 @@ def test_verl_ignores_clip_ratio_beside_its_defaults(tmp_path):
     assert [entry.shown for entry in translation.missing] == ["actor_rollout_ref.actor.clip_ratio = 0.3"]
 
 
+def test_both_bounds_of_verls_cispo_are_kept(tmp_path):
+    text = "actor_rollout_ref: {actor: {policy_loss: {loss_mode: cispo}, clip_ratio_low: 0.5, clip_ratio_high: 4}}\n"
+    words = " ".join(translated(tmp_path, "verl.yaml", text)[1].words)
+    assert "--policy-loss cispo --ratio-max 5" in words and "--ratio-min 0.5" in words
+
+
+def test_what_verl_registers_and_is_not_translated_is_said_to_be_elsewhere(tmp_path):
+    text = "algorithm: {adv_estimator: gpg}\nactor_rollout_ref: {actor: {policy_loss: {loss_mode: kl_cov}}}\n"
+    _, translation, _ = translated(tmp_path, "verl.yaml", text)
+    why = [entry.why for entry in translation.missing if "not translated" in entry.why]
+    assert len(why) == 2 and all("docs/objectives.md has its flags" in text for text in why)
+
+
 def test_verl_without_a_scale_factor_divides_by_the_padded_width(tmp_path):
     text = "actor_rollout_ref: {actor: {loss_agg_mode: seq-mean-token-sum-norm}}\n"
     _, _, objective = translated(tmp_path, "verl.yaml", text)

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Repeat recipes with the seeds 1 to SEEDS, all from the same weights, and keep the accuracies in their seeds.csv.
+#   SEEDS=5 bash examples/tasks/seeds.sh grpo dapo
+# miles sweep repeats the command that run.sh gives. Recipes that generate and train in turns run in one process each, which
+# gives the same numbers sooner. A recipe whose first model is not there yet, and opd's teacher, are trained by run.sh.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+[ -n "${PYTHON:-}" ] || source scripts/venv.sh
+export PYTHON
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
+FOLDER="$(mktemp -d)"
+JUDGE=""
+trap 'rm -rf "$FOLDER"; [ -z "$JUDGE" ] || kill "$JUDGE" 2>/dev/null || true' EXIT
+
+# In place of the interpreter: print the flags of train.py, and start no judge.
+printf '#!/usr/bin/env bash\ncase "$1" in\ntrain.py) shift; printf "%%q " "$@" ;;\n*judge.py) echo %s ;;\nesac\n' \
+    http://127.0.0.1:9/v1 >"$FOLDER/words"
+chmod +x "$FOLDER/words"
+
+for NAME in "$@"; do
+    SWEEP="outputs/seeds/$NAME" HOW=()
+    [ "$NAME" != opd ] || [ -d outputs/dapo/hf ] || bash examples/dapo/run.sh
+    WORDS="$(PYTHON="$FOLDER/words" bash "examples/$NAME/run.sh" --explain)"
+    if [[ "$WORDS" == *"/model "* ]]; then # nothing has been fine-tuned yet
+        bash "examples/$NAME/run.sh"
+        WORDS="$(PYTHON="$FOLDER/words" bash "examples/$NAME/run.sh" --explain)"
+    fi
+    [[ "$WORDS" != *" --colocate "* ]] || HOW=(--one-process)
+    if [ "$NAME" = judge ]; then
+        exec {ADDRESS}< <(exec "$PYTHON" examples/judge/judge.py)
+        JUDGE=$!
+        read -r URL <&"$ADDRESS"
+        WORDS="${WORDS/http:\/\/127.0.0.1:9\/v1/$URL}"
+    fi
+    # The sweep sets these itself.
+    WORDS="$(sed -E 's/ --(output-dir|seed|rollout-seed) [^ ]+//g; s/ --explain.*//' <<<"$WORDS")"
+    rm -rf "$SWEEP"
+    mkdir -p "$SWEEP"
+    printf 'flags: >-\n  %s\nvariants:\n  run: {}\nseeds: %s\n' "$WORDS" "${SEEDS:-5}" >"$SWEEP/sweep.yaml"
+    "$PYTHON" -m miles sweep "$SWEEP/sweep.yaml" "${HOW[@]}" --out "$SWEEP"
+    "$PYTHON" examples/tasks/curves.py seeds "$SWEEP"
+done
