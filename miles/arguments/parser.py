@@ -35,6 +35,7 @@ from miles.arguments.launch.normalize import FOREIGN_FLAGS, normalize_flags
 from miles.arguments.launch.notes import OTHERS, Note, report, strict_errors, surprises
 from miles.arguments.launch.paths import names_functions
 from miles.arguments.launch.spelling import (
+    INSTEAD_OF_VALUES,
     cut_lists,
     cut_spaced_words,
     flags_in,
@@ -43,7 +44,7 @@ from miles.arguments.launch.spelling import (
     read_other_values,
     without_flags,
 )
-from miles.arguments.launch.suggest import suggestion
+from miles.arguments.launch.suggest import near_choice, suggestion
 from miles.arguments.launch.values import words_of_line
 from miles.arguments.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
 from miles.arguments.megatron.settings import MegatronArguments
@@ -153,8 +154,7 @@ class FlagParser(argparse.ArgumentParser):
         try:
             values = super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:
-            self.errors.add(_rephrased(str(error)))
-            return action.default
+            return self._refuse_value(action, arg_strings, _rephrased(str(error)))
         for value in values if isinstance(values, list) else [values]:
             if isinstance(value, int) and abs(value) > LARGEST:
                 shown = one_line(" ".join(arg_strings), LONGEST_VALUE)
@@ -163,6 +163,18 @@ class FlagParser(argparse.ArgumentParser):
                 return action.default
         return values
 
+    def _refuse_value(self, action: argparse.Action, words: list[str], message: str) -> Any:
+        """Add the error of a value; return what the other flags are checked with: what was meant, or the default."""
+        value, flag = words[0] if len(words) == 1 else "", action.option_strings[-1]
+        choices = [choice for choice in action.choices or () if isinstance(choice, str)]
+        meant = near_choice(value, choices) if action.nargs is None else None
+        if (flag, value) in INSTEAD_OF_VALUES:
+            message = f"{flag} {value}: no such choice; {INSTEAD_OF_VALUES[flag, value]}"
+        elif meant is not None:
+            message = message.replace("no such choice; ", f"no such choice; did you mean {meant}? Else ", 1)
+        self.errors.add(message)
+        return action.default if meant is None else meant
+
     def _describe_unknown(self, words: Sequence[str], known: Sequence[str]) -> list[str]:
         flags = [word.split("=")[0] for word in words if word.startswith("-")]
         if words and not flags:
@@ -170,7 +182,13 @@ class FlagParser(argparse.ArgumentParser):
             return [f"the word {word!r} belongs to no flag; every setting is written --flag value"]
         # A long one is cut: the search for a near one takes the square of its length.
         shown = [one_line(flag, LONGEST_VALUE) for flag in flags]
-        return [f"{flag}: no such flag; {suggestion(flag, known)}" for flag in shown]
+        return [f"{flag}: no such flag; {_with_its_own_way_out(suggestion(flag, known))}" for flag in shown]
+
+
+def _with_its_own_way_out(text: str) -> str:
+    """Add what to do about a flag of related launchers that is suggested and refused here."""
+    row = FOREIGN_FLAGS.get(text.removeprefix("did you mean ").removesuffix("?"))
+    return text if row is None or row.verdict != "refused" else f"{text} It is refused here: {row.what_to_do}"
 
 
 def _rephrased(message: str) -> str:

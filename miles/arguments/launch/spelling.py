@@ -18,6 +18,13 @@ OTHER_VALUES = {
     ("--opd-type", "sglang"): ("server", "the teacher is in servers of its own"),
 }
 
+# (flag, value elsewhere) -> what to do, for values that are none here and have no counterpart of the same flag
+INSTEAD_OF_VALUES = {
+    ("--advantage-estimator", "on_policy_distillation"): (
+        "give --use-opd, which works beside any estimator, and --rm-type zero if nothing else is rewarded"
+    ),
+}
+
 
 def cut_spaced_words(words: Sequence[str], known: Collection[str]) -> list[str]:
     """Cut words that hold a flag and its value (``'--lr 1e-6'``) in two, as launch scripts contain such words."""

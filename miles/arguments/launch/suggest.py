@@ -24,6 +24,18 @@ def suggestion(flag: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else "--help lists all flags"
 
 
+def near_choice(value: str, choices: Iterable[str]) -> str | None:
+    """Return the choice that ``value``, which is none, was meant to be: one of which it is a part, or a misspelt one.
+
+    >>> near_choice("sft", ["policy_loss", "sft_loss"])
+    'sft_loss'
+    """
+    names = list(choices)
+    parts = [name for name in names if value and value in name.split("_")]
+    near = parts if len(parts) == 1 else difflib.get_close_matches(value, names, n=1, cutoff=_NEAR)
+    return near[0] if near else None
+
+
 def _with_a_typing_error(flag: str, candidates: Sequence[str]) -> list[str]:
     """Return the flag that is spelled almost like ``flag``, unless the words that differ are words of other flags.
 
@@ -34,7 +46,7 @@ def _with_a_typing_error(flag: str, candidates: Sequence[str]) -> list[str]:
     def is_another(name: str) -> bool:
         ours, theirs = _words(flag), _words(name)
         pairs = zip(ours, theirs, strict=False) if len(ours) == len(theirs) else ()
-        return any(one != other and one in vocabulary for one, other in pairs)
+        return any(one.rstrip("s") != other.rstrip("s") and one in vocabulary for one, other in pairs)
 
     near = difflib.get_close_matches(flag, candidates, n=5, cutoff=_NEAR)
     return [name for name in near if not is_another(name)][:1]

@@ -25,6 +25,7 @@ from miles.arguments.sglang.server_flags import (
     OWNED_BY_LAUNCHER,
     REPLACED,
     TENSOR_PARALLEL,
+    WITHOUT_KEYS,
     known_router_flags,
     known_server_flags,
 )
@@ -241,6 +242,7 @@ def _megatron_row(field: MegatronField) -> tuple[str, str, str]:
 
 def _sglang() -> Iterator[str]:
     owned = ((flag, "refused", f"the launcher sets it; give {use}") for flag, use in OWNED_BY_LAUNCHER.items())
+    keyless = ((flag, "refused", "SGLang checks no keys under it, and would answer everybody") for flag in WITHOUT_KEYS)
     parallel = (
         (flag, "noted or refused", f"1 is passed on; for more give {use}")
         for flag, use in OTHER_PARALLEL.items()
@@ -255,6 +257,7 @@ def _sglang() -> Iterator[str]:
     loader = "every engine receives its weights from the trainer"
     rows = [
         *owned,
+        *keyless,
         *parallel,
         *((flag, "obeyed", replicas) for flag in DATA_PARALLEL),
         *((flag, "obeyed", size) for flag in TENSOR_PARALLEL),
@@ -273,7 +276,7 @@ def _sglang() -> Iterator[str]:
     yield "`--rollout-engine torch` they are noted, but for those that change what is generated, which are refused:"
     yield from (", ".join(f"`--sglang-{flag[2:]}`" for flag in sorted(CHANGES_RESULTS)) + ".", "")
     yield from _listed(sorted(known - {flag for flag, _, _ in rows}))
-    yield from _listed(sorted(f"--router-{flag[2:]}" for flag in known_router_flags()))
+    yield from _listed(sorted(f"--router-{flag[2:]}" for flag in known_router_flags() - {*OWNED_BY_LAUNCHER}))
 
 
 if __name__ == "__main__":

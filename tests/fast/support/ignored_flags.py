@@ -1,8 +1,9 @@
 """Take a flag's effect away: a field of the settings then has its default, whatever a test or a command sets.
 
 As a plugin of pytest (``-p tests.fast.support.ignored_flags``) this runs tests again with flags ignored, and writes
-down under which of them each test still passes. ``IGNORED_FLAGS`` is a JSON file of ``{test: [field, ...]}``, by the
-node ids of pytest, ``IGNORED_FLAGS_FOUND`` the file of the results: ``{test: {"": passed, field: passed, ...}}``.
+down under which of them each test still passes. ``IGNORED_FLAGS`` is a JSON file of ``{test: [field, ...]}``, by node
+ids without parameters, ``IGNORED_FLAGS_FOUND`` the file of the results: ``{test: {"": passed, field: passed, ...}}``,
+by node ids with them; ``""`` is without an ignored flag.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Plugin:
         self.passed = dict[str, dict[str, bool]]()
 
     def candidates(self, item: pytest.Item) -> list[str]:
-        return self.flags.get(item.nodeid, [])
+        return self.flags.get(item.nodeid.partition("[")[0], [])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.arguments.launch.normalize import FOREIGN_FLAGS
-from miles.arguments.launch.suggest import suggestion
+from miles.arguments.launch.suggest import near_choice, suggestion
 from miles.arguments.megatron.fields import megatron_fields
 from miles.arguments.parser import build_parser
 
@@ -21,6 +21,7 @@ KNOWN = sorted({*build_parser()._option_string_actions, *FOREIGN_FLAGS, *(f.flag
         ("--tis-lower-bound", "did you mean --tis-clip-low?"),
         ("--tis-upper-bound", "did you mean --tis-clip?"),
         ("--rs-lowr-bound", "did you mean --rs-lower-bound?"),
+        ("--num-epochs", "did you mean --num-epoch?"),
         ("--xyzzy", "--help lists all flags"),
         ("--rm-uri-list", "--help lists all flags"),
         ("--no-colocate", "--help lists all flags"),
@@ -37,3 +38,36 @@ def test_never_the_opposite(flag, negative):
     assert flag + "?" not in suggestion(opposite, KNOWN)
     if flag.startswith("--no-"):
         assert f"{flag}?" not in suggestion("--" + flag.removeprefix("--no-"), KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("sft", "sft_loss"), ("polcy_loss", "policy_loss"), ("loss", None), ("", None), ("dpo", None)],
+)
+def test_a_choice_is_meant_by_its_part_or_with_a_typing_error(value, expected):
+    assert near_choice(value, ["policy_loss", "sft_loss", "value_loss"]) == expected
+
+
+def test_what_was_meant_is_what_the_other_flags_are_checked_with(refusals):
+    """Without it, each flag of fine-tuning would be refused beside the policy loss, which is the default."""
+    messages = refusals(
+        "--loss-type sft --prompt-data rows.jsonl --debug-train-only --disable-compute-advantages-and-returns",
+        without="--prompt-data --rm-type --n-samples-per-prompt --rollout-max-response-len",
+    )
+    assert {message.split(":")[0] for message in messages} == {"--loss-type sft", "--prompt-data rows.jsonl"}
+    assert "--loss-type sft: no such choice; did you mean sft_loss? Else give one of" in " ".join(messages)
+
+
+def test_an_estimator_of_other_launchers_that_is_a_flag_here(refusals):
+    (message,) = refusals("--advantage-estimator on_policy_distillation")
+    assert message.endswith(
+        "no such choice; give --use-opd, which works beside any estimator, and --rm-type zero if "
+        "nothing else is rewarded"
+    )
+
+
+def test_a_suggested_flag_that_is_refused_says_what_to_do(refusals):
+    (message,) = refusals("--max-staleness 1")
+    assert message.endswith(
+        "did you mean --max-weight-staleness? It is refused here: give it as --async-steps, with --fully-async"
+    )
