@@ -35,6 +35,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=8, help="samples per prompt")
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--response-tokens", type=int, default=32, help="the limit of a response")
+    parser.add_argument("--only", help="measure the ways whose name has this in it")
     return parser.parse_args()
 
 
@@ -91,6 +92,8 @@ def main() -> None:
     }
     result: dict[str, object] = {"samples": options.samples, "ranks": options.ranks, "columns_gb": memory()}
     for name, (training, parallel) in ways.items():
+        if options.only is not None and options.only not in name:
+            continue
         shards, figures = measured(partial(schedule_step, step, options.ranks, training, parallel))
         different = {id(shard): len(shard.batch) for shard in shards}
         result[name] = {**figures, "samples_in_shards": sum(different.values())}

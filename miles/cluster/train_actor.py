@@ -23,7 +23,7 @@ import ray
 
 from miles.arguments.cluster import ClusterArguments
 from miles.arguments.flags_view import flags_view
-from miles.arguments.launch.host_share import sharers_of_trainer
+from miles.arguments.launch.host_share import sharers_at_start, sharers_of_trainer
 from miles.arguments.settings import Settings
 from miles.cluster.background_save import BackgroundSave
 from miles.cluster.cpu_tuning import importing, use_threads
@@ -329,7 +329,7 @@ class TrainActor:
         from miles.weight_sync.tcp_store import TCPStore
 
         # Here, in the thread that computes: some libraries keep the number for each thread.
-        use_threads(self.device.type, sharers_of_trainer(self.settings))
+        use_threads(self.device.type, sharers_at_start(self.settings))
         timeout = self._timeout
         if self.rank != 0:
             self.store = TCPStore(*address, is_master=False, timeout=timeout)
@@ -345,6 +345,7 @@ class TrainActor:
             timeout=timeout,
         )
         self.build(total_steps)
+        use_threads(self.device.type, sharers_of_trainer(self.settings))
 
     def build(self, total_steps: int) -> None:
         """Build the backend and the trainer, in the process group that there is."""

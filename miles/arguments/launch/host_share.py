@@ -38,6 +38,11 @@ def sharers_of_trainer(settings: Settings) -> int:
     return settings.cluster.actor_num_gpus_per_node + generates_meanwhile
 
 
+def sharers_at_start(settings: Settings) -> int:
+    """Return how many processes of a node load their models at the same time: trainer ranks and an engine."""
+    return settings.cluster.actor_num_gpus_per_node + 1
+
+
 def sharers_of_engine(settings: Settings) -> int:
     """Return how many processes share the cores with the embedded engine."""
     return 1 if settings.cluster.colocate else 1 + settings.cluster.actor_num_gpus_per_node

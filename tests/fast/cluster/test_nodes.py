@@ -52,7 +52,7 @@ class Nodes:
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch, workplace: Path) -> Iterator[Nodes]:
     """Start Ray with two nodes whose workers find the reward functions."""
-    repo = str(Path(__file__).parents[4])
+    repo = str(Path(__file__).parents[3])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([repo, importing_from(workplace)]))
     started = Nodes()
     try:

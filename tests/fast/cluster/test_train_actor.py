@@ -107,3 +107,20 @@ def test_the_last_step_has_the_memory_of_the_rank():
     assert ["perf/trainer_memory_gib" in step for step in first] == [False, True]
     grown = second[-1]["perf/trainer_memory_gib"].value - first[-1]["perf/trainer_memory_gib"].value
     assert len(held) == 2**28 and grown == pytest.approx(0.25, abs=0.05)
+
+
+def test_a_rank_shares_the_cores_with_the_engine_while_both_load(monkeypatch):
+    """On four cores, a rank that has them to itself in a step loads with two threads."""
+    monkeypatch.setattr("miles.arguments.launch.host_share.busy_cores", lambda: 4)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda backend, **group: None)
+    actor = actor_of(Backend())
+    cluster = ClusterArguments(actor_num_gpus_per_node=1, colocate=True)
+    actor.settings = replace(actor.settings, cluster=cluster)
+    actor.store, before = None, torch.get_num_threads()
+    loads_with = []
+    actor.build = lambda total_steps: loads_with.append(torch.get_num_threads())
+    try:
+        actor.connect(("here", 0), 7)
+        assert (loads_with, torch.get_num_threads()) == ([2], 4)
+    finally:
+        torch.set_num_threads(before)
