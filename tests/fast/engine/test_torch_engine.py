@@ -482,3 +482,11 @@ def test_fused_layers_round_no_more_than_those_of_transformers(config, tmp_path)
     ours = runner.prefill(prompts.tolist(), list(range(64)), 0)
     error, usual = ((x.double() - expected).norm() for x in (ours, theirs))
     assert 0 < error < 1.1 * usual
+
+
+def test_the_packed_weights_of_fused_layers_replace_the_models(llama_path):
+    runner = ModelRunner(llama_path, torch.float32, "cpu")
+    products = [m for m in runner.model.model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    assert len(products) == 2 * 7
+    assert {m.weight.untyped_storage().nbytes() for m in products} == {4}
+    assert products[0].weight.shape == (32, 32), "the shape is that of the tensor that an update must bring"
