@@ -9,6 +9,8 @@ from miles.components import train_backend_spec
 from miles.flags import Errors, count, flag, flag_name
 from miles.model_families.packing import (
     NO_WINDOW,
+    QUANTIZED,
+    is_quantized,
     model_type,
     must_be_padded,
     why_not_shared,
@@ -127,6 +129,8 @@ def pad_recurrent_models(
         path, config = getattr(model, name), None
         with errors.catching():
             config = local_config(model, name)
+        if config is not None and is_quantized(config):
+            errors.refuse(name, path, *QUANTIZED)
         if config is not None and (why := why_windowed(config)):
             errors.refuse(name, path, why, NO_WINDOW)
             continue

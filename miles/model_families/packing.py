@@ -51,6 +51,10 @@ SPARSE = ("deepseek_v32", "glm_moe_dsa")
 
 # Types whose layers all have the window that ``sliding_window`` names, and the window if the field is not there.
 _WINDOW_OF_ALL: dict[str, int | None] = {"mistral": 4096, "mixtral": None, "phi3": None, "starcoder2": None}
+QUANTIZED = (
+    "its config.json has a quantization_config, and quantized weights are not trained",
+    "give a folder with its weights in bf16, without this entry",
+)
 NO_WINDOW = "set sliding_window to null in its config.json if no sequence will be longer, or choose another model"
 
 # Fields of a configuration that name the kind of each layer, and the kinds that have a state.
@@ -95,6 +99,11 @@ def why_windowed(config: dict[str, Any]) -> str | None:
     return (
         None if window is None else f"a {kind} with a sliding window of {window} tokens: only full attention is trained"
     )
+
+
+def is_quantized(config: dict[str, Any]) -> bool:
+    """Return whether the configuration says that the weights are quantized (FP8, INT4, MXFP4, …)."""
+    return bool(config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config"))
 
 
 def model_type(config: dict[str, Any]) -> str:

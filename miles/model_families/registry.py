@@ -8,6 +8,7 @@ from typing import Any
 
 from miles import model_families
 from miles.model_families.base import Config, ConvertedFamily, Family, Shape, refusal
+from miles.model_families.packing import is_quantized, why_windowed
 
 _NOT_FAMILIES = ("reading", "registry")  # they import this file
 
@@ -37,8 +38,16 @@ def family_of(config: Config) -> Family:
         raise refusal(
             f"model_type {kind}",
             f"through Megatron-Bridge only {', '.join(_bridged())} have been compared with transformers",
+            _elsewhere(config),
         )
     return FAMILIES[kind]
+
+
+def _elsewhere(config: Config) -> str:
+    """Say what to do about a model that Megatron does not train; ``--train-backend fsdp`` if it would not refuse it."""
+    if is_quantized(config) or why_windowed(config) is not None:
+        return "choose another model"
+    return "choose another model, or give --train-backend fsdp, which trains those that transformers has"
 
 
 def _bridged() -> list[str]:
@@ -58,7 +67,7 @@ def converted_family(config: Config) -> ConvertedFamily:
         )
         raise refusal(f"model_type {kind}", rule, what_to_do)
     if kind not in CONVERTED:
-        raise refusal(f"model_type {kind}", f"only {', '.join(CONVERTED)} are converted")
+        raise refusal(f"model_type {kind}", f"only {', '.join(CONVERTED)} are converted", _elsewhere(config))
     family = CONVERTED[kind]
     family.check(config)
     return family

@@ -20,7 +20,9 @@ from miles.batching.collate import collate
 from miles.batching.convert import convert
 from miles.model_families.packing import (
     NO_WINDOW,
+    QUANTIZED,
     is_compared_by_test,
+    is_quantized,
     model_type,
     must_be_padded,
     why_not_shared,
@@ -48,10 +50,12 @@ def check_layout(flag: str, path: str, parallel: ParallelArguments) -> None:
         parallel: The layout of samples.
 
     Raises:
-        ValueError: The model has a sliding window; or it has recurrent state or sparse attention, and ranks would share
-            its sequences; or it has recurrent state, and packing has not been tested.
+        ValueError: The model is quantized; or it has a sliding window; or it has recurrent state or sparse attention,
+            and ranks would share its sequences; or it has recurrent state, and packing has not been tested.
     """
     config = read_config(path).to_dict()
+    if is_quantized(config):
+        raise ValueError(f"{flag} {path}: {'; '.join(QUANTIZED)}")
     if why := why_windowed(config):
         raise ValueError(f"{flag} {path}: {why}; {NO_WINDOW}")
     shared = parallel.dynamic_context_parallel or parallel.context_parallel_size > 1
