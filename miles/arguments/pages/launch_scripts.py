@@ -95,12 +95,12 @@ MEASURED = """\
 On 24 November 2026, 107 command lines for `train.py` were tried with `--explain --device cuda`: 66 of radixark/miles,
 39 of THUDM/slime, and 2 of forks of slime (SeeleAI/seele-slime, RLVE). Each was transcribed from its launch script, or
 from the Python file that builds it, with the variables at their defaults (four lines of tests without their fp16
-optimizer state). Model sizes are those that the script includes, or those of the model's configuration; the model folder
-had the model's `config.json` and no weights. The scripts are not part of this repository.
+optimizer state). Model sizes are those that the script includes, or those of the model's configuration. The model
+folder had the model's `config.json` and no weights. The scripts are not part of this repository.
 
-**66 start unchanged.** Each of the other 41 gets one message with all that stops it. Where it asks for another model
-(9 lines) this was not tried; of the other 32, 31 start after what the message says, and one does if the estimator that is
-chosen instead needs no group of answers. What stops a line first:
+**66 start unchanged.** Each of the other 41 gets one message with all that stops it. 9 of these messages ask for
+another model, which was not tried. Of the other 32 lines, 31 start after what the message says; the last needs an
+estimator that compares no answers of a group, or more answers. What stops a line first:
 """
 # what stops lines, and how many
 STOPS = (
