@@ -95,6 +95,8 @@ def _why_without_effect(name: str, shape: dict[str, Any], given: Mapping[str, An
     if not shape:
         return None
     if not shape.get("multi_latent_attention"):
+        if given.get("multi_latent_attention"):  # of a model whose attention only FSDP computes
+            return None
         return "only latent attention reads it" if name in _OF_LATENT_ROPE else None
     if name in _NOT_LATENT:
         return _NOT_LATENT[name]

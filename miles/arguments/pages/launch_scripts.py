@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator
 
 from miles.arguments.launch.foreign import Foreign
+from miles.arguments.launch.launcher_flags import CKPT_STEP
 from miles.arguments.launch.megatron_flags import FREE_FIELDS
 from miles.arguments.launch.mismatch_config import FUNCTIONS as MISMATCH_FUNCTIONS
 from miles.arguments.launch.multi_turn import TAIL as MULTI_TURN
@@ -235,6 +236,8 @@ def _listed(names: list[str]) -> list[str]:
 
 
 def _foreign_row(row: Foreign) -> tuple[str, str, str]:
+    if row.flag == CKPT_STEP:
+        return row.flag, "obeyed", "read as the checkpoint of that number in --load; refused if it is not there"
     text = row.why if row.heading is not None else f"{row.why}; {row.what_to_do}"
     if row.neutral:
         text += f". Noted with {' or '.join(f'`{value}`' for value in row.neutral)}"
@@ -290,10 +293,7 @@ def _sglang() -> Iterator[str]:
         *((flag, "obeyed", replicas) for flag in DATA_PARALLEL),
         *((flag, "obeyed", size) for flag in TENSOR_PARALLEL),
         *((old, "obeyed", f"read as --sglang-{new[2:]}") for old, new in RENAMED.items()),
-        *(
-            (old, "noted or refused", f"noted beside --sglang-{new[2:]}, which says it")
-            for old, new in REPLACED.items()
-        ),
+        *((old, "obeyed", f"read as --sglang-{new[2:]}; noted beside it") for old, new in REPLACED.items()),
         ("--remote-instance-weight-loader-ib-device", "noted", loader),
         ("--router-policy", "obeyed", "read as --router-policy, as is every --sglang-router-NAME"),
     ]
