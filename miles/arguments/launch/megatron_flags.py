@@ -120,8 +120,10 @@ def _has_llama3_rope(settings: Settings, given: Mapping[str, Any]) -> bool:
         config = local_config(settings.model, "hf_checkpoint")
     except ValueError:
         return True  # the validator reports it
-    rope = {} if config is None else config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return config is None or rope.get("rope_type", rope.get("type")) == "llama3"
+    if config is None:
+        return True
+    rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return bool(rope.get("rope_type", rope.get("type")) == "llama3")
 
 
 _NO_LAYER = "no model with this layer is computed by --train-backend megatron"
