@@ -94,6 +94,11 @@ class CheckpointArguments:
         return f"{folder.rstrip('/')}/{name}" if is_url(folder) else str(Path(folder) / name)
 
 
+def checkpoint_name(iterations_done: int) -> str:
+    """Return the name of the folder of a checkpoint after so many iterations, in that of ``--save``."""
+    return f"iter_{iterations_done:07d}"
+
+
 def split_checkpoint(url: str) -> tuple[str, str | None]:
     """Return the URL of a folder of checkpoints, and the name of the checkpoint if ``url`` names one in it.
 

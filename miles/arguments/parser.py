@@ -42,6 +42,7 @@ from miles.arguments.launch.spelling import (
     given_twice,
     group_words,
     read_other_values,
+    with_written_flags,
     without_flags,
 )
 from miles.arguments.launch.suggest import near_choice, suggestion
@@ -332,18 +333,18 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
 def _with_custom_config(
     parser: FlagParser, words: Sequence[str], own: Collection[str]
 ) -> tuple[list[str], list[str], list[Note]]:
-    """Return the words with those of ``--custom-config-path`` behind them, and the names in it that are no flags.
+    """Return the words with those of ``--custom-config-path``, if any, behind them, and its names that are no flags.
 
     The notes say what of it was read as something else.
     """
     paths = [values for flag, values in group_words(words) if flag == custom_config.FLAG]
-    if not paths or len(paths[-1]) != 1:
-        return list(words), [], []
-    try:
-        values = custom_config.read_custom_config(paths[-1][0])
-    except ValueError as error:
-        parser.errors.add(str(error))
-        return list(words), [], []
+    values: dict[str, Any] = {}
+    if paths and len(paths[-1]) == 1:
+        try:
+            values = custom_config.read_custom_config(paths[-1][0])
+        except ValueError as error:
+            parser.errors.add(str(error))
+            return list(words), [], []
     words, values, notes = read_mismatch_config(words, values, parser.errors)
     written = [flag_name(name) for name in values]
     flags = {*own, *FOREIGN_FLAGS, *_megatron_flags(written, own)}
@@ -477,7 +478,8 @@ def judge(command: Command) -> Validated:
     try:
         return _judge(command)
     except FlagError as error:
-        raise FlagError(*located(error.messages, command.origins)) from None
+        messages = with_written_flags(error.messages, command.words)
+        raise FlagError(*located(messages, command.origins)) from None
 
 
 def _judge(command: Command) -> Validated:
@@ -485,7 +487,9 @@ def _judge(command: Command) -> Validated:
     for message in command.errors:
         errors.add(message)
     settings, notes = normalize_flags(_with_defaults(command), command.foreign, errors)
-    notes = [*command.notes, *notes]
+    notes = [
+        replace(note, written=with_written_flags([note.written], command.words)[0]) for note in (*command.notes, *notes)
+    ]
     if command.names_for_functions and not names_functions(settings):
         shown = one_line(", ".join(command.names_for_functions), LONGEST_VALUE)
         errors.add(
@@ -500,12 +504,14 @@ def _judge(command: Command) -> Validated:
     except FlagError as error:
         for message in error.messages:
             errors.add_unless_refused(message)
-    errors.raise_if_any()
-    on_cpu = is_on_cpu(validated.settings)
+    on_cpu = is_on_cpu(settings)
     if on_cpu:
-        check_deterministic_on_cpu(validated.settings, errors)
-        check_replay_on_cpu(validated.settings, errors)
-        errors.raise_if_any()
+        of_host = Errors()
+        check_deterministic_on_cpu(settings, of_host)
+        check_replay_on_cpu(settings, of_host)
+        for message in of_host.messages:
+            errors.add_unless_refused(message)
+    errors.raise_if_any()
     settings = fit_to_host(validated.settings, command.given)
     further = tuple(surprises(settings, command.given, on_cpu, has_bf16()))
     if command.joined is not None and command.joined.gpus is None:

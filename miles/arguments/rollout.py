@@ -386,7 +386,7 @@ def _check_own_function(rollout: RolloutArguments, errors: Errors) -> None:
 
 def _check_debug_files(rollout: RolloutArguments, errors: Errors) -> None:
     save, load = rollout.save_debug_rollout_data, rollout.load_debug_rollout_data
-    if save is not None and not _names_iteration(save) and rollout.num_rollout != 1:
+    if save is not None and not names_iteration(save) and rollout.num_rollout != 1:
         rule = "each iteration would overwrite the last"
         errors.refuse("save_debug_rollout_data", save, rule, "put {iteration} in the name")
     if load is None:
@@ -394,7 +394,7 @@ def _check_debug_files(rollout: RolloutArguments, errors: Errors) -> None:
     if rollout.num_rollout is None:
         rule = "needs --num-rollout: an epoch is counted in prompts, and none are drawn"
         errors.refuse("load_debug_rollout_data", load, rule, "replace --num-epoch by --num-rollout")
-    if not _names_iteration(load):
+    if not names_iteration(load):
         errors.existing_file("load_debug_rollout_data", load)
     why = "with --load-debug-rollout-data: nothing is generated"
     errors.refuse_ignored(rollout, _GENERATION, why, "drop --load-debug-rollout-data")
@@ -423,7 +423,7 @@ def _check_conversations(rollout: RolloutArguments, errors: Errors) -> None:
         errors.refuse("n_samples_per_prompt", rollout.n_samples_per_prompt, rule, "give 1, or drop it")
 
 
-def _names_iteration(path: str) -> bool:
+def names_iteration(path: str) -> bool:
     """Return whether a path of saved samples has a placeholder; ``{rollout_id}`` is the ecosystem's name."""
     return "{iteration}" in path or "{rollout_id}" in path
 

@@ -85,6 +85,11 @@ _CHANGED_LOGITS = {
     "logits_scaling": (None, 1, 1.0),
 }
 
+QUANTIZED = (
+    "its config.json has a quantization_config, and quantized weights are not trained",
+    "give a folder with its weights in bf16, without this entry",
+)
+
 # Fields of a configuration that name the kind of each layer, and the kinds that have a state.
 _LAYER_LISTS = ("layer_types", "layers_block_type")
 _RECURRENT_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid"))
@@ -131,9 +136,8 @@ def why_not_trained(config: dict[str, Any]) -> tuple[str, str] | None:
             return f"its config sets {name}, which --train-backend fsdp does not compute", "choose a model without it"
     if "chunked_attention" in (text.get("layer_types") or ()):
         return "--train-backend fsdp does not compute its layers of chunked_attention", "choose another model"
-    if config.get("quantization_config"):
-        rule = "its config has quantization_config, and quantized weights are not trained"
-        return rule, "give a folder with its weights in bf16, without this entry"
+    if is_quantized(config):
+        return QUANTIZED
     window = _window(config)
     if window is None or kind in WINDOWED:
         return None
@@ -173,6 +177,11 @@ def _window(config: dict[str, Any]) -> int | None:
         has_window = bool(text.get("use_sliding_window", kind in _WINDOW_OF_ALL))
     window: int | None = text.get("sliding_window", _WINDOW_OF_ALL.get(kind)) if has_window else None
     return window
+
+
+def is_quantized(config: dict[str, Any]) -> bool:
+    """Return whether the configuration says that the weights are quantized (FP8, INT4, MXFP4, …)."""
+    return bool(config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config"))
 
 
 def model_type(config: dict[str, Any]) -> str:

@@ -38,8 +38,18 @@ def family_of(config: Config) -> Family:
         raise refusal(
             f"model_type {kind}",
             f"through Megatron-Bridge only {', '.join(_bridged())} have been compared with transformers",
+            _elsewhere(config),
         )
     return FAMILIES[kind]
+
+
+def _elsewhere(config: Config) -> str:
+    """Say what to do about a model that Megatron does not train; ``--train-backend fsdp`` if it would not refuse it."""
+    if why_not_trained(config) is not None:
+        return "choose another model"
+    if is_compared_by_test(config):
+        return f"give --train-backend fsdp, which trains a {model_type(config)}, and drop the flags of Megatron"
+    return "choose another model, or give --train-backend fsdp, which trains those that transformers has"
 
 
 def _bridged() -> list[str]:
@@ -59,18 +69,10 @@ def converted_family(config: Config) -> ConvertedFamily:
         )
         raise refusal(f"model_type {kind}", rule, what_to_do)
     if kind not in CONVERTED:
-        rule, *what_to_do = f"only {', '.join(CONVERTED)} are converted", *_ways_out(config)
-        raise refusal(f"model_type {kind}", rule, *what_to_do)
+        raise refusal(f"model_type {kind}", f"only {', '.join(CONVERTED)} are converted", _elsewhere(config))
     family = CONVERTED[kind]
     family.check(config)
     return family
-
-
-def _ways_out(config: Config) -> tuple[str, ...]:
-    """Return what to do with a model that Megatron does not train, if FSDP was compared with transformers on it."""
-    if not is_compared_by_test(config) or why_not_trained(config) is not None:
-        return ()
-    return (f"give --train-backend fsdp, which trains a {model_type(config)}, and drop the flags of Megatron",)
 
 
 def megatron_shape(config: Config) -> Shape:

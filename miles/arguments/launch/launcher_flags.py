@@ -27,10 +27,21 @@ def _shares_gpus(settings: Settings, given: Mapping[str, Any]) -> bool:
     return settings.cluster.colocate
 
 
+def _keeps_tokens(settings: Settings, given: Mapping[str, Any]) -> bool:
+    paths = [path for flag in _MIDDLEWARE for path in given.get(flag.split()[0], ())]
+    return all(path.rpartition(".")[2] == "RadixTreeMiddleware" for path in paths)
+
+
+def _has_adapter(settings: Settings, given: Mapping[str, Any]) -> bool:
+    return settings.lora.trains_adapter
+
+
 def _has_no_adapter(settings: Settings, given: Mapping[str, Any]) -> bool:
     return not settings.lora.trains_adapter
 
 
+CKPT_STEP = "--ckpt-step"  # normalize.py reads it together with --load
+_MIDDLEWARE = ("--slime-router-middleware-paths V...", "--miles-router-middleware-paths V...")
 _PLUMBING = [
     *noted(
         SPEED,
@@ -66,6 +77,23 @@ _PLUMBING = [
         "--use-miles-router",
         "--use-slime-router",
     ),
+    *refused(
+        "functions between the run and its engines are not called",
+        "drop it; --custom-generate-function-path names a function that generates",
+        *_MIDDLEWARE,
+        accepted_if=_keeps_tokens,
+        accepted_why="token ids of earlier turns are kept without it",
+    ),
+    *noted(
+        SPEED,
+        "every engine receives all weights",
+        "--update-weight-mode V",
+        "--delta-compression V",
+        "--delta-full-interval V",
+    ),
+    *noted(SAME, "engines receive the weights themselves, which is more exact", "--delta-dtype V"),
+    *noted(SPEED, "every weight is divided over all ranks", "--dp-replicate-size V"),
+    *noted(SAME, "Ray knows the devices of each node", "--rollout-num-gpus-per-node V"),
     *noted(SAME, "engines see and return token ids", "--rollout-skip-special-tokens"),
     *noted(SAME, "a server's health is checked from when it is ready", "--rollout-health-check-first-wait V"),
     *refused(
@@ -201,11 +229,27 @@ _OBJECTIVE = [
     ),
 ]
 _ADAPTERS = [
+    *refused(
+        "an adapter is trained with --lora-rank",
+        "add --lora-rank N, or drop it",
+        "--use-lora",
+        accepted_if=_has_adapter,
+        accepted_why="--lora-rank says it",
+    ),
+    *refused(
+        "--target-modules names the layers that have an adapter",
+        "give --target-modules all-linear, the layers of attention and dense MLPs",
+        "--lora-target-preset V",
+    ),
+    *refused("adapters have the optimizer of the run", "give it as --lr", "--lora-learning-rate V"),
+    *refused("adapters have the optimizer of the run", "give it as --weight-decay", "--lora-weight-decay V"),
+    *noted(FILES, "each checkpoint in --save has the adapter in peft's format", "--save-lora V"),
     *noted(MEMORY, "engines receive the weights with the adapter added to them", "--lora-base-cpu-backup"),
     *refused(
         "a run starts with a new adapter",
         "add the adapter to its model with peft (merge_and_unload), and give that model as --hf-checkpoint",
         "--lora-adapter-path V",
+        "--lora-load V",
     ),
     *refused(
         "the weights of experts get no adapter in this version",
@@ -216,12 +260,14 @@ _ADAPTERS = [
     ),
 ]
 _CHECKPOINTS = [
+    *refused("the newest checkpoint of a folder is loaded", "give the whole number of a checkpoint", CKPT_STEP + " V"),
     *noted(FILES, "a checkpoint always holds all that its run needs to resume", "--no-save-optim", "--no-save-rng"),
     *noted(
         FILES,
         "checkpoints are written by the run itself",
         "--ckpt-format V",
         "--dist-ckpt-strictness V",
+        "--use-persistent-ckpt-worker",
     ),
 ]
 

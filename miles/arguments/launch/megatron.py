@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from miles.arguments.launch.abilities import reads_megatron_flags
 from miles.arguments.launch.megatron_flags import FREE_FIELDS
-from miles.arguments.launch.notes import MEMORY, NO_EFFECT, OTHER_PART, SAME, Note, written
+from miles.arguments.launch.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, SAME, Note, written
 from miles.arguments.megatron.fields import MODEL_FLAGS, MegatronField, megatron_fields
 from miles.arguments.megatron.overrides import FIXED, SHAPE_FIELDS, TRIED, asks_for_nothing, repeats
 from miles.arguments.model import local_config
@@ -15,6 +16,14 @@ from miles.arguments.settings import Settings
 from miles.flags import Errors
 from miles.model_families.registry import CONVERTED, common_shape, megatron_shape, vocabulary_shape
 
+# Fields that Megatron's latent attention does not read, and why.
+_NOT_LATENT = {
+    "kv_channels": "latent attention has widths of its own",
+    "add_qkv_bias": "latent attention has no bias on queries, keys and values",
+}
+_MSCALES = ("mscale", "mscale_all_dim")
+# Fields of Megatron's MLATransformerConfig, which it does not build for other attention.
+_OF_LATENT_ROPE = (*_MSCALES, "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
 
@@ -39,11 +48,15 @@ def normalize_megatron(settings: Settings, errors: Errors) -> tuple[Settings, li
     given = dict(settings.megatron_overrides)
     shape = _shape(settings) or {}
     kept, notes = list[tuple[str, Any]](), list[Note]()
+    if not reads_megatron_flags(settings) and "recompute_granularity" in given:
+        shown = _shown(fields["recompute_granularity"], given.pop("recompute_granularity"))
+        notes.append(Note(READ_AS, shown, "--gradient-checkpointing: every layer is recomputed"))
+        settings = replace(settings, training=replace(settings.training, gradient_checkpointing=True))
     for name, value in given.items():
         if reads_megatron_flags(settings):
             verdict = judge(fields[name], value, shape, given)
         else:
-            verdict = _judge_without_megatron(fields[name], value, shape, errors)
+            verdict = _judge_without_megatron(fields[name], value, shape, given, errors)
         notes += [verdict.note] if verdict.note is not None else []
         kept += [(name, verdict.value)] if verdict.value is not None else []
     return replace(settings, megatron_overrides=tuple(kept)), notes
@@ -61,8 +74,9 @@ def judge(field: MegatronField, value: Any, shape: dict[str, Any], given: dict[s
     name, shown = field.name, _shown(field, value)
     if name in FIXED and repeats(value, FIXED[name][0]) and name not in _RECOMPUTE:
         return Verdict(value)
-    if name == "kv_channels" and shape.get("multi_latent_attention"):
-        return Verdict(note=Note(NO_EFFECT, shown, "latent attention has widths of its own"))
+    why = _why_without_effect(name, shape, given)
+    if why is not None:
+        return Verdict(note=Note(NO_EFFECT, shown, why))
     if name in shape:
         return Verdict(value)
     if name in _RECOMPUTE:
@@ -74,6 +88,20 @@ def judge(field: MegatronField, value: Any, shape: dict[str, Any], given: dict[s
     if name not in TRIED and name not in FIXED and not waits_for_shape and _asks_for_nothing(field, value):
         return Verdict(note=Note(SAME, shown, "the value that asks for nothing"))
     return Verdict(value)
+
+
+def _why_without_effect(name: str, shape: dict[str, Any], given: Mapping[str, Any]) -> str | None:
+    """Return why Megatron's own layers do not read a field of this model; None if they do, or may."""
+    if not shape:
+        return None
+    if not shape.get("multi_latent_attention"):
+        if given.get("multi_latent_attention"):  # of a model whose attention only FSDP computes
+            return None
+        return "only latent attention reads it" if name in _OF_LATENT_ROPE else None
+    if name in _NOT_LATENT:
+        return _NOT_LATENT[name]
+    scales = shape.get("rope_type") != "rope" or given.get("rotary_scaling_factor", 1) != 1
+    return "the rotary embedding is not scaled" if name in _MSCALES and not scales else None
 
 
 def _asks_for_nothing(field: MegatronField, value: Any) -> bool:
@@ -89,9 +117,14 @@ def _judge_recomputation(name: str, value: Any, shown: str, given: dict[str, Any
     return Verdict(wanted, note)
 
 
-def _judge_without_megatron(field: MegatronField, value: Any, shape: dict[str, Any], errors: Errors) -> Verdict:
+def _judge_without_megatron(
+    field: MegatronField, value: Any, shape: dict[str, Any], given: dict[str, Any], errors: Errors
+) -> Verdict:
     """Drop a field, or refuse it if it says something else than the model's config or changes the result."""
     shown = _shown(field, value)
+    unread = _why_without_effect(field.name, shape, given)
+    if unread is not None:
+        return Verdict(note=Note(NO_EFFECT, shown, unread))
     why = "Megatron's, and --train-backend fsdp trains"
     if field.name in shape and not repeats(value, shape[field.name]):
         found = shape[field.name]

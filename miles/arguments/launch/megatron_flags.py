@@ -11,6 +11,7 @@ from typing import Any
 from miles.arguments.launch.abilities import reads_megatron_flags
 from miles.arguments.launch.foreign import by_flag, noted, refused
 from miles.arguments.launch.notes import MEMORY, NO_EFFECT, REPORTING, SAME, SPEED
+from miles.arguments.model import local_config
 from miles.arguments.settings import Settings
 
 _OPTIMIZER = "the optimizer is torch's AdamW with fp32 state, pinned if it is in host memory"
@@ -113,6 +114,18 @@ def _trains_any_layer(settings: Settings, given: Mapping[str, Any]) -> bool:
     return not reads_megatron_flags(settings) or settings.megatron.megatron_to_hf_mode == "bridge"
 
 
+def _has_llama3_rope(settings: Settings, given: Mapping[str, Any]) -> bool:
+    """Return whether the rotary embedding of the model is scaled as Llama 3.1's; of a name on a hub, whether it may."""
+    try:
+        config = local_config(settings.model, "hf_checkpoint")
+    except ValueError:
+        return True  # the validator reports it
+    if config is None:
+        return True
+    rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return bool(rope.get("rope_type", rope.get("type")) == "llama3")
+
+
 _NO_LAYER = "no model with this layer is computed by --train-backend megatron"
 _OTHER_MODEL = "choose another model, or --train-backend fsdp for others"
 _SPEED = noted(
@@ -185,6 +198,15 @@ _STAGES = noted(
 )
 _REFUSED = [
     *refused(
+        "the rotary embedding is that of --hf-checkpoint, whose config scales it otherwise",
+        "drop it, or give rope_scaling in that config",
+        "--use-rope-scaling",
+        "--rope-scaling-factor V",
+        accepted_if=_has_llama3_rope,
+        accepted_why="the rotary embedding is scaled as --hf-checkpoint says",
+        is_megatron=True,
+    ),
+    *refused(
         "gradients, moments and master weights are fp32",
         "drop it, or give fp32",
         "--main-grads-dtype V",
@@ -213,6 +235,8 @@ _REFUSED = [
         _NO_LAYER,
         _OTHER_MODEL,
         "--use-gated-attention",
+        "--post-self-attn-layernorm",
+        "--post-mlp-layernorm",
         "--squared-relu",
         "--hybrid-override-pattern V",
         "--hybrid-attention-ratio V",

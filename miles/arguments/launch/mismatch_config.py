@@ -1,7 +1,7 @@
 """Read the settings of slime's and miles' function of importance weights (``mis.yaml``) as the flags that do its work.
 
-Their scripts give ``--custom-tis-function-path examples.….mis.compute_mis_weights_with_cp`` and, in
-``--custom-config-path``, what it reads. The formulas are those of docs/off-policy.md.
+Their scripts give ``--custom-tis-function-path examples.….mis.compute_mis_weights_with_cp`` and what it reads, in
+``--custom-config-path`` or as flags. The formulas are those of docs/off-policy.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MODES = {"truncate": "truncate", "clip": "truncate", "mask": "icepop"}  # their
 def read_mismatch_config(
     words: Sequence[str], values: Mapping[str, Any], errors: Errors
 ) -> tuple[list[str], dict[str, Any], list[Note]]:
-    """Replace their function and its settings by flags, if the command names it and the file has its settings.
+    """Replace their function and its settings by flags, if the command has both, or the file the settings.
 
     Args:
         words: The words of the command.
@@ -35,12 +35,17 @@ def read_mismatch_config(
         The words without the function, the settings with our names, and what was read as what.
     """
     paths = [given for flag, given in group_words(words) if flag == FLAG]
-    if not paths or len(paths[-1]) != 1 or not values.keys() & {*_OF_WEIGHTS}:
+    if not paths or len(paths[-1]) != 1:
         return list(words), dict(values), []
     [path] = paths[-1]
     is_theirs = path.replace(":", ".").rpartition(".")[2] in FUNCTIONS
     if not is_theirs or missing_function("custom_tis_function_path", path) is None:
         return list(words), dict(values), []
+    in_words = _in_words(words)
+    values = in_words | dict(values)  # the file takes precedence there
+    if not values.keys() & {*_OF_WEIGHTS}:
+        return list(words), dict(values), []
+    words = without_flags(words, {flag_name(name) for name in in_words})
     switches = {flag for flag, _ in group_words(words)}
 
     def is_on(name: str) -> bool:
@@ -58,17 +63,24 @@ def read_mismatch_config(
     return left, others | found, [Note(READ_AS, written(FLAG, path), f"{said}: the same weights")]
 
 
+def _in_words(words: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of their function among the words; newer releases have them as flags."""
+    names = {flag_name(name): name for name in (*_OF_WEIGHTS, *_OF_REJECTION)}
+    groups = [(names[flag], given) for flag, given in group_words(words) if flag in names]
+    return {name: given[-1] if given else True for name, given in groups}
+
+
 def _flags_of(values: Mapping[str, Any], rejects: bool, errors: Errors) -> dict[str, Any]:
     """Return the flags by name. A bound that is not given follows from the others, as there."""
     mode = values.get("tis_mode", "truncate")
     upper = _number(values, "tis_upper_bound", 2.0, errors)
     lower = _number(values, "tis_lower_bound", 1.0 / upper, errors)
     if mode not in _MODES:
-        errors.add(f"--tis-mode {mode}: no such mode in --custom-config-path; give one of {', '.join(_MODES)}")
+        errors.add(f"--tis-mode {mode}: no such mode of this function; give one of {', '.join(_MODES)}")
     if mode == "mask" and values.get("tis_batch_normalize"):
         errors.add(
-            "--tis-batch-normalize: with tis_mode: mask in --custom-config-path the mean counts the ratios that are "
-            "dropped, and here it does not; set tis_batch_normalize: false, or tis_mode: clip"
+            "--tis-batch-normalize: with --tis-mode mask of this function the mean counts the ratios that are "
+            "dropped, and here it does not; drop it, or give --tis-mode clip"
         )
     found: dict[str, Any] = {
         "use_tis": True,
@@ -100,6 +112,6 @@ def _number(values: Mapping[str, Any], name: str, default: float, errors: Errors
     except (TypeError, ValueError):
         number = 0.0
     if not 0 < number < float("inf"):
-        errors.add(f"{flag_name(name)} {value}: must be a finite number above 0 in --custom-config-path; correct it")
+        errors.add(f"{flag_name(name)} {value}: must be a finite number above 0; correct it")
         return default
     return number

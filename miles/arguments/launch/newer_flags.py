@@ -277,6 +277,17 @@ _TRAINING = [
         accepted_why="without --opd-log-prob-top-k",
     ),
     *refused(
+        "a run has one teacher, whose KL is added to the advantages",
+        "drop it, and give --use-opd with --opd-type and the teacher (docs/distillation.md)",
+        "--use-mopd",
+        "--mopd-alpha V",
+        "--mopd-eps-low V",
+        "--mopd-eps-high V",
+        "--mopd-sampling-logprobs-key V",
+        "--mopd-teachers V",
+        "--mopd-teacher-loads V",
+    ),
+    *refused(
         "nothing of yours runs after a checkpoint or after weights were written",
         "drop it; --notify-url reports the end of a run",
         "--custom-megatron-post-save-hook-path V",
@@ -311,6 +322,7 @@ _REPORTS = [
     *noted(SPEED, "proxies are those of the environment, HTTP_PROXY", "--http-proxy V"),
     *noted(REPORTING, "run.json has an identity of the run", "--run-uuid V"),
     *noted(REPORTING, "arithmetic per second is part of --rehearse", "--mfu-peak-tflops V"),
+    *noted(REPORTING, "--loss-type sft_loss logs its loss", "--log-sft-entropy"),
     *noted(REPORTING, "every step logs train/entropy_loss", "--use-rollout-entropy", "--observe-training-entropy"),
     *noted(
         REPORTING,

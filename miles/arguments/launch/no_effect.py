@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 from miles.arguments.cluster import OFFLOAD_FLAGS
 from miles.arguments.evaluation import OF_SETS
 from miles.arguments.launch.abilities import has_servers, reads_megatron_flags
 from miles.arguments.launch.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, REPORTING, SAME, Note, note_on
 from miles.arguments.launch.values import environment_strings, set_name
+from miles.arguments.model import local_config
+from miles.arguments.rollout import names_iteration
 from miles.arguments.rules.debug_modes import NOTHING_IS_GENERATED, NOTHING_IS_TRAINED, OF_GENERATION, OF_TRAINING
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.settings import SglangArguments
 from miles.flags import changed
+from miles.model_families.packing import why_not_shared
 from miles.objective.distillation import TEACHER_FLAGS
 
 
@@ -69,6 +73,17 @@ _SHARES_NOTHING = "the trainer and the engines have their own devices, or no SGL
 
 def _stops_early(s: Settings) -> bool:
     return s.rollout.partial_rollout or s.rollout.over_sampling_early_stop
+
+
+def _needs_whole_sequences(s: Settings) -> bool:
+    """Return whether FSDP's layers of this model need whole sequences, as far as a local config tells."""
+    if reads_megatron_flags(s) or s.parallel.context_parallel_size == 1:
+        return False
+    try:
+        config = local_config(s.model, "hf_checkpoint")
+    except ValueError:
+        return False  # the validator reports it
+    return config is not None and why_not_shared(config) is not None
 
 
 def _shares(s: Settings) -> bool:
@@ -161,6 +176,12 @@ IDLE = (
     Idle("tracking", WANDB, lambda s: not s.tracking.use_wandb, "without --use-wandb", REPORTING),
     Idle(
         "optimizer",
+        ("lr_warmup_iters",),
+        lambda s: s.optimizer.lr_warmup_fraction is not None,
+        "--lr-warmup-fraction says how long the warm-up is",
+    ),
+    Idle(
+        "optimizer",
         ("min_lr",),
         lambda s: s.optimizer.lr_decay_style == "constant",
         "--lr-decay-style constant does not decay",
@@ -179,6 +200,13 @@ IDLE = (
     ),
     Idle("loss", ("tis_clip", "tis_clip_low"), lambda s: not s.loss.use_tis, "without --use-tis"),
     Idle("reward", ("reward_key",), lambda s: s.reward.custom_rm_path is None, "built-in rewards are plain numbers"),
+    Idle(
+        "parallel",
+        ("context_parallel_size",),
+        _needs_whole_sequences,
+        "layers with recurrent state or sparse attention need whole sequences, so no ranks share one",
+        MEMORY,
+    ),
     Idle("cluster", OFFLOAD_FLAGS, lambda s: not _shares(s), _SHARES_NOTHING, MEMORY),
     Idle(
         "cluster",
@@ -244,7 +272,7 @@ IDLE = (
             "megatron_to_hf_mode",
             "mtp_num_layers",
         ),
-        lambda s: not reads_megatron_flags(s) and not s.megatron.enable_mtp_training,
+        lambda s: not reads_megatron_flags(s),
         "Megatron's layout, and --train-backend fsdp divides every weight over all ranks",
         OTHER_PART,
     ),
@@ -314,6 +342,14 @@ def normalize_values(settings: Settings) -> tuple[Settings, list[Note]]:
         named = (set_name(sets[0]), sets[0])
         notes.append(note_on(READ_AS, "eval_prompt_data", sets, " ".join(("--eval-prompt-data", *named))))
         settings = replace(settings, evaluation=replace(settings.evaluation, eval_prompt_data=named))
+    saved = settings.rollout.save_debug_rollout_data
+    if saved is not None and not names_iteration(saved) and settings.rollout.num_rollout != 1:
+        path = Path(saved)
+        by_iteration = str(path.with_name(f"{path.stem}_{{iteration}}{path.suffix}"))
+        notes.append(
+            note_on(READ_AS, "save_debug_rollout_data", saved, f"{by_iteration}: each iteration has a file of its own")
+        )
+        settings = replace(settings, rollout=replace(settings.rollout, save_debug_rollout_data=by_iteration))
     if settings.rollout.fully_async and settings.rollout.async_steps == 0:
         notes.append(note_on(READ_AS, "fully_async", True, "--fully-async --async-steps 1, the least age of samples"))
         settings = replace(settings, rollout=replace(settings.rollout, async_steps=1))

@@ -7,15 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from miles.arguments.checkpoint import checkpoint_name
 from miles.arguments.launch.abilities import reads_megatron_flags
 from miles.arguments.launch.foreign import Foreign, by_flag
-from miles.arguments.launch.launcher_flags import LAUNCHER_FLAGS
+from miles.arguments.launch.launcher_flags import CKPT_STEP, LAUNCHER_FLAGS
 from miles.arguments.launch.megatron import normalize_megatron
 from miles.arguments.launch.megatron_flags import MEGATRON_SCRIPT_FLAGS
 from miles.arguments.launch.multi_turn import normalize_multi_turn
 from miles.arguments.launch.newer_flags import NEWER_FLAGS
 from miles.arguments.launch.no_effect import normalize_idle, normalize_values
-from miles.arguments.launch.notes import READ_AS, Note, note_on
+from miles.arguments.launch.notes import NO_EFFECT, READ_AS, Note, note_on, written
 from miles.arguments.launch.paths import HOOKS, is_fully_async, missing_function, our_function
 from miles.arguments.launch.server import normalize_server_flags
 from miles.arguments.megatron.rules import lacks_bridge
@@ -23,6 +24,7 @@ from miles.arguments.model import local_config
 from miles.arguments.settings import Settings
 from miles.flags import Errors
 from miles.model_families.registry import CONVERTED
+from miles.remote.folder import is_url
 
 _CONVERTED = "_torch_dist"  # the ending that converters of related launchers give to a folder
 
@@ -45,6 +47,8 @@ def normalize_flags(settings: Settings, foreign: Mapping[str, Any], errors: Erro
     settings, notes = _normalize_teacher(settings)
     settings, foreign, found = normalize_multi_turn(settings, foreign, errors)
     notes += found
+    settings, foreign, found = _normalize_step(settings, foreign, errors)
+    notes += found
     judged = (FOREIGN_FLAGS[flag].judge(value, settings, foreign, errors) for flag, value in foreign.items())
     notes += [note for note in judged if note is not None]
     settings, found = _normalize_paths(settings, errors)
@@ -57,6 +61,28 @@ def normalize_flags(settings: Settings, foreign: Mapping[str, Any], errors: Erro
         settings, found = step(settings)
         notes += found
     return _without_other_copy(settings, errors), notes
+
+
+def _normalize_step(
+    settings: Settings, foreign: Mapping[str, Any], errors: Errors
+) -> tuple[Settings, Mapping[str, Any], list[Note]]:
+    """Read ``--load FOLDER --ckpt-step N`` as the folder of that checkpoint, which must be there.
+
+    A folder without checkpoints begins a run, so a wrong number would begin one without a word.
+    """
+    step, folder = str(foreign.get(CKPT_STEP, "")), settings.checkpoint.load
+    if not step.isdecimal():
+        return settings, foreign, []  # the table of flags refuses it
+    others = {flag: value for flag, value in foreign.items() if flag != CKPT_STEP}
+    if folder is None:
+        return settings, others, [Note(NO_EFFECT, written(CKPT_STEP, step), "without --load")]
+    path = settings.checkpoint.inside(folder, checkpoint_name(int(step)))
+    if not is_url(path) and not Path(path).is_dir():
+        rule = f"there is no folder {path}"
+        errors.add(f"{CKPT_STEP} {step}: {rule}; drop it to load the newest checkpoint of --load {folder}")
+        return settings, others, []
+    note = Note(READ_AS, written(CKPT_STEP, step), f"--load {path}")
+    return replace(settings, checkpoint=replace(settings.checkpoint, load=path)), others, [note]
 
 
 def _normalize_paths(settings: Settings, errors: Errors) -> tuple[Settings, list[Note]]:
@@ -77,6 +103,8 @@ def _normalize_paths(settings: Settings, errors: Errors) -> tuple[Settings, list
         if is_known:
             notes.append(note_on(READ_AS, field, path, ours or "what the run does without it"))
             settings = replace(settings, **{hook.section: replace(section, **{field: ours})})
+        elif field == "dynamic_sampling_filter_path" and settings.rollout.rollout_function_path is not None:
+            continue  # no filter is called beside that function: the validator says so
         elif (message := missing_function(field, path)) is not None:
             errors.add(message)
     return settings, notes

@@ -115,8 +115,8 @@ FOR_CONVERSATIONS = {("rollout_function_path", "rollout.sft_rollout.generate_rol
 # Generate ahead of the trainer without end, as --fully-async does.
 FULLY_ASYNC = ("fully_async_rollout.generate_rollout_fully_async", "fully_async_rollout.FullyAsyncRolloutFn")
 _MISMATCH_FLAGS = (
-    "give its settings in --custom-config-path, or use --use-tis with --tis-level and --tis-mode, and --use-rs with "
-    "--rs-level, its bounds and --rs-veto-threshold"
+    "give its settings as flags or in --custom-config-path, or use --use-tis with --tis-level and --tis-mode, and "
+    "--use-rs with --rs-level, its bounds and --rs-veto-threshold"
 )
 # Functions elsewhere whose work is done by flags here.
 FLAGS_INSTEAD = {

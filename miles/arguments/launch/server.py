@@ -34,6 +34,7 @@ RENAMED = {
 SHORTENED = {"--tp": "--tp-size", "--dp": "--dp-size", "--pp": "--pp-size"}
 # Flags of the weight loader that starts from other engines over RDMA. The launcher sends all weights to every engine.
 _REMOTE_LOADER = "--remote-instance-weight-loader-"
+_DELTAS = "--update-weight-delta-"  # of an SGLang that is changed for related launchers
 # They change what is generated, so an engine that does not read them cannot run the command.
 CHANGES_RESULTS = {
     "--context-length",
@@ -73,9 +74,13 @@ def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
     server = list[Group]()
     for group in group_words(flags.server):
         normalized, note = _normalize(group, settings.sglang.rollout_num_gpus_per_engine, known_server_flags)
-        instead = REPLACED.get(group[0])
-        if instead is not None and has_flag(flags.server, instead) and group[0] not in known_server_flags():
-            normalized, note = None, _note(NO_EFFECT, group, f"--sglang-{instead[2:]} says it")
+        instead = _in_todays_words(group, settings)
+        if instead is not None:
+            flag, values = instead
+            is_said = has_flag(flags.server, flag)
+            read_as = _note(READ_AS, group, _written(instead, SERVER))
+            note = _note(NO_EFFECT, group, f"--sglang-{flag[2:]} says it") if is_said else read_as
+            normalized = None if is_said else (flag, values)
         server += [normalized] if normalized is not None else []
         notes += [note] if note is not None else []
     router, router_notes = _normalize_router(group_words(flags.router), settings)
@@ -129,6 +134,15 @@ def _normalize_router(groups: list[Group], settings: Settings) -> tuple[list[Gro
     return unknown, [Note(NO_EFFECT, _written(group, ROUTER), "one engine needs no router") for group in idle]
 
 
+def _in_todays_words(group: Group, settings: Settings) -> Group | None:
+    """Return the flag and the value that have the effect of an earlier release's switch; None for other flags."""
+    flag, known = group[0], known_server_flags()
+    if flag not in REPLACED or flag in known or REPLACED[flag] not in known:
+        return None
+    sizes = {"--enable-ep-moe": str(settings.sglang.rollout_num_gpus_per_engine), "--enable-deepep-moe": "deepep"}
+    return REPLACED[flag], (sizes[flag],)
+
+
 def _normalize(
     group: Group, engine_size: int, known_flags: Callable[[], Collection[str]]
 ) -> tuple[Group | None, Note | None]:
@@ -143,7 +157,7 @@ def _normalize(
         return (SHORTENED[flag], values), None
     if RENAMED.get(flag) in known:
         return (RENAMED[flag], values), _note(READ_AS, group, SERVER + RENAMED[flag].removeprefix("--"))
-    if flag.startswith(_REMOTE_LOADER):
+    if flag.startswith((_REMOTE_LOADER, _DELTAS)):
         return None, _note(SPEED, group, "every engine receives its weights from the trainer")
     return group, None
 

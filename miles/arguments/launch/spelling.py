@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from miles.arguments.launch.notes import READ_AS, Note, written
 from miles.arguments.launch.values import whole_numbers
+from miles.arguments.sglang.server_flags import ROUTER, ROUTER_ALIAS
 
 Group: TypeAlias = tuple[str, tuple[str, ...]]  # a flag, and the words after it
 
@@ -58,6 +60,16 @@ def without_flags(words: Iterable[str], flags: Collection[str]) -> list[str]:
         if is_kept:
             kept.append(word)
     return kept
+
+
+def with_written_flags(messages: Iterable[str], words: Iterable[str]) -> list[str]:
+    """Return messages in which a flag of the router has the name that ``words`` have: ``--sglang-router-NAME``."""
+    written = [flag for flag in flags_in(words) if flag.startswith(ROUTER_ALIAS)]
+    found = list(messages)
+    for flag in written:
+        name = ROUTER + flag.removeprefix(ROUTER_ALIAS)
+        found = [re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", flag, message) for message in found]
+    return found
 
 
 def flags_in(words: Iterable[str]) -> list[str]:

@@ -103,6 +103,7 @@ SHAPE_FIELDS = {
     "untie_embeddings_and_output_weights",
     "rotary_base",
     "rotary_percent",
+    "rotary_interleaved",
     "max_position_embeddings",
     "position_embedding_type",
     "group_query_attention",

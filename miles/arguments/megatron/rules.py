@@ -18,7 +18,7 @@ from miles.arguments.settings import Settings
 from miles.components import TRAIN_BACKENDS, names_with, train_backend_spec
 from miles.flags import Errors, collect_errors, count, flag_name, refuse
 from miles.model_families.base import HEADS_IN_CONFIG
-from miles.model_families.registry import BRIDGED, check_bridged, megatron_shape, vocabulary_shape
+from miles.model_families.registry import BRIDGED, FAMILIES, check_bridged, megatron_shape, vocabulary_shape
 
 ConfigAndShape: TypeAlias = tuple[dict[str, Any], dict[str, Any]]  # of Hugging Face, and in Megatron's terms
 
@@ -52,8 +52,9 @@ def check_megatron(settings: Settings, errors: Errors) -> None:
         why = f"without --train-backend {names_with(TRAIN_BACKENDS, 'reads_megatron_flags')}"
         errors.refuse_ignored(sizes, names, why, "add that flag")
         return
-    with errors.catching():
-        check_bridge(sizes)
+    if _may_be_bridged(settings.model):
+        with errors.catching():
+            check_bridge(sizes)
     if sizes.sequence_parallel and sizes.tensor_model_parallel_size == 1:
         what_to_do = "add --tensor-model-parallel-size 2 or more, or drop it"
         errors.refuse("sequence_parallel", True, "would be ignored without tensor parallelism", what_to_do)
@@ -331,6 +332,15 @@ def _check_heads(sizes: MegatronArguments, config: dict[str, Any], errors: Error
             "of a tied embedding then, and updates only two of them"
         )
         errors.refuse("mtp_num_layers", sizes.mtp_heads, rule, "give --pipeline-model-parallel-size 1")
+
+
+def _may_be_bridged(model: ModelArguments) -> bool:
+    """Return whether Megatron-Bridge may train this model; another is refused for itself, with or without it."""
+    try:
+        config = local_config(model, "hf_checkpoint")
+    except ValueError:
+        return True
+    return config is None or config.get("model_type") in FAMILIES
 
 
 def lacks_bridge() -> bool:

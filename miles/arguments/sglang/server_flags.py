@@ -19,17 +19,17 @@ from miles.flags import Errors
 
 SERVER, ROUTER = "--sglang-", "--router-"
 SERVER_KEY, ADMIN_KEY = "--api-key", "--admin-api-key"  # SGLang's flags; the router calls its own key --api-key too
-_ROUTER_ALIAS = "--sglang-router-"
+ROUTER_ALIAS = "--sglang-router-"
 
-# The launcher sets these; the values name the flag that the user gives instead.
+# The launcher sets these; the values say to what, or name the flag that the user gives instead.
 OWNED_BY_LAUNCHER = {
-    "--model-path": "--hf-checkpoint",
-    "--model": "--hf-checkpoint",
-    "--host": "nothing: engines listen on the hosts they run on",
-    "--port": "nothing: a free port is taken",
-    "--worker-urls": "nothing: the engines of the run are registered",
-    "--skip-tokenizer-init": "nothing: engines see token ids only",
-    "--weight-version": "nothing: the launcher counts the versions",
+    "--model-path": "the launcher sets it; give --hf-checkpoint, and",
+    "--model": "the launcher sets it; give --hf-checkpoint, and",
+    "--host": "the launcher sets it: engines listen on the hosts they run on;",
+    "--port": "the launcher sets it: a free port is taken;",
+    "--worker-urls": "the launcher sets it: the engines of the run are registered;",
+    "--skip-tokenizer-init": "the launcher sets it: engines see token ids only;",
+    "--weight-version": "the launcher sets it: it counts the versions;",
 }
 TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")
 # Switches of earlier versions, and the flag that has their effect.
@@ -97,7 +97,7 @@ def _taker(
     word: str, own: Collection[str], ours: list[str], server: list[str], router: list[str]
 ) -> tuple[list[str], str]:
     if word.split("=")[0] not in own:
-        for prefix, taker in ((_ROUTER_ALIAS, router), (ROUTER, router), (SERVER, server)):
+        for prefix, taker in ((ROUTER_ALIAS, router), (ROUTER, router), (SERVER, server)):
             if word.startswith(prefix):
                 return taker, "--" + word.removeprefix(prefix)
     return ours, word
@@ -147,7 +147,7 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _owner_error(prefix: str, flag: str, value: str, engine_size: int) -> str | None:
     written = prefix + flag.removeprefix("--")
     if flag in OWNED_BY_LAUNCHER:
-        return f"{written}: the launcher sets it; give {OWNED_BY_LAUNCHER[flag]}, and drop {written}"
+        return f"{written}: {OWNED_BY_LAUNCHER[flag]} drop {written}"
     if prefix == SERVER and flag in TENSOR_PARALLEL and value != str(engine_size):
         return (
             f"{written} {value}: contradicts --rollout-num-gpus-per-engine {engine_size}, which is the engine's "

@@ -28,7 +28,7 @@ def name(line: Line) -> str:
 
 
 def test_the_corpus_is_large_enough():
-    assert len(STARTING) >= 54 and len(LINES) >= 64
+    assert len(STARTING) >= 61 and len(LINES) >= 75
 
 
 @pytest.mark.parametrize("line", STARTING, ids=name)

@@ -58,6 +58,17 @@ def test_the_switch_of_the_command_counts(read):
     assert read("tis_upper_bound: 3\n", f"{FUNCTION} --use-tis").settings.loss.tis_clip == 3
 
 
+AS_FLAGS = (
+    f"{FUNCTION} --use-tis --use-rs --tis-level token --rs-level sequence --tis-mode truncate --tis-lower-bound 0.5 "
+    "--tis-upper-bound 2.0 --rs-veto-threshold 1.0e-4 --tis-batch-normalize"
+)
+
+
+def test_the_same_settings_as_flags(read, accepted):
+    assert accepted(AS_FLAGS).settings.loss == read(EXAMPLE).settings.loss
+    assert read("tis_upper_bound: 3\n", AS_FLAGS).settings.loss.tis_clip == 3, "the file takes precedence"
+
+
 def test_without_use_tis_nothing_is_weighed(read):
     validated = read(EXAMPLE.replace("use_tis: true", "use_tis: false"), f"{FUNCTION} --get-mismatch-metrics")
     loss = validated.settings.loss
@@ -69,10 +80,10 @@ def test_without_use_tis_nothing_is_weighed(read):
     ("text", "expected"),
     [
         ("use_tis: true\ntis_upper_bound: high\n", "--tis-upper-bound high: must be a finite number above 0"),
-        ("use_tis: true\ntis_mode: cap\ntis_upper_bound: 2\n", "--tis-mode cap: no such mode in --custom-config-path"),
+        ("use_tis: true\ntis_mode: cap\ntis_upper_bound: 2\n", "--tis-mode cap: no such mode of this function"),
         (
             "use_tis: true\ntis_mode: mask\ntis_upper_bound: 2\ntis_batch_normalize: true\n",
-            "--tis-batch-normalize: with tis_mode: mask .* set tis_batch_normalize: false",
+            "--tis-batch-normalize: with --tis-mode mask .* drop it, or give --tis-mode clip",
         ),
     ],
 )
@@ -82,7 +93,9 @@ def test_settings_without_a_counterpart_are_refused(read, text, expected):
 
 
 def test_without_its_settings_the_error_says_where_to_give_them(read):
-    with pytest.raises(FlagError, match="not here; give its settings in --custom-config-path, or use --use-tis"):
+    with pytest.raises(
+        FlagError, match="not here; give its settings as flags or in --custom-config-path, or use --use-tis"
+    ):
         read("eps_clip: 0.1\n", f"{FUNCTION} --use-tis")
 
 

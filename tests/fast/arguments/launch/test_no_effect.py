@@ -49,7 +49,13 @@ CASES = [
     ("--finetune --no-load-optim --no-load-rng", ""),
     ("--wandb-project p --wandb-key k --disable-wandb-random-suffix", ""),
     ("--lr-decay-style constant --min-lr 1e-8 --lr-decay-iters 10", "--lr-decay-style constant"),
+    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 9", "--lr-warmup-fraction 0.1"),
     ("--apply-chat-template-kwargs {}", ""),
+    ("--use-persistent-ckpt-worker --ckpt-step 4 --dp-replicate-size 2", ""),
+    ("--miles-router-middleware-paths a.hub.radix_tree_middleware.RadixTreeMiddleware", ""),
+    ("--update-weight-mode delta --delta-compression sparse --delta-dtype fp32 --delta-full-interval 30", ""),
+    ("--rollout-num-gpus-per-node 8 --log-sft-entropy", ""),
+    ("--lora-rank 4 --use-lora --save-lora adapters", "--lora-rank 4"),
     ("--tis-clip 3 --tis-clip-low 0.5", ""),
     ("--reward-key r", ""),
     ("--no-offload-train --offload-rollout", ""),
@@ -98,6 +104,29 @@ CASES = [
 ]
 
 
+WHOLE = "--train-backend fsdp --actor-num-gpus-per-node 2 --context-parallel-size 2"
+
+
+@pytest.mark.parametrize("kind", ["glm_moe_dsa", "nemotron_h"])
+def test_layers_that_need_whole_sequences_share_none(accepted, tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"model_type": kind}))
+    validated = accepted(f"--hf-checkpoint {tmp_path} {WHOLE}")
+    assert validated.settings.parallel.context_parallel_size == 1
+    assert any("whole sequences" in note.why for note in validated.accepted)
+
+
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+def test_fsdp_recomputes_the_layers_that_megatron_would(accepted, granularity):
+    validated = accepted(f"--train-backend fsdp --recompute-granularity {granularity} --recompute-method uniform")
+    assert validated.settings.training.gradient_checkpointing
+    assert any("--gradient-checkpointing" in note.why for note in validated.accepted)
+
+
+def test_other_layers_share_sequences(accepted, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    assert accepted(f"--hf-checkpoint {tmp_path} {WHOLE}").settings.parallel.context_parallel_size == 2
+
+
 @pytest.mark.parametrize(("flags", "the_rest"), CASES, ids=[flags for flags, _ in CASES])
 def test_noted_and_without_effect(accepted, refusals, flags, the_rest):
     validated = accepted(flags)
@@ -108,8 +137,8 @@ def test_noted_and_without_effect(accepted, refusals, flags, the_rest):
 
 
 def test_every_rule_is_tried():
-    """Each field that a rule may reset is given in some case above."""
-    given = " ".join(flags for flags, _ in CASES)
+    """Each field that a rule may reset is given in some case above, or in the test of whole sequences."""
+    given = " ".join([*(flags for flags, _ in CASES), WHOLE])
     sections = {field.name: field.type for field in dataclasses.fields(Settings)}
     for rule in IDLE:
         assert any("--" + name.replace("_", "-") in given for name in rule.names), rule
