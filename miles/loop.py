@@ -24,7 +24,7 @@ versioned by the number of iterations they were trained on. Sides that share GPU
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
@@ -40,6 +40,10 @@ if TYPE_CHECKING:  # the loop itself needs no Ray
     from miles.tracking.tracker import Tracker
 
 
+def _nothing(_: Mapping[str, Metric]) -> dict[str, Metric]:
+    return {}
+
+
 @dataclass
 class TrainingLoop:
     """Runs the iterations of a training run and what is due between them."""
@@ -53,6 +57,7 @@ class TrainingLoop:
     is_synchronous: bool  # nothing is generated during a step
     stop: StopRequests
     profiled: Callable[[int], AbstractContextManager[object]] = nullcontext  # around an iteration
+    foreseen: Callable[[Mapping[str, Metric]], dict[str, Metric]] = _nothing  # beside what an iteration has measured
 
     def run(self) -> None:
         """Run from the newest checkpoint of ``--load``, if any, to the last iteration."""
@@ -96,6 +101,7 @@ class TrainingLoop:
             self.sides.sync_weights(version=done)
             row = trained.steps[-1]  # has what is measured once per iteration
             row |= generated.summary.metrics | self.sides.rollout.weight_metrics
+            row |= self.foreseen(row)
             if self.is_due(self.evaluation.eval_interval, done) and self.evaluation.has_sets:
                 row |= self.evaluate()
             self.log(iteration * self.steps_per_iteration + 1, trained.steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from miles.cluster.session import Placement
     from miles.cluster.sides import RolloutSide, TrainerSide
     from miles.cluster.stop_requests import StopRequests
+    from miles.rehearsal.beside_run import ForeseenMemory
     from miles.tracking.notifications import Notifier
     from miles.tracking.sinks import Sink
     from miles.tracking.tracker import Tracker
@@ -78,6 +79,7 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
         # First, so that the trainer's processes import while the rollout worker starts its engines.
         TrainDriver(settings, placement, workers, context.uploads) if settings.trains else nullcontext() as trainer,
         RolloutDriver(settings, placement, workers) as rollout,
+        _foreseen_memory(settings, placement.device) as foreseen,
     ):
         loading.show("the trainer's models")
         if offload.rollout:
@@ -91,7 +93,16 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
             tracker.watch({"generate": rollout.progress} | ({} if trainer is None else {"save": trainer.save_progress}))
             profiler = IterationProfiler(settings.profiling, settings.tracking.output_dir, trainer, rollout, workers)
             profiler.on_phase = tracker.phase
-            _run_loop(settings, context, rollout, trainer, tracker, profiler, offload)
+            _run_loop(settings, context, rollout, trainer, tracker, profiler, offload, foreseen)
+
+
+def _foreseen_memory(settings: Settings, device: str) -> AbstractContextManager[ForeseenMemory | None]:
+    """Return what rehearses the trainer's memory beside the run; None where memory is not that of a GPU."""
+    if device != "cuda" or not settings.trains:
+        return nullcontext()
+    from miles.rehearsal.beside_run import ForeseenMemory
+
+    return ForeseenMemory(settings)
 
 
 def train_in_one_process(settings: Settings, context: RunContext) -> None:
@@ -102,7 +113,7 @@ def train_in_one_process(settings: Settings, context: RunContext) -> None:
     with ReportSink(settings.tracking) as report, both_sides(settings) as (rollout, trainer):
         total_steps = rollout.num_iterations * settings.steps_per_iteration
         with _tracker(settings, context, [report], total_steps) as tracker:
-            _run_loop(settings, context, rollout, trainer, tracker, None, settings.offload("cpu"))
+            _run_loop(settings, context, rollout, trainer, tracker, None, settings.offload("cpu"), None)
 
 
 def _run_loop(
@@ -113,6 +124,7 @@ def _run_loop(
     tracker: Tracker,
     profiler: IterationProfiler | None,
     offload: Offload,
+    foreseen: ForeseenMemory | None,
 ) -> None:
     """Run the iterations, with a trainer or without."""
     from miles.cluster.folders.run_identity import RunIdentity
@@ -139,6 +151,7 @@ def _run_loop(
         is_synchronous=settings.rollout.async_steps == 0,
         stop=stop,
         profiled=profiled,
+        **({} if foreseen is None else {"foreseen": foreseen.beside}),
     ).run()
 
 

@@ -40,7 +40,7 @@ def as_text(rehearsal: Rehearsal, advice: Sequence[Advice], elapsed: float) -> s
 def _assumptions(rehearsal: Rehearsal) -> list[str]:
     settings, size = rehearsal.settings, rehearsal.size
     experts = f", {size.active / 1e9:.2f} G of them active per token" if size.experts else ""
-    return [
+    lines = [
         f"model     {size.parameters / 1e9:.2f} G parameters{experts}",
         f"ranks     {'; '.join(explain_layout(settings)[:1])}, {settings.training.train_backend}",
         f"device    {rehearsal.device.name}, {rehearsal.memory / GIB:.1f} GiB, "
@@ -48,6 +48,13 @@ def _assumptions(rehearsal: Rehearsal) -> list[str]:
         f"samples   {prompt_length(settings)} tokens of prompt, {response_length(settings)} of response, all alike",
         f"batches   {_micro_batches(rehearsal)} of up to {rehearsal.worst.trace.tokens} tokens on a rank, per step",
     ]
+    if size.experts and rehearsal.imbalanced is None:
+        lines.append(
+            "experts   every rank of a stage has all of them: who chooses which makes no difference to its work"
+        )
+    elif size.experts:
+        lines.append(f"experts   chosen equally often; below, the worst rank also with {IMBALANCE:g} times the load")
+    return lines
 
 
 def _micro_batches(rehearsal: Rehearsal) -> str:

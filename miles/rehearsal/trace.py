@@ -23,6 +23,7 @@ from miles.rehearsal.assumptions import step_of_one_rank
 from miles.rehearsal.kernels import fused_attention
 from miles.rehearsal.meter import Kind, Meter, Phase, Tally, Usage
 from miles.train_batch import MicroBatchPlan, TrainShard
+from miles.training.backend import TrainBackend
 from miles.training.rehearsed import RehearsedBackend, build_rehearsed
 from miles.training.scoring import needs_of
 from miles.training.trainer import Role, critic_role, policy_role
@@ -158,7 +159,8 @@ class _Run:
         meter.forget(phase for phase in Phase if phase is not Phase.BUILD)
         steady = meter.mark()
         with meter.during(Phase.SCORE):
-            self._score()
+            self.backend.expect(self.shard)
+            score_alone(self.settings, self.backend, self.shard)
         for role in roles:
             self._step(role)
         steady_peaks = meter.peaks(since=steady)
@@ -199,26 +201,24 @@ class _Run:
         with self.meter.during(Phase.OPTIMIZE):
             role.optimizer.step()
 
-    def _score(self) -> None:
-        """Run what an iteration scores before its first step, over one step's micro-batches."""
-        objective = build_objective(self.settings.loss)
-        last = self.settings.steps_per_iteration - 1
-        needs = needs_of(objective, last, self.settings.loss.type.trains_policy)
-        models = []
-        if needs.ref_log_probs and self.backend.reference is not None:
-            models.append(self.backend.reference)
-        if needs.teacher_log_probs and self.backend.teacher is not None:
-            models.append(self.backend.teacher)
-        if needs.old_log_probs and not self.settings.loss.use_rollout_logprobs:
-            models.append(self.backend.policy)
-        if needs.sum_squared_probs:
-            models.append(self.backend.policy)
-        if models or needs.values:
-            self.backend.expect(self.shard)
-        for model in models:
-            model.forward(self.shard, self.shard.micro_batches, lambda _, score: score(with_entropy=False).log_probs)
-        if needs.values and self.backend.critic is not None:
-            self.backend.critic.forward(self.shard, self.shard.micro_batches, lambda _, score: score())
+
+def score_alone(settings: Settings, backend: TrainBackend, shard: TrainShard) -> None:
+    """Run the passes in which an iteration scores the micro-batches of ``shard`` before its last step."""
+    loss = settings.loss
+    needs = needs_of(build_objective(loss), settings.steps_per_iteration - 1, loss.type.trains_policy)
+    models = []
+    if needs.ref_log_probs and backend.reference is not None:
+        models.append(backend.reference)
+    if needs.teacher_log_probs and backend.teacher is not None:
+        models.append(backend.teacher)
+    if needs.old_log_probs and not loss.use_rollout_logprobs:
+        models.append(backend.policy)
+    if needs.sum_squared_probs:
+        models.append(backend.policy)
+    for model in models:
+        model.forward(shard, shard.micro_batches, lambda _, score: score(with_entropy=False).log_probs)
+    if needs.values and backend.critic is not None:
+        backend.critic.forward(shard, shard.micro_batches, lambda _, score: score())
 
 
 def largest_alone(shard: TrainShard, times: int) -> TrainShard:
