@@ -308,6 +308,7 @@ class Meter(TorchDispatchMode):
     def _note_message(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         ranks = _ranks_of(args, kwargs)
         name = func._opname.strip("_").removesuffix("_base").removesuffix("_coalesced")
+        name = {"allgather_into_tensor": "allgather", "reduce_scatter_tensor": "reduce_scatter"}.get(name, name)
         if ranks is None or len(ranks) < 2 or not tensors or name in NOT_SENDING:
             return
         for tensor in tensors:

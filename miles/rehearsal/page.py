@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from miles.rehearsal.memory import total
 from miles.rehearsal.meter import Kind
-from miles.rehearsal.rehearsal import Advice, RankForecast, Rehearsal
+from miles.rehearsal.rehearsal import IMBALANCE, Advice, RankForecast, Rehearsal
 from miles.rehearsal.report import GIB, as_text
 
 WIDTH, BAR, LEFT = 900, 26, 170
@@ -30,14 +30,21 @@ COLOURS = {
 def as_page(rehearsal: Rehearsal, advice: Sequence[Advice], elapsed: float) -> str:
     """Return the page, which needs no other file."""
     parts = ["<h1>What this run will need</h1>", _legend()]
-    for rank in rehearsal.ranks:
-        parts += [f"<h2>Memory of rank {rank.trace.rank} (stage {rank.stage + 1} of {rehearsal.stages})</h2>"]
+    drawn = [(rank, "") for rank in rehearsal.ranks]
+    if rehearsal.imbalanced is not None:
+        drawn.append((rehearsal.imbalanced, f", its experts with {IMBALANCE:g} times the load"))
+    for rank, note in drawn:
+        parts += [
+            f"<h2>Memory of rank {rank.trace.rank} (stage {rank.stage + 1} of {rehearsal.stages}){note}, GiB</h2>"
+        ]
         parts += [_memory(rank, rehearsal.memory)]
     if rehearsal.stages > 1:
         parts += ["<h2>Schedule of the pipeline</h2>", "<p>Blue: forward; orange: backward; empty: waiting.</p>"]
         parts += [_schedule(rehearsal)]
     parts += ["<h2>Report</h2>", f"<pre>{escape(as_text(rehearsal, advice, elapsed))}</pre>"]
-    style = "body{font:14px system-ui;margin:2em auto;max-width:70em}pre{overflow-x:auto}i{padding:0 .7em}"
+    style = (
+        "body{font:14px system-ui;margin:2em auto;max-width:75em}pre{overflow-x:auto;font-size:12px}i{padding:0 .7em}"
+    )
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>Rehearsal</title>"
         f"<style>{style}</style>" + "\n".join(parts) + "</html>\n"

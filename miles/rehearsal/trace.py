@@ -158,14 +158,21 @@ class _Run:
         gc.collect()  # what is in a circle of references lives on until then, at an arbitrary time
         meter.forget(phase for phase in Phase if phase is not Phase.BUILD)
         steady = meter.mark()
+        self.backend.expect(self.shard)
         with meter.during(Phase.SCORE):
-            self.backend.expect(self.shard)
             score_alone(self.settings, self.backend, self.shard)
         for role in roles:
             self._step(role)
+        gc.collect()
+        before, resident = meter.held(steady), meter.held(meter.mark())
         steady_peaks = meter.peaks(since=steady)
         if Phase.SCORE not in meter.tallies:
             steady_peaks.pop(Phase.SCORE, None)
+        left = sum(resident.values()) - sum(before.values())  # a pipeline's last messages, which the next step finds
+        for phase in (Phase.SCORE, Phase.TRAIN, Phase.REDUCE):
+            if left and phase in steady_peaks:
+                usage = steady_peaks[phase]
+                usage[Kind.ACTIVATIONS] = usage.get(Kind.ACTIVATIONS, 0) + left
         if self.waiting and Phase.TRAIN in steady_peaks:
             usage = steady_peaks[Phase.TRAIN]
             usage[Kind.ACTIVATIONS] = usage.get(Kind.ACTIVATIONS, 0) + self.waiting * self.kept
@@ -175,7 +182,7 @@ class _Run:
         size = sum(storages.values())
         building = {Kind.WEIGHTS: size} if self.backend.reads_on_host else meter.peaks()[Phase.BUILD]
         peaks = {Phase.BUILD: building, **steady_peaks}
-        return RankTrace(self.rank, size, meter.held(steady), peaks, tallies, self.count, self.tokens)
+        return RankTrace(self.rank, size, resident, peaks, tallies, self.count, self.tokens)
 
     def _allocate_states(self, roles: Sequence[Role[Any]]) -> None:
         """Take a step on gradients of zero, after which the optimizer has its state."""

@@ -1,8 +1,14 @@
-"""Compare what layouts did on real ranks (measured.py) with their rehearsals."""
+"""Compare what layouts did on real ranks (measured.py) with their rehearsals.
+
+    PYTHONPATH=.:tests/fast/support python -m tests.fast.rehearsal.agreement FOLDER [LAYOUT...]
+
+prints the table of docs/rehearse.md, of layouts that were measured in FOLDER.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +21,7 @@ from miles.arguments.validate import validate
 from miles.rehearsal.memory import total
 from miles.rehearsal.meter import Phase
 from miles.rehearsal.trace import RankTrace, trace_rank
-from tests.fast.rehearsal.measured import OPTIMIZER, PASSES, SCORE, Measured
+from tests.fast.rehearsal.measured import OPTIMIZER, PASSES, SCORE, Measured, plain_masks
 
 PHASES = {SCORE: (Phase.SCORE,), PASSES: (Phase.TRAIN, Phase.REDUCE), OPTIMIZER: (Phase.OPTIMIZE,)}
 
@@ -44,7 +50,9 @@ def figures(name: str, folder: Path) -> list[Figure]:
     """Return every figure of a layout whose measurements are in ``folder``.
 
     ``held`` are bytes between steps, ``peak …`` the bytes beyond these, ``memory …`` their sum, ``FLOP …`` those of a
-    micro-batch, and ``sent …`` the bytes of a kind of collective in all parts of a step of as many micro-batches.
+    micro-batch, and ``sent …`` the bytes of a kind of collective in all parts of a step of as many micro-batches. The
+    peak of the optimizer's part is not compared alone: a norm that is clipped takes a copy of a gradient, and the
+    gradients that are measured are smaller.
     """
     layout = LAYOUTS[name]
     settings: Settings = validate(layout.settings(folder)).settings
@@ -57,9 +65,16 @@ def figures(name: str, folder: Path) -> list[Figure]:
         of_context = settings.dims.token_rank(rank) % settings.dims.context_parallel_size
         alike = stage, of_context, measured.load  # other ranks do the same
         if alike not in traces:
-            traces[alike] = trace_rank(settings, rank, measured.load, on_gpu=False)
+            with plain_masks():
+                traces[alike] = trace_rank(settings, rank, measured.load, on_gpu=False)
         found += _of_rank(rank, traces[alike], measured)
     return found
+
+
+def _gathered(trace: RankTrace) -> int:
+    """Return the bytes of the updated weights that the optimizer's ranks exchange: gloo gathers into a buffer."""
+    messages = trace.tallies[Phase.OPTIMIZE].messages if Phase.OPTIMIZE in trace.tallies else ()
+    return max((message.bytes for message in messages if message.name == "allgather"), default=0)
 
 
 def _of_rank(rank: int, trace: RankTrace, measured: Measured) -> list[Figure]:
@@ -69,7 +84,10 @@ def _of_rank(rank: int, trace: RankTrace, measured: Measured) -> list[Figure]:
     sent: Counter[str] = Counter()
     for part, phases in PHASES.items():
         peak = max((total(trace.peaks[phase]) for phase in phases if phase in trace.peaks), default=held)
-        found.append(Figure(rank, f"peak {part}", peak - held, measured.peaks[part]))
+        if part == OPTIMIZER:
+            peak = max(peak, held + _gathered(trace))
+        if part != OPTIMIZER:
+            found.append(Figure(rank, f"peak {part}", peak - held, measured.peaks[part]))
         found.append(Figure(rank, f"memory {part}", peak, measured.held + measured.peaks[part]))
         flops = sum(trace.tallies[phase].flops for phase in phases if phase in trace.tallies)
         found.append(
@@ -84,3 +102,33 @@ def _of_rank(rank: int, trace: RankTrace, measured: Measured) -> list[Figure]:
     for name in sorted({*sent, *counted}):
         found.append(Figure(rank, f"sent {name}", sent[name], counted[name]))
     return found
+
+
+COLUMNS = ("held", "memory", "peak score", "peak passes", "FLOP", "sent")
+
+
+def row(name: str, folder: Path) -> str:
+    """Return a line of the table: the layout, and the largest distance of any rank in each column."""
+    found = figures(name, folder)
+    cells = []
+    for column in COLUMNS:
+        distances = [figure.distance for figure in found if figure.name.startswith(column) and figure.measured]
+        cells.append(f"{max(distances):.1%}" if distances else "")
+    return f"| {' | '.join([name, *cells])} |"
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Print the table."""
+    chosen = [name for name in LAYOUTS if name in names or not names]
+    if any(LAYOUTS[name].backend == "megatron" for name in chosen):
+        from miles.training.megatron.cpu_support import support_cpu
+
+        support_cpu()
+    print(f"| layout | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}")
+    for name in chosen:
+        if (folder / f"measured {name} 0.json").exists():
+            print(row(name, folder), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -32,18 +32,24 @@ from miles.arguments.validate import validate
 from miles.objective.chosen import build_objective
 from miles.rehearsal.assumptions import step_of_one_rank
 from miles.rehearsal.trace import largest_alone, score_alone
+from miles.training import packed_attention
 from miles.training.backend import build_backend
 from miles.training.trainer import Role, critic_role, policy_role
 
 SCORE, PASSES, OPTIMIZER = "score", "passes", "optimizer"
 COLLECTIVES = {  # methods of a process group, and what the rehearsal calls them
     "allreduce": "allreduce",
+    "allreduce_coalesced": "allreduce",
     "allgather": "allgather",
     "all_gather_single": "allgather",
     "_allgather_base": "allgather",  # the name in earlier versions of torch
+    "all_gather_single_coalesced": "allgather",
+    "allgather_into_tensor_coalesced": "allgather",
     "reduce_scatter": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
     "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "all_to_all_single": "alltoall",
     "alltoall_base": "alltoall",
     "broadcast": "broadcast",
@@ -130,6 +136,21 @@ def counted_collectives() -> Iterator[Counter[str]]:
             setattr(dist.ProcessGroup, name, original)
 
 
+@contextmanager
+def plain_masks() -> Iterator[None]:
+    """Give attention masks as plain tensors: torch's ``CausalBias`` cannot be made while operations are observed."""
+
+    def lower_right(queries: int, keys: int) -> torch.Tensor:
+        return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+    original = packed_attention.causal_lower_right
+    packed_attention.causal_lower_right = lower_right  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        packed_attention.causal_lower_right = original
+
+
 def _bytes(given: Any) -> int:
     if isinstance(given, torch.Tensor):
         return given.numel() * given.element_size()
@@ -207,7 +228,7 @@ class Run:
         @contextmanager
         def counted(part: str) -> Iterator[None]:
             counter = FlopCounterMode(display=False)
-            with counted_collectives() as collectives, counter:
+            with counted_collectives() as collectives, plain_masks(), counter:
                 yield
             flops[part] = flops.get(part, 0) + counter.get_total_flops()
             sent[part] = dict(Counter(sent.get(part, {})) + collectives)

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rank_scripts import run_checks
-from rehearsed_layouts import FSDP, LAYOUTS, MEGATRON, save_135m, save_models
+from rehearsed_layouts import FSDP, LAYOUTS, MEGATRON, Layout, save_135m, save_models
+from tiny_kinds import CONFIGS
+from tiny_llama import SHAPE
 from transformers import AutoConfig
 
 from miles.arguments.lora import LoraArguments
@@ -228,6 +230,19 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_memory_flop_and_traffic_are_those_of_a_run(name: str, measured: Path) -> None:
     distant = [figure for figure in figures(name, measured) if figure.distance > figure.tolerance]
     assert not distant
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [("fsdp", kind) for kind in CONFIGS] + [("megatron", kind) for kind in CONFIGS if kind in CONVERTED],
+)
+def test_every_family_that_a_backend_trains_is_rehearsed(backend: str, kind: str, tmp_path: Path) -> None:
+    given = CONFIGS[kind] if "text_config" in CONFIGS[kind] else SHAPE | CONFIGS[kind]
+    AutoConfig.for_model(kind, **given).save_pretrained(tmp_path / kind)
+    found = rehearse_settings(validate(Layout(2, backend, model=kind).settings(tmp_path)).settings)
+    assert found.worst.trace.tallies[Phase.TRAIN].flops > 2 * found.worst.trace.tokens * found.size.active
+    assert found.worst.trace.peaks[Phase.TRAIN][Kind.ACTIVATIONS] > 0
 
 
 @pytest.mark.parametrize(
