@@ -79,7 +79,7 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
         # First, so that the trainer's processes import while the rollout worker starts its engines.
         TrainDriver(settings, placement, workers, context.uploads) if settings.trains else nullcontext() as trainer,
         RolloutDriver(settings, placement, workers) as rollout,
-        _foreseen_memory(settings, placement.device) as foreseen,
+        foreseen_memory(settings, placement.device) as foreseen,
     ):
         loading.show("the trainer's models")
         if offload.rollout:
@@ -96,7 +96,7 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
             _run_loop(settings, context, rollout, trainer, tracker, profiler, offload, foreseen)
 
 
-def _foreseen_memory(settings: Settings, device: str) -> AbstractContextManager[ForeseenMemory | None]:
+def foreseen_memory(settings: Settings, device: str) -> AbstractContextManager[ForeseenMemory | None]:
     """Return what rehearses the trainer's memory beside the run; None where memory is not that of a GPU."""
     if device != "cuda" or not settings.trains:
         return nullcontext()

@@ -82,7 +82,7 @@ class Recorder:
 
 @pytest.fixture
 def run():
-    def start(resume_from=None, offload=None, stop=None, **checkpoint):
+    def start(resume_from=None, offload=None, stop=None, foreseen=lambda row: {}, **checkpoint):
         sides = Recorder(resume_from)
         both = Sides(sides, sides, offload or Offload(train=False, rollout=False), PhaseTimer())
         loop = TrainingLoop(
@@ -93,6 +93,7 @@ def run():
             steps_per_iteration=2,
             is_synchronous=True,
             stop=stop or StopRequests(60.0),
+            foreseen=foreseen,
         )
         loop.run()
         return sides
@@ -112,6 +113,13 @@ def test_an_iteration_generates_trains_syncs_evaluates_logs_and_saves_in_this_or
         ("log", 4),
         ("save", 2),
     ]
+
+
+def test_what_was_foreseen_is_logged_in_the_row_of_what_was_measured(run):
+    rows = run(foreseen=lambda row: {"foreseen": Metric(len(row))}).rows
+    logged = [step for step, row in rows.items() if "foreseen" in row]
+    assert logged == [step for step in rows if step and step % 2 == 0], "the last step of each iteration"
+    assert all(rows[step]["foreseen"].value > 0 for step in logged), "the row has the other metrics by then"
 
 
 def test_weights_are_synced_before_the_first_iteration_and_evaluated_as_step_0(run):

@@ -22,6 +22,7 @@ from miles.arguments.parser import main_parse
 from miles.arguments.rehearsal import RehearsalArguments
 from miles.arguments.validate import validate
 from miles.flags import FlagError
+from miles.launcher.attempt import foreseen_memory
 from miles.metrics import Metric
 from miles.model_families.registry import CONVERTED
 from miles.objective.settings import LossArguments
@@ -124,7 +125,8 @@ def test_a_run_on_gpus_logs_foreseen_memory_beside_what_it_measures(tmp_path, ca
     save_models(tmp_path, weights=False)
     settings = validate(FSDP["fsdp, 2 ranks"].settings(tmp_path)).settings
     measured = {MEASURED: Metric(1.5)}
-    with ForeseenMemory(settings) as foreseen:
+    with foreseen_memory(settings, "cpu") as nothing, foreseen_memory(settings, "cuda") as foreseen:
+        assert nothing is None and foreseen is not None
         foreseen.wait()
         (logged,) = foreseen.beside(measured).items()
         assert foreseen.beside(measured) == dict([logged])
