@@ -40,7 +40,8 @@ if TYPE_CHECKING:  # the loop itself needs no Ray
     from miles.tracking.tracker import Tracker
 
 
-def _nothing(_: Mapping[str, Metric]) -> dict[str, Metric]:
+def nothing_foreseen(_: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return nothing: no rehearsal runs beside the run."""
     return {}
 
 
@@ -57,7 +58,9 @@ class TrainingLoop:
     is_synchronous: bool  # nothing is generated during a step
     stop: StopRequests
     profiled: Callable[[int], AbstractContextManager[object]] = nullcontext  # around an iteration
-    foreseen: Callable[[Mapping[str, Metric]], dict[str, Metric]] = _nothing  # beside what an iteration has measured
+    foreseen: Callable[[Mapping[str, Metric]], dict[str, Metric]] = (
+        nothing_foreseen  # beside what an iteration has measured
+    )
 
     def run(self) -> None:
         """Run from the newest checkpoint of ``--load``, if any, to the last iteration."""

@@ -131,7 +131,7 @@ def _run_loop(
     from miles.cluster.run_checkpoints import RunCheckpoints
     from miles.cluster.sides import Sides
     from miles.generation_loop import GenerationLoop
-    from miles.loop import TrainingLoop
+    from miles.loop import TrainingLoop, nothing_foreseen
     from miles.tracking.phase_timer import PhaseTimer
 
     steps, stop = settings.steps_per_iteration, context.stop
@@ -151,7 +151,7 @@ def _run_loop(
         is_synchronous=settings.rollout.async_steps == 0,
         stop=stop,
         profiled=profiled,
-        **({} if foreseen is None else {"foreseen": foreseen.beside}),
+        foreseen=nothing_foreseen if foreseen is None else foreseen.beside,
     ).run()
 
 
