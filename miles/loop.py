@@ -24,7 +24,7 @@ versioned by the number of iterations they were trained on. Sides that share GPU
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
@@ -38,6 +38,11 @@ if TYPE_CHECKING:  # the loop itself needs no Ray
     from miles.arguments.evaluation import EvaluationArguments
     from miles.cluster.stop_requests import StopRequests
     from miles.tracking.tracker import Tracker
+
+
+def nothing_foreseen(_: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return nothing: no rehearsal runs beside the run."""
+    return {}
 
 
 @dataclass
@@ -54,6 +59,9 @@ class TrainingLoop:
     stop: StopRequests
     profiled: Callable[[int], AbstractContextManager[object]] = nullcontext  # around an iteration
     before_writing: Callable[[], None] = lambda: None  # raises if the folders are another launcher's by now
+    foreseen: Callable[[Mapping[str, Metric]], dict[str, Metric]] = (
+        nothing_foreseen  # beside what an iteration has measured
+    )
 
     def run(self) -> None:
         """Run from the newest checkpoint of ``--load``, if any, to the last iteration."""
@@ -97,6 +105,7 @@ class TrainingLoop:
             self.sides.sync_weights(version=done)
             row = trained.steps[-1]  # has what is measured once per iteration
             row |= generated.summary.metrics | self.sides.rollout.weight_metrics
+            row |= self.foreseen(row)
             if self.is_due(self.evaluation.eval_interval, done) and self.evaluation.has_sets:
                 row |= self.evaluate()
             self.log(iteration * self.steps_per_iteration + 1, trained.steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from miles.cluster.session import Placement
     from miles.cluster.sides import RolloutSide, TrainerSide
     from miles.cluster.stop_requests import StopRequests
+    from miles.rehearsal.beside_run import ForeseenMemory
     from miles.tracking.notifications import Notifier
     from miles.tracking.sinks import Sink
     from miles.tracking.tracker import Tracker
@@ -78,6 +79,7 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
         ReportSink(settings.tracking) as report,
         nullcontext() if port is None else closing(PrometheusSink(port)) as prometheus,
         ExitStack() as sides,
+        foreseen_memory(settings, placement.device) as foreseen,
     ):
         trainer = None
         if settings.trains:
@@ -99,7 +101,16 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
             tracker.watch({"generate": rollout.progress} | ({} if trainer is None else {"save": trainer.save_progress}))
             profiler = IterationProfiler(settings.profiling, settings.tracking.output_dir, trainer, rollout, workers)
             profiler.on_phase = tracker.phase
-            _run_loop(settings, context, rollout, trainer, tracker, profiler, offload)
+            _run_loop(settings, context, rollout, trainer, tracker, profiler, offload, foreseen)
+
+
+def foreseen_memory(settings: Settings, device: str) -> AbstractContextManager[ForeseenMemory | None]:
+    """Return what rehearses the trainer's memory beside the run; None where memory is not that of a GPU."""
+    if device != "cuda" or not settings.trains:
+        return nullcontext()
+    from miles.rehearsal.beside_run import ForeseenMemory
+
+    return ForeseenMemory(settings)
 
 
 def builds_beside_engines(settings: Settings, device: str) -> bool:
@@ -119,7 +130,7 @@ def train_in_one_process(settings: Settings, context: RunContext) -> None:
     with ReportSink(settings.tracking) as report, both_sides(settings) as (rollout, trainer):
         total_steps = rollout.num_iterations * settings.steps_per_iteration
         with _tracker(settings, context, [report], total_steps) as tracker:
-            _run_loop(settings, context, rollout, trainer, tracker, None, settings.offload("cpu"))
+            _run_loop(settings, context, rollout, trainer, tracker, None, settings.offload("cpu"), None)
 
 
 def _run_loop(
@@ -130,13 +141,14 @@ def _run_loop(
     tracker: Tracker,
     profiler: IterationProfiler | None,
     offload: Offload,
+    foreseen: ForeseenMemory | None,
 ) -> None:
     """Run the iterations, with a trainer or without."""
     from miles.cluster.folders.run_identity import RunIdentity
     from miles.cluster.run_checkpoints import RunCheckpoints
     from miles.cluster.sides import Sides
     from miles.generation_loop import GenerationLoop
-    from miles.loop import TrainingLoop
+    from miles.loop import TrainingLoop, nothing_foreseen
     from miles.tracking.phase_timer import PhaseTimer
 
     steps, stop = settings.steps_per_iteration, context.stop
@@ -159,6 +171,7 @@ def _run_loop(
         stop=stop,
         profiled=profiled,
         before_writing=context.before_writing,
+        foreseen=nothing_foreseen if foreseen is None else foreseen.beside,
     ).run()
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from miles.objective import token_log_probs
 from miles.rehearsal.meter import EXTRA_FLOPS
@@ -58,16 +58,18 @@ def _(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pairs: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, pairs: int
+    ) -> torch.Tensor:
         out: torch.Tensor
         out, lse = _attention(q, k, v, pairs)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.pairs = pairs
+        ctx.pairs, ctx.mask = pairs, mask
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return (*_attention_backward(grad, *ctx.saved_tensors, ctx.pairs)[:3], None)
+        return (*_attention_backward(grad, *ctx.saved_tensors, ctx.pairs)[:3], None, None)
 
 
 def _forward_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pairs: int) -> int:
@@ -102,10 +104,15 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, dropout: float, visible: torch.Tensor | None
 ) -> torch.Tensor:
     queries, keys = q.shape[2], k.shape[2]
+    mask = None
     if visible is None:
         pairs = q.shape[0] * (queries * keys - queries * (queries - 1) // 2)
     else:
-        with unset_fake_temporarily():
-            pairs = int(visible.sum()) * (q.shape[0] // visible.shape[0])
-    out: torch.Tensor = _Attention.apply(q, k, v, pairs)  # type: ignore[no-untyped-call]
+        mask = q.new_zeros(visible.shape)  # PyTorch adds a mask of booleans to the scores as numbers of their dtype
+        if isinstance(visible, FakeTensor):  # keys that depend on values, and a kernel that cannot skip the others
+            pairs = q.shape[0] * queries * keys
+        else:
+            with unset_fake_temporarily():
+                pairs = int(visible.sum()) * (q.shape[0] // visible.shape[0])
+    out: torch.Tensor = _Attention.apply(q, k, v, mask, pairs)  # type: ignore[no-untyped-call]
     return out

@@ -39,6 +39,11 @@ def phases_of_rank(settings: Settings, trace: RankTrace, generation: Generation)
     return {phase: _with_runtime(usage) for phase, usage in phases.items()}
 
 
+def allocated_by_trainer(settings: Settings, trace: RankTrace) -> int:
+    """Return the bytes of tensors on a trainer rank at the peak of its iteration, the engine's turn left out."""
+    return max(total(_on_device(usage, settings)) for phase, usage in trace.peaks.items() if phase is not Phase.BUILD)
+
+
 def total(usage: Mapping[Kind, int]) -> int:
     """Return the bytes of all kinds."""
     return sum(usage.values())

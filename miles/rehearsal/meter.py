@@ -125,6 +125,9 @@ if hasattr(aten, "_grouped_mm"):
     EXTRA_FLOPS[aten._grouped_mm] = _grouped_mm_flops
 
 
+NOT_SENDING = ("barrier", "wait_tensor", "recv")
+
+
 class Meter(TorchDispatchMode):
     """Records every operation of a rank. Enter ``fake`` first, then the meter.
 
@@ -232,7 +235,7 @@ class Meter(TorchDispatchMode):
         if any(kind is DTensor for kind in types):
             return NotImplemented  # it becomes operations on local tensors, which come here
         kwargs = kwargs or {}
-        if self._is_paused:
+        if self._is_paused or func is torch.ops.prim.device.default:  # the second is half of what comes here
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func is aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
@@ -305,11 +308,12 @@ class Meter(TorchDispatchMode):
     def _note_message(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         ranks = _ranks_of(args, kwargs)
         name = func._opname.strip("_").removesuffix("_base").removesuffix("_coalesced")
-        if ranks is None or len(ranks) < 2 or not tensors or name in ("barrier", "wait_tensor"):
+        name = {"allgather_into_tensor": "allgather", "reduce_scatter_tensor": "reduce_scatter"}.get(name, name)
+        if ranks is None or len(ranks) < 2 or not tensors or name in NOT_SENDING:
             return
         for tensor in tensors:
             entry = self._live.get(tensor.untyped_storage()._cdata)
-            if entry is not None and name not in ("broadcast", "allreduce", "send", "recv"):
+            if entry is not None and name not in ("broadcast", "allreduce", "send"):
                 self._kinds.setdefault(entry[0], Kind.COMMUNICATION)
         size = max(sum(_size(leaf) for leaf in tree_iter(argument)) for argument in args)
         self._tally().messages[Message(name, size, ranks)] += 1

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from typing import NamedTuple
 
 from miles.rehearsal.memory import total
 from miles.rehearsal.meter import Kind
-from miles.rehearsal.rehearsal import Advice, RankForecast, Rehearsal
+from miles.rehearsal.rehearsal import IMBALANCE, Advice, RankForecast, Rehearsal
 from miles.rehearsal.report import GIB, as_text
 
 WIDTH, BAR, LEFT = 900, 26, 170
-MOST_DRAWN = 12  # micro-batches in the picture of the schedule
+MOST_DRAWN = 12  # micro-batches in the picture of the schedule, unless the pipeline needs more to fill
+FORWARD, BACKWARD = ("#4269d0", "#97bbf5"), ("#efb118", "#f7d98b")  # of the parts of a stage, in turns
 COLOURS = {
     Kind.WEIGHTS: "#4269d0",
     Kind.GRADIENTS: "#efb118",
@@ -28,14 +30,21 @@ COLOURS = {
 def as_page(rehearsal: Rehearsal, advice: Sequence[Advice], elapsed: float) -> str:
     """Return the page, which needs no other file."""
     parts = ["<h1>What this run will need</h1>", _legend()]
-    for rank in rehearsal.ranks:
-        parts += [f"<h2>Memory of rank {rank.trace.rank} (stage {rank.stage + 1} of {rehearsal.stages})</h2>"]
+    drawn = [(rank, "") for rank in rehearsal.ranks]
+    if rehearsal.imbalanced is not None:
+        drawn.append((rehearsal.imbalanced, f", its experts with {IMBALANCE:g} times the load"))
+    for rank, note in drawn:
+        parts += [
+            f"<h2>Memory of rank {rank.trace.rank} (stage {rank.stage + 1} of {rehearsal.stages}){note}, GiB</h2>"
+        ]
         parts += [_memory(rank, rehearsal.memory)]
     if rehearsal.stages > 1:
         parts += ["<h2>Schedule of the pipeline</h2>", "<p>Blue: forward; orange: backward; empty: waiting.</p>"]
-        parts += [_schedule(rehearsal.stages, rehearsal.worst.trace.micro_batches)]
+        parts += [_schedule(rehearsal)]
     parts += ["<h2>Report</h2>", f"<pre>{escape(as_text(rehearsal, advice, elapsed))}</pre>"]
-    style = "body{font:14px system-ui;margin:2em auto;max-width:70em}pre{overflow-x:auto}i{padding:0 .7em}"
+    style = (
+        "body{font:14px system-ui;margin:2em auto;max-width:75em}pre{overflow-x:auto;font-size:12px}i{padding:0 .7em}"
+    )
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>Rehearsal</title>"
         f"<style>{style}</style>" + "\n".join(parts) + "</html>\n"
@@ -68,44 +77,80 @@ def _memory(rank: RankForecast, memory: int) -> str:
     return f"<svg width={WIDTH} height={height}>{''.join(shapes)}</svg>"
 
 
-def _schedule(stages: int, micro_batches: int) -> str:
+def _schedule(rehearsal: Rehearsal) -> str:
     """Draw who waits for whom if a backward pass takes as long as two forward passes."""
-    drawn = min(micro_batches, MOST_DRAWN)
-    tasks = list(one_forward_one_backward(stages, drawn))
-    end = max(start + length for _, _, start, length in tasks)
+    stages, micro_batches = rehearsal.stages, rehearsal.worst.trace.micro_batches
+    drawn = min(micro_batches, max(MOST_DRAWN, 2 * stages))
+    tasks = list(one_forward_one_backward(stages, drawn, rehearsal.chunks))
+    end = max(task.start + task.length for task in tasks)
     unit, shapes = (WIDTH - LEFT) / end, []
-    for stage, is_forward, start, length in tasks:
-        colour = "#4269d0" if is_forward else "#efb118"
+    for task in tasks:
+        colours = FORWARD if task.is_forward else BACKWARD
+        kind = "forward" if task.is_forward else "backward"
+        part = f", part {task.chunk + 1} of {rehearsal.chunks}" if rehearsal.chunks > 1 else ""
         shapes.append(
-            f"<rect x={LEFT + start * unit:.1f} y={stage * (BAR + 4)} width={length * unit - 1:.1f} height={BAR} "
-            f"fill='{colour}' />"
+            f"<rect x={LEFT + task.start * unit:.1f} y={task.stage * (BAR + 4)} "
+            f"width={task.length * unit * 0.95:.1f} height={BAR} fill='{colours[task.chunk % len(colours)]}'>"
+            f"<title>micro-batch {task.number + 1}, {kind}{part}</title></rect>"
         )
     shapes += [f"<text x=0 y={stage * (BAR + 4) + 18}>stage {stage + 1}</text>" for stage in range(stages)]
     note = f"<p>The first {drawn} of {micro_batches} micro-batches.</p>" if drawn < micro_batches else ""
     return f"<svg width={WIDTH} height={stages * (BAR + 4)}>{''.join(shapes)}</svg>{note}"
 
 
-def one_forward_one_backward(stages: int, micro_batches: int) -> Iterator[tuple[int, bool, int, int]]:
-    """Yield stage, whether it is a forward pass, start and length of each task of the schedule of that name."""
+class Task(NamedTuple):
+    """One pass of a micro-batch through a part of the model, in units of a forward pass."""
+
+    stage: int
+    is_forward: bool
+    number: int  # of the micro-batch
+    chunk: int
+    start: int
+    length: int
+
+
+def one_forward_one_backward(stages: int, micro_batches: int, chunks: int = 1) -> Iterator[Task]:
+    """Yield the tasks of the schedule of that name, interleaved if a stage has several ``chunks``.
+
+    Interleaved (Narayanan et al., 2021, §2.2; Megatron's ``forward_backward_pipelining_with_interleaving``), a stage
+    takes one micro-batch per stage through a chunk before it goes on to the next chunk.
+    """
+    step = stages if chunks > 1 else micro_batches
+    groups = [range(first, min(first + step, micro_batches)) for first in range(0, micro_batches, step)]
+    forward = [(number, chunk) for group in groups for chunk in range(chunks) for number in group]
+    backward = [(number, chunks - 1 - chunk) for number, chunk in forward]
     orders = []
     for stage in range(stages):
-        ahead = min(stages - stage - 1, micro_batches)
-        order = [(True, i) for i in range(ahead)]
-        for i in range(micro_batches - ahead):
-            order += [(True, ahead + i), (False, i)]
-        orders.append(order + [(False, i) for i in range(micro_batches - ahead, micro_batches)])
-    ended: dict[tuple[int, bool, int], int] = {}
+        waiting = stages - stage - 1
+        ahead = min(waiting if chunks == 1 else 2 * waiting + (chunks - 1) * stages, len(forward))
+        order = [(True, *task) for task in forward[:ahead]]
+        for i in range(len(forward) - ahead):
+            order += [(True, *forward[ahead + i]), (False, *backward[i])]
+        orders.append(order + [(False, *task) for task in backward[len(forward) - ahead :]])
+    ended: dict[tuple[int, bool, int, int], int] = {}
     free, done = [0] * stages, [0] * stages
     while any(done[s] < len(orders[s]) for s in range(stages)):
         for stage in range(stages):
             while done[stage] < len(orders[stage]):
-                is_forward, number = orders[stage][done[stage]]
-                before = (stage - 1, True, number) if is_forward else (stage + 1, False, number)
-                has_before = stage > 0 if is_forward else stage < stages - 1
-                if has_before and before not in ended:
+                is_forward, number, chunk = orders[stage][done[stage]]
+                before = _before(stage, is_forward, number, chunk, stages, chunks)
+                if before is not None and before not in ended:
                     break
-                start = max(free[stage], ended.get(before, 0))
+                start = max(free[stage], 0 if before is None else ended[before])
                 length = 1 if is_forward else 2
-                ended[stage, is_forward, number] = free[stage] = start + length
+                ended[stage, is_forward, number, chunk] = free[stage] = start + length
                 done[stage] += 1
-                yield stage, is_forward, start, length
+                yield Task(stage, is_forward, number, chunk, start, length)
+
+
+def _before(
+    stage: int, is_forward: bool, number: int, chunk: int, stages: int, chunks: int
+) -> tuple[int, bool, int, int] | None:
+    """Return the task whose result a task waits for; None for the first."""
+    if is_forward:
+        place = chunk * stages + stage - 1
+        return None if place < 0 else (place % stages, True, number, place // stages)
+    place = chunk * stages + stage + 1
+    if place == stages * chunks:
+        return stage, True, number, chunk
+    return place % stages, False, number, place // stages

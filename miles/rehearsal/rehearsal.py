@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.settings import Settings
 from miles.flags import FlagError
 from miles.model_families.reading import read_config
@@ -27,11 +29,12 @@ ADVICE = 3
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers in a model: all, and those that one token is multiplied with."""
+    """Numbers in a model: all, and those that one token is multiplied with; its layers, and the experts of one."""
 
     parameters: int
     active: int
     experts: int
+    layers: int
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,14 @@ class Rehearsal:
         return self.settings.megatron.pipeline_model_parallel_size
 
     @property
+    def chunks(self) -> int:
+        """Parts of the model on each pipeline stage; 1 unless the pipeline is interleaved."""
+        return self.settings.megatron.chunks(self.size.layers)
+
+    @property
     def bubble(self) -> float:
         """The share of the passes in which a pipeline stage waits for others."""
-        count = self.worst.trace.micro_batches
+        count = self.worst.trace.micro_batches * self.chunks
         return (self.stages - 1) / (count + self.stages - 1)
 
     def phase_seconds(self, phase: Phase) -> Seconds:
@@ -135,7 +143,7 @@ def rehearse_settings(settings: Settings) -> Rehearsal:
     assert settings.model.hf_checkpoint is not None
     config = read_config(settings.model.hf_checkpoint)
     size = model_size(config)
-    text = config.get_text_config().to_dict()
+    text = config.get_text_config().to_dict() | {"num_hidden_layers": size.layers}  # some compute it from a pattern
     generation = foresee_generation(settings, text, size.parameters, size.active, device, available)
     ranks = tuple(_forecast(settings, stage, generation) for stage in _stages(settings, config.to_dict()))
     imbalanced = None
@@ -167,6 +175,18 @@ def rehearse_settings_at(settings: Settings, before: Rehearsal) -> Rehearsal:
     return replace(before, settings=settings, ranks=ranks, imbalanced=None)
 
 
+def foresee_trainer(settings: Settings) -> int:
+    """Return the bytes that torch allocates on the fullest trainer rank while it scores and trains.
+
+    Raises:
+        ValueError: As ``rehearse_settings``.
+    """
+    assert settings.model.hf_checkpoint is not None
+    stages = _stages(settings, read_config(settings.model.hf_checkpoint).to_dict())
+    traces = [trace_rank(settings, stage * settings.dims.ranks_per_stage) for stage in stages]
+    return max(memory.allocated_by_trainer(settings, trace) for trace in traces)
+
+
 def model_size(config: object) -> ModelSize:
     """Count the numbers of a model, built without memory."""
     with torch.device("meta"):
@@ -181,7 +201,7 @@ def model_size(config: object) -> ModelSize:
         if "embed_tokens" in name and not getattr(config, "tie_word_embeddings", False):
             continue
         active += count * chosen // experts if experts and ".experts." in name else count
-    return ModelSize(total, active, experts)
+    return ModelSize(total, active, experts, text.num_hidden_layers)
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -203,11 +223,27 @@ def _stages(settings: Settings, config: dict[str, object]) -> list[int]:
     if config.get("model_type") in CONVERTED:
         shape = megatron_shape(config)
         pattern = shape.get("moe_layer_freq") or [0] * shape["num_layers"]
-    first, last = sizes.decoder_first_pipeline_num_layers, sizes.decoder_last_pipeline_num_layers
-    others = count - (first is not None) - (last is not None)
-    size = (len(pattern) - (first or 0) - (last or 0)) // max(1, others)
-    before = size if first is None else first  # layers of the first stage
+    kinds = layers_of_stages(pattern, sizes)
     first_of: dict[tuple[int, ...], int] = {}
     for stage in range(1, count - 1):
-        first_of.setdefault(tuple(pattern[before + (stage - 1) * size : before + stage * size]), stage)
+        first_of.setdefault(kinds[stage], stage)
     return sorted({0, count - 1, *first_of.values()})
+
+
+def layers_of_stages(pattern: Sequence[int], sizes: MegatronArguments) -> list[tuple[int, ...]]:
+    """Return the kinds of layers that each pipeline stage has, of ``pattern``, the kind of every layer.
+
+    A stage of an interleaved pipeline has every so-manieth part of the model.
+    """
+    stages, each = sizes.pipeline_model_parallel_size, sizes.num_layers_per_virtual_pipeline_stage
+    if each is not None:
+        parts = [tuple(pattern[i : i + each]) for i in range(0, len(pattern), each)]
+        return [sum(parts[stage::stages], ()) for stage in range(stages)]
+    first, last = sizes.decoder_first_pipeline_num_layers, sizes.decoder_last_pipeline_num_layers
+    others = stages - (first is not None) - (last is not None)
+    size = (len(pattern) - (first or 0) - (last or 0)) // max(1, others)
+    counts = [size] * stages
+    counts[0] = size if first is None else first
+    counts[-1] = counts[-1] if last is None else last
+    ends = [0, *accumulate(counts)]
+    return [tuple(pattern[start:end]) for start, end in pairwise(ends)]

@@ -39,15 +39,26 @@ def as_text(rehearsal: Rehearsal, advice: Sequence[Advice], elapsed: float) -> s
 
 def _assumptions(rehearsal: Rehearsal) -> list[str]:
     settings, size = rehearsal.settings, rehearsal.size
-    experts = f", {size.active / 1e9:.2f} G of them active per token" if size.experts else ""
-    return [
-        f"model     {size.parameters / 1e9:.2f} G parameters{experts}",
+    experts = f", {_number(size.active)} of them active per token" if size.experts else ""
+    lines = [
+        f"model     {_number(size.parameters)} parameters{experts}",
         f"ranks     {'; '.join(explain_layout(settings)[:1])}, {settings.training.train_backend}",
         f"device    {rehearsal.device.name}, {rehearsal.memory / GIB:.1f} GiB, "
         f"{rehearsal.device.gpus_per_node} in a node",
         f"samples   {prompt_length(settings)} tokens of prompt, {response_length(settings)} of response, all alike",
         f"batches   {_micro_batches(rehearsal)} of up to {rehearsal.worst.trace.tokens} tokens on a rank, per step",
     ]
+    if size.experts and rehearsal.imbalanced is None:
+        lines.append(
+            "experts   every rank of a stage has all of them: who chooses which makes no difference to its work"
+        )
+    elif size.experts:
+        lines.append(f"experts   chosen equally often; below, the worst rank also with {IMBALANCE:g} times the load")
+    return lines
+
+
+def _number(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} G" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
 
 
 def _micro_batches(rehearsal: Rehearsal) -> str:

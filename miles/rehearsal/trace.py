@@ -23,6 +23,7 @@ from miles.rehearsal.assumptions import step_of_one_rank
 from miles.rehearsal.kernels import fused_attention
 from miles.rehearsal.meter import Kind, Meter, Phase, Tally, Usage
 from miles.train_batch import MicroBatchPlan, TrainShard
+from miles.training.backend import TrainBackend
 from miles.training.rehearsed import RehearsedBackend, build_rehearsed
 from miles.training.scoring import needs_of
 from miles.training.trainer import Role, critic_role, policy_role
@@ -157,13 +158,21 @@ class _Run:
         gc.collect()  # what is in a circle of references lives on until then, at an arbitrary time
         meter.forget(phase for phase in Phase if phase is not Phase.BUILD)
         steady = meter.mark()
+        self.backend.expect(self.shard)
         with meter.during(Phase.SCORE):
-            self._score()
+            score_alone(self.settings, self.backend, self.shard)
         for role in roles:
             self._step(role)
+        gc.collect()
+        before, resident = meter.held(steady), meter.held(meter.mark())
         steady_peaks = meter.peaks(since=steady)
         if Phase.SCORE not in meter.tallies:
             steady_peaks.pop(Phase.SCORE, None)
+        left = sum(resident.values()) - sum(before.values())  # a pipeline's last messages, which the next step finds
+        for phase in (Phase.SCORE, Phase.TRAIN, Phase.REDUCE):
+            if left and phase in steady_peaks:
+                usage = steady_peaks[phase]
+                usage[Kind.ACTIVATIONS] = usage.get(Kind.ACTIVATIONS, 0) + left
         if self.waiting and Phase.TRAIN in steady_peaks:
             usage = steady_peaks[Phase.TRAIN]
             usage[Kind.ACTIVATIONS] = usage.get(Kind.ACTIVATIONS, 0) + self.waiting * self.kept
@@ -173,7 +182,7 @@ class _Run:
         size = sum(storages.values())
         building = {Kind.WEIGHTS: size} if self.backend.reads_on_host else meter.peaks()[Phase.BUILD]
         peaks = {Phase.BUILD: building, **steady_peaks}
-        return RankTrace(self.rank, size, meter.held(steady), peaks, tallies, self.count, self.tokens)
+        return RankTrace(self.rank, size, resident, peaks, tallies, self.count, self.tokens)
 
     def _allocate_states(self, roles: Sequence[Role[Any]]) -> None:
         """Take a step on gradients of zero, after which the optimizer has its state."""
@@ -199,26 +208,24 @@ class _Run:
         with self.meter.during(Phase.OPTIMIZE):
             role.optimizer.step()
 
-    def _score(self) -> None:
-        """Run what an iteration scores before its first step, over one step's micro-batches."""
-        objective = build_objective(self.settings.loss)
-        last = self.settings.steps_per_iteration - 1
-        needs = needs_of(objective, last, self.settings.loss.type.trains_policy)
-        models = []
-        if needs.ref_log_probs and self.backend.reference is not None:
-            models.append(self.backend.reference)
-        if needs.teacher_log_probs and self.backend.teacher is not None:
-            models.append(self.backend.teacher)
-        if needs.old_log_probs and not self.settings.loss.use_rollout_logprobs:
-            models.append(self.backend.policy)
-        if needs.sum_squared_probs:
-            models.append(self.backend.policy)
-        if models or needs.values:
-            self.backend.expect(self.shard)
-        for model in models:
-            model.forward(self.shard, self.shard.micro_batches, lambda _, score: score(with_entropy=False).log_probs)
-        if needs.values and self.backend.critic is not None:
-            self.backend.critic.forward(self.shard, self.shard.micro_batches, lambda _, score: score())
+
+def score_alone(settings: Settings, backend: TrainBackend, shard: TrainShard) -> None:
+    """Run the passes in which an iteration scores the micro-batches of ``shard`` before its last step."""
+    loss = settings.loss
+    needs = needs_of(build_objective(loss), settings.steps_per_iteration - 1, loss.type.trains_policy)
+    models = []
+    if needs.ref_log_probs and backend.reference is not None:
+        models.append(backend.reference)
+    if needs.teacher_log_probs and backend.teacher is not None:
+        models.append(backend.teacher)
+    if needs.old_log_probs and not loss.use_rollout_logprobs:
+        models.append(backend.policy)
+    if needs.sum_squared_probs:
+        models.append(backend.policy)
+    for model in models:
+        model.forward(shard, shard.micro_batches, lambda _, score: score(with_entropy=False).log_probs)
+    if needs.values and backend.critic is not None:
+        backend.critic.forward(shard, shard.micro_batches, lambda _, score: score())
 
 
 def largest_alone(shard: TrainShard, times: int) -> TrainShard:

@@ -31,6 +31,7 @@ _ENGINE = (
     ("perf/engine_busy", "Engine utilization", "share of the time with requests"),
     ("perf/engine_responses", "Responses in flight", "mean while the engine has requests"),
     ("perf/trainer_memory_gib", "Memory of the trainer", "GiB, of the fullest rank"),
+    ("perf/trainer_memory_foreseen_gib", "Memory of the trainer, foreseen", "GiB, by a rehearsal"),
     ("perf/rollout_memory_gib", "Memory of the rollout process", "GiB"),
     ("rollout/staleness", "Staleness", "weight versions behind, mean over tokens"),
     ("rollout/staleness_max", "Greatest staleness", "weight versions behind"),

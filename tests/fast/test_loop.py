@@ -81,7 +81,15 @@ class Recorder:
         return [call for call in self.calls if call[0] in names]
 
 
-def loop_of(evaluation, resume_from=None, offload=None, stop=None, before_writing=lambda: None, **checkpoint):
+def loop_of(
+    evaluation,
+    resume_from=None,
+    offload=None,
+    stop=None,
+    before_writing=lambda: None,
+    foreseen=lambda row: {},
+    **checkpoint,
+):
     """Run a loop; return what it has called."""
     sides = Recorder(resume_from)
     both = Sides(sides, sides, offload or Offload(train=False, rollout=False), PhaseTimer())
@@ -94,6 +102,7 @@ def loop_of(evaluation, resume_from=None, offload=None, stop=None, before_writin
         is_synchronous=True,
         stop=stop or StopRequests(60.0),
         before_writing=before_writing,
+        foreseen=foreseen,
     )
     loop.run()
     return sides
@@ -117,6 +126,13 @@ def test_an_iteration_generates_trains_syncs_evaluates_logs_and_saves_in_this_or
         ("log", 4),
         ("save", 2),
     ]
+
+
+def test_what_was_foreseen_is_logged_in_the_row_of_what_was_measured(run):
+    rows = run(foreseen=lambda row: {"foreseen": Metric(len(row))}).rows
+    logged = [step for step, row in rows.items() if "foreseen" in row]
+    assert logged == [step for step in rows if step and step % 2 == 0], "the last step of each iteration"
+    assert all(rows[step]["foreseen"].value > 0 for step in logged), "the row has the other metrics by then"
 
 
 def test_weights_are_synced_before_the_first_iteration_and_evaluated_as_step_0(run):

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -95,7 +96,29 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+class _Parts:
+    """Equal parts of a tensor along a dimension, as ``torch.chunk`` makes them, each made when it is asked for.
+
+    FSDP cuts every parameter into a part for each rank, and reads the first part and its own. Making a thousand views
+    of every parameter would take most of the time of a rehearsal.
+    """
+
+    def __init__(self, whole: torch.Tensor, number: int, dim: int) -> None:
+        self._whole, self._dim = whole, dim
+        self._length = -(-whole.size(dim) // number)
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        start = place * self._length
+        length = min(self._length, self._whole.size(self._dim) - start)
+        return self._whole.narrow(self._dim, start, length) if length > 0 else self._whole.new_empty(0)
+
+
 @contextmanager
 def build(settings: Settings, device: torch.device, total_steps: int, imbalance: float) -> Iterator[RehearsedBackend]:
     """Build this rank. Every rank has all experts, so their load is as large whatever the router does."""
-    yield RehearsedFsdp(settings, device, total_steps)
+    cut = _fsdp_param._chunk_with_empty
+    _fsdp_param._chunk_with_empty = _Parts  # type: ignore[assignment]
+    try:
+        yield RehearsedFsdp(settings, device, total_steps)
+    finally:
+        _fsdp_param._chunk_with_empty = cut

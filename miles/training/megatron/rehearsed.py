@@ -92,15 +92,14 @@ class RehearsedMegatron(MegatronBackend):
 
     def weights(self) -> Iterator[torch.Tensor]:
         """Yield the parameters, which may be parts of one buffer, and the buffers."""
-        for model in self._models():
-            yield from (tensor.detach() for tensor in (*model.stage.parameters(), *model.stage.buffers()))
+        for chunk in (chunk for model in self._models() for chunk in model.stage.chunks):
+            yield from (tensor.detach() for tensor in (*chunk.parameters(), *chunk.buffers()))
         if self.following is not None:
             yield from self.following.exact.values()
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield the fp32 buffers in which gradients are accumulated."""
-        for model in self._trained():
-            (wrapper,) = model.distributed
+        for wrapper in (wrapper for model in self._trained() for wrapper in model.distributed):
             yield from (buffer.grad_data for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers))
 
     def optimizer_states(self) -> Iterator[torch.Tensor]:
@@ -135,12 +134,24 @@ class RehearsedMegatron(MegatronBackend):
         """Do nothing: the buffers are always there."""
 
     def traced_micro_batches(self, micro_batches: int) -> int:
-        """Return two: between their forward passes shows what a micro-batch keeps."""
-        return min(micro_batches, 2)
+        """Return two: between their forward passes shows what a micro-batch keeps.
+
+        An interleaved pipeline runs as many as its first stage has begun at its peak, in whole groups of one per stage.
+        """
+        if not self._is_interleaved:
+            return min(micro_batches, 2)
+        stages = self.ranks.pp.size()
+        return min(-(-micro_batches // stages), 2) * stages
 
     def micro_batches_in_flight(self, micro_batches: int) -> int:
         """Return those between forward and backward under the schedule of one forward, one backward."""
+        if self._is_interleaved:
+            return self.traced_micro_batches(micro_batches)
         return min(micro_batches, self.ranks.pp.size() - self.ranks.pp.rank())
+
+    @property
+    def _is_interleaved(self) -> bool:
+        return len(self.policy.stage.chunks) > 1
 
     def _trained(self) -> list[MegatronTrainedModel]:  # type: ignore[type-arg]
         return [model for model in (self.policy, self.critic) if model is not None]
@@ -158,10 +169,6 @@ def rehearsed(
     if settings.megatron.megatron_to_hf_mode != "raw":
         rule = "cannot be rehearsed: Megatron-Bridge builds a model from its weights"
         refuse("megatron_to_hf_mode", settings.megatron.megatron_to_hf_mode, rule, "use raw, or --train-backend fsdp")
-    each = settings.megatron.num_layers_per_virtual_pipeline_stage
-    if each is not None:
-        rule = "cannot be rehearsed: a rehearsal has one part of the model per stage"
-        refuse("num_layers_per_virtual_pipeline_stage", each, rule, "rehearse without it: a rank holds a little less")
     shapes, routing = P2PCommunicator._communicate_shapes, BalancedRouter.routing
     built: list[RehearsedMegatron] = []
 

@@ -1,50 +1,160 @@
-"""Run layouts on real ranks and measure what they allocate: ``measured.py FOLDER LAYOUT...``.
+"""Run layouts on real ranks and measure what they hold, allocate, compute and send: ``measured.py FOLDER LAYOUT...``.
 
-FOLDER/measured NAME RANK.json has, by phase, the peak of bytes beyond those held between steps, from torch's profiler,
-and the load of the rank's experts. Random routers prefer some experts, and the rehearsal gets the measured share.
+FOLDER/measured NAME RANK.json has what ``Measured`` describes, for one rank. Random routers prefer some experts, and
+the rehearsal gets the measured share.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from forked_ranks import run_on_ranks
-from rehearsed_layouts import FSDP, MEGATRON
+from rehearsed_layouts import LAYOUTS
 from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
+from miles.arguments.settings import Settings
 from miles.arguments.validate import validate
 from miles.objective.chosen import build_objective
 from miles.rehearsal.assumptions import step_of_one_rank
-from miles.rehearsal.trace import largest_alone
+from miles.rehearsal.trace import largest_alone, score_alone
+from miles.training import packed_attention
 from miles.training.backend import build_backend
-from miles.training.trainer import critic_role, policy_role
+from miles.training.trainer import Role, critic_role, policy_role
+
+SCORE, PASSES, OPTIMIZER = "score", "passes", "optimizer"
+COLLECTIVES = {  # methods of a process group, and what the rehearsal calls them
+    "allreduce": "allreduce",
+    "allreduce_coalesced": "allreduce",
+    "allgather": "allgather",
+    "all_gather_single": "allgather",
+    "_allgather_base": "allgather",  # the name in earlier versions of torch
+    "all_gather_single_coalesced": "allgather",
+    "allgather_into_tensor_coalesced": "allgather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "alltoall",
+    "alltoall_base": "alltoall",
+    "broadcast": "broadcast",
+    "send": "send",
+}
 
 
-def peak(prof: profile) -> int:
-    """Return the largest sum of allocations less releases."""
-    found, now = 0, 0
-    for start, size in sorted(_allocations(prof.profiler.kineto_results.experimental_event_tree())):
-        now += size
-        found = max(found, now)
-        del start
-    return found
+@dataclass(frozen=True)
+class Measured:
+    """What one rank of a layout did.
+
+    Attributes:
+        micro_batches: All alike, in each of the passes.
+        held: Bytes of all tensors between two steps.
+        peaks: Bytes beyond these at the peak of a part of the step, from the allocation events of torch's profiler.
+        flops: Of the same parts, by torch's counter.
+        sent: Bytes by the collective's name and the number of its ranks, of the same parts.
+        load: Of the rank's experts, relative to the average.
+    """
+
+    micro_batches: int
+    held: int
+    peaks: dict[str, int]
+    flops: dict[str, int]
+    sent: dict[str, dict[str, int]]
+    load: float
 
 
-def _allocations(events: Any) -> list[tuple[int, int]]:
-    found = []
-    for event in events:
+def peaks(prof: profile) -> dict[str, int]:
+    """Return the largest sum of allocations less releases in each part, counted from the start of the first."""
+    changes: list[tuple[int, int]] = []
+    parts: dict[str, list[tuple[int, int]]] = {}
+    for event in _events(prof.profiler.kineto_results.experimental_event_tree()):
         if event.tag == _EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-        found += _allocations(event.children)
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+        elif event.name in (SCORE, PASSES, OPTIMIZER):
+            parts.setdefault(event.name, []).append((event.start_time_ns, event.end_time_ns))
+    found: dict[str, int] = dict.fromkeys(parts, 0)
+    now = 0
+    for at, size in sorted(changes):
+        now += size
+        for part, times in parts.items():
+            if any(start <= at <= end for start, end in times):
+                found[part] = max(found[part], now)
     return found
+
+
+def _events(tree: Any) -> Iterator[Any]:
+    for event in tree:
+        yield event
+        yield from _events(event.children)
+
+
+def tensor_bytes() -> int:
+    """Return the bytes of all tensors of this process, each storage once."""
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if isinstance(found, torch.Tensor) and not isinstance(found, DTensor):
+            storages[found.untyped_storage()._cdata] = found.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@contextmanager
+def counted_collectives() -> Iterator[Counter[str]]:
+    """Count the bytes of the largest tensors that this rank gives to each method of its process groups."""
+    found: Counter[str] = Counter()
+    originals = {name: dist.ProcessGroup.__dict__[name] for name in COLLECTIVES if hasattr(dist.ProcessGroup, name)}
+
+    def counting(name: str) -> Any:
+        def counted(group: Any, *given: Any, **named: Any) -> Any:
+            if group.size() > 1:
+                found[f"{COLLECTIVES[name]} of {group.size()}"] += max(map(_bytes, given))
+            return originals[name].__get__(group)(*given, **named)
+
+        return counted
+
+    for name in originals:
+        setattr(dist.ProcessGroup, name, counting(name))
+    try:
+        yield found
+    finally:
+        for name, original in originals.items():
+            setattr(dist.ProcessGroup, name, original)
+
+
+@contextmanager
+def plain_masks() -> Iterator[None]:
+    """Give attention masks as plain tensors: torch's ``CausalBias`` cannot be made while operations are observed."""
+
+    def lower_right(queries: int, keys: int) -> torch.Tensor:
+        return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+    original = packed_attention.causal_lower_right
+    packed_attention.causal_lower_right = lower_right  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        packed_attention.causal_lower_right = original
+
+
+def _bytes(given: Any) -> int:
+    if isinstance(given, torch.Tensor):
+        return given.numel() * given.element_size()
+    return sum(map(_bytes, given)) if isinstance(given, list) else 0
 
 
 @contextmanager
@@ -70,60 +180,102 @@ def chosen_experts(backend: str) -> Iterator[list[torch.Tensor]]:
         BalancedRouter.routing = routing  # type: ignore[method-assign]
 
 
-def load_of_rank(chosen: list[torch.Tensor], rank: int, ranks: int) -> float:
-    """Return the tokens of this rank's experts relative to the average; the ranks are one expert-parallel group."""
+def load_of_rank(chosen: list[torch.Tensor], sizes: Any) -> float:
+    """Return the tokens of this rank's experts relative to the average of its expert-parallel group."""
+    ranks = sizes.expert_model_parallel_size
     if not chosen or ranks == 1:
         return 1.0
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_expert_model_parallel_group()
     of_experts = torch.stack(chosen).sum(0)
-    torch.distributed.all_reduce(of_experts)
-    return float(of_experts.chunk(ranks)[rank].sum() * ranks / of_experts.sum())
+    dist.all_reduce(of_experts, group=group)
+    return float(of_experts.chunk(ranks)[group.rank()].sum() * ranks / of_experts.sum())
 
 
-def measure(rank: int, name: str, folder: Path) -> None:
-    """Take two optimizer steps, the first to allocate the optimizer's state, and measure the second."""
-    settings = validate((FSDP | MEGATRON)[name].settings(folder)).settings
-    backend = build_backend(settings, torch.device("cpu"), 10)
-    shard = step_of_one_rank(settings)
-    stages = settings.megatron.pipeline_model_parallel_size
-    stage = rank * stages // settings.cluster.world_size
-    times = stages + 1 if stages > 1 else 2  # all stages run as many; the first holds most
-    times = min(times, len(shard.micro_batches))
-    roles = [policy_role(backend.policy, build_objective(settings.loss))]
-    if backend.critic is not None:
-        roles.append(critic_role(backend.critic, settings.loss))
-    for role in roles:
-        role.model.forward_backward(largest_alone(shard, times), role.loss_function)
-        role.optimizer.step()
-    found: dict[str, Any] = {"stage": stage, "micro_batches": times}
-    flops = FlopCounterMode(display=False)
-    activities = [ProfilerActivity.CPU]
-    with (
-        chosen_experts(settings.training.train_backend) as chosen,
-        profile(activities=activities, profile_memory=True, record_shapes=False) as passes,
-    ):
-        for role in roles[:1]:
-            role.model.forward_backward(largest_alone(shard, times), role.loss_function)
-    found["forward and backward"] = peak(passes)
-    found["load"] = load_of_rank(chosen, rank, settings.megatron.expert_model_parallel_size)
-    roles[0].optimizer.step()
-    with flops:
-        roles[0].model.forward_backward(largest_alone(shard, times), roles[0].loss_function)
-    found["flops"] = flops.get_total_flops()
-    (folder / f"measured {name} {rank}.json").write_text(json.dumps(found))
+class Run:
+    """One rank of a layout."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.before = tensor_bytes()
+        self.backend = build_backend(settings, torch.device("cpu"), 10)
+        objective = build_objective(settings.loss)
+        self.roles: list[Role[Any]] = [policy_role(self.backend.policy, objective)]
+        if self.backend.critic is not None:
+            self.roles.append(critic_role(self.backend.critic, settings.loss))
+        self.shard = step_of_one_rank(settings)
+        stages = settings.megatron.pipeline_model_parallel_size
+        times = stages + 1 if stages > 1 else 2  # all stages run as many; the first holds most
+        if settings.megatron.num_layers_per_virtual_pipeline_stage is not None:
+            times = 2 * stages
+        self.times = min(times, len(self.shard.micro_batches))
+
+    def measure(self) -> Measured:
+        """Take a step, which allocates the optimizer's state, and measure the next ones."""
+        self.step(self.times)
+        held = tensor_bytes() - self.before
+        activities = [ProfilerActivity.CPU]
+        with (
+            chosen_experts(self.settings.training.train_backend) as chosen,
+            profile(activities=activities, profile_memory=True) as allocations,
+        ):
+            self.step(self.times)
+        load = load_of_rank(chosen, self.settings.megatron)
+        flops: dict[str, int] = {}
+        sent: dict[str, dict[str, int]] = {}
+
+        @contextmanager
+        def counted(part: str) -> Iterator[None]:
+            counter = FlopCounterMode(display=False)
+            with counted_collectives() as collectives, plain_masks(), counter:
+                yield
+            flops[part] = flops.get(part, 0) + counter.get_total_flops()
+            sent[part] = dict(Counter(sent.get(part, {})) + collectives)
+
+        self.step(self.times, counted)
+        return Measured(self.times, held, peaks(allocations), flops, sent, load)
+
+    def step(self, times: int, part: Any = record_function) -> None:
+        """Score and train on so many micro-batches, each part of it in a context that ``part`` makes."""
+        shard = largest_alone(self.shard, times)
+        with part(SCORE):
+            score_alone(self.settings, self.backend, shard)
+        for role in self.roles:
+            with part(PASSES):
+                role.model.forward_backward(shard, role.loss_function)
+            gc.collect()  # what is in a circle of references lives on until then, at an arbitrary time
+            with part(OPTIMIZER):
+                role.optimizer.step()
+            gc.collect()
+
+
+def measure(name: str, folder: Path, rank: int) -> None:
+    """Write what this rank of the layout did."""
+    layout = LAYOUTS[name]
+    run = Run(validate(layout.settings(folder)).settings)
+    (folder / f"measured {name} {rank}.json").write_text(json.dumps(asdict(run.measure())))
+    if layout.backend == "megatron":
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
 
 
 def main(folder: Path, names: list[str]) -> None:
-    """Measure, and write which layouts failed to results.json."""
+    """Measure, with new processes for each backend and number of ranks, and write what failed to results.json."""
     failed: dict[str, str] = {}
-    for name in names:
-        layout = (FSDP | MEGATRON)[name]
-        checks = {"measure": lambda rank, name=name: measure(rank, name, folder)}
-        failed[name] = run_on_ranks(folder, name, list(range(layout.ranks)), checks)["measure"]
+
+    def kind(name: str) -> tuple[str, int]:
+        return LAYOUTS[name].backend, LAYOUTS[name].ranks
+
+    for (backend, ranks), group in groupby(sorted(names, key=kind), key=kind):
+        checks = {name: partial(measure, name, folder) for name in group}
+        failed |= run_on_ranks(folder, f"{backend} on {ranks}", list(range(ranks)), checks)
     (folder / "results.json").write_text(json.dumps(failed))
 
 
 if __name__ == "__main__":
-    if any(name in MEGATRON for name in sys.argv[2:]):
+    if any(LAYOUTS[name].backend == "megatron" for name in sys.argv[2:]):
         from miles.training.megatron.cpu_support import support_cpu
 
         support_cpu()
