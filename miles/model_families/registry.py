@@ -59,8 +59,7 @@ def converted_family(config: Config) -> ConvertedFamily:
         )
         raise refusal(f"model_type {kind}", rule, what_to_do)
     if kind not in CONVERTED:
-        rule, *what_to_do = f"only {', '.join(CONVERTED)} are converted", *_ways_out(config)
-        raise refusal(f"model_type {kind}", rule, *what_to_do)
+        raise refusal(f"model_type {kind}", f"only {', '.join(CONVERTED)} are converted", *_ways_out(config))
     family = CONVERTED[kind]
     family.check(config)
     return family

@@ -76,13 +76,15 @@ class LayerStates(DynamicCache):
         for layer, (mine, theirs) in enumerate(zip(self.layers, prefilled.layers, strict=True)):
             if not isinstance(theirs, LinearAttentionCacheLayerMixin):
                 continue
-            theirs.reorder_cache(prompt_of_row)
+            rows: Any = prompt_of_row  # transformers asks for the old type of index tensors
+            theirs.reorder_cache(rows)
             if first_row:
                 assert isinstance(mine, LinearAttentionCacheLayerMixin)
-                for old, new in (
+                both: list[tuple[dict[int, Any], dict[int, Any]]] = [
                     (mine.conv_states, theirs.conv_states),
                     (mine.recurrent_states, theirs.recurrent_states),
-                ):
+                ]
+                for old, new in both:
                     for number, state in new.items():
                         if state is not None:
                             new[number] = torch.cat([old[number][:first_row], state])
