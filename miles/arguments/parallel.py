@@ -126,8 +126,8 @@ def pad_recurrent_models(
         path, config = getattr(model, name), None
         with errors.catching():
             config = local_config(model, name)
-        if config is not None and (why := why_not_trained(config)):
-            errors.refuse(name, path, *why)
+        if config is not None and (fault := why_not_trained(config)):
+            errors.refuse(name, path, *fault)
             continue
         if config is None or (why := why_not_shared(config)) is None:
             continue

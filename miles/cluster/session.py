@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray._private.node import Node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -277,25 +276,6 @@ def _starting(guard: RunGuard | None) -> Iterator[None]:
         ray._private.utils.set_sigterm_handler = original
 
 
-@contextmanager
-def _without_services() -> Iterator[None]:
-    """Have a local Ray that the block starts leave out the monitor of its autoscaler and the server of its dashboard.
-
-    A cluster of one machine is not scaled, and ``include_dashboard=False`` starts that server too, to report usage.
-    Each takes about a second to start, and ``ray.init`` waits for the server. Ray has no setting for either.
-    """
-
-    def start_no_server(node: Node, **_: Any) -> None:
-        node._webui_url = ""  # as where the packages of ray[default] are missing
-
-    monitor, server = Node.start_monitor, Node.start_api_server
-    Node.start_monitor, Node.start_api_server = lambda node: None, start_no_server
-    try:
-        yield
-    finally:
-        Node.start_monitor, Node.start_api_server = monitor, server
-
-
 def _connect(
     cluster: ClusterArguments, device: str, num_cpus: int, environment: dict[str, str], guard: RunGuard | None
 ) -> None:
@@ -338,7 +318,7 @@ def _start_local(num_cpus: int | None, store_bytes: int | None, guard: RunGuard)
     make_token_private()
     for attempt in range(1, START_TRIES + 1):
         try:
-            with loopback_only(), _without_services(), _starting(guard):
+            with loopback_only(), _starting(guard):
                 ray.init(
                     address="local",  # not the cluster that was started last on this host, which Ray notes in a file
                     num_cpus=num_cpus,

@@ -1,7 +1,7 @@
 """Attention sinks (gpt_oss): a learned score per head in the softmax, whose weight goes to no value.
 
 They become a key of their own, so that every attention kernel computes them, with their gradient. Transformers computes
-the same (5.x ``gpt_oss/modeling_gpt_oss.py``, ``eager_attention_forward``).
+the same (5.19.0 ``gpt_oss/modeling_gpt_oss.py``, ``eager_attention_forward``).
 """
 
 from __future__ import annotations

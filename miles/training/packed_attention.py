@@ -29,7 +29,7 @@ from miles.model_families.attention_sinks import with_sink
 from miles.parallel.context_parallel import padded_length, zigzag_chunks
 from miles.parallel.groups import ALONE, ContextGroup
 from miles.train_batch import MicroBatch
-from miles.training.cpu.cached_attention import cached_attention, causal_mask
+from miles.training.cpu.cached_attention import cached_attention
 
 NAME = "miles_packed"
 SHORT = 128  # keys of a row up to which attention is computed with its scores in memory
@@ -306,7 +306,8 @@ def _short_attention(
         return cached_attention(q, k, v, scaling, visible)
     scores = q.reshape(rows, groups, heads // groups * length, width) @ k.transpose(-1, -2)
     if visible is None:
-        visible = causal_mask(length, k.shape[2], q.device)
+        keys = k.shape[2]
+        visible = torch.ones(length, keys, dtype=torch.bool, device=q.device).tril(keys - length)[None, None]
     hidden = ~visible.repeat(1, 1, heads // groups, 1)
     scores = (scores.float() * scaling).masked_fill(hidden, -torch.inf)
     return (scores.softmax(-1).to(v.dtype) @ v).reshape(rows, heads, length, v.shape[-1])

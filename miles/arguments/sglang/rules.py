@@ -47,8 +47,8 @@ def _check_no_servers(settings: Settings, errors: Errors) -> None:
     if settings.generates and errors.none_about("hf_checkpoint"):
         with errors.catching():
             config = local_config(settings.model, "hf_checkpoint")
-            if config is not None and (why := why_not_generated(config)):
-                errors.refuse("hf_checkpoint", settings.model.hf_checkpoint, *why)
+            if config is not None and (fault := why_not_generated(config)):
+                errors.refuse("hf_checkpoint", settings.model.hf_checkpoint, *fault)
 
 
 def _check_servers(settings: Settings, errors: Errors) -> None:

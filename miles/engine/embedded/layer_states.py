@@ -6,7 +6,9 @@ of every model go (attention.py), so ``update`` gives them back as they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +17,30 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 if TYPE_CHECKING:
     from miles.engine.embedded.attention import DecodeStep, PrefillStep
+
+
+def bound_time_steps(model: torch.nn.Module) -> None:
+    """Apply the lower bound of a Mamba layer's time steps in decoding too, in place.
+
+    Transformers applies it to several tokens, and leaves it out for a single one (5.19.0,
+    ``nemotron_h/modeling_nemotron_h.py``, ``mamba2_selective_state_update``), so a response would not have the
+    log-probs of a forward pass. A step is ``softplus(x + bias)``, and x the last columns of the layer's projection:
+    that is bounded instead.
+    """
+    for layer in model.modules():
+        lowest, _ = getattr(layer, "time_step_limit", (0.0, 0.0))
+        if lowest > 0:
+            assert isinstance(layer.in_proj, torch.nn.Module)
+            layer.in_proj.register_forward_hook(partial(_bounded, layer, math.log(math.expm1(lowest))))
+
+
+def _bounded(
+    layer: torch.nn.Module, lowest: float, _: torch.nn.Module, __: tuple[Any, ...], projected: torch.Tensor
+) -> torch.Tensor:
+    bias = layer.dt_bias
+    assert isinstance(bias, torch.Tensor)
+    rest, steps = projected.split([projected.shape[-1] - len(bias), len(bias)], -1)
+    return torch.cat([rest, torch.maximum(steps, (lowest - bias).to(steps.dtype))], -1)
 
 
 class LayerStates(DynamicCache):
@@ -50,13 +76,15 @@ class LayerStates(DynamicCache):
         for layer, (mine, theirs) in enumerate(zip(self.layers, prefilled.layers, strict=True)):
             if not isinstance(theirs, LinearAttentionCacheLayerMixin):
                 continue
-            theirs.reorder_cache(prompt_of_row)
+            rows: Any = prompt_of_row  # transformers asks for the old type of index tensors
+            theirs.reorder_cache(rows)
             if first_row:
                 assert isinstance(mine, LinearAttentionCacheLayerMixin)
-                for old, new in (
+                both: list[tuple[dict[int, Any], dict[int, Any]]] = [
                     (mine.conv_states, theirs.conv_states),
                     (mine.recurrent_states, theirs.recurrent_states),
-                ):
+                ]
+                for old, new in both:
                     for number, state in new.items():
                         if state is not None:
                             new[number] = torch.cat([old[number][:first_row], state])

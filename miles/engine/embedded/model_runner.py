@@ -15,7 +15,7 @@ from miles.engine.base import eos_token_ids
 from miles.engine.embedded import attention
 from miles.engine.embedded.attention import DecodeStep, KVCache, PrefillStep, PrefixStep, Step
 from miles.engine.embedded.fused_layers import FusedLayers, can_fuse
-from miles.engine.embedded.layer_states import LayerStates
+from miles.engine.embedded.layer_states import LayerStates, bound_time_steps
 from miles.model_families.packing import SPARSE, has_recurrent_state, model_type, why_not_generated
 from miles.model_families.reading import read_config
 from miles.objective.token_log_probs import head_logits
@@ -47,6 +47,7 @@ class ModelRunner:
             model_path, config=config, dtype=dtype, attn_implementation=attention.NAME
         )
         self.model: Any = model.to(self.device).eval().requires_grad_(False)
+        bound_time_steps(self.model)
         plain = config.to_dict()
         self.is_recurrent = has_recurrent_state(plain)
         self._is_sparse = model_type(plain) in SPARSE

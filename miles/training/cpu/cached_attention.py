@@ -30,16 +30,11 @@ def cached_attention(
         visible: Which keys a query sees, bool [rows or 1, 1, Q, K]; None: causal, with the last query at the last key.
     """
     if visible is None:
-        visible = causal_mask(q.shape[2], k.shape[2], q.device)
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])[None, None]
     hidden = ~visible.repeat(1, 1, q.shape[1] // k.shape[1], 1)
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     apply: Callable[..., torch.Tensor] = _CachedAttention.apply
     return apply(q, k, v, hidden, scaling, learns)
-
-
-def causal_mask(queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """Return which keys a query sees, bool [1, 1, Q, K]: those up to its own; the last query is at the last key."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
 
 
 class _CachedAttention(torch.autograd.Function):

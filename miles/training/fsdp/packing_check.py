@@ -51,8 +51,8 @@ def check_layout(flag: str, path: str, parallel: ParallelArguments) -> None:
             its sequences; or it has recurrent state, and packing has not been tested.
     """
     config = read_config(path).to_dict()
-    if why := why_not_trained(config):
-        raise ValueError(f"{flag} {path}: {'; '.join(why)}")
+    if fault := why_not_trained(config):
+        raise ValueError(f"{flag} {path}: {'; '.join(fault)}")
     shared = parallel.dynamic_context_parallel or parallel.context_parallel_size > 1
     if shared and (why := why_not_shared(config)):
         drop = "--dynamic-context-parallel" if parallel.dynamic_context_parallel else "--context-parallel-size"

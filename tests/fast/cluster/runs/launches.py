@@ -71,6 +71,8 @@ LOCAL_RAY = {
     "train.py",
     "gcs_server",
     "raylet",
+    "monitor.py",
+    "dashboard.py",  # with the packages of ray[default]
     "ray::RuntimeEnvAgent",
     "ray::DashboardAgent",
     "ray::IDLE",
@@ -90,7 +92,7 @@ def kind_of(process):
     words = process.cmdline() or [process.name()]
     if "::" in words[0]:
         return words[0].split()[0].split(".")[0]  # ray::TrainActor.connect
-    named = ("train.py", "monitor.py", "dashboard.py", "sglang_on_cpu")  # the second and third are not to run
+    named = ("train.py", "monitor.py", "dashboard.py", "sglang_on_cpu")
     modules = [Path(word).name for word in words if word.endswith(named)]
     return modules[0] if modules else Path(words[0]).name
 
