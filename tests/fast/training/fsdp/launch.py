@@ -19,8 +19,8 @@ from stage import Stage, save_models
 WORLDS = (2, 1)  # 2 before 1: one rank loads what two saved
 FILES = (state_checks, critic_checks, adapter_checks, distillation_checks, reference_checks, family_checks)
 CHECKS: dict[int, list[Callable[[Stage], None]]] = {
-    1: [check for file in FILES for check in (*file.CHECKS, *getattr(file, "AFTER_TWO_RANKS", ()))],
-    2: [check for file in FILES for check in (*file.CHECKS, *getattr(file, "ON_TWO_RANKS", ()))],
+    1: [check for file in FILES for check in (*getattr(file, "CHECKS", ()), *getattr(file, "AFTER_TWO_RANKS", ()))],
+    2: [check for file in FILES for check in (*getattr(file, "CHECKS", ()), *getattr(file, "ON_TWO_RANKS", ()))],
 }
 
 
