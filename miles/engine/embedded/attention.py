@@ -5,6 +5,7 @@ The step that a forward pass takes (prefill or decode) travels through the model
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,7 @@ class KVCache:
     Values may be narrower than keys, as with latent attention, whose keys and values are stored as attention reads
     them.
 
-    Rows ``0 .. n - 1`` belong to the n running sequences, in their order; the tokens of a row start at position 0.
+    Rows ``0 .. n - 1`` are in use (running_batch.py says by which sequences); the tokens of a row start at position 0.
     Values beyond a row's length are finite but meaningless: attention masks them out. Buffers are written in place, in
     the model's dtype. Their width grows by doubling, up to the longest sequence that is expected.
     """
@@ -77,14 +78,12 @@ class KVCache:
         for layer, (keys, values) in self._layers.items():
             self._layers[layer] = self._grown(keys), self._grown(values)
 
-    def write_prompts(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, prompt_of_row: torch.Tensor, first_row: int
-    ) -> None:
-        """Store prompts [P, kv_heads, T, D]: prompt ``prompt_of_row[i]`` goes to row ``first_row + i``."""
+    def write_prompts(self, layer: int, key: torch.Tensor, value: torch.Tensor, first_row: int) -> None:
+        """Store prompts [P, kv_heads, T, D] in row ``first_row`` and those after it."""
         keys, values = self._layer(layer, key, value)
-        rows = slice(first_row, first_row + len(prompt_of_row))
-        keys[rows, :, : key.shape[2]] = key[prompt_of_row]
-        values[rows, :, : key.shape[2]] = value[prompt_of_row]
+        rows = slice(first_row, first_row + len(key))
+        keys[rows, :, : key.shape[2]] = key
+        values[rows, :, : key.shape[2]] = value
 
     def append(
         self,
@@ -113,6 +112,15 @@ class KVCache:
                 buffer[target, :, :length] = buffer[source, :, :length]
         if self.states is not None:
             self.states.move(source, target)
+
+    def copy_rows(self, sources: Sequence[int], first_row: int, length: int) -> None:
+        """Copy the first ``length`` tokens of rows ``sources`` to the free rows from ``first_row`` on."""
+        rows = torch.tensor(sources)
+        for buffers in self._layers.values():
+            for buffer in buffers:
+                buffer[first_row : first_row + len(sources), :, :length] = buffer[rows, :, :length]
+        if self.states is not None:
+            self.states.copy_rows(rows, first_row)
 
     def clear(self) -> None:
         """Free the memory."""
@@ -153,12 +161,11 @@ class PrefixStep:
 class PrefillStep:
     """Run prompts, padded on the right: a causal query never sees the padding.
 
-    ``prompt_of_row`` [R] says which prompt of this pass is stored in row ``first_row + i``, for each of R new rows.
-    With a ``prefix``, the tokens of this pass come after it in every prompt.
+    They are stored in row ``first_row`` and those after it. With a ``prefix``, the tokens of this pass come after it in
+    every prompt.
     """
 
     cache: KVCache
-    prompt_of_row: torch.Tensor
     first_row: int
     prefix: PrefixStep | None = None
 
@@ -166,7 +173,7 @@ class PrefillStep:
         """Store the keys and values, and attend within each prompt; [P, heads, T, D]."""
         if self.prefix is not None:
             key, value = _after(self.prefix.keys[layer.number], key), _after(self.prefix.values[layer.number], value)
-        self.cache.write_prompts(layer.number, key, value, self.prompt_of_row, self.first_row)
+        self.cache.write_prompts(layer.number, key, value, self.first_row)
         if self.prefix is not None:
             new, known = query.shape[2], key.shape[2] - query.shape[2]
             visible = torch.ones(new, known + new, dtype=torch.bool, device=query.device).tril(known)
@@ -179,7 +186,7 @@ class PrefillStep:
     def keep_indexed(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
         """Store the keys [P, T, D] of an indexer, and return them."""
         keys = keys[:, None]
-        self.cache.write_prompts(_of_indexer(layer), keys, keys[..., :0], self.prompt_of_row, self.first_row)
+        self.cache.write_prompts(_of_indexer(layer), keys, keys[..., :0], self.first_row)
         return keys[:, 0]
 
     def mask(self, length: int, device: torch.device) -> torch.Tensor:

@@ -71,13 +71,11 @@ class LayerStates(DynamicCache):
         """Return an empty one, for a prefill."""
         return LayerStates(self._config)
 
-    def admit(self, prefilled: LayerStates, prompt_of_row: torch.Tensor, first_row: int) -> None:
-        """Give row ``first_row + i`` the state after prompt ``prompt_of_row[i]`` of a prefill."""
+    def admit(self, prefilled: LayerStates, first_row: int) -> None:
+        """Give row ``first_row`` and those after it the states after the prompts of a prefill."""
         for layer, (mine, theirs) in enumerate(zip(self.layers, prefilled.layers, strict=True)):
             if not isinstance(theirs, LinearAttentionCacheLayerMixin):
                 continue
-            rows: Any = prompt_of_row  # transformers asks for the old type of index tensors
-            theirs.reorder_cache(rows)
             if first_row:
                 assert isinstance(mine, LinearAttentionCacheLayerMixin)
                 both: list[tuple[dict[int, Any], dict[int, Any]]] = [
@@ -89,6 +87,11 @@ class LayerStates(DynamicCache):
                         if state is not None:
                             new[number] = torch.cat([old[number][:first_row], state])
             self.layers[layer] = theirs
+
+    def copy_rows(self, sources: torch.Tensor, first_row: int) -> None:
+        """Give row ``first_row`` and those after it the states of rows ``sources``."""
+        for states, number in self._states():
+            states[number] = torch.cat([states[number][:first_row], states[number][sources]])
 
     def keep_rows(self, rows: int) -> None:
         """Drop the states of all rows but the first ``rows``."""

@@ -80,8 +80,8 @@ class ModelRunner:
             yield self._routers.take_numpy
 
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]], prompt_of_row: Sequence[int], first_row: int) -> torch.Tensor:
-        """Run P whole prompts, and store prompt ``prompt_of_row[i]`` in row ``first_row + i``.
+    def prefill(self, prompts: Sequence[Sequence[int]], first_row: int) -> torch.Tensor:
+        """Run P whole prompts, and store them in row ``first_row`` and those after it.
 
         What all of them start with, such as a system prompt, is run once if that saves ``WORTH_A_PASS`` tokens.
 
@@ -94,7 +94,7 @@ class ModelRunner:
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)
         ids, positions = ids.to(self.device), torch.arange(width, device=self.device)
-        self.cache.reserve(first_row + len(prompt_of_row), width)
+        self.cache.reserve(first_row + len(prompts), width)
         prefix = None
         shared = 0 if self._fused is None else _shared_start(prompts)
         if shared * (len(prompts) - 1) < WORTH_A_PASS:
@@ -103,7 +103,7 @@ class ModelRunner:
             prefix = PrefixStep()
             self._last_positions = torch.tensor([shared - 1], device=self.device)
             self._forward(ids[:1, :shared], positions[None, :shared], prefix)
-        step = PrefillStep(self.cache, torch.tensor(prompt_of_row, device=self.device), first_row, prefix)
+        step = PrefillStep(self.cache, first_row, prefix)
         self._last_positions = (lengths - 1 - shared).to(self.device)
         states = None if self.cache.states is None else self.cache.states.fresh()
         mask = step.mask(width, self.device) if self._is_sparse else None
@@ -111,7 +111,7 @@ class ModelRunner:
         if self.is_recurrent:
             assert self.cache.states is not None and states is not None
             assert len(set(map(len, prompts))) == 1, "padding would enter the states"
-            self.cache.states.admit(states, step.prompt_of_row, first_row)
+            self.cache.states.admit(states, first_row)
         return logits
 
     @torch.inference_mode()
@@ -200,7 +200,7 @@ class ModelRunner:
         return (hidden[torch.arange(len(hidden), device=hidden.device), self._last_positions][:, None],)
 
     def _check_every_layer_uses_the_cache(self, model_path: str) -> None:
-        self.prefill([[0]], [0], first_row=0)
+        self.prefill([[0]], first_row=0)
         text = self.model.config.get_text_config()
         without = sum(kind in _WITHOUT_ATTENTION for kind in getattr(text, "layer_types", None) or ())
         layers = text.num_hidden_layers - without

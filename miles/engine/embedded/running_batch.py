@@ -1,4 +1,9 @@
-"""Decode a batch of sequences together: admit new ones, take a step, retire finished ones. Synchronous, one thread."""
+"""Decode a batch of sequences together: admit new ones, take a step, retire finished ones. Synchronous, one thread.
+
+Sequences that are admitted together with one prompt share a row of the KV cache as long as their tokens are equal, so
+that what they begin with is computed once. When their next tokens differ, the row is copied. The less a policy varies
+its answers, the fewer rows there are.
+"""
 
 from __future__ import annotations
 
@@ -92,16 +97,22 @@ class Sequence:
 
 
 class RunningBatch:
-    """Assign rows of the KV cache to sequences: ``sequences[i]`` owns row i."""
+    """Assign rows of the KV cache to sequences: row i is that of ``_rows[i]``, which have equal tokens."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._row_sampling: RowSampling | None = None  # of the current sequences
-        self.sequences: list[Sequence] = []
+        self._rows: list[list[Sequence]] = []
+        self._sampling: RowSampling | None = None  # of the current sequences
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The running sequences, in the order of their rows."""
+        return [sequence for row in self._rows for sequence in row]
 
     def admit(self, sequences: Many[Sequence], version: int) -> None:
         """Prefill the prompts of new sequences, each distinct prompt once, and draw their first tokens."""
         by_prompt: dict[tuple[int, ...], list[Sequence]] = {}
+        self._runner.cache.reserve(len(self.sequences) + len(sequences), 0)  # each may need a row of its own
         for sequence in sequences:
             self._runner.cache.expect(len(sequence.prompt_ids) + sequence.sampling.max_new_tokens)
             by_prompt.setdefault(sequence.prompt_ids, []).append(sequence)
@@ -115,81 +126,109 @@ class RunningBatch:
 
     def step(self, version: int) -> None:
         """Decode one token of every sequence."""
-        last_tokens = [s.token_ids[-1] for s in self.sequences]
-        positions = [s.position for s in self.sequences]
+        last_tokens = [row[0].token_ids[-1] for row in self._rows]
+        positions = [row[0].position for row in self._rows]
         width = -(-(max(positions) + 1) // MASK_STEP) * MASK_STEP
-        with span(f"decode {len(positions)} sequences"):
+        with span(f"decode {len(positions)} rows"):
             logits = self._decode(last_tokens, positions, width)
-        if self._row_sampling is None:
-            self._row_sampling = self._sampling_of(self.sequences)
-        self._draw(self.sequences, logits, self._row_sampling, version)
+        if self._sampling is None:
+            self._sampling = self._sampling_of(self.sequences)
+        self._draw(0, logits, self._sampling, version)
 
     @torch.inference_mode()
     def retire(self) -> list[Sequence]:
         """Remove and return the finished sequences; the last rows move into the gaps."""
         retired = [s for s in self.sequences if s.finish_reason is not None]
         if retired:
-            self._row_sampling = None
+            self._sampling = None
+        self._rows = [[s for s in row if s.finish_reason is None] for row in self._rows]
         row = 0
-        while row < len(self.sequences):
-            if self.sequences[row].finish_reason is None:
+        while row < len(self._rows):
+            if self._rows[row]:
                 row += 1
                 continue
-            last = self.sequences.pop()
-            if row < len(self.sequences):
-                if last.finish_reason is None:
-                    self._runner.cache.move(len(self.sequences), row, last.position)
-                self.sequences[row] = last
-        if not self.sequences:
+            last = self._rows.pop()
+            if row < len(self._rows):
+                if last:
+                    self._runner.cache.move(len(self._rows), row, last[0].position)
+                self._rows[row] = last
+        if not self._rows:
             self._runner.cache.clear()
         return retired
 
     def _prefill(
         self, prompts: Many[tuple[int, ...]], by_prompt: dict[tuple[int, ...], list[Sequence]], version: int
     ) -> None:
-        new = [s for prompt in prompts for s in by_prompt[prompt]]
-        prompt_of_row = [i for i, prompt in enumerate(prompts) for _ in by_prompt[prompt]]
+        first_row = len(self._rows)
         with span(f"prefill {len(prompts)} prompts"):
-            logits = self._prefill_rows(prompts, new, prompt_of_row)
-        self.sequences.extend(new)
-        self._row_sampling = None
-        self._draw(new, logits[torch.tensor(prompt_of_row, device=logits.device)], self._sampling_of(new), version)
+            logits = self._prefill_rows(prompts, [by_prompt[prompt] for prompt in prompts])
+        self._rows.extend(by_prompt[prompt] for prompt in prompts)
+        self._sampling = None
+        sampling = self._sampling_of([s for prompt in prompts for s in by_prompt[prompt]])
+        self._draw(first_row, logits, sampling, version)
 
     def _decode(self, last_tokens: list[int], positions: list[int], width: int) -> torch.Tensor:
-        """Return the logits of the next token of every sequence, and record the experts of those that want them."""
+        """Return the logits that follow each row, and record the experts for the sequences that want them."""
         if not any(s.sampling.returns_experts for s in self.sequences):
             return self._runner.decode(last_tokens, positions, width)
         with self._runner.recording_experts() as take:
             logits = self._runner.decode(last_tokens, positions, width)
-            for sequence, row in zip(self.sequences, take(), strict=True):
-                if sequence.sampling.returns_experts:
-                    sequence.experts.append(row[None])
+            for row, chosen in zip(self._rows, take(), strict=True):
+                _record(row, chosen[None])
         return logits
 
-    def _prefill_rows(
-        self, prompts: Many[tuple[int, ...]], new: Many[Sequence], prompt_of_row: list[int]
-    ) -> torch.Tensor:
-        """Return the logits of each prompt's first token, and record the experts for the sequences that want them."""
-        if not any(s.sampling.returns_experts for s in new):
-            return self._runner.prefill(prompts, prompt_of_row, first_row=len(self.sequences))
+    def _prefill_rows(self, prompts: Many[tuple[int, ...]], new: Many[list[Sequence]]) -> torch.Tensor:
+        """Return the logits that follow each prompt, and record the experts for the sequences that want them."""
+        if not any(s.sampling.returns_experts for row in new for s in row):
+            return self._runner.prefill(prompts, first_row=len(self._rows))
         with self._runner.recording_experts() as take:
-            logits = self._runner.prefill(prompts, prompt_of_row, first_row=len(self.sequences))
+            logits = self._runner.prefill(prompts, first_row=len(self._rows))
             chosen = take()
-        rows = chosen.reshape(len(prompts), -1, *chosen.shape[1:])  # padded to the longest
-        of_prompts = [row[: len(prompt)].copy() for row, prompt in zip(rows, prompts, strict=True)]
-        for sequence, prompt_row in zip(new, prompt_of_row, strict=True):
-            if sequence.sampling.returns_experts:
-                sequence.experts.append(of_prompts[prompt_row])
+        of_prompts = chosen.reshape(len(prompts), -1, *chosen.shape[1:])  # padded to the longest
+        for row, prompt, experts in zip(new, prompts, of_prompts, strict=True):
+            _record(row, experts[: len(prompt)].copy())
         return logits
 
     def _sampling_of(self, sequences: Many[Sequence]) -> RowSampling:
         return RowSampling.of([s.sampling for s in sequences], self._runner.vocab_size, self._runner.device)
 
     @torch.inference_mode()
-    def _draw(self, sequences: Many[Sequence], logits: torch.Tensor, rows: RowSampling, version: int) -> None:
+    def _draw(self, first_row: int, logits: torch.Tensor, sampling: RowSampling, version: int) -> None:
+        """Draw the next token of the sequences of ``first_row`` and the rows after it, and divide their rows."""
+        rows = self._rows[first_row:]
+        sequences = [sequence for row in rows for sequence in row]
         uniforms = torch.tensor([s.uniforms[len(s.token_ids)] for s in sequences], dtype=torch.float64)
         with span("sample"):
-            drawn = sample(logits, rows, uniforms.to(logits.device))
+            if len(sequences) > len(rows):
+                row_of = [number for number, row in enumerate(rows) for _ in row]
+                logits = logits[torch.tensor(row_of, device=logits.device)]
+            drawn = sample(logits, sampling, uniforms.to(logits.device))
         tokens = zip(sequences, drawn.tokens.tolist(), drawn.log_probs.tolist(), strict=True)
-        for row, (sequence, token, log_prob) in enumerate(tokens):
-            sequence.append(token, log_prob, version, drawn.supports.get(row))
+        for place, (sequence, token, log_prob) in enumerate(tokens):
+            sequence.append(token, log_prob, version, drawn.supports.get(place))
+        self._divide(first_row)
+
+    def _divide(self, first_row: int) -> None:
+        """Give sequences with other last tokens rows of their own, from ``first_row`` on."""
+        sources: list[int] = []
+        end = len(self._rows)
+        for number in range(first_row, end):
+            row = self._rows[number]
+            by_token: dict[int, list[Sequence]] = {}
+            for sequence in row:
+                if sequence.finish_reason is None:
+                    by_token.setdefault(sequence.token_ids[-1], []).append(sequence)
+            first, *others = by_token.values() or [[]]
+            self._rows[number] = first + [s for s in row if s.finish_reason is not None]
+            self._rows.extend(others)
+            sources += [number] * len(others)
+        if sources:
+            self._sampling = None
+            self._runner.cache.copy_rows(sources, end, max(self._rows[row][0].position for row in sources))
+
+
+def _record(row: Many[Sequence], experts: np.ndarray) -> None:
+    """Add the experts of further positions, [positions, layers, k], to the sequences of a row that want them."""
+    for sequence in row:
+        if sequence.sampling.returns_experts:
+            sequence.experts.append(experts)

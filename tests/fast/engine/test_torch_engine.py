@@ -146,6 +146,22 @@ async def test_a_response_does_not_depend_on_its_batch(llama_path, temperature):
     assert [(await responses(make_engine(llama_path), [r]))[0] for r in reqs] == together
 
 
+async def test_sequences_with_equal_tokens_share_a_row(model_path, monkeypatch):
+    """At a low temperature many responses begin alike. Sequences that have ended take no row."""
+    engine, rows = make_engine(model_path), []
+    decode = engine._runner.decode
+    monkeypatch.setattr(engine._runner, "decode", lambda t, *a: rows.append(len(t)) or decode(t, *a))
+    sampling = SamplingParams(20, temperature=0.1, stop_token_ids=tuple(range(0, 256, 16)))
+    groups = await responses(engine, requests(sampling, seeds=range(8)))
+    expected = [
+        len({(prompt, tuple(r[:n])) for prompt, group in enumerate(groups) for r in group if len(r) > n})
+        for n in range(1, max(len(r) for group in groups for r in group))
+    ]
+    assert rows == expected and rows[0] < 8 * len(groups)
+    alone = [(await responses(engine, requests(sampling, seeds=(s,))))[2] for s in range(8)]
+    assert [response for [response] in alone] == groups[2]
+
+
 async def test_seeds_repeat_and_differ(llama_path):
     [[a, b, again]] = await responses(make_engine(llama_path), requests(SamplingParams(12), (3, 4, 3), PROMPTS[:1]))
     assert a == again
@@ -430,7 +446,7 @@ def test_an_fp32_head_computes_the_trainers_logits_of_bf16_hidden_states(config,
         weights = {name: scale * p for name, p in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
         runner.load_weights([WeightChunk(weights)])
         head = runner.model.get_output_embeddings().weight.double()
-        found = [runner.prefill([[5, 6, 7], [9]], [0, 1], 0), runner.decode([3, 4], [3, 1], 4)]
+        found = [runner.prefill([[5, 6, 7], [9]], 0), runner.decode([3, 4], [3, 1], 4)]
         for hidden, logits in zip([given[:, -1] for given in seen], found, strict=True):
             assert hidden.dtype == torch.bfloat16 and logits.dtype == torch.float32
             expected = hidden.double() @ head.t()
@@ -447,10 +463,13 @@ def test_a_start_that_prompts_share_is_run_once(llama_path, monkeypatch):
     runner = ModelRunner(llama_path, torch.float32, "cpu")
     shapes, forward = [], runner._forward
     monkeypatch.setattr(runner, "_forward", lambda ids, *rest: shapes.append(tuple(ids.shape)) or forward(ids, *rest))
-    found = [*runner.prefill(prompts, [0, 1, 1, 2], 0), *runner.decode([11, 12, 13, 14], [43, 41, 41, 42], 48)]
+    found = [*runner.prefill(prompts, 0)]
+    runner.cache.reserve(4, 48)
+    runner.cache.copy_rows([1], 3, 41)
+    found += runner.decode([11, 12, 14, 13], [43, 41, 42, 41], 48)
     assert shapes == [(1, 40), (3, 3), (4, 1)]
     reference = AutoModelForCausalLM.from_pretrained(llama_path, dtype=torch.float32)
-    sequences = [*prompts, *([*prompts[p], token] for p, token in ((0, 11), (1, 12), (1, 13), (2, 14)))]
+    sequences = [*prompts, *([*prompts[p], token] for p, token in ((0, 11), (1, 12), (2, 14), (1, 13)))]
     tolerance = log_prob_error(reference, sequences)
     for sequence, logits in zip(sequences, found, strict=True):
         with torch.no_grad():
@@ -463,7 +482,7 @@ def test_prompts_that_share_little_are_run_whole(prompts, llama_path, monkeypatc
     runner = ModelRunner(llama_path, torch.float32, "cpu")
     shapes, forward = [], runner._forward
     monkeypatch.setattr(runner, "_forward", lambda ids, *rest: shapes.append(tuple(ids.shape)) or forward(ids, *rest))
-    runner.prefill(prompts, list(range(len(prompts))), 0)
+    runner.prefill(prompts, 0)
     assert shapes == [(len(prompts), max(map(len, prompts)))]
 
 
@@ -479,7 +498,7 @@ def test_fused_layers_round_no_more_than_those_of_transformers(config, tmp_path)
         expected = exact(prompts).logits[:, -1]
         theirs = rounded(prompts).logits[:, -1]
     assert runner._fused is not None
-    ours = runner.prefill(prompts.tolist(), list(range(64)), 0)
+    ours = runner.prefill(prompts.tolist(), 0)
     error, usual = ((x.double() - expected).norm() for x in (ours, theirs))
     assert 0 < error < 1.1 * usual
 

@@ -68,4 +68,4 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
     prompt = [3, 9, 27, 17]
     with torch.no_grad():
         expected = plain(torch.tensor([prompt])).logits[0, -1]
-    torch.testing.assert_close(engine.prefill([prompt], [0], 0)[0], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(engine.prefill([prompt], 0)[0], expected, rtol=0, atol=1e-5)

@@ -79,7 +79,7 @@ def each_family_trains_exports_syncs_and_resumes(stage: Stage) -> None:
         tokens = list(range(3, 12))
         with torch.no_grad():
             expected = exported(torch.tensor([tokens])).logits[0, -1]
-        found = runner.prefill([tokens], [0], first_row=0)[0]
+        found = runner.prefill([tokens], first_row=0)[0]
         torch.testing.assert_close(found, expected, rtol=0, atol=log_prob_error(exported, [torch.tensor(tokens)]))
 
 

@@ -98,7 +98,7 @@ def engine_takes_the_weights(process: RankProcess) -> None:
         i = int(np.argmax([len(column) for column in scores]))
         tokens, response = shard.batch.tokens[i], shard.batch.response_lengths[i]
         prompt = [int(token) for token in tokens[: len(tokens) - response]]
-        first = engine.prefill([prompt], [0], 0)[0].div(TEMPERATURE).log_softmax(-1)[tokens[len(prompt)]]
+        first = engine.prefill([prompt], 0)[0].div(TEMPERATURE).log_softmax(-1)[tokens[len(prompt)]]
         tolerance = log_prob_error(plain_model(process.folder, model, torch.float64), [tokens], TEMPERATURE)
         assert abs(float(first) - float(scores[i][0])) < 10 * tolerance, model
 
