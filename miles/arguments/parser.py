@@ -333,9 +333,9 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
 def _with_custom_config(
     parser: FlagParser, words: Sequence[str], own: Collection[str]
 ) -> tuple[list[str], list[str], list[Note]]:
-    """Return the words with those of ``--custom-config-path``, if any, behind them, and its names that are no flags.
+    """Return the words, then those of ``--custom-config-path`` if it is given; and its names that are no flags.
 
-    The notes say what of it was read as something else.
+    The notes say which settings were read as others.
     """
     paths = [values for flag, values in group_words(words) if flag == custom_config.FLAG]
     values: dict[str, Any] = {}
