@@ -59,9 +59,8 @@ class TrainingLoop:
     stop: StopRequests
     profiled: Callable[[int], AbstractContextManager[object]] = nullcontext  # around an iteration
     before_writing: Callable[[], None] = lambda: None  # raises if the folders are another launcher's by now
-    foreseen: Callable[[Mapping[str, Metric]], dict[str, Metric]] = (
-        nothing_foreseen  # beside what an iteration has measured
-    )
+    # What was foreseen of the metrics that an iteration has measured, to be logged beside them.
+    foreseen: Callable[[Mapping[str, Metric]], dict[str, Metric]] = nothing_foreseen
 
     def run(self) -> None:
         """Run from the newest checkpoint of ``--load``, if any, to the last iteration."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from miles.arguments.explain import explain_layout
 from miles.flags import count
+from miles.host.machine import GIB
 from miles.objective.aggregation import MODES
 from miles.objective.canary import mass_is_known
 from miles.objective.explain import objective_formula
@@ -18,7 +19,6 @@ from miles.rehearsal.meter import Kind, Phase, Tally, Usage
 from miles.rehearsal.rehearsal import IMBALANCE, Advice, RankForecast, Rehearsal
 from miles.rehearsal.roofline import Seconds, crosses_nodes, message_bytes, seconds
 
-GIB = 2**30
 WIDTH = 118
 
 
