@@ -49,9 +49,7 @@ def _assumptions(rehearsal: Rehearsal) -> list[str]:
         f"batches   {_micro_batches(rehearsal)} of up to {rehearsal.worst.trace.tokens} tokens on a rank, per step",
     ]
     if size.experts and rehearsal.imbalanced is None:
-        lines.append(
-            "experts   every rank of a stage has all of them: who chooses which makes no difference to its work"
-        )
+        lines.append("experts   every rank of a stage has all of them, so its work is the same whichever tokens choose")
     elif size.experts:
         lines.append(f"experts   chosen equally often; below, the worst rank also with {IMBALANCE:g} times the load")
     return lines
