@@ -182,7 +182,7 @@ def _rows_of(sequences: _Sequences, context: ContextGroup, window: int | None) -
 
 
 def _are_alike(first: _Span, last: _Span, span: _Span) -> bool:
-    """Return whether ``span`` has at least half the queries of ``first``, and the keys of none are over twice another's."""
+    """Return whether ``span`` has half the queries of ``first`` or more, and none of the three twice another's keys."""
     lengths = [len(first.keys), len(last.keys), len(span.keys)]
     return 2 * len(span.queries) >= len(first.queries) and 2 * min(lengths) >= max(lengths)
 
