@@ -120,6 +120,7 @@ class TrainingLoop:
             row: dict[str, Metric] = {}
             if done and self.evaluation.has_sets and not self.is_due(self.evaluation.eval_interval, done):
                 row = self.evaluate()
+                self.before_writing()
                 self.tracker.log(done * self.steps_per_iteration, row)
             self.checkpoints.save_if_due(done, row, due=True)
             self.tracker.end_early(done * self.steps_per_iteration)
