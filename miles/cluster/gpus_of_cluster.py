@@ -53,14 +53,15 @@ def gpus_of_cluster(address: str, seconds: float) -> float:
         with _limited(seconds):
             knock(address)  # before Ray is imported, which takes longer than this
     from ray._private.services import canonicalize_bootstrap_address
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a compiled module without stubs
 
     with _limited(seconds):
         found = canonicalize_bootstrap_address(address)
         if found is None:
             raise ConnectionError("no Ray was started on this host")
         nodes = GcsClient(address=found).get_all_node_info(timeout=seconds).values()
-    return sum(node.resources_total.get("GPU", 0) for node in nodes if node.state == node.ALIVE)
+    gpus: float = sum(node.resources_total.get("GPU", 0) for node in nodes if node.state == node.ALIVE)
+    return gpus
 
 
 def main() -> None:

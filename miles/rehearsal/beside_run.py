@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 from miles.arguments.settings import Settings
 from miles.host.machine import GIB
@@ -50,7 +51,9 @@ class ForeseenMemory:
         if not self._is_noted and self._process.poll() is not None:
             self._is_noted = True
             said, _ = self._process.communicate()
-            found = json.loads(said) if self._process.returncode == 0 else {"error": "the rehearsal failed"}
+            found: dict[str, Any] = {"error": "the rehearsal failed"}
+            if self._process.returncode == 0:
+                found = json.loads(said)
             self._gib = found.get("gib")
             measured = row[MEASURED].value if MEASURED in row else None
             print(f"note: {_note(measured, self._gib, found.get('error'))}", file=sys.stderr)
@@ -84,6 +87,7 @@ def main() -> None:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     from miles.rehearsal.rehearsal import foresee_trainer
 
+    found: dict[str, float | str]
     try:
         found = {"gib": foresee_trainer(settings) / GIB}
     except Exception as error:  # the launcher notes it, and the run continues

@@ -134,8 +134,8 @@ class _Product:
         """Return ``linear(x) + other``."""
         return self._run_with(x, other, self._weight, self._bias, "add")
 
-    _run = staticmethod(torch.ops.mkldnn._linear_pointwise.default)
-    _run_with = staticmethod(torch.ops.mkldnn._linear_pointwise.binary)
+    _run: Callable[..., torch.Tensor] = staticmethod(torch.ops.mkldnn._linear_pointwise.default)
+    _run_with: Callable[..., torch.Tensor] = staticmethod(torch.ops.mkldnn._linear_pointwise.binary)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -221,7 +221,8 @@ class ModelRunner:
 
 def common_start(prompts: Sequence[Sequence[int]]) -> int:
     """Return how many tokens all prompts start with, at most all but the last of the shortest."""
-    first, last = min(prompts), max(prompts)  # every other prompt is between them, so it starts as they do
+    in_order = sorted(map(tuple, prompts))
+    first, last = in_order[0], in_order[-1]  # every other prompt is between them, so it starts as they do
     longest = min(len(p) for p in prompts) - 1
     return next((i for i in range(longest) if first[i] != last[i]), longest)
 
