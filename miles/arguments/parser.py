@@ -260,7 +260,7 @@ class Command:
         foreign: The flags of other launchers in it, with their values.
         choice: Which backend and engine were chosen, and why, in one line.
         ranks: The default of --actor-num-gpus-per-node on this host; None if it is given.
-        joined: What the Ray cluster that the run joins says of its GPUs; None if it was not asked.
+        joined: The GPUs of the Ray cluster that the run joins, or why they are not known; None if it was not asked.
         notes: What was read in another spelling.
         errors: Wrong values, and flags that do not exist.
         origins: The line, ``FILE:LINE``, of each flag that a configuration file sets.

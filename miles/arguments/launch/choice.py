@@ -70,7 +70,7 @@ def choose_device(given: str, has_gpu: bool, joined: JoinedCluster | None) -> Ch
     Args:
         given: The value of ``--device``.
         has_gpu: Whether this host has a GPU.
-        joined: What the cluster says of its GPUs; None if it was not asked.
+        joined: The GPUs of the Ray cluster that the run joins, or why they are not known; None if it was not asked.
     """
     if given != "auto":
         return Choice(given, f"--device {given}")
