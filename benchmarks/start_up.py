@@ -1,4 +1,4 @@
-"""Measure the start of a run: seconds from process start to the first generated token, and where they go.
+"""Measure the start of a run: seconds from process start to the first generated token, and in which part.
 
     python benchmarks/start_up.py --model outputs/models/SmolLM2-135M-Instruct
     python benchmarks/start_up.py --model … --runs 3 --ways fsdp+torch megatron+torch fsdp+sglang

@@ -59,9 +59,8 @@ class TrainingLoop:
     stop: StopRequests
     profiled: Callable[[int], AbstractContextManager[object]] = nullcontext  # around an iteration
     before_writing: Callable[[], None] = lambda: None  # raises if the folders are another launcher's by now
-    foreseen: Callable[[Mapping[str, Metric]], dict[str, Metric]] = (
-        nothing_foreseen  # beside what an iteration has measured
-    )
+    # What was foreseen of the metrics that an iteration has measured, to be logged beside them.
+    foreseen: Callable[[Mapping[str, Metric]], dict[str, Metric]] = nothing_foreseen
 
     def run(self) -> None:
         """Run from the newest checkpoint of ``--load``, if any, to the last iteration."""
@@ -121,6 +120,7 @@ class TrainingLoop:
             row: dict[str, Metric] = {}
             if done and self.evaluation.has_sets and not self.is_due(self.evaluation.eval_interval, done):
                 row = self.evaluate()
+                self.before_writing()
                 self.tracker.log(done * self.steps_per_iteration, row)
             self.checkpoints.save_if_due(done, row, due=True)
             self.tracker.end_early(done * self.steps_per_iteration)

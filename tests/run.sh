@@ -22,7 +22,7 @@ install_chromium() {
     echo "no chromium: apt-get could not download it within 45 s"
 }
 
-# Tests start some hundred processes, which all import the project. Where an image sets this, each would compile it anew.
+# Tests start some hundred processes, which all import the project. If an image sets this, each would compile it again.
 unset PYTHONDONTWRITEBYTECODE
 
 work="$(mktemp -d)"

@@ -95,7 +95,7 @@ class CheckpointArguments:
 
 
 def checkpoint_name(iterations_done: int) -> str:
-    """Return the name of the folder of a checkpoint after so many iterations, in that of ``--save``."""
+    """Return the name that the checkpoint after so many iterations has in ``--save``."""
     return f"iter_{iterations_done:07d}"
 
 

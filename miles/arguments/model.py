@@ -108,6 +108,17 @@ def local_config(model: ModelArguments, field: str) -> dict[str, Any] | None:
     return found
 
 
+def readable_config(model: ModelArguments) -> dict[str, Any] | None:
+    """Return the ``config.json`` of ``--hf-checkpoint`` as ``local_config`` does; None for a broken one too.
+
+    For what is decided before the validator, which reports a broken one.
+    """
+    try:
+        return local_config(model, "hf_checkpoint")
+    except ValueError:
+        return None
+
+
 def local_vocab_size(model: ModelArguments) -> int | None:
     """Return the number of token ids of the model, if its ``config.json`` can be read without a network and has it.
 

@@ -260,7 +260,7 @@ class Command:
         foreign: The flags of other launchers in it, with their values.
         choice: Which backend and engine were chosen, and why, in one line.
         ranks: The default of --actor-num-gpus-per-node on this host; None if it is given.
-        joined: What the Ray cluster that the run joins says of its GPUs; None if it was not asked.
+        joined: The GPUs of the Ray cluster that the run joins, or why they are not known; None if it was not asked.
         notes: What was read in another spelling.
         errors: Wrong values, and flags that do not exist.
         origins: The line, ``FILE:LINE``, of each flag that a configuration file sets.
@@ -333,9 +333,9 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
 def _with_custom_config(
     parser: FlagParser, words: Sequence[str], own: Collection[str]
 ) -> tuple[list[str], list[str], list[Note]]:
-    """Return the words with those of ``--custom-config-path``, if any, behind them, and its names that are no flags.
+    """Return the words, then those of ``--custom-config-path`` if it is given; and its names that are no flags.
 
-    The notes say what of it was read as something else.
+    The notes say which settings were read as others.
     """
     paths = [values for flag, values in group_words(words) if flag == custom_config.FLAG]
     values: dict[str, Any] = {}

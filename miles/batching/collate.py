@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -206,7 +207,7 @@ def _share_prefixes(part: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
     starts = _starts(np.asarray(part.total_lengths))
     copy_of = np.arange(sum(part.total_lengths))
     order = sorted(range(len(part)), key=lambda number: keys[number].tobytes())
-    for before, number in zip(order, order[1:], strict=False):
+    for before, number in pairwise(order):
         shared = _common_prefix(keys[before], keys[number])
         copy_of[starts[number] : starts[number] + shared] = copy_of[starts[before] : starts[before] + shared]
     kept = np.flatnonzero(copy_of == np.arange(len(copy_of)))
@@ -214,7 +215,7 @@ def _share_prefixes(part: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _key_of(tokens: np.ndarray, experts: np.ndarray | None) -> np.ndarray:
-    """Return the bytes of each token and its experts, uint8 [tokens, width]; in the order of the numbers.
+    """Return the bytes of each token and its experts, uint8 [tokens, width]; they sort as the token ids do.
 
     The engine chooses no experts for the last token of a response.
     """

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from miles.arguments.launch.host_share import threads
 from miles.host.machine import GIB, memory_bytes
 
-_PLENTY = 16 * GIB  # of memory: from here on, speed is worth more than memory
+_PLENTY = 16 * GIB  # of memory: enough to keep some for speed
 _LARGE_BLOCK = 2 << 20
 
 

@@ -17,11 +17,10 @@ from pathlib import Path
 import miles
 from miles.doctor.finding import Finding, State
 from miles.flags import count
-from miles.host.machine import available_bytes, cpu_quota, has_bf16, has_gpu, memory_bytes, num_cores
+from miles.host.machine import GIB, available_bytes, cpu_quota, has_bf16, has_gpu, memory_bytes, num_cores
 from miles.host.usable_amx import lacks_tile_palettes
 from miles.one_line import one_line
 
-GIB = 2**30
 LOOPBACK = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_MEMORY = 2 * GIB  # below it, torch and Ray alone do not fit

@@ -1,4 +1,4 @@
-"""Recognize an error of standard output: nobody reads it any more, or it is a file on a full disk."""
+"""Recognize an error of standard output: nobody reads it, as after `| head`, or it is a file on a full disk."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def fault_of_output(error: Exception) -> str | None:
     """Return what is wrong with standard output if that is why ``error`` was raised; else None.
 
-    Nobody reads it any more, as after `| head`, or it is a file on a full disk. What is printed from then on is lost:
-    Python would complain again when it closes the stream.
+    What is printed from then on is lost: Python would complain again when it closes the stream.
     """
     if not isinstance(error, BrokenPipeError) and getattr(error, "errno", None) not in _CANNOT_WRITE:
         return None

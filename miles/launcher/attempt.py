@@ -105,7 +105,7 @@ def train(settings: Settings, placement: Placement, context: RunContext) -> None
 
 
 def foreseen_memory(settings: Settings, device: str) -> AbstractContextManager[ForeseenMemory | None]:
-    """Return what rehearses the trainer's memory beside the run; None where memory is not that of a GPU."""
+    """Return what rehearses the trainer's memory beside a run on GPUs; None for other runs."""
     if device != "cuda" or not settings.trains:
         return nullcontext()
     from miles.rehearsal.beside_run import ForeseenMemory
@@ -116,8 +116,8 @@ def foreseen_memory(settings: Settings, device: str) -> AbstractContextManager[F
 def builds_beside_engines(settings: Settings, device: str) -> bool:
     """Return whether the trainer builds its models while the rollout worker starts its engines.
 
-    Not on shared GPUs, whose memory an engine divides as it finds it. Nor with ``--num-epoch``: the number of steps is
-    known when the rollout worker has read the prompts.
+    Not on GPUs that both share: an engine divides the memory that it finds free. Nor with ``--num-epoch``: the number
+    of steps is not known until the rollout worker has read the prompts.
     """
     return settings.rollout.num_rollout is not None and not (device == "cuda" and settings.cluster.colocate)
 

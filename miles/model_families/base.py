@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
-from miles.model_families.packing import QUANTIZED, is_quantized
+from miles.model_families.packing import WITHOUT_QUANTIZATION, is_quantized
 from miles.model_families.parameters import ParameterNames
 
 Config: TypeAlias = dict[str, Any]  # a config.json
@@ -71,7 +71,7 @@ class Family:
     def check(self, config: Config) -> None:
         """Raise ``ValueError`` for a setting of ``config`` that the layers do not compute."""
         if is_quantized(config):
-            raise refusal("a quantization_config", "quantized weights are not trained", QUANTIZED[1])
+            raise refusal("a quantization_config", "quantized weights are not trained", WITHOUT_QUANTIZATION)
         if config.get("hidden_act") not in (None, self.activation):
             rule = f"for {self.model_type} --train-backend megatron computes only {self.activation}"
             raise refusal(f"hidden_act {config['hidden_act']}", rule)

@@ -1,4 +1,4 @@
-"""Decide by its configuration whether a model can be trained on packed samples.
+"""Decide by its configuration whether FSDP trains a model, packed or padded, and whether the torch engine runs it.
 
 In a packed micro-batch the samples follow each other in one sequence. Attention knows where each begins; a layer with
 recurrent state (linear attention, Mamba, a short convolution) does not: its state would pass from one sample to the
@@ -6,8 +6,9 @@ next. The FSDP backend computes such layers sample by sample (training/fsdp/recu
 it is right for the types in ``RECURRENT``. Other types whose configuration names such layers are trained on padded rows
 (``--qkv-format bshd``), where every sample begins with an empty state.
 
-The FSDP backend trains whatever transformers can load. A type that is in neither tuple is compared with transformers at
-the start of the run (training/fsdp/packing_check.py).
+The FSDP backend trains whatever transformers can load, but for what ``why_not_trained`` names. A type that neither
+``PACKABLE`` nor ``RECURRENT`` has is compared with transformers at the start of the run
+(training/fsdp/packing_check.py).
 """
 
 from __future__ import annotations
@@ -85,10 +86,7 @@ _CHANGED_LOGITS = {
     "logits_scaling": (None, 1, 1.0),
 }
 
-QUANTIZED = (
-    "its config.json has a quantization_config, and quantized weights are not trained",
-    "give a folder with its weights in bf16, without this entry",
-)
+WITHOUT_QUANTIZATION = "give a folder with its weights in bf16, without this entry"  # what to do about a quantized one
 
 # Fields of a configuration that name the kind of each layer, and the kinds that have a state.
 _LAYER_LISTS = ("layer_types", "layers_block_type")
@@ -127,7 +125,8 @@ def why_not_shared(config: dict[str, Any]) -> str | None:
 def why_not_trained(config: dict[str, Any]) -> tuple[str, str] | None:
     """Return why the FSDP backend does not train this model, and what to do; None if it may.
 
-    A window that no test compares is one, since the samples that are compared at the start of a run are shorter.
+    A sliding window is trained in the types of ``WINDOWED`` only: the samples that other types are compared on at the
+    start of a run are shorter than a window.
     """
     text = config.get("text_config") or config
     kind = model_type(config)
@@ -137,7 +136,7 @@ def why_not_trained(config: dict[str, Any]) -> tuple[str, str] | None:
     if "chunked_attention" in (text.get("layer_types") or ()):
         return "--train-backend fsdp does not compute its layers of chunked_attention", "choose another model"
     if is_quantized(config):
-        return QUANTIZED
+        return "its config.json has a quantization_config, and quantized weights are not trained", WITHOUT_QUANTIZATION
     window = _window(config)
     if window is None or kind in WINDOWED:
         return None
@@ -148,8 +147,7 @@ def why_not_trained(config: dict[str, Any]) -> tuple[str, str] | None:
 def why_not_generated(config: dict[str, Any]) -> tuple[str, str] | None:
     """Return why the torch engine does not run this model, and what to do; None if it may.
 
-    Its tests compare it with transformers on the types with windows, recurrent state and sparse attention that the FSDP
-    backend trains.
+    Tests compare it with transformers on the types with windows, recurrent state and sparse attention that FSDP trains.
     """
     text = config.get("text_config") or config
     kind = model_type(config)

@@ -44,7 +44,7 @@ def family_of(config: Config) -> Family:
 
 
 def _elsewhere(config: Config) -> str:
-    """Say what to do about a model that Megatron does not train; ``--train-backend fsdp`` if it would not refuse it."""
+    """Say what to do about a model that Megatron does not train: use FSDP, unless that refuses the model too."""
     if why_not_trained(config) is not None:
         return "choose another model"
     if is_compared_by_test(config):

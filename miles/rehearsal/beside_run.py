@@ -20,7 +20,7 @@ from miles.arguments.settings import Settings
 from miles.host.machine import GIB
 from miles.metrics import Metric
 
-MEASURED = "perf/trainer_memory_gib"  # by the trainer's processes, of the fullest rank
+MEASURED = "perf/trainer_memory_gib"  # of the fullest rank, by the trainer's processes
 FORESEEN = "perf/trainer_memory_foreseen_gib"
 
 
@@ -33,8 +33,8 @@ class ForeseenMemory:
 
     def __init__(self, settings: Settings) -> None:
         self._gib: float | None = None
-        self._told = False
-        with tempfile.TemporaryFile() as given:  # not a pipe: nobody waits for the other
+        self._is_noted = False
+        with tempfile.TemporaryFile() as given:  # a pipe would make this process wait until the other one reads it
             given.write(pickle.dumps(settings))
             given.seek(0)
             self._process = subprocess.Popen(
@@ -48,8 +48,8 @@ class ForeseenMemory:
 
     def beside(self, row: Mapping[str, Metric]) -> dict[str, Metric]:
         """Return the foreseen memory if it is known by now, and note it once beside what ``row`` has measured."""
-        if not self._told and self._process.poll() is not None:
-            self._told = True
+        if not self._is_noted and self._process.poll() is not None:
+            self._is_noted = True
             said, _ = self._process.communicate()
             found: dict[str, Any] = {"error": "the rehearsal failed"}
             if self._process.returncode == 0:
@@ -90,7 +90,7 @@ def main() -> None:
     found: dict[str, float | str]
     try:
         found = {"gib": foresee_trainer(settings) / GIB}
-    except Exception as error:  # the launcher notes it, and the run goes on
+    except Exception as error:  # the launcher notes it, and the run continues
         found = {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
     print(json.dumps(found))
 

@@ -64,7 +64,7 @@ class _Attention(torch.autograd.Function):
         out: torch.Tensor
         out, lse = _attention(q, k, v, pairs)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.pairs, ctx.mask = pairs, mask
+        ctx.pairs, ctx.mask = pairs, mask  # the backward pass of PyTorch's kernel reads the mask, so it is held
         return out
 
     @staticmethod
@@ -108,8 +108,8 @@ def _attend(
     if visible is None:
         pairs = q.shape[0] * (queries * keys - queries * (queries - 1) // 2)
     else:
-        mask = q.new_zeros(visible.shape)  # PyTorch adds a mask of booleans to the scores as numbers of their dtype
-        if isinstance(visible, FakeTensor):  # keys that depend on values, and a kernel that cannot skip the others
+        mask = q.new_zeros(visible.shape)  # PyTorch makes numbers of the scores' dtype of a mask of booleans
+        if isinstance(visible, FakeTensor):  # chosen keys: values decide which, and a kernel skips none of the others
             pairs = q.shape[0] * queries * keys
         else:
             with unset_fake_temporarily():

@@ -6,15 +6,16 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
+from miles.host.machine import GIB
 from miles.rehearsal.memory import total
 from miles.rehearsal.meter import Kind
 from miles.rehearsal.rehearsal import IMBALANCE, Advice, RankForecast, Rehearsal
-from miles.rehearsal.report import GIB, as_text
+from miles.rehearsal.report import as_text
 
 WIDTH, BAR, LEFT = 900, 26, 170
 MOST_DRAWN = 12  # micro-batches in the picture of the schedule, unless the pipeline needs more to fill
 FORWARD, BACKWARD = ("#4269d0", "#97bbf5"), ("#efb118", "#f7d98b")  # of the parts of a stage, in turns
-COLOURS = {
+COLORS = {
     Kind.WEIGHTS: "#4269d0",
     Kind.GRADIENTS: "#efb118",
     Kind.OPTIMIZER: "#ff725c",
@@ -52,7 +53,7 @@ def as_page(rehearsal: Rehearsal, advice: Sequence[Advice], elapsed: float) -> s
 
 
 def _legend() -> str:
-    return "<p>" + " ".join(f"<i style='background:{colour}'></i>{kind}" for kind, colour in COLOURS.items()) + "</p>"
+    return "<p>" + " ".join(f"<i style='background:{color}'></i>{kind}" for kind, color in COLORS.items()) + "</p>"
 
 
 def _memory(rank: RankForecast, memory: int) -> str:
@@ -62,12 +63,12 @@ def _memory(rank: RankForecast, memory: int) -> str:
     for row, (phase, usage) in enumerate(rank.phases.items()):
         top, left = row * (BAR + 6), float(LEFT)
         shapes.append(f"<text x=0 y={top + 18}>{phase}</text>")
-        for kind, colour in COLOURS.items():
+        for kind, color in COLORS.items():
             width = usage.get(kind, 0) * scale
             if width > 0:
                 title = f"<title>{kind}: {usage[kind] / GIB:.2f} GiB</title>"
                 shapes.append(
-                    f"<rect x={left:.1f} y={top} width={width:.1f} height={BAR} fill='{colour}'>{title}</rect>"
+                    f"<rect x={left:.1f} y={top} width={width:.1f} height={BAR} fill='{color}'>{title}</rect>"
                 )
             left += width
         shapes.append(f"<text x={left + 5:.1f} y={top + 18}>{total(usage) / GIB:.1f}</text>")
@@ -85,12 +86,12 @@ def _schedule(rehearsal: Rehearsal) -> str:
     end = max(task.start + task.length for task in tasks)
     unit, shapes = (WIDTH - LEFT) / end, []
     for task in tasks:
-        colours = FORWARD if task.is_forward else BACKWARD
+        colors = FORWARD if task.is_forward else BACKWARD
         kind = "forward" if task.is_forward else "backward"
         part = f", part {task.chunk + 1} of {rehearsal.chunks}" if rehearsal.chunks > 1 else ""
         shapes.append(
             f"<rect x={LEFT + task.start * unit:.1f} y={task.stage * (BAR + 4)} "
-            f"width={task.length * unit * 0.95:.1f} height={BAR} fill='{colours[task.chunk % len(colours)]}'>"
+            f"width={task.length * unit * 0.95:.1f} height={BAR} fill='{colors[task.chunk % len(colors)]}'>"
             f"<title>micro-batch {task.number + 1}, {kind}{part}</title></rect>"
         )
     shapes += [f"<text x=0 y={stage * (BAR + 4) + 18}>stage {stage + 1}</text>" for stage in range(stages)]
@@ -113,7 +114,7 @@ def one_forward_one_backward(stages: int, micro_batches: int, chunks: int = 1) -
     """Yield the tasks of the schedule of that name, interleaved if a stage has several ``chunks``.
 
     Interleaved (Narayanan et al., 2021, §2.2; Megatron's ``forward_backward_pipelining_with_interleaving``), a stage
-    takes one micro-batch per stage through a chunk before it goes on to the next chunk.
+    takes one micro-batch per stage through a chunk before it begins with the next one.
     """
     step = stages if chunks > 1 else micro_batches
     groups = [range(first, min(first + step, micro_batches)) for first in range(0, micro_batches, step)]

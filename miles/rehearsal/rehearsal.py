@@ -231,9 +231,9 @@ def _stages(settings: Settings, config: dict[str, object]) -> list[int]:
 
 
 def layers_of_stages(pattern: Sequence[int], sizes: MegatronArguments) -> list[tuple[int, ...]]:
-    """Return the kinds of layers that each pipeline stage has, of ``pattern``, the kind of every layer.
+    """Return the kinds of layers that each pipeline stage has; ``pattern`` is the kind of every layer of the model.
 
-    A stage of an interleaved pipeline has every so-manieth part of the model.
+    Stage s of an interleaved pipeline of S stages has the parts s, s + S, s + 2 S, … of the model.
     """
     stages, each = sizes.pipeline_model_parallel_size, sizes.num_layers_per_virtual_pipeline_stage
     if each is not None:

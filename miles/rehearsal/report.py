@@ -9,6 +9,7 @@ from typing import Any
 
 from miles.arguments.explain import explain_layout
 from miles.flags import count
+from miles.host.machine import GIB
 from miles.objective.aggregation import MODES
 from miles.objective.canary import mass_is_known
 from miles.objective.explain import objective_formula
@@ -18,7 +19,6 @@ from miles.rehearsal.meter import Kind, Phase, Tally, Usage
 from miles.rehearsal.rehearsal import IMBALANCE, Advice, RankForecast, Rehearsal
 from miles.rehearsal.roofline import Seconds, crosses_nodes, message_bytes, seconds
 
-GIB = 2**30
 WIDTH = 118
 
 
@@ -49,9 +49,7 @@ def _assumptions(rehearsal: Rehearsal) -> list[str]:
         f"batches   {_micro_batches(rehearsal)} of up to {rehearsal.worst.trace.tokens} tokens on a rank, per step",
     ]
     if size.experts and rehearsal.imbalanced is None:
-        lines.append(
-            "experts   every rank of a stage has all of them: who chooses which makes no difference to its work"
-        )
+        lines.append("experts   every rank of a stage has all of them, so its work is the same whichever tokens choose")
     elif size.experts:
         lines.append(f"experts   chosen equally often; below, the worst rank also with {IMBALANCE:g} times the load")
     return lines

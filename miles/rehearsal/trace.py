@@ -169,13 +169,11 @@ class _Run:
         if Phase.SCORE not in meter.tallies:
             steady_peaks.pop(Phase.SCORE, None)
         left = sum(resident.values()) - sum(before.values())  # a pipeline's last messages, which the next step finds
-        for phase in (Phase.SCORE, Phase.TRAIN, Phase.REDUCE):
-            if left and phase in steady_peaks:
+        further = {Phase.SCORE: left, Phase.TRAIN: left + self.waiting * self.kept, Phase.REDUCE: left}
+        for phase, size in further.items():
+            if size and phase in steady_peaks:
                 usage = steady_peaks[phase]
-                usage[Kind.ACTIVATIONS] = usage.get(Kind.ACTIVATIONS, 0) + left
-        if self.waiting and Phase.TRAIN in steady_peaks:
-            usage = steady_peaks[Phase.TRAIN]
-            usage[Kind.ACTIVATIONS] = usage.get(Kind.ACTIVATIONS, 0) + self.waiting * self.kept
+                usage[Kind.ACTIVATIONS] = usage.get(Kind.ACTIVATIONS, 0) + size
         per_micro_batch = (Phase.SCORE, Phase.TRAIN)
         tallies = {p: t.scaled(self.factor if p in per_micro_batch else 1.0) for p, t in meter.tallies.items()}
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.backend.weights()}

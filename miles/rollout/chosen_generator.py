@@ -1,20 +1,30 @@
-"""What generates the samples of a group: the engine alone, a limit of the reasoning, or a function of the user's."""
+"""What generates the samples of a group: the engine alone, a limit of the reasoning, or a function of the user's.
+
+Or an agent program or an environment, whose calls are recorded (``agents/``).
+"""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from miles.arguments.rollout import RolloutArguments
+from miles.arguments.settings import Settings
 from miles.import_path import load_function
 from miles.rollout.groups import GroupGenerator, generate_group
 from miles.rollout.thinking_limit import ThinkingLimit
 from miles.rollout.trajectory import generate_trajectories
 
+if TYPE_CHECKING:
+    from miles.rollout.agents.session_generator import SessionGenerator
+
 _FLAG = "--custom-generate-function-path"
 
 
 def get_group_generator(rollout: RolloutArguments) -> GroupGenerator:
-    """Return what the flags choose. Agent programs and environments are in ``agents/``.
+    """Return what the flags choose, but for agent programs and environments.
 
     Raises:
         ValueError: The path of ``--custom-generate-function-path`` cannot be imported.
@@ -26,3 +36,38 @@ def get_group_generator(rollout: RolloutArguments) -> GroupGenerator:
         limit = ThinkingLimit.from_flags(rollout)
         return partial(generate_trajectories, limit, f"--thinking-max-len {limit.max_len}")
     return generate_group
+
+
+def session_generator(settings: Settings) -> SessionGenerator | None:
+    """Return what makes trajectories by recorded calls: programs or environments; None for neither.
+
+    Raises:
+        ValueError: The program or the environment is not there.
+    """
+    # Imported here: both bring a web server, which takes long to import.
+    if settings.rollout.agent_command is not None:
+        from miles.rollout.agents.generator import AgentGenerator
+
+        return AgentGenerator(settings)
+    if settings.rollout.environment is not None:
+        from miles.rollout.agents.environments import EnvironmentGenerator
+
+        return EnvironmentGenerator(settings)
+    return None
+
+
+@asynccontextmanager
+async def group_generator(settings: Settings) -> AsyncIterator[GroupGenerator]:
+    """Give a block what generates groups: programs, environments, a user's function, or the engine alone.
+
+    Raises:
+        ValueError: The program, the environment or the function is not there.
+    """
+    maker = session_generator(settings)
+    if maker is None:
+        yield get_group_generator(settings.rollout)
+        return
+    try:
+        yield maker
+    finally:
+        await maker.close()

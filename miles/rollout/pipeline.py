@@ -43,7 +43,7 @@ from miles.profiling.spans import waiting
 from miles.rewards.base import RewardFunction
 from miles.rewards.registry import get_reward_function
 from miles.rewards.settings import RewardArguments
-from miles.rollout.chosen_generator import get_group_generator
+from miles.rollout.chosen_generator import get_group_generator, session_generator
 from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
 from miles.rollout.debug_data import SavedGroups, save_rollout
@@ -283,7 +283,7 @@ async def build_pipeline(
     reward_function = _reward_function(reward)
     eval_sets = load_eval_sets(settings.evaluation, data, rollout, tokenizer, labels_optional=reward.labels_optional)
     supply = build_supply(settings, tokenizer)
-    agents = _session_generator(settings)
+    agents = session_generator(settings)
     generate, hooks = agents or get_group_generator(rollout), IterationHooks(settings, supply.stream)
     num_iterations = iterations_of(rollout, supply.num_prompts)
     engine = await start_engine(settings, host) if settings.generates else None
@@ -325,14 +325,6 @@ async def build_pipeline(
         agents=agents,
         load=load,
     )
-
-
-def _session_generator(settings: Settings) -> SessionGenerator | None:
-    if settings.rollout.agent_command is None and settings.rollout.environment is None:
-        return None
-    from miles.rollout.agents.generator import session_generator  # with a web server, which takes long to import
-
-    return session_generator(settings)
 
 
 def _reward_function(reward: RewardArguments) -> RewardFunction | None:

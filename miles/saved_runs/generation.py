@@ -27,7 +27,7 @@ from miles.engine.host import LocalHost
 from miles.input_error import InputError
 from miles.rewards.passing import passes
 from miles.rewards.registry import get_reward_function
-from miles.rollout.agents.generator import group_generator
+from miles.rollout.chosen_generator import group_generator
 from miles.rollout.evaluate import EvalSet, evaluate, load_eval_sets
 from miles.rollout.groups import GroupTools, response_seed, sampling_params
 from miles.rollout.intervals import Estimate, mean_over_prompts

@@ -27,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from miles.arguments.checkpoint import checkpoint_name
 from miles.training.checkpoint_files import DamagedFile, read_json_object, sync, sync_tree, write_through
 from miles.training.checkpoint_manifest import FileRecord, write_manifest
 
@@ -61,7 +62,7 @@ def publish(root: Path, iterations_done: int, known: Mapping[str, FileRecord] | 
     write_manifest(staged, known or {})
     sync_tree(staged)
     if final.exists():
-        replaced = root / f".replaced_iter_{iterations_done:07d}"
+        replaced = root / f".replaced_{checkpoint_name(iterations_done)}"
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
         staged.rename(final)
@@ -103,12 +104,12 @@ def remove(folder: Path) -> None:
 
 def checkpoint_path(root: Path, iterations_done: int) -> Path:
     """Return the folder that ``publish`` makes a checkpoint."""
-    return root / f"iter_{iterations_done:07d}"
+    return root / checkpoint_name(iterations_done)
 
 
 def staging_path(root: Path, iterations_done: int) -> Path:
     """Return the folder that ``staging`` creates."""
-    return root / f".writing_iter_{iterations_done:07d}"
+    return root / f".writing_{checkpoint_name(iterations_done)}"
 
 
 def bytes_being_written(root: Path) -> int | None:

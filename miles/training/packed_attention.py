@@ -54,8 +54,8 @@ class Rows:
 
     ``queries`` and ``keys`` have the token of each cell, or one past the last token for padding. ``tokens`` [n] are the
     packed tokens that occur as queries, each once; ``to_packed`` [n] is a cell of the queries that holds each, and
-    ``keys_to_packed`` [n] the cell of the keys at the same place. ``visible`` says which key a
-    query sees; None if that is causal, with the last query at the last key.
+    ``keys_to_packed`` [n] the cell of the keys at the same place. ``visible`` says which key a query sees, in each row
+    or in all; None if that is causal, with the last query at the last key.
     """
 
     query_shape: tuple[int, int]  # rows, Q
@@ -86,7 +86,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Sequences:
-    """What rows are made of: as the arguments of ``PackedLayout.of_packed``."""
+    """What rows are made from, as the arguments of ``PackedLayout.of_packed``."""
 
     token_index: np.ndarray
     lengths: Sequence[int]
@@ -100,7 +100,7 @@ class PackedLayout:
     rows: tuple[Rows, ...]
     context: ContextGroup
     padded: bool = False  # the tokens are rows already
-    sequences: _Sequences | None = None
+    sequences: _Sequences | None = None  # of layers that may have a window
     _rows_of_window: dict[int, tuple[Rows, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -133,16 +133,16 @@ class PackedLayout:
         return cls(_rows_of(sequences, context, None), context, sequences=sequences)
 
     def narrowed(self, window: int | None) -> int | None:
-        """Return ``window``, or None if it has room for the longest sequence."""
+        """Return ``window``, or None if the longest sequence fits into it."""
         if window is None:
             return None
-        assert self.sequences is not None, "a layer that attends with a window is in rows of another layer's making"
+        assert self.sequences is not None, "layers that choose keys have no window"
         return None if window >= max(self.sequences.lengths) else window
 
     def rows_within(self, window: int) -> tuple[Rows, ...]:
-        """Return the rows of a layer whose queries see at most ``window`` keys, the last of which is their own.
+        """Return the rows of a layer whose queries see the last ``window`` keys, their own included.
 
-        They are built when the first layer asks for them.
+        They are built for the first layer that needs them.
         """
         assert self.sequences is not None, "narrowed() comes first"
         if window not in self._rows_of_window:
@@ -182,7 +182,7 @@ def _rows_of(sequences: _Sequences, context: ContextGroup, window: int | None) -
 
 
 def _are_alike(first: _Span, last: _Span, span: _Span) -> bool:
-    """Return whether ``span`` has half the queries and keys of the others at least, and at most twice their keys."""
+    """Return whether ``span`` has half the queries of ``first`` or more, and none of the three twice another's keys."""
     lengths = [len(first.keys), len(last.keys), len(span.keys)]
     return 2 * len(span.queries) >= len(first.queries) and 2 * min(lengths) >= max(lengths)
 
@@ -231,16 +231,9 @@ def _rows(bucket: list[_Span], packed: int, everywhere: int, device: torch.devic
     # Any cell of a token will do, as the attention of a causal prefix is the same in each; the first repeats exactly.
     tokens, first = np.unique(queries.ravel()[used], return_index=True)
     row, place_in_row = np.divmod(used[first], queries.shape[1])
-    of_keys = row * keys.shape[1] + np.array([span.first for span in bucket])[row] + place_in_row
-    visible = None
-    if window is not None:
-        place = bucket[0].first + np.arange(queries.shape[1])[:, None]
-        key = np.arange(keys.shape[1])
-        if bucket[0].first or len(key) > window:
-            visible = ((key <= place) & (key > place - window))[None, None]
-    elif any(span.first for span in bucket) and (len(bucket) > 1 or keys.shape[1] <= SHORT):
-        position = np.array([span.first for span in bucket])[:, None] + np.arange(queries.shape[1])
-        visible = (np.arange(keys.shape[1]) <= position[:, :, None])[:, None]
+    place_of_first = np.array([span.first for span in bucket])
+    of_keys = row * keys.shape[1] + place_of_first[row] + place_in_row
+    visible = _visible(place_of_first, queries.shape[1], keys.shape[1], window)
     return Rows(
         (len(bucket), queries.shape[1]),
         (len(bucket), keys.shape[1]),
@@ -251,6 +244,23 @@ def _rows(bucket: list[_Span], packed: int, everywhere: int, device: torch.devic
         to_device(tokens, device),
         None if visible is None else to_device(visible, device),
     )
+
+
+def _visible(place_of_first: np.ndarray, queries: int, keys: int, window: int | None) -> np.ndarray | None:
+    """Return ``Rows.visible`` of rows whose first query is at ``place_of_first`` [rows]."""
+    are_late = place_of_first.any()
+    if window is None:
+        needs_mask = are_late and (len(place_of_first) > 1 or keys <= SHORT)
+    else:
+        needs_mask = are_late or keys > window
+    if not needs_mask:
+        return None
+    places = place_of_first[:1] if (place_of_first == place_of_first[0]).all() else place_of_first
+    place = places[:, None, None] + np.arange(queries)[:, None]
+    visible = np.arange(keys) <= place
+    if window is not None:
+        visible &= np.arange(keys) > place - window
+    return visible[:, None]
 
 
 def _padded(parts: list[np.ndarray], value: int) -> np.ndarray:

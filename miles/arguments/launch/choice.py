@@ -8,7 +8,7 @@ from typing import Any
 
 from miles.arguments.launch.abilities import first_with
 from miles.arguments.launch.joined_cluster import JoinedCluster
-from miles.arguments.model import local_config
+from miles.arguments.model import readable_config
 from miles.arguments.settings import Settings
 from miles.components import ENGINES, TRAIN_BACKENDS
 from miles.flags import count
@@ -55,10 +55,7 @@ def trained_without_megatron(settings: Settings) -> str | None:
 
     None for a model that is not in a local folder, and for one whose configuration is broken: both are judged later.
     """
-    try:
-        config = local_config(settings.model, "hf_checkpoint")
-    except ValueError:
-        return None
+    config = readable_config(settings.model)
     if config is None or config.get("model_type") in CONVERTED:
         return None
     if config.get("model_type") in BRIDGED and settings.megatron.megatron_to_hf_mode == "bridge":
@@ -73,7 +70,7 @@ def choose_device(given: str, has_gpu: bool, joined: JoinedCluster | None) -> Ch
     Args:
         given: The value of ``--device``.
         has_gpu: Whether this host has a GPU.
-        joined: What the cluster says; None if the run joins none, or the rest decides.
+        joined: The GPUs of the Ray cluster that the run joins, or why they are not known; None if it was not asked.
     """
     if given != "auto":
         return Choice(given, f"--device {given}")

@@ -11,7 +11,7 @@ from typing import Any
 from miles.arguments.launch.abilities import reads_megatron_flags
 from miles.arguments.launch.foreign import by_flag, noted, refused
 from miles.arguments.launch.notes import MEMORY, NO_EFFECT, REPORTING, SAME, SPEED
-from miles.arguments.model import local_config
+from miles.arguments.model import readable_config
 from miles.arguments.settings import Settings
 
 _OPTIMIZER = "the optimizer is torch's AdamW with fp32 state, pinned if it is in host memory"
@@ -115,11 +115,8 @@ def _trains_any_layer(settings: Settings, given: Mapping[str, Any]) -> bool:
 
 
 def _has_llama3_rope(settings: Settings, given: Mapping[str, Any]) -> bool:
-    """Return whether the rotary embedding of the model is scaled as Llama 3.1's; of a name on a hub, whether it may."""
-    try:
-        config = local_config(settings.model, "hf_checkpoint")
-    except ValueError:
-        return True  # the validator reports it
+    """Return whether the rotary embedding of the model is scaled as Llama 3.1's, or may be: its config is not here."""
+    config = readable_config(settings.model)
     if config is None:
         return True
     rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}

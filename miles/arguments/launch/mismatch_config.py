@@ -24,7 +24,7 @@ _MODES = {"truncate": "truncate", "clip": "truncate", "mask": "icepop"}  # their
 def read_mismatch_config(
     words: Sequence[str], values: Mapping[str, Any], errors: Errors
 ) -> tuple[list[str], dict[str, Any], list[Note]]:
-    """Replace their function and its settings by flags, if the command has both, or the file the settings.
+    """Replace their function and its settings by flags, if the command names it and it or the file has the settings.
 
     Args:
         words: The words of the command.
@@ -42,9 +42,9 @@ def read_mismatch_config(
     if not is_theirs or missing_function("custom_tis_function_path", path) is None:
         return list(words), dict(values), []
     in_words = _in_words(words)
-    values = in_words | dict(values)  # the file takes precedence there
-    if not values.keys() & {*_OF_WEIGHTS}:
+    if not (in_words.keys() | values.keys()) & {*_OF_WEIGHTS}:
         return list(words), dict(values), []
+    values = in_words | dict(values)  # the file takes precedence there
     words = without_flags(words, {flag_name(name) for name in in_words})
     switches = {flag for flag, _ in group_words(words)}
 

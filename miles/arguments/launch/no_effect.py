@@ -15,7 +15,7 @@ from miles.arguments.evaluation import OF_SETS
 from miles.arguments.launch.abilities import has_servers, reads_megatron_flags
 from miles.arguments.launch.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, REPORTING, SAME, Note, note_on
 from miles.arguments.launch.values import environment_strings, set_name
-from miles.arguments.model import local_config
+from miles.arguments.model import readable_config
 from miles.arguments.rollout import names_iteration
 from miles.arguments.rules.debug_modes import NOTHING_IS_GENERATED, NOTHING_IS_TRAINED, OF_GENERATION, OF_TRAINING
 from miles.arguments.settings import Settings
@@ -76,13 +76,10 @@ def _stops_early(s: Settings) -> bool:
 
 
 def _needs_whole_sequences(s: Settings) -> bool:
-    """Return whether FSDP's layers of this model need whole sequences, as far as a local config tells."""
+    """Return whether FSDP's layers of this model need whole sequences; false if its config is not here."""
     if reads_megatron_flags(s) or s.parallel.context_parallel_size == 1:
         return False
-    try:
-        config = local_config(s.model, "hf_checkpoint")
-    except ValueError:
-        return False  # the validator reports it
+    config = readable_config(s.model)
     return config is not None and why_not_shared(config) is not None
 
 

@@ -20,7 +20,7 @@ from miles.arguments.launch.notes import NO_EFFECT, READ_AS, Note, note_on, writ
 from miles.arguments.launch.paths import HOOKS, is_fully_async, missing_function, our_function
 from miles.arguments.launch.server import normalize_server_flags
 from miles.arguments.megatron.rules import lacks_bridge
-from miles.arguments.model import local_config
+from miles.arguments.model import readable_config
 from miles.arguments.settings import Settings
 from miles.flags import Errors
 from miles.model_families.registry import CONVERTED
@@ -148,10 +148,7 @@ def _normalize_converter(settings: Settings) -> tuple[Settings, list[Note]]:
     mode = settings.megatron.megatron_to_hf_mode
     if mode != "bridge" or not reads_megatron_flags(settings) or settings.model.hf_checkpoint is None:
         return settings, []
-    try:
-        config = local_config(settings.model, "hf_checkpoint")
-    except ValueError:
-        return settings, []  # the validator reports it
+    config = readable_config(settings.model)
     if config is None or config.get("model_type") not in CONVERTED:
         return settings, []
     if not settings.lora.trains_adapter and not lacks_bridge():

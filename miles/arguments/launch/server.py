@@ -73,14 +73,15 @@ def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
     notes += found
     server = list[Group]()
     for group in group_words(flags.server):
-        normalized, note = _normalize(group, settings.sglang.rollout_num_gpus_per_engine, known_server_flags)
-        instead = _in_todays_words(group, settings)
-        if instead is not None:
-            flag, values = instead
-            is_said = has_flag(flags.server, flag)
-            read_as = _note(READ_AS, group, _written(instead, SERVER))
-            note = _note(NO_EFFECT, group, f"--sglang-{flag[2:]} says it") if is_said else read_as
-            normalized = None if is_said else (flag, values)
+        instead = _replacement(group, settings)
+        normalized: Group | None
+        note: Note | None
+        if instead is None:
+            normalized, note = _normalize(group, settings.sglang.rollout_num_gpus_per_engine, known_server_flags)
+        elif has_flag(flags.server, instead[0]):
+            normalized, note = None, _note(NO_EFFECT, group, f"--sglang-{instead[0][2:]} says it")
+        else:
+            normalized, note = instead, _note(READ_AS, group, _written(instead, SERVER))
         server += [normalized] if normalized is not None else []
         notes += [note] if note is not None else []
     router, router_notes = _normalize_router(group_words(flags.router), settings)
@@ -134,13 +135,13 @@ def _normalize_router(groups: list[Group], settings: Settings) -> tuple[list[Gro
     return unknown, [Note(NO_EFFECT, _written(group, ROUTER), "one engine needs no router") for group in idle]
 
 
-def _in_todays_words(group: Group, settings: Settings) -> Group | None:
-    """Return the flag and the value that have the effect of an earlier release's switch; None for other flags."""
+def _replacement(group: Group, settings: Settings) -> Group | None:
+    """Return the flag and the value that have the effect of a switch of earlier versions; None for other flags."""
     flag, known = group[0], known_server_flags()
     if flag not in REPLACED or flag in known or REPLACED[flag] not in known:
         return None
-    sizes = {"--enable-ep-moe": str(settings.sglang.rollout_num_gpus_per_engine), "--enable-deepep-moe": "deepep"}
-    return REPLACED[flag], (sizes[flag],)
+    values = {"--enable-ep-moe": str(settings.sglang.rollout_num_gpus_per_engine), "--enable-deepep-moe": "deepep"}
+    return REPLACED[flag], (values[flag],)
 
 
 def _normalize(

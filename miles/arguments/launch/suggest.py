@@ -25,7 +25,7 @@ def suggestion(flag: str, known: Iterable[str]) -> str:
 
 
 def near_choice(value: str, choices: Iterable[str]) -> str | None:
-    """Return the choice that ``value``, which is none, was meant to be: one of which it is a part, or a misspelt one.
+    """Return the choice that a wrong ``value`` was meant to be: the one that it is a part of, or spelled almost like.
 
     >>> near_choice("sft", ["policy_loss", "sft_loss"])
     'sft_loss'
@@ -39,7 +39,7 @@ def near_choice(value: str, choices: Iterable[str]) -> str | None:
 def _with_a_typing_error(flag: str, candidates: Sequence[str]) -> list[str]:
     """Return the flag that is spelled almost like ``flag``, unless the words that differ are words of other flags.
 
-    A word that other flags have is no typing error: ``--tis-lower-bound`` is not a misspelt ``--rs-lower-bound``.
+    A word that other flags have is no typing error: ``--tis-lower-bound`` is not a misspelled ``--rs-lower-bound``.
     """
     vocabulary = {word for name in candidates for word in _words(name)}
 

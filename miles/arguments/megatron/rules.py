@@ -13,7 +13,7 @@ from miles.arguments.megatron.adapter import check_adapter_flags, check_adapter_
 from miles.arguments.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.arguments.megatron.overrides import Overrides, check_overrides
 from miles.arguments.megatron.settings import MegatronArguments
-from miles.arguments.model import ModelArguments, local_config, reading_config
+from miles.arguments.model import ModelArguments, local_config, readable_config, reading_config
 from miles.arguments.settings import Settings
 from miles.components import TRAIN_BACKENDS, names_with, train_backend_spec
 from miles.flags import Errors, collect_errors, count, flag_name, refuse
@@ -335,11 +335,8 @@ def _check_heads(sizes: MegatronArguments, config: dict[str, Any], errors: Error
 
 
 def _may_be_bridged(model: ModelArguments) -> bool:
-    """Return whether Megatron-Bridge may train this model; another is refused for itself, with or without it."""
-    try:
-        config = local_config(model, "hf_checkpoint")
-    except ValueError:
-        return True
+    """Return whether Megatron-Bridge may train this model. Another model is refused, with no word on the bridge."""
+    config = readable_config(model)
     return config is None or config.get("model_type") in FAMILIES
 
 

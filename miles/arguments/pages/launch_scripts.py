@@ -278,7 +278,7 @@ def _megatron_row(field: MegatronField) -> tuple[str, str, str]:
 
 
 def _sglang() -> Iterator[str]:
-    owned = ((flag, "refused", f"{why} drop it") for flag, why in OWNED_BY_LAUNCHER.items())
+    owned = ((flag, "refused", f"{why}; drop it") for flag, why in OWNED_BY_LAUNCHER.items())
     keyless = ((flag, "refused", "SGLang checks no keys under it, and would answer everybody") for flag in WITHOUT_KEYS)
     parallel = (
         (flag, "noted or refused", f"1 is passed on; for more give {use}")

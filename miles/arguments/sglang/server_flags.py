@@ -21,15 +21,15 @@ SERVER, ROUTER = "--sglang-", "--router-"
 SERVER_KEY, ADMIN_KEY = "--api-key", "--admin-api-key"  # SGLang's flags; the router calls its own key --api-key too
 ROUTER_ALIAS = "--sglang-router-"
 
-# The launcher sets these; the values say to what, or name the flag that the user gives instead.
+# Flags that the launcher sets, and to what or why.
 OWNED_BY_LAUNCHER = {
-    "--model-path": "the launcher sets it; give --hf-checkpoint, and",
-    "--model": "the launcher sets it; give --hf-checkpoint, and",
-    "--host": "the launcher sets it: engines listen on the hosts they run on;",
-    "--port": "the launcher sets it: a free port is taken;",
-    "--worker-urls": "the launcher sets it: the engines of the run are registered;",
-    "--skip-tokenizer-init": "the launcher sets it: engines see token ids only;",
-    "--weight-version": "the launcher sets it: it counts the versions;",
+    "--model-path": "the launcher sets it to --hf-checkpoint",
+    "--model": "the launcher sets it to --hf-checkpoint",
+    "--host": "the launcher sets it: engines listen on the hosts they run on",
+    "--port": "the launcher sets it to a free port",
+    "--worker-urls": "the launcher sets it to the engines of the run",
+    "--skip-tokenizer-init": "the launcher sets it: engines see token ids only",
+    "--weight-version": "the launcher sets it: it counts the versions",
 }
 TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")
 # Switches of earlier versions, and the flag that has their effect.
@@ -147,7 +147,7 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _owner_error(prefix: str, flag: str, value: str, engine_size: int) -> str | None:
     written = prefix + flag.removeprefix("--")
     if flag in OWNED_BY_LAUNCHER:
-        return f"{written}: {OWNED_BY_LAUNCHER[flag]} drop {written}"
+        return f"{written}: {OWNED_BY_LAUNCHER[flag]}; drop {written}"
     if prefix == SERVER and flag in TENSOR_PARALLEL and value != str(engine_size):
         return (
             f"{written} {value}: contradicts --rollout-num-gpus-per-engine {engine_size}, which is the engine's "

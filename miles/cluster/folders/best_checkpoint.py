@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from miles.arguments.checkpoint import read_best
+from miles.arguments.checkpoint import checkpoint_name, read_best
 from miles.arguments.settings import Settings
 from miles.metrics import Metric
 from miles.training.checkpoint_files import DamagedFile, read_json_object, sync, write_through
@@ -46,7 +46,7 @@ class BestCheckpoint:
     @property
     def name(self) -> str:
         """The name of its folder."""
-        return f"iter_{self.iterations:07d}"
+        return checkpoint_name(self.iterations)
 
     def is_by_metric_of(self, other: BestCheckpoint) -> bool:
         """Return whether both are the best by the same metric, so that their values can be compared."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from miles.engine.embedded.layer_states import LayerStates
 
 NAME = "miles_slots"  # of the attention implementation, in transformers
-MASKED_QUERIES = 1024  # of a prompt, attended at a time where the kernel needs a mask
+MASKED_QUERIES = 1024  # of a prompt that attend at a time, if the kernel needs a mask
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class Layer:
     sinks: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its attention is plain and causal."""
+        return self.window is None and self.sinks is None and self.chosen is None
+
 
 class KVCache:
     """Hold keys and values in two buffers per layer, ``[rows, kv_heads, width, head_dim]``.
@@ -52,7 +57,8 @@ class KVCache:
     def __init__(self, states: LayerStates | None = None) -> None:
         """``states`` are what some layers keep beside keys and values, of the same rows."""
         self.states = states
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # an indexer has that of ``_of_indexer``
+        # By the number of a layer. ``_of_indexer`` gives that of a layer's indexer, which has no values.
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._rows = 0
         self._width = 0
         self._longest = 0
@@ -175,6 +181,7 @@ class PrefillStep:
             key, value = _after(self.prefix.keys[layer.number], key), _after(self.prefix.values[layer.number], value)
         self.cache.write_prompts(layer.number, key, value, self.first_row)
         if self.prefix is not None:
+            assert layer.is_plain, "a model with such layers runs no prefix"
             new, known = query.shape[2], key.shape[2] - query.shape[2]
             visible = torch.ones(new, known + new, dtype=torch.bool, device=query.device).tril(known)
             return _attend(query, key, value, layer.scale, visible)
@@ -225,7 +232,7 @@ class DecodeStep:
         grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
         if layer.sinks is None:
             out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=layer.scale)
-        else:
+        else:  # not with_sink, which would copy the whole cache
             assert layer.scale is not None
             scores = (grouped @ keys.transpose(-1, -2)).float() * layer.scale + mask
             sinks = layer.sinks.float().view(1, key.shape[1], -1, 1).expand(*scores.shape[:3], 1)
@@ -328,7 +335,7 @@ def slot_attention(
         [B, T, heads, D], and None for the attention weights.
 
     Raises:
-        ValueError: For a layer whose attention has something else: it would silently be computed wrongly.
+        ValueError: For a layer whose attention has more than these, which would silently be left out.
     """
     features = {"soft-capped logits": softcap, "position bias": position_bias}
     present = [name for name, value_ in features.items() if value_ is not None]

@@ -1,8 +1,8 @@
 """Run the decoder layers of Llama, Qwen2 and Qwen3 on a CPU with few operations and little Python.
 
 oneDNN's products apply SiLU, multiply gate and up, and add the residual before they round, so that these take no pass
-of their own. The weights of the layers are kept in oneDNN's layout, which a product would otherwise make again each
-time; it replaces the model's. Other models run through transformers. docs/performance.md has the figures.
+of their own. The weights of the layers are kept in oneDNN's layout, which every product would otherwise make again;
+this copy replaces the model's. Other models run through transformers. docs/performance.md has the figures.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class FusedLayers:
     """Compute what the body of a model of ``_PLAIN_LAYERS`` computes: hidden states after the last norm."""
 
     def __init__(self, model: Any) -> None:
-        """Take the weights out of ``model``, which must pass ``can_fuse``; it keeps their shapes."""
+        """Take the weights out of ``model``, which must pass ``can_fuse``; its parameters keep their shapes."""
         self._body = model.model
         self._layers = [_Layer(layer) for layer in model.model.layers]
         self._norm = _Norm(model.model.norm)
-        packed = {id(p.emptied): p for layer in self._layers for p in layer.products}
-        named = model.named_parameters()
+        products = {id(product.emptied): product for layer in self._layers for product in layer.products}
+        # What loads a weight, by the name of the parameter that it was taken from.
         self.load: dict[str, Callable[[torch.Tensor], None]] = {
-            n: packed[id(w)].load for n, w in named if id(w) in packed
+            name: products[id(weight)].load for name, weight in model.named_parameters() if id(weight) in products
         }
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
@@ -104,7 +104,7 @@ class _Layer:
 
 
 class _Product:
-    """A linear layer with what follows it. Products and what follows are rounded once."""
+    """A linear layer and the operation that follows it, whose result is rounded once."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         self.emptied = linear.weight

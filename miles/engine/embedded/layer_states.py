@@ -1,7 +1,7 @@
 """What layers keep of the running sequences beside keys and values: recurrent states, and the keys of an indexer.
 
-Transformers' layers ask their cache for both, so this is one of its caches. Keys and values themselves go where those
-of every model go (attention.py), so ``update`` gives them back as they are.
+Transformers' layers ask their cache for both, so this is one of its caches. Keys and values, and an indexer's keys, are
+stored in ``KVCache`` as for every model (attention.py); ``update`` therefore returns what it is given.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _bounded(
 
 
 class LayerStates(DynamicCache):
-    """The states of rows 0 .. n - 1, each of which the next decoding step reads and replaces.
+    """The states of rows 0 .. n - 1. A decoding step reads and replaces them.
 
     A prefill has a cache of its own, whose states ``admit`` then appends. If a layer is recurrent, prompts of one
     prefill must be of equal length: its state after a prompt must not have seen padding.
@@ -77,15 +77,8 @@ class LayerStates(DynamicCache):
             if not isinstance(theirs, LinearAttentionCacheLayerMixin):
                 continue
             if first_row:
-                assert isinstance(mine, LinearAttentionCacheLayerMixin)
-                both: list[tuple[dict[int, Any], dict[int, Any]]] = [
-                    (mine.conv_states, theirs.conv_states),
-                    (mine.recurrent_states, theirs.recurrent_states),
-                ]
-                for old, new in both:
-                    for number, state in new.items():
-                        if state is not None:
-                            new[number] = torch.cat([old[number][:first_row], state])
+                for (old, number), (new, _) in zip(_states_of(mine), _states_of(theirs), strict=True):
+                    new[number] = torch.cat([old[number][:first_row], new[number]])
             self.layers[layer] = theirs
 
     def copy_rows(self, sources: torch.Tensor, first_row: int) -> None:
@@ -95,21 +88,23 @@ class LayerStates(DynamicCache):
 
     def keep_rows(self, rows: int) -> None:
         """Drop the states of all rows but the first ``rows``."""
-        for states, number in self._states():
-            states[number] = states[number][:rows]
+        for layer in self.layers:
+            for states, number in _states_of(layer):
+                states[number] = states[number][:rows]
 
     def move(self, source: int, target: int) -> None:
         """Copy the states of row ``source`` over those of row ``target``."""
-        for states, number in self._states():
-            states[number][target] = states[number][source]
+        for layer in self.layers:
+            for states, number in _states_of(layer):
+                states[number][target] = states[number][source]
 
     def clear(self) -> None:
         """Free the memory."""
         self.layers = self.fresh().layers
 
-    def _states(self) -> Iterator[tuple[dict[int, Any], int]]:
-        """Yield each state of each layer, as where it is kept and its number there. A layer may lack some."""
-        for layer in self.layers:
-            if isinstance(layer, LinearAttentionCacheLayerMixin):
-                for states in (layer.conv_states, layer.recurrent_states):
-                    yield from ((states, number) for number, state in states.items() if state is not None)
+
+def _states_of(layer: object) -> Iterator[tuple[dict[int, Any], int]]:
+    """Yield each state of a layer, as the dictionary that holds it and its number there; none if it has no states."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for states in (layer.conv_states, layer.recurrent_states):
+            yield from ((states, number) for number, state in states.items() if state is not None)

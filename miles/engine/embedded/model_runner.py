@@ -22,15 +22,17 @@ from miles.objective.token_log_probs import head_logits
 from miles.replay.routers import Routers
 from miles.weights import WeightChunk
 
-# Tokens. A pass reads all weights, which takes a CPU as long as the arithmetic of about 25 tokens.
-WORTH_A_PASS = 64
+# Tokens that a further pass must save. It reads all weights, which takes a CPU as long as computing about 25 tokens.
+SAVED_BY_PREFIX = 64
+# Kinds of layers, in a configuration's ``layer_types``.
+_WITHOUT_ATTENTION = ("linear_attention", "mlp", "moe")
 
 
 class ModelRunner:
     """Run a decoder-only transformers model, and keep what its layers need of the tokens of each row.
 
-    Plain attention is the fastest. Sliding windows read the whole row and hide what is outside, attention that chooses
-    its keys scores all of them, and recurrent layers prefill prompts of one length at a time.
+    Plain attention is the fastest. A layer with a sliding window reads the whole row and hides what is outside,
+    attention that chooses its keys scores all of them, and recurrent layers prefill prompts of one length at a time.
     """
 
     def __init__(self, model_path: str, dtype: torch.dtype, device: str, fp32_head: bool = False) -> None:
@@ -83,7 +85,7 @@ class ModelRunner:
     def prefill(self, prompts: Sequence[Sequence[int]], first_row: int) -> torch.Tensor:
         """Run P whole prompts, and store them in row ``first_row`` and those after it.
 
-        What all of them start with, such as a system prompt, is run once if that saves ``WORTH_A_PASS`` tokens.
+        What all of them start with, such as a system prompt, is run once if that saves ``SAVED_BY_PREFIX`` tokens.
 
         Returns:
             The logits that follow each prompt, [P, vocab].
@@ -95,11 +97,8 @@ class ModelRunner:
             row[: len(prompt)] = torch.tensor(prompt)
         ids, positions = ids.to(self.device), torch.arange(width, device=self.device)
         self.cache.reserve(first_row + len(prompts), width)
-        prefix = None
-        shared = 0 if self._fused is None else _shared_start(prompts)
-        if shared * (len(prompts) - 1) < WORTH_A_PASS:
-            shared = 0
-        else:
+        prefix, shared = None, self._shared_start(prompts)
+        if shared:
             prefix = PrefixStep()
             self._last_positions = torch.tensor([shared - 1], device=self.device)
             self._forward(ids[:1, :shared], positions[None, :shared], prefix)
@@ -113,6 +112,14 @@ class ModelRunner:
             assert len(set(map(len, prompts))) == 1, "padding would enter the states"
             self.cache.states.admit(states, first_row)
         return logits
+
+    def _shared_start(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Return how many tokens at the start of all prompts to run once; 0 if it saves too little.
+
+        Only fused layers do: they have plain attention, which is all that steps with a prefix compute.
+        """
+        shared = 0 if self._fused is None else common_start(prompts)
+        return shared if shared * (len(prompts) - 1) >= SAVED_BY_PREFIX else 0
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], positions: Sequence[int], width: int) -> torch.Tensor:
@@ -212,15 +219,12 @@ class ModelRunner:
         self.cache.clear()
 
 
-def _shared_start(prompts: Sequence[Sequence[int]]) -> int:
+def common_start(prompts: Sequence[Sequence[int]]) -> int:
     """Return how many tokens all prompts start with, at most all but the last of the shortest."""
     in_order = sorted(map(tuple, prompts))
     first, last = in_order[0], in_order[-1]  # every other prompt is between them, so it starts as they do
     longest = min(len(p) for p in prompts) - 1
     return next((i for i in range(longest) if first[i] != last[i]), longest)
-
-
-_WITHOUT_ATTENTION = ("linear_attention", "mlp", "moe")
 
 
 def _check_layers(config: PreTrainedConfig, model_path: str) -> None:

@@ -11,7 +11,7 @@ from miles.objective.registry import Term
 
 @dataclass(frozen=True)
 class GpgFlags:
-    """gpg: what the advantages are scaled by."""
+    """gpg: how the advantages are scaled."""
 
     gpg_scale: Literal["groups", "rewards"] = flag(
         "groups",

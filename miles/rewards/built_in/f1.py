@@ -50,7 +50,7 @@ def f1(answer: str, label: str) -> float:
 def words(text: str) -> list[str]:
     """Return the words that SQuAD compares; all of a text that has articles or punctuation alone.
 
-    Without that, an empty answer would be right where the label is "A" or "%".
+    If such a text had no words, an empty answer to the label "A" or "%" would be right.
 
     >>> words("The Eiffel Tower."), words("A"), words("")
     (['eiffel', 'tower'], ['a'], [])

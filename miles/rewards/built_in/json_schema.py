@@ -110,7 +110,7 @@ def is_accepted(schema: str, answer: str) -> tuple[bool, str | None]:
         return False, one_line(f"it refers to {error.ref}, which is not in it", 200)
     except RecursionError:
         return False, "it refers to itself without end"
-    except OverflowError:  # the answer has a number that no float holds, where the schema divides
+    except OverflowError:  # the schema divides a number of the answer that no float holds
         return False, None
 
 

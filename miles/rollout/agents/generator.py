@@ -12,13 +12,10 @@ from dataclasses import replace
 
 from miles.arguments.settings import Settings
 from miles.input_error import InputError
-from miles.rollout.agents.environments import EnvironmentGenerator
 from miles.rollout.agents.program import ProgramEnd, environment_of, row_of, run_program
 from miles.rollout.agents.server import MODEL, SessionServer
 from miles.rollout.agents.session import Session
 from miles.rollout.agents.session_generator import SessionGenerator
-from miles.rollout.chosen_generator import get_group_generator
-from miles.rollout.groups import GroupGenerator
 from miles.rollout.trajectory import Trajectory
 from miles.sample import Sample, SampleStatus
 
@@ -114,27 +111,3 @@ class AgentGenerator(SessionGenerator):
         if end.status == 0 and not session.has_answered:
             return f"made no call that was answered; {errors}"
         return end.fault
-
-
-@asynccontextmanager
-async def group_generator(settings: Settings) -> AsyncIterator[GroupGenerator]:
-    """Give a block what generates groups: programs, environments, a user's function, or the engine alone.
-
-    Raises:
-        ValueError: The program, the environment or the function is not there.
-    """
-    maker = session_generator(settings)
-    if maker is None:
-        yield get_group_generator(settings.rollout)
-        return
-    try:
-        yield maker
-    finally:
-        await maker.close()
-
-
-def session_generator(settings: Settings) -> SessionGenerator | None:
-    """Return what makes trajectories by recorded calls: programs or environments; None for neither."""
-    if settings.rollout.agent_command is not None:
-        return AgentGenerator(settings)
-    return None if settings.rollout.environment is None else EnvironmentGenerator(settings)

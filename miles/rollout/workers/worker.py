@@ -18,9 +18,7 @@ from miles.profiling.recorder import Recorder
 from miles.profiling.spans import span
 from miles.rewards.registry import get_reward_function
 from miles.rewards.user_code import MAX_THREADS, limit_calls
-from miles.rollout.agents.generator import session_generator
-from miles.rollout.agents.session_generator import SessionGenerator
-from miles.rollout.chosen_generator import get_group_generator
+from miles.rollout.chosen_generator import get_group_generator, session_generator
 from miles.rollout.filters import load_group_filter
 from miles.rollout.groups import GroupTools, produce_group
 from miles.rollout.interruptible_engine import InterruptibleEngine
@@ -137,7 +135,7 @@ class GenerationWorker:
             programs = replace(rollout, agent_concurrency=plan.share(rollout.agent_concurrency))
             settings = replace(settings, rollout=programs)
         self._name = plan.name
-        self._agents: SessionGenerator | None = session_generator(settings)
+        self._agents = session_generator(settings)
         self._teacher = connect_teacher(settings.loss, plan.share)
         self._sender = plan.sender_config.open(plan.share(plan.sender_config.requests), self._check_servers)
         engine: Any = OnlyGenerates(self._sender)

@@ -136,7 +136,7 @@ class RehearsedMegatron(MegatronBackend):
     def traced_micro_batches(self, micro_batches: int) -> int:
         """Return two: between their forward passes shows what a micro-batch keeps.
 
-        An interleaved pipeline runs as many as its first stage has begun at its peak, in whole groups of one per stage.
+        An interleaved pipeline runs those that its first stage has started at its peak, in groups of one per stage.
         """
         if not self._is_interleaved:
             return min(micro_batches, 2)

@@ -1,4 +1,4 @@
-"""Standard output that cannot be written is told from other errors, and ends a command with one sentence."""
+"""An error of standard output is recognized among others, and ends a command with one sentence."""
 
 import errno
 import subprocess

@@ -116,7 +116,7 @@ def test_a_rank_of_an_interleaved_pipeline_holds_its_parts_of_the_model(tmp_path
         sizes = replace(given.megatron, num_layers_per_virtual_pipeline_stage=each)
         found = rehearse_settings(validate(replace(given, megatron=sizes)).settings)
         held.append([rank.trace.weight_bytes for rank in found.ranks])
-    assert held[0] == held[1], "as many layers on each stage, and the embedding and the head where they were"
+    assert held[0] == held[1], "as many layers on each stage, and the embedding and the head on the same ones"
     assert (found.chunks, found.bubble) == (2, 2 / (found.worst.trace.micro_batches * 2 + 2))
     assert "part 2 of 2" in as_page(found, [], 1.0)
 

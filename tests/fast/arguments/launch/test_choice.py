@@ -203,7 +203,7 @@ def test_a_flag_decides_then_this_host_then_the_cluster(given, has_gpu, gpus, de
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """Stand in for the cluster at ``HEAD``; list when it was asked."""
+    """Answer for the cluster at ``HEAD``, and list its calls."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     asked = []
 

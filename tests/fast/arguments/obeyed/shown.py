@@ -1,8 +1,8 @@
-"""Which test shows that a flag changes a run: below each file its tests, and the fields whose effect each shows.
+"""Which test shows that a flag changes a run: each file with its tests, and the fields whose effect each test shows.
 
-In each the code that reads the field behaves otherwise: a loss, a request, a file, a process. ``*`` is a file whose
-functions do so together, such as the checks that ranks run. ``test_every_obeyed_flag.py`` wants each flag here or in
-``test_components.py``.
+With another value of the field, the code that reads it makes another loss, request, file or process. ``*`` is a file
+whose functions show that together, such as the checks that ranks run. ``test_every_obeyed_flag.py`` wants each flag
+here or in ``test_components.py``.
 """
 
 TABLE = """

@@ -1,4 +1,4 @@
-"""Flags that no other test sets: what the component that reads each does with and without it, from a whole command."""
+"""Flags that no other test sets: for each, what the component that reads it does with and without it."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def reward_process(settings: Settings) -> Any:
 
 
 def recorder(settings: Settings) -> Any:
-    """What the rollout process tells its recorder of samples."""
+    """What the rollout process gives to its recorder of samples."""
     given = MagicMock()
 
     async def build(*ignored: Any) -> Any:
@@ -254,16 +254,16 @@ def table_rows(settings: Settings) -> Any:
 
 
 def service(name: str, sink: Any) -> Callable[[Settings], Any]:
-    """What a tracking service is told when a run starts."""
+    """What a tracking service receives when a run starts."""
 
-    def told(settings: Settings) -> Any:
+    def received(settings: Settings) -> Any:
         client = MagicMock()
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(sys.modules, name, client)
             sink(settings.tracking, HEADER)
         return [call for call in map(str, client.mock_calls) if ".init" in call or "experiment" in call]
 
-    return told
+    return received
 
 
 ADAM = "--lr 0.1 --lr-decay-style constant --clip-grad 0"

@@ -13,7 +13,7 @@ from miles.objective.settings import LossArguments
 GROUPS = st.lists(st.lists(st.sampled_from([-1.0, 0.0, 0.3, 1.0, 7.0]), min_size=1, max_size=6), min_size=1, max_size=4)
 
 
-def centred(group):
+def centered(group):
     return [reward - math.fsum(group) / len(group) for reward in group]
 
 
@@ -21,15 +21,15 @@ def in_deviations(group):
     """(r_i - mean(r)) / (std(r) + 1e-6), with the unbiased deviation that the authors' framework has."""
     if len(group) == 1:
         return [0.0]
-    deviation = math.sqrt(math.fsum(x * x for x in centred(group)) / (len(group) - 1))
-    return [x / (deviation + 1e-6) for x in centred(group)]
+    deviation = math.sqrt(math.fsum(x * x for x in centered(group)) / (len(group) - 1))
+    return [x / (deviation + 1e-6) for x in centered(group)]
 
 
 @pytest.mark.parametrize(
     ("flags", "formula"),
     [
         ({}, in_deviations),
-        ({"disable_grpo_std_normalization": True}, centred),
+        ({"disable_grpo_std_normalization": True}, centered),
         ({"disable_rewards_normalization": True}, list),
     ],
     ids=["grpo", "Dr.GRPO", "rewards as they are"],

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from miles.engine.embedded.model_runner import ModelRunner
 
-# The families that docs/checkpoints.md names, each once where several share their layers.
+# The families of docs/models.md; of several with the same layers, one.
 FAMILIES = (
     "deepseek_v3",
     "deepseek_v32",
