@@ -83,8 +83,9 @@ class LayerStates(DynamicCache):
 
     def copy_rows(self, sources: torch.Tensor, first_row: int) -> None:
         """Give row ``first_row`` and those after it the states of rows ``sources``."""
-        for states, number in self._states():
-            states[number] = torch.cat([states[number][:first_row], states[number][sources]])
+        for layer in self.layers:
+            for states, number in _states_of(layer):
+                states[number] = torch.cat([states[number][:first_row], states[number][sources]])
 
     def keep_rows(self, rows: int) -> None:
         """Drop the states of all rows but the first ``rows``."""
