@@ -139,9 +139,17 @@ def _as_exception(error: BaseException) -> Exception:
     return wrapped
 
 
-@cache
 def _reward_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop on which the coroutines of reward functions run, in a daemon thread."""
+    with _making_loop:  # two first calls at the same time would make two: a client of a server belongs to one
+        return _only_loop()
+
+
+_making_loop = threading.Lock()
+
+
+@cache
+def _only_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="reward-loop", daemon=True).start()
     return loop

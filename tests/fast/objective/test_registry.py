@@ -93,6 +93,9 @@ def test_every_pair_has_a_formula(estimator, policy_loss):
     assert terms and all((ROOT / term.source).is_file() for term in terms)
 
 
+NAMES_IN_VERL = Path("arguments", "pages", "objectives.py")  # a page with a table of them
+
+
 def literals(path: Path) -> set[str]:
     """The strings that a module's code compares with or looks up by; docstrings and messages are sentences."""
     tree = ast.parse(path.read_text())
@@ -106,7 +109,7 @@ def test_no_other_file_branches_on_a_name():
     for path in sorted((ROOT / "miles").rglob("*.py")):
         folder = path.parent.name
         inside = path.relative_to(ROOT / "miles")
-        if inside.parts[0] == "translate":  # it names what other trainers call otherwise
+        if inside.parts[0] == "translate" or inside == NAMES_IN_VERL:  # they name what other trainers call otherwise
             continue
         if folder in ("estimators", "policy_losses") or (folder == "objective" and path.name in allowed):
             continue

@@ -1,11 +1,13 @@
 """A reward function cannot stop or hang its caller, whatever it does."""
 
 import asyncio
+import contextlib
 import threading
 import time
 
 import pytest
 
+from miles.rewards import user_code
 from miles.rewards.scoring import RewardError, score
 from miles.rewards.user_code import UserCodeError, UserCodeTimeout, call_user_code
 
@@ -104,3 +106,24 @@ def test_threads_are_used_again_but_not_one_whose_call_hangs():
     held, beside = asyncio.run(threads())
     assert held not in beside
     assert len(set(beside)) < 25, "a call may begin before the thread of the one before is free"
+
+
+def test_first_calls_at_the_same_time_share_their_event_loop(monkeypatch):
+    """A client of a server belongs to one loop. Making it waits for a second call that makes another, here in vain."""
+    both, made = threading.Barrier(2), asyncio.new_event_loop
+    user_code._only_loop.cache_clear()
+
+    def slow():
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.5)
+        return made()
+
+    async def loop_of():
+        return asyncio.get_running_loop()
+
+    async def two():
+        monkeypatch.setattr(asyncio, "new_event_loop", slow)
+        return await asyncio.gather(*(call_user_code(loop_of, seconds=5.0) for _ in range(2)))
+
+    first, second = asyncio.run(two())
+    assert first is second

@@ -29,11 +29,14 @@ def test_every_reproduction_is_described() -> None:
 
 @pytest.fixture(scope="module")
 def with_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the examples, and with the prompts of the task in the folder that the sweeps read."""
+    """Return a folder with the examples, and with what the sweeps read: the prompts of the task, and a model."""
     folder = tmp_path_factory.mktemp("reproduce")
     (folder / "examples").symlink_to(ROOT / "examples")
     write_tasks = runpy.run_path(str(FOLDER / "numbers" / "write.py"))["write_tasks"]
     write_tasks(folder / "outputs" / "reproduce" / "numbers", seed=1)
+    base = folder / "outputs" / "reproduce" / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": "llama"}))
     return folder
 
 

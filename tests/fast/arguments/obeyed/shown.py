@@ -55,6 +55,8 @@ rollout/test_pipeline.py
   test_rows_of_a_users_source_are_drawn_and_a_resumed_run_continues_there: rollout_shuffle
 
 # rewards
+rewards/test_text_rewards.py
+  test_exact_match_as_squad_compares: exact_match_squad
 rewards/test_scoring.py
   test_without_error_value_the_sample_is_named_and_nothing_is_set: reward_error_value
 objective/estimators/test_remax.py
@@ -115,6 +117,7 @@ rollout/test_trajectory.py
 rollout/test_thinking_limit.py
   test_only_reasoning_beyond_the_limit_is_interrupted: thinking_max_len thinking_end
   test_only_reasoning_beyond_the_limit_is_interrupted: thinking_interruption
+  test_the_limit_is_drawn_for_each_response_from_its_range_and_repeats: thinking_min_len
 rollout/agents/test_generator.py
   test_a_program_that_fails_fails_like_a_reward: agent_command
   test_a_program_that_hangs_is_killed_with_its_children: agent_timeout
@@ -225,7 +228,10 @@ batching/test_convert.py
   test_columns_are_those_of_the_samples: disable_rewards_normalization
 objective/estimators/test_optimal_token_baseline.py
   test_the_end_of_the_longest_response_is_not_trained_on_unless_asked: otb_zero_tail
+objective/estimators/test_gpg.py
+  test_the_two_scales_differ: gpg_scale
 objective/estimators/test_passk.py
+  test_best_in_units_of_the_groups_spread_is_verls: passk_best_std
   test_analytic_is_the_mean_over_the_subsets_that_contain_the_answer: pass_k
   test_what_is_right_is_a_flag: pass_correct_above
 objective/estimators/test_vapo.py
@@ -235,7 +241,7 @@ objective/policy_losses/test_cispo.py
 objective/policy_losses/test_kl_cov.py
   test_clip_cov_draws_from_its_range_what_ppo_leaves: clip_cov_fraction clip_cov_min clip_cov_max
   test_kl_cov_takes_the_largest_covariances: kl_cov_fraction
-  test_loss_and_gradient: kl_cov_coef
+  test_loss_and_gradient: kl_cov_coef kl_cov_penalty
 objective/policy_losses/test_dppo.py
   test_loss_and_gradient: dppo_kl_delta dppo_tv_delta
   test_loss_and_gradient_with_a_bounded_ratio: dppo_ratio_max
