@@ -121,6 +121,7 @@ def test_a_rank_of_an_interleaved_pipeline_holds_its_parts_of_the_model(tmp_path
     assert "part 2 of 2" in as_page(found, [], 1.0)
 
 
+@pytest.mark.slow
 def test_a_run_on_gpus_logs_foreseen_memory_beside_what_it_measures(tmp_path, capfd):
     save_models(tmp_path, weights=False)
     settings = validate(FSDP["fsdp, 2 ranks"].settings(tmp_path)).settings
