@@ -135,10 +135,13 @@ def test_a_run_on_gpus_logs_foreseen_memory_beside_what_it_measures(tmp_path, ca
     assert (logged[0], logged[1].value) == (FORESEEN, peak / 2**30)
     assert capfd.readouterr().err.count("the fullest trainer rank has allocated 1.5 GiB; --rehearse foresees 0.0") == 1
 
-    unknown = replace(settings, model=replace(settings.model, hf_checkpoint=str(tmp_path / "nothing")))
-    with ForeseenMemory(unknown) as foreseen:
+
+@pytest.mark.slow
+def test_a_rehearsal_beside_a_run_that_fails_is_noted_and_nothing_is_logged(tmp_path, capfd):
+    settings = FSDP["fsdp, 2 ranks"].settings(tmp_path / "nothing")
+    with ForeseenMemory(settings) as foreseen:
         foreseen.wait()
-        assert foreseen.beside(measured) == {}
+        assert foreseen.beside({MEASURED: Metric(1.5)}) == {}
     assert "--rehearse cannot foresee it: " in capfd.readouterr().err
 
 
