@@ -71,6 +71,8 @@ rewards/test_checked_rewards.py
   test_a_schema_comes_from_metadata_or_one_file: reward_json_schema
 rewards/test_cases.py
   test_built_in_rewards_take_their_flags_and_weights: reward_regex repetition_ngram
+rewards/test_text_rewards.py
+  test_exact_match_as_squad_compares: exact_match_squad
 rewards/test_python_code.py
   test_the_flags_bound_each_program: code_memory code_processes code_seconds
   test_the_first_failure_is_the_last_run_unless_the_share_counts: code_share
@@ -115,6 +117,7 @@ rollout/test_trajectory.py
 rollout/test_thinking_limit.py
   test_only_reasoning_beyond_the_limit_is_interrupted: thinking_max_len thinking_end
   test_only_reasoning_beyond_the_limit_is_interrupted: thinking_interruption
+  test_the_limit_is_drawn_for_each_response_from_its_range_and_repeats: thinking_min_len
 rollout/agents/test_generator.py
   test_a_program_that_fails_fails_like_a_reward: agent_command
   test_a_program_that_hangs_is_killed_with_its_children: agent_timeout
@@ -228,6 +231,9 @@ objective/estimators/test_optimal_token_baseline.py
 objective/estimators/test_passk.py
   test_analytic_is_the_mean_over_the_subsets_that_contain_the_answer: pass_k
   test_what_is_right_is_a_flag: pass_correct_above
+  test_best_in_units_of_the_groups_spread_is_verls: passk_best_std
+objective/estimators/test_gpg.py
+  test_verls_scale_counts_the_rewards_that_are_not_0: gpg_scale
 objective/estimators/test_vapo.py
   test_advantages_and_returns_have_their_own_lambda: lambd critic_lambd vapo_alpha
 objective/policy_losses/test_cispo.py
@@ -235,7 +241,7 @@ objective/policy_losses/test_cispo.py
 objective/policy_losses/test_kl_cov.py
   test_clip_cov_draws_from_its_range_what_ppo_leaves: clip_cov_fraction clip_cov_min clip_cov_max
   test_kl_cov_takes_the_largest_covariances: kl_cov_fraction
-  test_loss_and_gradient: kl_cov_coef
+  test_loss_and_gradient: kl_cov_coef kl_cov_penalty
 objective/policy_losses/test_dppo.py
   test_loss_and_gradient: dppo_kl_delta dppo_tv_delta
   test_loss_and_gradient_with_a_bounded_ratio: dppo_ratio_max
