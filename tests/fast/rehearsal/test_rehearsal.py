@@ -11,8 +11,7 @@ import pytest
 import torch
 from rank_scripts import run_checks
 from rehearsed_layouts import FSDP, LAYOUTS, MEGATRON, Layout, save_135m, save_models
-from tiny_kinds import CONFIGS
-from tiny_llama import SHAPE
+from tiny_kinds import CONFIGS, config_of
 from transformers import AutoConfig
 
 from miles.arguments.lora import LoraArguments
@@ -243,8 +242,7 @@ def test_memory_flop_and_traffic_are_those_of_a_run(name: str, measured: Path) -
     [("fsdp", kind) for kind in CONFIGS] + [("megatron", kind) for kind in CONFIGS if kind in CONVERTED],
 )
 def test_every_family_that_a_backend_trains_is_rehearsed(backend: str, kind: str, tmp_path: Path) -> None:
-    given = CONFIGS[kind] if "text_config" in CONFIGS[kind] else SHAPE | CONFIGS[kind]
-    AutoConfig.for_model(kind, **given).save_pretrained(tmp_path / kind)
+    config_of(kind).save_pretrained(tmp_path / kind)
     found = rehearse_settings(validate(Layout(2, backend, model=kind).settings(tmp_path)).settings)
     assert found.worst.trace.tallies[Phase.TRAIN].flops > 2 * found.worst.trace.tokens * found.size.active
     assert found.worst.trace.peaks[Phase.TRAIN][Kind.ACTIVATIONS] > 0
