@@ -139,8 +139,9 @@ def schedule_step(
         has_gradient: For each sample, whether its loss has a gradient; None: all have. Samples without one are in
             micro-batches of their own, which are scored without a backward pass.
         watch_mass: Whether the loss-mass canary watches the step. Then every sample gets a backward pass.
-        share_prompts: Whether the token budget counts equal prompts of a micro-batch once, as ``collate`` lays them
-            out. With ``--qkv-format bshd`` it counts the padding of rows instead.
+        share_prompts: Whether the token budget counts equal prompts of a micro-batch once. ``collate`` may lay out
+            fewer tokens still: it also shares equal starts of responses. With ``--qkv-format bshd`` the budget counts
+            the padding of rows instead.
     """
     trained = [i for i in range(len(batch)) if has_gradient is None or has_gradient[i]]
     scored = [i for i in range(len(batch)) if has_gradient is not None and not has_gradient[i]]

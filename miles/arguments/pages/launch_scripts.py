@@ -104,8 +104,9 @@ optimizer state). Model sizes are those that the script includes, or those of th
 folder had the model's `config.json` and no weights. The scripts are not part of this repository.
 
 **66 start unchanged.** Each of the other 41 gets one message with all that stops it. 9 of these messages ask for
-another model, which was not tried. Of the other 32 lines, 31 start after what the message says; the last needs an
-estimator that compares no answers of a group, or more answers. What stops a line first:
+another model, with which the line was not tried. Of the other 32 lines, 31 start after what the message says; the last
+needs an estimator that compares no answers of a group, or more answers. FSDP trained no sliding windows then: gpt-oss
+and Gemma 4 have not been tried again since it does. What stops a line first:
 """
 # what stops lines, and how many
 STOPS = (

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from miles.arguments.pages.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
 from miles.choices import Registry
 from miles.flags import flag_name
 from miles.objective.adaptive_entropy import adaptive_entropy_formula
@@ -22,37 +23,6 @@ from miles.objective.registry import ObjectivePart, Term
 from miles.objective.settings import LossArguments
 
 TESTS = Path(__file__).parents[3] / "tests" / "fast" / "objective"
-# What verl 0.9.1 registers, and the flags that compute the same here.
-VERL_ESTIMATORS = {
-    "gae": "--advantage-estimator ppo --normalize-advantages",
-    "gdpo": "--advantage-estimator gdpo --normalize-advantages",
-    "gpg": "--advantage-estimator gpg --gpg-scale rewards",
-    "grpo": "--advantage-estimator grpo",
-    "grpo_passk": "--advantage-estimator passk_best --passk-best-std",
-    "grpo_vectorized": "--advantage-estimator grpo",
-    "opo": "--advantage-estimator opo",
-    "optimal_token_baseline": "--advantage-estimator optimal_token_baseline --otb-zero-tail",
-    "reinforce_plus_plus": "--advantage-estimator reinforce_plus_plus --normalize-advantages",
-    "reinforce_plus_plus_baseline": "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
-    "remax": "--advantage-estimator remax",
-    "rloo": "--advantage-estimator rloo",
-    "rloo_vectorized": "--advantage-estimator rloo",
-    "tir_optimal_token_baseline": "--advantage-estimator optimal_token_baseline --otb-zero-tail",
-}
-VERL_POLICY_LOSSES = {
-    "bypass_mode": "--use-rollout-logprobs --policy-loss ppo --eps-clip-c 3",
-    "cispo": "--policy-loss cispo --ratio-max 1.2 --ratio-min 0.8",
-    "clip_cov": "--policy-loss clip_cov",
-    "dppo_kl": "--policy-loss dppo_kl --dppo-kl-delta 0.2 --dppo-ratio-max 20",
-    "dppo_tv": "--policy-loss dppo_tv --dppo-tv-delta 0.2 --dppo-ratio-max 20",
-    "dro": "--policy-loss dro --dro-level token",
-    "geo_mean": "--policy-loss geo_mean --geo-mean-log-clip 0.2",
-    "gpg": "--policy-loss gpg",
-    "gspo": "--policy-loss gspo",
-    "kl_cov": "--policy-loss kl_cov",
-    "sapo": "--policy-loss sapo",
-    "vanilla": "--policy-loss ppo --eps-clip-c 3",
-}
 _PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
@@ -123,7 +93,7 @@ def _names_in_verl() -> Iterator[str]:
     yield from ("", "## Names in verl", "")
     yield "What verl 0.9.1 registers, with the flags that compute the same here; the numbers are its defaults. The"
     yield "files above say what still differs, such as a group of one."
-    for title, names in (("estimator", VERL_ESTIMATORS), ("policy loss", VERL_POLICY_LOSSES)):
+    for title, names in (("estimator", ESTIMATORS_OF_VERL), ("policy loss", POLICY_LOSSES_OF_VERL)):
         yield from ("", f"| {title} in verl | here |", "|---|---|")
         yield from (f"| `{name}` | `{flags}` |" for name, flags in names.items())
     yield ""

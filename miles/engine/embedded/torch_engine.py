@@ -35,7 +35,7 @@ class _Request:
 
 
 class TorchEngine:
-    """Generate with a decoder-only transformers model of plain full attention; ``miles.engine.base.Engine``.
+    """Generate with a decoder-only transformers model; ``miles.engine.base.Engine``. docs/models.md has the families.
 
     One asyncio task serves all requests: between two steps it removes finished sequences from the batch and admits
     waiting ones, up to ``max_batch_size``. The steps run on a thread of their own. A response depends on the weights,

@@ -11,8 +11,7 @@ import pytest
 import torch
 from rank_scripts import run_checks
 from rehearsed_layouts import FSDP, LAYOUTS, MEGATRON, Layout, save_135m, save_models
-from tiny_kinds import CONFIGS
-from tiny_llama import SHAPE
+from tiny_kinds import CONFIGS, config_of
 from transformers import AutoConfig
 
 from miles.arguments.lora import LoraArguments
@@ -136,10 +135,13 @@ def test_a_run_on_gpus_logs_foreseen_memory_beside_what_it_measures(tmp_path, ca
     assert (logged[0], logged[1].value) == (FORESEEN, peak / 2**30)
     assert capfd.readouterr().err.count("the fullest trainer rank has allocated 1.5 GiB; --rehearse foresees 0.0") == 1
 
-    unknown = replace(settings, model=replace(settings.model, hf_checkpoint=str(tmp_path / "nothing")))
-    with ForeseenMemory(unknown) as foreseen:
+
+@pytest.mark.slow
+def test_a_rehearsal_beside_a_run_that_fails_is_noted_and_nothing_is_logged(tmp_path, capfd):
+    settings = FSDP["fsdp, 2 ranks"].settings(tmp_path / "nothing")
+    with ForeseenMemory(settings) as foreseen:
         foreseen.wait()
-        assert foreseen.beside(measured) == {}
+        assert foreseen.beside({MEASURED: Metric(1.5)}) == {}
     assert "--rehearse cannot foresee it: " in capfd.readouterr().err
 
 
@@ -241,8 +243,7 @@ def test_memory_flop_and_traffic_are_those_of_a_run(name: str, measured: Path) -
     [("fsdp", kind) for kind in CONFIGS] + [("megatron", kind) for kind in CONFIGS if kind in CONVERTED],
 )
 def test_every_family_that_a_backend_trains_is_rehearsed(backend: str, kind: str, tmp_path: Path) -> None:
-    given = CONFIGS[kind] if "text_config" in CONFIGS[kind] else SHAPE | CONFIGS[kind]
-    AutoConfig.for_model(kind, **given).save_pretrained(tmp_path / kind)
+    config_of(kind).save_pretrained(tmp_path / kind)
     found = rehearse_settings(validate(Layout(2, backend, model=kind).settings(tmp_path)).settings)
     assert found.worst.trace.tallies[Phase.TRAIN].flops > 2 * found.worst.trace.tokens * found.size.active
     assert found.worst.trace.peaks[Phase.TRAIN][Kind.ACTIVATIONS] > 0

@@ -160,24 +160,27 @@ def groups(one_folder):
     return generate(one_folder)
 
 
-def test_tokens_with_other_experts_are_not_shared(groups):
+def test_prefixes_with_other_experts_are_not_shared(groups):
     def tokens():
         (batch,) = convert(groups, loss=LossArguments(), global_batch_size=6, with_experts=True)
-        own = [[*experts.tolist(), None] for experts in batch.experts]  # the last token has none
-        prefixes = {
-            str(list(zip(tokens[:end].tolist(), experts[:end], strict=True)))
-            for tokens, experts in zip(batch.tokens, own, strict=True)
-            for end in range(1, len(tokens) + 1)
+        return len(collate(batch, range(6), CPU).input_ids)
+
+    def prefixes():
+        """Each prefix of a sample, with the experts of its tokens, once."""
+        return {
+            (ids[:end], sample.experts[:end].tobytes())
+            for group, prompt in zip(groups, PROMPTS, strict=True)
+            for sample in group.samples
+            for ids in [(*prompt, *sample.response_ids)]
+            for end in range(1, len(ids) + 1)
         }
-        assert len(collate(batch, range(6), CPU).input_ids) == len(prefixes)
-        return len(prefixes)
 
     shared = tokens()
-    assert shared <= sum(map(len, PROMPTS)) + 6 * TOKENS
+    assert shared == len(prefixes()) <= sum(map(len, PROMPTS)) + 6 * TOKENS, "prompts are kept once"
     other = groups[2].samples[1].experts.copy()
     other[3] = other[3][:, ::-1]
     groups[2].samples[1].experts = other
-    assert tokens() >= shared + len(PROMPTS[2]) - 3
+    assert tokens() == len(prefixes()) >= shared + len(PROMPTS[2]) - 3, "from the fourth token of the prompt on"
 
 
 def test_samples_without_experts_are_refused(groups):

@@ -23,12 +23,11 @@ from miles.arguments.settings import SECTIONS
 
 
 class Field:
-    """A field of a dataclass that notes which values are set; ``ignored`` makes all of them the default."""
+    """A field of a dataclass; while it is ``ignored``, its value is the default, whatever was or is set."""
 
     def __init__(self, name: str, default: Any) -> None:
         self.name, self.default = name, default
         self.ignored = False
-        self.was_set = False
 
     def __get__(self, owner: Any, cls: type | None = None) -> Any:
         if owner is None or self.ignored:
@@ -36,7 +35,6 @@ class Field:
         return owner.__dict__.get(self.name, self.default)
 
     def __set__(self, owner: Any, value: Any) -> None:
-        self.was_set |= not (value is self.default or value == self.default)
         owner.__dict__[self.name] = self.default if self.ignored else value
 
 
@@ -80,9 +78,6 @@ class Plugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-        for fields in self.fields.values():
-            for field in fields:
-                field.was_set = False
         found = {"": self._run(item)}
         for name in self.candidates(item) if found[""] else ():
             with ignoring(self.fields[name]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tiny_llama import SHAPE
+from transformers import AutoConfig, PretrainedConfig
 
 EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 SHARED = EXPERTS | dict(shared_expert_intermediate_size=16)
@@ -89,3 +90,11 @@ UNTESTED = {
     "jamba": SIGMOID,
     "lfm2": dict(layer_types=["conv", "full_attention"]),
 }
+
+
+def config_of(kind: str, **changes: Any) -> PretrainedConfig:
+    """Return the configuration of a type, with changes; in one for text and images, of its text part."""
+    own = (CONFIGS | UNTESTED)[kind]
+    if "text_config" in own:
+        return AutoConfig.for_model(kind, text_config=own["text_config"] | changes)
+    return AutoConfig.for_model(kind, **(SHAPE | own | changes))

@@ -55,8 +55,6 @@ rollout/test_pipeline.py
   test_rows_of_a_users_source_are_drawn_and_a_resumed_run_continues_there: rollout_shuffle
 
 # rewards
-rewards/test_text_rewards.py
-  test_exact_match_as_squad_compares: exact_match_squad
 rewards/test_scoring.py
   test_without_error_value_the_sample_is_named_and_nothing_is_set: reward_error_value
 objective/estimators/test_remax.py
@@ -73,6 +71,8 @@ rewards/test_checked_rewards.py
   test_a_schema_comes_from_metadata_or_one_file: reward_json_schema
 rewards/test_cases.py
   test_built_in_rewards_take_their_flags_and_weights: reward_regex repetition_ngram
+rewards/test_text_rewards.py
+  test_exact_match_as_squad_compares: exact_match_squad
 rewards/test_python_code.py
   test_the_flags_bound_each_program: code_memory code_processes code_seconds
   test_the_first_failure_is_the_last_run_unless_the_share_counts: code_share
@@ -228,12 +228,12 @@ batching/test_convert.py
   test_columns_are_those_of_the_samples: disable_rewards_normalization
 objective/estimators/test_optimal_token_baseline.py
   test_the_end_of_the_longest_response_is_not_trained_on_unless_asked: otb_zero_tail
-objective/estimators/test_gpg.py
-  test_the_two_scales_differ: gpg_scale
 objective/estimators/test_passk.py
-  test_best_in_units_of_the_groups_spread_is_verls: passk_best_std
   test_analytic_is_the_mean_over_the_subsets_that_contain_the_answer: pass_k
   test_what_is_right_is_a_flag: pass_correct_above
+  test_best_in_units_of_the_groups_spread_is_verls: passk_best_std
+objective/estimators/test_gpg.py
+  test_verls_scale_counts_the_rewards_that_are_not_0: gpg_scale
 objective/estimators/test_vapo.py
   test_advantages_and_returns_have_their_own_lambda: lambd critic_lambd vapo_alpha
 objective/policy_losses/test_cispo.py

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from miles.arguments.pages.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
 from miles.arguments.pages.objectives import (
     TESTS,
-    VERL_ESTIMATORS,
-    VERL_POLICY_LOSSES,
     files_of_tests,
     objectives_reference,
     papers,
@@ -39,14 +38,14 @@ def test_every_choice_has_a_row_a_paper_and_a_test(choice):
     assert f'"{choice.name}"' in text or f"{choice.name} " in text, "the tests of the row name it"
 
 
-@pytest.mark.parametrize("name", [*VERL_ESTIMATORS, *VERL_POLICY_LOSSES])
+@pytest.mark.parametrize("name", [*ESTIMATORS_OF_VERL, *POLICY_LOSSES_OF_VERL])
 def test_the_flags_for_a_name_of_verl_are_accepted(name):
     several = ",format:1" if name == "gdpo" else ":1"
     command = (
         "--hf-checkpoint some/model --prompt-data reasoning_gym:products --num-rollout 2 --rollout-batch-size 4 "
         f"--n-samples-per-prompt 4 --rollout-max-response-len 8 --rm-type last_number{several}"
     )
-    for flags in (names[name] for names in (VERL_ESTIMATORS, VERL_POLICY_LOSSES) if name in names):
+    for flags in (names[name] for names in (ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL) if name in names):
         settings = validate(parse(f"{command} {flags}".split())).settings
         chosen = settings.loss.advantage_estimator if "--advantage" in flags else settings.loss.policy_loss
         assert chosen in (*ESTIMATORS, *POLICY_LOSSES) and chosen in flags

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_kinds import CONFIGS, WINDOWS
-from tiny_llama import SHAPE
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_kinds import WINDOWS, config_of
+from transformers import AutoModelForCausalLM
 
 from miles.engine.base import Generation, GenerationRequest, SamplingParams, WeightChunk
 from miles.engine.embedded import attention
@@ -24,11 +23,9 @@ ROWS = 6  # fewer than sequences, so some wait
 
 
 def save_model(kind: str, folder: Path, seed: int = 3) -> str:
-    given = CONFIGS[kind] | WINDOWS.get(kind, {})
-    values = {"initializer_range": 0.2}
-    values = dict(text_config=given["text_config"] | values) if "text_config" in given else SHAPE | values | given
+    config = config_of(kind, initializer_range=0.2, **WINDOWS.get(kind, {}))
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)
 
 

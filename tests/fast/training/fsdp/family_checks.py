@@ -11,10 +11,9 @@ import json
 import torch
 from cases import FIXED
 from stage import PLAIN, Stage, make_backend, make_batch, shard_of, train, weights
-from tiny_kinds import CONFIGS, WINDOWS
-from tiny_llama import SHAPE
+from tiny_kinds import WINDOWS, config_of
 from tolerance import log_prob_error
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from miles.engine.embedded.model_runner import ModelRunner
 
@@ -44,9 +43,7 @@ FAMILIES = (
 def _save(stage: Stage, kind: str) -> str:
     """Save a model, and return the name of its folder."""
     known = "deepseek_v3" if kind == "kimi_k2" else kind
-    config = AutoConfig.for_model(
-        known, **(SHAPE | dict(initializer_range=0.15) | CONFIGS[known] | WINDOWS.get(kind, {}))
-    )
+    config = config_of(known, initializer_range=0.15, **WINDOWS.get(kind, {}))
     torch.manual_seed(7)
     folder = stage.folder / f"family_{kind}"
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -9,8 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tiny_kinds import CONFIGS, UNTESTED, WINDOWS
-from tiny_llama import SHAPE
+from tiny_kinds import CONFIGS, UNTESTED, WINDOWS, config_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from miles.arguments.parallel import ParallelArguments
@@ -38,11 +37,8 @@ PACKED, PADDED = ParallelArguments(), ParallelArguments(qkv_format="bshd")
 
 def make_policy(folder: Path, kind: str, **given: Any) -> Policy:
     """A policy of random weights, loaded as a run does."""
-    values = SHAPE | dict(initializer_range=0.2) | (CONFIGS | UNTESTED)[kind] | given
-    if "text_config" in values:
-        values = dict(text_config=values["text_config"] | dict(initializer_range=0.2))
     torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config_of(kind, **(dict(initializer_range=0.2) | given))).save_pretrained(folder)
     return load_policy(str(folder), temperature=0.8, chunk_size=5, dtype=torch.float32)
 
 
@@ -116,13 +112,13 @@ def test_a_state_that_passes_from_sample_to_sample_is_found(tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "glm_moe_dsa"])
 def test_ranks_do_not_share_sequences_that_layers_need_whole(tmp_path, kind):
-    AutoConfig.for_model(kind, **(SHAPE | CONFIGS[kind])).save_pretrained(tmp_path)
+    config_of(kind).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"^--ref-load .* need whole sequences; drop --context-parallel-size, "):
         check_layout("--ref-load", str(tmp_path), replace(PACKED, context_parallel_size=2))
 
 
 def test_a_recurrent_type_that_no_test_compares_must_be_padded(tmp_path):
-    AutoConfig.for_model("lfm2", **(SHAPE | UNTESTED["lfm2"])).save_pretrained(tmp_path)
+    config_of("lfm2").save_pretrained(tmp_path)
     assert must_be_padded(AutoConfig.from_pretrained(tmp_path).to_dict())
     with pytest.raises(ValueError, match=r"--ref-load .* a lfm2 has recurrent state, .*; add --qkv-format bshd$"):
         check_layout("--ref-load", str(tmp_path), PACKED)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_kinds import CONFIGS
+from tiny_kinds import config_of
 from tiny_llama import SHAPE
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from miles.training.fsdp.recurrent_layers import reset_states_between_samples
 from miles.training.packed_attention import PackedLayout
@@ -20,8 +20,7 @@ PROMPT = 70
 
 def recurrent_layer(kind: str) -> nn.Module:
     torch.manual_seed(3)
-    config = AutoConfig.for_model(kind, **(SHAPE | dict(initializer_range=0.2) | CONFIGS[kind]))
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config_of(kind, initializer_range=0.2))
     reset_states_between_samples(model)
     (layer,) = (module for module in model.modules() if isinstance(getattr(module, "conv1d", None), nn.Conv1d))
     return layer
