@@ -119,7 +119,7 @@ WINDOW = "a {} with a sliding window (of {} tokens) has not been compared with t
         ),
         (
             dict(model_type="gpt_oss", quantization_config=dict(quant_method="mxfp4")),
-            "its config has quantization_conf",
+            "its config.json has a quantization_config",
         ),
     ],
 )
