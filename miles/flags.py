@@ -86,7 +86,14 @@ class Errors:
             self.messages.append(message)
 
     def add_unless_refused(self, message: str) -> None:
-        """Add an error, unless its flag has one: a value that cannot be read is not missing as well."""
+        """Add an error, unless its flag has one: a value that cannot be read is not missing as well.
+
+        Nor is a flag that another message suggests instead of one that does not exist.
+        """
+        required, is_missing, _ = message.partition(" is required:")
+        suggested = [f"did you mean {name}?" for name in required.split(" or ")] if is_missing else []
+        if any(words in known for words in suggested for known in self.messages):
+            return
         flag = re.match(r"--[\w-]+", message)
         if flag is None or not any(re.match(rf"{flag[0]}(?![\w-])", known) for known in self.messages):
             self.add(message)

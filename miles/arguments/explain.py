@@ -152,6 +152,10 @@ def explain_layout(settings: Settings) -> list[str]:
     lines = [f"{count(dims.world_size, 'rank')} = {' x '.join(sizes)}"]
     if not reads_megatron_flags(settings):
         lines[0] += "; every weight is divided over all ranks"
+    nodes, per_node = settings.cluster.actor_num_nodes, settings.cluster.actor_num_gpus_per_node
+    if nodes > 1 and settings.trains:
+        of_nodes = [range(node * per_node, (node + 1) * per_node) for node in range(nodes)]
+        lines.append(f"nodes: ranks {_groups(of_nodes)}")
     if dims.model_parallel_size > 1:
         ranks = range(dims.world_size)
         shards = [[r for r in ranks if dims.token_rank(r) == shard] for shard in range(dims.token_ranks)]

@@ -1,6 +1,7 @@
 """Choose the model that is trained, and those it is compared with."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,11 +87,13 @@ def explain_reference(model: ModelArguments) -> list[str]:
 def local_config(model: ModelArguments, field: str) -> dict[str, Any] | None:
     """Return the ``config.json`` of the model that ``field`` names, if it can be read without a network.
 
+    Of a name on the hub it is that of the last download, if there was one.
+
     Raises:
         FlagError: It cannot be read, or is not the configuration of a model.
     """
     path = getattr(model, field)
-    file = Path(path) / "config.json" if path is not None else None
+    file = None if path is None else _config_file(path)
     if file is None or not os.path.isfile(file):  # unlike Path.is_file, false for a name that is too long
         return None
     fault = None
@@ -117,6 +120,29 @@ def readable_config(model: ModelArguments) -> dict[str, Any] | None:
         return local_config(model, "hf_checkpoint")
     except ValueError:
         return None
+
+
+def _config_file(path: str) -> Path | None:
+    """Return where the config is that ``path`` names: in that folder or, for a name on the hub, in the hub's cache.
+
+    The cache keeps the files of each revision in a folder, and in ``refs/main`` the name of the newest one
+    (huggingface_hub, "Understand caching").
+    """
+    if os.path.isdir(path) or not _HUB_NAME.fullmatch(path):
+        return Path(path) / "config.json"
+    from huggingface_hub import constants  # takes milliseconds, and most runs name a folder
+
+    cached = Path(constants.HF_HUB_CACHE, "models--" + path.replace("/", "--"))
+    newest = cached / "refs" / "main"
+    if not os.path.isfile(newest):
+        return None
+    try:
+        return cached / "snapshots" / newest.read_text(encoding="utf-8").strip() / "config.json"
+    except (OSError, UnicodeDecodeError):
+        return None  # the hub's own code reports it, when the model is loaded
+
+
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def local_vocab_size(model: ModelArguments) -> int | None:

@@ -28,6 +28,7 @@ from miles.arguments.launch.choice import (
     in_words,
     trained_without_megatron,
 )
+from miles.arguments.launch.distillation import read_estimator
 from miles.arguments.launch.host_share import fit_to_host, is_on_cpu
 from miles.arguments.launch.joined_cluster import JoinedCluster, joined_cluster
 from miles.arguments.launch.mismatch_config import read_mismatch_config
@@ -316,7 +317,8 @@ def read_command(argv: Sequence[str], keywords: Mapping[str, Any] | None = None)
     megatron = {*_megatron_flags(words, own)}
     words = cut_spaced_words(words, own | megatron | {*FOREIGN_FLAGS})
     words, notes = read_other_values(words)
-    notes += custom_notes
+    words, distillation_notes = read_estimator(words)
+    notes += [*distillation_notes, *custom_notes]
     ours, passed_on = split_server_flags(words, own)
     given = [flag for flag in flags_in(ours) if flag in megatron]
     _add_flags(parser, ours, given)

@@ -452,7 +452,8 @@ def notes_on_rollout(rollout: RolloutArguments, loss: LossArguments) -> Iterator
             "--rollout-temperature 0 samples greedily: the responses of a group are equal, so their advantages are 0; "
             "log-probs are those of the raw logits"
         )
-    if rollout.n_samples_per_prompt == 1 and uses_policy_loss and loss.normalizes_rewards:
+    alone = rollout.n_samples_per_prompt == 1 and uses_policy_loss and loss.normalizes_rewards
+    if alone and not loss.use_opd:
         yield (
             f"--n-samples-per-prompt 1: --advantage-estimator {loss.advantage_estimator} compares the responses of a "
             "prompt, so every advantage is 0"

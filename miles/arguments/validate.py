@@ -189,6 +189,12 @@ def _notes(settings: Settings) -> Iterator[str]:
     """Yield what is allowed, and may surprise."""
     yield from notes_on_rollout(settings.rollout, settings.loss)
     yield from notes_on_cluster(settings.cluster)
+    tensor, per_node = settings.megatron.tensor_model_parallel_size, settings.cluster.actor_num_gpus_per_node
+    if settings.cluster.actor_num_nodes > 1 and per_node % tensor:
+        yield (
+            f"--tensor-model-parallel-size {tensor} does not divide --actor-num-gpus-per-node {per_node}: some ranks "
+            "that share each matrix are on two nodes, and wait for the network between them"
+        )
     longest = settings.rollout.rollout_max_response_len
     if longest is not None:
         yield from notes_on_training(settings.training, settings.parallel.context_parallel_size, longest)

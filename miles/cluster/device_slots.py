@@ -1,8 +1,12 @@
-"""Find out which node and GPU each bundle of a placement group has, and order them: rank i takes slot i."""
+"""Find out which node and GPU each bundle of a placement group has, and order them: rank i takes slot i.
+
+Ray packs bundles onto as few nodes as it can: of two nodes of eight GPUs, one would hold two times four ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -58,6 +62,48 @@ def in_order(slots: Sequence[Slot]) -> tuple[Slot, ...]:
         return nodes.index(slot.node), int(slot.gpu) if slot.gpu.isdigit() else 0, slot.gpu
 
     return tuple(sorted(slots, key=key))
+
+
+def is_as_asked(nodes_of_ranks: Sequence[str], nodes: int, per_node: int) -> bool:
+    """Return whether the ranks are on ``nodes`` nodes, ``per_node`` on each."""
+    return list(Counter(nodes_of_ranks).values()) == [per_node] * nodes
+
+
+def choose_nodes(
+    free: Mapping[str, float], nodes: int, per_node: int, engines: Sequence[float] = ()
+) -> list[str] | None:
+    """Return the nodes for the ranks: those with the fewest free devices that suffice, so that larger ones stay free.
+
+    None if there are not enough, or the engines find no place beside the ranks.
+
+    Args:
+        free: The free devices of each node.
+        nodes: How many nodes the ranks have.
+        per_node: Their devices on each.
+        engines: The devices of each part of an engine, which is on one node; all have as many.
+
+    >>> choose_nodes({"a": 8, "b": 4, "c": 3, "d": 4}, nodes=2, per_node=4)
+    ['b', 'd']
+    """
+    chosen = [node for node in sorted(free, key=lambda node: free[node]) if free[node] >= per_node][:nodes]
+    left = [have - (per_node if node in chosen else 0) for node, have in free.items()]
+    room = sum(int(have // engines[0]) for have in left) if engines else 0
+    return chosen if len(chosen) == nodes and room >= len(engines) else None
+
+
+def ranks_by_node(nodes_of_ranks: Sequence[str], names: Mapping[str, str]) -> str:
+    """Say which ranks are on which node; ``names`` is what to call each.
+
+    >>> ranks_by_node(["a", "a", "a", "b"], {"a": "10.0.0.1", "b": "10.0.0.2"})
+    'ranks 0-2 on 10.0.0.1, 3 on 10.0.0.2'
+    """
+    parts = []
+    for node in dict.fromkeys(nodes_of_ranks):
+        ranks = [rank for rank, of_rank in enumerate(nodes_of_ranks) if of_rank == node]
+        follows = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
+        numbers = f"{ranks[0]}-{ranks[-1]}" if follows else " ".join(map(str, ranks))
+        parts.append(f"{numbers} on {names.get(node, node)}")
+    return f"ranks {', '.join(parts)}"
 
 
 def check_engines(slots: Sequence[Slot], size: int, per_node: int) -> None:

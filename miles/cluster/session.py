@@ -7,19 +7,25 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles.arguments.cluster import ClusterArguments
 from miles.cluster.cpu_tuning import malloc_environment
-from miles.cluster.device_slots import Slot, check_engines, find_slots
+from miles.cluster.device_slots import Slot, check_engines, choose_nodes, find_slots, is_as_asked, ranks_by_node
 from miles.cluster.failure_files.folder import FailureFiles
 from miles.cluster.failures import cause_of
 from miles.cluster.folders.disk_faults import SaveFailed
@@ -27,12 +33,14 @@ from miles.cluster.local_access import loopback_environment, loopback_only, make
 from miles.cluster.ray_watch import RayWatch, own_node, parts_of_ray
 from miles.cluster.run_guard import RunGuard
 from miles.cluster.stop_requests import stops_later
+from miles.flags import count
 from miles.host.machine import has_gpu
 
 if TYPE_CHECKING:
     from miles.cluster.restarts import Continuation
 
 PLACEMENT_SECONDS = 300
+NODE_ID = "ray.io/node-id"  # the label that Ray gives every node
 START_TRIES = 3
 _NO_MESSAGES = "99"  # of PyTorch's profiler, which prints when it starts and stops
 SENDER_SHARE = 0.1  # of a GPU, for a process that broadcasts weights from it
@@ -187,6 +195,8 @@ def ray_session(
         _connect(cluster, device, num_cpus, environment, guard)
         watch = RayWatch(parts_of_ray(), lambda loss: _end_after(loss, guard, on_loss), own_node())
         group = _place(bundles, cluster)
+        if engines.beside_trainer:
+            group = _on_nodes_as_asked(group, bundles, cluster)
         slots = find_slots(group, cluster.world_size) if device == "cuda" and engines.beside_trainer else ()
         if cluster.colocate and engines.count:
             check_engines(slots, engines.size, engines.per_node)
@@ -355,8 +365,49 @@ def _bundles(cluster: ClusterArguments, engines: EngineLayout, device: str) -> l
     return [{"CPU": 1.0, "GPU": float(size)} if device == "cuda" else {"CPU": float(size)} for size in sizes]
 
 
-def _place(bundles: list[dict[str, float]], cluster: ClusterArguments) -> PlacementGroup:
-    group: PlacementGroup = placement_group(bundles, strategy="PACK")
+def _on_nodes_as_asked(
+    group: PlacementGroup, bundles: list[dict[str, float]], cluster: ClusterArguments
+) -> PlacementGroup:
+    """Return ``group``, or another one in its place whose ranks are on as many nodes as the flags say.
+
+    Ray is asked for certain nodes only if it has chosen others by itself, since bundles that ask for a node have no
+    place if it is lost. Where the ranks are is printed if there are several nodes.
+    """
+    names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    if len(names) == 1:
+        return group
+    ranks, asked = cluster.world_size, (cluster.actor_num_nodes, cluster.actor_num_gpus_per_node)
+    nodes = _nodes_of_bundles(group)
+    if not is_as_asked(nodes[:ranks], *asked):
+        device = "GPU" if "GPU" in bundles[0] else "CPU"
+        free = {node: have.get(device, 0.0) for node, have in available_resources_per_node().items()}
+        for node, bundle in zip(nodes, bundles, strict=True):
+            free[node] = free.get(node, 0.0) + bundle[device]
+        chosen = choose_nodes(free, *asked, [bundle[device] for bundle in bundles[ranks:]])
+        if chosen is not None:
+            remove_placement_group(group)
+            group = _place(bundles, cluster, [chosen[rank // asked[1]] for rank in range(ranks)])
+            nodes = _nodes_of_bundles(group)
+    found = nodes[:ranks]
+    by_node = sorted(found, key=found.index)  # as in_order, by which ranks are numbered on GPUs
+    where = ranks_by_node(by_node if "GPU" in bundles[0] else found, names)
+    print(f"placement: {where}")
+    if not is_as_asked(found, *asked):
+        wanted = f"--actor-num-nodes {asked[0]} with {count(asked[1], 'device')} each"
+        print(f"note: the cluster has no room for {wanted} and the engines, so Ray has chosen the nodes of the ranks")
+    return group
+
+
+def _nodes_of_bundles(group: PlacementGroup) -> list[str]:
+    """Return the node of each bundle; those of the trainer's ranks come first."""
+    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return [nodes[bundle] for bundle in range(len(nodes))]
+
+
+def _place(bundles: list[dict[str, float]], cluster: ClusterArguments, nodes: Sequence[str] = ()) -> PlacementGroup:
+    """Reserve the bundles, the first of them on ``nodes``, and wait until Ray has them."""
+    selectors = [{NODE_ID: node} for node in nodes] + [{} for _ in bundles[len(nodes) :]] if nodes else None
+    group: PlacementGroup = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
     ready, _ = ray.wait([group.ready()], timeout=PLACEMENT_SECONDS)
     if not ready:
         have = ray.cluster_resources()

@@ -16,13 +16,16 @@ import torch
 
 from miles.replay.expert_choices import UNKNOWN, dtype_for
 
-_LAYER = re.compile(r"layers\.(\d+)\.mlp\.gate$")
+_LAYER = re.compile(r"layers\.(\d+)\.(?:mlp|mixer)\.gate$")
 
 
 def _softmax_weights(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Weigh by softmax over all experts, normalized over the chosen if the model does (transformers, qwen3_moe)."""
+    """Weigh by softmax over all experts, normalized over the chosen if the model does (transformers, qwen3_moe).
+
+    The router of qwen3_5_moe has no such setting, and always does.
+    """
     weights = torch.softmax(logits, -1, dtype=torch.float).gather(1, experts)
-    if router.norm_topk_prob:
+    if getattr(router, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(logits.dtype)
 
@@ -39,9 +42,15 @@ def _sigmoid_weights(router: Any, logits: torch.Tensor, experts: torch.Tensor) -
 # The weights of given experts, by ``model_type``. A type is listed only if a test compares it with its own routing.
 WEIGHTS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "qwen3_moe": _softmax_weights,
+    "qwen3_next": _softmax_weights,
+    "qwen3_5_moe": _softmax_weights,
+    "qwen3_5_moe_text": _softmax_weights,
     "deepseek_v3": _sigmoid_weights,
+    "deepseek_v32": _sigmoid_weights,
     "glm4_moe": _sigmoid_weights,
     "glm4_moe_lite": _sigmoid_weights,
+    "glm_moe_dsa": _sigmoid_weights,
+    "nemotron_h": _sigmoid_weights,
 }
 
 
@@ -50,7 +59,8 @@ class Routers:
 
     def __init__(self, model: torch.nn.Module, flag: str) -> None:
         """Find the routers of ``model``. Raises ``ValueError`` naming ``flag`` if there are none, or unknown ones."""
-        config: Any = model.config
+        of_model: Any = model.config
+        config = of_model.get_text_config()
         self.layers: int = config.num_hidden_layers
         kind = str(config.model_type)
         found = {int(match[1]): m for name, m in model.named_modules() if (match := _LAYER.search(name))}

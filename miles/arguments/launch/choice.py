@@ -53,7 +53,7 @@ def choose_backend(given: str | None, megatron_flags: Iterable[str], only_fsdp: 
 def trained_without_megatron(settings: Settings) -> str | None:
     """Return the type of the model if FSDP was compared with transformers on it, and Megatron does not train it.
 
-    None for a model that is not in a local folder, and for one whose configuration is broken: both are judged later.
+    None for a model that is not on this machine, and for one whose configuration is broken: both are judged later.
     """
     config = readable_config(settings.model)
     if config is None or config.get("model_type") in CONVERTED:

@@ -138,7 +138,7 @@ def _judge_without_megatron(
 
 
 def _shape(settings: Settings) -> dict[str, Any] | None:
-    """Return the model's shape if its config is in a local folder and its family is known."""
+    """Return the model's shape if its config is on this machine and its family is known."""
     try:
         config = local_config(settings.model, "hf_checkpoint")
         if config is None:

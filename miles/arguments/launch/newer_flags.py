@@ -7,11 +7,19 @@ from typing import Any
 
 from miles.arguments.launch.foreign import by_flag, noted, refused
 from miles.arguments.launch.notes import FILES, MEMORY, REPORTING, SAME, SPEED
+from miles.arguments.launch.paths import is_fully_async
 from miles.arguments.settings import Settings
 
 
 def _flushes_cache(settings: Settings, given: Mapping[str, Any]) -> bool:
     return not settings.sglang.keeps_cache
+
+
+def _trains_what_generated(settings: Settings, given: Mapping[str, Any]) -> bool:
+    rollout = settings.rollout
+    path = rollout.rollout_function_path
+    ahead = rollout.async_steps or rollout.fully_async or (path and is_fully_async("rollout_function_path", path))
+    return not ahead and not rollout.partial_rollout
 
 
 def _samples_teacher_tokens(settings: Settings, given: Mapping[str, Any]) -> bool:
@@ -229,7 +237,13 @@ _TRAINING = [
         "--critic-load V",
     ),
     *noted(FILES, "the critic is part of each checkpoint in --save", "--critic-save V"),
-    *noted(SAME, "p_old is what the trainer scored before the step", "--keep-old-actor"),
+    *refused(
+        "p_old is what the trainer's weights give before the step, and not those that generated",
+        "drop it, or give --use-rollout-logprobs: p_old is then what the engine gave",
+        "--keep-old-actor",
+        accepted_if=_trains_what_generated,
+        accepted_why="the weights that generated are those of the trainer before the step",
+    ),
     *noted(SAME, "vocabularies are padded as the ranks need it", "--padded-vocab-size V"),
     *refused(
         "an adapter is that of --lora-rank, --lora-alpha and --lora-dropout",

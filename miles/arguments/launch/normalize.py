@@ -9,6 +9,7 @@ from typing import Any
 
 from miles.arguments.checkpoint import checkpoint_name
 from miles.arguments.launch.abilities import reads_megatron_flags
+from miles.arguments.launch.distillation import normalize_teacher
 from miles.arguments.launch.foreign import Foreign, by_flag
 from miles.arguments.launch.launcher_flags import CKPT_STEP, LAUNCHER_FLAGS
 from miles.arguments.launch.megatron import normalize_megatron
@@ -44,7 +45,7 @@ def normalize_flags(settings: Settings, foreign: Mapping[str, Any], errors: Erro
     Returns:
         The settings to validate, and a note on every flag that was replaced or dropped.
     """
-    settings, notes = _normalize_teacher(settings)
+    settings, notes = normalize_teacher(settings, errors)
     settings, foreign, found = normalize_multi_turn(settings, foreign, errors)
     notes += found
     settings, foreign, found = _normalize_step(settings, foreign, errors)
@@ -158,17 +159,3 @@ def _normalize_converter(settings: Settings) -> tuple[Settings, list[Note]]:
         replace(settings, megatron=replace(settings.megatron, megatron_to_hf_mode="raw")),
         [note_on(READ_AS, "megatron_to_hf_mode", mode, why)],
     )
-
-
-def _normalize_teacher(settings: Settings) -> tuple[Settings, list[Note]]:
-    """Read ``--rm-url`` as the address of the teacher if one is distilled from a server and no reward asks a server."""
-    loss, reward = settings.loss, settings.reward
-    distils_from_server = loss.use_opd and loss.opd_type == "server" and loss.opd_teacher_urls is None
-    if reward.rm_url is None or not distils_from_server or "remote_rm" in (reward.rm_type or ""):
-        return settings, []
-    note = note_on(
-        READ_AS, "rm_url", reward.rm_url, f"--opd-teacher-urls {reward.rm_url}: with --use-opd it is the teacher's"
-    )
-    without_url: dict[str, Any] = {"rm_url": None}  # a flag of a reward's own file, which types do not see
-    loss, reward = replace(loss, opd_teacher_urls=(reward.rm_url,)), replace(reward, **without_url)
-    return replace(settings, loss=loss, reward=reward), [note]

@@ -91,6 +91,8 @@ HOOKS = {
     ),
 }
 
+ZERO_REWARD = "miles.rewards.built_in.zero:zero"
+
 # Functions elsewhere, without the name of the package -> ours; None is what the run does without the flag.
 KNOWN = {
     ("dynamic_sampling_filter_path", "rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"): (
@@ -101,9 +103,9 @@ KNOWN = {
     ("rollout_function_path", "rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn"): None,
     ("custom_generate_function_path", "rollout.sglang_rollout.generate"): None,
     ("custom_generate_function_path", "rollout.generate_hub.single_turn.generate"): None,
-    ("custom_rm_path", "rollout.on_policy_distillation.reward_func"): "miles.rewards.built_in.zero:zero",
+    ("custom_rm_path", "rollout.on_policy_distillation.reward_func"): ZERO_REWARD,
     ("custom_reward_post_process_path", "rollout.on_policy_distillation.post_process_rewards"): None,
-    ("custom_rm_path", "on_policy_distillation.on_policy_distillation.reward_func"): "miles.rewards.built_in.zero:zero",
+    ("custom_rm_path", "on_policy_distillation.on_policy_distillation.reward_func"): ZERO_REWARD,
     ("custom_reward_post_process_path", "on_policy_distillation.on_policy_distillation.post_process_rewards"): None,
     ("eval_function_path", "rollout.sglang_rollout.generate_rollout"): None,
     ("eval_function_path", "rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn"): None,

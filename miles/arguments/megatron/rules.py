@@ -42,7 +42,7 @@ BRIDGE_RELEASES = {
 
 
 def check_megatron(settings: Settings, errors: Errors) -> None:
-    """Check the flags of Megatron against each other, and against the model if its config is in a local folder.
+    """Check the flags of Megatron against each other, and against the model if its config is on this machine.
 
     How the sizes divide the trainer's ranks is checked by ``ParallelDims``.
     """
@@ -131,7 +131,7 @@ def _check_recomputation(gradient_checkpointing: bool, overrides: dict[str, Any]
 def _check_local_models(
     model: ModelArguments, sizes: MegatronArguments, overrides: Overrides, lora: LoraArguments, errors: Errors
 ) -> None:
-    """Check what the configs in local folders determine; of a name on a hub, the backend checks it at run time."""
+    """Check what the configs on this machine determine; what is not downloaded yet, the backend checks at run time."""
     config = local_config(model, "hf_checkpoint")
     left_to_the_backend: Collection[Any] = ()
     if config is not None and sizes.megatron_to_hf_mode == "bridge":

@@ -10,8 +10,20 @@ from miles.flags import Errors
 from miles.model_families.packing import model_type
 from miles.model_families.registry import READ_AS
 
-# Types whose routers can be given experts, on both backends and the torch engine (miles/replay/routers.py).
-WITH_KNOWN_ROUTERS = ("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+# Types whose routers can be given experts, on the backends that train them and the torch engine
+# (miles/replay/routers.py).
+WITH_KNOWN_ROUTERS = (
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "nemotron_h",
+)
 
 
 def check_replay(settings: Settings, errors: Errors) -> None:

@@ -124,6 +124,16 @@ def test_ranks_that_share_tokens_count_once(validated, flags, said):
     assert " ".join(said.split()) in text
 
 
+def test_ranks_of_each_node_are_shown_and_groups_that_span_nodes_noted(validated):
+    megatron = "--train-backend megatron --tensor-model-parallel-size 4 --actor-num-nodes 2 --actor-num-gpus-per-node"
+    whole, cut = (validated(f"{megatron} {size}") for size in (8, 6))
+    assert "nodes: ranks 0 1 .. 7 | 8 9 .. 15" in explain(whole)
+    assert "nodes: ranks 0 1 .. 5 | 6 7 .. 11" in explain(cut)
+    said = "--tensor-model-parallel-size 4 does not divide --actor-num-gpus-per-node 6"
+    assert [any(said in note for note in one.notes) for one in (whole, cut)] == [False, True]
+    assert "nodes: " not in explain(validated())
+
+
 @pytest.mark.parametrize("layout", ["", "--context-parallel-size 2", "--train-backend megatron"])
 def test_balance_data_needs_replicas(validated, layout):
     two_ranks = f"--balance-data --num-steps-per-rollout 2 --actor-num-gpus-per-node 2 {layout}"

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from miles.arguments.cluster import ClusterArguments
-from miles.cluster.device_slots import Slot, check_engines, in_order
+from miles.cluster.device_slots import Slot, check_engines, choose_nodes, in_order, is_as_asked, ranks_by_node
 from miles.cluster.rollout_processes.engine_servers import RayHost
 from miles.cluster.session import EngineLayout, ray_session
 from miles.engine.sglang.spanning import SpanningServer
@@ -34,6 +34,26 @@ def test_an_engine_of_several_nodes_has_whole_ones():
     check_engines(slots, 4, 2)
     with pytest.raises(ValueError, match="-per-engine 4: with --colocate 2 devices of engine 0 are on 2 nodes"):
         check_engines([slots[0], slots[2], slots[1], slots[3]], 4, 2)
+
+
+def test_nodes_are_those_that_were_asked_for():
+    assert is_as_asked("aabb", 2, 2) and is_as_asked("bbbb", 1, 4) and is_as_asked("abab", 2, 2)
+    assert not is_as_asked("aaab", 2, 2) and not is_as_asked("aaaa", 2, 2) and not is_as_asked("aabb", 1, 4)
+
+
+def test_ranks_take_the_smallest_nodes_that_hold_them():
+    free = {"whole": 8.0, "half": 4.0, "busy": 3.0, "other": 4.0}
+    assert choose_nodes(free, 2, 4) == ["half", "other"]
+    assert choose_nodes(free, 1, 5) == ["whole"]
+    assert choose_nodes(free, 2, 5) is None
+    assert choose_nodes(free, 2, 4, [4, 4]) == ["half", "other"], "the engines are on the whole one"
+    assert choose_nodes(free, 2, 4, [4, 4, 4]) is None
+    assert choose_nodes({"a": 4, "b": 4}, 2, 2, [4]) is None, "an engine is on one node"
+
+
+def test_where_the_ranks_are_is_said_in_words():
+    assert ranks_by_node("aab", {"a": "1.1.1.1"}) == "ranks 0-1 on 1.1.1.1, 2 on b"
+    assert ranks_by_node("abab", {}) == "ranks 0 2 on a, 1 3 on b"
 
 
 class Reporting:
@@ -126,3 +146,31 @@ async def test_engines_see_the_gpus_of_the_ranks_that_they_share_with(monkeypatc
                 shared = found[2 * number : 2 * number + 2]
                 assert await server.start() == f"{shared[0][0]} {','.join(gpu for _, gpu in shared)}"
                 await server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "engines", "found"), [(2, 2, 0, [2, 2]), (2, 2, 2, [2, 2]), (1, 6, 0, [4, 2])]
+)
+def test_ranks_are_on_as_many_nodes_as_the_flags_say(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    nodes: int,
+    per_node: int,
+    engines: int,
+    found: list[int],
+) -> None:
+    """Two nodes of four simulated GPUs, onto one of which Ray would pack two times two ranks."""
+    with two_nodes(monkeypatch) as address:
+        given = ClusterArguments(
+            ray_address=address, device="cuda", actor_num_nodes=nodes, actor_num_gpus_per_node=per_node
+        )
+        with ray_session(given, EngineLayout(count=engines, size=2)) as placement:
+            ranks = [Rank.options(**placement.trainer_options(rank)).remote() for rank in range(nodes * per_node)]
+            where = [node for node, _ in ray.get([rank.look.remote() for rank in ranks])]
+    assert [where.count(node) for node in dict.fromkeys(where)] == found and where == sorted(where, key=where.index)
+    printed = capsys.readouterr().out
+    assert f"placement: ranks 0-{found[0] - 1} on " in printed
+    said = "note: the cluster has no room for --actor-num-nodes 1 with 6 devices each and the engines"
+    assert (said in printed) == (per_node == 6)

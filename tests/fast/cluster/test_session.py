@@ -153,7 +153,7 @@ def test_a_run_that_is_stopped_while_ray_starts_says_so(launch: Any, part: str, 
 def test_without_a_trainer_all_bundles_are_for_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
-    def place(bundles: list[dict[str, float]], strategy: str) -> None:
+    def place(bundles: list[dict[str, float]], **options: Any) -> None:
         given.update(bundles=bundles)
         raise Started
 

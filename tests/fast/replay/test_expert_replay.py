@@ -5,17 +5,19 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from tiny_kinds import LINEAR, MAMBA, SHARED
 from tiny_llama import SHAPE, tiny_llama
 from tolerance import log_prob_error
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from miles.arguments.rules.replay import WITH_KNOWN_ROUTERS
 from miles.batching.collate import collate
 from miles.batching.convert import convert
 from miles.engine.base import GenerationRequest, SamplingParams
 from miles.engine.embedded.torch_engine import TorchEngine
 from miles.objective.settings import LossArguments
 from miles.replay.expert_choices import at_tokens, continued, dtype_for
-from miles.replay.routers import Routers
+from miles.replay.routers import WEIGHTS, Routers
 from miles.rollout.debug_data import load_rollout, save_rollout
 from miles.rollout.trajectory import Trajectory
 from miles.sample import Prompt, PromptGroup, Sample
@@ -36,8 +38,16 @@ SIGMOID = dict(
     routed_scaling_factor=1.7,
 )
 LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=6)
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True)
+# Attention sees all keys: which of two equal scores an indexer takes is not defined.
+DENSE = dict(num_key_value_heads=4, index_n_heads=4, index_head_dim=16, index_topk=64, **SIGMOID)
 MODELS = {
-    "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True),
+    "qwen3_moe": EXPERTS,
+    "qwen3_next": LINEAR | SHARED | EXPERTS,
+    "qwen3_5_moe_text": LINEAR | SHARED | EXPERTS,
+    "nemotron_h": MAMBA | SIGMOID,
+    "deepseek_v32": DENSE | LATENT,
+    "glm_moe_dsa": DENSE | LATENT | dict(indexer_types=["full", "shared"]),
     "glm4_moe": SIGMOID,
     "glm4_moe_lite": dict(num_key_value_heads=4, mlp_layer_types=["sparse", "dense"], **SIGMOID, **LATENT),
     "deepseek_v3": dict(num_key_value_heads=4, **SIGMOID, **LATENT),
@@ -122,7 +132,7 @@ def test_the_engine_says_which_experts_it_chose(folder):
         with torch.no_grad(), routers.recording():
             model(input_ids=torch.tensor([sample.tokens]))
         expected = routers.take_numpy()[:-1]
-        assert sample.experts.shape == expected.shape == (len(sample.tokens) - 1, 2, 2)
+        assert sample.experts.shape == expected.shape == (len(sample.tokens) - 1, model.config.num_hidden_layers, 2)
         assert sample.experts.dtype == np.uint8
         # Two experts may have the same score in fp32.
         same = np.sort(sample.experts, -1) == np.sort(expected, -1)
@@ -236,6 +246,11 @@ def test_positions_keep_their_first_choice():
     found = at_tokens([first, more], np.array([1, 0, 0, -1]), np.array([4, 1, 2, 0]), 1, 1)
     assert found[:, 0, 0].tolist() == [1, 0, -1, -1] and found.dtype == np.int16
     assert dtype_for(256) is np.uint8 and dtype_for(257) is np.int16
+
+
+def test_validation_knows_the_same_routers():
+    assert {*WITH_KNOWN_ROUTERS} == WEIGHTS.keys()
+    assert WEIGHTS.keys() - MODELS.keys() == {"qwen3_5_moe"}, "qwen3_5_moe_text inside a configuration of several parts"
 
 
 def test_a_model_without_known_routers_is_refused():

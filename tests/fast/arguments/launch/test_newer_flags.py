@@ -19,6 +19,7 @@ def test_refused(refusals, flag):
     idle = row.accepted_if is not None
     words = "--rollout-engine sglang --pause-generation-mode in_place" if flag == "--namespaced-radix-cache" else ""
     words += " --opd-log-prob-top-k 4" if flag.startswith("--opd") and idle else ""
+    words += " --async-steps 1" if flag == "--keep-old-actor" else ""
     messages = [message for message in refusals(f"{flag} {VALUES[row.kind]} {words}") if message.startswith(flag)]
     assert len(messages) == 1 and row.why in messages[0] and row.what_to_do in messages[0]
 
@@ -28,7 +29,7 @@ def test_the_value_that_asks_for_nothing(accepted, flags):
     assert any(note.written == flags for note in accepted(flags).accepted)
 
 
-@pytest.mark.parametrize("flags", ["--namespaced-radix-cache", "--opd-topk-per-position"])
+@pytest.mark.parametrize("flags", ["--namespaced-radix-cache", "--opd-topk-per-position", "--keep-old-actor"])
 def test_accepted_where_it_changes_nothing(accepted, flags):
     assert any(note.written == flags for note in accepted(flags).accepted)
 

@@ -58,12 +58,22 @@ def test_what_was_meant_is_what_the_other_flags_are_checked_with(refusals):
     assert "--loss-type sft: no such choice; did you mean sft_loss? Else give one of" in " ".join(messages)
 
 
-def test_an_estimator_of_other_launchers_that_is_a_flag_here(refusals):
-    (message,) = refusals("--advantage-estimator on_policy_distillation")
-    assert message.endswith(
-        "no such choice; give --use-opd, which works beside any estimator, and --rm-type zero if "
-        "nothing else is rewarded"
-    )
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("--promt-data rows.jsonl", "--prompt-data"),
+        ("--rm-typ math", "--rm-type"),
+        ("--num-rollouts 3", "--num-rollout"),
+    ],
+)
+def test_a_required_flag_with_a_typing_error_is_one_error(refusals, written, meant):
+    (message,) = refusals(written, without=meant)
+    assert message == f"{written.split()[0]}: no such flag; did you mean {meant}?"
+
+
+def test_a_required_flag_that_is_not_suggested_is_still_missing(refusals):
+    messages = refusals("--promt-data rows.jsonl", without="--prompt-data --hf-checkpoint")
+    assert {message.split()[0] for message in messages} == {"--promt-data:", "--hf-checkpoint"}
 
 
 def test_a_suggested_flag_that_is_refused_says_what_to_do(refusals):

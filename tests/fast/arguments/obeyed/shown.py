@@ -28,12 +28,10 @@ cluster/test_local_access.py
   test_secret_variables_reach_the_trainer_past_ray: train_env_vars
 
 # model and adapter
-data/test_tokenizer.py
-  test_folder_without_tokenizer: hf_checkpoint
-cluster/folders/test_resume_point.py
-  test_a_frozen_model_has_no_substitute: ref_load opd_teacher_load
 training/fsdp/reference_checks.py
-  *: ref_update_interval ref_mixup_alpha
+  *: ref_load ref_update_interval ref_mixup_alpha
+training/fsdp/distillation_checks.py
+  gradient_of_distillation_is_that_of_the_formula: opd_teacher_load
 training/fsdp/adapter_checks.py
   *: lora_rank lora_alpha lora_dropout target_modules
 
@@ -45,14 +43,10 @@ data/test_conversations.py
   test_other_roles_are_trained_on_if_they_are_named: sft_roles
 data/test_tools_of_rows.py
   test_the_flag_chooses_the_column: tool_key
-data/test_custom_source.py
-  test_what_may_surprise_is_reported_once: data_source_path
-data/test_mixture.py
-  test_positions_of_single_sets_and_of_mixtures_are_told_apart: prompt_data prompt_mix
 rollout/test_mixed_prompts.py
   test_a_resumed_run_draws_and_generates_the_same: prompt_mix_weights curriculum_path
 rollout/test_pipeline.py
-  test_rows_of_a_users_source_are_drawn_and_a_resumed_run_continues_there: rollout_shuffle
+  test_rows_of_a_users_source_are_drawn_and_a_resumed_run_continues_there: data_source_path
 
 # rewards
 rewards/test_scoring.py
@@ -62,17 +56,17 @@ objective/estimators/test_remax.py
 rollout/test_metrics.py
   test_the_part_that_knows_the_answer_decides_and_what_was_dropped_does_not_pass: log_passrate
 rewards/test_registry.py
+  test_custom_functions_of_every_kind: custom_rm_path
   test_reward_key_picks_from_objects: reward_key
 rewards/test_reward_process.py
   test_a_call_that_does_not_return_ends_in_time_and_the_next_one_works: reward_timeout
-  test_importing_the_module_is_bounded_too: custom_rm_path
 rewards/test_checked_rewards.py
   test_ifeval_checks_every_instruction: ifeval_share ifeval_loose
   test_a_schema_comes_from_metadata_or_one_file: reward_json_schema
-rewards/test_cases.py
-  test_built_in_rewards_take_their_flags_and_weights: reward_regex repetition_ngram
 rewards/test_text_rewards.py
   test_exact_match_as_squad_compares: exact_match_squad
+rewards/test_cases.py
+  test_built_in_rewards_take_their_flags_and_weights: reward_regex repetition_ngram
 rewards/test_python_code.py
   test_the_flags_bound_each_program: code_memory code_processes code_seconds
   test_the_first_failure_is_the_last_run_unless_the_share_counts: code_share
@@ -136,15 +130,11 @@ rollout/hooks/test_iteration_hooks.py
   test_all_samples_are_shown_dropped_groups_too: rollout_all_samples_process_path
   test_a_function_adds_metrics_or_replaces_them: custom_rollout_log_function_path
   test_a_function_makes_what_is_trained_on: custom_convert_samples_to_train_data_path
-sweep/test_plan.py
-  test_a_file_that_wins_over_the_command_may_not_set_the_folder: custom_config_path rollout_seed
 cluster/runs/test_run_modes.py
   test_without_a_trainer_answers_are_generated_evaluated_and_saved: debug_rollout_only
   test_a_model_is_fine_tuned_on_conversations_without_an_engine: debug_train_only
 rollout/test_pipeline.py
-  test_saved_groups_are_trained_on_again_without_an_engine: save_debug_rollout_data
-rollout/test_debug_data.py
-  test_a_missing_file_names_the_flag: load_debug_rollout_data
+  test_saved_groups_are_trained_on_again_without_an_engine: save_debug_rollout_data load_debug_rollout_data
 
 # sglang
 engine/test_spanning_server.py
@@ -209,8 +199,6 @@ objective/test_policy_loss.py
   test_the_terms_add_up_and_have_their_gradients: kl_loss_type kl_loss_coef entropy_coef
 objective/test_kl.py
   test_the_ratio_makes_value_and_gradient_right_off_policy: use_unbiased_kl
-objective/test_token_log_probs.py
-  test_chunk_size_is_checked: log_probs_chunk_size
 batching/test_convert.py
   test_the_worked_example: loss_aggregation loss_aggregation_divisor
 objective/test_hooks.py
@@ -261,15 +249,11 @@ cluster/runs/test_ppo_run.py
   test_the_critic_learns_first_then_both: num_critic_only_steps
 cluster/runs/test_train_backends.py
   *: train_backend
-saved_runs/test_run.py
-  test_settings_come_back_as_they_were: rollout_engine
 batching/test_convert.py
   test_a_step_with_dropped_trajectories_is_the_mean_over_the_others: global_batch_size
-objective/estimators/test_optimal_token_baseline.py
-  test_a_step_must_have_whole_groups: num_steps_per_rollout
 batching/test_schedule_step.py
   test_a_prompt_counts_as_often_as_it_is_laid_out: use_dynamic_batch_size max_tokens_per_gpu
-  test_all_samples_are_trained_by_default: micro_batch_size
+  test_micro_batches_keep_their_size: micro_batch_size
   test_balancing_evens_out_tokens: balance_data
 rollout/test_pipeline.py
   *: use_dynamic_global_batch_size
@@ -283,8 +267,6 @@ conformance/rank.py
   *: use_routing_replay
 cluster/runs/test_run_modes.py
   test_two_runs_in_deterministic_mode_are_bit_equal: deterministic_mode
-conformance/test_hooks.py
-  test_token_losses: seed
 cluster/test_rollout_actor.py
   test_ranks_that_share_their_sequences_get_one_object: context_parallel_size
 parallel/test_dynamic_context_parallel.py

@@ -10,20 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
+from tiny_llama import tiny_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from miles.arguments.parser import judge, read_command
 from miles.arguments.settings import Settings
+from miles.batching.convert import convert
 from miles.cluster import rollout_actor
 from miles.cluster.folders import remote_checkpoints
 from miles.cluster.sides import Sides
 from miles.cluster.train_actor import TrainActor
 from miles.data.prompts import load_prompts
+from miles.engine.base import start_engine
 from miles.engine.embedded import torch_engine
 from miles.engine.sglang import engine as sglang_engine
 from miles.engine.sglang.teacher import connect
@@ -34,12 +37,14 @@ from miles.rewards.registry import get_reward_function
 from miles.rollout import pipeline
 from miles.rollout.evaluate import load_eval_sets
 from miles.rollout.groups import sampling_params
-from miles.rollout.supply import iterations_of
-from miles.sample import Prompt, Sample
+from miles.rollout.supply import build_supply, iterations_of
+from miles.sample import Prompt, PromptGroup, Sample
 from miles.tracking import sinks
 from miles.tracking.phase_timer import PhaseTimer
 from miles.tracking.sinks import MlflowSink, SampleTables, WandbSink
+from miles.training.fsdp import backend as fsdp_backend
 from miles.training.fsdp.adapter import adapted_layers, add_adapter
+from miles.training.fsdp.backend import FsdpBackend
 from miles.training.fsdp.optimizer import ShardedOptimizer
 from miles.training.optimizer import learning_rate
 from tests.fast.arguments.conftest import MINIMAL
@@ -47,7 +52,7 @@ from tests.fast.conftest import byte_tokenizer
 from tests.fast.test_loop import Recorder, loop_of
 
 STEPS = 6
-ROWS = "rows.jsonl"
+ROWS, MORE, CUSTOM = "rows.jsonl", "more.jsonl", "custom.yaml"
 HEADER: Any = SimpleNamespace(title="t", total_steps=STEPS, public_settings=dict)
 
 
@@ -138,12 +143,47 @@ def recorder(settings: Settings) -> Any:
     return given.call_args.kwargs["max_bytes"], given.call_args.kwargs["token_values"]
 
 
+def drawn(settings: Settings) -> Any:
+    """The first prompts of a run."""
+    stream = build_supply(settings, byte_tokenizer()).stream
+    assert stream is not None
+    return [group.prompt.text for group in stream.draw(8)]
+
+
+def step_sizes(settings: Settings) -> Any:
+    """The samples of each step that an iteration is divided into."""
+    prompt = Prompt("p", (1,))
+    groups = [
+        PromptGroup(g, prompt, [Sample(prompt, g, 4 * g + k, [2], "", [1], [0.0], reward=0.0) for k in range(4)])
+        for g in range(8)
+    ]
+    steps = convert(groups, loss=settings.loss, global_batch_size=settings.training.global_batch_size)
+    return [len(step) for step in steps]
+
+
+def trained_model(settings: Settings) -> Any:
+    """The rows of logits that a trainer rank computes at a time, and the weights of its new adapter."""
+    model = tiny_llama(0)
+    given = MagicMock(return_value=SimpleNamespace(language_model=model))
+    backend = object.__new__(FsdpBackend)
+    backend.settings, backend.compute_dtype, backend.mesh = settings, torch.float32, MagicMock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp_backend, "load_policy", given)
+        patch.setattr(fsdp_backend, "shard_model", MagicMock())
+        patch.setattr(FsdpBackend, "_check", MagicMock())
+        backend._load_policy("--hf-checkpoint", "m", torch.float32, settings.lora)
+    adapter = {name: weight.tolist() for name, weight in model.named_parameters() if "lora" in name}
+    return given.call_args.args[2], adapter
+
+
 def embedded_engine(settings: Settings) -> Any:
+    """The model of the engine, and its largest batch; none if another engine is started."""
     given = MagicMock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_engine, "TorchEngine", given)
-        asyncio.run(torch_engine.start(settings, MagicMock(device="cpu")))
-    return given.call_args.args[3]
+        patch.setattr(sglang_engine, "start", AsyncMock())
+        asyncio.run(start_engine(settings, MagicMock(device="cpu")))
+    return given.call_args and (given.call_args.args[0], given.call_args.args[3])
 
 
 class Placed(Exception):
@@ -289,6 +329,16 @@ class Change:
 
 
 CHANGES = [
+    Change("--hf-checkpoint another/model", embedded_engine),
+    Change("--rollout-engine sglang", embedded_engine, "--rollout-engine torch --device cuda"),
+    Change(f"--prompt-data {MORE}", drawn, f"--prompt-data {ROWS}", "--prompt-data"),
+    Change(f"--prompt-mix a {ROWS} b {MORE}", drawn, f"--prompt-mix a {ROWS} b {ROWS}", "--prompt-data"),
+    Change("--rollout-shuffle", drawn, f"--prompt-data {MORE}", "--prompt-data"),
+    Change("--rollout-seed 7", drawn, f"--prompt-data {MORE} --rollout-shuffle", "--prompt-data"),
+    Change("--num-steps-per-rollout 2", step_sizes),
+    Change("--log-probs-chunk-size 3", trained_model),
+    Change("--seed 5", trained_model, "--lora-rank 2"),
+    Change(f"--custom-config-path {CUSTOM}", weights),
     Change("--lr 0.2", weights),
     Change("--adam-beta1 0.5", weights, ADAM),
     Change("--adam-beta2 0.9", weights, ADAM),
@@ -352,6 +402,9 @@ CHANGES = [
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"input": f"{n} + 1 =", "label": str(n + 1), "other": "x", "metadata": {"n": n}} for n in range(2)]
     (tmp_path / ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = [{"input": f"{n} - 1 =", "label": str(n - 1)} for n in range(8)]
+    (tmp_path / MORE).write_text("".join(json.dumps(row) + "\n" for row in more))
+    (tmp_path / CUSTOM).write_text("lr: 0.2\n")
     monkeypatch.chdir(tmp_path)
 
 

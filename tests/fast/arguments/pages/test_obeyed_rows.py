@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from miles.arguments.launch.megatron import judge as judge_field
+from miles.arguments.launch.megatron_flags import FREE_FIELDS
+from miles.arguments.launch.normalize import FOREIGN_FLAGS
+from miles.arguments.launch.notes import HEADINGS, READ_AS
 from miles.arguments.launch.server import RENAMED
 from miles.arguments.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.arguments.megatron.overrides import FIXED, SHAPE_FIELDS, check_overrides
@@ -38,9 +42,33 @@ def test_every_obeyed_flag_is_set_by_a_test():
 
 
 def test_every_noted_flag_says_why_it_cannot_change_the_run():
-    rows = re.findall(r"^\| `(--[\w-]+)` \| noted(?: or refused)? \| (.*) \|$", launch_page(), flags=re.MULTILINE)
+    """First what kind of setting it is, whose results are the same, and then why."""
+    rows = re.findall(r"^\| `(--[\w-]+)` \| noted \| ([^:]*)(?:: )?(.*) \|$", launch_page(), flags=re.MULTILINE)
     assert len(rows) > 150
-    assert not [flag for flag, why in rows if len(why.split()) < 4]
+    assert not [flag for flag, kind, why in rows if kind not in HEADINGS.keys() - {READ_AS} or len(why.split()) < 4]
+    rows = re.findall(r"^\| `(--[\w-]+)` \| noted or refused \| .*\bNoted (.*) \|$", launch_page(), flags=re.MULTILINE)
+    assert len(rows) > 50 and all(when.startswith(("if ", "with ", "without ")) for _, when in rows)
+
+
+WORDS = {"switch": [], "value": ["1"], "list": ["1", "2"], "optional": []}
+
+
+def test_all_noted_flags_together_leave_every_setting_as_it_is(command):
+    rows = [row for row in FOREIGN_FLAGS.values() if row.heading is not None]
+    plain = ["--actor-num-gpus-per-node", "1", "--train-backend", "megatron", *command()]
+    noted = [word for row in rows for word in (row.flag, *WORDS[row.kind])]
+    found, expected = (judge(read_command([*plain, *words])) for words in (noted, []))
+    assert found.settings == expected.settings
+    assert {(note.written.split()[0], note.why) for note in found.accepted} >= {(row.flag, row.why) for row in rows}
+
+
+def test_a_field_of_megatron_that_is_noted_is_not_passed_on():
+    fields = [field for field in (*MODEL_FLAGS, *megatron_fields().values()) if field.name in FREE_FIELDS]
+    assert {field.name for field in fields} == FREE_FIELDS.keys()
+    for field in fields:
+        verdict = judge_field(field, "another", {}, {})
+        assert verdict.value is None and verdict.note is not None
+        assert (verdict.note.heading, verdict.note.why) == FREE_FIELDS[field.name]
 
 
 def test_a_flag_that_is_only_read_is_not_set():

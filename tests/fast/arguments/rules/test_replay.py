@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from miles.arguments.rules.replay import WITH_KNOWN_ROUTERS
 from miles.engine.sglang.engine import server_spec
 from miles.engine.sglang.keys import NO_KEYS
 
@@ -21,7 +22,7 @@ def model_of(tmp_path):
 
 
 @pytest.mark.parametrize("flag", BOTH)
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize("kind", [*WITH_KNOWN_ROUTERS, "kimi_k2"])
 def test_families_with_known_routers(validated, model_of, kind, flag):
     assert validated(f"{model_of(kind)} {flag}", "--hf-checkpoint")
 

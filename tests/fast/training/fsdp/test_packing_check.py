@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,27 @@ def test_a_recurrent_type_that_no_test_compares_must_be_padded(tmp_path):
     with pytest.raises(ValueError, match=r"--ref-load .* a lfm2 has recurrent state, .*; add --qkv-format bshd$"):
         check_layout("--ref-load", str(tmp_path), PACKED)
     check_layout("--ref-load", str(tmp_path), PADDED)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "fault"),
+    [
+        (
+            "qwen3",
+            dict(quantization_config={"quant_method": "fp8"}),
+            "quantized weights are not trained; give a folder",
+        ),
+        ("gemma2", {}, "its config sets attn_logit_softcapping, which --train-backend fsdp does not compute"),
+        ("starcoder2", dict(sliding_window=4), r"a sliding window \(of 4 tokens\) has not been compared"),
+    ],
+)
+def test_what_is_not_trained_is_refused_when_the_model_is_read(tmp_path, kind, given, fault):
+    """Of a name on a hub, validation may not know the configuration."""
+    config = AutoConfig.for_model(kind, **SHAPE).to_dict() | given
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for flag in ("--hf-checkpoint", "--ref-load"):
+        with pytest.raises(ValueError, match=f"^{flag} {tmp_path}: .*{fault}"):
+            check_layout(flag, str(tmp_path), PACKED)
 
 
 @pytest.mark.parametrize("kind", SPARSE)
