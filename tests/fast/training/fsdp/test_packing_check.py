@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from tiny_kinds import CONFIGS, UNTESTED, WINDOWS, config_of
+from tiny_llama import SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from miles.arguments.parallel import ParallelArguments
