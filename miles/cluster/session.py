@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from miles.cluster.restarts import Continuation
 
 PLACEMENT_SECONDS = 300
+CHOSEN_SECONDS = 20  # for bundles on chosen nodes, whose devices are free
 NODE_ID = "ray.io/node-id"  # the label that Ray gives every node
 START_TRIES = 3
 _NO_MESSAGES = "99"  # of PyTorch's profiler, which prints when it starts and stops
@@ -386,7 +387,9 @@ def _on_nodes_as_asked(
         chosen = choose_nodes(free, *asked, [bundle[device] for bundle in bundles[ranks:]])
         if chosen is not None:
             remove_placement_group(group)
-            group = _place(bundles, cluster, [chosen[rank // asked[1]] for rank in range(ranks)])
+            on_chosen = [{NODE_ID: chosen[rank // asked[1]]} for rank in range(ranks)]
+            there = _reserve(bundles, CHOSEN_SECONDS, [*on_chosen, *({} for _ in bundles[ranks:])])
+            group = there or _place(bundles, cluster)  # Ray may put engines where the ranks should be
             nodes = _nodes_of_bundles(group)
     found = nodes[:ranks]
     by_node = sorted(found, key=found.index)  # as in_order, by which ranks are numbered on GPUs
@@ -394,7 +397,7 @@ def _on_nodes_as_asked(
     print(f"placement: {where}")
     if not is_as_asked(found, *asked):
         wanted = f"--actor-num-nodes {asked[0]} with {count(asked[1], 'device')} each"
-        print(f"note: the cluster has no room for {wanted} and the engines, so Ray has chosen the nodes of the ranks")
+        print(f"note: the cluster has no room for {wanted} and the engines, or Ray found none: it has chosen the nodes")
     return group
 
 
@@ -404,14 +407,22 @@ def _nodes_of_bundles(group: PlacementGroup) -> list[str]:
     return [nodes[bundle] for bundle in range(len(nodes))]
 
 
-def _place(bundles: list[dict[str, float]], cluster: ClusterArguments, nodes: Sequence[str] = ()) -> PlacementGroup:
-    """Reserve the bundles, the first of them on ``nodes``, and wait until Ray has them."""
-    selectors = [{NODE_ID: node} for node in nodes] + [{} for _ in bundles[len(nodes) :]] if nodes else None
+def _reserve(
+    bundles: list[dict[str, float]], seconds: float, selectors: list[dict[str, str]] | None = None
+) -> PlacementGroup | None:
+    """Reserve the bundles, each on a node with the labels of its selector; None if Ray has not done so in time."""
     group: PlacementGroup = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
-    ready, _ = ray.wait([group.ready()], timeout=PLACEMENT_SECONDS)
-    if not ready:
+    ready, _ = ray.wait([group.ready()], timeout=seconds)
+    if ready:
+        return group
+    remove_placement_group(group)
+    return None
+
+
+def _place(bundles: list[dict[str, float]], cluster: ClusterArguments) -> PlacementGroup:
+    group = _reserve(bundles, PLACEMENT_SECONDS)
+    if group is None:
         have = ray.cluster_resources()
-        remove_placement_group(group)
         gpus = sum(bundle.get("GPU", 0) for bundle in bundles)
         raise ValueError(
             f"the run needs {len(bundles)} bundles with {sum(bundle['CPU'] for bundle in bundles):g} CPUs and "
