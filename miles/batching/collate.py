@@ -88,14 +88,14 @@ def _shared_logits(part: TrainBatch, layout: _Layout, device: torch.device) -> S
 
     With supports, which may differ, each response token has logits of its own.
     """
-    tokens, row, readers = np.unique(layout.logit_index, return_inverse=True, return_counts=True)
+    tokens, row, counts = np.unique(layout.logit_index, return_inverse=True, return_counts=True)
     if part.supports or len(tokens) == len(row):
         return None
     return SharedLogits(
         to_device(tokens, device),
         to_device(row, device),
         to_device(np.argsort(row, kind="stable"), device),
-        np.cumsum([0, *readers]),
+        np.cumsum([0, *counts]),
     )
 
 

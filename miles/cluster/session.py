@@ -372,7 +372,7 @@ def _on_nodes_as_asked(
     """Return ``group``, or another one in its place whose ranks are on as many nodes as the flags say.
 
     Ray is asked for certain nodes only if it has chosen others by itself, since bundles that ask for a node have no
-    place if it is lost. Where the ranks are is printed if there are several nodes.
+    place if it is lost. With several nodes, the nodes of the ranks are printed.
     """
     names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     if len(names) == 1:

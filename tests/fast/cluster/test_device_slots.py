@@ -159,7 +159,7 @@ def test_ranks_are_on_as_many_nodes_as_the_flags_say(
     engines: int,
     found: list[int],
 ) -> None:
-    """Two nodes of four simulated GPUs, onto one of which Ray would pack two times two ranks."""
+    """Two nodes of four simulated GPUs; Ray alone would pack two times two ranks onto one node."""
     with two_nodes(monkeypatch) as address:
         given = ClusterArguments(
             ray_address=address, device="cuda", actor_num_nodes=nodes, actor_num_gpus_per_node=per_node
