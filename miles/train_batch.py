@@ -193,15 +193,16 @@ class MicroBatch:
 
     ``token_index`` alone is in host memory: layouts are computed from it, while a GPU is still at the last micro-batch.
 
-    ``S`` samples, ``T`` tokens, ``R`` response tokens. If packed, nothing is padded, and tokens that several samples
-    begin with appear once: ``token_index`` gives, sample by sample, the position of each token in the packed axis.
-    The response axis is flat too: ``sample_index[r]`` names the sample of response token ``r``, and the logits at
-    ``logit_index[r]`` predict it.
+    ``S`` samples, ``T`` tokens, ``R`` response tokens. If packed, tokens that several samples begin with appear once,
+    and the last token of a response does not appear, since it predicts nothing: ``token_index`` gives, sample by sample,
+    the position of each token that is read in the packed axis, which is padded to a multiple of 8. The response axis is
+    flat too: ``sample_index[r]`` names the sample of response token ``r``, and the logits at ``logit_index[r]`` predict
+    it.
 
     Two samples of the prompt ``a b``, with responses ``c`` and ``d e``::
 
-        input_ids    = [a b c d e]    token_index  = [0 1 2 | 0 1 3 4]    total_lengths = (3, 4)
-        logit_index  = [1, 1, 3]      targets      = [c, d, e]            sample_index  = [0, 1, 1]
+        input_ids    = [a b d 0 0 …]  token_index  = [0 1 | 0 1 2]        read_lengths  = (2, 3)
+        logit_index  = [1, 1, 2]      targets      = [c, d, e]            sample_index  = [0, 1, 1]
 
     Under context parallelism (``context.size`` above 1) ``T`` and ``R`` are this rank's share: the zig-zag chunks of
     every sample, padded (parallel/context_parallel.py), and the response tokens that their logits predict. Everything
@@ -216,7 +217,7 @@ class MicroBatch:
 
     input_ids: torch.Tensor  # int64 [T]
     position_ids: torch.Tensor  # int64 [T], from 0 in each sample
-    token_index: torch.Tensor  # int64 [sum of total_lengths, padded for the context], into input_ids; on the host
+    token_index: torch.Tensor  # int64 [sum of read_lengths, padded for the context], into input_ids; on the host
     logit_index: torch.Tensor  # int64 [R]
     targets: torch.Tensor  # int64 [R]
     sample_index: torch.Tensor  # int64 [R]
@@ -230,6 +231,7 @@ class MicroBatch:
     trajectory_token_counts: torch.Tensor  # float32 [S]
     response_lengths: tuple[int, ...]  # S entries, of whole responses
     total_lengths: tuple[int, ...]  # S entries, of whole samples, without padding
+    read_lengths: tuple[int, ...]  # S entries, of what the model reads of them, without padding
     num_trajectories: int  # N of the whole step
     num_loss_tokens: int  # T of the whole step
     context: ContextGroup  # the ranks that share these samples

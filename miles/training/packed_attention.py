@@ -91,6 +91,7 @@ class _Sequences:
     token_index: np.ndarray
     lengths: Sequence[int]
     device: torch.device
+    tokens: int  # of all ranks
 
 
 @dataclass(frozen=True)
@@ -110,12 +111,18 @@ class PackedLayout:
         if micro.padded:
             tokens = micro.input_ids.numel()
             lengths = [tokens // micro.rows] * micro.rows
-            return cls((), micro.context, padded=True, sequences=_Sequences(np.arange(tokens), lengths, device))
-        return cls.of_packed(micro.token_index.numpy(), micro.total_lengths, device, micro.context)
+            return cls((), micro.context, padded=True, sequences=_Sequences(np.arange(tokens), lengths, device, tokens))
+        tokens = micro.input_ids.numel()
+        return cls.of_packed(micro.token_index.numpy(), micro.read_lengths, device, micro.context, tokens)
 
     @classmethod
     def of_packed(
-        cls, token_index: np.ndarray, lengths: Sequence[int], device: torch.device, context: ContextGroup = ALONE
+        cls,
+        token_index: np.ndarray,
+        lengths: Sequence[int],
+        device: torch.device,
+        context: ContextGroup = ALONE,
+        tokens: int | None = None,
     ) -> PackedLayout:
         """Put spans into buckets in which none is shorter than half the longest, so that at most half is padding.
 
@@ -128,8 +135,10 @@ class PackedLayout:
             lengths: of the sequences, without padding.
             device: of the layout's tensors.
             context: the ranks that share the sequences.
+            tokens: of this rank's packed axis, with padding at its end; None if there is none.
         """
-        sequences = _Sequences(token_index, lengths, device)
+        everywhere = int(token_index.max()) + 1 if tokens is None else tokens * context.size
+        sequences = _Sequences(token_index, lengths, device, everywhere)
         return cls(_rows_of(sequences, context, None), context, sequences=sequences)
 
     def narrowed(self, window: int | None) -> int | None:
@@ -152,7 +161,7 @@ class PackedLayout:
 
 def _rows_of(sequences: _Sequences, context: ContextGroup, window: int | None) -> tuple[Rows, ...]:
     """Put spans into buckets, as ``PackedLayout.of_packed`` says. With a window, those of a bucket share their mask."""
-    everywhere = int(sequences.token_index.max()) + 1
+    everywhere = sequences.tokens
     packed = everywhere // context.size
     spans = _spans(sequences.token_index, sequences.lengths, context)
     if window is not None:

@@ -108,14 +108,21 @@ def _batch(whole: MicroBatch, tokens: Sequence[torch.Tensor], log_probs: torch.T
 
 def sample_tokens(micro: MicroBatch) -> list[torch.Tensor]:
     """Return prompt and response of each sample, int64; collective in the micro-batch's context group."""
+    import torch
+
     from miles.parallel.context_parallel import padded_length
 
     if not micro.response_lengths:
         return []
     flat = micro.context.gather(micro.input_ids)[micro.token_index.to(micro.input_ids.device)]
-    padded = [padded_length(length, micro.context.size) for length in micro.total_lengths]
-    parts = flat.split(padded)
-    return [part[:length] for part, length in zip(parts, micro.total_lengths, strict=True)]
+    parts = flat.split([padded_length(length, micro.context.size) for length in micro.read_lengths])
+    read = [part[:length] for part, length in zip(parts, micro.read_lengths, strict=True)]
+    if micro.read_lengths == micro.total_lengths:
+        return read
+    assert micro.context.size == 1, "ranks that share samples read all tokens"
+    targets = micro.targets.split(micro.response_lengths)
+    unread = [total - length for total, length in zip(micro.total_lengths, micro.read_lengths, strict=True)]
+    return [torch.cat([part, target[len(target) - n :]]) for part, target, n in zip(read, targets, unread, strict=True)]
 
 
 def check_whole_loss(loss: LossArguments, args: Any) -> None:
@@ -180,6 +187,7 @@ def try_four_arguments(
         trajectory_token_counts=ones,
         response_lengths=(1,),
         total_lengths=(2,),
+        read_lengths=(2,),
         num_trajectories=1,
         num_loss_tokens=1,
         context=ALONE,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, TypeAlias, cast
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -233,6 +234,30 @@ def _is_unaligned(weight: torch.Tensor) -> bool:
     return weight.ndim == 3 and any(size % 8 for size in weight.shape[1:])
 
 
+class NothingToReduce(ReduceScatter):
+    """The reduction of gradients on one rank, where the input is the output.
+
+    FSDP2 allocates both, and copies one to the other (torch 2.13 ``_fsdp_collectives.py``, ``foreach_reduce``). A copy of
+    a tensor to itself does nothing, so both are the same tensor: the second allocation of each pair returns the first.
+    """
+
+    def __init__(self) -> None:
+        self._input: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a new tensor, and on the next call the same one."""
+        if self._input is None:
+            self._input = torch.empty(*size, dtype=dtype, device=device)
+            return self._input
+        output, self._input = self._input, None
+        assert output.shape == torch.Size(size) and output.dtype == dtype, "the pair of this allocation"
+        return output
+
+    def __call__(self, *_: object, **__: object) -> None:
+        """Refuse: there is nobody to exchange with."""
+        raise AssertionError("one rank has nothing to reduce")
+
+
 def shard_model(
     model: ShardedModule[Scorer], mesh: DeviceMesh, compute_dtype: torch.dtype, checkpointing: bool
 ) -> None:
@@ -257,7 +282,11 @@ def shard_model(
     fully_shard(model.in_fp32, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            if mesh.size() > 1:  # one rank would divide every gradient by 1, in a pass of its own
-                module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+        if not isinstance(module, FSDPModule):
+            continue
+        module.set_force_sum_reduction_for_comms(True)
+        if mesh.size() > 1:
+            module.set_gradient_divide_factor(1.0)
+        else:  # without a factor: a pass over all gradients would divide them by 1
+            module.set_custom_reduce_scatter(NothingToReduce())
+            module.set_reshard_after_backward(False, recurse=False)  # gathering is a copy; the runner frees them

@@ -126,6 +126,7 @@ class RehearsedMegatron(MegatronBackend):
             self.ranks.context.of(plan.context_parallel_size),
             share_prefixes=not self.settings.megatron.mtp_heads,
             row_multiple=multiple if plan.padded else None,
+            reads_last=self.policy.reads_last,
         )
         rows, length = PackedTokens.of(micro, multiple).shape
         self.activation_shape = [length // multiple, rows, config.hidden_size]

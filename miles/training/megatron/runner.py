@@ -42,6 +42,7 @@ class MegatronModel(Generic[Scorer]):
         self.device = device
         self.replays_experts = False  # --use-rollout-routing-replay
         self.records_experts = False  # --use-routing-replay
+        self.reads_last = False  # the losses of its routers are means over all tokens
         self._kept: dict[int, dict[int, torch.Tensor]] = {}  # by plan, the experts of its first pass
 
     def forward(
@@ -122,6 +123,7 @@ class MegatronModel(Generic[Scorer]):
                     # The tokens after the end of a prompt, which heads are given, differ from sample to sample.
                     share_prefixes=not heads,
                     row_multiple=multiple if plan.padded else None,
+                    reads_last=self.reads_last,
                 )
             tokens = PackedTokens.of(micro, multiple)
             tokens.experts = self._experts(plan, micro, tokens, id(plan) in kept_before)
@@ -184,6 +186,7 @@ class MegatronTrainedModel(MegatronModel[Scorer]):
         self.distributed = distributed
         self.optimizer = optimizer
         self.sizes = sizes
+        self.reads_last = sizes.has_router_loss
 
     def forward_backward(self, shard: TrainShard, loss_function: LossFunction[Scorer]) -> StepSums:
         """Score the samples that are not trained on, then run backward through every micro-batch."""

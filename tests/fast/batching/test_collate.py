@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.batching.collate import collate, split_by_sample
+from miles.batching.collate import TOKEN_MULTIPLE, collate, split_by_sample
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 8)), min_size=1, max_size=8)
@@ -21,35 +21,36 @@ def choices(draw):
     return lengths, draw(st.lists(st.sampled_from(range(len(lengths))), unique=True, min_size=1))
 
 
-@given(choices(), st.sampled_from([2, 1000]))
-def test_layout_is_that_of_a_loop(make_batch, choice, vocabulary):
+@given(choices(), st.sampled_from([2, 1000]), st.booleans())
+def test_layout_is_that_of_a_loop(make_batch, choice, vocabulary, reads_last):
     lengths, indices = choice
     batch = make_batch(lengths)
     batch = replace(batch, tokens=[tokens % vocabulary for tokens in batch.tokens])
-    micro = collate(batch, indices, CPU)
-    ids, positions, logit_index, targets, sample_index = [], [], [], [], []
+    micro = collate(batch, indices, CPU, reads_last=reads_last)
+    ids, positions, logit_index, targets, sample_index, prefixes = [], [], [], [], [], set()
     for s, i in enumerate(indices):
         prompt, start = lengths[i][0], len(ids)
         for t, token in enumerate(batch.tokens[i].tolist()):
-            ids.append(token)
-            positions.append(t)
+            if t < prompt or t + 1 < sum(lengths[i]) or reads_last:  # the last token of a response predicts nothing
+                ids.append(token)
+                positions.append(t)
+                prefixes.add(tuple(batch.tokens[i][: t + 1].tolist()))
             if t >= prompt:
                 logit_index.append(start + t - 1)
                 targets.append(token)
                 sample_index.append(s)
+        assert micro.read_lengths[s] == len(ids) - start and micro.total_lengths[s] == sum(lengths[i])
     index = micro.token_index
     assert micro.input_ids[index].tolist() == ids and micro.position_ids[index].tolist() == positions
     assert micro.logit_index.tolist() == index[logit_index].tolist() and micro.targets.tolist() == targets
-    assert index.unique().tolist() == list(range(len(micro.input_ids)))
-    prefixes = {tuple(batch.tokens[i][: t + 1].tolist()) for i in indices for t in range(len(batch.tokens[i]))}
-    assert len(index.unique()) == len(prefixes), "equal prefixes are kept once"
+    assert index.unique().tolist() == list(range(len(prefixes))), "equal prefixes are kept once"
+    assert len(micro.input_ids) % TOKEN_MULTIPLE == 0 and 0 <= len(micro.input_ids) - len(prefixes) < TOKEN_MULTIPLE
     if micro.shared_logits is None:
         assert len(micro.logit_index.unique()) == len(targets)
     else:
         assert torch.equal(micro.shared_logits.tokens[micro.shared_logits.row], micro.logit_index)
         assert torch.equal(micro.shared_logits.tokens, micro.logit_index.unique())
     assert micro.sample_index.tolist() == sample_index
-    assert micro.total_lengths == tuple(len(batch.tokens[i]) for i in indices)
 
 
 def test_tokens_with_other_experts_are_not_shared(make_batch):
@@ -59,6 +60,10 @@ def test_tokens_with_other_experts_are_not_shared(make_batch):
     experts[1, 2, 1] = 1
     batch = replace(batch, tokens=[batch.tokens[0]] * 3, experts=list(experts))
     micro = collate(batch, range(3), CPU)
+    assert micro.token_index.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 0, 1, 2, 3]
+    found = micro.experts[micro.token_index].numpy().reshape(3, 4, 2, 1)
+    assert np.array_equal(found, experts) and (micro.experts[6:] == -1).all(), "padding has none"
+    micro = collate(batch, range(3), CPU, reads_last=True)
     assert micro.token_index.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 0, 1, 2, 3, 4]
     found = micro.experts[micro.token_index].numpy().reshape(3, 5, 2, 1)
     assert np.array_equal(found[:, :4], experts) and (found[:, 4] == -1).all()
@@ -117,7 +122,8 @@ def test_advantages_by_token_replace_rewards(make_batch, choice):
 def test_no_samples_are_one_token_and_no_response(make_batch):
     for batch in (make_batch([(2, 3)]), make_batch([]), make_batch([(2, 3)], scored=False)):
         micro = collate(batch, [], CPU)
-        assert micro.input_ids.shape == (1,) and micro.token_index.tolist() == [0] and micro.total_lengths == (1,)
+        assert micro.input_ids.shape == (TOKEN_MULTIPLE,) and micro.token_index.tolist() == [0]
+        assert micro.total_lengths == micro.read_lengths == (1,)
         assert micro.response_lengths == () and split_by_sample(micro.loss_mask, micro) == []
         for name in ("logit_index", "targets", "sample_index", "loss_mask", "advantages", "sample_denoms"):
             assert getattr(micro, name).shape == (0,), name

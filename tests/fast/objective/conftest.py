@@ -41,6 +41,7 @@ def _make_micro(masks: list[list[float]], **given: Any) -> MicroBatch:
         trajectory_token_counts=torch.tensor([max(c, 1.0) for c in counts]),
         response_lengths=tuple(lengths),
         total_lengths=tuple(n + 2 for n in lengths),
+        read_lengths=tuple(n + 2 for n in lengths),
         num_trajectories=len(masks),
         num_loss_tokens=int(sum(counts)),
         context=ALONE,

@@ -58,7 +58,7 @@ class RoutedTokens:
             sequence_parallel: The ranks that hold equal parts of S, if any.
         """
         rows, length = shape
-        totals = torch.tensor(micro.total_lengths if micro.response_lengths else [], device=micro.input_ids.device)
+        totals = torch.tensor(micro.read_lengths if micro.response_lengths else [], device=micro.input_ids.device)
         position, sample = _members(micro, totals.long())
         position = position % length * rows + position // length
         if sequence_parallel is not None:
@@ -92,7 +92,7 @@ def _members(micro: MicroBatch, totals: torch.Tensor) -> tuple[torch.Tensor, tor
     """
     samples = torch.arange(len(totals), device=totals.device)
     if micro.context.size == 1:
-        where = micro.token_index[: sum(micro.total_lengths) if len(totals) else 0]
+        where = micro.token_index[: sum(micro.read_lengths) if len(totals) else 0]
         return to_device(where.numpy(), totals.device), samples.repeat_interleave(totals)
     chunk = 2 * micro.context.size  # parallel/context_parallel.py: padded to a multiple; two chunks are on this rank
     local = (totals + chunk - 1) // chunk * 2
