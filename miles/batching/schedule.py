@@ -201,13 +201,16 @@ def _static(
     replicas = ranks // size
     lengths = batch.total_lengths
     shares = balanced_partition(lengths, replicas) if training.balance_data else _in_order(len(batch), replicas)
+    packed = None
+    if training.use_dynamic_batch_size and not padded:
+        packed = _packed_samples(batch, size, share_prompts and size == 1)  # once for all kinds
     plans: list[Plans] = []
     for kind in kinds:
         chosen = shares
         if len(kind) < len(batch):
             wanted = set(kind)
             chosen = [[i for i in share if i in wanted] for share in shares]
-        per_replica = _micro_batches(batch, chosen, training, parallel, share_prompts)
+        per_replica = _micro_batches(lengths, chosen, training, size, packed)
         count = max(len(micro_batches) for micro_batches in per_replica)
         cut = [split_to_count(micro_batches, count) for micro_batches in per_replica]
         of_replica = [[MicroBatchPlan(tuple(part), size, padded) for part in parts] for parts in cut]
@@ -235,24 +238,30 @@ def _in_order(n: int, parts: int) -> list[list[int]]:
 
 
 def _micro_batches(
-    batch: TrainBatch,
+    lengths: Sequence[int],
     shares: Sequence[list[int]],
     training: TrainingArguments,
-    parallel: ParallelArguments,
-    share_prompts: bool,
+    size: int,
+    packed: PackedSamples | None,
 ) -> list[list[list[int]]]:
-    """Return the micro-batches of each share."""
+    """Return the micro-batches of each share.
+
+    Args:
+        lengths: Tokens of each sample of the step.
+        shares: The samples of each replica.
+        training: The flags of batch sizes and budgets.
+        size: How many ranks share a micro-batch.
+        packed: The samples, if a token budget counts them packed; None: it counts the padding of rows.
+    """
     if not training.use_dynamic_batch_size:
         count = training.micro_batch_size
         return [[share[i : i + count] for i in range(0, len(share), count)] for share in shares]
     assert training.max_tokens_per_gpu is not None, "validate() requires it"
-    size = parallel.context_parallel_size
     budget = training.max_tokens_per_gpu * size
-    if parallel.pads:
-        lengths = batch.total_lengths
-        bins = [rows_by_budget([lengths[i] for i in share], budget) for share in shares]
-        return [[[share[i] for i in part] for part in parts] for share, parts in zip(shares, bins, strict=True)]
-    return pack_shares(_packed_samples(batch, size, share_prompts and size == 1), shares, budget)
+    if packed is not None:
+        return pack_shares(packed, shares, budget)
+    bins = [rows_by_budget([lengths[i] for i in share], budget) for share in shares]
+    return [[[share[i] for i in part] for part in parts] for share, parts in zip(shares, bins, strict=True)]
 
 
 def _packed_samples(batch: TrainBatch, size: int, share_prompts: bool) -> PackedSamples:
