@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.arguments.files import run_config
+from miles.host.disk_faults import naming_disk
 from miles.tracking import jsonl, run_header
 from miles.tracking.sample_file import SampleFile
 
@@ -97,11 +98,14 @@ class RunFiles:
         self._samples = output_dir / SAMPLES
 
     def append_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one row. A step may be given in several rows (training, then evaluation); reading joins them."""
+        """Add one row. A step may be given in several rows (training, then evaluation); reading joins them.
+
+        Raises ``WriteFailed`` if the disk is full.
+        """
         jsonl.append(self._metrics, [{"step": step, **values}])
 
     def append_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Add one row per sample."""
+        """Add one row per sample. Raises ``WriteFailed`` if the disk is full."""
         jsonl.append(self._samples, (sample.row(step) for sample in samples))
 
     def read_metrics(self) -> list[dict[str, float]]:
@@ -128,9 +132,11 @@ class RunFiles:
 
     def mark_ended_early(self, step: int) -> None:
         """Note that the run came to its end after ``step``, with nothing left to train on."""
+        path = self.output_dir / ENDED_EARLY
         new = self.output_dir / f".{ENDED_EARLY}"
-        new.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
-        new.replace(self.output_dir / ENDED_EARLY)
+        with naming_disk(path, new):
+            new.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+            new.replace(path)
 
     def forget_early_end(self) -> None:
         """Remove that note: the run continues."""
