@@ -42,7 +42,7 @@ class Tracker:
         self._tracking = tracking
         self._output_dir = Path(tracking.output_dir)
         self._output_dir.mkdir(parents=True, exist_ok=True)
-        self._files = RunFiles(self._output_dir)
+        self._files = RunFiles(self._output_dir, tracking.metrics_max_bytes)
         self._wandb = WandbSink(tracking, header) if tracking.use_wandb else None
         self._mlflow = MlflowSink(tracking, header) if tracking.use_mlflow else None
         self._noted = False

@@ -20,6 +20,7 @@ from miles.cluster.failures import exit_with_message
 from miles.cluster.stop_requests import StopRequests
 from miles.input_error import InputError
 from miles.metrics import Metric
+from miles.report.metrics_file import MetricsFile
 from miles.report.run_view import RunView
 from miles.report.sink import ReportSink
 from miles.report.static_report import report_data
@@ -94,6 +95,33 @@ def test_a_new_run_sets_an_earlier_one_aside(tmp_path: Path, capsys: pytest.Capt
     assert len(RunFiles(tmp_path / "earlier-1").read_metrics()) == 4
     assert len(scalars(tmp_path, "rollout/reward")) == 1
     assert "earlier-1" in capsys.readouterr().out
+
+
+def test_metrics_stay_within_their_bound_and_every_reader_works(tmp_path: Path) -> None:
+    """Steps 2, 4, … end an iteration, and every 20th has an evaluation too. A row has some 4 KB."""
+    many = {f"train/{number}{'x' * 400}": float(number) for number in range(10)}
+    tracking = arguments(tmp_path, metrics_max_mb=1.0, no_report=True)
+    path = tmp_path / METRICS
+    reader, live = MetricsFile(path), 0
+    with Tracker(tracking, HEADER) as tracker:
+        for step in range(1, 801):
+            rewards = {} if step % 2 else {"rollout/reward": step / 8}
+            tracker.log(step, many | rewards | ({} if step % 20 else {"eval/a/accuracy": step / 8}))
+            live += step % 100 == 0 and reader.refresh()
+        assert path.stat().st_size <= 1_000_000
+    reader.refresh()
+    steps = list(reader.steps)
+    assert live == 8 and steps[:20] == list(range(1, 21)) and steps[-40:] == list(range(761, 801))
+    assert 0 < len([each for each in steps if 20 < each <= 400]) < len([each for each in steps if each > 400])
+    for name in ("rollout/reward", "eval/a/accuracy"):
+        kept = [step for step, value in zip(steps, reader.column(name), strict=True) if value == value]
+        assert len([each for each in kept if each <= 400]) >= 2 and all(step % 2 == 0 for step in kept)
+        assert all(reader.column(name)[steps.index(step)] == step / 8 for step in kept)
+    assert RunView(tmp_path).overview()
+    with Tracker(tracking, HEADER) as tracker:
+        tracker.resume(790)
+        tracker.log(790, {"train/0": 1.0})
+    assert [row["step"] for row in RunFiles(tmp_path).read_metrics()][-2:] == [789, 790]
 
 
 def test_all_samples_are_stored(tmp_path: Path) -> None:
