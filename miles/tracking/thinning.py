@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from miles.host.disk_faults import naming_disk
@@ -27,7 +27,7 @@ def thin(path: Path, most_bytes: int) -> None:
         WriteFailed: The disk is full; the file is as it was.
     """
     lengths, kinds = _scan(path)
-    kept = range(len(lengths))
+    kept: Sequence[int] = range(len(lengths))
     while sum(lengths[i] for i in kept) > TARGET * most_bytes:
         fewer = _halved(kept, kinds)
         if len(fewer) == len(kept):
@@ -49,7 +49,7 @@ def _scan(path: Path) -> tuple[array[int], bytearray]:
     return lengths, kinds
 
 
-def _halved(rows: range | list[int], kinds: bytearray) -> list[int]:
+def _halved(rows: Sequence[int], kinds: bytearray) -> list[int]:
     """Return ``rows`` without every second row of each kind in the middle."""
     newest = max(FIRST, len(rows) - len(rows) // 4)
     seen = [0] * len(_KINDS)
