@@ -21,6 +21,11 @@ class TrackingArguments:
     samples_max_mb: float = flag(
         1000.0, "bound of samples.jsonl in MB, shared by the iterations; 0 stores no answers", metavar="MB"
     )
+    metrics_max_mb: float = flag(
+        1000.0,
+        "bound of metrics.jsonl in MB; a file that reaches it keeps the newest rows, and fewer and fewer old ones",
+        metavar="MB",
+    )
     samples_token_values: Optional[int] = flag(
         None,
         "answers per iteration that are stored with ratio, advantage, correction and the trainer's log-prob of each "
@@ -59,6 +64,11 @@ class TrackingArguments:
         return int(self.samples_max_mb * 1_000_000)
 
     @property
+    def metrics_max_bytes(self) -> int:
+        """``--metrics-max-mb`` in bytes."""
+        return int(self.metrics_max_mb * 1_000_000)
+
+    @property
     def token_values(self) -> int:
         """How many answers of an iteration get the trainer's values of their tokens; -1: all."""
         return self.report_samples if self.samples_token_values is None else self.samples_token_values
@@ -67,6 +77,7 @@ class TrackingArguments:
 def check_tracking(tracking: TrackingArguments, errors: Errors) -> None:
     """Check bounds, that W&B flags have W&B, and that report flags have a report."""
     errors.at_least(tracking, 0, "report_samples", "samples_max_mb")
+    errors.at_least(tracking, 1, "metrics_max_mb")
     errors.at_least(tracking, -1, "samples_token_values")
     if tracking.report_port is not None and not 0 <= tracking.report_port <= 65535:
         errors.refuse("report_port", tracking.report_port, "is not a port", "give one from 1024 to 65535, or 0 for any")

@@ -13,10 +13,10 @@ import ray.exceptions
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.cluster.failure_files.death import how_it_died
 from miles.cluster.failure_files.folder import FailureFiles
-from miles.cluster.folders.disk_faults import SaveFailed
 from miles.cluster.folders.remote_checkpoints import pending_in
 from miles.cluster.liveness import WorkerLost
 from miles.cluster.stop_requests import StopRequests
+from miles.host.disk_faults import WriteFailed
 from miles.host.output_fault import fault_of_output
 from miles.input_error import InputError
 from miles.remote.folder import is_url
@@ -60,7 +60,7 @@ def exit_with_message(
             print(f"train.py: error: {cause}", file=sys.stderr)
             if isinstance(cause, InputError):
                 raise SystemExit(2) from None
-        elif isinstance(cause, SaveFailed):
+        elif isinstance(cause, WriteFailed):
             print(stopped(str(cause), checkpoint), file=sys.stderr)
         else:
             show(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from miles.arguments.profiling import FOLDER, ProfilingArguments
 from miles.cluster.liveness import Workers
 from miles.cluster.rollout_actor import RolloutDriver
 from miles.cluster.train_actor import TrainDriver
+from miles.host.disk_faults import disk_fault
 from miles.profiling.merged_trace import write_trace
 from miles.profiling.process_trace import ProcessTrace
 from miles.profiling.recorder import LoopPhases, clock_name, clock_offset
@@ -111,6 +112,9 @@ class IterationProfiler:
             write_trace(trace, [loop, *processes])
             trace.with_name(f"iteration_{number}.txt").write_text(table(loop, processes, number), encoding="utf-8")
         except OSError as error:
-            print(f"note: --profile: {trace} was not written ({error})", file=sys.stderr)
+            with suppress(OSError):
+                trace.unlink()  # half of it would seem to be the whole
+            why = disk_fault(trace, error) or error
+            print(f"note: --profile: {trace} was not written, because {why}", file=sys.stderr)
             return
         print(f"note: --profile: {trace} opens in https://ui.perfetto.dev; the table is beside it", flush=True)

@@ -22,6 +22,7 @@ from miles.cluster.failure_files.folder import FailureFiles
 from miles.cluster.failures import cause_of, in_one_line, show
 from miles.cluster.folders.resume_point import resume_point
 from miles.cluster.stop_requests import StopRequests
+from miles.host.disk_faults import WriteFailed
 from miles.training.checkpoint_folder import newest
 
 
@@ -66,8 +67,8 @@ def with_restarts(
     """Call ``attempt(settings)``, and again if a worker process dies or fails, as often as ``restarts`` allows.
 
     Every further attempt resumes the newest checkpoint in ``--save``, or starts from the beginning if there is none.
-    ``attempt`` leaves no process behind, however it ends. A ``ValueError``, which the user has to fix, and a failure of
-    the launcher itself are raised at once.
+    ``attempt`` leaves no process behind, however it ends. A ``ValueError`` and a full disk, which
+    the user has to fix, and a failure of the launcher itself are raised at once.
 
     Args:
         settings: The run.
@@ -82,7 +83,7 @@ def with_restarts(
             return attempt(settings)
         except ray.exceptions.RayError as error:
             is_stopping = stop is not None and stop.is_requested
-            if restarts.left == 0 or is_stopping or isinstance(cause_of(error), ValueError):
+            if restarts.left == 0 or is_stopping or isinstance(cause_of(error), ValueError | WriteFailed):
                 raise
             show(error)
             if files is not None:

@@ -28,12 +28,12 @@ from miles.cluster.cpu_tuning import malloc_environment
 from miles.cluster.device_slots import Slot, check_engines, choose_nodes, find_slots, is_as_asked, ranks_by_node
 from miles.cluster.failure_files.folder import FailureFiles
 from miles.cluster.failures import cause_of
-from miles.cluster.folders.disk_faults import SaveFailed
 from miles.cluster.local_access import loopback_environment, loopback_only, make_token_private, private_session_root
 from miles.cluster.ray_watch import RayWatch, own_node, parts_of_ray
 from miles.cluster.run_guard import RunGuard
 from miles.cluster.stop_requests import stops_later
 from miles.flags import count
+from miles.host.disk_faults import WriteFailed
 from miles.host.machine import has_gpu
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def _keeping_logs(files: FailureFiles | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if files is not None and not isinstance(cause_of(error), ValueError | SaveFailed | BrokenPipeError):
+        if files is not None and not isinstance(cause_of(error), ValueError | WriteFailed | BrokenPipeError):
             files.keep_ray_logs()
         raise
 

@@ -29,12 +29,12 @@ from miles.cluster.background_save import BackgroundSave
 from miles.cluster.cpu_tuning import importing, use_threads
 from miles.cluster.failures import cause_of
 from miles.cluster.folders.best_checkpoint import BestCheckpoint, remove_superseded
-from miles.cluster.folders.disk_faults import SaveFailed, disk_fault
 from miles.cluster.liveness import HEARTBEAT, REPORT, SAVING, WEIGHTS, Workers, with_heartbeat
 from miles.cluster.session import Placement
 from miles.cluster.stored_weights import Weights, store, store_packed
 from miles.components import import_code, train_backend_spec
 from miles.flags import count
+from miles.host.disk_faults import WriteFailed, disk_fault
 from miles.host.machine import GIB, resident_bytes
 from miles.metrics import Metric
 from miles.profiling.process_trace import ProcessTrace
@@ -115,7 +115,7 @@ class TrainDriver:
     def train(self, shards_by_token_rank: list[ray.ObjectRef[Any]], iteration: int) -> TrainedIteration:
         """Take one optimizer step for each shard in a rank's list; returns metrics and recorded tokens.
 
-        Raises ``SaveFailed`` if the checkpoint that was being written has failed.
+        Raises ``WriteFailed`` if the checkpoint that was being written has failed.
         """
         if self._saving is not None and self._saving.has_failed:
             self.settle_save()
@@ -164,7 +164,7 @@ class TrainDriver:
             best: Its record for ``--save-best``, if it is the best so far.
 
         Raises:
-            SaveFailed: This checkpoint, or the one before it, cannot be written; names the disk if that is the cause.
+            WriteFailed: This checkpoint, or the one before it, cannot be written; names the disk if that is the cause.
         """
         self.settle_save()
         given = self.settings.checkpoint
@@ -206,7 +206,7 @@ class TrainDriver:
         return f"{count(left, 'upload')} left" if left else None
 
     def settle_save(self) -> None:
-        """Wait for a checkpoint that is being written. Raises ``SaveFailed`` as ``save`` does."""
+        """Wait for a checkpoint that is being written. Raises ``WriteFailed`` as ``save`` does."""
         saving, self._saving = self._saving, None
         if saving is not None:
             with suppress(OSError, ray.exceptions.RayTaskError):  # ``end`` names the disk
@@ -219,7 +219,7 @@ class TrainDriver:
         self._uploads.add_export(folder, url)
 
     def settle_uploads(self) -> None:
-        """Wait until checkpoints and exports are uploaded. Raises ``SaveFailed`` if one cannot be."""
+        """Wait until checkpoints and exports are uploaded. Raises ``WriteFailed`` if one cannot be."""
         if self._uploads is not None:
             self._uploads.settle()
 
@@ -239,7 +239,7 @@ class TrainDriver:
         return None if given.finetune else state
 
     def export_hf(self, folder: Path) -> None:
-        """Write the Hugging Face export into ``folder``. Raises ``SaveFailed`` as ``save`` does."""
+        """Write the Hugging Face export into ``folder``. Raises ``WriteFailed`` as ``save`` does."""
         with _naming_disk(folder.absolute(), f"--save-hf {self.settings.checkpoint.save_hf}: the export"):
             self._on_all("export_hf", folder.absolute())
 
@@ -264,7 +264,7 @@ class TrainDriver:
 
 @contextmanager
 def _naming_disk(folder: Path, what: str) -> Iterator[None]:
-    """Raise ``SaveFailed`` if the disk is why the block cannot write ``folder``, and remove what it has written.
+    """Raise ``WriteFailed`` if the disk is why the block cannot write ``folder``, and remove what it has written.
 
     The half-written folder may be what fills the disk.
     """
@@ -275,7 +275,7 @@ def _naming_disk(folder: Path, what: str) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
         if fault is None:
             raise
-        raise SaveFailed(f"{what} was not written, because {fault}; earlier checkpoints are intact") from error
+        raise WriteFailed(f"{what} was not written, because {fault}; earlier checkpoints are intact") from error
 
 
 class TrainActor:

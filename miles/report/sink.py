@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 from miles.arguments.tracking import TrackingArguments
+from miles.host.disk_faults import WriteFailed
 from miles.report.health import unhealthy, verdicts
 from miles.report.metrics_file import MetricsFile
 from miles.report.server import ReportServer
@@ -44,14 +46,22 @@ class ReportSink:
         self._has_rows = True
 
     def close(self) -> None:
-        """Stop serving, and write the report if the run has logged anything. Closing twice is harmless."""
+        """Stop serving, and write the report if the run has logged anything. Closing twice is harmless.
+
+        A full disk is a note: ``miles report`` shows the same page.
+        """
         if self._closed:
             return
         self._closed = True
         if self._server is not None:
             self._server.close()
         if self._has_rows and not self._tracking.no_report:
-            print(f"report: {write_report(self._folder, self._tracking.report_samples)}")
+            try:
+                path = write_report(self._folder, self._tracking.report_samples)
+            except WriteFailed as error:
+                print(f"note: {error}; miles report {self._folder} shows the run", file=sys.stderr)
+            else:
+                print(f"report: {path}")
 
     def __enter__(self) -> ReportSink:
         return self

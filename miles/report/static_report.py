@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from miles.host.disk_faults import naming_disk
 from miles.report.ledger import is_recorded
 from miles.report.page import json_in_html, single_file
 from miles.report.run_view import MOST_BARS, RunView, grouped
@@ -29,11 +30,19 @@ def write_report(folder: Path, samples_per_iteration: int, path: Path | None = N
 
     Raises:
         ValueError: The folder holds no run, or one of its files is damaged.
+        WriteFailed: The disk is full, or cannot be written for another reason.
     """
     view = RunView(folder)
     data = report_data(view, samples_per_iteration)
     target = path or folder / REPORT
-    target.write_bytes(single_file(view.header.title, data))
+    page = single_file(view.header.title, data)
+    if target.exists() and not target.is_file():  # a pipe, for example
+        target.write_bytes(page)
+        return target
+    new = target.with_name(f".{target.name}.new")  # renamed into place: a full disk keeps the report that was there
+    with naming_disk(target, new):
+        new.write_bytes(page)
+        new.replace(target)
     return target
 
 

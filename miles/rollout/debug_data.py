@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from miles import strict_json
+from miles.host.disk_faults import naming_disk
 from miles.input_error import InputError
 from miles.one_line import one_line
 from miles.replay.token_sets import WHOLE, TokenSets
@@ -52,16 +53,18 @@ def save_rollout(path_template: str, iteration: int, groups: Sequence[PromptGrou
 
     Raises:
         ValueError: JSON cannot hold a label or metadata; the message names the prompt.
+        WriteFailed: The disk is full, or cannot be written for another reason.
     """
     path = rollout_path(path_template, iteration)
     lines = [_encode(group) for group in groups]
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    with naming_disk(path, partial):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
 
 
 def load_rollout(path_template: str, iteration: int, vocab_size: int | None = None) -> list[PromptGroup]:

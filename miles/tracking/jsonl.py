@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from miles.host.disk_faults import naming_disk
+
 _ERRORS = "backslashreplace"  # a lone surrogate, which UTF-8 cannot hold, becomes its JSON escape
 
 
@@ -24,8 +26,11 @@ def dump_line(row: Mapping[str, Any], ascii_only: bool = False) -> str:
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add ``rows`` at the end and flush, so that a killed run loses no finished step."""
-    with path.open("a", encoding="utf-8", errors=_ERRORS) as file:
+    """Add ``rows`` at the end and flush, so that a killed run loses no finished step.
+
+    Raises ``WriteFailed`` if the disk is full, or cannot be written for another reason.
+    """
+    with naming_disk(path), path.open("a", encoding="utf-8", errors=_ERRORS) as file:
         file.writelines(dump_line(row) for row in rows)
 
 
@@ -52,12 +57,16 @@ def parse_line(line: str, path: Path, number: int | str) -> dict[str, Any]:
 
 
 def drop_from(path: Path, key: str, limit: int) -> int:
-    """Remove the rows whose ``row[key] >= limit`` and an unfinished last line; give the number of rows removed."""
+    """Remove the rows whose ``row[key] >= limit`` and an unfinished last line; give the number of rows removed.
+
+    Raises ``WriteFailed`` as ``append`` does; the file is as it was then.
+    """
     if not path.is_file():
         return 0
     rows = read(path)
     kept = [row for row in rows if row[key] < limit]
     replacement = path.with_name(path.name + ".new")  # renamed into place: a kill here loses neither file
-    replacement.write_text("".join(map(dump_line, kept)), encoding="utf-8", errors=_ERRORS)
-    os.replace(replacement, path)
+    with naming_disk(path, replacement):
+        replacement.write_text("".join(map(dump_line, kept)), encoding="utf-8", errors=_ERRORS)
+        os.replace(replacement, path)
     return len(rows) - len(kept)

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from miles.arguments.files import run_config
+from miles.host.disk_faults import naming_disk
 from miles.tracking import jsonl, run_header
 from miles.tracking.sample_file import SampleFile
+from miles.tracking.thinning import thin
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -82,6 +84,10 @@ _ALWAYS = ("prompt", "response", "reward", "label")  # in every row, null or not
 class RunFiles:
     """Appends to, cuts back and reads the files of one run.
 
+    Args:
+        output_dir: Their folder.
+        metrics_max_bytes: The bound of metrics.jsonl; None for none. Only appending to a file looks at it.
+
     >>> import tempfile
     >>> files = RunFiles(Path(tempfile.mkdtemp()))
     >>> for step in range(3):
@@ -91,17 +97,23 @@ class RunFiles:
     [{'step': 0, 'rollout/reward': 0.0}]
     """
 
-    def __init__(self, output_dir: Path) -> None:
+    def __init__(self, output_dir: Path, metrics_max_bytes: int | None = None) -> None:
         self.output_dir = output_dir
+        self._metrics_max_bytes = metrics_max_bytes
         self._metrics = output_dir / METRICS
         self._samples = output_dir / SAMPLES
 
     def append_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one row. A step may be given in several rows (training, then evaluation); reading joins them."""
+        """Add one row. A step may be given in several rows (training, then evaluation); reading joins them.
+
+        Raises ``WriteFailed`` if the disk is full.
+        """
         jsonl.append(self._metrics, [{"step": step, **values}])
+        if self._metrics_max_bytes is not None and self._metrics.stat().st_size > self._metrics_max_bytes:
+            thin(self._metrics, self._metrics_max_bytes)
 
     def append_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Add one row per sample."""
+        """Add one row per sample. Raises ``WriteFailed`` if the disk is full."""
         jsonl.append(self._samples, (sample.row(step) for sample in samples))
 
     def read_metrics(self) -> list[dict[str, float]]:
@@ -128,9 +140,11 @@ class RunFiles:
 
     def mark_ended_early(self, step: int) -> None:
         """Note that the run came to its end after ``step``, with nothing left to train on."""
+        path = self.output_dir / ENDED_EARLY
         new = self.output_dir / f".{ENDED_EARLY}"
-        new.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
-        new.replace(self.output_dir / ENDED_EARLY)
+        with naming_disk(path, new):
+            new.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+            new.replace(path)
 
     def forget_early_end(self) -> None:
         """Remove that note: the run continues."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from miles.host.disk_faults import naming_disk
 from miles.secret_values import public
 
 FILE_NAME = "run.json"
@@ -70,12 +71,14 @@ class RunHeader:
         return shown
 
     def save(self, output_dir: Path) -> None:
-        """Write ``run.json``, without secrets."""
+        """Write ``run.json``, without secrets. Raises ``WriteFailed`` if the disk is full."""
         shown = dataclasses.replace(
             self, settings=self.public_settings(), provenance=public("provenance", self.provenance)
         )
         text = json.dumps(dataclasses.asdict(shown), indent=1, ensure_ascii=False, default=str)
-        (output_dir / FILE_NAME).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        path = output_dir / FILE_NAME
+        with naming_disk(path):
+            path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
     @classmethod
     def load(cls, output_dir: Path) -> RunHeader:

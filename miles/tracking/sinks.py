@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
+import os
 import queue
 import re
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -26,6 +29,8 @@ MLFLOW_VALUE = 500  # characters of a parameter
 MOST_TABLES = 100  # of answers in a run, spread over it
 CLOSE_SECONDS = 60.0  # for what is still to be sent at the end of a run
 
+_event_files = itertools.count()  # of this process: TensorBoard orders them by time, then by this
+
 Status = Literal["FINISHED", "FAILED", "KILLED"]  # how a run ended
 
 
@@ -42,6 +47,8 @@ class Sink(Protocol):
 class TensorBoardSink:
     """Writes event files into ``folder``; TensorBoard hides older events from ``resume_step`` on.
 
+    Every method raises ``OSError`` if the file cannot be written.
+
     Args:
         folder: The folder.
         resume_step: The first step of a run that resumes.
@@ -55,22 +62,31 @@ class TensorBoardSink:
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
         from tensorboard.compat.proto.types_pb2 import DT_STRING
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary, self._tables = Event, Summary, tables
         self._is_text = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         one = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
         self._text = partial(TensorProto, dtype=DT_STRING, tensor_shape=one)
-        self._writer = EventFileWriter(str(folder))
+        # Not EventFileWriter either: its thread prints a traceback if the disk is full.
+        folder.mkdir(parents=True, exist_ok=True)
+        unique = f"{os.getpid()}.{next(_event_files)}"
+        path = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{unique}"
+        self._writer = RecordWriter(path.open("wb"))
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if resume_step is not None:  # TensorBoard takes a start of this version as the end of later steps
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(step=resume_step, file_version="brain.Event:2"))
-            self._writer.add_event(Event(wall_time=time.time(), step=resume_step, session_log=start))
+            self._add(Event(step=resume_step, file_version="brain.Event:2"))
+            self._add(Event(wall_time=time.time(), step=resume_step, session_log=start))
+        self._writer.flush()
+
+    def _add(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write every value as a scalar of its own name."""
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
+        self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
         self._writer.flush()
 
     def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
@@ -79,7 +95,7 @@ class TensorBoardSink:
             return
         tensor = self._text(string_val=[_markdown_table(rows).encode(errors="backslashreplace")])
         value = self._summary.Value(tag="samples", metadata=self._is_text, tensor=tensor)
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
+        self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
         self._writer.flush()
 
     def close(self) -> None:

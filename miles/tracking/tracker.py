@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from miles.arguments.tracking import TrackingArguments
+from miles.host.disk_faults import disk_fault, naming_disk
 from miles.metrics import Metric
 from miles.tracking.console import ConsoleSink, JsonSink, RunOutput
 from miles.tracking.phase_progress import Details
@@ -29,7 +30,8 @@ class Tracker:
         further: Further sinks.
         config: The text of run.yaml; without one the file is not written.
 
-    A service that fails during the run is a note. ``check_packages`` comes first.
+    A service that fails during the run is a note, and so is a disk without room for TensorBoard's files. Without room
+    for the run's own files every method raises ``WriteFailed``. ``check_packages`` comes first.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class Tracker:
         self._tracking = tracking
         self._output_dir = Path(tracking.output_dir)
         self._output_dir.mkdir(parents=True, exist_ok=True)
-        self._files = RunFiles(self._output_dir)
+        self._files = RunFiles(self._output_dir, tracking.metrics_max_bytes)
         self._wandb = WandbSink(tracking, header) if tracking.use_wandb else None
         self._mlflow = MlflowSink(tracking, header) if tracking.use_mlflow else None
         self._noted = False
@@ -49,6 +51,7 @@ class Tracker:
         self._console: RunOutput = output(header, tracking.output_dir)
         self._sinks.append(self._console)
         self._further = further
+        self._tensorboard: TensorBoardSink | None = None  # until the run begins
         self._begun = False
         self._closed = False
 
@@ -66,11 +69,26 @@ class Tracker:
             self._console.note(f"--output-dir held an earlier run; its files are now in {folder}")
         self._header.save(self._output_dir)
         if self._config:
-            (self._output_dir / CONFIG).write_text(self._config, encoding="utf-8")
+            path = self._output_dir / CONFIG
+            with naming_disk(path):
+                path.write_text(self._config, encoding="utf-8")
+        self._try_tensorboard(lambda: self._begin_tensorboard(resume_step))
+        self._begun = True
+
+    def _begin_tensorboard(self, resume_step: int | None) -> None:
         tables = SampleTables(self._tracking, self._header)
         self._tensorboard = TensorBoardSink(self._output_dir / TENSORBOARD, resume_step, tables)
-        self._sinks.append(self._tensorboard)
-        self._begun = True
+
+    def _try_tensorboard(self, call: Callable[[], None]) -> None:
+        """Write TensorBoard's files. If their disk is full, say so and write no more of them."""
+        folder = self._output_dir / TENSORBOARD
+        try:
+            call()
+        except OSError as error:
+            if (fault := disk_fault(folder, error)) is None:
+                raise
+            self._tensorboard = None
+            print(f"note: {folder} is not written from now on, because {fault}", file=sys.stderr)
 
     def log(self, step: int, metrics: Mapping[str, float | Metric]) -> None:
         """Read every metric and send it to all sinks. Evaluation may be logged apart, under the step it belongs to."""
@@ -79,6 +97,8 @@ class Tracker:
         self._files.append_metrics(step, values)
         if self._wandb is not None:
             self._try_wandb(partial(self._wandb.log, step, values))
+        if self._tensorboard is not None:
+            self._try_tensorboard(partial(self._tensorboard.log, step, values))
         for sink in (*self._sinks, *self._further):
             sink.log(step, values)
 
@@ -99,7 +119,8 @@ class Tracker:
         """Store the samples of an iteration, named by its last step, and send some to W&B and MLflow."""
         self._begin()
         self._files.append_samples(step, samples)
-        self._tensorboard.log_samples(step, samples)
+        if self._tensorboard is not None:
+            self._try_tensorboard(partial(self._tensorboard.log_samples, step, samples))
         if self._wandb is not None:
             self._try_wandb(partial(self._wandb.log_samples, step, samples))
         if self._mlflow is not None:
@@ -131,7 +152,9 @@ class Tracker:
         for service in services:
             service.status = status
         # What is at hand first: a service may take long.
-        ours = [sink for sink in (*self._sinks, *self._further) if sink is not self._mlflow]
+        ours: list[Sink] = [sink for sink in (*self._sinks, *self._further) if sink is not self._mlflow]
+        if self._tensorboard is not None:
+            ours.append(self._tensorboard)  # every event is in its file already
         first: Exception | None = None
         for sink in (*ours, *services):
             try:

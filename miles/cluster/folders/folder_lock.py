@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from miles.cluster.folders.disk_faults import disk_fault
+from miles.host.disk_faults import disk_fault
 
 NAME = ".miles-lock"
 HEARTBEAT_SECONDS = 10.0

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from miles.arguments.settings import Settings
 from miles.cluster.folders.best_checkpoint import BestCheckpoint, remove_superseded
-from miles.cluster.folders.disk_faults import SaveFailed
 from miles.cluster.folders.remote_checkpoints import RemoteCheckpoints, pending_in
 from miles.cluster.folders.remote_lock import RemoteLock
 from miles.flags import count
+from miles.host.disk_faults import WriteFailed
 from miles.remote.folder import RemoteError, RemoteFolder, is_url
 from miles.training.checkpoint_folder import iterations_of, remove
 
@@ -98,7 +98,7 @@ class Uploads:
         """Wait until all is uploaded, with one more try of what has failed, also of what fails meanwhile.
 
         Raises:
-            SaveFailed: That try has failed too. The message says what is safe on this machine.
+            WriteFailed: That try has failed too. The message says what is safe on this machine.
         """
         with self._changed:
             started = self._started  # a try that started earlier may fail for a reason that no longer holds
@@ -107,12 +107,12 @@ class Uploads:
                 self._changed.notify_all()
                 self._changed.wait(1.0)
             if self._waiting:
-                raise SaveFailed(self._words()) from self._failure
+                raise WriteFailed(self._words()) from self._failure
         if self._remote is not None:
             try:
                 self._remote.upload_records(self._output_dir)
             except OSError as error:
-                raise SaveFailed(
+                raise WriteFailed(
                     f"the checkpoints are uploaded, but not metrics.jsonl of the run, as {error}"
                 ) from error
 

@@ -10,3 +10,4 @@ def test_the_samples_of_the_report_have_the_values_of_their_tokens_unless_a_flag
 
 def test_the_bound_of_the_file_is_in_megabytes():
     assert TrackingArguments(samples_max_mb=0.5).samples_max_bytes == 500_000
+    assert TrackingArguments(metrics_max_mb=1.5).metrics_max_bytes == 1_500_000

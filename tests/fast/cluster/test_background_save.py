@@ -11,8 +11,8 @@ from small_checkpoint import LAUNCHER, one_rank, tensors
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.model import ModelArguments
 from miles.cluster import background_save
-from miles.cluster.folders.disk_faults import SaveFailed
 from miles.cluster.train_actor import TrainActor, TrainDriver
+from miles.host.disk_faults import WriteFailed
 from miles.training.checkpoint_check import check_checkpoint
 from miles.training.random_state import write_random_state
 
@@ -102,7 +102,9 @@ def test_a_failure_stops_the_run_before_the_next_step_and_leaves_earlier_checkpo
     monkeypatch.setattr(os, "fsync", lambda number, flush=os.fsync: full(number) if writes(number) else flush(number))
     made.save(4, LAUNCHER | {"rollouts_done": 4})
     made._saving.wait(60)
-    with pytest.raises(SaveFailed, match="the checkpoint after 4 iterations was not written, because the disk .* full"):
+    with pytest.raises(
+        WriteFailed, match="the checkpoint after 4 iterations was not written, because the disk .* full"
+    ):
         made.train([], 4)
     assert names(tmp_path) == ["iter_0000002"] and check_checkpoint(tmp_path / "iter_0000002")
 

@@ -4,6 +4,7 @@ import pytest
 
 from miles.arguments.profiling import ProfilingArguments
 from miles.cluster.iteration_profiler import IterationProfiler
+from miles.profiling.recorder import LoopPhases, clock_name
 
 
 def begun_at(folder, first, **given):
@@ -40,3 +41,16 @@ def test_nothing_is_missed_before_those_iterations_or_without_the_flag(tmp_path,
     begun_at(tmp_path, 0, profile=True, profile_step_start=3)
     begun_at(tmp_path, 2)
     assert capsys.readouterr().out == ""
+
+
+def test_a_full_disk_is_a_note_and_leaves_no_half_trace(tmp_path, capsys):
+    trace = tmp_path / "profile" / "iteration_1.json.gz"
+    trace.parent.mkdir()
+    trace.symlink_to("/dev/full")
+    profiler = IterationProfiler(ProfilingArguments(profile=True), str(tmp_path), None, None, None)
+    loop = LoopPhases()
+    loop.begin()
+    profiler._write(1, loop.end(clock_name()), [])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"note: --profile: {trace} was not written, because the disk ") and line.endswith("is full")
+    assert list(trace.parent.iterdir()) == []

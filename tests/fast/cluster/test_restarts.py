@@ -1,6 +1,7 @@
 """``kill -9`` of a worker: the run continues from its checkpoint and trains on every prompt once."""
 
 import json
+import pickle
 import random
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from small_checkpoint import save_checkpoint
 
 from miles.cluster.restarts import with_restarts
+from miles.host.disk_faults import WriteFailed
 
 STEPS, BATCH = 2, 4
 
@@ -139,6 +141,18 @@ def test_other_errors_are_raised_at_once(settings_with, error):
     attempt = Attempts(error)
     with pytest.raises(type(error)):
         with_restarts(settings_with(5), attempt)
+
+
+@pytest.mark.parametrize(
+    "cause", [ValueError("--lr"), WriteFailed("x.jsonl was not written, because the disk is full")]
+)
+def test_what_the_user_has_to_fix_is_raised_at_once_from_a_worker_too(settings_with, cause):
+    import ray.exceptions
+
+    error = pickle.loads(pickle.dumps(ray.exceptions.RayTaskError("generate", "the traceback", cause)))
+    with pytest.raises(ray.exceptions.RayTaskError) as raised:
+        with_restarts(settings_with(5), Attempts(error))
+    assert str(raised.value.cause) == str(cause)
 
 
 REPLACED = """

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scored_groups import scored_group
 
+from miles.host.disk_faults import WriteFailed
 from miles.input_error import InputError
 from miles.replay.token_sets import TokenSets
 from miles.rollout.debug_data import load_rollout, save_rollout
@@ -79,6 +80,13 @@ def test_saved_groups_are_restored_exactly(saved, iteration):
         save_rollout(template, iteration, saved)
         assert load_rollout(template, iteration) == saved
         assert [p.name for p in Path(folder, "new").iterdir()] == [f"rollout_{iteration}.jsonl"]
+
+
+def test_a_full_disk_is_named_and_nothing_half_written_is_left(tmp_path):
+    (tmp_path / "0.jsonl.partial").symlink_to("/dev/full")
+    with pytest.raises(WriteFailed, match=r"0.jsonl was not written, because the disk .* is full"):
+        save_rollout(str(tmp_path / "{iteration}.jsonl"), 0, [scored_group(0, [[(2, 1.0)]], 0)])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_saved_before_the_renaming_still_load(tmp_path):

@@ -8,17 +8,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from small_checkpoint import save_checkpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.tracking import TrackingArguments
+from miles.cluster.failures import exit_with_message
+from miles.cluster.stop_requests import StopRequests
 from miles.input_error import InputError
 from miles.metrics import Metric
+from miles.report.metrics_file import MetricsFile
 from miles.report.run_view import RunView
 from miles.report.sink import ReportSink
 from miles.report.static_report import report_data
-from miles.tracking.run_files import REPORT, TENSORBOARD, RunFiles, SampleRecord
+from miles.tracking.run_files import METRICS, REPORT, SAMPLES, TENSORBOARD, RunFiles, SampleRecord
 from miles.tracking.run_header import RunHeader
 from miles.tracking.sinks import check_packages
 from miles.tracking.tracker import Tracker
@@ -91,6 +97,33 @@ def test_a_new_run_sets_an_earlier_one_aside(tmp_path: Path, capsys: pytest.Capt
     assert "earlier-1" in capsys.readouterr().out
 
 
+def test_metrics_stay_within_their_bound_and_every_reader_works(tmp_path: Path) -> None:
+    """Steps 2, 4, … end an iteration, and every 20th has an evaluation too. A row has some 4 KB."""
+    many = {f"train/{number}{'x' * 400}": float(number) for number in range(10)}
+    tracking = arguments(tmp_path, metrics_max_mb=1.0, no_report=True)
+    path = tmp_path / METRICS
+    reader, live = MetricsFile(path), 0
+    with Tracker(tracking, HEADER) as tracker:
+        for step in range(1, 801):
+            rewards = {} if step % 2 else {"rollout/reward": step / 8}
+            tracker.log(step, many | rewards | ({} if step % 20 else {"eval/a/accuracy": step / 8}))
+            live += step % 100 == 0 and reader.refresh()
+        assert path.stat().st_size <= 1_000_000
+    reader.refresh()
+    steps = list(reader.steps)
+    assert live == 8 and steps[:20] == list(range(1, 21)) and steps[-40:] == list(range(761, 801))
+    assert 0 < len([each for each in steps if 20 < each <= 400]) < len([each for each in steps if each > 400])
+    for name in ("rollout/reward", "eval/a/accuracy"):
+        kept = [step for step, value in zip(steps, reader.column(name), strict=True) if value == value]
+        assert len([each for each in kept if each <= 400]) >= 2 and all(step % 2 == 0 for step in kept)
+        assert all(reader.column(name)[steps.index(step)] == step / 8 for step in kept)
+    assert RunView(tmp_path).overview()
+    with Tracker(tracking, HEADER) as tracker:
+        tracker.resume(790)
+        tracker.log(790, {"train/0": 1.0})
+    assert [row["step"] for row in RunFiles(tmp_path).read_metrics()][-2:] == [789, 790]
+
+
 def test_all_samples_are_stored(tmp_path: Path) -> None:
     run(arguments(tmp_path, report_samples=4), range(1))
     assert [s.prompt for s in RunFiles(tmp_path).read_samples()[0]] == [f"p{i}" for i in range(8)]
@@ -159,6 +192,86 @@ def test_a_service_that_fails_is_one_note_and_knows_that_the_run_failed(
     assert shown.count("--use-mlflow: not all was recorded (ConnectionError") == 1 and "disk full" in shown
     assert tracker._mlflow is not None and tracker._mlflow._client.ended == ["FAILED"]
     assert closed == ["logged", "logged", "closed"] and (tmp_path / REPORT).exists()
+
+
+FILES = {
+    METRICS: lambda tracker: tracker.log(3, {"train/loss": 0.5}),
+    SAMPLES: lambda tracker: tracker.log_samples(3, [SampleRecord("p", "r", 1.0, None, "completed")]),
+}
+
+
+def fill_disk(path: Path) -> None:
+    """Have the kernel refuse every byte for ``path``, as a full disk does."""
+    path.unlink()
+    path.symlink_to("/dev/full")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_disk_that_fills_ends_the_run_with_one_sentence_and_the_rest_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run(arguments(tmp_path), range(1, 3))
+    kept = RunFiles(tmp_path).read_metrics(), RunFiles(tmp_path).read_samples()
+    copy = (tmp_path / name).read_bytes()
+    tracking = arguments(tmp_path)
+    capsys.readouterr()
+    save_checkpoint(tmp_path / "save", 2)
+    given = CheckpointArguments(save=str(tmp_path / "save"))
+    with (
+        pytest.raises(SystemExit) as ended,
+        exit_with_message(given, StopRequests(60.0)),
+        Tracker(tracking, HEADER, [ReportSink(tracking)]) as tracker,
+    ):
+        tracker.resume(3)
+        fill_disk(tmp_path / name)
+        FILES[name](tracker)
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"train.py: the run stopped: {tmp_path / name} was not written, because the disk ")
+    assert " is full; the same command with --load " in line and line.endswith("continues from the last checkpoint")
+    (tmp_path / name).unlink()
+    (tmp_path / name).write_bytes(copy + b'{"rollout_id": 3, "half a li')  # what did fit of the row
+    with Tracker(tracking, HEADER) as tracker:
+        tracker.resume(3)
+    assert (RunFiles(tmp_path).read_metrics(), RunFiles(tmp_path).read_samples()) == kept
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_disk_without_room_for_tensorboard_is_one_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """Its disk fills before step ``first``; the tracker opens the file at step 1."""
+    opened = Path.open
+
+    def open_full(path: Path, *given: Any, **named: Any) -> Any:
+        return opened(Path("/dev/full") if "tfevents" in path.name else path, *given, **named)
+
+    with Tracker(arguments(tmp_path), HEADER) as tracker:
+        for step in (1, 2, 3, 4):
+            if step == first == 1:
+                monkeypatch.setattr(Path, "open", open_full)
+            elif step == first:
+                monkeypatch.setattr(tracker._tensorboard._writer, "_writer", opened(Path("/dev/full"), "wb"))
+            tracker.log(step, {"train/loss": 0.5})
+            tracker.log_samples(step, [SampleRecord("p", "r", 1.0, None, "completed")])
+    assert len(RunFiles(tmp_path).read_metrics()) == len(RunFiles(tmp_path).read_samples()) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"note: {tmp_path / TENSORBOARD} is not written from now on, because the disk ")
+    assert line.endswith(" is full")
+
+
+def test_a_disk_without_room_for_the_report_is_a_note_and_keeps_the_earlier_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(arguments(tmp_path), range(1, 3))
+    earlier = (tmp_path / REPORT).read_bytes()
+    (tmp_path / f".{REPORT}.new").symlink_to("/dev/full")
+    capsys.readouterr()
+    run(arguments(tmp_path), range(3, 4), resume=True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"note: {tmp_path / REPORT} was not written, because the disk ")
+    assert line.endswith(f" is full; miles report {tmp_path} shows the run")
+    assert (tmp_path / REPORT).read_bytes() == earlier
 
 
 @pytest.mark.parametrize("suffix", [None, "-[0-9a-f]{6}"])

@@ -315,6 +315,7 @@ tracking/test_sinks.py
   test_mlflow_has_settings_without_secrets_and_every_step: use_mlflow mlflow_tracking_uri
   test_wandb_writes_a_table_of_answers_offline: use_wandb
 tracking/test_tracker.py
+  test_metrics_stay_within_their_bound_and_every_reader_works: metrics_max_mb
   test_wandb_gets_the_settings_and_the_steps_but_no_key: wandb_group wandb_team
   test_wandb_gets_the_settings_and_the_steps_but_no_key: disable_wandb_random_suffix wandb_key wandb_host
 

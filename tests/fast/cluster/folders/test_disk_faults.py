@@ -14,10 +14,10 @@ from small_checkpoint import one_rank, save_checkpoint
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.model import ModelArguments
 from miles.cluster.failures import exit_with_message
-from miles.cluster.folders.disk_faults import SaveFailed, disk_fault
 from miles.cluster.folders.folder_lock import locked_folders
 from miles.cluster.stop_requests import StopRequests
 from miles.cluster.train_actor import TrainDriver
+from miles.host.disk_faults import WriteFailed, disk_fault
 from miles.training.checkpoint_check import check_checkpoint
 from miles.training.checkpoint_io import save_errors
 
@@ -96,7 +96,7 @@ def test_the_kernel_refuses_to_write(tmp_path, file_limit):
         file_limit(1000)
         (folder / "weights").write_bytes(bytes(10_000))
 
-    with pytest.raises(SaveFailed, match="ulimit"):
+    with pytest.raises(WriteFailed, match="ulimit"):
         driver(tmp_path, write).save(4, {})
     file_limit(resource.RLIM_INFINITY)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000002"]
@@ -127,7 +127,7 @@ def test_a_real_full_disk_is_named_though_pytorch_does_not_say_so(small_disk):
         with one_rank(), save_errors(folder):
             dcp.save({"w": torch.zeros(2**20)}, checkpoint_id=folder)
 
-    with pytest.raises(SaveFailed, match=f"the disk tmpfs at {small_disk} .* is full; earlier checkpoints") as raised:
+    with pytest.raises(WriteFailed, match=f"the disk tmpfs at {small_disk} .* is full; earlier checkpoints") as raised:
         driver(small_disk, write).save(4, {})
     assert "No space left" not in str(raised.value.__cause__)
     assert [path.name for path in small_disk.iterdir()] == ["iter_0000002"]

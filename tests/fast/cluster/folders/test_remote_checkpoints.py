@@ -11,11 +11,11 @@ from miles.arguments.settings import Settings
 from miles.arguments.tracking import TrackingArguments
 from miles.cluster.folders import uploads as uploads_module
 from miles.cluster.folders.best_checkpoint import BestCheckpoint, best_in
-from miles.cluster.folders.disk_faults import SaveFailed
 from miles.cluster.folders.remote_checkpoints import INCOMPLETE, RemoteCheckpoints, index_all, pending_in
 from miles.cluster.folders.resume_point import resume_point
 from miles.cluster.folders.run_identity import check_load_folder, own_save_folder
 from miles.cluster.folders.uploads import uploading
+from miles.host.disk_faults import WriteFailed
 from miles.remote import folder as remote_folder
 from miles.remote.folder import RemoteFolder
 from miles.training.checkpoint_folder import STATE, all_in, is_only_remote, publish, staging
@@ -267,7 +267,7 @@ def test_an_upload_that_fails_is_reported_once_and_made_up_for(storage, machine,
     with uploading(here, None) as uploads:
         for done in (2, 4):
             uploads.add_checkpoint(save(here, done))
-        with pytest.raises(SaveFailed) as caught:
+        with pytest.raises(WriteFailed) as caught:
             uploads.settle()
         folder = here.checkpoint.local(URL) / "iter_0000002"
         what = f"--save {URL}: the checkpoint after 2 iterations and 1 later folder is not uploaded, because "
@@ -293,7 +293,7 @@ def test_while_uploads_fail_only_what_would_stay_is_kept(storage, machine):
     storage.before = staticmethod(before)
     with uploading(here, None) as uploads:
         uploads.add_checkpoint(save(here, 2))
-        with pytest.raises(SaveFailed):
+        with pytest.raises(WriteFailed):
             uploads.settle()
         for done in (4, 6, 8):
             uploads.add_checkpoint(save(here, done))
@@ -332,7 +332,7 @@ def test_a_file_that_arrives_cut_is_noticed(storage, machine):
     storage.before = staticmethod(before)
     with uploading(here, None) as uploads:
         uploads.add_checkpoint(save(here, 2))
-        with pytest.raises(SaveFailed, match="critic/__0_0.distcp has 1 bytes after its upload, not 9"):
+        with pytest.raises(WriteFailed, match="critic/__0_0.distcp has 1 bytes after its upload, not 9"):
             uploads.settle()
 
 
@@ -380,7 +380,7 @@ def test_a_launcher_whose_lock_was_taken_over_publishes_nothing(storage, machine
     here = machine("here")
     with uploading(here, Lost()) as uploads:
         uploads.add_checkpoint(save(here, 2))
-        with pytest.raises(SaveFailed, match="another run has taken over"):
+        with pytest.raises(WriteFailed, match="another run has taken over"):
             uploads.settle()
     assert not (storage.root / "bucket/run/iter_0000002/manifest.json").exists()
 

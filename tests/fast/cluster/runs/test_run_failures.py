@@ -5,12 +5,16 @@ import pytest
 
 @pytest.fixture(scope="module")
 def failed(launch, workplace):
-    """Start three runs that fail; in parallel, because each mostly waits for Ray."""
+    """Start three runs that fail; in parallel, because each mostly waits for Ray.
+
+    The first two fail before they would train, and start no trainer: it takes as much of the processor as the rest.
+    """
     rows = (workplace / "prompts.jsonl").read_text().splitlines()
     (workplace / "malformed.jsonl").write_text("\n".join([*rows[:6], '{"input": nope}', *rows[7:]]))
+    no_trainer = ["--debug-rollout-only"]
     runs = {
-        "malformed": launch("malformed", "--prompt-data", str(workplace / "malformed.jsonl")),
-        "raises": launch("raises", reward="raises"),
+        "malformed": launch("malformed", *no_trainer, "--prompt-data", str(workplace / "malformed.jsonl")),
+        "raises": launch("raises", *no_trainer, reward="raises"),
         "dies": launch("dies", "--save", str(workplace / "dies_ckpt"), "--save-interval", "1", reward="dies"),
     }
     statuses = {name: run.wait() for name, run in runs.items()}

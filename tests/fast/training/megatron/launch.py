@@ -66,6 +66,7 @@ def main(folder: Path, names: list[str]) -> None:
     save_models(folder)
     auxiliary_checks.save_models(folder)
     expected = conformance_checks.expectations(folder, names or LAYOUTS)
+    state_checks.compute_once(folder, names or LAYOUTS)
     of_critic = critic_checks.expectations(folder)
     auxiliary = auxiliary_checks.Oracle(folder)
     results = {

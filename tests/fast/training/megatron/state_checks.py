@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,32 @@ from miles.training.trainer import Trainer
 
 PLAIN = LossArguments(loss_canary="always")
 CASE = Case(BATCHES["uneven"], PLAIN, ANYWHERE)
+
+known_model = cache(plain_model)  # for checks that leave it as it is
+
+
+@cache
+def _expected_log_probs(folder: Path, model: str) -> tuple[dict[tuple[int, ...], np.ndarray], float]:
+    """Return transformers' log-probs of each sample of ``CASE``, by its tokens and the length of its response.
+
+    The second value is the error that fp32 explains.
+    """
+    plain, batch = known_model(folder, model, torch.float64), batch_of(CASE)
+    samples = [(tokens, n) for tokens, n in zip(batch.tokens, batch.response_lengths, strict=True)]
+    scores = {_key(*sample): token_scores(plain, *sample, TEMPERATURE)[0].detach().numpy() for sample in samples}
+    return scores, log_prob_error(plain, batch.tokens, TEMPERATURE)
+
+
+def _key(tokens: Sequence[int], response: int) -> tuple[int, ...]:
+    return (*map(int, tokens), response)
+
+
+def compute_once(folder: Path, layouts: Iterable[str]) -> None:
+    """Compute what the ranks of several layouts compare with, in the process that they are forked from."""
+    checked = [name for name in layouts if name in OF_LAYOUT]
+    for model in sorted({model for name in checked for model in models_of(RankProcess(folder, name, 0))}):
+        _expected_log_probs(folder, model)
+        known_model(folder, model, torch.float32)
 
 
 def _train(backend: MegatronBackend, batch: TrainBatch) -> dict[str, Any]:
@@ -56,11 +84,9 @@ def log_probs_equal_transformers(process: RankProcess, models: Sequence[str] | N
 def _are_those_of_transformers(
     log_probs: list[np.ndarray], shard: TrainShard, process: RankProcess, model: str
 ) -> None:
-    plain = plain_model(process.folder, model, torch.float64)
-    tolerance = log_prob_error(plain, shard.batch.tokens, TEMPERATURE)
+    scores, tolerance = _expected_log_probs(process.folder, model)
     for i, found in enumerate(log_probs):
-        tokens, response = shard.batch.tokens[i], shard.batch.response_lengths[i]
-        expected = token_scores(plain, tokens, response, TEMPERATURE)[0].detach().numpy()
+        expected = scores[_key(shard.batch.tokens[i], shard.batch.response_lengths[i])]
         assert found.dtype == "float32" and abs(found - expected).max() < tolerance, model
 
 
@@ -68,7 +94,7 @@ def weights_come_back_exactly(process: RankProcess, models: Sequence[str] | None
     """Every tensor is exported bit for bit, into a folder that transformers reads."""
     ids = torch.arange(10)[None]
     for model in models or models_of(process):
-        plain = plain_model(process.folder, model, torch.float32)
+        plain = known_model(process.folder, model, torch.float32)
         backend = make_backend(process, model, PLAIN, auxiliary={"megatron_to_hf_mode": mode})
         folder = process.folder / f"export of {process.name} {model}"
         backend.export_hf(folder)
@@ -99,7 +125,7 @@ def engine_takes_the_weights(process: RankProcess) -> None:
         tokens, response = shard.batch.tokens[i], shard.batch.response_lengths[i]
         prompt = [int(token) for token in tokens[: len(tokens) - response]]
         first = engine.prefill([prompt], 0)[0].div(TEMPERATURE).log_softmax(-1)[tokens[len(prompt)]]
-        tolerance = log_prob_error(plain_model(process.folder, model, torch.float64), [tokens], TEMPERATURE)
+        tolerance = log_prob_error(known_model(process.folder, model, torch.float64), [tokens], TEMPERATURE)
         assert abs(float(first) - float(scores[i][0])) < 10 * tolerance, model
 
 
@@ -168,7 +194,7 @@ def reference_keeps_its_first_weights(process: RankProcess) -> None:
     backend = make_backend(process, "untied", loss, **ADAM)
     shard = shard_of(backend, batch_of(CASE))
     start = log_probs(backend, shard)
-    tolerance = log_prob_error(plain_model(process.folder, "untied", torch.float32), shard.batch.tokens, TEMPERATURE)
+    tolerance = log_prob_error(known_model(process.folder, "untied", torch.float32), shard.batch.tokens, TEMPERATURE)
     kl = [_train(backend, batch_of(CASE))["train/kl_loss"].value for _ in range(2)]
     assert abs(kl[0]) < tolerance and abs(kl[1]) > 1e-4  # k1: the mean difference of log-probs
     for found, expected in zip(log_probs(backend, shard, reference=True), start, strict=True):

@@ -1,4 +1,4 @@
-"""Say in words why a folder cannot be written: its disk is full or read-only, or a quota is used up."""
+"""Say in words why a file or folder cannot be written: its disk is full or read-only, or a quota is used up."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import errno
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -24,17 +26,36 @@ _WORDS = {
 }
 
 
-class SaveFailed(OSError):
-    """A checkpoint could not be written because of the disk. The message is one sentence that names the disk."""
+class WriteFailed(OSError):
+    """A file that a run needs could not be written because of the disk. The message is one sentence that names both."""
 
 
-def disk_fault(folder: Path, error: BaseException) -> str | None:
-    """Return what is wrong with the disk of ``folder`` as part of a sentence; None if ``error`` is about another thing.
+def disk_fault(path: Path, error: BaseException) -> str | None:
+    """Return what is wrong with the disk of ``path`` as part of a sentence; None if ``error`` is about another thing.
 
     PyTorch does not always say why a write failed, so the folder is probed too.
     """
-    number = _number(error) or _probe(folder)
-    return None if number is None else f"{_disk(folder)} {_WORDS[number]}"
+    number = _number(error) or _probe(path)
+    return None if number is None else f"{_disk(path)} {_WORDS[number]}"
+
+
+@contextmanager
+def naming_disk(path: Path, partial: Path | None = None) -> Iterator[None]:
+    """Raise ``WriteFailed`` if the disk is why the block cannot write the file ``path``.
+
+    Args:
+        path: The file.
+        partial: The file that takes its place once it is whole. It is removed after any error.
+    """
+    try:
+        yield
+    except OSError as error:
+        if partial is not None:
+            with suppress(OSError):
+                partial.unlink()
+        if isinstance(error, WriteFailed) or (fault := disk_fault(path, error)) is None:
+            raise
+        raise WriteFailed(f"{path} was not written, because {fault}") from error
 
 
 def _number(error: BaseException | None) -> int | None:
@@ -48,24 +69,24 @@ def _number(error: BaseException | None) -> int | None:
     return None
 
 
-def _probe(folder: Path) -> int | None:
+def _probe(path: Path) -> int | None:
     """Write a small file, as a checkpoint would; return the error number if that fails."""
-    path = _existing(folder) / f".probe-{uuid.uuid4().hex}"
+    probe = _existing(path) / f".probe-{uuid.uuid4().hex}"
     try:
-        with path.open("wb") as file:
+        with probe.open("wb") as file:
             file.write(bytes(PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         return error.errno if error.errno in _WORDS else None
     finally:
-        path.unlink(missing_ok=True)
+        probe.unlink(missing_ok=True)
     return None
 
 
-def _disk(folder: Path) -> str:
-    """Return the disk of ``folder``: device, mount point and free space."""
-    existing = _existing(folder)
+def _disk(path: Path) -> str:
+    """Return the disk of ``path``: device, mount point and free space."""
+    existing = _existing(path)
     mounted = [part for part in psutil.disk_partitions(all=True) if existing.is_relative_to(part.mountpoint)]
     usage = shutil.disk_usage(existing)
     space = f"{usage.free / 1e9:.3g} of {usage.total / 1e9:.3g} GB free"
@@ -75,7 +96,7 @@ def _disk(folder: Path) -> str:
     return f"the disk {disk.device} at {disk.mountpoint} ({space})"
 
 
-def _existing(folder: Path) -> Path:
-    """Return ``folder``, or the nearest folder above it that exists."""
-    resolved = folder.resolve()
-    return next(path for path in (resolved, *resolved.parents) if path.is_dir())
+def _existing(path: Path) -> Path:
+    """Return ``path``, or the nearest folder above it that exists."""
+    resolved = path.resolve()
+    return next(each for each in (resolved, *resolved.parents) if each.is_dir())
