@@ -45,7 +45,7 @@ def step_of_one_rank(settings: Settings) -> TrainShard:
     loss = replace(settings.loss, loss_aggregation=default.loss_aggregation, loss_aggregation_divisor=None)
     (batch,) = convert(groups, loss=loss, global_batch_size=samples)
     ranks = dims.token_ranks if whole else dims.context_parallel_size
-    share = not settings.megatron.mtp_heads
+    share = not (settings.megatron.mtp_heads or settings.rollout.use_rollout_routing_replay)  # as ShardBuilder does
     shard = schedule_step(batch, ranks, settings.training, settings.parallel, share_prompts=share)[0]
     columns = [np.zeros(length, np.float32) for length in batch.select(range(len(shard.batch))).response_lengths]
     is_shown = settings.loss.rollout_data_postprocess_path is not None  # it may change both

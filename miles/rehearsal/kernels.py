@@ -90,14 +90,18 @@ EXTRA_FLOPS[torch.ops.miles_rehearsal.attention_backward] = _backward_flops
 def fused_attention() -> Iterator[None]:
     """Trace attention as a GPU's kernel. It counts the pairs that a causal query sees, not the whole square.
 
-    Logits are worked on as on a GPU too: a whole chunk at a time.
+    Logits are worked on as on a GPU too: a whole chunk at a time. So are the rows of short samples, which leave out the
+    queries that another row has on a CPU only.
     """
     original, cached = packed_attention._attend, token_log_probs.CACHED_BYTES
+    leave_out = packed_attention._without_repeated_queries
     packed_attention._attend, token_log_probs.CACHED_BYTES = _attend, 0
+    packed_attention._without_repeated_queries = lambda spans, packed: iter(spans)
     try:
         yield
     finally:
         packed_attention._attend, token_log_probs.CACHED_BYTES = original, cached
+        packed_attention._without_repeated_queries = leave_out
 
 
 def _attend(

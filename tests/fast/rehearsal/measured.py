@@ -6,6 +6,7 @@ the rehearsal gets the measured share.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ class Measured:
     Attributes:
         micro_batches: All alike, in each of the passes.
         held: Bytes of all tensors between two steps.
-        peaks: Bytes beyond these at the peak of a part of the step, from the allocation events of torch's profiler.
+        peaks: Bytes beyond these at the peak of a part of the step, as the allocation events of torch's
+            profiler tell.
         flops: Of the same parts, by torch's counter.
         sent: Bytes by the collective's name and the number of its ranks, of the same parts.
         load: Of the rank's experts, relative to the average.
@@ -78,22 +80,36 @@ class Measured:
     load: float
 
 
+def count_every_allocation() -> None:
+    """Let torch's CPU allocator count what any thread allocates and releases, from now on.
+
+    The profiler notes the changes of its own threads, and with each of them the bytes that are allocated then. Without
+    this, these bytes leave out what another thread releases: gloo's threads hold the tensors of a collective a little
+    longer than the rank that waits for it, and often are the last to do so. torch has no function that sets this flag.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+
+
 def peaks(prof: profile) -> dict[str, int]:
-    """Return the largest sum of allocations less releases in each part, counted from the start of the first."""
-    changes: list[tuple[int, int]] = []
+    """Return the most bytes that were allocated in each part, beyond those at the start of the first."""
+    counts: list[tuple[int, int]] = []
     parts: dict[str, list[tuple[int, int]]] = {}
+    first: tuple[int, int] | None = None
     for event in _events(prof.profiler.kineto_results.experimental_event_tree()):
         if event.tag == _EventType.Allocation:
-            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+            allocated = event.extra_fields.total_allocated
+            counts.append((event.start_time_ns, allocated))
+            before = event.start_time_ns, allocated - event.extra_fields.alloc_size
+            first = before if first is None else min(first, before)
         elif event.name in (SCORE, PASSES, OPTIMIZER):
             parts.setdefault(event.name, []).append((event.start_time_ns, event.end_time_ns))
+    assert first is not None, "a step allocates something"
     found: dict[str, int] = dict.fromkeys(parts, 0)
-    now = 0
-    for at, size in sorted(changes):
-        now += size
+    for at, allocated in counts:
         for part, times in parts.items():
             if any(start <= at <= end for start, end in times):
-                found[part] = max(found[part], now)
+                found[part] = max(found[part], allocated - first[1])
     return found
 
 
@@ -149,6 +165,19 @@ def plain_masks() -> Iterator[None]:
         yield
     finally:
         packed_attention.causal_lower_right = original
+
+
+def grouped_product_flops(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Count the products of a grouped product one by one. torch's counter does not know it, and counts nothing."""
+    ends = offs.tolist()
+    lengths = [end - start for start, end in pairwise([0, *ends])]
+    if a.ndim == 2 and b.ndim == 3:  # rows of ``a`` are divided
+        return sum(2 * rows * a.shape[1] * b.shape[2] for rows in lengths)
+    assert a.ndim == b.ndim == 2, "the gradient of the matrices: what is summed over is divided"
+    return sum(2 * a.shape[0] * summed * b.shape[1] for summed in lengths)
+
+
+grouped_product_flops._get_raw = True  # type: ignore[attr-defined]  # torch's counter gives tensors, not shapes
 
 
 def _bytes(given: Any) -> int:
@@ -227,7 +256,7 @@ class Run:
 
         @contextmanager
         def counted(part: str) -> Iterator[None]:
-            counter = FlopCounterMode(display=False)
+            counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped_product_flops})
             with counted_collectives() as collectives, plain_masks(), counter:
                 yield
             flops[part] = flops.get(part, 0) + counter.get_total_flops()
@@ -275,6 +304,7 @@ def main(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    count_every_allocation()
     if any(LAYOUTS[name].backend == "megatron" for name in sys.argv[2:]):
         from miles.training.megatron.cpu_support import support_cpu
 
