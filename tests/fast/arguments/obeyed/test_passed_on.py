@@ -57,9 +57,6 @@ def test_every_flag_of_the_router_is_in_its_command(command, monkeypatch):
 
 def test_every_tried_field_of_megatron_is_in_its_configuration(command):
     pytest.importorskip("megatron.core")
-    from miles.training.megatron.cpu_support import support_cpu
-
-    support_cpu()
     import torch
 
     from miles.training.megatron.model.transformer_config import ddp_config, transformer_config
