@@ -23,7 +23,6 @@ class TrainBackendSpec:
         importer: The function ``import(device)`` that imports what ``builder`` needs beyond its own module, as
             ``module:function``; empty if there is nothing.
         reads_megatron_flags: Whether it reads the section ``megatron``, and accepts megatron-core's own fields.
-        offloads: Whether its state can wait in host memory while engines use the GPU.
         trains_recurrent_models: Whether it trains models with recurrent layers.
         trains_adapters: Whether it trains low-rank adapters (``--lora-rank``).
         trains_without_ray: Whether it trains in a run that is one process (``miles sweep --one-process``).
@@ -36,7 +35,6 @@ class TrainBackendSpec:
     rehearsal: str
     importer: str = ""
     reads_megatron_flags: bool = False
-    offloads: bool = False
     trains_recurrent_models: bool = False
     trains_adapters: bool = False
     trains_without_ray: bool = False
@@ -68,7 +66,6 @@ TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
         "miles.training.fsdp.backend:build",
         "miles.training.fsdp.export:export",
         "miles.training.fsdp.rehearsed:build",
-        offloads=True,
         trains_recurrent_models=True,
         trains_adapters=True,
         trains_without_ray=True,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from miles.components import ENGINES, TRAIN_BACKENDS, names_with, train_backend_spec
+from miles.components import ENGINES, names_with
 from miles.flags import Errors, count, flag, flag_name
 
 OFFLOAD_FLAGS = ("offload_train", "offload_rollout", "no_offload_train", "no_offload_rollout")
@@ -115,13 +115,12 @@ def check_cluster(cluster: ClusterArguments, errors: Errors) -> None:
             errors.refuse("train_env_vars", cluster.train_env_vars, rule, f'write "{name}": "…", with quotes')
 
 
-def check_offload(cluster: ClusterArguments, num_engines: int, train_backend: str, errors: Errors) -> None:
+def check_offload(cluster: ClusterArguments, num_engines: int, errors: Errors) -> None:
     """Check that offload flags have an effect, and do not contradict each other.
 
     Args:
         cluster: The section with the flags.
         num_engines: SGLang servers that the run starts.
-        train_backend: The value of ``--train-backend``.
         errors: Collects what is wrong.
     """
     if not cluster.colocate:
@@ -136,10 +135,6 @@ def check_offload(cluster: ClusterArguments, num_engines: int, train_backend: st
         if getattr(cluster, f"offload_{side}") and getattr(cluster, f"no_offload_{side}"):
             rule = f"contradicts {flag_name(f'no_offload_{side}')}"
             errors.refuse(f"offload_{side}", True, rule, "give one of them")
-    if cluster.offload_train and not train_backend_spec(train_backend).offloads:
-        rule = f"--train-backend {train_backend} cannot offload in this version"
-        others = names_with(TRAIN_BACKENDS, "offloads")
-        errors.refuse("offload_train", True, rule, f"use --train-backend {others}, or give --no-offload-train")
     if cluster.device == "cpu":
         check_offload_on_cpu(cluster, errors)
 

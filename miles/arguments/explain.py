@@ -240,8 +240,6 @@ def _shared(settings: Settings) -> list[str]:
     if settings.cluster.device == "cpu":
         return ["shared     trainer and engines share devices; on CPU nothing is freed in turns"]
     offload = settings.offload("cuda")
-    backend = settings.training.train_backend
-    stays = "stays on the GPU" + ("" if settings.cluster.no_offload_train else f" ({backend} cannot offload)")
-    trainer = "waits in host memory while engines generate" if offload.train else stays
+    trainer = "waits in host memory while engines generate" if offload.train else "stays on the GPU"
     engines = "release their memory while the trainer works" if offload.rollout else "keep their memory"
     return [f"shared     on GPUs the trainer {trainer}; the engines {engines}"]

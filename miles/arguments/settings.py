@@ -21,7 +21,7 @@ from miles.arguments.sglang.server_flags import ServerFlags
 from miles.arguments.sglang.settings import SglangArguments
 from miles.arguments.tracking import TrackingArguments
 from miles.arguments.training import TrainingArguments
-from miles.components import engine_spec, train_backend_spec
+from miles.components import engine_spec
 from miles.flags import collect_errors, refuse
 from miles.objective.settings import LossArguments, StepShape
 from miles.parallel.dims import ParallelDims
@@ -186,7 +186,7 @@ class Settings:
         return self.generates and self.sglang.update_weight_transfer_mode == "disk-delta"
 
     def offload(self, device: str) -> Offload:
-        """Return what is offloaded on ``device`` (cpu or cuda). On shared GPUs, the default is all that can be.
+        """Return what is offloaded on ``device`` (cpu or cuda). On shared GPUs, both are by default.
 
         Raises:
             ValueError: An offload is asked for on CPU.
@@ -196,9 +196,8 @@ class Settings:
                 check_offload_on_cpu(self.cluster, errors)
             return Offload(train=False, rollout=False)
         shares = self.cluster.colocate and self.num_engines > 0
-        can_train = train_backend_spec(self.training.train_backend).offloads
         return Offload(
-            train=shares and can_train and not self.cluster.no_offload_train,
+            train=shares and not self.cluster.no_offload_train,
             rollout=shares and not self.cluster.no_offload_rollout,
         )
 

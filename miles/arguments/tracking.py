@@ -55,6 +55,9 @@ class TrackingArguments:
     disable_wandb_random_suffix: bool = flag(
         False, "name the W&B run by the run's title alone, without random letters after it"
     )
+    wandb_run_id: Optional[str] = flag(
+        None, "id of the W&B run: one that exists is continued, else it is created; default: WANDB_RUN_ID, or a new one"
+    )
     wandb_key: Optional[str] = flag(None, "W&B API key; default: the one in the environment")
     wandb_host: Optional[str] = flag(None, "W&B server")
 
@@ -92,6 +95,9 @@ def check_tracking(tracking: TrackingArguments, errors: Errors) -> None:
         errors.refuse_ignored(tracking, names, "without --use-mlflow", "add that switch")
     if tracking.no_report:
         errors.refuse_ignored(tracking, ["report_samples"], "with --no-report", "drop that switch")
+    if tracking.wandb_run_id is not None and not re.fullmatch(r"[^/\\#?%:\s]{1,128}", tracking.wandb_run_id):
+        rule = "is no id of a W&B run: 1 to 128 characters, none of them a space or one of / \\ # ? % :"
+        errors.refuse("wandb_run_id", tracking.wandb_run_id, rule, "give the last part of the run's address")
     if not tracking.use_wandb:
         for name in changed(tracking, [name for name in vars(tracking) if "wandb_" in name]):
             # The value is not shown: it may be a key.

@@ -145,7 +145,7 @@ def _check_devices(settings: Settings, errors: Errors) -> None:
     check_deterministic(settings, errors)
     check_replay(settings, errors)
     if can_count_engines(errors):
-        check_offload(settings.cluster, settings.num_engines, settings.training.train_backend, errors)
+        check_offload(settings.cluster, settings.num_engines, errors)
 
 
 def _dims(settings: Settings, errors: Errors) -> ParallelDims | None:

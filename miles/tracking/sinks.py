@@ -176,6 +176,8 @@ class WandbSink:
             entity=tracking.wandb_team,
             name=header.title if tracking.disable_wandb_random_suffix else f"{header.title}-{secrets.token_hex(3)}",
             dir=tracking.output_dir,
+            id=tracking.wandb_run_id,
+            resume=None if tracking.wandb_run_id is None else "allow",
             config=header.public_settings(),
         )
 

@@ -48,7 +48,7 @@ async def test_an_unknown_engine_is_refused() -> None:
 
 
 def test_errors_offer_the_choices_with_an_ability() -> None:
-    assert names_with(TRAIN_BACKENDS, "offloads") == "fsdp"
+    assert names_with(TRAIN_BACKENDS, "trains_recurrent_models") == "fsdp"
     assert names_with(ENGINES, "has_servers") == "sglang"
 
 

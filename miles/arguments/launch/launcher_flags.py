@@ -101,7 +101,7 @@ _PLUMBING = [
         "add --colocate, or drop it",
         "--offload",
         accepted_if=_shares_gpus,
-        accepted_why="--colocate does it, for every part that can release its memory",
+        accepted_why="--colocate does it",
     ),
     *noted(SAME, "gloo on CPU, nccl on CUDA", "--distributed-backend V"),
 ]

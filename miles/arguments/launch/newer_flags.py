@@ -332,7 +332,6 @@ _REPORTS = [
         "--ci-save-model-hash",
         "--ci-check-model-hash",
     ),
-    *noted(REPORTING, "W&B reads it from the environment, as WANDB_RUN_ID", "--wandb-run-id V"),
     *noted(SPEED, "proxies are those of the environment, HTTP_PROXY", "--http-proxy V"),
     *noted(REPORTING, "run.json has an identity of the run", "--run-uuid V"),
     *noted(REPORTING, "arithmetic per second is part of --rehearse", "--mfu-peak-tflops V"),

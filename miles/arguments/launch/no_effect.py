@@ -62,6 +62,7 @@ WANDB = (
     "wandb_group",
     "wandb_team",
     "disable_wandb_random_suffix",
+    "wandb_run_id",
     "wandb_key",
     "wandb_host",
 )

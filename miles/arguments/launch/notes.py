@@ -9,7 +9,6 @@ from typing import Any
 
 from miles.arguments.launch.abilities import reads_megatron_flags
 from miles.arguments.settings import Settings
-from miles.components import train_backend_spec
 from miles.flags import flag_name
 from miles.secret_values import public_words
 
@@ -149,10 +148,3 @@ def surprises(settings: Settings, given: Collection[str], on_cpu: bool, has_bf16
         here = ", ".join(f"--{name.replace('_', '-')} {getattr(settings.optimizer, name)}" for name in relied_on)
         there = ", ".join(ON_FSDP[name] for name in relied_on)
         yield f"{here}: the defaults with every backend; related launchers have {there} with FSDP"
-    shares = settings.cluster.colocate and settings.num_engines > 0 and not on_cpu
-    backend = settings.training.train_backend
-    if shares and not settings.cluster.no_offload_train and not train_backend_spec(backend).offloads:
-        yield (
-            f"--colocate: the trainer stays on its GPUs while engines generate, because --train-backend {backend} "
-            "cannot offload; if memory is short, lower --sglang-mem-fraction-static"
-        )

@@ -156,7 +156,6 @@ DEFAULTS = (
         "prompts that are sampled at a time",
         "the same, with a filter or an early stop; else no effect",
     ),
-    ("`--offload-train`", "on with `--colocate`", "on with `--colocate` and FSDP; Megatron stays on the GPU"),
     ("`--fully-async`", "needs no `--async-steps`", "`--async-steps 1` if it is not given"),
 )
 

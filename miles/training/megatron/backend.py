@@ -31,6 +31,13 @@ from miles.training.megatron.checkpoint import save_load as checkpoint
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.model.transformer_config import ddp_config, optimizer_config, transformer_config
 from miles.training.megatron.model.value_model import ValueModel
+from miles.training.megatron.offload import (
+    HostCopies,
+    free_buffers_of_layers,
+    gradients,
+    model_state,
+    optimizer_state,
+)
 from miles.training.megatron.optimizer import MegatronOptimizer
 from miles.training.megatron.process_groups import initialize_process_groups
 from miles.training.megatron.reference import FollowingReference
@@ -64,6 +71,7 @@ class MegatronBackend:
             settings.megatron.megatron_to_hf_mode, self.hf_config, self.hf_weights, self.ranks
         )
         check_with_model(settings.megatron, settings.megatron_overrides, self.hf_config.to_dict(), self.converter.shape)
+        self._host_copies = HostCopies()
         self.policy = self._build_policy(settings.policy_steps(total_steps))
         self.token_group: dist.ProcessGroup | None = self.ranks.token_group
         self.critic: MegatronTrainedModel[ValueScorer] | None = None
@@ -227,11 +235,23 @@ class MegatronBackend:
         return ((name, tensor.cpu()) for name, tensor in exported)
 
     def offload(self) -> None:
-        """Raise ``ValueError``: validation refuses the flag."""
-        raise ValueError("--offload-train: --train-backend megatron cannot in this version; use --train-backend fsdp")
+        """Move models and optimizers to host memory."""
+        trained = [model for model in (self.policy, self.critic) if model is not None]
+        held: list[torch.Tensor] = [] if self.following is None else list(self.following.exact.values())
+        for model in (self.policy, self.critic, self.reference, self.teacher):
+            if model is not None:
+                held += model_state(model.stage.chunks)
+        for model in trained:
+            held += optimizer_state(model.optimizer.adam)
+        zeros = [gradient for model in trained for gradient in gradients(model.distributed)]
+        self._host_copies.take(held, zeros, self.device)
+        free_buffers_of_layers()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        """Nothing was moved."""
+        """Move them back."""
+        self._host_copies.give_back()
 
     def refresh_reference(self) -> None:
         """Let the reference follow the policy."""

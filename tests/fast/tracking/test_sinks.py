@@ -105,6 +105,15 @@ def test_wandb_writes_a_table_of_answers_offline(tmp_path, monkeypatch):
     assert [row[table["columns"].index("response")] for row in table["data"]] == [f"answer {i}" for i in (0, 2, 4, 6)]
 
 
+def test_wandb_has_the_run_that_the_flag_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sink = WandbSink(TrackingArguments(use_wandb=True, output_dir=str(tmp_path), wandb_run_id="mine-7"), HEADER)
+    found = sink._run.id, sink._run.settings.resume
+    sink.close()
+    assert found == ("mine-7", "allow")
+    assert list(tmp_path.glob("wandb/offline-run-*-mine-7/run-mine-7.wandb"))
+
+
 def test_names_of_metrics_are_such_as_mlflow_takes():
     assert mlflow_name("eval/gsm8k/pass@1") == "eval/gsm8k/pass_1"
     assert mlflow_name("train/kl (k3) [%]") == "train/kl _k3_ ___"
@@ -115,6 +124,7 @@ def test_names_of_metrics_are_such_as_mlflow_takes():
     ("flags", "message"),
     [
         (["--prometheus-port", "70000"], "--prometheus-port 70000: is not a port"),
+        (["--use-wandb", "--wandb-run-id", "a/b"], "--wandb-run-id a/b: is no id of a W&B run"),
         (["--notify-url", "sesame"], "--notify-url: is not an address of the web"),
         (["--mlflow-experiment", "mine"], "--mlflow-experiment mine: would be ignored without --use-mlflow"),
         (["--log-format", "xml"], "--log-format"),

@@ -149,7 +149,6 @@ OPTIMIZER = "--weight-decay 0.1 --adam-beta2 0.98 --lr-decay-style constant"
     [
         ("--train-backend fsdp", "--weight-decay 0.01, --adam-beta2 0.999, --lr-decay-style linear: the defaults"),
         ("--train-backend fsdp --weight-decay 0.1 --adam-beta2 0.9", "--lr-decay-style linear: the defaults"),
-        ("--num-layers 4 --device cuda --colocate", "the trainer stays on its GPUs while engines generate"),
     ],
 )
 def test_other_defaults_are_noted(accepted, flags, said):
@@ -162,13 +161,11 @@ def test_other_defaults_are_noted(accepted, flags, said):
         "",
         f"--train-backend fsdp {OPTIMIZER}",
         "--train-backend megatron --device cuda",
-        "--num-layers 4 --device cuda --colocate --no-offload-train",
-        "--num-layers 4 --device cpu --colocate",
     ],
 )
 def test_and_only_where_they_matter(accepted, flags):
     notes = accepted(f"--fp32 {flags}").notes
-    assert not any("the defaults" in note or "stays on its GPUs" in note for note in notes)
+    assert not any("the defaults" in note for note in notes)
 
 
 def test_features_of_the_cpu(tmp_path):

@@ -8,6 +8,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from miles.arguments.launch.server import RENAMED, REPLACED
+from miles.arguments.megatron.fields import megatron_fields
+from miles.arguments.megatron.overrides import TRIED
 from miles.arguments.parser import judge, read_command
 from miles.arguments.sglang.server_flags import (
     DATA_PARALLEL,
@@ -23,6 +25,12 @@ from miles.engine.sglang.keys import Keys
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.server_log import LogFile
 
+VALUES = {  # others of recomputation are noted: they change memory only
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "moe_router_dtype": "fp64",
+}
 OTHERWISE = {*OWNED_BY_LAUNCHER, *OTHER_PARALLEL, *DATA_PARALLEL, *TENSOR_PARALLEL, *RENAMED, *REPLACED}
 SGLANG = "--rollout-engine sglang --device cuda --actor-num-gpus-per-node 1"
 
@@ -45,3 +53,24 @@ def test_every_flag_of_the_router_is_in_its_command(command, monkeypatch):
     monkeypatch.setattr(Router, "_run", lambda self: MagicMock())
     router = Router(settings.server_flags.router, "127.0.0.1", LogFile(Path("router.log")), 1)
     assert not set(flags) - {*router._words, *router._secret_words}
+
+
+def test_every_tried_field_of_megatron_is_in_its_configuration(command):
+    pytest.importorskip("megatron.core")
+    import torch
+
+    from miles.training.megatron.model.transformer_config import ddp_config, transformer_config
+
+    fields = [megatron_fields()[name] for name in TRIED]
+    given = {field.name: field.switch_to if field.kind == "bool" else VALUES[field.name] for field in fields}
+    words = [word for field in fields for word in (field.flag, *([] if field.kind == "bool" else [given[field.name]]))]
+    settings = judge(read_command([*command("--train-backend megatron --device cpu"), *map(str, words)])).settings
+    shape = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 2}
+    fixed = {"gradient_checkpointing": False, "per_token_loss": True}
+    configs = [
+        transformer_config(settings.megatron, settings.megatron_overrides, shape, torch.float32, **fixed),
+        ddp_config(settings.megatron, settings.megatron_overrides),
+    ]
+    for field in fields:
+        (config,) = (config for config in configs if hasattr(config, field.name))
+        assert getattr(config, field.name) == given[field.name] != field.default, field.name

@@ -22,6 +22,7 @@ import auxiliary_checks  # noqa: E402  # Megatron is imported from here on
 import conformance_checks  # noqa: E402
 import critic_checks  # noqa: E402
 import fault_checks  # noqa: E402
+import host_memory_checks  # noqa: E402
 import offload_checks  # noqa: E402
 import state_checks  # noqa: E402
 from forked_ranks import Check, run_on_ranks  # noqa: E402
@@ -38,7 +39,7 @@ def checks_of(
 ) -> dict[str, Check]:
     """Return every check of the layout ``name``. A check raises, or returns what is wrong."""
     found: dict[str, Check] = {}
-    for module in (state_checks, offload_checks, reference_checks):
+    for module in (state_checks, offload_checks, host_memory_checks, reference_checks):
         found |= {check.__name__: check for check in module.OF_LAYOUT.get(name, ())}
     for model in LAYOUTS[name].models:
         for contract in conformance_checks.CONTRACTS:

@@ -1,0 +1,117 @@
+"""The trainer's state in host memory while engines generate (``--offload-train``).
+
+On CPU the same storages are emptied and filled again as on a GPU. That GPU memory is freed is for
+tests/gpu/test_offloaded_trainer.py.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+from batches import batch_of
+from layouts import CPU, RankProcess, make_backend, shard_of, weights
+from offload_checks import on_a_gpu
+from state_checks import ADAM, CASE, PLAIN
+
+from miles.objective.settings import LossArguments
+from miles.training.megatron.backend import MegatronBackend
+from miles.training.megatron.checkpoint.optimizer_state import AdamState
+from miles.training.trainer import Trainer
+
+# A critic, and a reference of fp32 weights that follows the policy: all that a rank can have.
+ALL = LossArguments(loss_canary="always", advantage_estimator="ppo", use_kl_loss=True, kl_loss_coef=0.1)
+FOLLOWS = {"ref_update_interval": 1, "ref_mixup_alpha": 0.3}
+LEFT = 6_000  # bytes of the largest tensor that stays: a random state of Megatron's has 5056
+
+
+def _backend(process: RankProcess, loss: LossArguments, bf16: bool, **sizes: Any) -> MegatronBackend:
+    plain = make_backend(process, process.layout.models[0], PLAIN, auxiliary=sizes, **ADAM).settings
+    model = replace(plain.model, **(FOLLOWS if loss is ALL else {}))
+    return MegatronBackend(
+        replace(plain, loss=loss, model=model, training=replace(plain.training, bf16=bf16)), CPU, total_steps=10
+    )
+
+
+def _train(backend: MegatronBackend) -> None:
+    trainer = Trainer(backend, backend.settings.loss, backend.settings.dims.token_ranks)
+    trainer.train([shard_of(backend, batch_of(CASE))])
+    if backend.following is not None:
+        backend.refresh_reference()
+
+
+def _state(backend: MegatronBackend) -> list[torch.Tensor]:
+    """Return everything that a later step depends on."""
+    found = [weight for _, weight in sorted(weights(backend).items())]
+    for model in (backend.policy, backend.critic):
+        if model is not None:
+            adam = AdamState(model.optimizer.adam)
+            pieces = [adam.piece(parameter) for parameter in model.stage.parameters()]
+            found += [tensor.clone() for piece in pieces for _, tensor in sorted(piece.tensors.items())]
+            found += [weight.detach().clone() for weight in model.stage.state_dict().values() if weight is not None]
+    if backend.following is not None:
+        found += [weight.clone() for weight in backend.following.exact.values()]
+    return found
+
+
+def _in_memory() -> dict[int, int]:
+    """Return the bytes of every storage of this process's tensors, by its address."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor) and found.device.type == "cpu"]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def _besides(others: Collection[int]) -> list[int]:
+    """Return the bytes of storages that are not among ``others``, in descending order."""
+    return sorted((size for address, size in _in_memory().items() if address not in others), reverse=True)
+
+
+def host_memory_and_back_changes_nothing(process: RankProcess) -> None:
+    """Two steps with a trip after each are those without, bit for bit; during it, nothing stays on the device."""
+    for bf16 in (True, False):
+        straight = _backend(process, ALL, bf16)
+        for _ in range(2):
+            _train(straight)
+        expected = _state(straight)
+        del straight
+        before = set(_in_memory())
+        backend = _backend(process, ALL, bf16)
+        for _ in range(2):
+            _train(backend)
+            held = _besides(before)
+            backend.offload()
+            copies = {copy.untyped_storage().data_ptr() for _, copy in backend._host_copies._copies}
+            left = _besides(before | copies)
+            assert left[0] < LEFT < held[0] and 10 * sum(left) < sum(held), (left[:12], held[:12])
+            backend.onload()
+        found = _state(backend)
+        assert len(found) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), bf16
+
+
+def with_the_optimizer_in_host_memory_too(process: RankProcess) -> None:
+    """With ``--optimizer-cpu-offload``, half of the state is updated there, and half moves."""
+    sizes = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+    with on_a_gpu():
+        straight, moved = (_backend(process, PLAIN, True, **sizes) for _ in range(2))
+        for _ in range(2):
+            _train(straight)
+            _train(moved)
+            moved.offload()
+            moved.onload()
+        assert all(torch.equal(a, b) for a, b in zip(_state(moved), _state(straight), strict=True))
+
+
+_ALWAYS = (host_memory_and_back_changes_nothing,)
+OF_LAYOUT = {
+    "one": _ALWAYS,
+    "dp2, distributed optimizer": (*_ALWAYS, with_the_optimizer_in_host_memory_too),
+    "tp2 with sp, dp2, distributed optimizer": _ALWAYS,
+    "pp3, interleaved": _ALWAYS,
+    "ep2": _ALWAYS,
+    "pp2, dp2, sigmoid": _ALWAYS,
+}

@@ -1,0 +1,68 @@
+"""Compare steps with the trainer offloaded after each with ordinary ones: ``offloaded_trainer.py BACKEND FOLDER``.
+
+BACKEND is ``fsdp``, ``megatron`` or ``megatron, distributed optimizer``. Prints one JSON object: whether the weights
+after three steps are equal, and the bytes per parameter on the GPU after a step and while the trainer is offloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import BATCHES, Case, groups_of, loss_of, rows_of
+from one_gpu import CONFIGS, ONE, make_backend, settings_of, train
+from transformers.models.auto import AutoModelForCausalLM
+
+from miles.arguments.megatron.settings import MegatronArguments
+from miles.arguments.optimizer import OptimizerArguments
+from miles.batching.convert import convert
+from miles.training.determinism import be_deterministic
+
+CASE = Case(BATCHES["compacted"], loss_of("sample_mean"), ONE, seed=5)
+OPTIMIZER = OptimizerArguments(lr=1e-3, weight_decay=0.1, adam_eps=1e-3)
+
+
+def trained(name: str, path: Path, moves: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Return the weights after three steps, and bytes per parameter on the GPU."""
+    rows = rows_of(CASE)
+    trajectories = len({row.sample.trajectory_id for row in rows})
+    (batch,) = convert(groups_of(CASE, rows), loss=CASE.loss, global_batch_size=trajectories)
+    sizes = MegatronArguments(use_distributed_optimizer="distributed optimizer" in name)
+    settings = settings_of(name.partition(",")[0], path, CASE.loss)
+    before = torch.cuda.memory_allocated()
+    backend: Any = make_backend(replace(settings, optimizer=OPTIMIZER, megatron=sizes))
+    held = {}
+    for _ in range(3):
+        train(backend, batch)
+        if moves:
+            held["trained"] = torch.cuda.memory_allocated() - before
+            backend.offload()
+            held["offloaded"] = torch.cuda.memory_allocated() - before
+            backend.onload()
+    weights = {n: tensor for chunk in backend.export_weights() for n, tensor in chunk.tensors.items()}
+    count = sum(weight.numel() for weight in weights.values())
+    return weights, {kind: size / count for kind, size in held.items()}
+
+
+def main(name: str, folder: Path) -> None:
+    be_deterministic()  # else equal steps may differ in the last bits
+    torch.cuda.set_device(0)
+    store = dist.FileStore(str(folder / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    path = folder / "model"
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(CONFIGS["dense"]).save_pretrained(path)
+    wanted, _ = trained(name, path, moves=False)
+    found, held = trained(name, path, moves=True)
+    is_equal = wanted.keys() == found.keys() and all(torch.equal(found[n], weight) for n, weight in wanted.items())
+    print(json.dumps({"is_equal": is_equal} | held), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
