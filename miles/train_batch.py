@@ -193,11 +193,10 @@ class MicroBatch:
 
     ``token_index`` alone is in host memory: layouts are computed from it, while a GPU is still at the last micro-batch.
 
-    ``S`` samples, ``T`` tokens, ``R`` response tokens. If packed, tokens that several samples begin with appear once,
-    and the last token of a response does not appear, since it predicts nothing: ``token_index`` gives, sample by sample,
-    the position of each token that is read in the packed axis, which is padded to a multiple of 8. The response axis is
-    flat too: ``sample_index[r]`` names the sample of response token ``r``, and the logits at ``logit_index[r]`` predict
-    it.
+    ``S`` samples, ``T`` tokens, ``R`` response tokens. If packed, tokens that several samples begin with appear once.
+    The last token of a response predicts nothing and is left out. ``token_index`` gives, sample by sample, the position
+    of each remaining token in the packed axis, which is padded to a multiple of 8. The response axis is flat too:
+    ``sample_index[r]`` names the sample of response token ``r``, and the logits at ``logit_index[r]`` predict it.
 
     Two samples of the prompt ``a b``, with responses ``c`` and ``d e``::
 

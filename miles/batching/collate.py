@@ -18,7 +18,7 @@ from miles.replay.support import Support
 from miles.replay.token_sets import TokenSets
 from miles.train_batch import MicroBatch, SharedLogits, TrainBatch
 
-# Of a packed micro-batch on one rank. oneDNN's products of 779 rows take 10 % longer than those of 784, and tensor cores
+# Of a packed micro-batch on one rank. oneDNN's products of 779 rows take 10 % longer than those of 784; tensor cores
 # work on 8 rows at a time, too.
 TOKEN_MULTIPLE = 8
 
@@ -43,8 +43,8 @@ def collate(
         context: The ranks that share the samples. If there are several, each sample is padded and cut among them.
         share_prefixes: Whether a rank on its own keeps one copy of tokens that several samples begin with.
         row_multiple: If given, each sample is a row, padded to the longest, rounded up to a multiple of this.
-        reads_last: Whether the last token of a response is read, though it predicts nothing. Without ``share_prefixes``,
-            in rows, and by ranks that share the samples it always is.
+        reads_last: Whether the last token of a response is read, though it predicts nothing. It always is without
+            ``share_prefixes``, in rows, and by ranks that share the samples.
     """
     part = batch.select(samples)
     if row_multiple is not None:
@@ -178,7 +178,7 @@ def _packed(part: TrainBatch, context: ContextGroup) -> _Layout:
 
 
 def _shared(part: TrainBatch, reads_last: bool) -> _Layout:
-    """Keep tokens that samples begin with once, leave out the last ones, and pad to a multiple of ``TOKEN_MULTIPLE``."""
+    """Keep tokens that samples begin with once, leave out the last ones, and pad to ``TOKEN_MULTIPLE``."""
     packed = _packed(part, ALONE)
     responses = np.asarray(part.response_lengths or [0], np.int64)
     read = packed.read_lengths - (responses > 0) * (not reads_last)
@@ -227,9 +227,9 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
 def _share_prefixes(part: TrainBatch, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return where each token is if equal prefixes are kept once, and which tokens are kept: int64 [all], [kept].
 
-    Of each sample, the first ``lengths`` tokens count. The hidden state of a token depends on it and on those before it,
-    so samples that begin alike have the same ones. In the order of their tokens, a sample shares its longest prefix with
-    a neighbor. Prefixes for which the engine chose other experts are not equal.
+    Of each sample, the first ``lengths`` tokens count. The hidden state of a token depends on it and on those before
+    it, so samples that begin alike have the same ones. In the order of their tokens, a sample shares its longest prefix
+    with a neighbor. Prefixes for which the engine chose other experts are not equal.
     """
     if not len(part):
         return np.zeros(1, np.int64), np.zeros(1, np.int64)

@@ -237,8 +237,8 @@ def _is_unaligned(weight: torch.Tensor) -> bool:
 class NothingToReduce(ReduceScatter):
     """The reduction of gradients on one rank, where the input is the output.
 
-    FSDP2 allocates both, and copies one to the other (torch 2.13 ``_fsdp_collectives.py``, ``foreach_reduce``). A copy of
-    a tensor to itself does nothing, so both are the same tensor: the second allocation of each pair returns the first.
+    FSDP2 allocates both, and copies one to the other (torch 2.13 ``_fsdp_collectives.py``, ``foreach_reduce``). A copy
+    of a tensor to itself does nothing, so both are the same: the second allocation of each pair returns the first.
     """
 
     def __init__(self) -> None:
@@ -250,7 +250,7 @@ class NothingToReduce(ReduceScatter):
             self._input = torch.empty(*size, dtype=dtype, device=device)
             return self._input
         output, self._input = self._input, None
-        assert output.shape == torch.Size(size) and output.dtype == dtype, "the pair of this allocation"
+        assert tuple(output.shape) == tuple(size) and output.dtype == dtype, "the other of a pair is alike"
         return output
 
     def __call__(self, *_: object, **__: object) -> None:
