@@ -149,6 +149,11 @@ class RolloutArguments:
     filter_zero_reward_samples: bool = flag(
         False, "set the loss mask of samples of reward 0 to 0, after advantages are computed over their whole groups"
     )
+    mask_truncated_completions: bool = flag(
+        False,
+        "set the loss mask of samples that a length limit cut off to 0, after advantages are computed over their whole "
+        "groups (DAPO's overlong filtering)",
+    )
     rollout_sample_filter_path: Optional[str] = flag(
         None, "your function that marks samples of an iteration that are not trained on (docs/rollout.md)"
     )
@@ -416,7 +421,7 @@ _GENERATION = (
 def _check_conversations(rollout: RolloutArguments, errors: Errors) -> None:
     """Check a run that trains on conversations: each is drawn once, and nothing is generated."""
     why = "by a loss that trains on the conversations of --prompt-data: nothing is generated"
-    names = (*_GENERATION, "filter_zero_reward_samples")
+    names = (*_GENERATION, "filter_zero_reward_samples", "mask_truncated_completions")
     errors.refuse_ignored(rollout, names, why, "use --loss-type policy_loss")
     if rollout.n_samples_per_prompt != 1:
         rule = "a conversation is one sample"

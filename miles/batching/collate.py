@@ -22,7 +22,8 @@ from miles.train_batch import MicroBatch, SharedLogits, TrainBatch
 # work on 8 rows at a time, too.
 TOKEN_MULTIPLE = 8
 
-_IF_GIVEN = ("old_log_probs", "ref_log_probs", "values", "returns", "selected", "top_entropy")  # fp32 [response]
+# fp32 [response] each.
+_IF_GIVEN = ("advantages", "old_log_probs", "ref_log_probs", "values", "returns", "selected", "top_entropy")
 
 
 def collate(
@@ -43,41 +44,26 @@ def collate(
         context: The ranks that share the samples. If there are several, each sample is padded and cut among them.
         share_prefixes: Whether a rank on its own keeps one copy of tokens that several samples begin with.
         row_multiple: If given, each sample is a row, padded to the longest, rounded up to a multiple of this.
-        reads_last: Whether the last token of a response is read, though it predicts nothing. It always is without
-            ``share_prefixes``, in rows, and by ranks that share the samples.
+        reads_last: Whether the last token of a response is read, which predicts nothing. Without ``share_prefixes``, in
+            rows, and by ranks that share the samples it always is.
     """
     part = batch.select(samples)
     if row_multiple is not None:
         layout = _in_rows(part, context, row_multiple)
-    elif context.size > 1 or not share_prefixes:
-        layout = _packed(part, context)
     else:
-        layout = _shared(part, reads_last)
+        layout = _shared(part, reads_last) if share_prefixes and context.size == 1 else _packed(part, context)
 
     def tensor(values: object, dtype: type) -> torch.Tensor:
         return to_device(np.asarray(values, dtype), device)
 
-    def response_axis(columns: list[np.ndarray]) -> torch.Tensor:
-        whole = np.concatenate(columns) if columns else np.zeros(0, np.float32)
-        return tensor(whole[layout.response_index], np.float32)
-
-    def if_given(columns: list[np.ndarray] | None) -> torch.Tensor | None:
-        return None if columns is None else response_axis(columns)
-
-    sample_index = tensor(layout.sample_index, np.int64)
-    if (advantages := if_given(part.advantages)) is None:
-        advantages = spread_over_tokens(tensor(part.rewards, np.float32), sample_index)
     return MicroBatch(
         input_ids=tensor(layout.input_ids, np.int64),
         position_ids=tensor(layout.position_ids, np.int64),
         token_index=torch.from_numpy(layout.token_index),
         logit_index=tensor(layout.logit_index, np.int64),
         targets=tensor(layout.targets, np.int64),
-        sample_index=sample_index,
+        sample_index=tensor(layout.sample_index, np.int64),
         response_index=tensor(layout.response_index, np.int64),
-        loss_mask=response_axis(part.loss_masks),
-        advantages=advantages,
-        rollout_log_probs=response_axis(part.rollout_log_probs),
         sample_denoms=tensor(part.sample_denoms, np.float32),
         trajectory_token_counts=tensor(part.trajectory_token_counts, np.float32),
         response_lengths=tuple(part.response_lengths),
@@ -87,13 +73,29 @@ def collate(
         num_loss_tokens=part.num_loss_tokens,
         context=context,
         tis_mean=part.tis_mean,
-        **{name: if_given(getattr(part, name)) for name in _IF_GIVEN},
+        **_response_columns(part, layout, device),
         support=None if not part.supports else _support(part.supports, layout.response_index, device),
         experts=None if not part.experts else tensor(_experts_at(part.experts, layout), np.int16),
         shared_logits=_shared_logits(part, layout, device),
         padded=row_multiple is not None,
         positions=tuple(part.position_in_step),
     )
+
+
+def _response_columns(part: TrainBatch, layout: _Layout, device: torch.device) -> dict[str, torch.Tensor | None]:
+    """Return the columns with a number per response token, fp32 [R], by name."""
+
+    def column(parts: list[np.ndarray]) -> torch.Tensor:
+        whole = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+        return to_device(np.asarray(whole[layout.response_index], np.float32), device)
+
+    given = {name: getattr(part, name) for name in _IF_GIVEN}
+    found = {name: None if parts is None else column(parts) for name, parts in given.items()}
+    found |= {"loss_mask": column(part.loss_masks), "rollout_log_probs": column(part.rollout_log_probs)}
+    if found["advantages"] is None:
+        rewards, sample = np.asarray(part.rewards, np.float32), to_device(layout.sample_index, device)
+        found["advantages"] = spread_over_tokens(to_device(rewards, device), sample)
+    return found
 
 
 def _shared_logits(part: TrainBatch, layout: _Layout, device: torch.device) -> SharedLogits | None:

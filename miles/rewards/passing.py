@@ -25,14 +25,19 @@ def deciding_part(names: Iterable[str]) -> str | None:
     return next(reading, CUSTOM if CUSTOM in names else None)
 
 
-def passes(sample: Sample) -> bool:
-    """Return whether a scored sample passes: with a reward of 1 or more, or its ``deciding_part`` in a sum of rewards.
+def deciding_reward(sample: Sample) -> float:
+    """Return what decides whether a scored sample passes: its reward, or the ``deciding_part`` of a sum of rewards.
 
     In a sum in which no part decides, the sum itself does, as in a run with a single reward.
     """
     assert sample.reward is not None, "the sample has been scored"
     part = deciding_part(sample.reward_parts)
-    return (sample.reward if part is None else sample.reward_parts[part]) >= PASS_REWARD
+    return sample.reward if part is None else sample.reward_parts[part]
+
+
+def passes(sample: Sample) -> bool:
+    """Return whether a scored sample passes: its ``deciding_reward`` is 1 or more."""
+    return deciding_reward(sample) >= PASS_REWARD
 
 
 def passes_of(group: PromptGroup) -> list[bool]:

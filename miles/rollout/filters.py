@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from miles.import_path import load_function
+from miles.rewards.passing import deciding_reward
 from miles.sample import PromptGroup
 
 _FLAG = "--dynamic-sampling-filter-path"
@@ -35,6 +36,14 @@ class GroupFilter(Protocol):
 def check_reward_nonzero_std(group: PromptGroup) -> FilterDecision:
     """Drop a group whose rewards are all equal: its group-relative advantages are zero."""
     return FilterDecision(keep=has_reward_spread(group), reason="zero_std")
+
+
+def check_deciding_reward_nonzero_std(group: PromptGroup) -> FilterDecision:
+    """Drop a group whose answers are all equally right (``deciding_reward``), though a penalty may tell them apart.
+
+    DAPO's authors compare the accuracies, without the penalty on length (``filter_groups.metric=acc`` in verl).
+    """
+    return FilterDecision(keep=len(set(map(deciding_reward, group.samples))) > 1, reason="zero_std")
 
 
 def has_reward_spread(group: PromptGroup) -> bool:

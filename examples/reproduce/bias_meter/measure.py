@@ -215,6 +215,7 @@ def token_weights(
         trajectory_token_counts=tensor(lengths),
         response_lengths=tuple(lengths),
         total_lengths=tuple(n + 1 for n in lengths),
+        read_lengths=tuple(n + 1 for n in lengths),
         num_trajectories=N,
         num_loss_tokens=sum(lengths),
         context=ALONE,

@@ -97,7 +97,8 @@ def _check_removed_samples(settings: Settings, errors: Errors) -> None:
     loss, rollout = settings.loss, settings.rollout
     if not loss.type.uses_advantages or not find_objective(loss).estimator.reads_score_norms:
         return
-    for name in changed(rollout, ["filter_zero_reward_samples", "rollout_sample_filter_path"]):
+    removing = ["filter_zero_reward_samples", "mask_truncated_completions", "rollout_sample_filter_path"]
+    for name in changed(rollout, removing):
         rule = (
             f"removes samples after their rewards were compared, and --advantage-estimator {loss.advantage_estimator} "
             "compares the samples of a group on the trainer, where removed ones have no tokens"

@@ -19,7 +19,7 @@ from miles.metrics import Metric
 from miles.rollout.collect import ScoredGroups
 from miles.rollout.hooks import custom_convert
 from miles.rollout.metrics import with_own_metrics
-from miles.sample import PromptGroup, Sample
+from miles.sample import PromptGroup, Sample, SampleStatus
 
 FILTER = "--rollout-sample-filter-path"
 PROCESS = "--rollout-all-samples-process-path"
@@ -39,6 +39,7 @@ class IterationHooks:
         self._args: SimpleNamespace = flags_view(settings)
         self._source = source
         self._drops_zero_rewards = rollout.filter_zero_reward_samples
+        self._drops_truncated = rollout.mask_truncated_completions
         self._filter_path, self._log_path = rollout.rollout_sample_filter_path, rollout.custom_rollout_log_function_path
         self._filter = _load(self._filter_path, FILTER)
         self._process = _load(rollout.rollout_all_samples_process_path, PROCESS)
@@ -49,7 +50,11 @@ class IterationHooks:
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self._drops_zero_rewards or self._filter or self._process or self._log or self._convert)
+        return not (self._removes_samples or self._process or self._log or self._convert)
+
+    @property
+    def _removes_samples(self) -> bool:
+        return self._filter is not None or self._drops_zero_rewards or self._drops_truncated
 
     def apply(self, iteration: int, scored: ScoredGroups, seconds: float) -> ScoredGroups:
         """Return the iteration as the functions leave it.
@@ -64,7 +69,7 @@ class IterationHooks:
             Exception: Whatever a function raises.
         """
         metrics = dict(scored.metrics)
-        if self._filter is not None or self._drops_zero_rewards:
+        if self._removes_samples:
             metrics["rollout/removed_samples"] = Metric(self._remove(scored.groups), 1.0)
         if self._process is not None:
             everything = scored.generated or scored.groups
@@ -88,6 +93,8 @@ class IterationHooks:
         removed = 0
         for sample in (sample for group in groups for sample in group.samples):
             if self._drops_zero_rewards and sample.reward == 0:
+                sample.remove_sample = True
+            if self._drops_truncated and sample.status is SampleStatus.TRUNCATED:
                 sample.remove_sample = True
             removed += sample.remove_sample
             self._check(sample)

@@ -23,7 +23,7 @@ ROWS = {
     "grpo.max_rollout_turns": Row(
         "", "turns are your own generation here (--custom-generate-function-path)", neutral=(1,)
     ),
-    "grpo.overlong_filtering": Row("", "no such mask here", "switch", neutral=(False,)),
+    "grpo.overlong_filtering": Row("--mask-truncated-completions", kind="switch"),
     "grpo.use_leave_one_out_baseline": Row(
         "", "grpo's baseline is the mean of the whole group here", "switch", neutral=(False,)
     ),

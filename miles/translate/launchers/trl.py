@@ -51,9 +51,7 @@ ROWS = {
     "multi_objective_aggregation": Row(
         why="normalize_then_sum is --advantage-estimator gdpo here", neutral=("sum_then_normalize",)
     ),
-    "mask_truncated_completions": Row(
-        why="no such mask here; a filter or your own generation can set the loss mask", kind="switch", neutral=(False,)
-    ),
+    "mask_truncated_completions": Row("--mask-truncated-completions", kind="switch"),
     "num_iterations": Row("--ppo-epochs", kind="number", neutral=(1,)),
     "top_entropy_quantile": Row(why=_NO_TERM, kind="number", neutral=(1,)),
     "off_policy_mask_threshold": Row(why="the nearest is --use-opsm with --opsm-delta, whose bound is another one"),

@@ -3,7 +3,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.rollout import filters
-from miles.rollout.filters import FilterDecision, check_reward_nonzero_std, load_group_filter
+from miles.rollout.filters import (
+    FilterDecision,
+    check_deciding_reward_nonzero_std,
+    check_reward_nonzero_std,
+    load_group_filter,
+)
 from miles.sample import Prompt, PromptGroup, Sample
 
 PROMPT = Prompt("p", (1,), source="set.jsonl:1")
@@ -21,6 +26,17 @@ def test_groups_without_reward_spread_are_dropped(rewards):
 @given(st.floats(allow_nan=False, allow_infinity=False), st.integers(1, 9))
 def test_equal_rewards_have_no_spread_whatever_their_size(reward, n):
     assert check_reward_nonzero_std(group_with([reward] * n)) == FilterDecision(False, "zero_std")
+
+
+@given(st.lists(st.tuples(st.sampled_from([-1.0, 1.0]), st.floats(-1, 0)), min_size=1, max_size=8))
+def test_a_penalty_does_not_tell_answers_apart_that_are_equally_right(parts):
+    group = group_with([dapo + overlong for dapo, overlong in parts])
+    for sample, (dapo, overlong) in zip(group.samples, parts, strict=True):
+        sample.reward_parts = {"overlong": overlong, "dapo": dapo}
+    assert check_deciding_reward_nonzero_std(group).keep == (len({dapo for dapo, _ in parts}) > 1)
+    for sample in group.samples:
+        sample.reward_parts = {}
+    assert check_deciding_reward_nonzero_std(group) == check_reward_nonzero_std(group), "of a single reward"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from miles.objective.settings import LossArguments
 from miles.rewards.settings import RewardArguments
 from miles.rollout.collect import ScoredGroups
 from miles.rollout.hooks.iteration_hooks import IterationHooks
+from miles.sample import SampleStatus
 
 FUNCTIONS = """
 import numpy as np
@@ -113,6 +114,21 @@ def test_samples_of_reward_0_are_not_trained_on_and_advantages_stay():
     [before], [after] = (convert(g, loss=loss, global_batch_size=4) for g in (groups(), found.groups))
     assert after.rewards == before.rewards and after.num_trajectories == 4
     assert (before.num_loss_tokens, after.num_loss_tokens) == (14, 7)
+
+
+def test_truncated_samples_are_not_trained_on_and_advantages_stay():
+    """The denominators follow the mask: 9 of 14 tokens are left."""
+    whole = groups()
+    cut = [whole[0].samples[0], whole[1].samples[0]]
+    for sample in cut:
+        sample.status = SampleStatus.TRUNCATED
+    loss = LossArguments(loss_aggregation="token_mean")
+    [before] = convert(groups(), loss=loss, global_batch_size=4)
+    found = apply(scored=ScoredGroups(whole, {}), mask_truncated_completions=True)
+    assert masks(found) == [0, 5, 0, 4] and found.metrics["rollout/removed_samples"].value == 2
+    [after] = convert(found.groups, loss=loss, global_batch_size=4)
+    assert after.rewards == before.rewards and after.num_trajectories == 4
+    assert (before.num_loss_tokens, after.num_loss_tokens) == (14, 9)
 
 
 def test_removed_samples_count_for_advantages_that_weigh_by_length():
