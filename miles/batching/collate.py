@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,14 +83,14 @@ def collate(
     )
 
 
-def _response_columns(part: TrainBatch, layout: _Layout, device: torch.device) -> dict[str, torch.Tensor | None]:
+def _response_columns(part: TrainBatch, layout: _Layout, device: torch.device) -> dict[str, Any]:
     """Return the columns with a number per response token, fp32 [R], by name."""
 
     def column(parts: list[np.ndarray]) -> torch.Tensor:
         whole = np.concatenate(parts) if parts else np.zeros(0, np.float32)
         return to_device(np.asarray(whole[layout.response_index], np.float32), device)
 
-    given = {name: getattr(part, name) for name in _IF_GIVEN}
+    given = {name: getattr(part, name) for name in _IF_GIVEN}  # None: not given
     found = {name: None if parts is None else column(parts) for name, parts in given.items()}
     found |= {"loss_mask": column(part.loss_masks), "rollout_log_probs": column(part.rollout_log_probs)}
     if found["advantages"] is None:
