@@ -123,7 +123,7 @@ def readable_config(model: ModelArguments) -> dict[str, Any] | None:
 
 
 def _config_file(path: str) -> Path | None:
-    """Return where the config is that ``path`` names: in that folder or, for a name on the hub, in the hub's cache.
+    """Return the file of the config that ``path`` names: in that folder, or in the cache for a name on the hub.
 
     The cache keeps the files of each revision in a folder, and in ``refs/main`` the name of the newest one
     (huggingface_hub, "Understand caching").

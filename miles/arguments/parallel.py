@@ -113,7 +113,7 @@ def pad_recurrent_models(
     Args:
         parallel: The section.
         training: The section with the backend; some train no such model.
-        model: The section with the models. What is not downloaded yet, the backend checks at run time.
+        model: The section with the models. The backend checks those that are not downloaded yet at run time.
         errors: Collects models that are not trained, and ranks that would share the sequences of a recurrent one.
 
     Returns:

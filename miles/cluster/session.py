@@ -389,7 +389,7 @@ def _on_nodes_as_asked(
             remove_placement_group(group)
             on_chosen = [{NODE_ID: chosen[rank // asked[1]]} for rank in range(ranks)]
             there = _reserve(bundles, CHOSEN_SECONDS, [*on_chosen, *({} for _ in bundles[ranks:])])
-            group = there or _place(bundles, cluster)  # Ray may put engines where the ranks should be
+            group = there or _place(bundles, cluster)  # Ray may put engines on the nodes of the ranks
             nodes = _nodes_of_bundles(group)
     found = nodes[:ranks]
     by_node = sorted(found, key=found.index)  # as in_order, by which ranks are numbered on GPUs

@@ -131,7 +131,7 @@ def _check_recomputation(gradient_checkpointing: bool, overrides: dict[str, Any]
 def _check_local_models(
     model: ModelArguments, sizes: MegatronArguments, overrides: Overrides, lora: LoraArguments, errors: Errors
 ) -> None:
-    """Check what the configs on this machine determine; what is not downloaded yet, the backend checks at run time."""
+    """Check what the configs on this machine determine; the backend checks the others at run time."""
     config = local_config(model, "hf_checkpoint")
     left_to_the_backend: Collection[Any] = ()
     if config is not None and sizes.megatron_to_hf_mode == "bridge":

@@ -235,7 +235,7 @@ def _is_unaligned(weight: torch.Tensor) -> bool:
 
 
 class NothingToReduce(ReduceScatter):
-    """The reduction of gradients on one rank, where the input is the output.
+    """The reduction of gradients on one rank: the input is the output.
 
     FSDP2 allocates both, and copies one to the other (torch 2.13 ``_fsdp_collectives.py``, ``foreach_reduce``). A copy
     of a tensor to itself does nothing, so both are the same: the second allocation of each pair returns the first.

@@ -29,7 +29,7 @@ class HostCopies:
         Args:
             tensors: Those on other devices stay as they are. Several may share a storage.
             zeros: Those whose storages hold zeros, which are not copied.
-            device: What is to be freed.
+            device: The device whose memory is freed.
         """
         assert not self._copies and not self._zeros, "onload() comes before the next offload()"
         for storage in _storages(zeros, device):
