@@ -7,10 +7,13 @@ All others are refused: megatron-core has them, but training with them has not b
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeAlias
 
 from miles.flags import Errors
 from miles.model_families.base import EXPERT_FIELDS, LAYER_FIELDS
+
+FP32_EPSILON = 2.0**-23
 
 Overrides: TypeAlias = tuple[tuple[str, Any], ...]  # name and value of each field that a flag sets
 
@@ -153,10 +156,15 @@ SHAPE_FIELDS = {
 
 
 def repeats(value: Any, wanted: Any) -> bool:
-    """Return whether a flag says what is so anyway; lists of equal entries may be written as one entry."""
+    """Return whether a flag says what is so anyway; lists of equal entries may be written as one entry.
+
+    A float that a config has rounded to fp32, such as 9.999999747378752e-06, is the number that was rounded.
+    """
     found = value[0] if isinstance(value, list) and not isinstance(wanted, list) and len(value) == 1 else value
     if isinstance(wanted, list) and len(set(map(str, wanted))) == 1 and found in (wanted[0], [wanted[0]]):
         return True
+    if isinstance(found, float) and isinstance(wanted, float):
+        return math.isclose(found, wanted, rel_tol=FP32_EPSILON)
     return bool(found == wanted)
 
 
