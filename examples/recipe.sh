@@ -5,7 +5,7 @@
 #   cluster FLAGS "$@"      train on eight GPUs; --explain shows what that would do
 # Environment: SEED=1, OUTPUTS=outputs (where all is written; --smoke: OUTPUTS/smoke),
 # PYTHON (an interpreter; default: install .venv and use it).
-# For cluster.sh: MODEL, DATA (prompts and labels of your own) and PYTHON=python.
+# For cluster.sh: MODEL, DATA (a JSONL file with the columns prompt and label) and PYTHON (default: see scripts/python.sh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/trains.sh
@@ -78,7 +78,8 @@ train() {
 }
 
 cluster() {
-    "${PYTHON:-python}" train.py \
+    source scripts/python.sh
+    "$PYTHON" train.py \
         --device cuda --train-backend fsdp --rollout-engine sglang --actor-num-nodes 1 --actor-num-gpus-per-node 8 "${PLACE[@]}" \
         --hf-checkpoint "${MODEL:-Qwen/Qwen3-4B}" \
         --prompt-data "${DATA:-examples/from_scripts/problems.jsonl}" --input-key prompt --label-key label \

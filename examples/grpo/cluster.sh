@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO with the batch of DeepSeek-R1-Zero (arXiv 2501.12948), on eight GPUs.
+# GRPO with the batch and the KL coefficient of DeepSeek-R1-Zero (arXiv 2501.12948), on eight GPUs.
 #   MODEL=… DATA=… bash examples/grpo/cluster.sh [--explain] [FLAGS OF train.py…]
 source "$(dirname "${BASH_SOURCE[0]}")/../recipe.sh"
 cluster --rm-type math --advantage-estimator grpo --loss-aggregation sample_mean \

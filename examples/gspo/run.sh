@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GSPO: one ratio per answer, clipped in a range a hundred times narrower.
+# GSPO: one ratio per answer, clipped in a range about six times narrower.
 #   SEED=1 bash examples/gspo/run.sh [--smoke] [FLAGS OF train.py…]
 source "$(dirname "${BASH_SOURCE[0]}")/../recipe.sh"
 recipe gspo backward "$@"

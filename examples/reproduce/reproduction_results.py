@@ -86,10 +86,12 @@ class Reproduction:
     Attributes:
         title: What docs/reproductions.md calls it.
         figures: The rows of its table; each column has a panel of the picture.
+        pairs: Variants that are compared with each other, seed by seed, by the figure that is claimed.
     """
 
     title: str
     figures: tuple[Figure, ...]
+    pairs: tuple[tuple[str, str], ...] = ()
 
 
 ACCURACY = Figure("accuracy", "accuracy of the training answers")
@@ -148,6 +150,11 @@ REPRODUCTIONS = {
             Figure("far", "share of ratios outside [0.5, 2], trainer's to engine's probability", OVERALL),
             Figure("effective", "effective sample size of the ratios, a fraction of the tokens", OVERALL),
             Figure("gap", "mean difference of the log-probs, nats", OVERALL),
+        ),
+        tuple(
+            (f"stale-{age}-{one}", f"stale-{age}-{other}")
+            for age in (2, 8)
+            for one, other in (("tis", "icepop"), ("tis", "cispo"), ("icepop", "cispo"))
         ),
     ),
 }
@@ -309,6 +316,12 @@ def table(folder: Path) -> str:
             )
             lines.append(f"| `{variant}` | {seeds[variant]} | {in_words(over_seeds(values))} | {difference} |")
         lines.append("")
+        if figure.is_claim and reproduction.pairs:
+            lines += ["| first | second | first less second, at equal seeds |", "|---|---|---|"]
+            for first, second in reproduction.pairs:
+                difference = in_words(paired_difference(figures[first], figures[second]), signed=True)
+                lines.append(f"| `{first}` | `{second}` | {difference} |")
+            lines.append("")
     lines.append(f"{len(seconds)} runs took {sum(seconds) / 60:.0f} minutes together, one core each.")
     return "\n".join(lines) + "\n"
 

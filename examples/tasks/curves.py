@@ -44,13 +44,15 @@ PANELS = (REWARD, "train/entropy_loss", "train/pg_clipfrac", "train/kl_loss", "r
 OWN_TASKS = {"agent_client": "guess"}  # of recipes that do not share theirs through recipe.sh
 # Conditions of the runs whose examples have no conditions.txt.
 CONDITIONS = """One run with seed 1, by the command itself, on two cores of an AMD EPYC that other programs used too.
-Held-out accuracy is the mean reward of 64 prompts with 4 answers each at temperature 1, with a standard error of 0.03
-to 0.06."""
+Held-out accuracy is the mean reward of 64 prompts with 4 answers each at temperature 1, with a standard error of 0.01
+to 0.06: smaller near 0 and 1, and larger the more the answers to one prompt are alike."""
 # The 0.975 quantile of Student's t by degrees of freedom.
 STUDENT = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
-INTERVALS = """The interval is Student's prediction interval from the runs in the folder's `seeds.csv`, which start
-from the same weights: one more run, with any seed, ends within it in 95 % of the cases, if runs are normally
-distributed. `bash examples/tasks/seeds.sh grpo` makes it again."""
+INTERVALS = """The interval is Student's prediction interval from the runs in the folder's `seeds.csv`: one more run
+from the same start model, with any seed, ends within it in 95 % of the cases, if runs are normally distributed. It
+says nothing of another start model. `bash examples/tasks/seeds.sh dapo` makes it again, with four seeds. With
+`SEEDS=5` it makes those of GRPO and OPD, which have five. The page of the agent client says how to repeat that
+recipe."""
 NOT_REPEATED = "This recipe has not been repeated with other seeds, so its figure has no interval."
 NOT_MEASURED = "No run of this recipe has been measured yet.\n"
 BLOCK = re.compile(r"(?<=<!-- measured by examples/tasks/curves\.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -229,7 +231,7 @@ def page_block(folders: Sequence[Path]) -> str:
         cells = [title(folder), command, task(folder), moved, cell, f"{rows[-1]['step']:g}", f"{seconds(rows):.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     own = [title(folder) for folder in folders if (folder / "conditions.txt").exists()]
-    differ = f" Measured otherwise, as their pages say: {', '.join(own)}." if own else ""
+    differ = f"\nMeasured otherwise, as their pages say: {', '.join(own)}." if own else ""
     return "\n".join([*lines, "", CONDITIONS + differ, "", INTERVALS]) + "\n"
 
 

@@ -1,10 +1,17 @@
 #!/usr/bin/env bash
 # Repeat recipes with the seeds 1 to SEEDS, all from the same weights, and keep the accuracies in their seeds.csv.
-#   SEEDS=5 bash examples/tasks/seeds.sh grpo dapo
+#   SEEDS=4 bash examples/tasks/seeds.sh grpo dapo
 # miles sweep repeats the command that run.sh gives. Recipes that generate and train in turns run in one process each, which
 # gives the same numbers sooner. A recipe whose first model is not there yet, and opd's teacher, are trained by run.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+for NAME in "$@"; do
+    if [ "$NAME" = agent_client ]; then
+        echo "seeds.sh: agent_client starts programs of its own and is not repeated here. For each N run" \
+            "OUTPUTS=outputs/sN SEED=N bash examples/agent_client/run.sh" >&2
+        exit 2
+    fi
+done
 [ -n "${PYTHON:-}" ] || source scripts/venv.sh
 export PYTHON
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -22,7 +29,7 @@ for NAME in "$@"; do
     SWEEP="outputs/seeds/$NAME" HOW=()
     [ "$NAME" != opd ] || [ -d outputs/dapo/hf ] || bash examples/dapo/run.sh
     WORDS="$(PYTHON="$FOLDER/words" bash "examples/$NAME/run.sh" --explain)"
-    if [[ "$WORDS" == *"/model "* ]]; then # nothing has been fine-tuned yet
+    if [[ "$WORDS" =~ --hf-checkpoint\ [^\ ]*/(tasks|shop_task)/model\  ]]; then # nothing has been fine-tuned yet
         bash "examples/$NAME/run.sh"
         WORDS="$(PYTHON="$FOLDER/words" bash "examples/$NAME/run.sh" --explain)"
     fi
@@ -37,7 +44,7 @@ for NAME in "$@"; do
     WORDS="$(sed -E 's/ --(output-dir|seed|rollout-seed) [^ ]+//g; s/ --explain.*//' <<<"$WORDS")"
     rm -rf "$SWEEP"
     mkdir -p "$SWEEP"
-    printf 'flags: >-\n  %s\nvariants:\n  run: {}\nseeds: %s\n' "$WORDS" "${SEEDS:-5}" >"$SWEEP/sweep.yaml"
+    printf 'flags: >-\n  %s\nvariants:\n  run: {}\nseeds: %s\n' "$WORDS" "${SEEDS:-4}" >"$SWEEP/sweep.yaml"
     "$PYTHON" -m miles sweep "$SWEEP/sweep.yaml" "${HOW[@]}" --out "$SWEEP"
     "$PYTHON" examples/tasks/curves.py seeds "$SWEEP"
 done

@@ -2,9 +2,10 @@
 # Measure bias and variance exactly, check some by sampling, and draw the picture.
 #   bash examples/reproduce/bias_meter/run.sh
 # Writes outputs/bias_meter/results.csv and bias.png; OUT=folder writes elsewhere. One core, about two minutes.
+# PYTHON is an interpreter (default: install .venv and use it).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-source scripts/venv.sh
+[ -n "${PYTHON:-}" ] || source scripts/venv.sh
 
 HERE=examples/reproduce/bias_meter
 OUT=${OUT:-outputs/bias_meter}

@@ -21,7 +21,6 @@ SOURCE = "TRL 1.16.0, trl/trainer/grpo_trainer.py"
 KL_FOLLOWS = "The KL term is added to the token losses there and follows loss_type; here it is always a sample mean."
 
 _VLLM = "the engine's own setting; give the matching --sglang- flag"
-_NO_TERM = "no counterpart in the objective here"
 
 ROWS = {
     "model_name_or_path": Row("--hf-checkpoint"),
@@ -53,9 +52,7 @@ ROWS = {
     ),
     "mask_truncated_completions": Row("--mask-truncated-completions", kind="switch"),
     "num_iterations": Row("--ppo-epochs", kind="number", neutral=(1,)),
-    "top_entropy_quantile": Row(why=_NO_TERM, kind="number", neutral=(1,)),
     "off_policy_mask_threshold": Row(why="the nearest is --use-opsm with --opsm-delta, whose bound is another one"),
-    "use_bias_correction_kl": Row(why="the KL is not weighted by the ratio here", kind="switch", neutral=(False,)),
     "entropy_coef": Row("--entropy-coef", "a mean that follows TRL's own rule there, a sample mean here", "number"),
     "vllm_mode": Row("", "engines are placed by --colocate here"),
     "vllm_gpu_memory_utilization": Row("", _VLLM),
@@ -203,8 +200,36 @@ def _policy(translation: Translation) -> None:
         translation.differ("beta", why, "--use-kl-loss", "--kl-loss-coef", beta, "--kl-loss-type", "k3")
     elif translation.has("beta"):
         translation.carry("beta")
+    _kl_correction(translation, level)
+    _top_entropy(translation)
     _reference(translation)
     _adaptive_entropy(translation)
+
+
+def _kl_correction(translation: Translation, level: str) -> None:
+    switch, flag = "use_bias_correction_kl", "--use-unbiased-kl"
+    if not translation.switch(switch):
+        if translation.has(switch):
+            translation.carry(switch)
+    elif not translation.number("beta", 0.0):
+        translation.miss(switch, "without beta it has no effect")
+    elif level == "sequence":
+        translation.differ(switch, "weights the KL by the ratio of the sequence there, of each token here", flag)
+    else:
+        translation.carry(switch, flag)
+
+
+def _top_entropy(translation: Translation) -> None:
+    key, flag = "top_entropy_quantile", "--top-entropy-quantile"
+    share = translation.number(key, 1.0)
+    if share == 1:
+        if translation.has(key):
+            translation.carry(key)
+    elif share > 0:
+        why = "chosen among the tokens of a micro-batch of all processes there, of the whole step here"
+        translation.differ(key, why, flag, share)
+    else:
+        translation.miss(key, "keeps the most uncertain tokens of a micro-batch alone; the fraction here is above 0")
 
 
 def _reference(translation: Translation) -> None:

@@ -102,6 +102,27 @@ def test_cluster_is_explained_without_a_gpu(folder, outputs, capsys, monkeypatch
         assert "8 ranks" in shown or "6 ranks" in shown
 
 
+def test_cluster_finds_the_environment_without_PYTHON(outputs, tmp_path):
+    """A fresh shell has no ``python``, or one without the packages."""
+    (tmp_path / "bin").mkdir()
+    shutil.copy(outputs / "words", tmp_path / "bin" / "python")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"} | {"VENV": str(tmp_path)}
+    for name in ("grpo", "agent_client"):
+        command = ["bash", EXAMPLES / name / "cluster.sh", "--explain"]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.startswith("train.py\n")
+    assert f"\n{tmp_path}/bin/python examples/agent_client/agent.py\n" in ended.stdout
+
+
+def test_seeds_refuses_the_agent_client_before_it_runs_anything(outputs):
+    command = ["bash", EXAMPLES / "tasks" / "seeds.sh", "grpo", "agent_client"]
+    environment = os.environ | {"PYTHON": str(outputs / "words")}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert "OUTPUTS=outputs/sN SEED=N bash examples/agent_client/run.sh" in ended.stderr
+
+
 @recipes
 def test_run_is_explained(folder, outputs, capsys, monkeypatch):
     monkeypatch.chdir(REPO)

@@ -206,6 +206,32 @@ def test_weights_that_adapt_and_a_reference_that_follows(tmp_path, name, text, w
     parse(translation.words)
 
 
+@pytest.mark.parametrize(
+    ("text", "words", "kind"),
+    [
+        ('"beta": 0.1, "use_bias_correction_kl": true', "--use-unbiased-kl", "carried"),
+        (
+            '"beta": 0.1, "importance_sampling_level": "sequence", "use_bias_correction_kl": true',
+            "--use-unbiased-kl",
+            "differing",
+        ),
+        ('"use_bias_correction_kl": true', "", "missing"),
+        ('"beta": 0.1, "use_bias_correction_kl": false', "", "carried"),
+        ('"top_entropy_quantile": 0.2', "--top-entropy-quantile 0.2", "differing"),
+        ('"top_entropy_quantile": 1.0', "", "carried"),
+        ('"top_entropy_quantile": 0', "", "missing"),
+    ],
+)
+def test_trl_corrects_the_kl_and_keeps_uncertain_tokens(tmp_path, text, words, kind):
+    _, translation, _ = translated(tmp_path, "trl.json", f'{{"loss_type": "grpo", {text}}}')
+    key = re.findall(r'"(\w+)":', text)[-1]
+    assert [entry.shown for entry in getattr(translation, kind) if key in entry.shown] != []
+    found = " ".join(map(str, translation.words))
+    assert words in found
+    assert bool(words) == any(flag in found for flag in ("--use-unbiased-kl", "--top-entropy-quantile"))
+    parse(translation.words)
+
+
 def test_trl_token_mean_with_several_steps_per_generation_is_not_ours(tmp_path):
     text = '{"loss_type": "dapo", "gradient_accumulation_steps": 2, "steps_per_generation": 4}'
     _, _, objective = translated(tmp_path, "trl.json", text)
