@@ -131,6 +131,8 @@ class Mode:
         whole_groups: Whether a step must hold whole groups.
         divides: Whether it reads L, ``--loss-aggregation-divisor``.
         default_alpha: ``--loss-aggregation-alpha`` if it is not given; None if the mode does not read it.
+        used_by: The method that has it.
+        sources: arXiv numbers of that.
     """
 
     formula: str
@@ -139,13 +141,23 @@ class Mode:
     denominator: str
     denominators: Callable[[Counts], list[float]]
     mass: Callable[[Counts], float]
+    used_by: str
+    sources: tuple[str, ...]
     whole_groups: bool = False
     divides: bool = False
     default_alpha: float | None = None
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The flags that it reads."""
+        divisor = ("loss_aggregation_divisor",) if self.divides else ()
+        return divisor if self.default_alpha is None else (*divisor, "loss_aggregation_alpha")
+
 
 MODES: dict[Aggregation, Mode] = {
-    "sample_mean": Mode(  # GRPO (arXiv 2402.03300)
+    "sample_mean": Mode(
+        used_by="GRPO",
+        sources=("2402.03300",),
         formula="1/N Σ_r 1/M_r Σ_(i in r, t) m_it l_it",
         symbols="M_r = loss tokens of trajectory r",
         words="averaged over the tokens of each trajectory, then over trajectories: every trajectory weighs the same",
@@ -153,7 +165,9 @@ MODES: dict[Aggregation, Mode] = {
         denominator="M_r, the loss tokens of its trajectory",
         mass=lambda counts: sum(count > 0 for count in counts.of_trajectory.values()) / counts.trajectories,
     ),
-    "prompt_mean": Mode(  # DAPO's formula (2503.14476)
+    "prompt_mean": Mode(
+        used_by="DAPO's formula, ScaleRL",
+        sources=("2503.14476", "2510.13786"),
         formula="1/P Σ_g 1/M_g Σ_(i in g, t) m_it l_it",
         symbols="M_g = loss tokens of group g",
         words="averaged over the tokens of each prompt's group, then over prompts: every prompt weighs the same",
@@ -164,7 +178,9 @@ MODES: dict[Aggregation, Mode] = {
         mass=lambda counts: sum(count > 0 for count in counts.of_group.values()) / counts.groups,
         whole_groups=True,
     ),
-    "token_mean": Mode(  # DAPO's code
+    "token_mean": Mode(
+        used_by="DAPO's code",
+        sources=("2503.14476",),
         formula="1/T Σ_(i, t) m_it l_it",
         symbols="T = loss tokens of the step",
         words="averaged over all tokens of the step: every token weighs the same, so long answers weigh more",
@@ -172,7 +188,9 @@ MODES: dict[Aggregation, Mode] = {
         denominator="T / N: loss tokens and trajectories of the step",
         mass=lambda counts: 1.0,
     ),
-    "constant": Mode(  # Dr.GRPO (2503.20783 Eq. 2)
+    "constant": Mode(
+        used_by="Dr.GRPO (Eq. 2)",
+        sources=("2503.20783",),
         formula="1/(L N) Σ_(i, t) m_it l_it",
         symbols="L = {divisor:g}",
         words="summed over tokens and divided by a constant: a token's weight does not depend on any length",
@@ -181,7 +199,9 @@ MODES: dict[Aggregation, Mode] = {
         mass=lambda counts: counts.tokens / (counts.checked_divisor() * counts.trajectories),
         divides=True,
     ),
-    "delta_l": Mode(  # ΔL normalization (2509.07558)
+    "delta_l": Mode(
+        used_by="ΔL normalization",
+        sources=("2509.07558",),
         formula="1/(L P) Σ_g Σ_(r in g) x_r Σ_(i in r, t) m_it l_it",
         symbols="x_r = M_r^-{alpha:g} / Σ_(j in g) M_j^-{alpha:g}, M_r = loss tokens of trajectory r, L = {divisor:g}",
         words="summed over the tokens of each trajectory, averaged over each prompt's group with weights that fall "

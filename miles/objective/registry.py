@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,21 @@ class Term:
     def source(self) -> str:
         """What computes it: a file such as ``miles/objective/kl.py``, or the user's function."""
         return self.module.replace(".", "/") + ".py" if self.hook is None else self.hook
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A setting of a part that has a name and a source of its own: a row of docs/objectives.md.
+
+    Attributes:
+        name: What it is called.
+        settings: The flags that choose it, with their values.
+        sources: Where it is from: arXiv numbers, addresses, or a few words.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True)

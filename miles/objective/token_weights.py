@@ -19,7 +19,7 @@ from miles.flags import Errors, flag_name
 from miles.objective.estimators import ESTIMATORS
 from miles.objective.hook_calls import custom_importance_weights
 from miles.objective.kl import masked_log_ratio
-from miles.objective.registry import Needs, Term
+from miles.objective.registry import Needs, Term, Variant
 from miles.objective.sequences import sequence_means, sequence_sums
 
 if TYPE_CHECKING:
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from miles.train_batch import MicroBatch
 
 ImportanceLevel = Literal["token", "sequence", "geometric"]
+
+# "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al. 2025), and "When Speed Kills
+# Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (Liu et al. 2025).
+_OFF_POLICY = "https://fengyao.notion.site/off-policy-rl"
+_SPEED = "https://yingru.notion.site/When-Speed-Kills-Stability-271211a558b7808d8b12d403fd15edda"
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,17 @@ class Weights(NamedTuple):
 
 
 class TokenWeight(ABC):
-    """A factor of a token's loss. ``switch`` is the flag that turns it on, ``reads`` are the flags that it reads."""
+    """A factor of a token's loss.
+
+    Attributes:
+        switch: The flag that turns it on.
+        reads: The other flags that it reads.
+        variants: What it is called, by settings; the first has the defaults.
+    """
 
     switch: ClassVar[str]
     reads: ClassVar[tuple[str, ...]]
+    variants: ClassVar[tuple[Variant, ...]]
 
     def is_on(self, loss: LossArguments) -> bool:
         """Return whether the run uses it."""
@@ -94,6 +106,19 @@ class Truncation(TokenWeight):
 
     switch = "use_tis"
     reads = ("tis_clip", "tis_clip_low", "tis_mode", "tis_level", "tis_batch_normalize", "custom_tis_function_path")
+    variants = (
+        Variant("TIS", {"use_tis": True}, (_OFF_POLICY,)),
+        Variant("TIS by sequence", {"use_tis": True, "tis_level": "sequence"}, (_SPEED,)),
+        Variant(
+            "TIS by geometric mean", {"use_tis": True, "tis_level": "geometric"}, ("miles' and slime's `mis.yaml`",)
+        ),
+        Variant(
+            "batch-normalized TIS",
+            {"use_tis": True, "tis_batch_normalize": True},
+            ("verl's `rollout_is_batch_normalize`",),
+        ),
+        Variant("IcePop", {"use_tis": True, "tis_mode": "icepop"}, ("2510.18855",)),
+    )
 
     def needs(self, loss: LossArguments) -> Needs:
         """Ask for the old log-probs of every step: the mean of a step's weights is known before the step is taken."""
@@ -189,6 +214,12 @@ class Rejection(TokenWeight):
 
     switch = "use_rs"
     reads = ("rs_lower_bound", "rs_upper_bound", "rs_level", "rs_veto_threshold")
+    variants = (
+        Variant("rejection", {"use_rs": True}, (_SPEED,)),
+        Variant("rejection by sequence", {"use_rs": True, "rs_level": "sequence"}, (_SPEED,)),
+        Variant("rejection by geometric mean", {"use_rs": True, "rs_level": "geometric"}, (_SPEED,)),
+        Variant("veto", {"use_rs": True, "rs_veto_threshold": 1e-4}, ("verl's `rollout_token_veto_threshold`",)),
+    )
 
     def check(self, loss: LossArguments, errors: Errors) -> None:
         """Also check the bounds."""
@@ -229,6 +260,7 @@ class OffPolicyMasking(TokenWeight):
 
     switch = "use_opsm"
     reads = ("opsm_delta",)
+    variants = (Variant("OPSM", {"use_opsm": True}, ("2512.02556",)),)
 
     def check(self, loss: LossArguments, errors: Errors) -> None:
         """Also check the bound, and that a sequence has one advantage."""
@@ -264,6 +296,7 @@ class TopEntropy(TokenWeight):
 
     switch = "top_entropy_quantile"
     reads = ()
+    variants = (Variant("top-entropy mask", {"top_entropy_quantile": 0.2}, ("2506.01939",)),)
 
     def is_on(self, loss: LossArguments) -> bool:
         """Return whether any token is left out."""

@@ -29,6 +29,7 @@ from miles.objective.policy_losses import POLICY_LOSSES
 from miles.objective.policy_losses.base import StepTokens
 from miles.objective.settings import LossArguments
 from miles.objective.token_advantages import SampleTokens, token_advantages
+from miles.objective.token_weights import mean_weight, sum_of_weights
 from miles.parallel.groups import ALONE
 from miles.train_batch import MicroBatch
 
@@ -53,8 +54,13 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "tis, sequence, at most 1.2": dict(use_tis=True, tis_clip=1.2, tis_level="sequence"),
     "tis, geometric": dict(use_tis=True, tis_clip=1e6, tis_level="geometric"),
     "icepop, 0.8 to 1.2": dict(use_tis=True, tis_mode="icepop", tis_clip=1.2, tis_clip_low=0.8),
+    "tis, token, at most 1.2, normalized": dict(use_tis=True, tis_clip=1.2, tis_batch_normalize=True),
+    "rejection, token, 0.8 to 1.2": dict(use_rs=True, rs_lower_bound=0.8, rs_upper_bound=1.2),
+    "rejection, geometric, 0.9 to 1.1": dict(use_rs=True, rs_level="geometric", rs_lower_bound=0.9, rs_upper_bound=1.1),
     "rejection, sequence, 0.8 to 1.2": dict(use_rs=True, rs_level="sequence", rs_lower_bound=0.8, rs_upper_bound=1.2),
 }
+PLAIN = "ppo"  # the policy loss that OPSM is measured with
+OPSM = dict(use_opsm=True, opsm_delta=0.05)  # compares with the old policy, so it drops something in a later step only
 EXACT = 2e-5  # losses are fp32
 
 
@@ -177,6 +183,16 @@ def selected_tokens(
     return np.concatenate(choices)
 
 
+def mean_weights(steps: Steps, loss: LossArguments, old: np.ndarray, sampler: np.ndarray) -> np.ndarray:
+    """Compute the mean by which ``--tis-batch-normalize`` divides the weights, of each step, [steps]."""
+    trainer, engine = task.log_probs(old), task.log_probs(sampler)
+    sums = [
+        [sum_of_weights(loss, torch.tensor(trainer[x][k] - engine[x][k])) for k in range(len(RESPONSES))]
+        for x in range(PROMPTS)
+    ]
+    return np.array([mean_weight(sums[x][k] for x, group in enumerate(draw) for k in group) for draw in steps.draws])
+
+
 def token_weights(
     steps: Steps,
     loss: LossArguments,
@@ -220,11 +236,13 @@ def token_weights(
         num_loss_tokens=sum(lengths),
         context=ALONE,
         selected=None if chosen is None else tensor(chosen),
+        tis_mean=1.0,  # that of each step is below, as they share a micro-batch
     )
     leaf = tensor(steps.column(task.log_probs(current))).requires_grad_()
     policy_loss_function(build_objective(loss), micro, leaf, None).loss.backward()
     assert leaf.grad is not None
-    return leaf.grad.double().numpy()
+    weights: np.ndarray = leaf.grad.double().numpy()
+    return weights / mean_weights(steps, loss, old, sampler)[steps.tokens[0]] if loss.tis_batch_normalize else weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,6 +327,9 @@ def replace_mode(loss: LossArguments) -> LossArguments:
         tis_clip_low=0.0,
         tis_mode="truncate",
         tis_level="token",
+        tis_batch_normalize=False,
+        use_opsm=False,
+        opsm_delta=1e-4,
         use_rs=False,
         rs_level="token",
         rs_lower_bound=0.5,
@@ -351,6 +372,8 @@ def rows() -> Iterator[Row]:
     for name in POLICY_LOSSES:
         for mode in modes:
             yield later.measure("a later step", (name, mode, "none"), loss_of(rloo, mode, policy_loss=name))
+            if name == PLAIN:
+                yield later.measure("a later step", (name, mode, "opsm"), loss_of(rloo, mode, policy_loss=name, **OPSM))
 
 
 def check_by_sampling(count: int, seed: int = 0) -> list[str]:

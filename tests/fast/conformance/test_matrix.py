@@ -45,6 +45,8 @@ CORRECTIONS = {
     "opsm": dict(use_opsm=True, opsm_delta=0.01),
     "top entropy": dict(top_entropy_quantile=0.4),
     "unbiased kl": dict(use_kl_loss=True, kl_loss_coef=0.05, kl_loss_type="k3", use_unbiased_kl=True),
+    "tis of geometric means": dict(use_tis=True, tis_clip=1.02, tis_clip_low=0.98, tis_level="geometric"),
+    "sequence rejection": dict(use_rs=True, rs_level="sequence", rs_lower_bound=0.7, rs_upper_bound=1.4),
 }
 
 

@@ -65,6 +65,29 @@ def test_a_policy_loss_that_chooses_tokens_is_given_its_choice(meter, committed)
     assert stored["bias"] != committed["a later step", "cispo", "constant", "none"]["bias"], "the plain ratio"
 
 
+def test_normalized_weights_have_a_mean_of_one_in_each_step(engine):
+    """Weights of different steps are divided by different means, from every token of the step."""
+    loss = measure.loss_of(
+        dict(advantage_estimator="rloo"), **measure.CORRECTIONS["tis, token, at most 1.2, normalized"]
+    )
+    ratios = np.exp(
+        engine.steps.column(task.log_probs(task.POLICY)) - engine.steps.column(task.log_probs(task.SAMPLER))
+    )
+    step = engine.steps.tokens[0]
+    wanted = np.bincount(step, ratios.clip(max=1.2)) / np.bincount(step)
+    found = measure.mean_weights(engine.steps, loss, task.POLICY, task.SAMPLER)
+    assert found == pytest.approx(wanted, rel=1e-6) and found.max() - found.min() > 0.1
+
+
+def test_off_policy_masking_drops_something_in_a_later_step(meter, committed):
+    later = measure.Meter(meter.steps, task.POLICY, task.SAMPLER, task.SAMPLER)
+    loss = measure.loss_of(dict(advantage_estimator="rloo"), policy_loss=measure.PLAIN, **measure.OPSM)
+    row = later.measure("a later step", (measure.PLAIN, "constant", "opsm"), loss)
+    stored = committed["a later step", measure.PLAIN, "constant", "opsm"]
+    assert float(stored["bias"]) == pytest.approx(row.bias, rel=2e-3)
+    assert stored["bias"] != committed["a later step", measure.PLAIN, "constant", "none"]["bias"]
+
+
 def test_random_steps_have_the_expected_mean(engine):
     """The z-scores of six parameters, with a fixed seed."""
     loss = measure.loss_of(dict(advantage_estimator="rloo"), "sample_mean")
@@ -81,5 +104,5 @@ def test_random_steps_have_the_expected_mean(engine):
 
 def test_the_committed_results_are_complete(committed):
     modes, estimators = len(measure.MODES), len(measure.ESTIMATOR_ROWS)
-    rows = estimators * modes * (1 + len(measure.CORRECTIONS)) + len(measure.POLICY_LOSSES) * modes
+    rows = estimators * modes * (1 + len(measure.CORRECTIONS)) + (len(measure.POLICY_LOSSES) + 1) * modes  # 1 is opsm
     assert len(committed) == rows, "run examples/reproduce/bias_meter/run.sh and commit results.csv and bias.png"

@@ -30,16 +30,21 @@ def exact_gradient(logits, reference):
     return gradient((log_p.exp() * (log_p - reference)).sum(), logits)
 
 
-@pytest.mark.parametrize(("estimator", "is_right"), [("k1", 0), ("k2", 1), ("k3", 0), ("k1+", 1), ("k3+", 1)])
-def test_expected_gradient_on_policy(estimator, is_right):
+@pytest.mark.parametrize(
+    ("estimator", "is_of"),
+    [("k1", "0"), ("k2", "KL"), ("k3", "reverse"), ("low_var_kl", "reverse"), ("k1+", "KL"), ("k3+", "KL")],
+)
+def test_expected_gradient_on_policy(estimator, is_of):
     """Tokens come from the policy, whose probabilities carry no graph, as sampling has none."""
     logits, _, reference = distributions()
     log_p = logits.log_softmax(0)
     found = gradient((log_p.detach().exp() * approximate_kl(log_p - reference, estimator)).sum(), logits)
-    assert torch.allclose(found, exact_gradient(logits, reference), atol=1e-12) == bool(is_right)
+    reverse = gradient((reference.exp() * (reference - logits.log_softmax(0))).sum(), logits)
+    gradients = {"0": torch.zeros_like(reverse), "KL": exact_gradient(logits, reference), "reverse": reverse}
+    assert [of for of, exact in gradients.items() if torch.allclose(found, exact, atol=1e-12)] == [is_of]
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k3", "low_var_kl"])
 def test_the_ratio_makes_value_and_gradient_right_off_policy(estimator):
     """Tokens come from an older policy; ``--use-unbiased-kl`` weights each estimate by the ratio."""
     logits, old, reference = distributions()
@@ -50,6 +55,17 @@ def test_the_ratio_makes_value_and_gradient_right_off_policy(estimator):
     assert torch.allclose(gradient(estimate, logits), exact_gradient(logits, reference), atol=1e-12)
     plain = gradient((old.exp() * approximate_kl(logits.log_softmax(0) - reference, estimator)).sum(), logits)
     assert not torch.allclose(plain, exact_gradient(logits, reference), atol=1e-3)
+
+
+def test_the_ratio_makes_k2_its_own_mean():
+    """With ``--use-unbiased-kl`` k2 is not the KL: its gradient is that of the mean of d² / 2."""
+    logits, old, reference = distributions()
+    log_p = logits.log_softmax(0)
+    estimate = gradient((old.exp() * (log_p - old).exp() * approximate_kl(log_p - reference, "k2")).sum(), logits)
+    log_p = logits.log_softmax(0)
+    mean = gradient((log_p.exp() * (log_p - reference).square() / 2).sum(), logits)
+    assert torch.allclose(estimate, mean, atol=1e-12)
+    assert not torch.allclose(estimate, exact_gradient(logits, reference), atol=1e-3)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])

@@ -41,6 +41,35 @@ def test_rejection_and_truncation_compose(make_micro):
     assert weights(make_micro, loss, [0.25, 1.5, 2.5, 4.0]) == pytest.approx([0.0, 1.5, 2.0, 0.0])
 
 
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (LossArguments(use_tis=True, tis_clip=3.0), [0.25, 3.0, 3.0, 0.5]),
+        (LossArguments(use_tis=True, tis_clip=3.0, tis_level="sequence"), [1.0, 1.0, 2.0, 2.0]),
+        (LossArguments(use_tis=True, tis_clip=3.0, tis_level="geometric"), [1.0, 1.0, 2.0**0.5, 2.0**0.5]),
+        (LossArguments(use_rs=True, rs_lower_bound=0.4, rs_upper_bound=5.0), [0, 1, 1, 1]),
+        (LossArguments(use_rs=True, rs_level="sequence", rs_lower_bound=0.4, rs_upper_bound=1.9), [1, 1, 0, 0]),
+        (LossArguments(use_rs=True, rs_level="geometric", rs_lower_bound=0.4, rs_upper_bound=1.9), [1, 1, 1, 1]),
+        (LossArguments(use_rs=True, rs_level="geometric", rs_lower_bound=0.4, rs_upper_bound=1.4), [1, 1, 0, 0]),
+        (LossArguments(use_rs=True, rs_upper_bound=5.0, rs_lower_bound=0.0, rs_veto_threshold=0.3), [0, 0, 1, 1]),
+    ],
+)
+def test_the_ratio_is_that_of_a_token_or_its_sequence(make_micro, loss, expected):
+    """Ratios of 1/4 and 4 in one sequence, whose product is 1, and of 4 and 1/2 in the other, whose product is 2."""
+    micro = make_micro([[1, 1], [1, 1]])
+    trainer_log_probs = torch.tensor([0.25, 4.0, 4.0, 0.5]).log()
+    found = weigh(token_weights_of(loss), loss, ratios_of(micro, torch.zeros(4), trainer_log_probs))
+    assert found.weights.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_normalized_weights_are_divided_by_the_mean_of_the_step(make_micro):
+    """The mean comes with the micro-batch, and is not that of its own weights, which are 0.5 and 2."""
+    micro = make_micro([[1, 1]], tis_mean=0.8)
+    loss = LossArguments(use_tis=True, tis_clip=2.0, tis_batch_normalize=True)
+    found = weigh(token_weights_of(loss), loss, ratios_of(micro, torch.zeros(2), torch.tensor([0.5, 4.0]).log()))
+    assert found.weights.tolist() == pytest.approx([0.5 / 0.8, 2.0 / 0.8], rel=1e-6)
+
+
 def test_off_policy_masking_drops_what_is_above_the_bound_not_at_it(make_micro):
     """Means of log old - log current of 0.5, 0.5 + 1/1024 and 8; the last has a positive advantage."""
     micro = make_micro([[1, 1], [1, 1], [1]], advantages=torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0]))
