@@ -28,7 +28,15 @@ def main(argv: Sequence[str]) -> int:
         document = read_document(arguments.file)
         launcher = launcher_of(document, arguments.source)
         translation = Translation(document)
-        print(report(launcher, translation, launcher.translate(translation)))
+        objective = launcher.translate(translation)
+        settings = list(document.settings.values())
+        if settings and len(translation.unknown) == len(settings):
+            raise InputError(
+                f"{arguments.file}: none of its {len(settings)} settings, such as {settings[0].shown}, is one of "
+                f"{launcher.version}: another release may name them otherwise, so rename them, or give --from if it is "
+                "the file of another trainer"
+            )
+        print(report(launcher, translation, objective))
     except InputError as error:
         print(f"miles translate: {error}", file=sys.stderr)
         return 2

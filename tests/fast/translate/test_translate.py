@@ -289,3 +289,11 @@ def test_it_needs_no_torch(tmp_path):
     (tmp_path / "a.json").write_text(FILES["trl.json"])
     code = "import sys; from miles import cli; cli.main(sys.argv[1:]); assert not {'torch', 'ray'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code, "translate", str(tmp_path / "a.json")], check=True, capture_output=True)
+
+
+def test_a_file_of_another_release_is_not_translated_to_defaults(tmp_path, capsys):
+    path = tmp_path / "train.sh"
+    path.write_text("python3 -m openrlhf.cli.train_ppo_ray --pretrain model --zero_stage 3\n")
+    assert cli.main(["translate", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and f"{path}: none of its 2 settings, such as --pretrain = model, is one of" in shown.err
