@@ -81,7 +81,7 @@ def remove_unfinished(root: Path) -> list[str]:
     """
     unfinished = [path for path in root.iterdir() if _UNFINISHED.fullmatch(path.name)] if root.is_dir() else []
     for path in unfinished:
-        shutil.rmtree(path)
+        _remove_tree(path)
     return sorted(path.name for path in unfinished)
 
 
@@ -99,7 +99,17 @@ def remove(folder: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
     folder.rename(removed)
     sync(folder.parent)
-    shutil.rmtree(removed)
+    _remove_tree(removed)
+
+
+def _remove_tree(folder: Path) -> None:
+    """Remove ``folder``. A thread that prunes may remove the same one meanwhile, so files may be gone already."""
+
+    def ignore_gone(_: object, __: str, error: tuple[type[BaseException], BaseException, object]) -> None:
+        if not isinstance(error[1], FileNotFoundError):
+            raise error[1]
+
+    shutil.rmtree(folder, onerror=ignore_gone)
 
 
 def checkpoint_path(root: Path, iterations_done: int) -> Path:

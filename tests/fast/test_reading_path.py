@@ -67,5 +67,6 @@ def test_aggregation_is_followed_through_at_most_five_files():
         "objective/loss_types/custom_loss.py",
         "objective/loss_types/sft_loss.py",
         "rollout/sample_records.py",
+        "arguments/pages/objective_variants.py",
         "translate/examples.py",
-    }, "hooks, SFT, what a run stores for its report, the worked example of other trainers"
+    }, "hooks, SFT, what a run stores for its report, the page of objectives, the worked example of other trainers"

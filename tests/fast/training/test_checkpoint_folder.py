@@ -138,3 +138,18 @@ def test_other_names_are_not_checkpoints(tmp_path):
     for name in ("iter_12", "iter_0000012.old", "hf", "iter_abcdefg"):
         (tmp_path / name).mkdir()
     assert newest(tmp_path) is None
+
+
+def test_files_that_another_thread_removes_meanwhile_are_no_error(tmp_path, monkeypatch):
+    folder = tmp_path / ".removing_iter_0000002"
+    (folder / "weights").mkdir(parents=True)
+    for name in ("manifest.json", "weights/0.distcp"):
+        (folder / name).write_text("{}")
+    real = os.unlink
+
+    def unlink(path, *, dir_fd=None):
+        real(path, dir_fd=dir_fd)  # the other thread was faster
+        real(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    assert remove_unfinished(tmp_path) == [folder.name] and not folder.exists()
