@@ -1,5 +1,9 @@
 """Tests that need GPUs: ``pytest tests/gpu``. Without GPUs or a package they are skipped, and the summary says so."""
 
+import json
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,7 +14,32 @@ from tests.fast.cluster.conftest import launch, workplace  # noqa: F401  # fixtu
 from tests.fast.conftest import tiny_model  # noqa: F401
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 GPUS = torch.cuda.device_count()
+
+
+@pytest.fixture
+def run_program(tmp_path):
+    """Return ``run(name, *arguments)``, which runs a program of this folder and returns the JSON that it prints last.
+
+    It gets a process of its own, because Megatron creates its process groups once per process, and an empty folder as
+    its last argument.
+    """
+
+    def run(name, *arguments):
+        own = [str(ROOT), str(ROOT / "tests/fast/conformance"), str(ROOT / "tests/fast/support")]
+        paths = [*own, *filter(None, [os.environ.get("PYTHONPATH")])]
+        done = subprocess.run(
+            [sys.executable, str(HERE / name), *arguments, str(tmp_path)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            capture_output=True,
+            text=True,
+            timeout=570,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
 
 
 def needed_packages(item):

@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import BATCHES, Case, groups_of, loss_of, rows_of
-from one_gpu import CONFIGS, ONE, make_backend, settings_of, train
-from transformers.models.auto import AutoModelForCausalLM
+from cases import BATCHES, Case, loss_of
+from one_gpu import ONE, batch_of, make_backend, settings_of, start, train
 
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.optimizer import OptimizerArguments
-from miles.batching.convert import convert
 
 DIVIDED = MegatronArguments(use_distributed_optimizer=True)
 WAYS = {
@@ -35,9 +33,7 @@ def trained(path: Path, sizes: MegatronArguments) -> tuple[dict[str, torch.Tenso
     from miles.training.megatron.checkpoint.optimizer_state import AdamState
 
     case = Case(BATCHES["compacted"], loss_of("sample_mean"), ONE, seed=5)
-    rows = rows_of(case)
-    trajectories = len({row.sample.trajectory_id for row in rows})
-    (batch,) = convert(groups_of(case, rows), loss=case.loss, global_batch_size=trajectories)
+    batch = batch_of(case)
     # The large epsilon keeps Adam from taking full steps on gradients that are only rounding errors.
     optimizer = OptimizerArguments(lr=1e-3, weight_decay=0.1, adam_eps=1e-3)
     before = torch.cuda.memory_allocated()
@@ -56,12 +52,7 @@ def trained(path: Path, sizes: MegatronArguments) -> tuple[dict[str, torch.Tenso
 
 
 def main(folder: Path) -> None:
-    torch.cuda.set_device(0)
-    store = dist.FileStore(str(folder / "store"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-    path = folder / "model"
-    torch.manual_seed(7)
-    AutoModelForCausalLM.from_config(CONFIGS["dense"]).save_pretrained(path)
+    path = start(folder)
     wanted, ordinary = trained(path, DIVIDED)
     found: dict[str, Any] = {"ordinary": {"bytes": ordinary}}
     for way, sizes in WAYS.items():

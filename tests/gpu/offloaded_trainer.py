@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import BATCHES, Case, groups_of, loss_of, rows_of
-from one_gpu import CONFIGS, ONE, make_backend, settings_of, train
-from transformers.models.auto import AutoModelForCausalLM
+from cases import BATCHES, Case, loss_of
+from one_gpu import ONE, batch_of, make_backend, settings_of, start, train
 
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.optimizer import OptimizerArguments
-from miles.batching.convert import convert
 from miles.training.determinism import be_deterministic
 
 CASE = Case(BATCHES["compacted"], loss_of("sample_mean"), ONE, seed=5)
@@ -29,9 +27,7 @@ OPTIMIZER = OptimizerArguments(lr=1e-3, weight_decay=0.1, adam_eps=1e-3)
 
 def trained(name: str, path: Path, moves: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return the weights after three steps, and bytes per parameter on the GPU."""
-    rows = rows_of(CASE)
-    trajectories = len({row.sample.trajectory_id for row in rows})
-    (batch,) = convert(groups_of(CASE, rows), loss=CASE.loss, global_batch_size=trajectories)
+    batch = batch_of(CASE)
     sizes = MegatronArguments(use_distributed_optimizer="distributed optimizer" in name)
     settings = settings_of(name.partition(",")[0], path, CASE.loss)
     before = torch.cuda.memory_allocated()
@@ -51,12 +47,7 @@ def trained(name: str, path: Path, moves: bool) -> tuple[dict[str, torch.Tensor]
 
 def main(name: str, folder: Path) -> None:
     be_deterministic()  # else equal steps may differ in the last bits
-    torch.cuda.set_device(0)
-    store = dist.FileStore(str(folder / "store"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-    path = folder / "model"
-    torch.manual_seed(7)
-    AutoModelForCausalLM.from_config(CONFIGS["dense"]).save_pretrained(path)
+    path = start(folder)
     wanted, _ = trained(name, path, moves=False)
     found, held = trained(name, path, moves=True)
     is_equal = wanted.keys() == found.keys() and all(torch.equal(found[n], weight) for n, weight in wanted.items())

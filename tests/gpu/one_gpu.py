@@ -80,6 +80,25 @@ def settings_of(backend: str, path: Path, loss: LossArguments, parallel: Paralle
     )
 
 
+def start(folder: Path, model: str = "dense") -> Path:
+    """Join a group of one rank on the first GPU; return the path of a new model of ``CONFIGS``, the same each time."""
+    torch.cuda.set_device(0)
+    store = dist.FileStore(str(folder / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    path = folder / "model"
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(CONFIGS[model]).save_pretrained(path)
+    return path
+
+
+def batch_of(case: Case) -> TrainBatch:
+    """Return the samples of ``case`` as one step."""
+    rows = rows_of(case)
+    trajectories = len({row.sample.trajectory_id for row in rows})
+    (batch,) = convert(groups_of(case, rows), loss=case.loss, global_batch_size=trajectories)
+    return batch
+
+
 def make_backend(settings: Settings) -> Any:
     return build_backend(settings, torch.device("cuda", 0), total_steps=100)
 
@@ -109,11 +128,7 @@ def conform(backend: str, path: Path, mode: str, parallel: ParallelArguments) ->
     expected = by_expert(wanted(case, oracle, samples_of(case))[0])
     made = make_backend(settings_of(backend, path, case.loss, parallel))
     recorded = RecordedOptimizer(made)
-    rows = rows_of(case)
-    (batch,) = convert(
-        groups_of(case, rows), loss=case.loss, global_batch_size=len({r.sample.trajectory_id for r in rows})
-    )
-    train(made, batch, recorded)
+    train(made, batch_of(case), recorded)
     found = by_expert(recorded.gradients)
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     error = torch.stack([(found[n] - g.double()).norm() for n, g in expected.items()]).norm()
@@ -148,8 +163,7 @@ def speed(backend: str, path: Path) -> dict[str, float]:
     """Measure a step of 32 samples of 512 response tokens each."""
     spec = tuple(tuple(((1,) * 512,) for _ in range(8)) for _ in range(4))
     case = Case(spec, loss_of("sample_mean"), ONE, seed=1)
-    rows = rows_of(case)
-    (batch,) = convert(groups_of(case, rows), loss=case.loss, global_batch_size=len(rows))
+    batch = batch_of(case)
     trained = make_backend(settings_of(backend, path, case.loss))
     trained.settings = replace(
         trained.settings,
@@ -171,12 +185,7 @@ def speed(backend: str, path: Path) -> dict[str, float]:
 
 
 def main(backend: str, model: str, folder: Path) -> None:
-    torch.cuda.set_device(0)
-    store = dist.FileStore(str(folder / f"store {backend} {model}"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-    path = folder / f"{model} of {backend}"
-    torch.manual_seed(7)
-    AutoModelForCausalLM.from_config(CONFIGS[model]).save_pretrained(path)
+    path = start(folder, model)
     found: dict[str, Any] = {name: conform(backend, path, *given) for name, given in TRAINED.items()}
     print(json.dumps(found | speed(backend, path)), flush=True)
     dist.destroy_process_group()
