@@ -184,7 +184,7 @@ def _shared(part: TrainBatch, reads_last: bool) -> _Layout:
     """Keep tokens that samples begin with once, leave out the last ones, and pad to ``TOKEN_MULTIPLE``."""
     packed = _packed(part, ALONE)
     responses = np.asarray(part.response_lengths or [0], np.int64)
-    read = packed.read_lengths - (responses > 0) * (not reads_last)
+    read = packed.read_lengths if reads_last else packed.read_lengths - (responses > 0)
     is_read = packed.position_ids < read[packed.token_sample]
     token_index, kept = _share_prefixes(part, read)
     kept = np.flatnonzero(is_read)[kept]

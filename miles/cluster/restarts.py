@@ -67,8 +67,8 @@ def with_restarts(
     """Call ``attempt(settings)``, and again if a worker process dies or fails, as often as ``restarts`` allows.
 
     Every further attempt resumes the newest checkpoint in ``--save``, or starts from the beginning if there is none.
-    ``attempt`` leaves no process behind, however it ends. A ``ValueError`` and a full disk, which
-    the user has to fix, and a failure of the launcher itself are raised at once.
+    ``attempt`` leaves no process behind, however it ends. A ``ValueError`` and a full disk, which the user
+    has to fix, and a failure of the launcher itself are raised at once.
 
     Args:
         settings: The run.

@@ -35,7 +35,7 @@ class KlForm:
         formula: The estimate of a token, with d = log p - log p_reference.
         gradient: Its expected gradient in the loss, on-policy.
         weighted_gradient: The same with ``--use-unbiased-kl``, on- and off-policy; None if that is refused.
-        sources: Where it is from.
+        sources: Its origin, as in ``Variant``.
     """
 
     formula: str

@@ -38,9 +38,9 @@ class Variant:
     """A setting of a part that has a name and a source of its own: a row of docs/objectives.md.
 
     Attributes:
-        name: What it is called.
+        name: The name.
         settings: The flags that choose it, with their values.
-        sources: Where it is from: arXiv numbers, addresses, or a few words.
+        sources: Its origin: arXiv numbers, addresses, or a few words.
     """
 
     name: str

@@ -68,7 +68,7 @@ class TokenWeight(ABC):
     Attributes:
         switch: The flag that turns it on.
         reads: The other flags that it reads.
-        variants: What it is called, by settings; the first has the defaults.
+        variants: Its names, by settings; the first has the defaults.
     """
 
     switch: ClassVar[str]

@@ -107,12 +107,10 @@ class PackedLayout:
     @classmethod
     def of(cls, micro: MicroBatch) -> PackedLayout:
         """Build the layout of a micro-batch, packed or padded."""
-        device = micro.input_ids.device
+        device, tokens = micro.input_ids.device, micro.input_ids.numel()
         if micro.padded:
-            tokens = micro.input_ids.numel()
             lengths = [tokens // micro.rows] * micro.rows
             return cls((), micro.context, padded=True, sequences=_Sequences(np.arange(tokens), lengths, device, tokens))
-        tokens = micro.input_ids.numel()
         return cls.of_packed(micro.token_index.numpy(), micro.read_lengths, device, micro.context, tokens)
 
     @classmethod
@@ -135,7 +133,7 @@ class PackedLayout:
             lengths: of the sequences, without padding.
             device: of the layout's tensors.
             context: the ranks that share the sequences.
-            tokens: of this rank's packed axis, with padding at its end; None if there is none.
+            tokens: of this rank's packed axis, with padding at its end; None: as many as ``token_index`` names.
         """
         everywhere = int(token_index.max()) + 1 if tokens is None else tokens * context.size
         sequences = _Sequences(token_index, lengths, device, everywhere)

@@ -29,6 +29,11 @@ def markdown_row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
+def in_code(names: Iterable[str]) -> str:
+    """Return names as code, separated by commas."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def linked(sources: Iterable[str]) -> str:
     """Return arXiv numbers and addresses as links, and other sources as they are."""
     return ", ".join(_linked(source) for source in sources)
@@ -79,7 +84,7 @@ def aggregation_table() -> Iterator[str]:
                 f"`{mode.formula}`<br>`{symbols}`",
                 ", ".join(flag_with_default(flag) for flag in mode.reads),
                 "whole groups" if mode.whole_groups else "any",
-                ", ".join(f"`{test}`" for test in files_of_mode(name)),
+                in_code(files_of_mode(name)),
             ]
         )
     yield ""
@@ -106,7 +111,7 @@ def corrections_table() -> Iterator[str]:
                     linked(variant.sources),
                     equation(weight.formula(LossArguments(**variant.settings))),
                     ", ".join(flag_with_default(name) for name in numbers),
-                    ", ".join(f"`{test}`" for test in files_of_variant(weight, variant)),
+                    in_code(files_of_variant(weight, variant)),
                 ]
             )
     yield ""
@@ -132,7 +137,7 @@ def kl_table() -> Iterator[str]:
                     linked(UNBIASED_KL_SOURCES if is_weighted else form.sources),
                     equation(kl_formula(loss)),
                     gradient,
-                    ", ".join(f"`{test}`" for test in files_of_kl(name, is_weighted)),
+                    in_code(files_of_kl(name, is_weighted)),
                 ]
             )
     yield ""

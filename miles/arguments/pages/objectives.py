@@ -15,6 +15,7 @@ from miles.arguments.pages.objective_variants import (
     corrections_table,
     equation,
     flag_with_default,
+    in_code,
     kl_table,
     linked,
     markdown_row,
@@ -143,7 +144,7 @@ def _table(title: str, registry: Registry[Estimator] | Registry[PolicyLoss]) -> 
             ", ".join(flag_with_default(flag) for flag in choice.reads),
             *([str(choice.smallest_group(flags))] if isinstance(choice, Estimator) else []),
             "gradient" if choice.zero_advantage_has_gradient(flags) else "no gradient",
-            ", ".join(f"`{test}`" for test in files_of_tests(choice)),
+            in_code(files_of_tests(choice)),
         ]
         yield markdown_row(cells)
 

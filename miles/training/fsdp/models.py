@@ -250,7 +250,7 @@ class NothingToReduce(ReduceScatter):
             self._input = torch.empty(*size, dtype=dtype, device=device)
             return self._input
         output, self._input = self._input, None
-        assert tuple(output.shape) == tuple(size) and output.dtype == dtype, "the other of a pair is alike"
+        assert tuple(output.shape) == tuple(size) and output.dtype == dtype, "both of a pair have one shape and dtype"
         return output
 
     def __call__(self, *_: object, **__: object) -> None:
@@ -289,4 +289,4 @@ def shard_model(
             module.set_gradient_divide_factor(1.0)
         else:  # without a factor: a pass over all gradients would divide them by 1
             module.set_custom_reduce_scatter(NothingToReduce())
-            module.set_reshard_after_backward(False, recurse=False)  # gathering is a copy; the runner frees them
+            module.set_reshard_after_backward(False, recurse=False)  # it would copy them again; the runner frees them

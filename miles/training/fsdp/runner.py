@@ -48,7 +48,7 @@ class FsdpModel(Generic[Scorer]):
                 with span(f"micro-batch {number}: score"), records:
                     found.append(function(micro, self.module.scorer(micro)))
         self.module.train(was_training)
-        # FSDP frees gathered weights in the backward pass, and there was none.
+        # FSDP frees gathered weights in the backward pass; there was none, or one rank keeps them (shard_model).
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -42,7 +42,7 @@ class MegatronModel(Generic[Scorer]):
         self.device = device
         self.replays_experts = False  # --use-rollout-routing-replay
         self.records_experts = False  # --use-routing-replay
-        self.reads_last = False  # the losses of its routers are means over all tokens
+        self.reads_last = False  # True if it trains on losses of its routers, which are means over all tokens
         self._kept: dict[int, dict[int, torch.Tensor]] = {}  # by plan, the experts of its first pass
 
     def forward(

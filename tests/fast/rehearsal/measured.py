@@ -173,7 +173,7 @@ def grouped_product_flops(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, 
     lengths = [end - start for start, end in pairwise([0, *ends])]
     if a.ndim == 2 and b.ndim == 3:  # rows of ``a`` are divided
         return sum(2 * rows * a.shape[1] * b.shape[2] for rows in lengths)
-    assert a.ndim == b.ndim == 2, "the gradient of the matrices: what is summed over is divided"
+    assert a.ndim == b.ndim == 2, "the gradient of the matrices: the axis of the sum is divided"
     return sum(2 * a.shape[0] * summed * b.shape[1] for summed in lengths)
 
 

@@ -1,4 +1,4 @@
-"""Which rows a file of metrics that reaches its bound keeps."""
+"""A file of metrics at its bound: the rows that are kept."""
 
 import json
 
