@@ -45,25 +45,18 @@ recipe() {
         shop) DATA_FLAGS=(--label-key label --rollout-max-response-len 48 --rollout-max-context-len 96) ;;
         *) echo "recipe: $TASK is no task; give backward, record or shop" >&2 && return 2 ;;
     esac
-    POLICY="$TASKS/base"
-    if [ ${#SMOKE[@]} -gt 0 ]; then
-        POLICY="$TASKS/model" # random weights show as well that two iterations run
-    elif [ ! -d "$POLICY" ] && trains "${MORE[@]}"; then
-        fine_tune "$TASKS/sft"
-        mv "$TASKS/sft/hf" "$POLICY"
-    elif [ ! -d "$POLICY" ]; then
-        POLICY="$TASKS/model" # of the same shape
-    fi
+    POLICY=examples/tasks/base
+    [ "$TASK" != shop ] || POLICY=examples/tools/base
 }
 
-fine_tune() { # FOLDER: train the random model on the demonstrations of its tasks; export it to FOLDER/hf
+fine_tune() { # FOLDER SEED: train the random model on the demonstrations of its tasks; export it to FOLDER/hf
     rm -rf "$1"
     "$PYTHON" train.py "${ON_CPU[@]}" \
         --hf-checkpoint "$TASKS/model" --prompt-data "$TASKS/chats.jsonl" --input-key chat --rollout-shuffle \
         --loss-type sft_loss --debug-train-only --loss-aggregation token_mean \
         --num-rollout "$SFT_STEPS" --rollout-batch-size 64 --n-samples-per-prompt 1 --rollout-max-response-len 40 \
         --lr 5e-3 --lr-warmup-iters 20 --lr-decay-style cosine \
-        --save-hf "$1/hf" --output-dir "$1" --seed 1 --rollout-seed 1 # all seeds of a recipe start from the same weights
+        --save-hf "$1/hf" --output-dir "$1" --seed "$2" --rollout-seed "$2"
 }
 
 train() {

@@ -27,13 +27,13 @@ if trains "$@"; then rm -rf "$OUT"; fi
     --prompt-data "$OUT/data/prompts.jsonl" --input-key input --label-key label \
     --apply-chat-template --rollout-shuffle \
     --rm-type exact_match \
-    --num-rollout 16 --rollout-batch-size 3 --n-samples-per-prompt 16 \
+    --num-rollout 12 --rollout-batch-size 3 --n-samples-per-prompt 16 \
     --rollout-max-response-len 32 --rollout-max-context-len 64 \
     --advantage-estimator grpo --loss-aggregation prompt_mean \
     --lr 5e-3 --lr-decay-style constant --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 \
     --device cpu --train-backend fsdp --fp32 --use-dynamic-batch-size --max-tokens-per-gpu 4096 \
     --rollout-engine torch --actor-num-gpus-per-node 1 --colocate \
-    --eval-prompt-data heldout "$OUT/data/prompts.jsonl" --eval-interval 8 --n-samples-per-eval-prompt 32 \
+    --eval-prompt-data heldout "$OUT/data/prompts.jsonl" --eval-interval 6 --n-samples-per-eval-prompt 20 \
     --output-dir "$OUT" \
     --seed "$SEED" --rollout-seed "$SEED" "${SMOKE[@]}" "$@"
 

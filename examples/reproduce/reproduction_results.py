@@ -20,6 +20,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ Lines are means over seeds, bands their 95 % intervals at each iteration.
 """
 NOT_RUN = "The sweep is defined, and its runs have not been made yet.\n"
 LONG = 16  # tokens from which an answer counts as long
+BANDS = {"below_8": (0, 8), "8_to_15": (8, 16), "16_to_31": (16, 32), "above_31": (32, math.inf)}  # tokens
+PERCENTILES = (1, 10, 50, 90, 99)
 
 Answer = Mapping[str, Any]  # of samples.jsonl
 Row = dict[str, float]  # of an iteration
@@ -80,18 +83,38 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Distribution:
+    """Several columns of runs.csv, means of all iterations, that are one table: a row per variant, without a panel.
+
+    Attributes:
+        words: What is distributed, and how.
+        columns: The name of each column in the table, by its name in runs.csv.
+    """
+
+    words: str
+    columns: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Reproduction:
     """What is kept, drawn and claimed of a sweep.
 
     Attributes:
         title: What docs/reproductions.md calls it.
-        figures: The rows of its table; each column has a panel of the picture.
+        figures: Each has a table, and a panel of the picture.
         pairs: Variants that are compared with each other, seed by seed, by the figure that is claimed.
+        distribution: The last table.
     """
 
     title: str
     figures: tuple[Figure, ...]
     pairs: tuple[tuple[str, str], ...] = ()
+    distribution: Distribution | None = None
+
+    def columns(self) -> list[str]:
+        """Return what runs.csv holds."""
+        names = [name for figure in self.figures for name in (figure.column, figure.cost) if name]
+        return list(dict.fromkeys([*names, *(self.distribution.columns if self.distribution else ())]))
 
 
 ACCURACY = Figure("accuracy", "accuracy of the training answers")
@@ -141,6 +164,10 @@ REPRODUCTIONS = {
             ACCURACY,
             Figure("long_share", f"share of the gradient's weight on answers of {LONG} tokens or more", OVERALL),
         ),
+        distribution=Distribution(
+            "Share of the gradient's weight by the length of the answer, tokens",
+            {f"share_{band}": band.replace("_", " ") for band in BANDS},
+        ),
     ),
     "offpolicy": Reproduction(
         "stale weights, without a correction and with three",
@@ -152,9 +179,13 @@ REPRODUCTIONS = {
             Figure("gap", "mean difference of the log-probs, nats", OVERALL),
         ),
         tuple(
-            (f"stale-{age}-{one}", f"stale-{age}-{other}")
-            for age in (2, 8)
+            (f"{age}-{one}", f"{age}-{other}")
+            for age in ("on-policy", "stale-2", "stale-8")
             for one, other in (("tis", "icepop"), ("tis", "cispo"), ("icepop", "cispo"))
+        ),
+        Distribution(
+            "Percentiles of the ratios, trainer's to engine's probability",
+            {f"ratio_{percent}": f"{percent} %" for percent in PERCENTILES},
         ),
     ),
 }
@@ -169,11 +200,14 @@ def _length(answer: Answer) -> int:
     return len(answer["rollout_log_probs"])
 
 
-def _long_part(answers: Sequence[Answer]) -> float:
-    """Return the share of ``Σ |A| length / denominator`` that is of long answers; its tokens weigh the same."""
-    weights = [(abs(a["advantage"]) * _length(a) / a["denominator"], _length(a) >= LONG) for a in answers]
+def _part(answers: Sequence[Answer], shortest: float, end: float = math.inf) -> float:
+    """Return the share of ``Σ |A| length / denominator`` that is of answers of ``shortest`` to ``end`` tokens.
+
+    The tokens of an answer weigh the same.
+    """
+    weights = [(abs(a["advantage"]) * _length(a) / a["denominator"], _length(a)) for a in answers]
     total = math.fsum(weight for weight, _ in weights)
-    return math.fsum(weight for weight, is_long in weights if is_long) / total if total else math.nan
+    return math.fsum(weight for weight, length in weights if shortest <= length < end) / total if total else math.nan
 
 
 def _between(answers: Sequence[Answer]) -> float:
@@ -183,10 +217,21 @@ def _between(answers: Sequence[Answer]) -> float:
     return _mean(1.2 < ratio <= 1.28 for ratio in ratios)
 
 
+def _log_ratios(answers: Sequence[Answer]) -> np.ndarray:
+    """Return the logarithm of the ratio of the trainer's to the engine's probability, of all tokens."""
+    found = [np.subtract(a["log_probs"], a["rollout_log_probs"]) for a in answers if a.get("log_probs")]
+    return np.concatenate(found) if found else np.array([])
+
+
 def _far(answers: Sequence[Answer]) -> float:
-    """Return the share of the tokens whose ratio of the trainer's to the engine's probability is outside [0.5, 2]."""
-    pairs = (zip(a["log_probs"], a["rollout_log_probs"], strict=True) for a in answers if a.get("log_probs"))
-    return _mean(abs(trainer - engine) > math.log(2) for found in pairs for trainer, engine in found)
+    """Return the share of the tokens whose ratio is outside [0.5, 2]."""
+    return _mean(np.abs(_log_ratios(answers)) > math.log(2))
+
+
+def _percentile(answers: Sequence[Answer], percent: int) -> float:
+    """Return a percentile of the ratios of the tokens."""
+    found = _log_ratios(answers)
+    return math.exp(np.percentile(found, percent)) if found.size else math.nan
 
 
 # Columns of an iteration, of its answers and of the metrics of its steps.
@@ -195,11 +240,13 @@ OF_ANSWERS: Mapping[str, Callable[[Sequence[Answer]], float]] = {
     "length": lambda answers: _mean(map(_length, answers)),
     "length_wrong": lambda answers: _mean(_length(a) for a in answers if a["reward"] == 0),
     "length_right": lambda answers: _mean(_length(a) for a in answers if a["reward"] == 1),
-    "long_weight": lambda answers: _long_part([a for a in answers if a["reward"] == 0]),
-    "long_share": _long_part,
+    "long_weight": lambda answers: _part([a for a in answers if a["reward"] == 0], LONG),
+    "long_share": partial(_part, shortest=LONG),
     "log_prob": lambda answers: _mean(value for a in answers for value in a["rollout_log_probs"]),
     "between": _between,
     "far": _far,
+    **{f"share_{band}": partial(_part, shortest=low, end=high) for band, (low, high) in BANDS.items()},
+    **{f"ratio_{percent}": partial(_percentile, percent=percent) for percent in PERCENTILES},
 }
 OF_METRICS = {
     "entropy": "train/entropy_loss",
@@ -240,8 +287,7 @@ def iterations(run: Path, columns: Sequence[str]) -> list[Row]:
 def keep(folder: Path, into: Path) -> None:
     """Write ``into``/runs.csv of the sweep in ``folder``, whose name is that of its reproduction."""
     name = folder.name
-    figures = REPRODUCTIONS[name].figures
-    columns = list(dict.fromkeys(name for figure in figures for name in (figure.column, figure.cost) if name))
+    columns = REPRODUCTIONS[name].columns()
     found = json.loads((folder / "table.json").read_text(encoding="utf-8"))
     finished = [run for run in found["runs"] if run["is_finished"]]
     with (into / "runs.csv").open("w", encoding="utf-8", newline="") as file:
@@ -322,8 +368,21 @@ def table(folder: Path) -> str:
                 difference = in_words(paired_difference(figures[first], figures[second]), signed=True)
                 lines.append(f"| `{first}` | `{second}` | {difference} |")
             lines.append("")
+    if reproduction.distribution:
+        lines += [*distribution_lines(runs, reproduction.distribution), ""]
     lines.append(f"{len(seconds)} runs took {sum(seconds) / 60:.0f} minutes together, one core each.")
     return "\n".join(lines) + "\n"
+
+
+def distribution_lines(runs: Runs, distribution: Distribution) -> list[str]:
+    """Return the lines of the table of a distribution."""
+    figures = [of_runs(runs, Figure(column, "", OVERALL)) for column in distribution.columns]
+    lines = [f"**{distribution.words}**, {OVERALL.words}:", ""]
+    lines += [f"| variant | {' | '.join(distribution.columns.values())} |", "|---" * (len(figures) + 1) + "|"]
+    for variant in runs:
+        cells = (in_words(over_seeds(figure[variant])) for figure in figures)
+        lines.append(f"| `{variant}` | {' | '.join(cells)} |")
+    return lines
 
 
 def page(names: Sequence[str]) -> str:

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
 # Supervised fine-tuning on mixed demonstrations, then GRPO with a schema as the reward.
 #   SEED=1 bash examples/sft_then_rl/run.sh [--smoke] [FLAGS OF train.py…]
-# The first part is fine_tune in recipe.sh. Its result is kept for all recipes; rm -r outputs/tasks/base repeats it.
 source "$(dirname "${BASH_SOURCE[0]}")/../recipe.sh"
 recipe sft_then_rl record "$@"
-if [ ${#SMOKE[@]} -gt 0 ] && trains "${MORE[@]}"; then
-    fine_tune "${OUT}_sft"
+if trains "${MORE[@]}"; then
+    fine_tune "${OUT}_sft" "$SEED"
     POLICY="${OUT}_sft/hf"
 fi
 train --advantage-estimator grpo --loss-aggregation sample_mean \

@@ -41,6 +41,7 @@ SHOWN = {
     "train/grad_norm": "norm of the gradient",
 }
 PANELS = (REWARD, "train/entropy_loss", "train/pg_clipfrac", "train/kl_loss", "rollout/response_length")
+OWN_WEIGHTS = ("sft_then_rl",)  # recipes whose runs make the weights that they start from
 OWN_TASKS = {"agent_client": "guess"}  # of recipes that do not share theirs through recipe.sh
 # Conditions of the runs whose examples have no conditions.txt.
 CONDITIONS = """One run with seed 1, by the command itself, on two cores of an AMD EPYC that other programs used too.
@@ -51,8 +52,8 @@ STUDENT = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
 INTERVALS = """The interval is Student's prediction interval from the runs in the folder's `seeds.csv`: one more run
 from the same start model, with any seed, ends within it in 95 % of the cases, if runs are normally distributed. It
 says nothing of another start model. `bash examples/tasks/seeds.sh dapo` makes it again, with four seeds. With
-`SEEDS=5` it makes those of GRPO and OPD, which have five. The page of the agent client says how to repeat that
-recipe."""
+`SEEDS=5` it makes those of GRPO and OPD, which have five. The pages of the agent client and of SFT, then RL say how to
+repeat these recipes."""
 NOT_REPEATED = "This recipe has not been repeated with other seeds, so its figure has no interval."
 NOT_MEASURED = "No run of this recipe has been measured yet.\n"
 BLOCK = re.compile(r"(?<=<!-- measured by examples/tasks/curves\.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -131,8 +132,9 @@ def seeds_text(folder: Path) -> str:
     found = list(by_seed.values())
     low, high = interval(found)
     each = ", ".join(f"{value:.3f}" for value in found)
+    start = "each from its own weights" if folder.name in OWN_WEIGHTS else "from the same weights"
     text = (
-        f"Held-out accuracy at the end with the seeds {min(by_seed)} to {max(by_seed)}, from the same weights: {each}; "
+        f"Held-out accuracy at the end with the seeds {min(by_seed)} to {max(by_seed)}, {start}: {each}; "
         f"mean {statistics.mean(found):.3f}. One more run falls between **{low:.2f} and {high:.2f}** in 95 % of the "
         "cases (Student's prediction interval)."
     )

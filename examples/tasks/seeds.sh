@@ -2,13 +2,13 @@
 # Repeat recipes with the seeds 1 to SEEDS, all from the same weights, and keep the accuracies in their seeds.csv.
 #   SEEDS=4 bash examples/tasks/seeds.sh grpo dapo
 # miles sweep repeats the command that run.sh gives. Recipes that generate and train in turns run in one process each, which
-# gives the same numbers sooner. A recipe whose first model is not there yet, and opd's teacher, are trained by run.sh.
+# gives the same numbers sooner. opd's teacher is trained by run.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 for NAME in "$@"; do
-    if [ "$NAME" = agent_client ]; then
-        echo "seeds.sh: agent_client starts programs of its own and is not repeated here. For each N run" \
-            "OUTPUTS=outputs/sN SEED=N bash examples/agent_client/run.sh" >&2
+    if [ "$NAME" = agent_client ] || [ "$NAME" = sft_then_rl ]; then
+        echo "seeds.sh: $NAME does more than train.py does once, and is not repeated here. For each N run" \
+            "OUTPUTS=outputs/sN SEED=N bash examples/$NAME/run.sh" >&2
         exit 2
     fi
 done
@@ -25,14 +25,12 @@ printf '#!/usr/bin/env bash\ncase "$1" in\ntrain.py) shift; printf "%%q " "$@" ;
     http://127.0.0.1:9/v1 >"$FOLDER/words"
 chmod +x "$FOLDER/words"
 
+[ -d outputs/tasks/model ] || "$PYTHON" examples/tasks/write.py outputs/tasks
+[ -d outputs/shop_task/model ] || "$PYTHON" examples/tools/write.py outputs/shop_task
 for NAME in "$@"; do
     SWEEP="outputs/seeds/$NAME" HOW=()
     [ "$NAME" != opd ] || [ -d outputs/dapo/hf ] || bash examples/dapo/run.sh
     WORDS="$(PYTHON="$FOLDER/words" bash "examples/$NAME/run.sh" --explain)"
-    if [[ "$WORDS" =~ --hf-checkpoint\ [^\ ]*/(tasks|shop_task)/model\  ]]; then # nothing has been fine-tuned yet
-        bash "examples/$NAME/run.sh"
-        WORDS="$(PYTHON="$FOLDER/words" bash "examples/$NAME/run.sh" --explain)"
-    fi
     [[ "$WORDS" != *" --colocate "* ]] || HOW=(--one-process)
     if [ "$NAME" = judge ]; then
         exec {ADDRESS}< <(exec "$PYTHON" examples/judge/judge.py)

@@ -82,6 +82,8 @@ def convert(
     whole_for = _whole_groups_for(loss)
     if whole_for is not None:
         _check_groups_whole(steps, groups, global_batch_size, *whole_for)
+    if loss.drop_zero_std_groups:
+        steps = _without_zero_std(steps)
     used = supports == "required" or (
         supports == "if given" and any(s.support is not None for group in groups for s in group.samples)
     )
@@ -136,6 +138,13 @@ def _with_dropped(groups: Sequence[PromptGroup], trajectories: list[list[_Row]])
     for group in groups:
         by_group.setdefault(group.group_index, []).extend([None] * group.dropped_trajectories)
     return [trajectory for of_group in by_group.values() for trajectory in of_group]
+
+
+def _without_zero_std(steps: list[list[list[_Row]]]) -> list[list[list[_Row]]]:
+    """Return the steps without the groups whose advantages are all 0; a step that has no others keeps them."""
+    rows = (row for step in steps for trajectory in step for row in trajectory)
+    found = {row.sample.group_index for row in rows if row.reward != 0.0}
+    return [[trajectory for trajectory in step if trajectory[0].sample.group_index in found] or step for step in steps]
 
 
 def _checked_trajectory_id(sample: Sample) -> int:

@@ -51,6 +51,11 @@ class CommonFlags:
         choices=tuple(POLICY_LOSSES),
     )
     normalize_advantages: bool = flag(False, "whiten the advantages over the response tokens of the step")
+    drop_zero_std_groups: bool = flag(
+        False,
+        "leave groups whose advantages are all 0, as with equal rewards, out of the step and its denominators, and do "
+        "not replace them (ScaleRL's zero-variance filtering)",
+    )
     value_clip: float = flag(0.2, "how far the value loss follows the critic from its values at the iteration's start")
     kl_coef: float = flag(
         0.0, "weight of the KL to the reference model in each token's reward; excludes --kl-loss-coef"

@@ -161,12 +161,14 @@ class SampleRecorder:
         for number, position in enumerate(spread_order(len(groups))):
             known = list(_known(groups[position], weighings))
             records = [self._record(sample, weighing) for sample, weighing in known]
+            trained = {i: weighing.place for i, (_, weighing) in enumerate(known) if weighing is not None}
             chosen = _turn(number, wanted, len(groups), len(records))
-            size = _size(records, step) + sum(self._reserved(known[i][0]) for i in chosen)
+            found = {i: trained[i] for i in chosen if i in trained}
+            size = _size(records, step) + sum(self._reserved(known[i][0]) for i in found)
             if size > room:
                 break
             kept[position] = records
-            places[position] = {i: known[i][1].place for i in chosen}
+            places[position] = found
             room -= size
             self._spent += size
         if not kept and groups:
@@ -184,8 +186,9 @@ class SampleRecorder:
         names = sum(len(f', "{name}": []') for name in self._token_columns)
         return names + VALUE_BYTES * len(self._token_columns) * sample.response_length
 
-    def _record(self, sample: Sample, weighing: _Weighing) -> SampleRecord:
-        return SampleRecord(
+    def _record(self, sample: Sample, weighing: _Weighing | None) -> SampleRecord:
+        """Return the record of a sample. One that its step leaves out has a mask of 0 and no weight."""
+        record = SampleRecord(
             prompt=sample.prompt.text,
             response=sample.response,
             reward=sample.reward,
@@ -194,14 +197,19 @@ class SampleRecorder:
             status=sample.status.value,
             group=sample.group_index,
             trajectory=sample.trajectory_id,
+            tokens=[self._text(token) for token in sample.response_ids],
+            mask=run_lengths([0] * sample.response_length if weighing is None else sample.trained_mask),
+            rollout_log_probs=[_rounded(value, 4) for value in sample.rollout_log_probs],
+            weight_versions=run_lengths(sample.weight_versions) or None,
+        )
+        if weighing is None:
+            return record
+        return replace(
+            record,
             train_step=weighing.train_step,
             advantage=_rounded(weighing.advantage, 7) if self._advantage_by_sample else None,
             denominator=weighing.denominator,
             trajectories=weighing.trajectories,
-            tokens=[self._text(token) for token in sample.response_ids],
-            mask=run_lengths(sample.trained_mask),
-            rollout_log_probs=[_rounded(value, 4) for value in sample.rollout_log_probs],
-            weight_versions=run_lengths(sample.weight_versions) or None,
         )
 
     def _text(self, token: int) -> str:
@@ -221,14 +229,16 @@ class SampleRecorder:
             yield short
 
 
-def _known(group: PromptGroup, weighings: Mapping[tuple[int, int], _Weighing]) -> Iterator[tuple[Sample, _Weighing]]:
-    """Yield the samples of a group with their entries of the train batch."""
+def _known(
+    group: PromptGroup, weighings: Mapping[tuple[int, int], _Weighing]
+) -> Iterator[tuple[Sample, _Weighing | None]]:
+    """Yield the samples of a group with their entries of the train batch; None if their step leaves them out."""
     seen: dict[int, int] = {}  # samples of each trajectory so far
     for sample in group.samples:
         assert sample.trajectory_id is not None, "scored samples have one"
         place = seen.get(sample.trajectory_id, 0)
         seen[sample.trajectory_id] = place + 1
-        yield sample, weighings[sample.trajectory_id, place]
+        yield sample, weighings.get((sample.trajectory_id, place))
 
 
 def _turn(number: int, wanted: int, groups: int, samples: int) -> list[int]:

@@ -37,6 +37,7 @@ def check_loss(settings: Settings, errors: Errors) -> None:
     _check_teacher(settings, errors)
     _check_reward_parts(settings, errors)
     _check_removed_samples(settings, errors)
+    _check_dropped_groups(loss, errors)
     if not loss.type.uses_advantages:
         _check_given_samples(settings, errors)
         check_no_critic(settings.critic, f"by --loss-type {loss.loss_type}", errors)
@@ -104,6 +105,16 @@ def _check_removed_samples(settings: Settings, errors: Errors) -> None:
             "compares the samples of a group on the trainer, where removed ones have no tokens"
         )
         errors.refuse(name, getattr(rollout, name), rule, "drop it, or use an estimator by sample such as rloo")
+
+
+def _check_dropped_groups(loss: LossArguments, errors: Errors) -> None:
+    """Check that a group of equal rewards has advantages of 0, if such groups are left out."""
+    if not loss.type.uses_advantages:
+        return  # refused with all flags that fine-tuning does not read
+    if not loss.normalizes_rewards or find_objective(loss).estimator.reads_score_norms:
+        of = "--use-opd" if loss.use_opd else f"--advantage-estimator {loss.advantage_estimator}"
+        why, what_to_do = f"with {of}: equal rewards may have an advantage", "drop it, or use grpo"
+        errors.refuse_ignored(loss, ["drop_zero_std_groups"], why, what_to_do)
 
 
 def _check_teacher(settings: Settings, errors: Errors) -> None:

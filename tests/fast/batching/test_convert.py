@@ -226,3 +226,29 @@ def test_the_statistics_of_a_group_are_those_of_the_trajectories_left():
     groups = drop(build([[[(2, 1.0)], [(3, 0.0)], [(3, 5.0)]], [[(2, 1.0)], [(3, 0.0)], [(3, 5.0)]]]), {2, 4, 5})
     (batch,) = convert(groups, loss=loss_for("sample_mean", disable_grpo_std_normalization=True), global_batch_size=6)
     assert batch.rewards == [0.5, -0.5, 0.0], "alone in its group, a trajectory has advantage 0"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(shapes=group_shapes(), size=st.integers(1, 6))
+def test_without_groups_of_equal_rewards_a_step_is_the_mean_over_the_others(mode, shapes, size):
+    """Its advantages and its place are those of all groups; a step that has no others keeps them."""
+    loss = loss_for(mode, drop_zero_std_groups=True)
+    size = sum(map(len, shapes)) if mode == "prompt_mean" else size
+    whole = convert(build(shapes), loss=loss_for(mode), global_batch_size=size)
+    left = convert(build(shapes), loss=loss, global_batch_size=size)
+    assert len(left) == len(whole)
+    equal = {group for group, shape in enumerate(shapes) if len({reward for [(_, reward), *_] in shape}) == 1}
+    for all_of_them, kept in zip(whole, left, strict=True):
+        stays = [group not in equal for group in all_of_them.group_indices]
+        if not any(stays):
+            stays = [True] * len(stays)
+        rows = [row for row, stay in enumerate(stays) if stay]
+        assert kept.rewards == [all_of_them.rewards[row] for row in rows]
+        assert kept.trajectory_ids == [all_of_them.trajectory_ids[row] for row in rows]
+        trajectories = {all_of_them.trajectory_ids[row] for row in rows}
+        assert kept.num_trajectories == len(trajectories)
+        if mode == "constant":
+            assert kept.sample_denoms == pytest.approx([8.0] * len(rows))
+        if mode == "token_mean":
+            tokens = sum(mask.sum() for mask in kept.loss_masks)
+            assert kept.sample_denoms == pytest.approx([max(tokens, 1) / len(trajectories)] * len(rows))

@@ -46,8 +46,7 @@ spec.loader.exec_module(curves)
 def outputs(tmp_path_factory):
     """Return a folder with the tasks' files, as far as --explain looks at them."""
     folder = tmp_path_factory.mktemp("outputs")
-    for name in ("model", "base"):
-        write_config(folder / "tasks" / name)
+    write_config(folder / "tasks" / "model")
     for name in ("backward", "record"):
         (folder / "tasks" / name).mkdir()
         for split in ("train", "heldout"):
@@ -115,12 +114,13 @@ def test_cluster_finds_the_environment_without_PYTHON(outputs, tmp_path):
     assert f"\n{tmp_path}/bin/python examples/agent_client/agent.py\n" in ended.stdout
 
 
-def test_seeds_refuses_the_agent_client_before_it_runs_anything(outputs):
-    command = ["bash", EXAMPLES / "tasks" / "seeds.sh", "grpo", "agent_client"]
+@pytest.mark.parametrize("name", ["agent_client", "sft_then_rl"])
+def test_seeds_refuses_what_is_more_than_one_run_of_training_before_it_runs_anything(outputs, name):
+    command = ["bash", EXAMPLES / "tasks" / "seeds.sh", "grpo", name]
     environment = os.environ | {"PYTHON": str(outputs / "words")}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 2 and ended.stdout == ""
-    assert "OUTPUTS=outputs/sN SEED=N bash examples/agent_client/run.sh" in ended.stderr
+    assert f"OUTPUTS=outputs/sN SEED=N bash examples/{name}/run.sh" in ended.stderr
 
 
 @recipes
@@ -132,6 +132,8 @@ def test_run_is_explained(folder, outputs, capsys, monkeypatch):
     if folder.name == "agent_client":  # its run removes earlier data, and only pretends to write others
         write_config(outputs / "agent_client" / "data" / "model")
         shutil.copy(folder / "numbers.jsonl", outputs / "agent_client" / "data" / "prompts.jsonl")
+    if folder.name == "sft_then_rl":  # the fine-tuning would have written it
+        write_config(outputs / "sft_then_rl_sft" / "hf")
     for words in commands:
         assert "\n  no effect" not in explanation([*words, "--explain"], capsys)
 
@@ -164,11 +166,10 @@ def test_without_training_earlier_results_stay_and_nothing_is_fine_tuned(tmp_pat
 
 
 def test_a_smoke_run_is_no_result_of_the_recipe(tmp_path):
-    """Opd takes the model that dapo has trained; a smoke run leaves an almost random one."""
+    """Opd takes the model that dapo has trained; a smoke run leaves one that has hardly been trained."""
     (tmp_path / "dapo" / "hf").mkdir(parents=True)
     smoke = calls("dapo", tmp_path, "--smoke")[1][0]
     assert f"--save-hf {tmp_path}/smoke/dapo/hf" in smoke and (tmp_path / "dapo" / "hf").exists()
-    (tmp_path / "tasks" / "base").mkdir()
     (tmp_path / "dapo" / "hf").rmdir()
     trained = [call for call in calls("opd", tmp_path)[1] if call.startswith("train.py")]
     assert f"--save-hf {tmp_path}/dapo/hf" in trained[0]
@@ -176,7 +177,7 @@ def test_a_smoke_run_is_no_result_of_the_recipe(tmp_path):
 
 
 def test_a_failed_fine_tuning_ends_the_recipe(tmp_path):
-    ended, started = calls("grpo", tmp_path, FAILS="3")
+    ended, started = calls("sft_then_rl", tmp_path, FAILS="3")
     assert ended.returncode == 3 and len(started) == 1
 
 

@@ -11,7 +11,7 @@ from scored_groups import scored_group
 from miles.batching.convert import convert
 from miles.objective.settings import LossArguments
 from miles.report.ledger import expand, share, token_columns
-from miles.rollout.sample_records import SampleRecorder, run_lengths, token_columns_of
+from miles.rollout.sample_records import ALL, SampleRecorder, run_lengths, token_columns_of
 from miles.sample import PromptGroup
 from miles.tracking.jsonl import dump_line
 from miles.tracking.run_files import SampleRecord
@@ -60,6 +60,16 @@ def test_the_mask_of_a_removed_sample_is_the_one_that_is_trained_with():
     stored = recorder().record(0, [removed], shards).records
     masks = [mask.tolist() for mask in batches[0].loss_masks]
     assert [expand(record.mask) for record in stored] == masks == [[1, 1, 0], [0] * 7]
+
+
+def test_samples_that_their_step_leaves_out_are_stored_without_weight() -> None:
+    groups = [group(0, 2, 6), scored_group(1, [[(3, 1.0)], [(4, 1.0)]], first_trajectory_id=10)]
+    loss = LossArguments(drop_zero_std_groups=True)
+    batches, shards = shards_of(groups, loss, global_batch_size=4)
+    stored = recorder(token_values=ALL, token_columns=("log_probs",)).record(0, groups, shards)
+    assert batches[0].num_trajectories == 2 and set(stored.places) == {0, 1}
+    assert [share(row) for row in rows(stored.records)] == [pytest.approx(0.5), pytest.approx(0.5), None, None]
+    assert [sum(expand(record.mask)) for record in stored.records] == [2, 6, 0, 0]
 
 
 MODES = ["sample_mean", "prompt_mean", "token_mean", "constant"]

@@ -29,14 +29,11 @@ def test_every_reproduction_is_described() -> None:
 
 @pytest.fixture(scope="module")
 def with_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the examples, and with what the sweeps read: the prompts of the task, and a model."""
+    """Return a folder with the examples, and with the prompts that the sweeps read."""
     folder = tmp_path_factory.mktemp("reproduce")
     (folder / "examples").symlink_to(ROOT / "examples")
     write_tasks = runpy.run_path(str(FOLDER / "numbers" / "write.py"))["write_tasks"]
     write_tasks(folder / "outputs" / "reproduce" / "numbers", seed=1)
-    base = folder / "outputs" / "reproduce" / "base"
-    base.mkdir()
-    (base / "config.json").write_text(json.dumps({"model_type": "llama"}))
     return folder
 
 
@@ -82,8 +79,25 @@ def test_columns_of_answers_are_what_they_say(tmp_path: Path) -> None:
     long = 0.5 * results.LONG / 4
     assert row["long_weight"] == pytest.approx(long / (long + 8 / 4))
     assert row["long_share"] == pytest.approx(long / (long + 8 / 4 + 0.5 * 6 / 4))
+    assert row["share_8_to_15"] == pytest.approx((8 / 4) / (long + 8 / 4 + 0.5 * 6 / 4))
+    assert sum(row[f"share_{band}"] for band in results.BANDS) == pytest.approx(1.0)
     assert (row["entropy"], row["tokens"]) == (0.375, 30.0), "of the steps of the iteration"
     assert math.isnan(row["held_out"])
+
+
+def test_percentiles_are_of_the_ratios_of_all_tokens_of_an_iteration() -> None:
+    scored = [answer(1.0, 100, 0.5, log_probs=[-1.0 + math.log(1 + i) for i in range(100)]), answer(0.0, 1, 0.5)]
+    found = {percent: results.OF_ANSWERS[f"ratio_{percent}"](scored) for percent in results.PERCENTILES}
+    # Ratios of 1 to 100; between two of them the percentile is that of their logarithms.
+    assert found == {percent: pytest.approx(1 + 0.99 * percent, rel=0.01) for percent in results.PERCENTILES}
+    assert results.OF_ANSWERS["far"](scored) == 0.98, "all but 1 and 2"
+
+
+def test_a_distribution_is_one_table_of_means_over_seeds() -> None:
+    runs = {"a": {1: [{"x": 1.0, "y": 4.0}, {"x": 3.0, "y": 4.0}], 2: [{"x": 2.0, "y": 4.0}]}}
+    lines = results.distribution_lines(runs, results.Distribution("Of z", {"x": "low", "y": "high"}))
+    assert lines[0] == "**Of z**, mean of all iterations:"
+    assert lines[2:] == ["| variant | low | high |", "|---|---|---|", "| `a` | 2 [2, 2] | 4 [4, 4] |"]
 
 
 def test_a_figure_is_of_the_last_iterations_or_of_all() -> None:

@@ -252,6 +252,7 @@ cluster/runs/test_train_backends.py
   *: train_backend
 batching/test_convert.py
   test_a_step_with_dropped_trajectories_is_the_mean_over_the_others: global_batch_size
+  test_without_groups_of_equal_rewards_a_step_is_the_mean_over_the_others: drop_zero_std_groups
 batching/test_schedule_step.py
   test_a_prompt_counts_as_often_as_it_is_laid_out: use_dynamic_batch_size max_tokens_per_gpu
   test_micro_batches_keep_their_size: micro_batch_size

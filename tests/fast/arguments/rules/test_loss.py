@@ -60,6 +60,11 @@ REFUSED = [
     ("--custom-pg-loss-reducer-function-path a:b --loss-canary always", "", "--loss-canary always: would be ignored"),
     (f"--loss-type sft_loss --use-tis {LOADS}", "--rm-type", "--use-tis: would be ignored by --loss-type sft_loss"),
     (
+        "--advantage-estimator ppo --drop-zero-std-groups",
+        "",
+        "--drop-zero-std-groups: would be ignored with --advantage-estimator ppo: equal rewards may have an advantage",
+    ),
+    (
         "--advantage-estimator optimal_token_baseline --filter-zero-reward-samples",
         "",
         "--filter-zero-reward-samples: removes samples .* optimal_token_baseline compares the samples of a group on",
