@@ -35,6 +35,7 @@ from miles.components import engine_spec, import_builder
 from miles.data.stream import NoPromptsLeft
 from miles.engine.concurrency import waiting_tasks
 from miles.engine.host import EngineHost
+from miles.host.disk_faults import WriteFailed
 from miles.host.machine import GIB, resident_bytes
 from miles.metrics import Metric
 from miles.profiling.process_trace import ProcessTrace
@@ -130,7 +131,7 @@ class RolloutDriver:
             except ray.exceptions.RayError as error:
                 lost = isinstance(error, WorkerLost) and error.worker is self.worker
                 # A new worker whose engines do not start, because one was killed as well, is replaced too.
-                failed_again = self._dead and not isinstance(cause_of(error), WorkerLost | ValueError)
+                failed_again = self._dead and not isinstance(cause_of(error), WorkerLost | ValueError | WriteFailed)
                 if tries_left == 0 or not (lost or failed_again):
                     raise
                 self._dead = True
