@@ -41,6 +41,7 @@ from miles.metrics import Metric
 from miles.profiling.process_trace import ProcessTrace
 from miles.profiling.recorder import Recorder, read_clock
 from miles.profiling.spans import span
+from miles.rewards.user_code import in_thread
 from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
 from miles.rollout.pipeline import IterationSummary, RolloutPipeline, build_pipeline
 from miles.rollout.sample_records import SampleRecorder, StoredSamples, token_columns_of
@@ -307,7 +308,7 @@ class RolloutActor:
         try:
             async with self.pipeline.collecting(start) as collected:
                 # In a thread, so that the engine continues meanwhile.
-                shards, samples = await asyncio.to_thread(self._convert, start.iteration, collected.scored.groups)
+                shards, samples = await in_thread(self._convert, start.iteration, collected.scored.groups)
         except NoPromptsLeft:
             return None, *([] for _ in range(self._settings.dims.replicas))
         summary = collected.summary(samples)
