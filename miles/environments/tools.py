@@ -11,7 +11,7 @@ from typing import Any
 
 from miles import strict_json
 from miles.environments.base import Environment, Message
-from miles.one_line import one_line
+from miles.one_line import name_and_words, one_line
 from miles.rewards.user_code import UserCodeError, in_thread
 from miles.sample import Prompt
 
@@ -103,7 +103,7 @@ def content_of(found: Any) -> str:
 def said_of(error: BaseException) -> str:
     """Return what a tool has raised as the content of a message."""
     raised = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
-    return f"error: {one_line(f'{type(raised).__name__}: {raised}', 400)}"
+    return f"error: {one_line(name_and_words(raised), 400)}"
 
 
 def opening(prompt: Prompt) -> list[Message]:

@@ -19,6 +19,8 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from miles.one_line import name_and_words
+
 MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)  # calls of reward functions at a time, as in asyncio.to_thread
 
 
@@ -156,7 +158,7 @@ async def _shielded(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | Non
 def _as_exception(error: BaseException) -> Exception:
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return error
-    wrapped = UserCodeError(f"raised {type(error).__name__}{f': {error}' if str(error) else ''}")
+    wrapped = UserCodeError(f"raised {name_and_words(error)}")
     wrapped.__cause__ = error
     return wrapped
 

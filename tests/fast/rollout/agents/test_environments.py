@@ -142,6 +142,13 @@ async def call(name, arguments):
 def fails(name, arguments):
     raise OSError("closed")
 
+class Silent(Exception):
+    def __str__(self):
+        raise ValueError
+
+def fails_to_say(name, arguments):
+    raise Silent
+
 def finds_nothing(name, arguments):
     return next(iter(()))
 
@@ -174,7 +181,8 @@ async def test_one_function_runs_the_tools_of_a_list(price_tools, random_engine,
     ("name", "said"),
     [
         ("fails", "OSError: closed"),
-        ("finds_nothing", "StopIteration: "),
+        ("fails_to_say", "Silent: (its str raises ValueError)"),
+        ("finds_nothing", "StopIteration"),
         ("exits", "SystemExit: 2"),
         ("exits_later", "SystemExit: 2"),
     ],
