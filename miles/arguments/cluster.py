@@ -113,6 +113,9 @@ def check_cluster(cluster: ClusterArguments, errors: Errors) -> None:
         if not isinstance(value, str):
             rule = f"the value of {name} is not a string, and environment variables are strings"
             errors.refuse("train_env_vars", cluster.train_env_vars, rule, f'write "{name}": "…", with quotes')
+        elif not name or "=" in name or "\0" in name + value:
+            rule = "a name is empty or has =, or a name or value has a zero byte, which no environment variable has"
+            errors.refuse("train_env_vars", cluster.train_env_vars, rule, 'write {"NAME": "value"}')
 
 
 def check_offload(cluster: ClusterArguments, num_engines: int, errors: Errors) -> None:

@@ -23,7 +23,8 @@ class TrackingArguments:
     )
     metrics_max_mb: float = flag(
         1000.0,
-        "bound of metrics.jsonl in MB; a file that reaches it keeps the newest rows, and fewer and fewer old ones",
+        "bound of metrics.jsonl and of tensorboard/ in MB each; at the bound, metrics.jsonl keeps the newest rows and "
+        "fewer and fewer old ones, and tensorboard/ loses its oldest steps",
         metavar="MB",
     )
     samples_token_values: Optional[int] = flag(

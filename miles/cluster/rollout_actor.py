@@ -35,11 +35,13 @@ from miles.components import engine_spec, import_builder
 from miles.data.stream import NoPromptsLeft
 from miles.engine.concurrency import waiting_tasks
 from miles.engine.host import EngineHost
+from miles.host.disk_faults import WriteFailed
 from miles.host.machine import GIB, resident_bytes
 from miles.metrics import Metric
 from miles.profiling.process_trace import ProcessTrace
 from miles.profiling.recorder import Recorder, read_clock
 from miles.profiling.spans import span
+from miles.rewards.user_code import in_thread
 from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
 from miles.rollout.pipeline import IterationSummary, RolloutPipeline, build_pipeline
 from miles.rollout.sample_records import SampleRecorder, StoredSamples, token_columns_of
@@ -130,7 +132,7 @@ class RolloutDriver:
             except ray.exceptions.RayError as error:
                 lost = isinstance(error, WorkerLost) and error.worker is self.worker
                 # A new worker whose engines do not start, because one was killed as well, is replaced too.
-                failed_again = self._dead and not isinstance(cause_of(error), WorkerLost | ValueError)
+                failed_again = self._dead and not isinstance(cause_of(error), WorkerLost | ValueError | WriteFailed)
                 if tries_left == 0 or not (lost or failed_again):
                     raise
                 self._dead = True
@@ -306,7 +308,7 @@ class RolloutActor:
         try:
             async with self.pipeline.collecting(start) as collected:
                 # In a thread, so that the engine continues meanwhile.
-                shards, samples = await asyncio.to_thread(self._convert, start.iteration, collected.scored.groups)
+                shards, samples = await in_thread(self._convert, start.iteration, collected.scored.groups)
         except NoPromptsLeft:
             return None, *([] for _ in range(self._settings.dims.replicas))
         summary = collected.summary(samples)

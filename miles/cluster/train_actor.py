@@ -7,11 +7,10 @@ imports this module too, so torch and its dependents are imported in the functio
 from __future__ import annotations
 
 import os
-import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -27,14 +26,13 @@ from miles.arguments.launch.host_share import sharers_at_start, sharers_of_train
 from miles.arguments.settings import Settings
 from miles.cluster.background_save import BackgroundSave
 from miles.cluster.cpu_tuning import importing, use_threads
-from miles.cluster.failures import cause_of
 from miles.cluster.folders.best_checkpoint import BestCheckpoint, remove_superseded
 from miles.cluster.liveness import HEARTBEAT, REPORT, SAVING, WEIGHTS, Workers, with_heartbeat
 from miles.cluster.session import Placement
 from miles.cluster.stored_weights import Weights, store, store_packed
 from miles.components import import_code, train_backend_spec
 from miles.flags import count
-from miles.host.disk_faults import WriteFailed, disk_fault
+from miles.host.disk_faults import naming_disk
 from miles.host.machine import GIB, resident_bytes
 from miles.metrics import Metric
 from miles.profiling.process_trace import ProcessTrace
@@ -57,6 +55,8 @@ if TYPE_CHECKING:
 
 MEMORY = "perf/trainer_memory_gib"
 LAST_SAVE_SECONDS = 60.0  # for a checkpoint that is being written when the run fails
+_INTACT = "earlier checkpoints are intact"
+_FAILURES = (OSError, ray.exceptions.RayTaskError)  # of a write by the ranks, and by this process
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,8 @@ class TrainDriver:
         if uploads is not None:
             uploads.make_room(checkpoint_folder.checkpoint_path(root, iterations_done))
         staged = checkpoint_folder.staging_path(root, iterations_done)
-        naming = partial(
-            _naming_disk, staged, f"--save {given.save}: the checkpoint after {iterations_done} iterations"
-        )
+        what = f"--save {given.save}: the checkpoint after {iterations_done} iterations"
+        naming = partial(naming_disk, staged, staged, what, _INTACT, _FAILURES)
 
         def publish(by_rank: list[dict[str, FileRecord]]) -> None:
             records = {name: record for of_rank in by_rank for name, record in of_rank.items()}
@@ -240,8 +239,9 @@ class TrainDriver:
 
     def export_hf(self, folder: Path) -> None:
         """Write the Hugging Face export into ``folder``. Raises ``WriteFailed`` as ``save`` does."""
-        with _naming_disk(folder.absolute(), f"--save-hf {self.settings.checkpoint.save_hf}: the export"):
-            self._on_all("export_hf", folder.absolute())
+        folder, what = folder.absolute(), f"--save-hf {self.settings.checkpoint.save_hf}: the export"
+        with naming_disk(folder, folder, what, _INTACT, _FAILURES):
+            self._on_all("export_hf", folder)
 
     def stop(self) -> None:
         """End every rank, whatever it is doing."""
@@ -260,22 +260,6 @@ class TrainDriver:
 
     def _on_all(self, verb: str, *arguments: Any) -> list[Any]:
         return self._workers.results([getattr(actor, verb).remote(*arguments) for actor in self.actors])
-
-
-@contextmanager
-def _naming_disk(folder: Path, what: str) -> Iterator[None]:
-    """Raise ``WriteFailed`` if the disk is why the block cannot write ``folder``, and remove what it has written.
-
-    The half-written folder may be what fills the disk.
-    """
-    try:
-        yield
-    except (OSError, ray.exceptions.RayTaskError) as error:
-        fault = disk_fault(folder, cause_of(error))
-        shutil.rmtree(folder, ignore_errors=True)
-        if fault is None:
-            raise
-        raise WriteFailed(f"{what} was not written, because {fault}; earlier checkpoints are intact") from error
 
 
 class TrainActor:

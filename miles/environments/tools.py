@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 from abc import abstractmethod
@@ -12,7 +11,8 @@ from typing import Any
 
 from miles import strict_json
 from miles.environments.base import Environment, Message
-from miles.one_line import one_line
+from miles.one_line import name_and_words, one_line
+from miles.rewards.user_code import UserCodeError, in_thread
 from miles.sample import Prompt
 
 
@@ -89,8 +89,8 @@ class ToolEnvironment(Environment):
             if inspect.iscoroutinefunction(function):
                 found = await function(**given)
             else:
-                found = await asyncio.to_thread(function, **given)
-        except Exception as error:  # a tool may raise anything for what the model asks
+                found = await in_thread(function, **given)
+        except (Exception, SystemExit) as error:  # a tool may raise anything for what the model asks
             return said_of(error)
         return content_of(found)
 
@@ -100,9 +100,10 @@ def content_of(found: Any) -> str:
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
 
 
-def said_of(error: Exception) -> str:
+def said_of(error: BaseException) -> str:
     """Return what a tool has raised as the content of a message."""
-    return f"error: {one_line(f'{type(error).__name__}: {error}', 400)}"
+    raised = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
+    return f"error: {one_line(name_and_words(raised), 400)}"
 
 
 def opening(prompt: Prompt) -> list[Message]:

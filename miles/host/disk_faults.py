@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 
 PROBE_BYTES = 1024**2
+_RUST_NUMBER = re.compile(r"\(os error (\d+)\)")  # in the words of its std::io::Error
 _WORDS = {
     errno.ENOSPC: "is full",
     errno.EDQUOT: "has no room left within your quota",
@@ -40,32 +42,57 @@ def disk_fault(path: Path, error: BaseException) -> str | None:
 
 
 @contextmanager
-def naming_disk(path: Path, partial: Path | None = None) -> Iterator[None]:
-    """Raise ``WriteFailed`` if the disk is why the block cannot write the file ``path``.
+def naming_disk(
+    path: Path,
+    partial: Path | None = None,
+    what: str | None = None,
+    then: str | None = None,
+    failures: tuple[type[Exception], ...] = (OSError,),
+) -> Iterator[None]:
+    """Raise ``WriteFailed`` if the disk is why the block cannot write ``path``.
 
     Args:
-        path: The file.
-        partial: The file that takes its place once it is whole. It is removed after any error.
+        path: A file or folder.
+        partial: What takes its place once it is whole. It is removed after a failure, as it may be what fills the disk.
+        what: Names ``path`` in the message.
+        then: Ends the message: what is intact, or what to do.
+        failures: The errors that a write may raise. Others pass.
     """
     try:
         yield
-    except OSError as error:
+    except failures as error:
+        fault = None if isinstance(error, WriteFailed) else disk_fault(path, error)
         if partial is not None:
-            with suppress(OSError):
-                partial.unlink()
-        if isinstance(error, WriteFailed) or (fault := disk_fault(path, error)) is None:
+            _remove(partial)
+        if fault is None:
             raise
-        raise WriteFailed(f"{path} was not written, because {fault}") from error
+        words = f"{what or path} was not written, because {fault}"
+        raise WriteFailed(words if then is None else f"{words}; {then}") from error
+
+
+def _remove(partial: Path) -> None:
+    if partial.is_dir():
+        shutil.rmtree(partial, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            partial.unlink()
 
 
 def _number(error: BaseException | None) -> int | None:
-    """Return the first error number in the chain of ``error`` that concerns a disk."""
+    """Return the first error number in the chain of ``error`` that concerns a disk.
+
+    Libraries in Rust, as safetensors, have it in their words. Ray has the error of another process in ``cause``.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, OSError) and error.errno in _WORDS:
-            return error.errno
-        error = error.__cause__ or error.__context__
+        number = error.errno if isinstance(error, OSError) else None
+        if number is None and (in_words := _RUST_NUMBER.search(str(error))):
+            number = int(in_words[1])
+        if number in _WORDS:
+            return number
+        original = getattr(error, "cause", None)
+        error = original if isinstance(original, BaseException) else error.__cause__ or error.__context__
     return None
 
 

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from miles.import_path import load_function
-from miles.one_line import one_line
+from miles.one_line import name_and_words, one_line
 from miles.rewards.base import NotAReward
 from miles.rewards.messages import read_message, write_message
 from miles.rewards.sandboxed import uses_more
@@ -111,7 +111,7 @@ def _work(requests: BinaryIO, replies: BinaryIO, path: str, key: str, memory: in
     except ValueError as error:
         return reply(refused=str(error))
     except BaseException as error:  # whatever the module raises
-        fault = one_line(f"{type(error).__name__}: {error}", LONGEST_FAULT)
+        fault = one_line(name_and_words(error), LONGEST_FAULT)
         return reply(refused=f"--custom-rm-path {path}: its module raised {fault}; correct it")
     reply(ready=True)
     while (request := read_message(requests)) is not None:
@@ -122,7 +122,7 @@ def _work(requests: BinaryIO, replies: BinaryIO, path: str, key: str, memory: in
             try:
                 reply(number=number, rewards=rewards_of(outcome.result(), wanted, key))
             except BaseException as error:
-                fault = str(error) if isinstance(error, ResultError) else f"raised {type(error).__name__}: {error}"
+                fault = str(error) if isinstance(error, ResultError) else f"raised {name_and_words(error)}"
                 trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
                 reply(number=number, fault=one_line(fault, LONGEST_FAULT), traceback=trace)
 

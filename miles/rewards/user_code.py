@@ -1,4 +1,4 @@
-"""Run reward functions, which are user code, so that nothing they do can stop or hang the rollout side.
+"""Run reward functions and other user code so that nothing it does can stop or hang the rollout side.
 
 A call has a daemon thread to itself until it returns. A coroutine runs on one event loop that all reward functions
 share and nothing else uses: a blocking call in it delays other rewards only. Whatever a function raises arrives as an
@@ -16,10 +16,15 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import cache
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from miles.one_line import name_and_words
+
 MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)  # calls of reward functions at a time, as in asyncio.to_thread
+
+
+T = TypeVar("T")
 
 
 class UserCodeError(Exception):
@@ -55,6 +60,25 @@ async def call_user_code(function: Callable[..., Any], *args: Any, seconds: floa
             raise UserCodeTimeout(f"did not return within {seconds:g} s") from None
         finally:
             call.abandon()
+
+
+async def in_thread(function: Callable[..., T], *args: Any, **named: Any) -> T:
+    """Return ``function(*args, **named)`` from a thread. With ``asyncio.to_thread``, a ``StopIteration`` would hang.
+
+    Raises:
+        UserCodeError: If it raises ``StopIteration``, ``SystemExit``, ``KeyboardInterrupt`` or the like.
+        Exception: Any other exception that it raises.
+    """
+
+    def call() -> T:
+        try:
+            return function(*args, **named)
+        except BaseException as error:
+            if (ordinary := _as_exception(error)) is error:
+                raise
+            raise UserCodeError(f"a function of the user's {ordinary}") from error
+
+    return await asyncio.to_thread(call)
 
 
 class _Threads:
@@ -134,7 +158,7 @@ async def _shielded(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | Non
 def _as_exception(error: BaseException) -> Exception:
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return error
-    wrapped = UserCodeError(f"raised {type(error).__name__}{f': {error}' if str(error) else ''}")
+    wrapped = UserCodeError(f"raised {name_and_words(error)}")
     wrapped.__cause__ = error
     return wrapped
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from miles.engine.concurrency import gather_or_cancel
 from miles.import_path import load_function
 from miles.metrics import Metric
 from miles.rewards.base import RewardFunction
+from miles.rewards.user_code import in_thread
 from miles.rollout.evaluate import EvalSet, evaluate
 from miles.rollout.groups import GroupTools
 from miles.rollout.metrics import with_own_metrics
@@ -123,7 +123,7 @@ def _logged_evaluation(
             }
             for eval_set, (_, samples) in zip(eval_sets, per_set, strict=True)
         }
-        return await asyncio.to_thread(
+        return await in_thread(
             with_own_metrics, metrics, lambda extra: function(version, args, data, extra), f"{LOG} {path}"
         )
 

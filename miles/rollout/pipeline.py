@@ -43,6 +43,7 @@ from miles.profiling.spans import waiting
 from miles.rewards.base import RewardFunction
 from miles.rewards.registry import get_reward_function
 from miles.rewards.settings import RewardArguments
+from miles.rewards.user_code import in_thread
 from miles.rollout.chosen_generator import get_group_generator, session_generator
 from miles.rollout.collect import BurstCollector, GroupCollector, HasProgress, ScoredGroups
 from miles.rollout.conversation_collector import ConversationCollector
@@ -168,7 +169,7 @@ class RolloutPipeline:
                 await asyncio.to_thread(save_rollout, path, start.iteration, scored.groups)
             if self._hooks is not None:  # in a thread, so that the engine continues meanwhile
                 seconds = time.perf_counter() - began
-                scored = await asyncio.to_thread(self._hooks.apply, start.iteration, scored, seconds)
+                scored = await in_thread(self._hooks.apply, start.iteration, scored, seconds)
             yield CollectedIteration(scored, prompts_after, load)
 
     async def _collect(self, iteration: int) -> ScoredGroups:

@@ -49,7 +49,7 @@ def parse_line(line: str, path: Path, number: int | str) -> dict[str, Any]:
     """Parse one line. Raises ``ValueError`` naming the file and ``number`` when it is not a JSON object."""
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of too many digits
         raise ValueError(f"{path}:{number}: not JSON ({error}); remove the line or the file") from error
     if not isinstance(row, dict):
         raise ValueError(f"{path}:{number}: {line[:60]} is not a JSON object; remove the line or the file")
@@ -59,11 +59,15 @@ def parse_line(line: str, path: Path, number: int | str) -> dict[str, Any]:
 def drop_from(path: Path, key: str, limit: int) -> int:
     """Remove the rows whose ``row[key] >= limit`` and an unfinished last line; give the number of rows removed.
 
-    Raises ``WriteFailed`` as ``append`` does; the file is as it was then.
+    Raises:
+        ValueError: A line is damaged; the message names it or its file.
+        WriteFailed: As ``append`` does; the file is as it was then.
     """
     if not path.is_file():
         return 0
     rows = read(path)
+    if any(type(row.get(key)) is not int for row in rows):
+        raise ValueError(f"{path}: a line has no whole number as {key!r}; remove the line or the file")
     kept = [row for row in rows if row[key] < limit]
     replacement = path.with_name(path.name + ".new")  # renamed into place: a kill here loses neither file
     with naming_disk(path, replacement):

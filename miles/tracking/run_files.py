@@ -155,7 +155,7 @@ class RunFiles:
         """The step of that note; None without one, or if it is damaged: a run that is resumed writes it again."""
         try:
             return int(json.loads((self.output_dir / ENDED_EARLY).read_text(encoding="utf-8"))["step"])
-        except (FileNotFoundError, ValueError, TypeError, KeyError):
+        except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
             return None
 
     def set_aside(self) -> Path | None:

@@ -88,6 +88,6 @@ class RunHeader:
             raise ValueError(f"{output_dir}: no {FILE_NAME} there; give the --output-dir of a run that has started")
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             what_to_do = "read it with the version of miles that wrote it, or copy the run's folder again"
             raise ValueError(f"{path}: cannot be read ({error}); {what_to_do}") from error

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 from miles.arguments.tracking import TrackingArguments
 from miles.input_error import InputError
-from miles.tracking.run_files import SampleRecord, str_value
+from miles.tracking.run_files import METRICS, SampleRecord, str_value
 from miles.tracking.run_header import RunHeader
 
 MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000  # that MLflow takes in one call
@@ -47,15 +47,23 @@ class Sink(Protocol):
 class TensorBoardSink:
     """Writes event files into ``folder``; TensorBoard hides older events from ``resume_step`` on.
 
-    Every method raises ``OSError`` if the file cannot be written.
+    A file that has a quarter of ``max_bytes`` is followed by another, for which the oldest ones are removed if need be.
+    Every method raises ``OSError`` if a file cannot be written.
 
     Args:
         folder: The folder.
         resume_step: The first step of a run that resumes.
         tables: Chooses the answers that are shown as text; None shows none.
+        max_bytes: The bound of the folder.
     """
 
-    def __init__(self, folder: Path, resume_step: int | None = None, tables: SampleTables | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        resume_step: int | None = None,
+        tables: SampleTables | None = None,
+        max_bytes: int = sys.maxsize,
+    ) -> None:
         # Lazily: slow to import, and only the launcher writes. Not torch's SummaryWriter, which needs torch.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -69,25 +77,53 @@ class TensorBoardSink:
         one = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
         self._text = partial(TensorProto, dtype=DT_STRING, tensor_shape=one)
         # Not EventFileWriter either: its thread prints a traceback if the disk is full.
+        self._record_writer = RecordWriter
+        self._folder, self._max_bytes, self._noted = folder, max_bytes, False
         folder.mkdir(parents=True, exist_ok=True)
-        unique = f"{os.getpid()}.{next(_event_files)}"
-        path = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{unique}"
-        self._writer = RecordWriter(path.open("wb"))
-        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._open()
         if resume_step is not None:  # TensorBoard takes a start of this version as the end of later steps
             start = SessionLog(status=SessionLog.START)
             self._add(Event(step=resume_step, file_version="brain.Event:2"))
             self._add(Event(wall_time=time.time(), step=resume_step, session_log=start))
         self._writer.flush()
 
+    def _open(self) -> None:
+        """Begin the next file."""
+        self._make_room()
+        unique = f"{os.getpid()}.{next(_event_files):06d}"
+        path = self._folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{unique}"
+        self._file = path.open("wb")
+        self._writer = self._record_writer(self._file)
+        self._add(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def _make_room(self) -> None:
+        """Remove the oldest files until a quarter of the bound is free. The first time, say so."""
+        files = sorted(self._folder.glob("events.out.tfevents.*"))
+        while sum(file.stat().st_size for file in files) > 0.75 * self._max_bytes:
+            files.pop(0).unlink()
+            if not self._noted:
+                print(
+                    f"note: {self._folder} has reached --metrics-max-mb, so its oldest steps are removed; "
+                    f"{METRICS} has steps of the whole run",
+                    file=sys.stderr,
+                )
+            self._noted = True
+
     def _add(self, event: Any) -> None:
         self._writer.write(event.SerializeToString())
+
+    def _end_record(self) -> None:
+        """Flush what was added, and begin another file if this one is long enough."""
+        self._writer.flush()
+        if self._file.tell() >= 0.25 * self._max_bytes:
+            self._writer.close()
+            self._open()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write every value as a scalar of its own name."""
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
-        self._writer.flush()
+        self._end_record()
 
     def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         """Write some answers of an iteration as a table, in the format of TensorBoard's tab Text."""
@@ -96,7 +132,7 @@ class TensorBoardSink:
         tensor = self._text(string_val=[_markdown_table(rows).encode(errors="backslashreplace")])
         value = self._summary.Value(tag="samples", metadata=self._is_text, tensor=tensor)
         self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
-        self._writer.flush()
+        self._end_record()
 
     def close(self) -> None:
         """Flush and close the event file."""

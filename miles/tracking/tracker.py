@@ -77,7 +77,8 @@ class Tracker:
 
     def _begin_tensorboard(self, resume_step: int | None) -> None:
         tables = SampleTables(self._tracking, self._header)
-        self._tensorboard = TensorBoardSink(self._output_dir / TENSORBOARD, resume_step, tables)
+        most = self._tracking.metrics_max_bytes
+        self._tensorboard = TensorBoardSink(self._output_dir / TENSORBOARD, resume_step, tables, most)
 
     def _try_tensorboard(self, call: Callable[[], None]) -> None:
         """Write TensorBoard's files. If their disk is full, say so and write no more of them."""

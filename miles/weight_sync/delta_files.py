@@ -30,6 +30,7 @@ from miles.strict_json import loads
 from miles.weight_sync.delta_encoding import TensorChange
 
 MANIFEST = "delta.json"
+MAKE_ROOM = "make room, or give another --update-weight-disk-dir"
 _FORMAT = 1
 _VALUES = "values"
 MAX_THREADS = 8  # for checksums and comparisons, which release Python's lock; more wait for memory

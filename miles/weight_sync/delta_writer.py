@@ -13,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
+from miles.host.disk_faults import naming_disk
 from miles.weight_sync.delta_encoding import TensorChange, apply, bits_of, encode, inverse
 from miles.weight_sync.delta_files import (
+    MAKE_ROOM,
     DeltaOffer,
     TensorRecord,
     checksum,
@@ -66,15 +68,16 @@ class DeltaWriter:
             other names, dtypes or shapes: everybody needs all weights then.
 
         Raises:
-            OSError: As the file system does. The next update has no weights to compare with.
+            WriteFailed: The disk is full. The next update has no weights to compare with.
         """
         began = time.perf_counter()
-        with self._lock:
+        self._number += 1
+        folder = self._root / f"delta_{self._number:07d}"
+        staging = folder.with_name(f".writing_{folder.name}")
+        with self._lock, naming_disk(folder, staging, then=MAKE_ROOM):
             kept, base = self._kept, identity_of(self._records)
             self._kept, self._records, self._undo, self._before = {}, {}, {}, None  # until the update is complete
-            self._number += 1
             self._remove_all_but_last()
-            staging = self._root / f".writing_delta_{self._number:07d}"
             staging.mkdir(parents=True)
             compared: dict[str, _Compared] = {}
             files: dict[str, dict[str, int]] = {}
@@ -97,7 +100,7 @@ class DeltaWriter:
             self._undo = {name: of.undo for name, of in compared.items() if of.undo is not None}
             self._before = base
             size = write_manifest(staging, base, self._records, files) + sum(file["bytes"] for file in files.values())
-            self._last = staging.rename(self._root / f"delta_{self._number:07d}")
+            self._last = staging.rename(folder)
             return DeltaOffer(
                 str(self._last),
                 base,

@@ -7,8 +7,11 @@ import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from miles.host.disk_faults import naming_disk
+from miles.weight_sync.delta_files import MAKE_ROOM
 from miles.weight_sync.transport import Delivery, WeightReceiver, stream
 from miles.weights import WeightChunk
 
@@ -36,16 +39,18 @@ class DiskTransport:
         """Keep nothing: a folder belongs to no engine."""
 
     async def write(self, chunks: Iterable[WeightChunk], version: int) -> Path:
-        """Write the weights and return their folder. Raises ``OSError`` as the file system does."""
-        staging = self._root / f".writing_version_{version:07d}"
-        for unfinished in self._root.glob(".writing_version_*"):  # of a run that was killed
-            shutil.rmtree(unfinished)
-        staging.mkdir(parents=True)
-        number = 0
-        async for chunk, _ in stream(chunks):
-            tensors = {name: tensor.contiguous() for name, tensor in chunk.tensors.items()}
-            await asyncio.to_thread(save_file, tensors, staging / f"model-{number:05d}.safetensors", {"format": "pt"})
-            number += 1
-        for earlier in self._root.glob("version_*"):
-            shutil.rmtree(earlier)
-        return staging.rename(self._root / f"version_{version:07d}")
+        """Write the weights and return their folder. Raises ``WriteFailed`` if the disk is full."""
+        folder, staging = self._root / f"version_{version:07d}", self._root / f".writing_version_{version:07d}"
+        with naming_disk(folder, staging, then=MAKE_ROOM, failures=(OSError, SafetensorError)):
+            for unfinished in self._root.glob(".writing_version_*"):  # of a run that was killed
+                shutil.rmtree(unfinished)
+            staging.mkdir(parents=True)
+            number = 0
+            async for chunk, _ in stream(chunks):
+                tensors = {name: tensor.contiguous() for name, tensor in chunk.tensors.items()}
+                path = staging / f"model-{number:05d}.safetensors"
+                await asyncio.to_thread(save_file, tensors, path, {"format": "pt"})
+                number += 1
+            for earlier in self._root.glob("version_*"):
+                shutil.rmtree(earlier)
+            return staging.rename(folder)

@@ -9,13 +9,15 @@ import os
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 
+from miles.host.disk_faults import naming_disk
 from miles.stacks import RUN_FOLDER
 from miles.strict_json import loads
 from miles.weight_sync.delta_encoding import apply, bits_of
@@ -101,6 +103,7 @@ class LocalCopy:
 
         Raises:
             DeltaRefused: This copy is not the base of the delta, or one of both is damaged. The copy may be lost.
+            WriteFailed: This host's disk is full.
         """
         with self._alone():
             contents = self._contents()
@@ -134,10 +137,14 @@ class LocalCopy:
         return _Contents(offer.result, delta.records, contents.headers)
 
     def adopt(self, chunks: Iterable[WeightChunk], sent: str) -> None:
-        """Replace the copy by ``chunks``, unless it has them already: ``sent`` names them. Raises ``OSError``."""
+        """Replace the copy by ``chunks``, unless it has them already: ``sent`` names them.
+
+        Raises:
+            WriteFailed: This host's disk is full.
+        """
         from safetensors.torch import save_file  # not at the top: actors of servers import this module
 
-        with self._alone():
+        with self._alone(), self._naming_disk():
             contents = self._contents()
             if contents is not None and contents.sent == sent:
                 return
@@ -160,12 +167,20 @@ class LocalCopy:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._naming_disk():
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.folder.lstat().st_uid != os.getuid():
             raise PermissionError(f"{self.folder} is another user's; choose another --update-weight-copy-dir")
-        with (self.folder / _LOCK).open("w") as lock:
+        with self._naming_disk():
+            lock = (self.folder / _LOCK).open("w")
+        with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+    def _naming_disk(self) -> AbstractContextManager[None]:
+        what = f"this host's copy of the weights, {self.folder},"
+        then = "make room, or give another --update-weight-copy-dir"
+        return naming_disk(self.folder, what=what, then=then, failures=(OSError, SafetensorError))
 
     def _contents(self) -> _Contents | None:
         try:
@@ -177,8 +192,9 @@ class LocalCopy:
 
     def _note(self, contents: _Contents) -> None:
         staged = self.folder / f".{_CONTENTS}"
-        staged.write_text(json.dumps(asdict(contents)))
-        staged.rename(self.folder / _CONTENTS)
+        with self._naming_disk():
+            staged.write_text(json.dumps(asdict(contents)))
+            staged.rename(self.folder / _CONTENTS)
 
     def _map(self, headers: dict[str, int]) -> dict[str, np.ndarray]:
         """Map the bytes of every tensor into memory, writable; by name. Raises ``DeltaRefused`` for a damaged file."""

@@ -10,6 +10,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from miles import strict_json
+
 
 def whole_numbers(text: str) -> list[int]:
     """Read whole numbers from JSON (``[1,1]``), a comma list (``1,1``), or a Python sum (``[0]*3+[1]*75``).
@@ -56,7 +58,7 @@ def environment_strings(text: str) -> str | None:
     Raises:
         ValueError: It is no JSON object.
     """
-    values = json.loads(text)
+    values = strict_json.loads(text)
     if not isinstance(values, dict):
         raise ValueError("not an object")
     strings = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}

@@ -16,6 +16,7 @@ from typing import Any
 from miles.engine.host import Server
 from miles.engine.sglang.client import SglangClient
 from miles.engine.sglang.shared_servers import SeenServer, SeenServers
+from miles.host.disk_faults import WriteFailed
 
 log = logging.getLogger(__name__)
 
@@ -226,8 +227,13 @@ class Servers:
         self.handle(await self.call(self.in_use, make))
 
     def handle(self, failures: Failures, what: str = "") -> None:
-        """Take failed servers out of use if they are restarted; otherwise raise the first failure."""
+        """Take failed servers out of use if they are restarted; otherwise raise the first failure.
+
+        A full disk is raised in any case, as a restart makes no room.
+        """
         for server, failure in failures:
+            if isinstance(failure, WriteFailed):
+                raise failure
             if not self.restarts:
                 raise RuntimeError(f"{server.name}{what}: {failure}") from failure
             server.fail(failure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
@@ -14,6 +13,7 @@ from miles.environments.tools import ToolEnvironment, content_of, said_of
 from miles.import_path import load_function, load_object
 from miles.input_error import InputError
 from miles.one_line import one_line
+from miles.rewards.user_code import in_thread
 from miles.sample import Prompt
 
 _FLAG = "--environment tool_calls"
@@ -82,8 +82,8 @@ class Calls(ToolEnvironment):
         try:
             if inspect.iscoroutinefunction(self._run):
                 return content_of(await self._run(name, given))
-            return content_of(await asyncio.to_thread(self._run, name, given))
-        except Exception as error:  # a tool may raise anything for what the model asks
+            return content_of(await in_thread(self._run, name, given))
+        except (Exception, SystemExit) as error:  # a tool may raise anything for what the model asks
             return said_of(error)
 
     async def reward(self) -> float:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from miles.environments.base import Environment, EnvironmentKind, EnvironmentMaker, Message, Model
 from miles.environments.verifiers_tasks import METADATA, Origin, open_environment
 from miles.one_line import one_line
+from miles.rewards.user_code import in_thread
 from miles.sample import Prompt
 
 MODEL = "policy"
@@ -68,7 +69,7 @@ class _Served:
 
     async def _serve(self, origin: Origin) -> None:
         try:
-            environment, tasks = await asyncio.to_thread(open_environment, origin["config"], origin["size"])
+            environment, tasks = await in_thread(open_environment, origin["config"], origin["size"])
             async with environment.serving():
                 self.ready.set_result((environment, tasks))
                 await self.ends.wait()

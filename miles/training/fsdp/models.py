@@ -250,7 +250,10 @@ class NothingToReduce(ReduceScatter):
             self._input = torch.empty(*size, dtype=dtype, device=device)
             return self._input
         output, self._input = self._input, None
-        assert tuple(output.shape) == tuple(size) and output.dtype == dtype, "both of a pair have one shape and dtype"
+        assert tuple(output.shape) == tuple(size) and output.dtype == dtype, (
+            f"torch {torch.__version__} does not allocate gradients in pairs of one shape and dtype, as 2.13 does "
+            "(foreach_reduce); install torch 2.13, and report this if it is installed"
+        )
         return output
 
     def __call__(self, *_: object, **__: object) -> None:

@@ -28,11 +28,13 @@ class HostCopies:
 
         Args:
             tensors: Those on other devices stay as they are. Several may share a storage.
-            zeros: Those whose storages hold zeros, which are not copied.
+            zeros: Those whose storages hold zeros, which are not copied: one pass over them checks it.
             device: The device whose memory is freed.
         """
         assert not self._copies and not self._zeros, "onload() comes before the next offload()"
-        for storage in _storages(zeros, device):
+        of_zeros = _storages(zeros, device)
+        assert not any(_bytes_of(storage).any() for storage in of_zeros), "gradients are not 0 between two steps"
+        for storage in of_zeros:
             self._zeros.append((storage, storage.nbytes()))
             storage.resize_(0)
         for storage in _storages(tensors, device):

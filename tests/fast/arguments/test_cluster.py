@@ -13,6 +13,9 @@ SGLANG = "--rollout-engine sglang --actor-num-gpus-per-node 2 --colocate "
     ("flags", "sentence"),
     [
         ('--train-env-vars {"A":1}', "environment variables are strings"),
+        ('--train-env-vars {"A=B":"1"}', "a name is empty or has ="),
+        ('--train-env-vars {"A":"\\u0000"}', "a zero byte, which no environment variable has"),
+        ("--train-env-vars " + "[" * 50_000, "--train-env-vars .*: it is nested more than 100 levels deep"),
         ("--actor-num-nodes 0", "at least 1"),
         ("--rollout-num-gpus 2", "embedded torch engine"),
         ("--offload-train", "--offload-train: would be ignored without --colocate; add that switch"),

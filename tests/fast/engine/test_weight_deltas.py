@@ -1,11 +1,14 @@
-"""Servers that are sent deltas: one that restarts gets the weights of the others."""
+"""Servers that are sent deltas: one that restarts gets the weights of the others, and a full disk is named."""
 
 import shutil
 import signal
 from pathlib import Path
 
+import pytest
 import torch
+from small_disk import fill, mounted_disk
 
+from miles.host.disk_faults import WriteFailed
 from miles.weight_sync.delta_writer import DeltaWriter
 from miles.weight_sync.local_copy import chunks_in
 from miles.weight_sync.offered import OfferedWeights
@@ -46,3 +49,16 @@ async def test_a_server_that_restarts_follows_its_host_or_gets_all_weights(tmp_p
         shutil.rmtree(server.copies)
         export(6.0)  # the trainer is ahead
         assert await restart() == [1.0, 5.0] and chunks.refusals == 1, "its host has lost them"
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_host_without_room_for_the_weights_ends_the_run(tmp_path, restarts):
+    """No server is restarted for it: that makes no room."""
+    flags = {"update_weight_transfer_mode": "disk-delta", "use_fault_tolerance": restarts}
+    with mounted_disk(tmp_path / "disk") as disk:
+        async with started_engine(tmp_path, 1, updated=False, **flags) as (engine, (server,)):
+            server.copies = str(disk)
+            fill(disk)
+            with pytest.raises(WriteFailed, match=f"copy of the weights, {disk}/.* is full; make room, or"):
+                await engine.update_weights([WeightChunk({"w": torch.zeros(2**15)})], 3)
+            assert server.starts == 1

@@ -36,6 +36,12 @@ def stop_iteration(samples): return next(iter(()))
 def exits(samples): raise SystemExit(3)
 def interrupted(samples): raise KeyboardInterrupt
 def shouts(samples): raise ValueError("x" * 10**7 + "\\x1b[2J\\n")
+class Silent(Exception):
+    def __str__(self): raise ValueError
+class SilentEnd(BaseException):
+    __str__ = Silent.__str__
+def fails_to_say(samples): raise Silent
+def ends_without_words(samples): raise SilentEnd
 def os_exit(samples): os._exit(7)
 def crashes(samples): ctypes.string_at(0)
 def exits_for_bad(samples):
@@ -109,6 +115,8 @@ def fault_of(function, samples):
         ("exits", "raised SystemExit: 3"),
         ("interrupted", "raised KeyboardInterrupt"),
         ("shouts", "raised ValueError: xxx"),
+        ("fails_to_say", "raised Silent: (its str raises ValueError)"),
+        ("ends_without_words", "raised SilentEnd: (its str raises ValueError)"),
         ("os_exit", "ended its process with exit code 7, as os._exit does"),
         ("crashes", "ended its process with SIGSEGV, a crash of the interpreter or a kill"),
     ],
@@ -187,6 +195,11 @@ def test_the_process_is_kept_between_calls(process, make_sample):
     samples = [make_sample("a"), make_sample("b")]
     assert scored(function, samples) == 0 and scored(function, samples[:1]) == 0
     assert samples[0].reward == samples[1].reward != os.getpid()
+
+
+def test_without_a_limit_a_call_takes_its_time(process, make_sample):
+    sample = make_sample("ccc")
+    assert scored(process("exits_for_bad", seconds=0.0), [sample]) == 0 and sample.reward == 3.0
 
 
 def test_standard_input_is_empty(process, make_sample):

@@ -9,7 +9,7 @@ import pytest
 
 from miles.rewards import user_code
 from miles.rewards.scoring import RewardError, score
-from miles.rewards.user_code import UserCodeError, UserCodeTimeout, call_user_code
+from miles.rewards.user_code import UserCodeError, UserCodeTimeout, call_user_code, in_thread
 
 
 def call(function, *args, seconds=5.0):
@@ -32,6 +32,13 @@ def test_other_exceptions_become_ordinary_ones(error, kind):
     with pytest.raises((UserCodeError, RuntimeError)) as caught:
         call(raising(error)[kind])
     assert type(error).__name__ in f"{caught.value!r} {caught.value.__cause__!r}"
+
+
+@pytest.mark.parametrize("error", [StopIteration("no number"), SystemExit(3), KeyboardInterrupt(), KeyError("missing")])
+async def test_whatever_a_thread_raises_arrives(error):
+    with pytest.raises(Exception, match="no number|raised SystemExit: 3|raised KeyboardInterrupt|missing") as caught:
+        await asyncio.wait_for(in_thread(raising(error)[0]), 20)
+    assert error in (caught.value, caught.value.__cause__) and not isinstance(caught.value, StopIteration)
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["sync", "async"])

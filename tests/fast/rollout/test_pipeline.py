@@ -25,6 +25,7 @@ from miles.data.custom_source import CustomStream
 from miles.input_error import InputError
 from miles.objective.settings import LossArguments
 from miles.rewards.settings import RewardArguments
+from miles.rewards.user_code import UserCodeError
 from miles.rollout import pipeline as pipelines
 from miles.rollout.debug_data import load_rollout
 from miles.rollout.filters import FilterDecision
@@ -404,3 +405,14 @@ async def test_conversations_are_collected_without_an_engine(settings, tmp_path)
 def test_it_imports_no_ray():
     program = f"import sys; import {pipelines.__name__}, miles.batching.schedule; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("flag", ["rollout_all_samples_process_path", "custom_rollout_log_function_path"])
+async def test_a_function_that_raises_stop_iteration_does_not_hang_the_run(
+    settings, weights, tmp_path, monkeypatch, flag
+):
+    (tmp_path / "iterating_functions.py").write_text("def first(*given): return next(iter(()))")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pipeline = await build(settings(**{flag: "iterating_functions:first"}))
+    with pytest.raises(UserCodeError, match="raised StopIteration"):
+        await asyncio.wait_for(collect(pipeline, weights, 0), 60)

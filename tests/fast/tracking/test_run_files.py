@@ -92,8 +92,18 @@ def test_a_line_cut_by_a_kill_is_left_out_and_resume_removes_it(tmp_path: Path) 
     assert [row["a"] for row in files.read_metrics()] == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("broken", ["{oops}", "[1, 2]"])
+@pytest.mark.parametrize("broken", ["{oops}", "[1, 2]", "[" * 100_000, '{"step": ' + "9" * 6000 + "}", "\0" * 100])
 def test_a_broken_line_is_named(tmp_path: Path, broken: str) -> None:
     (tmp_path / METRICS).write_text('{"step": 0}\n' + broken + "\n")
-    with pytest.raises(ValueError, match=rf"{METRICS}:2: "):
-        RunFiles(tmp_path).read_metrics()
+    for use in (RunFiles(tmp_path).read_metrics, lambda: RunFiles(tmp_path).drop_from(1)):
+        with pytest.raises(ValueError, match=rf"{METRICS}:2: "):
+            use()
+
+
+@pytest.mark.parametrize("step", ["null", '"1"', "1.5", "true"])
+def test_a_run_does_not_resume_beside_a_row_without_a_step(tmp_path: Path, step: str) -> None:
+    whole = f'{{"step": 0}}\n{{"step": {step}}}\n'
+    (tmp_path / METRICS).write_text(whole)
+    with pytest.raises(ValueError, match=f"{METRICS}: a line has no whole number as 'step'; remove the line"):
+        RunFiles(tmp_path).drop_from(1)
+    assert (tmp_path / METRICS).read_text() == whole

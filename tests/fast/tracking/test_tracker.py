@@ -124,6 +124,27 @@ def test_metrics_stay_within_their_bound_and_every_reader_works(tmp_path: Path) 
     assert [row["step"] for row in RunFiles(tmp_path).read_metrics()][-2:] == [789, 790]
 
 
+def test_tensorboard_stays_within_the_bound_and_keeps_the_newest_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step has some 4 KB. The run is resumed in the middle, and reaches the bound before and after."""
+    many = {f"train/{number}{'x' * 400}": float(number) for number in range(10)}
+    tracking = arguments(tmp_path, metrics_max_mb=1.0, no_report=True)
+    for first, last in ((1, 400), (351, 800)):
+        with Tracker(tracking, HEADER) as tracker:
+            if first > 1:
+                tracker.resume(first)
+            for step in range(first, last + 1):
+                tracker.log(step, many | {"rollout/reward": float(step)})
+                used = sum(file.stat().st_size for file in (tmp_path / TENSORBOARD).iterdir())
+                assert used < 1_000_000 + 5_000, "the bound and a step"
+        found = scalars(tmp_path, "rollout/reward")
+        assert found == [(step, float(step)) for step in range(found[0][0], last + 1)] and len(found) > 100
+        assert capsys.readouterr().err.count(f"{tmp_path / TENSORBOARD} has reached --metrics-max-mb") == 1
+    (last_file, *_) = sorted((tmp_path / TENSORBOARD).iterdir(), reverse=True)
+    assert last_file.stat().st_size < 300_000
+
+
 def test_all_samples_are_stored(tmp_path: Path) -> None:
     run(arguments(tmp_path, report_samples=4), range(1))
     assert [s.prompt for s in RunFiles(tmp_path).read_samples()[0]] == [f"p{i}" for i in range(8)]

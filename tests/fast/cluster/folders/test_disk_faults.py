@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import subprocess
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from small_checkpoint import one_rank, save_checkpoint
+from small_disk import file_limit, mounted_disk
 
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.model import ModelArguments
@@ -81,43 +81,29 @@ def test_a_failed_save_leaves_earlier_checkpoints_and_nothing_half_written(tmp_p
     assert check_checkpoint(tmp_path / "iter_0000002") is not None
 
 
-@pytest.fixture
-def file_limit():
-    """Limit the size of files to that of nothing useful, as a quota does: every write fails in the kernel."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_the_kernel_refuses_to_write(tmp_path, file_limit):
+def test_the_kernel_refuses_to_write(tmp_path):
     save_checkpoint(tmp_path, 2)
 
     def write(folder):
-        file_limit(1000)
-        (folder / "weights").write_bytes(bytes(10_000))
+        with file_limit(1000):
+            (folder / "weights").write_bytes(bytes(10_000))
 
     with pytest.raises(WriteFailed, match="ulimit"):
         driver(tmp_path, write).save(4, {})
-    file_limit(resource.RLIM_INFINITY)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000002"]
 
 
-def test_the_disk_is_probed_if_the_error_has_no_number(tmp_path, file_limit):
+def test_the_disk_is_probed_if_the_error_has_no_number(tmp_path):
     """PyTorch's own errors, sent from another rank, have none."""
-    file_limit(1000)
-    assert "ulimit" in disk_fault(tmp_path, RuntimeError("unexpected pos 64 vs 0"))
+    with file_limit(1000):
+        assert "ulimit" in disk_fault(tmp_path, RuntimeError("unexpected pos 64 vs 0"))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mount a disk of 1 MiB, which needs the right to mount."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("may not mount a disk")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+    with mounted_disk(tmp_path / "disk") as disk:
+        yield disk
 
 
 def test_a_real_full_disk_is_named_though_pytorch_does_not_say_so(small_disk):

@@ -51,6 +51,10 @@ def moe_model(tiny_model, tmp_path_factory):
     return folder
 
 
+def flags_of(case, moe_model):
+    return [*CASES[case], *(["--hf-checkpoint", str(moe_model)] if case == "moe" else [])]
+
+
 def run_and_resume(launch, workplace, name, *flags):
     """Run to the end with a checkpoint in between, then again from that checkpoint into other folders."""
     whole_folder, resumed_folder = workplace / f"{name}_whole", workplace / f"{name}_resumed"
@@ -84,8 +88,8 @@ def trained(row):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_run_that_was_not_stopped(launch, workplace, moe_model, case):
-    model = ["--hf-checkpoint", str(moe_model)] if case == "moe" else []
-    (whole, kept), (resumed, other) = run_and_resume(launch, workplace, f"{case}_exactly", *CASES[case], *model)
+    flags = flags_of(case, moe_model)
+    (whole, kept), (resumed, other) = run_and_resume(launch, workplace, f"{case}_exactly", *flags)
     for iteration in range(SAVED, ALL):
         assert samples(other, iteration) == samples(kept, iteration), iteration
     found, wanted = resumed.rows(), whole.rows()
@@ -101,10 +105,10 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(launch, workplace, moe_mo
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", ["fsdp", "megatron"])
-def test_an_asynchronous_run_resumes_with_the_same_prompts(launch, workplace, case):
+@pytest.mark.parametrize("case", CASES)
+def test_an_asynchronous_run_resumes_with_the_same_prompts(launch, workplace, moe_model, case):
     """Its samples differ by design: those in progress are generated again, with the weights of the checkpoint."""
-    flags = [*CASES[case], "--async-steps", "1", "--use-tis"]
+    flags = [*flags_of(case, moe_model), "--async-steps", "1", "--use-tis"]
     (whole, kept), (resumed, other) = run_and_resume(launch, workplace, f"{case}_async", *flags)
     for iteration in range(SAVED, ALL):
         assert prompts(other, iteration) == prompts(kept, iteration), iteration

@@ -1,6 +1,7 @@
 """Runs whose engines are sent what has changed: they are the runs whose engines are sent all weights."""
 
 import pytest
+from small_disk import fill, mounted_disk
 
 DELTAS = ["--update-weight-transfer-mode", "disk-delta"]
 SERVERS = ["--rollout-engine", "sglang", "--sglang-max-total-tokens", "4096", "--sglang-max-running-requests", "32"]
@@ -55,3 +56,19 @@ def test_a_rollout_worker_that_is_killed_gets_the_newest_weights(launch):
     assert run.wait() == 0, run.err
     assert sorted(run.rows()) == list(range(1, 7))
     assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-4 for step, row in run.rows().items() if step % 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--update-weight-disk-dir", "--update-weight-copy-dir"])
+def test_a_full_disk_ends_the_run_with_one_sentence(launch, workplace, tmp_path, flag):
+    """A restart makes no room, so there is none."""
+    saved = workplace / f"full{flag}_ckpt"
+    more = ["--save", saved, "--save-interval", "1", "--max-restarts", "1", flag]
+    with mounted_disk(tmp_path / "disk") as disk:
+        fill(disk)
+        run = launch(f"full{flag}", *DELTAS, *more, disk)
+        assert run.wait() == 1, run.err
+    last = run.err.splitlines()[-1]
+    assert f" {disk}/" in last and f"the disk tmpfs at {disk} (0 of 0.00105 GB free) is full; make room, or" in last
+    assert f"give another {flag}; " in last and "Traceback" not in run.err and "restarting" not in run.err
+    assert run.none_left()

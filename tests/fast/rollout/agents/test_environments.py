@@ -141,6 +141,22 @@ async def call(name, arguments):
 
 def fails(name, arguments):
     raise OSError("closed")
+
+class Silent(Exception):
+    def __str__(self):
+        raise ValueError
+
+def fails_to_say(name, arguments):
+    raise Silent
+
+def finds_nothing(name, arguments):
+    return next(iter(()))
+
+def exits(name, arguments):
+    raise SystemExit(2)
+
+async def exits_later(name, arguments):
+    raise SystemExit(2)
 """
 
 
@@ -161,11 +177,25 @@ async def test_one_function_runs_the_tools_of_a_list(price_tools, random_engine,
     assert "<|im_start|>tool\n7<|im_end|>" in chat_tokenizer.decode(sample.tokens)
 
 
-async def test_the_tools_may_be_those_of_the_row(price_tools, random_engine, chat_tokenizer):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fails", "OSError: closed"),
+        ("fails_to_say", "Silent: (its str raises ValueError)"),
+        ("finds_nothing", "StopIteration"),
+        ("exits", "SystemExit: 2"),
+        ("exits_later", "SystemExit: 2"),
+    ],
+)
+async def test_the_model_reads_whatever_a_tool_raises(price_tools, random_engine, chat_tokenizer, name, said):
+    """The tools may be those of the row."""
     prompt = Prompt("a pear", (1, 2), "7", {}, input="a pear", tools=[{"name": "price"}])
-    made = generator("tool_calls:call=price_tools:fails")
+    made = generator(f"tool_calls:call=price_tools:{name}")
     [sample] = (await played(made, random_engine(texts=[CALL, "7"]), chat_tokenizer, prompt)).samples
-    assert "error: OSError: closed" in chat_tokenizer.decode(sample.tokens)
+    assert f"tool\nerror: {said}<|im_end|>" in chat_tokenizer.decode(sample.tokens)
+
+
+async def test_a_row_without_tools_fails(price_tools, random_engine, chat_tokenizer):
     [sample] = (await played(generator("tool_calls:call=price_tools.call"), random_engine(), chat_tokenizer)).samples
     assert "the row has no tools" in sample.failure
 

@@ -20,6 +20,7 @@ from state_checks import ADAM, CASE, PLAIN
 from miles.objective.settings import LossArguments
 from miles.training.megatron.backend import MegatronBackend
 from miles.training.megatron.checkpoint.optimizer_state import AdamState
+from miles.training.megatron.offload import gradients
 from miles.training.trainer import Trainer
 
 # A critic, and a reference of fp32 weights that follows the policy: all that a rank can have.
@@ -93,6 +94,22 @@ def host_memory_and_back_changes_nothing(process: RankProcess) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), bf16
 
 
+def gradients_that_are_left_are_found(process: RankProcess) -> None:
+    """They are not copied, so they would be lost; nothing has moved when that is found."""
+    backend = _backend(process, PLAIN, True)
+    _train(backend)
+    expected = _state(backend)
+    (gradient, *_) = gradients(backend.policy.distributed)
+    gradient[-1] = 1e-30
+    try:
+        backend.offload()
+    except AssertionError as error:
+        assert "gradients are not 0" in str(error)
+    else:
+        raise AssertionError("a gradient was lost")
+    assert gradient[-1] != 0 and all(torch.equal(a, b) for a, b in zip(_state(backend), expected, strict=True))
+
+
 def with_the_optimizer_in_host_memory_too(process: RankProcess) -> None:
     """With ``--optimizer-cpu-offload``, half of the state is updated there, and half moves."""
     sizes = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
@@ -108,7 +125,7 @@ def with_the_optimizer_in_host_memory_too(process: RankProcess) -> None:
 
 _ALWAYS = (host_memory_and_back_changes_nothing,)
 OF_LAYOUT = {
-    "one": _ALWAYS,
+    "one": (*_ALWAYS, gradients_that_are_left_are_found),
     "dp2, distributed optimizer": (*_ALWAYS, with_the_optimizer_in_host_memory_too),
     "tp2 with sp, dp2, distributed optimizer": _ALWAYS,
     "pp3, interleaved": _ALWAYS,
