@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor
@@ -126,6 +127,8 @@ if hasattr(aten, "_grouped_mm"):
 
 
 NOT_SENDING = ("barrier", "wait_tensor", "recv")
+COPIED_BY_GLOO = ("allgather", "reduce_scatter")  # through a buffer as large as the whole (ProcessGroupGloo.cpp)
+CUDA_BLOCK = 512  # bytes to which PyTorch's allocator rounds
 
 
 class Meter(TorchDispatchMode):
@@ -136,14 +139,22 @@ class Meter(TorchDispatchMode):
         tallies: Operations and collectives by phase.
     """
 
-    def __init__(self, fake: FakeTensorMode, vocabulary: int, block: int = 1) -> None:
-        """``vocabulary`` tells logits from activations: their last dimension; ``block`` is what sizes round up to."""
+    def __init__(self, fake: FakeTensorMode, vocabulary: int, on_gpu: bool = True) -> None:
+        """Start with an empty record.
+
+        Args:
+            fake: The mode that runs the operations.
+            vocabulary: Tells logits from activations: their last dimension.
+            on_gpu: Whether allocations are those of a GPU, whose allocator rounds sizes up, or of this host, where
+                operations and collectives copy what a GPU reads in place.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
+        self.on_gpu = on_gpu
         self.phase = Phase.BUILD
         self.tallies: dict[Phase, Tally] = {}
         self.vocabulary = vocabulary
-        self._block = block
+        self._block = CUDA_BLOCK if on_gpu else 1
         self._events: list[_Event] = []
         self._live: dict[int, tuple[int, int]] = {}  # a storage's address: its number, and its bytes
         self._kinds: dict[int, Kind] = {}  # by the storage's number; activations if it is not there
@@ -289,6 +300,12 @@ class Meter(TorchDispatchMode):
         number, size = self._live.pop(key)
         self._events.append(_Event(number, -size, self.phase))
 
+    def _note_passing(self, size: int, kind: Kind) -> None:
+        """Record ``size`` bytes that are released before the next operation."""
+        self._numbers += 1
+        self._kinds[self._numbers] = kind
+        self._events += (_Event(self._numbers, size, self.phase), _Event(self._numbers, -size, self.phase))
+
     def _resized(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self._live:
@@ -317,6 +334,8 @@ class Meter(TorchDispatchMode):
                 self._kinds.setdefault(entry[0], Kind.COMMUNICATION)
         size = max(sum(_size(leaf) for leaf in tree_iter(argument)) for argument in args)
         self._tally().messages[Message(name, size, ranks)] += 1
+        if not self.on_gpu and name in COPIED_BY_GLOO:
+            self._note_passing(size, Kind.COMMUNICATION)
 
     def _note_work(
         self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor], result: Any
@@ -329,6 +348,10 @@ class Meter(TorchDispatchMode):
         if not floating or not isinstance(floating[0], FakeTensor | torch.Tensor):
             return
         packet = func._overloadpacket
+        if not self.on_gpu and torch.Tag.pointwise in func.tags:
+            copies = _converted_bytes(func, given, made)
+            if copies:
+                self._note_passing(copies, _KIND_OF_PHASE.get(self.phase, Kind.ACTIVATIONS))
         flops = 0
         if packet in EXTRA_FLOPS:
             flops = EXTRA_FLOPS[packet](*args, **kwargs)
@@ -389,6 +412,22 @@ def _grouped_in_fp32(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None
     return (
         a.new_empty(*a.shape[:-1], b.shape[-1]) if a.ndim == 2 or b.ndim == 3 else a.new_empty(a.shape[1], b.shape[1])
     )
+
+
+def _converted_bytes(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> int:
+    """Return the bytes of the copies that an elementwise operation makes on a CPU if its tensors differ in dtype.
+
+    PyTorch's ``TensorIterator`` converts operands, and a result that is given, to a common dtype. On a GPU the kernel
+    does that number by number.
+    """
+    operands = given[1:] if func._opname == "where" else given
+    if len({tensor.dtype for tensor in operands}) < 2:
+        return 0
+    _, common = elementwise_dtypes(*operands, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
+    converted = [tensor for tensor in operands if tensor.dtype != common]
+    if func._schema.is_mutable:  # the result is one of the operands
+        converted += [tensor for tensor in made if tensor.dtype != common]
+    return sum(tensor.numel() * common.itemsize for tensor in converted)
 
 
 def _size(leaf: Any) -> int:

@@ -29,7 +29,6 @@ from miles.training.scoring import needs_of
 from miles.training.trainer import Role, critic_role, policy_role
 
 STEPS = 1_000_000  # of the run; only the learning rate depends on them
-CUDA_BLOCK = 512  # bytes to which PyTorch's allocator rounds
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def trace_rank(settings: Settings, rank: int, imbalance: float = 1.0, on_gpu: bo
     """
     shard = step_of_one_rank(settings)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    meter = Meter(fake, vocabulary=0, block=CUDA_BLOCK if on_gpu else 1)
+    meter = Meter(fake, vocabulary=0, on_gpu=on_gpu)
     with ExitStack() as stack:
         stack.enter_context(fake_ranks(rank, settings.cluster.world_size))
         stack.enter_context(fused_attention() if on_gpu else nullcontext())

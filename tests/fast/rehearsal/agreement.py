@@ -71,12 +71,6 @@ def figures(name: str, folder: Path) -> list[Figure]:
     return found
 
 
-def _gathered(trace: RankTrace) -> int:
-    """Return the bytes of the updated weights that the optimizer's ranks exchange: gloo gathers into a buffer."""
-    messages = trace.tallies[Phase.OPTIMIZE].messages if Phase.OPTIMIZE in trace.tallies else ()
-    return max((message.bytes for message in messages if message.name == "allgather"), default=0)
-
-
 def _of_rank(rank: int, trace: RankTrace, measured: Measured) -> list[Figure]:
     held = total(trace.resident)
     found = [Figure(rank, "held", held, measured.held)]
@@ -84,8 +78,6 @@ def _of_rank(rank: int, trace: RankTrace, measured: Measured) -> list[Figure]:
     sent: Counter[str] = Counter()
     for part, phases in PHASES.items():
         peak = max((total(trace.peaks[phase]) for phase in phases if phase in trace.peaks), default=held)
-        if part == OPTIMIZER:
-            peak = max(peak, held + _gathered(trace))
         if part != OPTIMIZER:
             found.append(Figure(rank, f"peak {part}", peak - held, measured.peaks[part]))
         found.append(Figure(rank, f"memory {part}", peak, measured.held + measured.peaks[part]))

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -291,15 +291,11 @@ def measure(name: str, folder: Path, rank: int) -> None:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    """Measure, with new processes for each backend and number of ranks, and write what failed to results.json."""
+    """Measure each layout with new processes, and write what failed to results.json."""
     failed: dict[str, str] = {}
-
-    def kind(name: str) -> tuple[str, int]:
-        return LAYOUTS[name].backend, LAYOUTS[name].ranks
-
-    for (backend, ranks), group in groupby(sorted(names, key=kind), key=kind):
-        checks = {name: partial(measure, name, folder) for name in group}
-        failed |= run_on_ranks(folder, f"{backend} on {ranks}", list(range(ranks)), checks)
+    for name in names:
+        ranks = list(range(LAYOUTS[name].ranks))
+        failed |= run_on_ranks(folder, f"ranks of {name}", ranks, {name: partial(measure, name, folder)})
     (folder / "results.json").write_text(json.dumps(failed))
 
 

@@ -225,7 +225,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     for group in (FSDP, MEGATRON):
         script = Path(__file__).with_name("measured.py")
         names = [name for name in group if name in selected]
-        failed = run_checks(script, folder, *names, seconds=1200) if names else {}
+        failed = run_checks(script, folder, *names, seconds=3600) if names else {}
         assert not {name: why for name, why in failed.items() if why}
     return folder
 
