@@ -15,7 +15,8 @@ from miles.tracking.console import ConsoleSink, JsonSink, RunOutput
 from miles.tracking.phase_progress import Details
 from miles.tracking.run_files import CONFIG, TENSORBOARD, RunFiles, SampleRecord
 from miles.tracking.run_header import RunHeader
-from miles.tracking.sinks import MlflowSink, SampleTables, Sink, Status, TensorBoardSink, WandbSink, failure_note
+from miles.tracking.sinks import MlflowSink, SampleTables, Sink, Status, TensorBoardSink, failure_note
+from miles.tracking.wandb_sink import WandbSink
 
 
 class Tracker:
