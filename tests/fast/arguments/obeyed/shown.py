@@ -321,6 +321,7 @@ tracking/test_tracker.py
 tracking/test_wandb_sink.py
   test_wandb_writes_a_table_of_answers_offline: use_wandb
   test_wandb_has_the_run_that_the_flag_names: wandb_run_id
+  test_mode_and_folder_are_those_of_the_flags_and_a_resumed_run_keeps_its_id: wandb_mode wandb_dir
 
 # megatron
 parallel/test_dims.py
