@@ -42,6 +42,7 @@ def log_in(tracking: TrackingArguments) -> None:
         if tracking.wandb_mode is not None:  # WANDB_MODE may say otherwise
             wandb.setup(wandb.Settings(mode=tracking.wandb_mode))
         wandb.login(key=tracking.wandb_key, host=tracking.wandb_host)
+    _end_service()
 
 
 class WandbSink:
@@ -106,7 +107,18 @@ class WandbSink:
 
     def close(self) -> None:
         """Finish the run: waits until everything is uploaded."""
-        self._run.finish(exit_code=0 if self.status == "FINISHED" else 1)
+        try:
+            self._run.finish(exit_code=0 if self.status == "FINISHED" else 1)
+        finally:
+            _end_service()
+
+
+def _end_service() -> None:
+    """End W&B's own process, which the run's guard would kill, unless the user has a W&B run in this process."""
+    import wandb
+
+    if wandb.run is None:
+        wandb.teardown()
 
 
 def _folder(tracking: TrackingArguments) -> tuple[str, str]:
@@ -137,6 +149,7 @@ def _failing_in_one_sentence(tracking: TrackingArguments, run_id: str | None = N
     try:
         yield
     except Exception as error:
+        _end_service()
         cause = one_line(str(error), CAUSE_LENGTH).strip().rstrip(".") or type(error).__name__
         checked = ["the key (WANDB_API_KEY or --wandb-key)"]
         checked += ["--wandb-host"] if tracking.wandb_host is not None else []

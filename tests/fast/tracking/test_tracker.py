@@ -288,6 +288,8 @@ def test_wandb_gets_the_settings_and_the_steps_but_no_key(
         Table=lambda columns, data: (columns, data),
         login=lambda **given: calls.append(("login", given)),
         init=lambda **given: calls.append(("init", given)) or wandb_run,
+        run=None,
+        teardown=lambda: None,
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     named = {"wandb_key": "sesame", "wandb_host": "h", "wandb_team": "t", "wandb_group": "g"}

@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import wandb
 
@@ -36,6 +37,11 @@ def no_key_and_no_settings(monkeypatch, tmp_path):
     wandb.teardown()
 
 
+def services() -> list[psutil.Process]:
+    """Return W&B's own processes that this one has started."""
+    return [child for child in psutil.Process().children() if child.name().startswith("wandb")]
+
+
 def given(folder: Path, **flags) -> TrackingArguments:
     return TrackingArguments(use_wandb=True, output_dir=str(folder), **flags)
 
@@ -45,7 +51,9 @@ def test_wandb_writes_a_table_of_answers_offline(tmp_path, monkeypatch):
     sink = WandbSink(given(tmp_path), HEADER)
     sink.log(3, {"train/loss": 0.5})
     sink.log_samples(3, SAMPLES)
+    assert services()
     sink.close()
+    assert not services()
     [path] = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
     table = json.loads(path.read_text())
     assert table["columns"] == list(SampleTables.columns)
