@@ -100,7 +100,7 @@ class OpenRlhf(Launcher):
         if translation.has(key := named("--train.async_enable")):
             translation.differ(key, f"see {queue} there", "--async-steps", 1)
         rows = {named(key): row for key, row in ROWS.items() if row.kind != "flag"}
-        if {"--prompt_max_len", "--generate_max_len"} & given.keys():  # up to 0.9.9, where the two have no common bound
+        if {"--prompt_max_len", "--generate_max_len"} & given.keys():  # 0.9.0 has no bound of their sum
             rows["--max_len"] = replace(rows["--max_len"], default=None)
         apply(rows, translation)
         if is_earlier:

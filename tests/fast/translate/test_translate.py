@@ -185,6 +185,34 @@ def test_what_verl_registers_and_is_not_translated_is_said_to_be_elsewhere(tmp_p
     assert len(why) == 2 and all("docs/objectives.md has its flags" in text for text in why)
 
 
+@pytest.mark.parametrize("words", ["--config-path={folder} --config-name=mine", "-cp {folder} -cn mine.yaml"])
+def test_a_command_of_hydra_overrides_the_file_that_it_names(tmp_path, words):
+    (tmp_path / "conf").mkdir()
+    below = (
+        "trainer: {test_freq: 5}\ndata: {train_files: a.parquet, val_files: b.parquet, filter_overlong_prompts: true}"
+    )
+    (tmp_path / "conf" / "mine.yaml").write_text(f"{FILES['verl.yaml']}{below}\n")
+    for folder in ("conf", tmp_path / "conf"):
+        command = f"python3 -m verl.trainer.main_ppo {words.format(folder=folder)} actor_rollout_ref.rollout.n=2"
+        _, translation, objective = translated(tmp_path, "run.sh", f"{command} trainer.nnodes=3\n")
+        shown = " ".join(translation.words)
+        assert "--n-samples-per-prompt 2" in shown and "--actor-num-nodes 3" in shown and "--lr 1e-06" in shown
+        assert "--advantage-estimator grpo" in shown and objective.mode == "sample_mean"
+        assert "--eval-prompt-data val b.parquet" in shown and "--eval-interval 5" in shown
+        assert "--label-key reward_model.ground_truth" in shown and "" not in translation.words
+        assert [setting.key for setting in translation.unknown] == ["made.up"]
+
+
+def test_a_file_that_a_command_of_hydra_names_must_be_there(tmp_path, capsys):
+    path = tmp_path / "run.sh"
+    path.write_text("python3 -m verl.trainer.main_ppo --config-name ppo_trainer data.train_batch_size=8\n")
+    assert cli.main(["translate", str(path)]) == 0
+    path.write_text("python3 -m verl.trainer.main_ppo --config-name mine data.train_batch_size=8\n")
+    capsys.readouterr()
+    assert cli.main(["translate", str(path)]) == 2
+    assert "--config-name mine: there is no mine.yaml" in capsys.readouterr().err
+
+
 def test_verl_without_a_scale_factor_divides_by_the_padded_width(tmp_path):
     text = "actor_rollout_ref: {actor: {loss_agg_mode: seq-mean-token-sum-norm}}\n"
     _, _, objective = translated(tmp_path, "verl.yaml", text)
