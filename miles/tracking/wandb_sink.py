@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, cast
 
 from miles.arguments.tracking import TrackingArguments
 from miles.input_error import InputError
@@ -39,8 +40,8 @@ def log_in(tracking: TrackingArguments) -> None:
     import wandb
 
     with _failing_in_one_sentence(tracking):
-        if tracking.wandb_mode is not None:  # WANDB_MODE may say otherwise
-            wandb.setup(wandb.Settings(mode=tracking.wandb_mode))
+        if (given := _given_mode(tracking)) is not None:  # WANDB_MODE may say otherwise
+            wandb.setup(wandb.Settings(mode=given))
         wandb.login(key=tracking.wandb_key, host=tracking.wandb_host)
     _end_service()
 
@@ -74,7 +75,7 @@ class WandbSink:
                 group=tracking.wandb_group,
                 entity=tracking.wandb_team,
                 name=title if continued is None else None,  # it has its name
-                mode=tracking.wandb_mode,
+                mode=_given_mode(tracking),
                 dir=_folder(tracking)[1],
                 id=run_id,
                 resume=None if run_id is None else "allow",
@@ -119,6 +120,11 @@ def _end_service() -> None:
 
     if wandb.run is None:
         wandb.teardown()
+
+
+def _given_mode(tracking: TrackingArguments) -> Literal["online", "offline", "disabled"] | None:
+    """Return ``--wandb-mode``, which validation has limited to these."""
+    return cast(Literal["online", "offline", "disabled"] | None, tracking.wandb_mode)
 
 
 def _folder(tracking: TrackingArguments) -> tuple[str, str]:
