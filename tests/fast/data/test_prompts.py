@@ -199,7 +199,5 @@ def test_a_part_of_a_column_is_named_with_a_dot(tmp_path, tokenizer):
     assert [(prompt.text, prompt.label) for prompt in found] == [("2*3=", "6"), ("7*8=", "56")]
     last = load_prompts(path, named, tokenizer, labels_optional=True).prompts[-1]
     assert (last.text, last.label) == ("a column of that name", None)
-    with pytest.raises(
-        InputError, match=r"rows.jsonl:3: no column 'reward_model.ground_truth'"
-    ):
+    with pytest.raises(InputError, match=r"rows.jsonl:3: no column 'reward_model.ground_truth'"):
         load_prompts(path, named, tokenizer)
