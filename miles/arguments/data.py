@@ -41,7 +41,7 @@ class DataArguments:
         None, "your source of rows, in the place of --prompt-data (docs/data.md), module:class"
     )
     input_key: str = flag("input", "column of the prompt: text, or a list of chat messages")
-    label_key: Optional[str] = flag(None, "column of the reference answer")
+    label_key: Optional[str] = flag(None, "column of the reference answer, or a part of one: answer.text")
     metadata_key: str = flag("metadata", "column of an object for rewards and filters, if there is one")
     tool_key: str = flag("tools", "column of the tools that the chat template shows to the model, if there is one")
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")

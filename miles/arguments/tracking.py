@@ -57,7 +57,17 @@ class TrackingArguments:
         False, "name the W&B run by the run's title alone, without random letters after it"
     )
     wandb_run_id: Optional[str] = flag(
-        None, "id of the W&B run: one that exists is continued, else it is created; default: WANDB_RUN_ID, or a new one"
+        None,
+        "id of the W&B run: one that exists is continued, else it is created; default: WANDB_RUN_ID, or that of the "
+        "checkpoint in --load, or a new one",
+    )
+    wandb_mode: Optional[str] = flag(
+        None,
+        "send to the W&B server, write files for wandb sync, or do neither; default: WANDB_MODE, or online",
+        choices=("online", "offline", "disabled"),
+    )
+    wandb_dir: Optional[str] = flag(
+        None, "folder of W&B's files, in which wandb/ is made; default: WANDB_DIR, or --output-dir", metavar="DIR"
     )
     wandb_key: Optional[str] = flag(None, "W&B API key; default: the one in the environment")
     wandb_host: Optional[str] = flag(None, "W&B server")
@@ -96,8 +106,8 @@ def check_tracking(tracking: TrackingArguments, errors: Errors) -> None:
         errors.refuse_ignored(tracking, names, "without --use-mlflow", "add that switch")
     if tracking.no_report:
         errors.refuse_ignored(tracking, ["report_samples"], "with --no-report", "drop that switch")
-    if tracking.wandb_run_id is not None and not re.fullmatch(r"[^/\\#?%:\s]{1,128}", tracking.wandb_run_id):
-        rule = "is no id of a W&B run: 1 to 128 characters, none of them a space or one of / \\ # ? % :"
+    if tracking.wandb_run_id is not None and not re.fullmatch(r"[^/\\#?%:;,'\s]{1,128}", tracking.wandb_run_id):
+        rule = "is no id of a W&B run: 1 to 128 characters, none of them a space or one of / \\ # ? % : ; , '"
         errors.refuse("wandb_run_id", tracking.wandb_run_id, rule, "give the last part of the run's address")
     if not tracking.use_wandb:
         for name in changed(tracking, [name for name in vars(tracking) if "wandb_" in name]):
@@ -116,5 +126,8 @@ def explain_tracking(tracking: TrackingArguments) -> Iterator[str]:
         yield f"metrics for Prometheus on http://127.0.0.1:{tracking.prometheus_port or '(a free port)'}/metrics"
     if tracking.notify_url is not None:
         yield "--notify-url gets the end of the run, its failure, and bad health verdicts"
+    if tracking.use_wandb:
+        mode = f" ({tracking.wandb_mode})" if tracking.wandb_mode is not None else ""
+        yield f"W&B{mode}: the project {tracking.wandb_project or 'of WANDB_PROJECT, or uncategorized'}"
     if tracking.use_mlflow:
         yield f"MLflow: the experiment {tracking.mlflow_experiment}"

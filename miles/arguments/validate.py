@@ -32,6 +32,7 @@ from miles.arguments.rollout import check_async, check_rollout, fill_over_sampli
 from miles.arguments.rules.agents import check_agents
 from miles.arguments.rules.debug_modes import check_debug_modes
 from miles.arguments.rules.deterministic import check_deterministic
+from miles.arguments.rules.labels import check_labels
 from miles.arguments.rules.loss import check_loss, name_policy_loss, notes_on_loss
 from miles.arguments.rules.replay import check_replay
 from miles.arguments.settings import Settings
@@ -110,6 +111,8 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
     check_async(rollout, cluster, errors)
     check_agents(settings, errors)
     check_reward(settings.reward, settings.generates, errors)
+    if errors.none_about("rm_type"):
+        check_labels(settings, errors)
     _check_pass_rate(settings, errors)
     check_optimizer(settings.optimizer, errors)
     check_training(settings.training, errors)

@@ -11,11 +11,26 @@ from miles.arguments.checkpoint import checkpoint_name, export_folder
 from miles.cluster.folders.best_checkpoint import BestCheckpoint, BestSoFar
 from miles.metrics import Metric
 from miles.remote.folder import is_url
+from miles.training import checkpoint_folder
 from miles.training.checkpoint_files import appearing_whole
 
 if TYPE_CHECKING:
     from miles.arguments.checkpoint import CheckpointArguments
     from miles.cluster.sides import Sides
+
+WANDB_RUN = "wandb_run"  # in the launcher's part of a checkpoint
+
+
+def saved_wandb_run(checkpoint: CheckpointArguments) -> str | None:
+    """Return the id of the W&B run that a run from the checkpoint in ``--load`` continues; None if it begins a new one.
+
+    It is of the same run: ``--finetune`` begins another.
+    """
+    if checkpoint.load is None or checkpoint.finetune:
+        return None
+    folder = checkpoint_folder.at(checkpoint.local(checkpoint.load))
+    saved = None if folder is None else checkpoint_folder.read_launcher_state(folder).get(WANDB_RUN)
+    return saved if isinstance(saved, str) else None
 
 
 @dataclass
@@ -28,10 +43,11 @@ class RunCheckpoints:
     sides: Sides
     arguments: CheckpointArguments
     run_state: dict[str, str]  # saved in every checkpoint (cluster/folders/run_identity.py)
+    wandb_run: str | None = None  # the id of the W&B run, saved too
+    before_writing: Callable[[], None] = lambda: None  # raises if the folders are another launcher's by now
     last_saved: int = 0  # iterations of the newest checkpoint of this run
     last_exported: int | None = None  # iterations of the newest export, if there is one
     best: BestSoFar | None = None  # by the metric of --save-best, from the first iteration on
-    before_writing: Callable[[], None] = lambda: None  # raises if the folders are another launcher's by now
 
     def resume(self) -> int:
         """Load the newest checkpoint of ``--load``, if any, and return the number of iterations already done."""
@@ -40,6 +56,8 @@ class RunCheckpoints:
             return 0
         self.last_saved = done = int(state["rollouts_done"])
         self.run_state = state.get("run", self.run_state)  # absent in checkpoints of earlier versions
+        if self.wandb_run is None:
+            self.wandb_run = state.get(WANDB_RUN)  # a later run with --use-wandb continues it
         self.sides.rollout.restore(state["prompts"])
         if done >= (last := self.sides.rollout.num_iterations) > 0:
             print(
@@ -103,6 +121,7 @@ class RunCheckpoints:
         sides.give_gpus_to_trainer()
         with sides.timer.phase("save"):
             state = {"rollouts_done": done, "prompts": sides.rollout.state(done), "run": self.run_state}
+            state |= {} if self.wandb_run is None else {WANDB_RUN: self.wandb_run}
             sides.trainer.save(done, state, best)
             self.last_saved = done
             if exports:

@@ -144,12 +144,12 @@ def _prompt(row: Row, rendered: RenderedPrompt, ids: Sequence[int], columns: _Co
     if not ids:
         row.refuse(f"the tokenizer makes no token of the prompt {rendered.text!r}; correct or remove the row")
     label, metadata = _label(row, columns, notes), _metadata(row, columns.metadata)
-    given, tools = row.columns[columns.input], rendered.tools
+    given, tools = row.find(columns.input), rendered.tools
     return Prompt(rendered.text, tuple(ids), label, metadata, row.where, input=given, tools=tools)
 
 
 def _has_label(row: Row, columns: _Columns) -> bool:
-    return columns.label is None or row.columns.get(columns.label) is not None
+    return columns.label is None or row.find(columns.label) is not None
 
 
 def _label(row: Row, columns: _Columns, notes: Notes) -> Any:

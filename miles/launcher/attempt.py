@@ -163,7 +163,13 @@ def _run_loop(
     sides = Sides(rollout, trainer, offload, timer)
     TrainingLoop(
         sides,
-        RunCheckpoints(sides, settings.checkpoint, RunIdentity.new().to_state(), before_writing=context.before_writing),
+        RunCheckpoints(
+            sides,
+            settings.checkpoint,
+            RunIdentity.new().to_state(),
+            tracker.wandb_run,
+            before_writing=context.before_writing,
+        ),
         tracker,
         evaluation=settings.evaluation,
         steps_per_iteration=steps,
@@ -177,6 +183,7 @@ def _run_loop(
 
 def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], total_steps: int) -> Tracker:
     """Return the tracker of a run of so many optimizer steps, with the facts about the run."""
+    from miles.cluster.run_checkpoints import saved_wandb_run
     from miles.objective.explain import objective_formula, objective_in_words
     from miles.report.sink import HealthWatch
     from miles.tracking.provenance import provenance
@@ -194,7 +201,7 @@ def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], to
     )
     config = _config(replace(settings, checkpoint=context.given), found)
     sinks: list[Sink] = [*served, HealthWatch(settings.tracking, context.notifier)]
-    return Tracker(settings.tracking, header, sinks, config)
+    return Tracker(settings.tracking, header, sinks, config, saved_wandb_run(settings.checkpoint))
 
 
 def _config(settings: Settings, found: dict[str, Any]) -> str:

@@ -95,7 +95,7 @@ def launch(
     from miles.objective.launcher_losses.call import check_whole_loss
     from miles.tracking.json_output import as_json_lines
     from miles.tracking.notifications import Notifier
-    from miles.tracking.sinks import check_packages
+    from miles.tracking.tracker import check_services
     from miles.training.checkpoint_folder import remove_unfinished
 
     settings = validated.settings
@@ -113,7 +113,7 @@ def launch(
     ):
         check_hooks(settings.loss)
         check_whole_loss(settings.loss, flags_view(settings))
-        check_packages(settings.tracking)
+        check_services(settings.tracking)
         with _locked(settings) as (folders, lock):
             point = _resume_point(validated)
             checkpoint = own_save_folder(point.checkpoint, point.damaged)

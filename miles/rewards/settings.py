@@ -83,11 +83,18 @@ class RewardArguments(*reversed(REWARDS.own_flags), CommonRewardFlags):  # type:
     @property
     def labels_optional(self) -> bool:
         """Whether rows may lack a label: code of the user or an environment may not need it, and no reward does."""
-        built_in = [REWARDS[name] for name in self.weights if name != CUSTOM]
-        return (self.has_custom or ENVIRONMENT in self.weights) and not any(
-            reward.needs_label and (reward.instead_of_label is None or getattr(self, reward.instead_of_label) is None)
+        return (self.has_custom or ENVIRONMENT in self.weights) and not self.needing_labels
+
+    @property
+    def needing_labels(self) -> list[str]:
+        """The built-in rewards of ``--rm-type`` that cannot score a row without a label."""
+        built_in = [REWARDS[name] for name in self.weights if name in REWARDS]
+        return [
+            reward.name
             for reward in built_in
-        )
+            if reward.needs_label
+            and (reward.instead_of_label is None or getattr(self, reward.instead_of_label) is None)
+        ]
 
     @property
     def is_sum(self) -> bool:

@@ -1,4 +1,4 @@
-"""Sinks of metrics outside the output folder: TensorBoard, Weights & Biases, MLflow, Prometheus. Each is one class."""
+"""Sinks of metrics outside the output folder: TensorBoard, MLflow, Prometheus. Each is one class; W&B has its file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import os
 import queue
 import re
-import secrets
 import socket
 import sys
 import threading
@@ -194,41 +193,6 @@ def _table_row(step: int, sample: SampleRecord) -> list[Any]:
     tokens = None if sample.tokens is None else len(sample.tokens)
     about = [label, sample.reward, parts, sample.advantage, str_value(sample.status), tokens]
     return [step, sample.group, sample.prompt, sample.response, *about]
-
-
-class WandbSink:
-    """One W&B run."""
-
-    def __init__(self, tracking: TrackingArguments, header: RunHeader) -> None:
-        import wandb
-
-        self.status: Status = "FINISHED"
-        self._tables, self._table = SampleTables(tracking, header), wandb.Table
-        if tracking.wandb_key is not None or tracking.wandb_host is not None:
-            wandb.login(key=tracking.wandb_key, host=tracking.wandb_host)
-        self._run = wandb.init(
-            project=tracking.wandb_project,
-            group=tracking.wandb_group,
-            entity=tracking.wandb_team,
-            name=header.title if tracking.disable_wandb_random_suffix else f"{header.title}-{secrets.token_hex(3)}",
-            dir=tracking.output_dir,
-            id=tracking.wandb_run_id,
-            resume=None if tracking.wandb_run_id is None else "allow",
-            config=header.public_settings(),
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send one step; several calls for one step are joined by W&B."""
-        self._run.log(dict(values), step=step)
-
-    def log_samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Send some answers of an iteration as the table ``samples``."""
-        if rows := self._tables.rows(step, samples):
-            self._run.log({"samples": self._table(columns=list(SampleTables.columns), data=rows)}, step=step)
-
-    def close(self) -> None:
-        """Finish the run: waits until everything is uploaded."""
-        self._run.finish(exit_code=0 if self.status == "FINISHED" else 1)
 
 
 class MlflowSink:

@@ -15,7 +15,17 @@ from miles.tracking.console import ConsoleSink, JsonSink, RunOutput
 from miles.tracking.phase_progress import Details
 from miles.tracking.run_files import CONFIG, TENSORBOARD, RunFiles, SampleRecord
 from miles.tracking.run_header import RunHeader
-from miles.tracking.sinks import MlflowSink, SampleTables, Sink, Status, TensorBoardSink, WandbSink, failure_note
+from miles.tracking.sinks import MlflowSink, SampleTables, Sink, Status, TensorBoardSink, check_packages, failure_note
+from miles.tracking.wandb_sink import WandbSink, log_in
+
+
+def check_services(tracking: TrackingArguments) -> None:
+    """Check, before anything starts, that the services of the flags can be used: packages, and W&B's key and server.
+
+    Raises ``ValueError`` with one sentence, an ``InputError`` if it is about what the user gave.
+    """
+    check_packages(tracking)
+    log_in(tracking)
 
 
 class Tracker:
@@ -29,13 +39,19 @@ class Tracker:
         header: The facts of the run, for run.json.
         further: Further sinks.
         config: The text of run.yaml; without one the file is not written.
+        wandb_run: The id of the W&B run that a resumed run continues, as its checkpoint has it.
 
     A service that fails during the run is a note, and so is a disk without room for TensorBoard's files. Without room
-    for the run's own files every method raises ``WriteFailed``. ``check_packages`` comes first.
+    for the run's own files every method raises ``WriteFailed``. ``check_services`` comes first.
     """
 
     def __init__(
-        self, tracking: TrackingArguments, header: RunHeader, further: Sequence[Sink] = (), config: str = ""
+        self,
+        tracking: TrackingArguments,
+        header: RunHeader,
+        further: Sequence[Sink] = (),
+        config: str = "",
+        wandb_run: str | None = None,
     ) -> None:
         self._header = header
         self._config = config
@@ -43,7 +59,7 @@ class Tracker:
         self._output_dir = Path(tracking.output_dir)
         self._output_dir.mkdir(parents=True, exist_ok=True)
         self._files = RunFiles(self._output_dir, tracking.metrics_max_bytes)
-        self._wandb = WandbSink(tracking, header) if tracking.use_wandb else None
+        self._wandb = WandbSink(tracking, header, wandb_run) if tracking.use_wandb else None
         self._mlflow = MlflowSink(tracking, header) if tracking.use_mlflow else None
         self._noted = False
         self._sinks: list[Sink] = [] if self._mlflow is None else [self._mlflow]
@@ -55,12 +71,19 @@ class Tracker:
         self._begun = False
         self._closed = False
 
+    @property
+    def wandb_run(self) -> str | None:
+        """The id of the W&B run; None without one."""
+        return None if self._wandb is None else self._wandb.run_id
+
     def resume(self, step: int) -> None:
         """Continue at ``step``: drop its rows and later ones, which the resumed run repeats."""
         assert not self._begun, "resume() comes before the first log()"
         self._files.drop_from(step)
         self._files.forget_early_end()
         self._begin(resume_step=step)
+        if self._wandb is not None:
+            self._wandb.resume(step)
 
     def _begin(self, resume_step: int | None = None) -> None:
         if self._begun:

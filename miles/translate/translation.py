@@ -199,7 +199,7 @@ def _write_switch(translation: Translation, key: str, row: Row) -> None:
     if not row.flag and is_on not in row.neutral:
         translation.miss(key, row.why)
     elif row.why and is_on:
-        translation.differ(key, row.why, row.flag)
+        translation.differ(key, row.why, *([row.flag] if row.flag else []))
     else:
         translation.carry(key, *([row.flag] if is_on and row.flag else []))
 

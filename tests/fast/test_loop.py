@@ -88,6 +88,7 @@ def loop_of(
     stop=None,
     before_writing=lambda: None,
     foreseen=lambda row: {},
+    wandb_run=None,
     **checkpoint,
 ):
     """Run a loop; return what it has called."""
@@ -95,7 +96,7 @@ def loop_of(
     both = Sides(sides, sides, offload or Offload(train=False, rollout=False), PhaseTimer())
     loop = TrainingLoop(
         both,
-        RunCheckpoints(both, CheckpointArguments(**checkpoint), {"id": "of this run"}, before_writing=before_writing),
+        RunCheckpoints(both, CheckpointArguments(**checkpoint), {"id": "of this run"}, wandb_run, before_writing),
         sides,
         evaluation=evaluation,
         steps_per_iteration=2,
@@ -202,6 +203,14 @@ def test_checkpoints_carry_the_run_that_they_belong_to(run):
     assert run(save="checkpoints").saved_states[-1]["run"] == {"id": "of this run"}
     earlier = {"rollouts_done": 3, "prompts": {}, "run": {"id": "of the run that is resumed"}}
     assert run(resume_from=earlier, save="checkpoints").saved_states[-1]["run"] == earlier["run"]
+
+
+def test_checkpoints_carry_the_wandb_run_of_their_run_even_if_a_part_of_it_has_none(run):
+    earlier = {"rollouts_done": 3, "prompts": {}, "wandb_run": "earlier"}
+    assert "wandb_run" not in run(save="checkpoints").saved_states[-1]
+    for this, carried in ((None, "earlier"), ("earlier", "earlier"), ("named by a flag", "named by a flag")):
+        saved = run(resume_from=earlier, wandb_run=this, save="checkpoints").saved_states[-1]
+        assert saved["wandb_run"] == carried
 
 
 def test_a_run_that_is_already_done_says_so(run, capsys):

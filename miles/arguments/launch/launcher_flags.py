@@ -126,9 +126,7 @@ _REPORTING = [
     ),
     *noted(
         REPORTING,
-        "W&B reads it from the environment",
-        "--wandb-mode V",
-        "--wandb-dir V",
+        "every metric has the optimizer step as its step",
         "--wandb-always-use-train-step",
     ),
     *noted(

@@ -65,6 +65,8 @@ WANDB = (
     "wandb_run_id",
     "wandb_key",
     "wandb_host",
+    "wandb_mode",
+    "wandb_dir",
 )
 _WEIGHT_FILES = ("update_weight_transfer_mode", "update_weight_disk_dir", "update_weight_copy_dir")
 OF_ADAPTER = ("lora_alpha", "lora_dropout", "target_modules", "exclude_modules")

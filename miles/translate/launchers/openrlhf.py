@@ -1,7 +1,11 @@
-"""OpenRLHF: the flags of ``openrlhf.cli.train_ppo_ray`` in a shell script."""
+"""OpenRLHF: the flags of ``openrlhf.cli.train_ppo_ray`` in a shell script. The tables have the names with dots."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
+from miles.translate.launchers import openrlhf_underscores
 from miles.translate.launchers.base import Launcher
 from miles.translate.objective import Objective
 from miles.translate.reductions import sequence_mean_of_unmasked, token_mean
@@ -39,6 +43,11 @@ ROWS = {
     "--actor.eps_clip": Row("--eps-clip", kind="number"),
     "--actor.dual_clip": Row("--eps-clip-c", kind="number"),
     "--actor.entropy_coef": Row("--entropy-coef", "a token mean there, a sample mean here", "number"),
+    "--actor.adam.lr": Row("--lr", kind="number"),
+    "--actor.adam.eps": Row("--adam-eps", kind="number"),
+    "--actor.adam.weight_decay": Row("--weight-decay", kind="number", default=0),
+    "--actor.max_norm": Row("--clip-grad", kind="number"),
+    "--actor.lr_warmup_ratio": Row("--lr-warmup-fraction", kind="number", default=0.03),
     "--actor.num_nodes": Row("--actor-num-nodes", kind="number"),
     "--actor.num_gpus_per_node": Row("--actor-num-gpus-per-node", kind="number"),
     "--actor.gradient_checkpointing_enable": Row("--gradient-checkpointing", kind="switch"),
@@ -72,7 +81,7 @@ class OpenRlhf(Launcher):
     """OpenRLHF's PPO trainer on Ray."""
 
     name = "openrlhf"
-    version = "OpenRLHF 0.11.2"
+    version = "OpenRLHF 0.11.2, and 0.9.10 for flags with underscores"
     reads = ("shell",)
 
     def recognizes(self, document: Document) -> bool:
@@ -80,24 +89,39 @@ class OpenRlhf(Launcher):
         return any(word.startswith("openrlhf.") or "train_ppo_ray" in word for word in document.words)
 
     def translate(self, translation: Translation) -> Objective:
-        """Translate the flags of version 0.11, which are written with dots."""
-        if translation.has("--train.async_enable"):
-            translation.differ("--train.async_enable", "see --train.async_queue_size there", "--async-steps", 1)
-        apply({key: row for key, row in ROWS.items() if row.kind != "flag"}, translation)
-        _estimator(translation)
-        _kl(translation)
-        if translation.has("--actor.eps_clip_low_high"):
-            bounds = translation.raw("--actor.eps_clip_low_high")
+        """Translate the flags: those with dots, or those of earlier releases."""
+        earlier, given = openrlhf_underscores.EARLIER, translation.document.settings
+        is_earlier = bool({*earlier.values(), *openrlhf_underscores.ROWS} & given.keys())
+
+        def named(key: str) -> str:
+            return earlier.get(key, key) if is_earlier else key
+
+        translation.take([queue := named("--train.async_queue_size")])
+        if translation.has(key := named("--train.async_enable")):
+            translation.differ(key, f"see {queue} there", "--async-steps", 1)
+        rows = {named(key): row for key, row in ROWS.items() if row.kind != "flag"}
+        if {"--prompt_max_len", "--generate_max_len"} & given.keys():  # 0.9.0 has no bound of their sum
+            rows["--max_len"] = replace(rows["--max_len"], default=None)
+        apply(rows, translation)
+        if is_earlier:
+            apply(openrlhf_underscores.ROWS, translation)
+        _estimator(translation, named)
+        _kl(translation, named)
+        _optimizer(translation, named)
+        _engines(translation, named)
+        if translation.has(key := named("--actor.eps_clip_low_high")):
+            bounds = translation.raw(key)
             if not isinstance(bounds, list) or len(bounds) != 2:
-                translation.fail("--actor.eps_clip_low_high", "must be two numbers; correct it")
-            translation.carry("--actor.eps_clip_low_high", "--eps-clip", bounds[0], "--eps-clip-high", bounds[1])
-        if translation.has("--actor.policy_loss_type"):
-            translation.carry("--actor.policy_loss_type", "--policy-loss", translation.text("--actor.policy_loss_type"))
-        return _objective(translation)
+                translation.fail(key, "must be two numbers; correct it")
+            translation.carry(key, "--eps-clip", bounds[0], "--eps-clip-high", bounds[1])
+        if translation.has(key := named("--actor.policy_loss_type")):
+            name = translation.text(key)
+            translation.carry(key, "--policy-loss", {"ppo": "ppo_clip"}.get(name, name))
+        return openrlhf_underscores.objective_of(translation) if is_earlier else _objective(translation)
 
 
-def _estimator(translation: Translation) -> None:
-    key = "--algo.advantage.estimator"
+def _estimator(translation: Translation, named: Callable[[str], str]) -> None:
+    key = named("--algo.advantage.estimator")
     name = translation.text(key, "gae")
     if name == "dr_grpo":
         translation.carry(key, "--advantage-estimator", "grpo", "--disable-grpo-std-normalization")
@@ -106,21 +130,26 @@ def _estimator(translation: Translation) -> None:
     elif name == "gae":
         why = "advantages are whitened over the whole rollout there, over the tokens of a step here"
         translation.differ(key, why, "--advantage-estimator", "ppo", "--normalize-advantages")
-        if translation.has("--algo.advantage.no_std_norm"):
-            translation.miss("--algo.advantage.no_std_norm", "whitening always divides by the std here")
+        if translation.has(plain := named("--algo.advantage.no_std_norm")):
+            translation.miss(plain, "whitening always divides by the std here")
     elif name in ESTIMATORS:
         why = "the estimator of the same name; its whitening was not compared"
         translation.differ(key, why, "--advantage-estimator", ESTIMATORS[name])
     else:
         translation.miss(key, f"{name} is no estimator here (--custom-advantage-function-path)")
+    if translation.has(rate := named("--critic.adam.lr")):
+        if name == "gae":
+            translation.carry(rate, "--critic-lr", translation.number(rate, 0))
+        else:
+            translation.miss(rate, "there is no critic with this estimator")
 
 
-def _kl(translation: Translation) -> None:
-    weight, kind = "--algo.kl.init_coef", "--algo.kl.estimator"
+def _kl(translation: Translation, named: Callable[[str], str]) -> None:
+    weight, kind, in_loss = map(named, ("--algo.kl.init_coef", "--algo.kl.estimator", "--algo.kl.use_loss"))
     coefficient = translation.number(weight, 0.01)
-    translation.take([kind, "--algo.kl.use_loss"])
+    translation.take([kind, in_loss])
     if coefficient:
-        if translation.has("--algo.kl.use_loss"):
+        if translation.has(in_loss):
             why = "a token mean there, a sample mean here"
             translation.differ(weight, why, "--use-kl-loss", "--kl-loss-coef", coefficient)
         else:
@@ -128,6 +157,36 @@ def _kl(translation: Translation) -> None:
         translation.carry(kind, "--kl-loss-type", translation.text(kind, "k1"))
     elif translation.has(weight):
         translation.carry(weight)
+
+
+def _optimizer(translation: Translation, named: Callable[[str], str]) -> None:
+    key = named("--actor.adam.betas")
+    betas = translation.raw(key, [0.9, 0.95])
+    if not isinstance(betas, list) or len(betas) != 2:
+        translation.fail(key, "must be two numbers; correct it")
+    translation.carry(key, "--adam-beta1", betas[0], "--adam-beta2", betas[1])
+    key = named("--actor.lr_scheduler")
+    name = translation.text(key, "cosine_with_min_lr")
+    least = named("--actor.min_lr_ratio")
+    ratio = translation.number(least, 0.1)
+    if name == "cosine_with_min_lr":
+        rate = translation.number(named("--actor.adam.lr"), 1e-6)
+        translation.carry(key, "--lr-decay-style", "cosine", "--min-lr", f"{rate * ratio:.12g}")
+    elif name.removesuffix("_with_warmup") in ("constant", "linear", "cosine"):
+        translation.carry(key, "--lr-decay-style", name.removesuffix("_with_warmup"))
+    else:
+        translation.miss(key, f"{name} is no --lr-decay-style here")
+
+
+def _engines(translation: Translation, named: Callable[[str], str]) -> None:
+    key = named("--vllm.num_engines")
+    if not translation.has(key):
+        return
+    devices = translation.count(key, 1) * translation.count(named("--vllm.tensor_parallel_size"), 1)
+    if translation.has(named("--train.colocate_all")) and not translation.has(named("--train.async_enable")):
+        translation.carry(key)  # all devices of the trainer
+    else:
+        translation.carry(key, "--rollout-num-gpus", devices)
 
 
 def _objective(translation: Translation) -> Objective:

@@ -29,7 +29,6 @@ FOLLOWS = "its mean follows loss_agg_mode there; a sample mean here"
 
 ROWS = {
     "actor_rollout_ref.model.path": Row("--hf-checkpoint"),
-    "data.val_files": Row("", "write --eval-prompt-data NAME FILE: each set has a name here"),
     "data.prompt_key": Row("--input-key", default="prompt"),
     "data.train_batch_size": Row("--rollout-batch-size", kind="number", default=1024),
     "data.max_response_length": Row("--rollout-max-response-len", kind="number", default=512),
@@ -166,13 +165,14 @@ class Verl(Launcher):
     def translate(self, translation: Translation) -> Objective:
         """Translate the settings of ``ppo_trainer.yaml``."""
         for key in list(translation.document.settings):
-            if key.startswith("defaults") or key.endswith("_target_"):
+            if key.startswith("defaults") or key.endswith("_target_") or key in ("--config-path", "--config-name"):
                 translation.take([key])
         apply(ROWS, translation)
         _prompts(translation)
         if translation.has("data.train_files"):
-            why = "prompts are chat messages; the answer is reward_model.ground_truth there, a column of its own here"
-            translation.differ("data.train_files", why, "--apply-chat-template")
+            why = "prompts are chat messages, and the answer is a part of a column; its default reward is none of ours"
+            words = ["--apply-chat-template", "--label-key", "reward_model.ground_truth"]
+            translation.differ("data.train_files", why, *words)
         _batch(translation)
         _estimator(translation)
         _policy(translation)
@@ -189,6 +189,13 @@ def _prompts(translation: Translation) -> None:
         translation.miss("data.train_files", "one file of prompts here: join them, and give it with --prompt-data")
     elif files:
         translation.carry("data.train_files", "--prompt-data", *names)
+    files = translation.raw("data.val_files")
+    names = files if isinstance(files, list) else [files]
+    if files and translation.number("trainer.test_freq", -1) > 0:
+        sets = [("val" if len(names) == 1 else f"val{number}", name) for number, name in enumerate(names)]
+        translation.carry("data.val_files", "--eval-prompt-data", *(word for pair in sets for word in pair))
+    elif files:
+        translation.miss("data.val_files", "trainer.test_freq asks for no evaluation during the training")
 
 
 def _batch(translation: Translation) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 from miles.translate.reading.python_call import read_python
@@ -10,6 +12,7 @@ from miles.translate.reading.tables import read_json, read_toml, read_yaml
 from miles.translate.settings import Document, fail
 
 LARGEST_FILE = 1_000_000  # bytes
+PACKAGED = ("ppo_trainer", "ppo_megatron_trainer")  # verl's own, whose defaults the table has
 
 READERS = {
     ".json": read_json,
@@ -45,4 +48,26 @@ def read_document(path: str) -> Document:
         fail(path, data.count(b"\n", 0, error.start) + 1, "is not UTF-8 text; save it as UTF-8")
     if "\0" in text:
         fail(path, text.count("\n", 0, text.index("\0")) + 1, "has a zero byte; check the path")
-    return READERS[suffix](path, text.replace("\r\n", "\n"))
+    document = READERS[suffix](path, text.replace("\r\n", "\n"))
+    names_another = document.kind == "shell" and "--config-name" in document.settings
+    return _with_config(document) if names_another else document
+
+
+def _with_config(document: Document) -> Document:
+    """Return a command of Hydra with the settings of the file that it names. What the command overrides wins."""
+    named = document.settings["--config-name"]
+    name = str(named.value).removesuffix(".yaml")
+    if name in PACKAGED:
+        return document
+    place = document.settings.get("--config-path")
+    folder = "." if place is None else str(place.value)
+    found = (base / folder / f"{name}.yaml" for base in (Path(document.path).parent, Path()))
+    file = next((path for path in found if os.path.isfile(path)), None)  # false for a name that no file can have
+    if file is None:
+        document.fail(
+            named.line,
+            f"--config-name {name}: there is no {Path(folder) / name}.yaml, whose settings the command overrides; give "
+            "its folder as --config-path, or drop --config-name to start from the defaults of verl",
+        )
+    below = {key: replace(each, line=None) for key, each in read_document(str(file)).settings.items()}
+    return replace(document, settings={**below, **document.settings})

@@ -20,6 +20,8 @@ COMMANDS = (
     (re.compile(r"^openrlhf\.|train_ppo_ray"), "flags"),
     (re.compile(r"(^|/)train(_async)?\.py$"), "flags"),
 )
+HYDRA_FLAGS = {"--config-path": "--config-path", "-cp": "--config-path", "--config-name": "--config-name"}
+HYDRA_FLAGS |= {"-cn": "--config-name"}
 MOST_WORDS = 50_000
 
 _ASSIGNMENT = re.compile(r"^(?:[A-Za-z_]\w*)\+?=")
@@ -124,12 +126,17 @@ def _expand(text: str, variables: dict[str, list[str]]) -> list[str]:
 
 
 def _overrides(words: Sequence[_Word]) -> list[Setting]:
-    """Read Hydra's ``key=value``. Other words are listed by themselves."""
-    found = []
-    for word in words:
+    """Read Hydra's ``key=value``, and which file of settings it names. Other words are listed by themselves."""
+    found: list[Setting] = []
+    for word, before in zip(words, [None, *words], strict=False):
+        flag, equals, value = word.text.partition("=")
         if match := _OVERRIDE.match(word.text):
             found.append(Setting(match[2], _text(match[3], as_yaml=True), word.line))
-        elif word.text not in ("$@", "2>", "1", ">"):
+        elif flag in HYDRA_FLAGS and equals:
+            found.append(Setting(HYDRA_FLAGS[flag], _text(value), word.line))
+        elif before is not None and before.text in HYDRA_FLAGS:
+            found.append(Setting(HYDRA_FLAGS[before.text], _text(word.text), before.line))
+        elif word.text not in ("$@", "2>", "1", ">", *HYDRA_FLAGS):
             found.append(Setting(word.text, True, word.line))
     return found
 

@@ -6,11 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+from ray.util.placement_group import placement_group
 
 from miles.arguments.cluster import ClusterArguments
+from miles.cluster import session
 from miles.cluster.device_slots import Slot, check_engines, choose_nodes, in_order, is_as_asked, ranks_by_node
 from miles.cluster.rollout_processes.engine_servers import RayHost
 from miles.cluster.session import EngineLayout, ray_session
@@ -172,3 +175,36 @@ def test_ranks_are_on_as_many_nodes_as_the_flags_say(
     assert f"placement: ranks 0-{found[0] - 1} on " in printed
     said = "note: the cluster has no room for --actor-num-nodes 1 with 6 devices each and the engines"
     assert (said in printed) == (per_node == 6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ray_chooses_the_nodes_if_others_take_the_devices_of_those_that_were_chosen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray packs four ranks onto one of two nodes, and another run takes three devices of the second one meanwhile."""
+    chosen: list[list[str] | None] = []
+
+    def choose_too_late(*given: Any) -> list[str] | None:
+        chosen.append(choose_nodes(*given))
+        others = placement_group([{"GPU": 3.0}])  # has room on the second node only
+        assert others.wait(60)
+        return chosen[-1]
+
+    monkeypatch.setattr(session, "choose_nodes", choose_too_late)
+    monkeypatch.setattr(session, "CHOSEN_SECONDS", 2)
+    with two_nodes(monkeypatch) as address:
+        given = ClusterArguments(
+            ray_address=address, device="cuda", actor_num_nodes=2, actor_num_gpus_per_node=2, colocate=True
+        )
+        with ray_session(given, EngineLayout()) as placement:
+            ranks = [Rank.options(**placement.trainer_options(rank)).remote() for rank in range(4)]
+            where = ray.get([rank.look.remote() for rank in ranks])
+    [asked] = chosen
+    assert asked is not None and len(set(asked)) == 2
+    assert len({node for node, _ in where}) == 1 and len({gpu for _, gpu in where}) == 4
+    printed = capsys.readouterr().out
+    assert "placement: ranks 0-3 on " in printed
+    assert (
+        "note: the cluster has no room for --actor-num-nodes 2 with 2 devices each and the engines, or Ray" in printed
+    )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from miles.arguments.data import DataArguments
 from miles.data.prompts import load_prompts
+from miles.input_error import InputError
 
 ROWS = [
     {"input": "2*3=", "label": "6", "metadata": {"level": 1}},
@@ -184,3 +185,19 @@ def test_reasoning_gym_is_fixed_by_its_settings_and_has_its_own_columns(tokenize
         origin = prompt.metadata["reasoning_gym"]
         assert (origin["task"], origin["options"]) == ("gcd", {"seed": 3, "size": 5})
         assert (origin["entry"]["question"], origin["entry"]["answer"]) == (prompt.text, prompt.label)
+
+
+def test_a_part_of_a_column_is_named_with_a_dot(tmp_path, tokenizer):
+    rows = [
+        {"ask": {"text": "2*3="}, "reward_model": {"style": "rule", "ground_truth": "6"}},
+        {"ask": {"text": "7*8="}, "reward_model": {"style": "rule", "ground_truth": "56"}},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    path = write_jsonl(tmp_path / "rows.jsonl", [*rows, {"ask.text": "a column of that name", "reward_model": {}}])
+    named = DataArguments(input_key="ask.text", label_key="reward_model.ground_truth")
+    found = load_prompts(str(tmp_path / "rows.parquet"), named, tokenizer).prompts
+    assert [(prompt.text, prompt.label) for prompt in found] == [("2*3=", "6"), ("7*8=", "56")]
+    last = load_prompts(path, named, tokenizer, labels_optional=True).prompts[-1]
+    assert (last.text, last.label) == ("a column of that name", None)
+    with pytest.raises(InputError, match=r"rows.jsonl:3: no column 'reward_model.ground_truth'"):
+        load_prompts(path, named, tokenizer)

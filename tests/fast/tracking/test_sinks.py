@@ -14,7 +14,7 @@ from miles.arguments.tracking import TrackingArguments
 from miles.flags import FlagError
 from miles.tracking.run_files import SampleRecord
 from miles.tracking.run_header import RunHeader
-from miles.tracking.sinks import MlflowSink, PrometheusSink, SampleTables, WandbSink, mlflow_name
+from miles.tracking.sinks import MlflowSink, PrometheusSink, SampleTables, mlflow_name
 
 HEADER = RunHeader("a run", {"tracking": {"wandb_key": "sesame", "output_dir": "out"}}, "words", "1/N", total_steps=4)
 
@@ -91,27 +91,6 @@ def test_mlflow_has_a_table_of_answers(tmp_path, monkeypatch):
     table = json.loads(path.read_text())
     assert table["columns"] == list(SampleTables.columns)
     assert [row[table["columns"].index("response")] for row in table["data"]] == [f"answer {i}" for i in (0, 2, 4, 6)]
-
-
-def test_wandb_writes_a_table_of_answers_offline(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    sink = WandbSink(TrackingArguments(use_wandb=True, output_dir=str(tmp_path)), HEADER)
-    sink.log(3, {"train/loss": 0.5})
-    sink.log_samples(3, SAMPLES)
-    sink.close()
-    [path] = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
-    table = json.loads(path.read_text())
-    assert table["columns"] == list(SampleTables.columns)
-    assert [row[table["columns"].index("response")] for row in table["data"]] == [f"answer {i}" for i in (0, 2, 4, 6)]
-
-
-def test_wandb_has_the_run_that_the_flag_names(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    sink = WandbSink(TrackingArguments(use_wandb=True, output_dir=str(tmp_path), wandb_run_id="mine-7"), HEADER)
-    found = sink._run.id, sink._run.settings.resume
-    sink.close()
-    assert found == ("mine-7", "allow")
-    assert list(tmp_path.glob("wandb/offline-run-*-mine-7/run-mine-7.wandb"))
 
 
 def test_names_of_metrics_are_such_as_mlflow_takes():

@@ -28,6 +28,7 @@ from miles.tracking.run_files import METRICS, REPORT, SAMPLES, TENSORBOARD, RunF
 from miles.tracking.run_header import RunHeader
 from miles.tracking.sinks import check_packages
 from miles.tracking.tracker import Tracker
+from miles.tracking.wandb_sink import log_in
 
 HEADER = RunHeader("a run", {"tracking": {"wandb_key": "sesame"}}, "words", "1/N", total_steps=4)
 
@@ -308,10 +309,14 @@ def test_wandb_gets_the_settings_and_the_steps_but_no_key(
         Table=lambda columns, data: (columns, data),
         login=lambda **given: calls.append(("login", given)),
         init=lambda **given: calls.append(("init", given)) or wandb_run,
+        run=None,
+        teardown=lambda: None,
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     named = {"wandb_key": "sesame", "wandb_host": "h", "wandb_team": "t", "wandb_group": "g"}
     tracking = arguments(tmp_path, use_wandb=True, disable_wandb_random_suffix=suffix is None, **named)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    log_in(tracking)
     with Tracker(tracking, HEADER) as tracker:
         tracker.log(0, {"a": Metric(1.0, 2.0), "b": math.nan})
         tracker.log_samples(1, [SampleRecord("p", "r", 1.0, None, "completed")])

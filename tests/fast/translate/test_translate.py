@@ -10,6 +10,7 @@ import pytest
 from miles import cli
 from miles.arguments.parser import parse
 from miles.translate.launchers.base import all_launchers, launcher_of
+from miles.translate.launchers.openrlhf_underscores import EARLIER
 from miles.translate.reading.files import read_document
 from miles.translate.translation import Translation
 
@@ -48,6 +49,13 @@ python3 -m verl.trainer.main_ppo \\
   actor_rollout_ref.actor.loss_agg_mode=token-sum +made.up=1 actor_rollout_ref.model.path=$MODEL
 """,
     "openrlhf.sh": "python3 -m openrlhf.cli.train_ppo_ray --actor.loss_agg_mode seq-mean-token-mean --made_up 1\n",
+    "openrlhf_underscores.sh": """
+python3 -m openrlhf.cli.train_ppo_ray --actor_learning_rate 5e-7 --init_kl_coef 1e-3 --use_kl_loss --kl_estimator k3 \\
+  --micro_train_batch_size 8 --train_batch_size 128 --rollout_batch_size 16 --n_samples_per_prompt 8 \\
+  --advantage_estimator group_norm --eps_clip_low_high 0.2 0.3 --prompt_data rows.jsonl --input_key q --label_key a \\
+  --pretrain model --prompt_max_len 512 --generate_max_len 1024 --vllm_num_engines 4 --vllm_tensor_parallel_size 2 \\
+  --actor_num_gpus_per_node 8 --zero_stage 3 --bf16 --ref_num_nodes 1 --critic_learning_rate 9e-6 --made_up 1
+""",
     "slime.sh": "python3 slime/train.py --calculate-per-token-loss --lr 1e-6 --made-up 1\n",
     "miles.sh": "A=(\n --lr 1e-6\n --moe-grouped-gemm\n)\nray job submit -- python3 train.py ${A[@]} --made-up 1\n",
     "prime.toml": "max_steps = 5\n[orchestrator]\nbatch_size = 128\ngroup_size = 8\n[made]\nup = 1\n",
@@ -67,6 +75,23 @@ EXPECTED = {
         "openrlhf",
         ["--loss-aggregation sample_mean", "--kl-coef 0.01", "--normalize-advantages"],
         1 / 2,
+        False,
+    ),
+    "openrlhf_underscores.sh": (
+        "openrlhf",
+        [
+            "--hf-checkpoint model",
+            "--lr 5e-07",
+            "--lr-decay-style cosine --min-lr 5e-08",
+            "--use-kl-loss --kl-loss-coef 0.001",
+            "--kl-loss-type k3",
+            "--advantage-estimator grpo",
+            "--eps-clip 0.2 --eps-clip-high 0.3",
+            "--rollout-max-response-len 1024",
+            "--rollout-num-gpus 8",
+            "--loss-aggregation token_mean",
+        ],
+        7 / 24,
         False,
     ),
     "slime.sh": ("slime", ["--calculate-per-token-loss", "--lr 1e-6"], 5 / 33, False),
@@ -158,6 +183,34 @@ def test_what_verl_registers_and_is_not_translated_is_said_to_be_elsewhere(tmp_p
     _, translation, _ = translated(tmp_path, "verl.yaml", text)
     why = [entry.why for entry in translation.missing if "not translated" in entry.why]
     assert len(why) == 2 and all("docs/objectives.md has its flags" in text for text in why)
+
+
+@pytest.mark.parametrize("words", ["--config-path={folder} --config-name=mine", "-cp {folder} -cn mine.yaml"])
+def test_a_command_of_hydra_overrides_the_file_that_it_names(tmp_path, words):
+    (tmp_path / "conf").mkdir()
+    below = (
+        "trainer: {test_freq: 5}\ndata: {train_files: a.parquet, val_files: b.parquet, filter_overlong_prompts: true}"
+    )
+    (tmp_path / "conf" / "mine.yaml").write_text(f"{FILES['verl.yaml']}{below}\n")
+    for folder in ("conf", tmp_path / "conf"):
+        command = f"python3 -m verl.trainer.main_ppo {words.format(folder=folder)} actor_rollout_ref.rollout.n=2"
+        _, translation, objective = translated(tmp_path, "run.sh", f"{command} trainer.nnodes=3\n")
+        shown = " ".join(translation.words)
+        assert "--n-samples-per-prompt 2" in shown and "--actor-num-nodes 3" in shown and "--lr 1e-06" in shown
+        assert "--advantage-estimator grpo" in shown and objective.mode == "sample_mean"
+        assert "--eval-prompt-data val b.parquet" in shown and "--eval-interval 5" in shown
+        assert "--label-key reward_model.ground_truth" in shown and "" not in translation.words
+        assert [setting.key for setting in translation.unknown] == ["made.up"]
+
+
+def test_a_file_that_a_command_of_hydra_names_must_be_there(tmp_path, capsys):
+    path = tmp_path / "run.sh"
+    path.write_text("python3 -m verl.trainer.main_ppo --config-name ppo_trainer data.train_batch_size=8\n")
+    assert cli.main(["translate", str(path)]) == 0
+    path.write_text("python3 -m verl.trainer.main_ppo --config-name mine data.train_batch_size=8\n")
+    capsys.readouterr()
+    assert cli.main(["translate", str(path)]) == 2
+    assert "--config-name mine: there is no mine.yaml" in capsys.readouterr().err
 
 
 def test_verl_without_a_scale_factor_divides_by_the_padded_width(tmp_path):
@@ -291,9 +344,39 @@ def test_it_needs_no_torch(tmp_path):
     subprocess.run([sys.executable, "-c", code, "translate", str(tmp_path / "a.json")], check=True, capture_output=True)
 
 
+def test_both_spellings_of_openrlhf_become_the_same_flags(tmp_path):
+    """But for the aggregation, which has no flag in the earlier releases."""
+    values = {
+        "--algo.advantage.estimator": "gae",
+        "--algo.kl.init_coef": "0.02",
+        "--actor.adam.betas": "0.8 0.9",
+        "--actor.eps_clip_low_high": "0.1 0.3",
+        "--actor.policy_loss_type": "ppo",
+        "--actor.lr_scheduler": "constant_with_warmup",
+        "--data.label_key": "label",
+        "--vllm.num_engines": "2",
+        "--critic.adam.lr": "3e-6",
+        "--train.batch_size": "64",
+    }
+    both = []
+    for names in (dict.fromkeys(values), EARLIER):
+        words = " ".join(f"{names[key] or key} {value}" for key, value in values.items())
+        found = translated(tmp_path, "train.sh", f"python3 -m openrlhf.cli.train_ppo_ray {words}\n")[1]
+        assert found.unknown == []
+        both.append({group for group in found.groups if group[0] != "--loss-aggregation"})
+    assert both[0] == both[1] and ("--critic-lr", "3e-06") in both[0] and ("--policy-loss", "ppo_clip") in both[0]
+
+
+@pytest.mark.parametrize(("new", "old"), EARLIER.items())
+def test_every_flag_of_openrlhf_with_underscores_is_in_the_table(tmp_path, new, old):
+    for key in (new, old):
+        text = f"python3 -m openrlhf.cli.train_ppo_ray {key} 1 {'2' * key.endswith(('betas', 'low_high'))}\n"
+        assert translated(tmp_path, "train.sh", text)[1].unknown == [], key
+
+
 def test_a_file_of_another_release_is_not_translated_to_defaults(tmp_path, capsys):
     path = tmp_path / "train.sh"
-    path.write_text("python3 -m openrlhf.cli.train_ppo_ray --pretrain model --zero_stage 3\n")
+    path.write_text("python3 -m openrlhf.cli.train_ppo_ray --base_model model --zero 3\n")
     assert cli.main(["translate", str(path)]) == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and f"{path}: none of its 2 settings, such as --pretrain = model, is one of" in shown.err
+    assert shown.out == "" and f"{path}: none of its 2 settings, such as --base_model = model, is one of" in shown.err

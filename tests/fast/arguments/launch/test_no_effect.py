@@ -48,6 +48,7 @@ CASES = [
     ("--save-interval 3 --save-retain-interval 6", ""),
     ("--finetune --no-load-optim --no-load-rng", ""),
     ("--wandb-project p --wandb-key k --disable-wandb-random-suffix", ""),
+    ("--wandb-mode offline --wandb-dir folder", ""),
     ("--lr-decay-style constant --min-lr 1e-8 --lr-decay-iters 10", "--lr-decay-style constant"),
     ("--lr-warmup-fraction 0.1 --lr-warmup-iters 9", "--lr-warmup-fraction 0.1"),
     ("--apply-chat-template-kwargs {}", ""),

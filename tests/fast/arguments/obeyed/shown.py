@@ -315,12 +315,14 @@ tracking/test_notifications.py
 tracking/test_sinks.py
   test_prometheus_reads_the_newest_values_at_the_loopback_address_only: prometheus_port
   test_mlflow_has_settings_without_secrets_and_every_step: use_mlflow mlflow_tracking_uri
-  test_wandb_writes_a_table_of_answers_offline: use_wandb
-  test_wandb_has_the_run_that_the_flag_names: wandb_run_id
 tracking/test_tracker.py
   test_metrics_stay_within_their_bound_and_every_reader_works: metrics_max_mb
   test_wandb_gets_the_settings_and_the_steps_but_no_key: wandb_group wandb_team
   test_wandb_gets_the_settings_and_the_steps_but_no_key: disable_wandb_random_suffix wandb_key wandb_host
+tracking/test_wandb_sink.py
+  test_wandb_writes_a_table_of_answers_offline: use_wandb
+  test_wandb_has_the_run_that_the_flag_names: wandb_run_id
+  test_mode_and_folder_are_those_of_the_flags_and_a_resumed_run_keeps_its_id: wandb_mode wandb_dir
 
 # megatron
 parallel/test_dims.py

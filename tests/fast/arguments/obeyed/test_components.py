@@ -41,7 +41,8 @@ from miles.rollout.supply import build_supply, iterations_of
 from miles.sample import Prompt, PromptGroup, Sample
 from miles.tracking import sinks
 from miles.tracking.phase_timer import PhaseTimer
-from miles.tracking.sinks import MlflowSink, SampleTables, WandbSink
+from miles.tracking.sinks import MlflowSink, SampleTables
+from miles.tracking.wandb_sink import WandbSink
 from miles.training.fsdp import backend as fsdp_backend
 from miles.training.fsdp.adapter import adapted_layers, add_adapter
 from miles.training.fsdp.backend import FsdpBackend
