@@ -65,8 +65,14 @@ class LoraArguments:
 
 def _names(words: tuple[str, ...] | None) -> tuple[str, ...]:
     """Split lists at commas, and name the layers that Megatron's fused ones hold."""
-    single = (name.strip() for word in words or () for name in word.split(","))
-    return tuple(dict.fromkeys(layer for name in single if name for layer in FUSED_LAYERS.get(name, (name,))))
+    return tuple(dict.fromkeys(layer for name in _single(words) for layer in FUSED_LAYERS.get(name, (name,))))
+
+
+def _single(words: tuple[str, ...] | None) -> Iterator[str]:
+    """Yield the names of lists with commas, also of JSON: ``["q_proj", "v_proj"]``."""
+    for name in (name.strip(" []\"'") for word in words or () for name in word.split(",")):
+        if name:
+            yield name
 
 
 def check_lora(lora: LoraArguments, backend: str, loss: LossArguments, model: ModelArguments, errors: Errors) -> None:
@@ -163,8 +169,7 @@ def notes_on_lora(lora: LoraArguments, model: ModelArguments) -> Iterator[str]:
 
 
 def _written_fused(lora: LoraArguments) -> list[str]:
-    words = [name.strip() for word in lora.target_modules or () for name in word.split(",")]
-    return [name for name in dict.fromkeys(words) if name in FUSED_LAYERS]
+    return [name for name in dict.fromkeys(_single(lora.target_modules)) if name in FUSED_LAYERS]
 
 
 def explain_lora(lora: LoraArguments) -> list[str]:

@@ -342,8 +342,13 @@ def _start_local(num_cpus: int | None, store_bytes: int | None, guard: RunGuard)
             return
         except Exception as error:  # Ray raises no type of its own here
             ray.shutdown()
-            if "timed out during startup" not in str(error) or attempt == START_TRIES:
+            if "timed out during startup" not in str(error):
                 raise
+            if attempt == START_TRIES:
+                raise ValueError(
+                    f"Ray did not start on this machine within 30 s, {START_TRIES} times in a row; start the run again "
+                    "when fewer processes compete for the cores, or start Ray yourself and give --ray-address"
+                ) from None
             print(f"Ray did not start within its 30 s; trying again ({attempt} of {START_TRIES - 1})", file=sys.stderr)
 
 

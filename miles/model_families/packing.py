@@ -53,6 +53,22 @@ RECURRENT = (
     "qwen3_next",
 )
 
+# Types for text and images whose text model transformers loads alone, as the language model that is trained.
+WITH_TEXT_MODEL = (
+    "emu3",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "gemma4_unified",
+    "got_ocr2",
+    "llama4",
+    "mllama",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen4_exp",
+)
+_UNCOMPARED = ("deepseek_v4",)  # its windows and compressed keys are in no ``layer_types``
+
 # Those of PACKABLE whose attention chooses the keys that a query sees by scores of its own
 # (training/fsdp/sparse_attention.py).
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
@@ -122,12 +138,28 @@ def why_not_shared(config: dict[str, Any]) -> str | None:
     return "with sparse attention" if model_type(config) in SPARSE else None
 
 
+def _why_not_read(config: dict[str, Any]) -> tuple[str, str] | None:
+    """Return why no engine or backend on transformers reads this model, and what to do; None if they may."""
+    kind = str(config.get("model_type"))
+    if "vision_config" in config and kind not in WITH_TEXT_MODEL:
+        rule = f"a {kind} is a vision-language model, and transformers has no class for its text model alone"
+        return rule, "choose a language model"
+    if model_type(config) in _UNCOMPARED:
+        return (
+            f"the attention of a {model_type(config)} has not been compared with transformers",
+            "choose another model",
+        )
+    return None
+
+
 def why_not_trained(config: dict[str, Any]) -> tuple[str, str] | None:
     """Return why the FSDP backend does not train this model, and what to do; None if it may.
 
     A sliding window is trained in the types of ``WINDOWED`` only: the samples that other types are compared on at the
     start of a run are shorter than a window.
     """
+    if (fault := _why_not_read(config)) is not None:
+        return fault
     text = config.get("text_config") or config
     kind = model_type(config)
     for name, neutral in _CHANGED_LOGITS.items():
@@ -149,6 +181,8 @@ def why_not_generated(config: dict[str, Any]) -> tuple[str, str] | None:
 
     Tests compare it with transformers on the types with windows, recurrent state and sparse attention that FSDP trains.
     """
+    if (fault := _why_not_read(config)) is not None:
+        return fault
     text = config.get("text_config") or config
     kind = model_type(config)
     other = sorted(set(text.get("layer_types") or ()) - _GENERATED_LAYERS)

@@ -238,6 +238,7 @@ _REFUSED = [
         "--hybrid-override-pattern V",
         "--hybrid-attention-ratio V",
         "--hybrid-mlp-ratio V",
+        "--window-size V",
         accepted_if=_trains_any_layer,
         accepted_why="the layers are those of --hf-checkpoint",
         is_megatron=True,
@@ -245,7 +246,6 @@ _REFUSED = [
     *refused(
         _NO_LAYER,
         _OTHER_MODEL,
-        "--window-size V",
         "--no-activation-func-clamp-shared-expert",
         "--dsv4-compress-ratios V...",
         "--dsv4-compress-rope-theta V",

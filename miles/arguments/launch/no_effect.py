@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 from miles.arguments.cluster import OFFLOAD_FLAGS
@@ -22,7 +23,9 @@ from miles.arguments.settings import Settings
 from miles.arguments.sglang.settings import SglangArguments
 from miles.flags import changed
 from miles.model_families.packing import why_not_shared
+from miles.objective.chosen import find_objective
 from miles.objective.distillation import TEACHER_FLAGS
+from miles.rewards.settings import CUSTOM
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,15 @@ def _needs_whole_sequences(s: Settings) -> bool:
     return config is not None and why_not_shared(config) is not None
 
 
+def _names_reward(s: Settings, name: str) -> bool:
+    """Return whether ``--rm-type``, which need not be valid, has this name."""
+    return name in (word.partition(":")[0] for word in (s.reward.rm_type or "").split(","))
+
+
+def _is_unread(name: str, s: Settings) -> bool:
+    return s.loss.type.uses_advantages and name not in find_objective(s.loss).estimator.reads
+
+
 def _shares(s: Settings) -> bool:
     starts_servers = has_servers(s) and not s.sglang.rollout_external and s.generates
     return s.cluster.colocate and starts_servers
@@ -116,6 +128,25 @@ IDLE = (
         ("ref_load",),
         lambda s: not s.loss.needs_reference,
         "no reference is read without --use-kl-loss or --kl-coef; initial weights are those of --hf-checkpoint",
+    ),
+    Idle(
+        "reward",
+        ("rm_type",),
+        lambda s: s.reward.custom_rm_path is not None and not _names_reward(s, CUSTOM),
+        "--custom-rm-path is the reward",
+    ),
+    Idle("reward", ("rm_url",), lambda s: not _names_reward(s, "remote_rm"), "without --rm-type remote_rm"),
+    Idle("model", ("ref_update_interval",), lambda s: not s.loss.needs_reference, "no reference is read"),
+    *(
+        Idle("loss", (name,), partial(_is_unread, name), "--advantage-estimator does not read it")
+        for name in ("gamma", "lambd", "value_clip", "disable_grpo_std_normalization")
+    ),
+    Idle("loss", ("opsm_delta",), lambda s: not s.loss.use_opsm, "without --use-opsm"),
+    Idle(
+        "critic",
+        ("critic_lr", "critic_lr_warmup_iters", "num_critic_only_steps"),
+        lambda s: not s.loss.has_critic,
+        "--advantage-estimator has no critic",
     ),
     Idle("loss", ("opd_kl_coef", *TEACHER_FLAGS), lambda s: not s.loss.use_opd, "without --use-opd"),
     Idle("model", ("opd_teacher_load",), lambda s: not s.loss.use_opd, "without --use-opd"),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 _NEAR = 0.84  # similarity of a flag with a typing error to the right one
 _OPPOSITES = (("no", ""), ("disable", "enable"), ("disable", ""), ("skip", ""), ("without", "with"))
 # Words that flags here and elsewhere have for one thing: --tis-lower-bound is --tis-clip-low.
-_SYNONYMS = {"lower": "low", "upper": "high", "bound": "clip", "bounds": "clip", "cap": "clip"}
+_SYNONYMS = {"lower": "low", "upper": "high", "bound": "clip", "bounds": "clip", "cap": "clip", "coeff": "coef"}
 _COMMON = {"num", "size", "path", "type", "max", "min", "use", "no", "enable", "disable", "per", "custom", "id", "ids"}
 
 
@@ -19,9 +19,15 @@ def suggestion(flag: str, known: Iterable[str]) -> str:
         flag: The flag, as written.
         known: All flags that exist.
     """
+    near = nearest_flag(flag, known)
+    return f"did you mean {near}?" if near else "--help lists all flags"
+
+
+def nearest_flag(flag: str, known: Iterable[str]) -> str | None:
+    """Return the flag that ``flag`` was meant to be, which is never its opposite; None if none is related."""
     candidates = [name for name in known if name.startswith("--") and not _are_opposite(flag, name)]
     near = _with_a_typing_error(flag, candidates) or _with_same_words(flag, candidates)
-    return f"did you mean {near[0]}?" if near else "--help lists all flags"
+    return near[0] if near else None
 
 
 def near_choice(value: str, choices: Iterable[str]) -> str | None:

@@ -7,7 +7,6 @@ importing it takes seconds), and passed on. The server checks the values when it
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from miles.arguments.launch.suggest import nearest_flag
 from miles.flags import Errors
 
 SERVER, ROUTER = "--sglang-", "--router-"
@@ -161,8 +161,8 @@ def _unknown_error(prefix: str, flag: str, known: Collection[str]) -> str | None
         return None
     if prefix == SERVER and flag in REPLACED:
         return f"{prefix}{flag[2:]}: the installed SGLang has no such flag; give {prefix}{REPLACED[flag][2:]} instead"
-    nearest = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
-    what_to_do = f"did you mean {prefix}{nearest[0].removeprefix('--')}?" if nearest else f"drop {prefix}{flag[2:]}"
+    near = nearest_flag(flag, known)
+    what_to_do = f"did you mean {prefix}{near.removeprefix('--')}?" if near else f"drop {prefix}{flag[2:]}"
     return f"{prefix}{flag.removeprefix('--')}: the installed SGLang has no such flag; {what_to_do}"
 
 

@@ -44,6 +44,7 @@ def test_each_fault_is_reported(refused, flags, messages):
 def test_names_are_read_as_scripts_write_them(validated):
     lora = validated(f"{LORA} --target-modules linear_qkv,down_proj o_proj --exclude-modules k_proj").settings.lora
     assert lora.targets == ("q_proj", "k_proj", "v_proj", "down_proj", "o_proj") and lora.excluded == ("k_proj",)
+    assert validated(f'{LORA} --target-modules ["q_proj","v_proj"]').settings.lora.targets == ("q_proj", "v_proj")
     assert validated(f"{LORA} --target-modules all-linear").settings.lora.targets == ()
     assert not validated("").settings.lora.trains_adapter
 

@@ -113,6 +113,10 @@ WINDOW = "a {} with a sliding window (of {} tokens) has not been compared with t
         ),
         (dict(model_type="gemma2", attn_logit_softcapping=50.0), "its config sets attn_logit_softcapping, which"),
         (dict(model_type="cohere", logit_scale=0.0625), "its config sets logit_scale, which"),
+        (dict(model_type="qwen3_vl", text_config={}, vision_config={}), "a qwen3_vl is a vision-language model"),
+        (dict(model_type="kimi_k25", vision_config={}), "a kimi_k25 is a vision-language model"),
+        (dict(model_type="qwen3_5", text_config=dict(model_type="qwen3_5_text"), vision_config={}), None),
+        (dict(model_type="deepseek_v4", sliding_window=128), "the attention of a deepseek_v4 has not been compared"),
         (
             dict(model_type="llama4_text", layer_types=["chunked_attention"]),
             "--train-backend fsdp does not compute its",

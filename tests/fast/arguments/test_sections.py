@@ -16,7 +16,7 @@ MODEL_AND_DATA = [
     ("--hf-checkpoint models/of/mine", "", "--hf-checkpoint models/of/mine: no such folder"),
     ("--hf-checkpoint pyproject.toml", "", "--hf-checkpoint pyproject.toml: is a file; give the folder"),
     ("", "--prompt-data", "--prompt-data is required"),
-    ("--prompt-data nowhere.jsonl", "", "--prompt-data nowhere.jsonl: no such file"),
+    ("--prompt-data nowhere.jsonl --label-key a", "", "--prompt-data nowhere.jsonl: no such file"),
     ("--apply-chat-template --apply-chat-template-kwargs {", "", "not JSON"),
     ("--apply-chat-template --apply-chat-template-kwargs [1]", "", "must be a JSON object"),
     ("--apply-chat-template-kwargs {}", "", "ignored without --apply-chat-template"),

@@ -183,3 +183,16 @@ def test_colocated_engines_have_the_gpus_of_consecutive_ranks() -> None:
     assert [spanning.engine_gpus(0, node) for node in range(2)] == [("0", "1"), ("5", "7")]
     bundles = [spanning.engine_options(0, node)["scheduling_strategy"] for node in range(2)]
     assert [strategy.placement_group_bundle_index for strategy in bundles] == [2, 3]
+
+
+def test_ray_that_never_starts_in_time_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def init(**options: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    rule = "Ray did not start on this machine within 30 s, 3 times in a row; .* give --ray-address"
+    with pytest.raises(ValueError, match=rule), ray_session(ClusterArguments(device="cpu")):
+        pass
+    assert capsys.readouterr().err.count("trying again") == 2

@@ -138,7 +138,8 @@ def test_the_small_run_of_a_launch_script_is_valid(line, tmp_path):
     small, notes = shrink(given, folder, 2)
     assert validate(small).settings.cluster.world_size <= 2
     changed = small.rollout.rollout_engine != given.rollout.rollout_engine
-    assert changed == (line.name in ("routing replay", "determinism")) == any("torch engine" in n for n in notes)
+    needs_torch = given.rollout.use_rollout_routing_replay or given.training.deterministic_mode
+    assert changed == needs_torch == any("torch engine" in n for n in notes)
 
 
 def lines(path):

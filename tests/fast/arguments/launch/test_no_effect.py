@@ -29,6 +29,12 @@ QWEN3 = dict(
 CASES = [
     ("--kl-loss-coef 0.001", ""),
     ("--ref-load nowhere_torch_dist", ""),
+    ("--ref-update-interval 5", ""),
+    ("--rm-type math --custom-rm-path my:reward", "--custom-rm-path my:reward"),
+    ("--rm-url http://host/reward", ""),
+    ("--gamma 0.9 --lambd 0.9 --value-clip 0.3 --opsm-delta 0.1", ""),
+    ("--critic-lr 1e-5 --critic-lr-warmup-iters 3 --num-critic-only-steps 2", ""),
+    ("--advantage-estimator rloo --disable-grpo-std-normalization", "--advantage-estimator rloo"),
     ("--max-tokens-per-gpu 100", ""),
     (
         "--debug-train-only --load-debug-rollout-data s_{rollout_id}.pt --async-steps 1",
@@ -135,6 +141,12 @@ def test_noted_and_without_effect(accepted, refusals, flags, the_rest):
     assert validated.settings == accepted(the_rest).settings
     for message in refusals(f"{flags} --strict-flags"):
         assert "has no effect" in message and "drop --strict-flags" in message
+
+
+def test_the_function_is_the_reward_unless_both_are_weighed(accepted):
+    assert accepted("--custom-rm-path my:reward").settings.reward.rm_type is None
+    both = accepted("--rm-type math:1,custom:0.5 --custom-rm-path my:reward").settings.reward
+    assert both.weights == {"math": 1.0, "custom": 0.5}
 
 
 def test_every_rule_is_tried():

@@ -22,6 +22,7 @@ KNOWN = sorted({*build_parser()._option_string_actions, *FOREIGN_FLAGS, *(f.flag
         ("--tis-upper-bound", "did you mean --tis-clip?"),
         ("--rs-lowr-bound", "did you mean --rs-lower-bound?"),
         ("--num-epochs", "did you mean --num-epoch?"),
+        ("--kl-loss-coeff", "did you mean --kl-loss-coef?"),
         ("--xyzzy", "--help lists all flags"),
         ("--rm-uri-list", "--help lists all flags"),
         ("--no-colocate", "--help lists all flags"),

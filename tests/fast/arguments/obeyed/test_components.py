@@ -332,10 +332,10 @@ class Change:
 CHANGES = [
     Change("--hf-checkpoint another/model", embedded_engine),
     Change("--rollout-engine sglang", embedded_engine, "--rollout-engine torch --device cuda"),
-    Change(f"--prompt-data {MORE}", drawn, f"--prompt-data {ROWS}", "--prompt-data"),
+    Change(f"--prompt-data {MORE}", drawn, f"--label-key label --prompt-data {ROWS}", "--prompt-data"),
     Change(f"--prompt-mix a {ROWS} b {MORE}", drawn, f"--prompt-mix a {ROWS} b {ROWS}", "--prompt-data"),
-    Change("--rollout-shuffle", drawn, f"--prompt-data {MORE}", "--prompt-data"),
-    Change("--rollout-seed 7", drawn, f"--prompt-data {MORE} --rollout-shuffle", "--prompt-data"),
+    Change("--rollout-shuffle", drawn, f"--label-key label --prompt-data {MORE}", "--prompt-data"),
+    Change("--rollout-seed 7", drawn, f"--label-key label --prompt-data {MORE} --rollout-shuffle", "--prompt-data"),
     Change("--num-steps-per-rollout 2", step_sizes),
     Change("--log-probs-chunk-size 3", trained_model),
     Change("--seed 5", trained_model, "--lora-rank 2"),

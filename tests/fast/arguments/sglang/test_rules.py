@@ -18,6 +18,8 @@ EXTERNAL = SGLANG + "--rollout-external --rollout-external-engine-addrs h:1 "
         ("--rollout-num-gpus 2", "--rollout-num-gpus 2: the embedded torch engine runs on one device"),
         (SGLANG + "--sglang-max-total-token 3", "did you mean --sglang-max-total-tokens"),
         (SGLANG + "--rollout-num-gpus 2 --router-polcy random", "did you mean --router-policy"),
+        (SGLANG + "--sglang-enable-custom-all-reduce", "no such flag; drop --sglang-enable-custom-all-reduce"),
+        (SGLANG + "--sglang-disable-metrics", "no such flag; drop --sglang-disable-metrics"),
         (SGLANG + "--sglang-port 1", "--sglang-port: the launcher sets it"),
         (SGLANG + "--sglang-tp-size 4", "give --rollout-num-gpus-per-engine 4"),
         (SGLANG + "--torch-engine-max-batch-size 3", "would be ignored with --rollout-engine sglang"),
