@@ -12,7 +12,7 @@ reproduce() {
     [ -n "${PYTHON:-}" ] || source scripts/venv.sh
     export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
     [ -d "$OUTPUTS/numbers" ] || "$PYTHON" examples/reproduce/numbers/write.py "$OUTPUTS/numbers"
-    # One core for each run, also where the trainer and its engine are devices of their own: the matrices are tiny.
+    # One core per run, even if trainer and engine are two devices: the matrices are tiny.
     "$PYTHON" -m miles sweep "examples/reproduce/$name/sweep.yaml" --one-process --jobs "$(nproc)" --out "$OUTPUTS/$name" "$@"
     case " $* " in *" --explain "*) return ;; esac
     "$PYTHON" examples/reproduce/reproduction_results.py show "$OUTPUTS/$name"

@@ -87,7 +87,7 @@ class Distribution:
     """Several columns of runs.csv, means of all iterations, that are one table: a row per variant, without a panel.
 
     Attributes:
-        words: What is distributed, and how.
+        words: The title of the table.
         columns: The name of each column in the table, by its name in runs.csv.
     """
 

@@ -55,7 +55,7 @@ def naming_disk(
         path: A file or folder.
         partial: What takes its place once it is whole. It is removed after a failure, as it may be what fills the disk.
         what: Names ``path`` in the message.
-        then: Ends the message: what is intact, or what to do.
+        then: The end of the message, such as what to do.
         failures: The errors that a write may raise. Others pass.
     """
     try:

@@ -95,6 +95,7 @@ def _names_reward(s: Settings, name: str) -> bool:
 
 
 def _is_unread(name: str, s: Settings) -> bool:
+    """Return whether the advantage estimator of this run leaves a flag of others unread."""
     return s.loss.type.uses_advantages and name not in find_objective(s.loss).estimator.reads
 
 

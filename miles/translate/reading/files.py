@@ -54,7 +54,7 @@ def read_document(path: str) -> Document:
 
 
 def _with_config(document: Document) -> Document:
-    """Return a command of Hydra with the settings of the file that it names. What the command overrides wins."""
+    """Return a command of Hydra with the settings of the file that it names; overrides in the command win."""
     named = document.settings["--config-name"]
     name = str(named.value).removesuffix(".yaml")
     if name in PACKAGED:

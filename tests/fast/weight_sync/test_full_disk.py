@@ -59,7 +59,7 @@ class Whole:
 
 
 class Delta:
-    """``disk-delta``: what has changed, in the shared folder."""
+    """With ``disk-delta`` the changed bytes are written to the shared folder."""
 
     def __init__(self, disk):
         self.written, self.flag, self.writer = disk / "delta_0000002", SHARED, DeltaWriter(disk)
