@@ -8,8 +8,8 @@ from typing import Any
 
 from miles.arguments.flags_view import flags_view
 from miles.arguments.settings import Settings
-from miles.import_path import load_function
 from miles.sample import Sample
+from miles.user_code.loading import load_function
 
 FLAG = "--custom-reward-post-process-path"
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ray import cloudpickle
 
-from miles.import_path import PICKLED
+from miles.user_code.loading import PICKLED
 
 
 def function_path(function: Callable[..., Any], folder: Path, argument: str) -> str:

@@ -41,7 +41,6 @@ from miles.metrics import Metric
 from miles.profiling.process_trace import ProcessTrace
 from miles.profiling.recorder import Recorder, read_clock
 from miles.profiling.spans import span
-from miles.rewards.user_code import in_thread
 from miles.rollout.ordering import IterationPlanner, OrderingRule, Start
 from miles.rollout.pipeline import IterationSummary, RolloutPipeline, build_pipeline
 from miles.rollout.sample_records import SampleRecorder, StoredSamples, token_columns_of
@@ -49,6 +48,7 @@ from miles.sample import PromptGroup
 from miles.stacks import answer_requests, own_stacks
 from miles.train_batch import TrainShard
 from miles.training.determinism import be_deterministic
+from miles.user_code.calls import in_thread
 from miles.weight_sync.offered import copied
 from miles.weights import WeightChunk
 

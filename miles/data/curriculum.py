@@ -24,9 +24,9 @@ from typing import Any, TypeAlias
 from miles.arguments.data import fault_of_weights
 from miles.data.mixture import Mixture
 from miles.data.stream import TrainingStream
-from miles.import_path import load_function
 from miles.input_error import InputError
 from miles.sample import Prompt, PromptGroup
+from miles.user_code.loading import load_function
 
 FLAG = "--curriculum-path"
 Place: TypeAlias = tuple[str, int]  # the name of a set, and the position of a prompt in it

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from miles.data.stream import TrainingStream
-from miles.import_path import load_function
 from miles.input_error import InputError
 from miles.sample import Prompt, PromptGroup
+from miles.user_code.loading import load_function
 
 FLAG = "--data-source-path"
 ReadRow = Callable[[Mapping[str, Any], int], Prompt]  # of a row and its number

@@ -10,8 +10,8 @@ from typing import Any
 from miles.environments.base import EnvironmentKind, EnvironmentMaker
 from miles.environments.built_in import ENVIRONMENTS
 from miles.environments.options import read_options
-from miles.import_path import load_function
 from miles.input_error import InputError
+from miles.user_code.loading import load_function
 
 FLAG = "--environment"
 

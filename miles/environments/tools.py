@@ -12,8 +12,9 @@ from typing import Any
 from miles import strict_json
 from miles.environments.base import Environment, Message
 from miles.one_line import name_and_words, one_line
-from miles.rewards.user_code import UserCodeError, in_thread
 from miles.sample import Prompt
+from miles.user_code.calls import in_thread
+from miles.user_code.errors import UserCodeError
 
 
 class ToolEnvironment(Environment):

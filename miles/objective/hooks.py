@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from miles.flags import flag_name
-from miles.import_path import load_function
 from miles.objective.launcher_losses.modules import offer_related_modules
+from miles.user_code.loading import load_function
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,9 +9,9 @@ from miles.rewards.base import RewardFunction
 from miles.rewards.built_in import REWARDS
 from miles.rewards.reward_process import RewardProcess
 from miles.rewards.settings import CUSTOM, RewardArguments, check_reward
-from miles.rewards.user_code import call_user_code
 from miles.rewards.weighted import WeightedReward
 from miles.sample import Sample
+from miles.user_code.calls import call_user_code
 
 
 def get_reward_function(reward: RewardArguments, memory: int = 0) -> RewardFunction:

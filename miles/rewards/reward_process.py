@@ -29,9 +29,10 @@ from miles.input_error import InputError
 from miles.one_line import one_line
 from miles.rewards.base import NotAReward
 from miles.rewards.messages import read_message, write_message
-from miles.rewards.user_code import UserCodeError, UserCodeTimeout, call_slots
 from miles.sample import Sample
 from miles.stacks import RUN_FOLDER, frames, request_stacks
+from miles.user_code.calls import UserCodeTimeout, call_slots
+from miles.user_code.errors import UserCodeError
 
 IMPORT_SECONDS = 600.0  # for importing the function's module, which may load a model
 MAX_RESUBMISSIONS = 3  # of a call that was stopped because another one did not return

@@ -25,13 +25,13 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from miles.import_path import load_function
 from miles.one_line import name_and_words, one_line
 from miles.rewards.base import NotAReward
 from miles.rewards.messages import read_message, write_message
 from miles.rewards.sandboxed import uses_more
-from miles.rewards.user_code import UserCall
 from miles.stacks import answer_requests
+from miles.user_code.calls import UserCall
+from miles.user_code.loading import import_function
 
 CHECK_SECONDS = 0.25  # between two looks at the memory
 LONGEST_FAULT = 300
@@ -107,7 +107,7 @@ def _work(requests: BinaryIO, replies: BinaryIO, path: str, key: str, memory: in
     if memory:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))  # too much memory raises MemoryError at once
     try:
-        function = load_function(path, "--custom-rm-path")
+        function = import_function(path, "--custom-rm-path")
     except ValueError as error:
         return reply(refused=str(error))
     except BaseException as error:  # whatever the module raises

@@ -12,8 +12,9 @@ from typing import Any
 from miles.one_line import one_line
 from miles.rewards.base import NotAReward, RewardFunction, RewardSum
 from miles.rewards.reward_process import RewardProcessDied
-from miles.rewards.user_code import UserCodeError, UserCodeTimeout
 from miles.sample import Sample
+from miles.user_code.calls import UserCodeTimeout
+from miles.user_code.errors import UserCodeError
 
 _logger = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from miles.rewards.base import NotAReward, RewardFunction, RewardSum
 from miles.rewards.reward_process import RewardProcessDied
-from miles.rewards.user_code import UserCodeError, UserCodeTimeout
 from miles.sample import Sample
+from miles.user_code.calls import UserCodeTimeout
+from miles.user_code.errors import UserCodeError
 
 _logger = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from miles.arguments.flags_view import flags_view
 from miles.arguments.settings import Settings
 from miles.engine.base import Engine
 from miles.engine.concurrency import gather_or_cancel
-from miles.import_path import load_function
 from miles.metrics import Metric
 from miles.rewards.base import RewardFunction
-from miles.rewards.user_code import in_thread
 from miles.rollout.evaluate import EvalSet, evaluate
 from miles.rollout.groups import GroupTools
 from miles.rollout.metrics import with_own_metrics
 from miles.sample import SampleStatus
+from miles.user_code.calls import in_thread
+from miles.user_code.loading import load_function
 
 FLAG = "--eval-function-path"
 LOG = "--custom-eval-rollout-log-function-path"

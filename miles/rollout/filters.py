@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from miles.import_path import load_function
 from miles.rewards.passing import deciding_reward
 from miles.sample import PromptGroup
+from miles.user_code.loading import load_function
 
 _FLAG = "--dynamic-sampling-filter-path"
 

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from miles.arguments.rollout import RolloutArguments
 from miles.engine.base import Engine
-from miles.import_path import load_function
 from miles.rewards.base import RewardFunction
 from miles.rewards.settings import RewardArguments
 from miles.rollout.collect import PromptSource, ScoredGroups
 from miles.rollout.groups import ProducedGroup
 from miles.rollout.metrics import rollout_metrics
 from miles.sample import PromptGroup
+from miles.user_code.loading import load_function
 
 _FLAG = "--rollout-function-path"
 

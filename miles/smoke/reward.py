@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from miles.flags import changed
-from miles.import_path import load_function
 from miles.rewards.registry import get_reward_function
 from miles.rewards.settings import RewardArguments
 from miles.sample import Sample
+from miles.user_code.loading import import_function
 
 MODULE = "miles_smoke_reward"
 
@@ -51,7 +51,7 @@ def with_spread(values: Mapping[str, Any]) -> Callable[[Sequence[Sample]], Any]:
     function: Callable[[Sequence[Sample]], Any]
     if given.rm_type is None:
         assert given.custom_rm_path is not None, "written for a section with a reward"
-        function = load_function(given.custom_rm_path, "--custom-rm-path")
+        function = import_function(given.custom_rm_path, "--custom-rm-path")
     else:
         function = get_reward_function(given)
 

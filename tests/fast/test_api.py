@@ -13,8 +13,8 @@ import pytest
 
 import miles
 from miles.arguments.parser import judge, read_command
-from miles.import_path import load_function
 from miles.rewards.built_in.f1 import f1
+from miles.user_code.loading import load_function
 from tests.fast.arguments.conftest import minimal
 from tests.fast.support.run_folder import write_run
 
@@ -90,7 +90,7 @@ def test_functions_reach_another_process(tmp_path):
     assert function_path(f1, tmp_path, "reward") == "miles.rewards.built_in.f1:f1"
     bonus = 2.5
     added = function_path(lambda samples: [bonus for _ in samples], tmp_path, "reward")
-    code = f"from miles.import_path import load_function\nprint(load_function({added!r}, '--x')([1, 2]))"
+    code = f"from miles.user_code.loading import load_function\nprint(load_function({added!r}, '--x')([1, 2]))"
     assert python(code, tmp_path).stdout == "[2.5, 2.5]\n"
     lock = threading.Lock()
     with pytest.raises(ValueError, match="^reward lambda: cannot be sent to the process that runs it"):
@@ -107,7 +107,9 @@ def test_a_module_that_only_the_script_finds_is_sent_along(tmp_path):
     code += "print(function_path(only_here.scaled, pathlib.Path('.'), 'reward'))"
     path = python(code, tmp_path).stdout.strip()
     assert re.fullmatch(r"scaled-\w{12}\.pkl:scaled", path)
-    ended = python(f"from miles.import_path import load_function\nprint(load_function({path!r}, '--x')([1]))", tmp_path)
+    ended = python(
+        f"from miles.user_code.loading import load_function\nprint(load_function({path!r}, '--x')([1]))", tmp_path
+    )
     assert ended.stdout == "[3]\n", ended.stderr
 
 

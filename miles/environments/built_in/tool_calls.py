@@ -10,11 +10,11 @@ from typing import Any
 from miles import strict_json
 from miles.environments.base import EnvironmentKind, EnvironmentMaker
 from miles.environments.tools import ToolEnvironment, content_of, said_of
-from miles.import_path import load_function, load_object
 from miles.input_error import InputError
 from miles.one_line import one_line
-from miles.rewards.user_code import in_thread
 from miles.sample import Prompt
+from miles.user_code.calls import in_thread
+from miles.user_code.loading import load_function, load_object
 
 _FLAG = "--environment tool_calls"
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from miles.environments.base import Environment, EnvironmentKind, EnvironmentMaker, Message, Model
 from miles.environments.verifiers_tasks import METADATA, Origin, open_environment
 from miles.one_line import one_line
-from miles.rewards.user_code import in_thread
 from miles.sample import Prompt
+from miles.user_code.calls import in_thread
 
 MODEL = "policy"
 

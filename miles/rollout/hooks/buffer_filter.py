@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from miles.import_path import load_function
 from miles.sample import PromptGroup
+from miles.user_code.loading import load_function
 
 _FLAG = "--buffer-filter-path"
 MOST_DROPPED = 1000  # groups in a row, without one that is picked: the function keeps nothing

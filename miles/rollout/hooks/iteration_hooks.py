@@ -14,12 +14,12 @@ from typing import Any
 
 from miles.arguments.flags_view import flags_view
 from miles.arguments.settings import Settings
-from miles.import_path import load_function
 from miles.metrics import Metric
 from miles.rollout.collect import ScoredGroups
 from miles.rollout.hooks import custom_convert
 from miles.rollout.metrics import with_own_metrics
 from miles.sample import PromptGroup, Sample, SampleStatus
+from miles.user_code.loading import load_function
 
 FILTER = "--rollout-sample-filter-path"
 PROCESS = "--rollout-all-samples-process-path"

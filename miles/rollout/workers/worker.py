@@ -17,7 +17,6 @@ from miles.host.machine import memory_limit
 from miles.profiling.recorder import Recorder
 from miles.profiling.spans import span
 from miles.rewards.registry import get_reward_function
-from miles.rewards.user_code import MAX_THREADS, limit_calls
 from miles.rollout.chosen_generator import get_group_generator, session_generator
 from miles.rollout.filters import load_group_filter
 from miles.rollout.groups import GroupTools, produce_group
@@ -42,6 +41,7 @@ from miles.rollout.workers.messages import (
 )
 from miles.rollout.workers.packed import pack
 from miles.sample import PromptGroup
+from miles.user_code.calls import MAX_THREADS, limit_calls
 
 LINGER_SECONDS = 0.2  # for more groups to be sent with the first one; a batch costs each side about a millisecond
 ENOUGH = 32  # groups that are sent without waiting for more

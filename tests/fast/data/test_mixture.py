@@ -1,5 +1,6 @@
 """Mixtures of prompt sets, and the curriculum that chooses weights and prompts."""
 
+import inspect
 import json
 from collections import Counter
 
@@ -250,7 +251,7 @@ def takes_two(one, two):
 
 
 def test_the_signature_of_a_curriculum_is_checked():
-    assert load_curriculum(f"{__name__}:worst_first") is worst_first
+    assert inspect.unwrap(load_curriculum(f"{__name__}:worst_first")) is worst_first
     with pytest.raises(InputError, match=r"--curriculum-path .*takes_two: its signature is \(one, two\)"):
         load_curriculum(f"{__name__}:takes_two")
 

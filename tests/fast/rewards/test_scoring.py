@@ -82,3 +82,13 @@ async def test_a_batch_that_fails_though_no_sample_alone_does(make_sample):
         await scored(samples, overloaded)
     assert await scored(samples, overloaded, error_value=0.0) == 0
     assert [s.reward for s in samples] == [1.0, 1.0]
+
+
+def test_a_message_is_one_short_line_without_control_characters(make_sample):
+    async def shouts(samples):
+        raise ValueError("x" * 10_000_000 + "\x1b[2J\n")
+
+    with pytest.raises(RewardError) as caught:
+        asyncio.run(score([make_sample("\x1b[31m\nred")], shouts, None))
+    message = str(caught.value)
+    assert len(message) < 600 and message.isprintable()

@@ -25,7 +25,6 @@ from miles.data.custom_source import CustomStream
 from miles.input_error import InputError
 from miles.objective.settings import LossArguments
 from miles.rewards.settings import RewardArguments
-from miles.rewards.user_code import UserCodeError
 from miles.rollout import pipeline as pipelines
 from miles.rollout.debug_data import load_rollout
 from miles.rollout.filters import FilterDecision
@@ -35,6 +34,7 @@ from miles.rollout.pipeline import build_pipeline
 from miles.rollout.sample_records import StoredSamples
 from miles.sample import Prompt
 from miles.tracking.run_files import SampleRecord
+from miles.user_code.errors import UserCodeError
 from miles.weights import WeightChunk
 
 torch.set_num_threads(1)

@@ -14,6 +14,7 @@ from miles.rollout.chosen_generator import get_group_generator
 from miles.rollout.groups import generate_group, response_seed
 from miles.rollout.trajectory import generate_trajectories, token_ids_with
 from miles.sample import NO_WEIGHTS, Prompt, PromptGroup, SampleStatus
+from miles.user_code.errors import UserCodeError
 
 PROMPT = Prompt("12*3", (1, 2, 3), source="set.jsonl:4")
 
@@ -167,3 +168,15 @@ def test_the_flag_chooses_the_function(monkeypatch):
     assert get_group_generator(RolloutArguments(custom_generate_function_path=path)) is not generate_group
     with pytest.raises(ValueError, match="--custom-generate-function-path no.such"):
         get_group_generator(RolloutArguments(custom_generate_function_path="no.such:function"))
+
+
+async def test_a_function_that_exits_fails_its_group_and_leaves_the_event_loop(scripted_engine, monkeypatch):
+    async def exits(trajectory):
+        raise SystemExit("no server")
+
+    monkeypatch.setattr(trajectories, "exits", exits, raising=False)
+    path = "miles.rollout.trajectory:exits"
+    make = get_group_generator(RolloutArguments(custom_generate_function_path=path))
+    group, sampling = PromptGroup(5, PROMPT), SamplingParams(20)
+    with pytest.raises(UserCodeError, match=f"--custom-generate-function-path {path}: raised SystemExit: no server"):
+        await make(group, scripted_engine(), sampling, Digits(), n_samples=2, seed_of=response_seed)

@@ -5,7 +5,7 @@ import pytest
 from miles.arguments.launch.paths import FLAGS_INSTEAD, HOOKS, KNOWN
 from miles.arguments.settings import Settings
 from miles.flags import flag_name
-from miles.import_path import load_function
+from miles.user_code.loading import load_function
 
 
 def test_every_known_function_of_ours_exists():

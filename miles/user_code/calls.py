@@ -19,16 +19,12 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from miles.one_line import name_and_words
+from miles.user_code.errors import as_exception, ordinary_errors
 
 MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)  # calls of reward functions at a time, as in asyncio.to_thread
 
 
 T = TypeVar("T")
-
-
-class UserCodeError(Exception):
-    """User code raised something that is not an ``Exception``, or ``StopIteration``. The cause is what it raised."""
 
 
 class UserCodeTimeout(Exception):
@@ -71,12 +67,8 @@ async def in_thread(function: Callable[..., T], *args: Any, **named: Any) -> T:
     """
 
     def call() -> T:
-        try:
+        with ordinary_errors("a function of the user's"):
             return function(*args, **named)
-        except BaseException as error:
-            if (ordinary := _as_exception(error)) is error:
-                raise
-            raise UserCodeError(f"a function of the user's {ordinary}") from error
 
     return await asyncio.to_thread(call)
 
@@ -136,7 +128,7 @@ class UserCall:
                 if error is not None:
                     raise error
         except BaseException as error:
-            self._settle(lambda: self.outcome.set_exception(_as_exception(error)))
+            self._settle(lambda: self.outcome.set_exception(as_exception(error)))
         else:
             self._settle(lambda: self.outcome.set_result(result))
 
@@ -153,14 +145,6 @@ async def _shielded(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | Non
         raise
     except BaseException as error:
         return None, error
-
-
-def _as_exception(error: BaseException) -> Exception:
-    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
-        return error
-    wrapped = UserCodeError(f"raised {name_and_words(error)}")
-    wrapped.__cause__ = error
-    return wrapped
 
 
 def _reward_loop() -> asyncio.AbstractEventLoop:

@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from miles.input_error import InputError
+from miles.user_code.errors import raising_exceptions
 
 PICKLED = ".pkl"  # suffix of a file with one function, and what it needs (cluster/function_file.py)
 
 
 def load_function(path: str, flag: str) -> Callable[..., Any]:
+    """Import a function as ``import_function`` does; when called, it raises ordinary exceptions only."""
+    return raising_exceptions(import_function(path, flag), f"{flag} {path}:")
+
+
+def import_function(path: str, flag: str) -> Callable[..., Any]:
     """Import ``module:function`` or ``module.function``; the working directory is importable.
 
     ``FILE.pkl:name`` is the function in that file. Like a module, such a file runs code of whoever wrote it.

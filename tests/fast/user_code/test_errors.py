@@ -1,0 +1,96 @@
+"""A function that a flag names raises ordinary exceptions: others would end an event loop or an actor."""
+
+import asyncio
+import inspect
+import sys
+import types
+
+import pytest
+
+from miles.user_code.errors import UserCodeError
+from miles.user_code.loading import load_function
+
+
+class Awaited:
+    """An object whose ``__call__`` is a coroutine function."""
+
+    async def __call__(self, error):
+        raise error
+
+
+def plain(error):
+    raise error
+
+
+async def coroutine(error):
+    raise error
+
+
+class Source:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch):
+    names = {"plain": plain, "coroutine": coroutine, "instance": Awaited(), "Source": Source}
+    module = types.ModuleType("functions_of_the_user")
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def called(name, error):
+    """Call a function in a task of an event loop, as a rollout does."""
+
+    async def call():
+        found = load_function(f"functions_of_the_user:{name}", "--x")(error)
+        return await found if inspect.isawaitable(found) else found
+
+    return asyncio.run(call())
+
+
+NAMES = ["plain", "coroutine", "instance"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_what_would_end_the_event_loop_is_an_error_that_names_the_function(name, error):
+    with pytest.raises(UserCodeError, match=rf"^--x functions_of_the_user:{name}: raised {type(error).__name__}"):
+        called(name, error)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_stop_iteration_is_passed_on(name):
+    with pytest.raises((UserCodeError, RuntimeError), match="StopIteration"):
+        called(name, StopIteration())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("error", [KeyError("k"), asyncio.CancelledError()], ids=repr)
+def test_other_errors_and_cancellations_arrive_as_they_are(name, error):
+    with pytest.raises(type(error)) as caught:
+        called(name, error)
+    assert name != "plain" or caught.value is error
+
+
+def test_signatures_kinds_and_classes_are_kept():
+    loaded = load_function("functions_of_the_user:coroutine", "--x")
+    assert inspect.signature(loaded) == inspect.signature(coroutine) and inspect.iscoroutinefunction(loaded)
+    assert not inspect.iscoroutinefunction(load_function("functions_of_the_user:plain", "--x"))
+    assert load_function("functions_of_the_user:Source", "--x") is Source
+
+
+def test_a_coroutine_that_is_closed_ends():
+    async def waits():
+        await asyncio.Event().wait()
+
+    sys.modules["functions_of_the_user"].waits = waits
+    running = load_function("functions_of_the_user:waits", "--x")()
+
+    async def close():
+        task = asyncio.ensure_future(running)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(close())
