@@ -16,6 +16,7 @@ from miles.arguments.sglang.server_flags import (
     known_server_flags,
     value_of,
 )
+from miles.arguments.sglang.server_sizes import check_server_sizes
 from miles.arguments.sglang.server_values import check_server_values
 from miles.arguments.sglang.settings import SglangArguments
 from miles.components import ENGINES, engine_spec, names_with
@@ -59,6 +60,8 @@ def _check_servers(settings: Settings, errors: Errors) -> None:
     check_server_flags(passed_on, sglang.rollout_num_gpus_per_engine, errors)
     _check_external(settings.cluster, sglang, passed_on, errors)
     check_server_values(passed_on, errors)
+    if not sglang.rollout_external and errors.none_about("rollout_num_gpus_per_engine"):
+        check_server_sizes(passed_on, sglang.rollout_num_gpus_per_engine, errors)
     if settings.rollout.replays_support and not settings.is_given_samples:
         _check_support(settings, errors)
     if can_count_engines(errors):

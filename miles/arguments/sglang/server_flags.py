@@ -167,6 +167,8 @@ def _parallel_error(flag: str, value: str, attention_only: bool, engine_size: in
     counted = OTHER_PARALLEL.get(flag)
     if counted is None or value == "1" or (attention_only and flag in DATA_PARALLEL):
         return None
+    if not re.fullmatch(r"-?\d+", value):
+        return None  # its value is checked later
     written = SERVER + flag.removeprefix("--")
     if flag in DATA_PARALLEL and value.isdecimal() and int(value):
         devices = int(value) * engine_size

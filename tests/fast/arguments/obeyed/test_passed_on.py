@@ -39,7 +39,7 @@ SGLANG = "--rollout-engine sglang --device cuda --actor-num-gpus-per-node 1"
 def values(accepted):
     """Words that a flag of SGLang accepts."""
     choices = [choice for choice in accepted.choices if choice is not None]
-    return [] if accepted.most == 0 else [str(choices[0])] if choices else ["4"]
+    return [] if accepted.most == 0 else [str(choices[0])] if choices else ["1"]
 
 
 def test_every_flag_of_sglang_is_in_the_command_of_its_server(command):

@@ -83,7 +83,7 @@ def test_refused_with_one_error(refused, flags, expected):
         ("--rollout-engine sglang --rollout-num-gpus-per-engine 2", 1),
         ("--rollout-engine sglang --sglang-pp-size 1 --sglang-dp-size 1", 1),
         (SGLANG + "--rollout-num-gpus-per-engine 16 --rollout-num-gpus 32", 2),
-        (SGLANG + "--sglang-dp-size 2 --sglang-enable-dp-attention --sglang-attn-dp-size 2", 1),
+        (SGLANG + "--rollout-num-gpus-per-engine 2 --sglang-enable-dp-attention --sglang-attn-dp-size 2", 1),
         (SGLANG + "--colocate", 2),
         (SGLANG + "--rollout-external --rollout-external-engine-addrs h:1 h:2", 0),
         (
