@@ -20,6 +20,7 @@ from miles.arguments.cluster import ClusterArguments, is_cluster_address
 from miles.arguments.explain import explain
 from miles.arguments.files import config_file, custom_config
 from miles.arguments.files.config_file import expand_configs, located
+from miles.arguments.files.hub_config import fetch_configs
 from miles.arguments.launch.choice import (
     choose_backend,
     choose_device,
@@ -543,8 +544,7 @@ def main_parse(argv: Sequence[str]) -> Validated:
     ``--version`` print to stdout and exit with 0.
     """
     try:
-        command = read_command(argv)
-        validated = judge(command)
+        command, validated = _judge_with_hub(argv)
     except FlagError as error:
         print(_report(error.messages), file=sys.stderr)
         raise SystemExit(2) from None
@@ -555,6 +555,28 @@ def main_parse(argv: Sequence[str]) -> Validated:
         print(explain(validated))
         raise SystemExit(0)
     return validated
+
+
+def _judge_with_hub(argv: Sequence[str]) -> tuple[Command, Validated]:
+    """Read and judge a command; again, if the config of a model is on the hub only and could be fetched.
+
+    Wrong flags are reported without the hub, except the bridge's: whether it is needed depends on the model.
+    """
+    command = read_command(argv)
+    validated: Validated | FlagError
+    try:
+        validated = judge(command)
+    except FlagError as error:
+        if not all("--megatron-to-hf-mode" in message for message in error.messages):
+            raise
+        validated = error
+    fetched = fetch_configs(command.settings.model)
+    if fetched.is_any:
+        command = read_command(argv)
+        validated = judge(command)
+    if isinstance(validated, FlagError):
+        raise validated
+    return command, replace(validated, notes=(*validated.notes, *fetched.notes))
 
 
 def _report(messages: Sequence[str]) -> str:

@@ -61,11 +61,11 @@ refusals are reported together, before torch or Ray start, each with the flag, i
 ## Backend and engine
 
 Without `--train-backend`, Megatron trains if the command has a flag of Megatron, else FSDP. FSDP also trains if the
-model's configuration is on this machine, in a folder or in the hub's cache, and its family is one that only FSDP has
-(Qwen3-Next, Qwen3.5, Nemotron-H, GLM-4, …): flags of Megatron's layout and layers are then noted, and sizes that
-contradict the model refused. Without `--rollout-engine`, SGLang generates if the command has a flag of SGLang, with
-`--device cuda`, or if the host has a GPU; else the torch engine does. `--explain --device cuda` on a laptop shows what
-a host with GPUs would choose.
+family of the model is one that only FSDP has (Qwen3-Next, Qwen3.5, Nemotron-H, GLM-4, …): flags of Megatron's layout
+and layers are then noted, and sizes that contradict the model refused. The model's `config.json` says which family it
+is; that of a name on the hub is fetched if the cache does not have it (not with `HF_HUB_OFFLINE=1`). Without
+`--rollout-engine`, SGLang generates if the command has a flag of SGLang, with `--device cuda`, or if the host has a
+GPU; else the torch engine does. `--explain --device cuda` on a laptop shows what a host with GPUs would choose.
 
 With `--ray-address` or `RAY_ADDRESS`, and neither `--device` nor a GPU on this host, the cluster is asked: GPUs there
 choose SGLang and `--device cuda`. If its head does not answer within 2 s, a note says so, and the run is planned for
