@@ -72,6 +72,9 @@ def _check_servers(settings: Settings, errors: Errors) -> None:
         for written in passed_on.router_as_written if num_servers < 2 else ():
             errors.add(f"{written}: would be ignored with one engine; give --rollout-num-gpus for two, or drop it")
     _check_weight_files(sglang, errors)
+    if sglang.pause_generation_mode == ABORT and settings.rollout.fully_async:
+        rule = "would end the requests in flight, which --fully-async continues with the new weights"
+        errors.refuse("pause_generation_mode", ABORT, rule, "give retract or in_place")
 
 
 def _check_weight_files(sglang: SglangArguments, errors: Errors) -> None:
@@ -87,6 +90,7 @@ def _check_weight_files(sglang: SglangArguments, errors: Errors) -> None:
 
 
 DELTA = "disk-delta"  # of --update-weight-transfer-mode
+ABORT = "abort"  # of --pause-generation-mode
 LARGEST_SUPPORT = "--sampling-mask-max-tokens"  # of SGLang's server, which 0.5.23 is the first to have
 _SUPPORT_TOKENS = 4096  # its default
 
@@ -120,6 +124,16 @@ def fill_rollout_num_gpus(settings: Settings) -> ClusterArguments:
     if not starts or cluster.colocate or cluster.rollout_num_gpus is not None or size < 1:
         return cluster
     return replace(cluster, rollout_num_gpus=size)
+
+
+def fill_pause_mode(sglang: SglangArguments) -> tuple[SglangArguments, list[str]]:
+    """Return the section with a mode that engines have, and a note if another was read as that."""
+    if sglang.pause_generation_mode != ABORT:
+        return sglang, []
+    why = "without --fully-async no request is in flight when weights change"
+    return replace(sglang, pause_generation_mode="retract"), [
+        f"--pause-generation-mode abort is read as retract: {why}"
+    ]
 
 
 def can_count_engines(errors: Errors) -> bool:
