@@ -20,6 +20,7 @@ from miles.arguments.cluster import ClusterArguments, is_cluster_address
 from miles.arguments.explain import explain
 from miles.arguments.files import config_file, custom_config
 from miles.arguments.files.config_file import expand_configs, located
+from miles.arguments.files.flags_file import FlagsFile
 from miles.arguments.files.hub_config import fetch_configs
 from miles.arguments.launch.choice import (
     choose_backend,
@@ -48,7 +49,6 @@ from miles.arguments.launch.spelling import (
     without_flags,
 )
 from miles.arguments.launch.suggest import near_choice, suggestion
-from miles.arguments.launch.values import words_of_line
 from miles.arguments.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.rules.deterministic import check_deterministic_on_cpu
@@ -92,14 +92,6 @@ class FlagParser(argparse.ArgumentParser):
         self.errors.add(_rephrased(message))
         raise FlagError(*self.errors.messages)
 
-    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        """Split a line of an ``@file`` into words, as a shell does (``launch/values.py``)."""
-        try:
-            return words_of_line(arg_line)
-        except ValueError as error:
-            shown = one_line(arg_line, LONGEST_VALUE)
-            self.error(f"cannot read the line {shown!r} of the @file: {error}; check its quotes")
-
     def _read_args_from_files(self, arg_strings: list[str]) -> list[str]:
         """Replace each ``@file`` by its words. Unlike argparse, stop at files that include each other without end."""
         words: list[str] = []
@@ -112,8 +104,14 @@ class FlagParser(argparse.ArgumentParser):
                 words.append(word)
                 continue
             path = word[1:]
-            for line in self._read_file(path, within).splitlines():
-                self._include(self.convert_arg_line_to_args(line), (*within, os.path.realpath(path)), words)
+            text = self._read_file(path, within)
+            file = FlagsFile(text)
+            for line in text.splitlines():
+                try:
+                    found = file.words(line)
+                except ValueError as error:
+                    self.error(f"cannot read the line {one_line(line, LONGEST_VALUE)!r} of the @file: {error}")
+                self._include(found, (*within, os.path.realpath(path)), words)
 
     def _read_file(self, path: str, within: tuple[str, ...]) -> str:
         try:

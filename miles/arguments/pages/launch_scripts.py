@@ -93,8 +93,9 @@ checkpoint. The runtime environment of the job is kept, with the launcher's vari
 
 `--flag value`, `--flag=value` and `'--flag value'` as one word are the same. A flag that is given twice with different
 values has the last one, with a note. Lists of numbers are written `1 2 4`, `1,2,4`, `[1,2,4]` or `[0]*3+[1]*5`. A file
-that defines a shell array (`MODEL_ARGS=( … )`) can be sourced by the script as usual, or read as `@FILE`; there,
-`${NAME:-default}` is read from the environment.
+that defines a shell array (`MODEL_ARGS=( … )`) can be sourced by the script as usual, or read as `@FILE`; then `$NAME`
+and `${NAME:-default}` are variables that the file sets, or those of the environment. No shell runs: a file with loops
+or commands is refused, and has to be sourced.
 """
 
 MEASURED = """\
