@@ -128,7 +128,7 @@ def _config_file(path: str) -> Path | None:
     The cache keeps the files of each revision in a folder, and in ``refs/main`` the name of the newest one
     (huggingface_hub, "Understand caching").
     """
-    if os.path.isdir(path) or not _HUB_NAME.fullmatch(path):
+    if not is_on_hub(path):
         return Path(path) / "config.json"
     from huggingface_hub import constants  # takes milliseconds, and most runs name a folder
 
@@ -140,6 +140,11 @@ def _config_file(path: str) -> Path | None:
         return cached / "snapshots" / newest.read_text(encoding="utf-8").strip() / "config.json"
     except (OSError, UnicodeDecodeError):
         return None  # the hub's own code reports it, when the model is loaded
+
+
+def is_on_hub(path: str) -> bool:
+    """Return whether ``path`` is a name on the hub and not a folder here."""
+    return not os.path.isdir(path) and _HUB_NAME.fullmatch(path) is not None
 
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")

@@ -20,6 +20,8 @@ from miles.arguments.cluster import ClusterArguments, is_cluster_address
 from miles.arguments.explain import explain
 from miles.arguments.files import config_file, custom_config
 from miles.arguments.files.config_file import expand_configs, located
+from miles.arguments.files.flags_file import FlagsFile
+from miles.arguments.files.hub_config import fetch_configs
 from miles.arguments.launch.choice import (
     choose_backend,
     choose_device,
@@ -47,7 +49,6 @@ from miles.arguments.launch.spelling import (
     without_flags,
 )
 from miles.arguments.launch.suggest import near_choice, suggestion
-from miles.arguments.launch.values import words_of_line
 from miles.arguments.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.rules.deterministic import check_deterministic_on_cpu
@@ -91,14 +92,6 @@ class FlagParser(argparse.ArgumentParser):
         self.errors.add(_rephrased(message))
         raise FlagError(*self.errors.messages)
 
-    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        """Split a line of an ``@file`` into words, as a shell does (``launch/values.py``)."""
-        try:
-            return words_of_line(arg_line)
-        except ValueError as error:
-            shown = one_line(arg_line, LONGEST_VALUE)
-            self.error(f"cannot read the line {shown!r} of the @file: {error}; check its quotes")
-
     def _read_args_from_files(self, arg_strings: list[str]) -> list[str]:
         """Replace each ``@file`` by its words. Unlike argparse, stop at files that include each other without end."""
         words: list[str] = []
@@ -111,8 +104,14 @@ class FlagParser(argparse.ArgumentParser):
                 words.append(word)
                 continue
             path = word[1:]
-            for line in self._read_file(path, within).splitlines():
-                self._include(self.convert_arg_line_to_args(line), (*within, os.path.realpath(path)), words)
+            text = self._read_file(path, within)
+            file = FlagsFile(text)
+            for line in text.splitlines():
+                try:
+                    found = file.words(line)
+                except ValueError as error:
+                    self.error(f"cannot read the line {one_line(line, LONGEST_VALUE)!r} of the @file: {error}")
+                self._include(found, (*within, os.path.realpath(path)), words)
 
     def _read_file(self, path: str, within: tuple[str, ...]) -> str:
         try:
@@ -543,8 +542,7 @@ def main_parse(argv: Sequence[str]) -> Validated:
     ``--version`` print to stdout and exit with 0.
     """
     try:
-        command = read_command(argv)
-        validated = judge(command)
+        command, validated = _judge_with_hub(argv)
     except FlagError as error:
         print(_report(error.messages), file=sys.stderr)
         raise SystemExit(2) from None
@@ -555,6 +553,28 @@ def main_parse(argv: Sequence[str]) -> Validated:
         print(explain(validated))
         raise SystemExit(0)
     return validated
+
+
+def _judge_with_hub(argv: Sequence[str]) -> tuple[Command, Validated]:
+    """Read and judge a command; again, if the config of a model is on the hub only and could be fetched.
+
+    Wrong flags are reported without the hub, except the bridge's: whether it is needed depends on the model.
+    """
+    command = read_command(argv)
+    validated: Validated | FlagError
+    try:
+        validated = judge(command)
+    except FlagError as error:
+        if not all("--megatron-to-hf-mode" in message for message in error.messages):
+            raise
+        validated = error
+    fetched = fetch_configs(command.settings.model)
+    if fetched.is_any:
+        command = read_command(argv)
+        validated = judge(command)
+    if isinstance(validated, FlagError):
+        raise validated
+    return command, replace(validated, notes=(*validated.notes, *fetched.notes))
 
 
 def _report(messages: Sequence[str]) -> str:

@@ -36,7 +36,13 @@ from miles.arguments.rules.labels import check_labels
 from miles.arguments.rules.loss import check_loss, name_policy_loss, notes_on_loss
 from miles.arguments.rules.replay import check_replay
 from miles.arguments.settings import Settings
-from miles.arguments.sglang.rules import can_count_engines, check_engine, check_rollout_workers, fill_rollout_num_gpus
+from miles.arguments.sglang.rules import (
+    can_count_engines,
+    check_engine,
+    check_rollout_workers,
+    fill_pause_mode,
+    fill_rollout_num_gpus,
+)
 from miles.arguments.tracking import check_tracking
 from miles.arguments.training import check_training, fill_global_batch_size, notes_on_training
 from miles.components import train_backend_spec
@@ -177,15 +183,17 @@ def _reconcile(settings: Settings, errors: Errors) -> tuple[Settings, list[str]]
     if not errors.messages:
         loss, policy_loss_notes = name_policy_loss(loss)
         loss_notes = [*policy_loss_notes, *loss_notes]
+    sglang, pause_notes = fill_pause_mode(settings.sglang)
     filled = replace(
         settings,
+        sglang=sglang,
         training=training,
         loss=loss,
         rollout=fill_over_sampling(rollout),
         evaluation=fill_evaluation(settings.evaluation, rollout, settings.data),
         checkpoint=fill_remote_cache(settings.checkpoint, settings.tracking.output_dir),
     )
-    return filled, [*loss_notes, *batch_notes]
+    return filled, [*loss_notes, *batch_notes, *pause_notes]
 
 
 def _notes(settings: Settings) -> Iterator[str]:

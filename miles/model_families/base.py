@@ -84,7 +84,7 @@ class Family:
             if not is_computed(config.get(name)):
                 raise refusal(f"{name} {config[name]}", f"--train-backend megatron computes {what} only")
         if config.get("attention_bias") and not self.has_qkv_bias:
-            raise refusal("attention_bias true", "--train-backend megatron converts it for Qwen2 only")
+            raise refusal("attention_bias true", f"--train-backend megatron converts no bias of a {self.model_type}")
 
     def sliding_window(self, config: Config) -> int | None:
         """Return how many tokens back attention sees, or None if it sees all."""

@@ -35,11 +35,7 @@ def family_of(config: Config) -> Family:
     """Return the family of a model. Raises ``ValueError`` for one that ``--train-backend megatron`` does not know."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        raise refusal(
-            f"model_type {kind}",
-            f"through Megatron-Bridge only {', '.join(_bridged())} have been compared with transformers",
-            _elsewhere(config),
-        )
+        raise refusal(f"model_type {kind}", _trained(), _elsewhere(config))
     return FAMILIES[kind]
 
 
@@ -50,6 +46,13 @@ def _elsewhere(config: Config) -> str:
     if is_compared_by_test(config):
         return f"give --train-backend fsdp, which trains a {model_type(config)}, and drop the flags of Megatron"
     return "choose another model, or give --train-backend fsdp, which trains those that transformers has"
+
+
+def _trained() -> str:
+    """Say which models Megatron trains."""
+    bridged = ", ".join(kind for kind in _bridged() if kind not in CONVERTED)
+    converted = ", ".join(CONVERTED)
+    return f"--train-backend megatron trains {converted} and, with --megatron-to-hf-mode bridge, {bridged}"
 
 
 def _bridged() -> list[str]:
@@ -63,13 +66,10 @@ def converted_family(config: Config) -> ConvertedFamily:
     """
     kind = config.get("model_type")
     if kind in BRIDGED:
-        rule, what_to_do = (
-            "only Megatron-Bridge converts it",
-            "add --megatron-to-hf-mode bridge, or choose another model",
-        )
-        raise refusal(f"model_type {kind}", rule, what_to_do)
+        what_to_do = f"add --megatron-to-hf-mode bridge, or {_elsewhere(config)}"
+        raise refusal(f"model_type {kind}", "only Megatron-Bridge converts it", what_to_do)
     if kind not in CONVERTED:
-        raise refusal(f"model_type {kind}", f"only {', '.join(CONVERTED)} are converted", _elsewhere(config))
+        raise refusal(f"model_type {kind}", _trained(), _elsewhere(config))
     family = CONVERTED[kind]
     family.check(config)
     return family

@@ -16,6 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))  # tests are no packa
 # that waits actively for another, which has no core, made a run's step take 17 s instead of 1 s.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Names of models in tests are made up, so the hub need not be asked about them.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Under nohup the hang-up signal is ignored, here and in the runs that tests start.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -63,33 +60,3 @@ def environment_strings(text: str) -> str | None:
         raise ValueError("not an object")
     strings = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     return None if strings == values else json.dumps(strings)
-
-
-_ARRAY_OPENS = re.compile(r"^\s*(?:export\s+|declare\s+-a\s+)?\w+\+?=\(")
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}")
-
-
-def words_of_line(line: str) -> list[str]:
-    r"""Split a line of an ``@file`` into words: quoting as in a shell, ``#`` starts a comment.
-
-    The file may also be a shell array that other scripts source (``MODEL_ARGS=(`` … ``)``), with ``\`` at the ends of
-    its lines and variables, which are read from the environment: ``${NAME:-default}``.
-
-    Raises:
-        ValueError: A quote is not closed, or a variable is not set.
-    """
-    line = _ARRAY_OPENS.sub("", line).rstrip()
-    if line.endswith("\\") and not line.endswith("\\\\"):
-        line = line[:-1]
-    words = [_expand(word) for word in shlex.split(line, comments=True)]
-    return words[:-1] if words and words[-1] == ")" else words
-
-
-def _expand(word: str) -> str:
-    def value(found: re.Match[str]) -> str:
-        given = os.environ.get(found[1]) or found[2]
-        if given is None:
-            raise ValueError(f"the variable {found[1]} is not set")
-        return given
-
-    return _VARIABLE.sub(value, word)

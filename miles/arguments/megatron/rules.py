@@ -18,7 +18,7 @@ from miles.arguments.settings import Settings
 from miles.components import TRAIN_BACKENDS, names_with, train_backend_spec
 from miles.flags import Errors, collect_errors, count, flag_name, refuse
 from miles.model_families.base import HEADS_IN_CONFIG
-from miles.model_families.registry import BRIDGED, FAMILIES, check_bridged, megatron_shape, vocabulary_shape
+from miles.model_families.registry import BRIDGED, CONVERTED, FAMILIES, check_bridged, megatron_shape, vocabulary_shape
 
 ConfigAndShape: TypeAlias = tuple[dict[str, Any], dict[str, Any]]  # of Hugging Face, and in Megatron's terms
 
@@ -351,7 +351,8 @@ def check_bridge(sizes: MegatronArguments) -> None:
     """Raise ``ValueError`` naming the flag if Megatron-Bridge is chosen and cannot be used."""
     if sizes.megatron_to_hf_mode != "bridge":
         return
-    what_to_do = "install what docs/megatron.md names, or use raw with a Llama, Qwen2, Qwen3 or Qwen3-MoE"
+    families = ", ".join(CONVERTED)
+    what_to_do = f"install what docs/megatron.md names, use raw with a {families}, or give --train-backend fsdp"
     for package, release in BRIDGE_RELEASES.items():
         try:
             installed = version(package)

@@ -61,11 +61,11 @@ refusals are reported together, before torch or Ray start, each with the flag, i
 ## Backend and engine
 
 Without `--train-backend`, Megatron trains if the command has a flag of Megatron, else FSDP. FSDP also trains if the
-model's configuration is on this machine, in a folder or in the hub's cache, and its family is one that only FSDP has
-(Qwen3-Next, Qwen3.5, Nemotron-H, GLM-4, …): flags of Megatron's layout and layers are then noted, and sizes that
-contradict the model refused. Without `--rollout-engine`, SGLang generates if the command has a flag of SGLang, with
-`--device cuda`, or if the host has a GPU; else the torch engine does. `--explain --device cuda` on a laptop shows what
-a host with GPUs would choose.
+family of the model is one that only FSDP has (Qwen3-Next, Qwen3.5, Nemotron-H, GLM-4, …): flags of Megatron's layout
+and layers are then noted, and sizes that contradict the model refused. The model's `config.json` says which family it
+is; that of a name on the hub is fetched if the cache does not have it (not with `HF_HUB_OFFLINE=1`). Without
+`--rollout-engine`, SGLang generates if the command has a flag of SGLang, with `--device cuda`, or if the host has a
+GPU; else the torch engine does. `--explain --device cuda` on a laptop shows what a host with GPUs would choose.
 
 With `--ray-address` or `RAY_ADDRESS`, and neither `--device` nor a GPU on this host, the cluster is asked: GPUs there
 choose SGLang and `--device cuda`. If its head does not answer within 2 s, a note says so, and the run is planned for
@@ -93,8 +93,9 @@ checkpoint. The runtime environment of the job is kept, with the launcher's vari
 
 `--flag value`, `--flag=value` and `'--flag value'` as one word are the same. A flag that is given twice with different
 values has the last one, with a note. Lists of numbers are written `1 2 4`, `1,2,4`, `[1,2,4]` or `[0]*3+[1]*5`. A file
-that defines a shell array (`MODEL_ARGS=( … )`) can be sourced by the script as usual, or read as `@FILE`; there,
-`${NAME:-default}` is read from the environment.
+that defines a shell array (`MODEL_ARGS=( … )`) can be sourced by the script as usual, or read as `@FILE`; then `$NAME`
+and `${NAME:-default}` are variables that the file sets, or those of the environment. No shell runs: a file with loops
+or commands is refused, and has to be sourced.
 """
 
 MEASURED = """\

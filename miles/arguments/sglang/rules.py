@@ -16,6 +16,8 @@ from miles.arguments.sglang.server_flags import (
     known_server_flags,
     value_of,
 )
+from miles.arguments.sglang.server_sizes import check_server_sizes
+from miles.arguments.sglang.server_values import check_server_values
 from miles.arguments.sglang.settings import SglangArguments
 from miles.components import ENGINES, engine_spec, names_with
 from miles.flags import Errors, changed, flag_name
@@ -57,6 +59,9 @@ def _check_servers(settings: Settings, errors: Errors) -> None:
     errors.above(sglang, 0, "rollout_health_check_interval", "rollout_health_check_timeout", "engine_log_max_mb")
     check_server_flags(passed_on, sglang.rollout_num_gpus_per_engine, errors)
     _check_external(settings.cluster, sglang, passed_on, errors)
+    check_server_values(passed_on, errors)
+    if not sglang.rollout_external and errors.none_about("rollout_num_gpus_per_engine"):
+        check_server_sizes(passed_on, sglang.rollout_num_gpus_per_engine, errors)
     if settings.rollout.replays_support and not settings.is_given_samples:
         _check_support(settings, errors)
     if can_count_engines(errors):
@@ -67,6 +72,9 @@ def _check_servers(settings: Settings, errors: Errors) -> None:
         for written in passed_on.router_as_written if num_servers < 2 else ():
             errors.add(f"{written}: would be ignored with one engine; give --rollout-num-gpus for two, or drop it")
     _check_weight_files(sglang, errors)
+    if sglang.pause_generation_mode == ABORT and settings.rollout.fully_async:
+        rule = "would end the requests in flight, which --fully-async continues with the new weights"
+        errors.refuse("pause_generation_mode", ABORT, rule, "give retract or in_place")
 
 
 def _check_weight_files(sglang: SglangArguments, errors: Errors) -> None:
@@ -82,6 +90,7 @@ def _check_weight_files(sglang: SglangArguments, errors: Errors) -> None:
 
 
 DELTA = "disk-delta"  # of --update-weight-transfer-mode
+ABORT = "abort"  # of --pause-generation-mode
 LARGEST_SUPPORT = "--sampling-mask-max-tokens"  # of SGLang's server, which 0.5.23 is the first to have
 _SUPPORT_TOKENS = 4096  # its default
 
@@ -115,6 +124,16 @@ def fill_rollout_num_gpus(settings: Settings) -> ClusterArguments:
     if not starts or cluster.colocate or cluster.rollout_num_gpus is not None or size < 1:
         return cluster
     return replace(cluster, rollout_num_gpus=size)
+
+
+def fill_pause_mode(sglang: SglangArguments) -> tuple[SglangArguments, list[str]]:
+    """Return the section with a mode that engines have, and a note if another was read as that."""
+    if sglang.pause_generation_mode != ABORT:
+        return sglang, []
+    why = "without --fully-async no request is in flight when weights change"
+    return replace(sglang, pause_generation_mode="retract"), [
+        f"--pause-generation-mode abort is read as retract: {why}"
+    ]
 
 
 def can_count_engines(errors: Errors) -> bool:

@@ -1,20 +1,16 @@
 """Pass ``--sglang-*`` and ``--router-*`` on to SGLang's server and router, which define these flags.
 
-They are recognized by their prefix, checked by name against the installed SGLang (read from its source, because
-importing it takes seconds), and passed on. The server checks the values when it starts.
+They are recognized by their prefix, checked by name and value against the installed SGLang, and passed on.
 """
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 
 from miles.arguments.launch.suggest import nearest_flag
+from miles.arguments.sglang.installed import router_flags, server_flags
 from miles.flags import Errors
 
 SERVER, ROUTER = "--sglang-", "--router-"
@@ -171,6 +167,8 @@ def _parallel_error(flag: str, value: str, attention_only: bool, engine_size: in
     counted = OTHER_PARALLEL.get(flag)
     if counted is None or value == "1" or (attention_only and flag in DATA_PARALLEL):
         return None
+    if not re.fullmatch(r"-?\d+", value):
+        return None  # its value is checked later
     written = SERVER + flag.removeprefix("--")
     if flag in DATA_PARALLEL and value.isdecimal() and int(value):
         devices = int(value) * engine_size
@@ -199,58 +197,11 @@ def _key_error(prefix: str, flag: str, value: str) -> str | None:
     return f"{written}: {rule}; give another one, or drop {written}"
 
 
-@cache
-def known_server_flags() -> frozenset[str]:
-    """Return the flags of SGLang's ``ServerArgs``; none if SGLang is not installed on this host.
-
-    These are the fields of ``srt/arg_groups/fields/*.py`` annotated ``A[type, Arg(...)]``, and literal
-    ``add_argument`` calls.
-    """
-    root = _folder("sglang")
-    if root is None:
-        return frozenset()
-    fields = (flag for path in sorted(root.glob("srt/arg_groups/fields/*.py")) for flag in _field_flags(path))
-    return frozenset(fields) | frozenset(_literal_flags(root / "srt" / "server_args.py"))
+def known_server_flags() -> Set[str]:
+    """Return the flags of SGLang's ``ServerArgs``; none if SGLang is not installed on this host."""
+    return server_flags().keys()
 
 
-@cache
-def known_router_flags() -> frozenset[str]:
+def known_router_flags() -> Set[str]:
     """Return the flags of sglang-router's ``RouterArgs``; none if the router is not installed here."""
-    root = _folder("sglang_router")
-    return frozenset() if root is None else frozenset(_literal_flags(root / "router_args.py"))
-
-
-def _folder(package: str) -> Path | None:
-    spec = find_spec(package)  # finds, and does not import
-    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
-
-
-def _field_flags(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
-            continue
-        metadata = [call for call in ast.walk(node.annotation) if isinstance(call, ast.Call)]
-        keywords = {keyword.arg: keyword.value for call in metadata for keyword in call.keywords}
-        if "no_cli" not in keywords:
-            own_name = keywords.get("cli_name")
-            yield ast.literal_eval(own_name) if own_name is not None else "--" + node.target.id.replace("_", "-")
-        if "aliases" in keywords:
-            yield from ast.literal_eval(keywords["aliases"])
-
-
-def _literal_flags(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
-            for argument in node.args:
-                text = _flag_text(argument)
-                if text.startswith("--"):
-                    yield text
-
-
-def _flag_text(argument: ast.expr) -> str:
-    """Return the flag of a literal, or of an f-string with an empty prefix: ``f"--{prefix}policy"``."""
-    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-        return argument.value
-    if isinstance(argument, ast.JoinedStr):
-        return "".join(str(part.value) for part in argument.values if isinstance(part, ast.Constant))
-    return ""
+    return router_flags().keys()

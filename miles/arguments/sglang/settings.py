@@ -42,9 +42,10 @@ class SglangArguments:
         "that of temporary files",
         metavar="DIR",
     )
-    pause_generation_mode: Literal["retract", "in_place"] = flag(
+    pause_generation_mode: Literal["retract", "in_place", "abort"] = flag(
         "retract",
-        "requests in flight when weights change: retract recomputes their cache, in_place continues with the old one",
+        "requests in flight when weights change: retract recomputes their cache, in_place continues with the old one, "
+        "abort is retract, as it is allowed only without --fully-async, where none are in flight",
     )
     check_weight_update_equal: bool = flag(
         False,
@@ -72,7 +73,7 @@ class SglangArguments:
     def keeps_cache(self) -> bool:
         """Whether requests in flight keep what the old weights have computed, so that no cache can be flushed."""
         match self.pause_generation_mode:
-            case "retract":
+            case "retract" | "abort":
                 return False
             case "in_place":
                 return True

@@ -185,10 +185,17 @@ def test_layouts_are_exact_in_both_directions(layout: TensorLayout, shapes: list
         (config_of("kimi_k2") | dict(num_key_value_heads=2), ["num_key_value_heads 2", "each of the 4 heads"]),
         (config_of("kimi_k2") | dict(rope_scaling={"type": "dynamic"}), ["rope_type dynamic", "default and yarn"]),
         (config_of("glm4_moe") | dict(n_shared_experts=0), ["n_shared_experts 0", "shared experts"]),
-        (dict(model_type="mistral"), ["model_type mistral", "--megatron-to-hf-mode bridge"]),
+        (
+            dict(model_type="mistral"),
+            ["--megatron-to-hf-mode bridge, or give --train-backend fsdp, which trains a mistral"],
+        ),
+        (
+            dict(model_type="foo"),
+            ["deepseek_v3, kimi_k2, glm4_moe", "with --megatron-to-hf-mode bridge, mistral, nemotron"],
+        ),
         (dict(model_type="llama", hidden_act="gelu"), ["hidden_act gelu", "only silu"]),
         (dict(model_type="llama", mlp_bias=True), ["mlp_bias True", "MLPs without bias"]),
-        (dict(model_type="qwen3", attention_bias=True), ["attention_bias", "Qwen2"]),
+        (dict(model_type="qwen3", attention_bias=True), ["attention_bias", "no bias of a qwen3"]),
         (
             dict(model_type="qwen2", use_sliding_window=True, sliding_window=16),
             ["sliding_window 16", "full attention", "fsdp"],

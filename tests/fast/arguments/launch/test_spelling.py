@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.arguments.launch.values import whole_numbers, words_of_line
+from miles.arguments.launch.values import whole_numbers
 from miles.arguments.parser import main_parse, parse
-from miles.flags import FlagError
 
 LAYERS = {
     "model_type": "qwen3_moe",
@@ -107,27 +106,6 @@ def test_earlier_names_of_server_flags(accepted):
     validated = accepted("--device cuda --sglang-cuda-graph-bs 1 2 4 --sglang-nsa-prefill-backend flashmla_sparse")
     words = validated.settings.server_flags.server
     assert words == ("--cuda-graph-bs-decode", "1", "2", "4", "--dsa-prefill-backend", "flashmla_sparse")
-
-
-def test_a_sourced_array_is_a_file_of_flags(tmp_path, monkeypatch):
-    file = tmp_path / "model.sh"
-    file.write_text(
-        "#!/bin/bash\nMODEL_ARGS=(\n   --swiglu  # gated\n   --num-layers 4 \\\n"
-        '   --rotary-base "${ROTARY_BASE:-1000000}"\n   --lr ${RATE}\n)\n'
-    )
-    monkeypatch.setenv("RATE", "1e-5")
-    settings = parse([f"@{file}"])
-    assert settings.optimizer.lr == 1e-5
-    assert dict(settings.megatron_overrides) == {"gated_linear_unit": True, "num_layers": 4, "rotary_base": 1e6}
-    monkeypatch.delenv("RATE")
-    with pytest.raises(FlagError, match="the variable RATE is not set"):
-        parse([f"@{file}"])
-
-
-def test_words_of_a_line():
-    assert words_of_line("MODEL_ARGS=(--a 'b c'") == ["--a", "b c"]
-    assert words_of_line("--note 'a $b (c)'") == ["--note", "a $b (c)"]
-    assert words_of_line(")") == []
 
 
 def test_explain_prints_ascii_notes_once(command, capsys):

@@ -96,6 +96,7 @@ def test_refused(bridge, installed, config, flags, expected):
     ("releases", "expected"),
     [
         ({}, "needs megatron-bridge, which is not installed"),
+        ({}, "use raw with a deepseek_v3, kimi_k2, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_moe, or give"),
         (COMPLETE | {"megatron-bridge": "0.3.1"}, "megatron-bridge 0.3.1 is installed, and only 0.6.* was tested"),
         (COMPLETE | {"megatron-core": "0.17.1"}, "megatron-core 0.17.1 is installed, and only 0.19.* was tested"),
         ({p: r for p, r in COMPLETE.items() if p[0] == "m"}, "transformer-engine-torch, which is not installed"),
@@ -103,7 +104,7 @@ def test_refused(bridge, installed, config, flags, expected):
 )
 def test_packages(bridge, installed, releases, expected):
     installed(releases)
-    with pytest.raises(ValueError, match="--megatron-to-hf-mode bridge: .*; install .*, or use raw") as error:
+    with pytest.raises(ValueError, match="--megatron-to-hf-mode bridge: .*; install .*, use raw") as error:
         bridge(MISTRAL)
     assert expected in str(error.value)
 

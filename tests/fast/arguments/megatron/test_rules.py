@@ -207,7 +207,7 @@ def test_pipeline_stages_repeat_the_shards(megatron):
         ),
         ("", LLAMA | {"model_type": "gemma"}, ["model_type gemma", "llama, qwen2"]),
         ("", LLAMA | {"model_type": "mistral"}, ["model_type mistral", "--megatron-to-hf-mode bridge"]),
-        ("", LLAMA | {"attention_bias": True}, ["attention_bias", "Qwen2"]),
+        ("", LLAMA | {"attention_bias": True}, ["attention_bias", "no bias of a llama"]),
         ("--num-layerz 4", LLAMA, ["--num-layerz", "--num-layers"]),
     ],
 )

@@ -11,6 +11,7 @@ from miles.arguments.launch.server import RENAMED, REPLACED
 from miles.arguments.megatron.fields import megatron_fields
 from miles.arguments.megatron.overrides import TRIED
 from miles.arguments.parser import judge, read_command
+from miles.arguments.sglang.installed import router_flags, server_flags
 from miles.arguments.sglang.server_flags import (
     DATA_PARALLEL,
     OTHER_PARALLEL,
@@ -35,11 +36,17 @@ OTHERWISE = {*OWNED_BY_LAUNCHER, *OTHER_PARALLEL, *DATA_PARALLEL, *TENSOR_PARALL
 SGLANG = "--rollout-engine sglang --device cuda --actor-num-gpus-per-node 1"
 
 
+def values(accepted):
+    """Words that a flag of SGLang accepts."""
+    choices = [choice for choice in accepted.choices if choice is not None]
+    return [] if accepted.most == 0 else [str(choices[0])] if choices else ["1"]
+
+
 def test_every_flag_of_sglang_is_in_the_command_of_its_server(command):
     flags = sorted(known_server_flags() - OTHERWISE - {*WITHOUT_KEYS})
     if not flags:
         pytest.skip("SGLang is not installed")
-    words = [word for flag in flags for word in (f"--sglang-{flag[2:]}", "4")]
+    words = [word for flag in flags for word in (f"--sglang-{flag[2:]}", *values(server_flags()[flag]))]
     settings = judge(read_command([*command(SGLANG), *words])).settings
     server = server_spec(settings, "cuda", 0, Keys())
     started = {*server.arguments("127.0.0.1", 1), *server.secret_arguments}
@@ -48,7 +55,7 @@ def test_every_flag_of_sglang_is_in_the_command_of_its_server(command):
 
 def test_every_flag_of_the_router_is_in_its_command(command, monkeypatch):
     flags = sorted(known_router_flags() - {*OWNED_BY_LAUNCHER})
-    words = [word for flag in flags for word in (f"--router-{flag[2:]}", "4")]
+    words = [word for flag in flags for word in (f"--router-{flag[2:]}", *values(router_flags()[flag]))]
     settings = judge(read_command([*command(f"{SGLANG} --rollout-num-gpus 2"), *words])).settings
     monkeypatch.setattr(Router, "_run", lambda self: MagicMock())
     router = Router(settings.server_flags.router, "127.0.0.1", LogFile(Path("router.log")), 1)

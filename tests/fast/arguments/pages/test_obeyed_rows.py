@@ -16,6 +16,7 @@ from miles.arguments.megatron.overrides import FIXED, SHAPE_FIELDS, check_overri
 from miles.arguments.pages.launch_scripts import launch_page
 from miles.arguments.parser import judge, read_command
 from miles.arguments.settings import SECTIONS
+from miles.arguments.sglang.installed import server_flags
 from miles.arguments.sglang.server_flags import TENSOR_PARALLEL
 from miles.flags import Errors, flag_name
 
@@ -94,15 +95,16 @@ def test_a_field_that_the_model_or_the_backend_sets_may_be_repeated_and_not_chan
 
 @pytest.mark.parametrize(("written", "read"), RENAMED.items())
 def test_an_earlier_name_of_a_server_flag_is_read_as_todays(command, written, read):
+    value = str(next(iter(server_flags()[read].choices), 4))
     words = [
         "--actor-num-gpus-per-node",
         "1",
         *command("--rollout-engine sglang --device cuda"),
         f"--sglang-{written[2:]}",
-        "4",
+        value,
     ]
     validated = judge(read_command(words))
-    assert validated.settings.server_flags.server == (read, "4")
+    assert validated.settings.server_flags.server == (read, value)
     assert any(f"--sglang-{written[2:]}" in note.written for note in validated.accepted)
 
 

@@ -61,6 +61,11 @@ EXTERNAL = SGLANG + "--rollout-external --rollout-external-engine-addrs h:1 "
             EXTERNAL + "--update-weight-transfer-mode disk-delta",
             "could apply a delta; use --update-weight-transfer-mode disk",
         ),
+        (
+            SGLANG + "--fully-async --async-steps 1 --pause-generation-mode abort",
+            "--pause-generation-mode abort: would end the requests in flight, which --fully-async continues with the "
+            "new weights; give retract or in_place",
+        ),
         ("--update-weight-transfer-mode disk", "--update-weight-transfer-mode disk: would be ignored by"),
         (SGLANG + "--sglang-tokenizer-worker-num 2", "--sglang-tokenizer-worker-num: SGLang would answer everybody"),
         (SGLANG + "--sglang-grpc-port 5", "--sglang-grpc-port: SGLang would answer everybody"),
@@ -83,7 +88,7 @@ def test_refused_with_one_error(refused, flags, expected):
         ("--rollout-engine sglang --rollout-num-gpus-per-engine 2", 1),
         ("--rollout-engine sglang --sglang-pp-size 1 --sglang-dp-size 1", 1),
         (SGLANG + "--rollout-num-gpus-per-engine 16 --rollout-num-gpus 32", 2),
-        (SGLANG + "--sglang-dp-size 2 --sglang-enable-dp-attention --sglang-attn-dp-size 2", 1),
+        (SGLANG + "--rollout-num-gpus-per-engine 2 --sglang-enable-dp-attention --sglang-attn-dp-size 2", 1),
         (SGLANG + "--colocate", 2),
         (SGLANG + "--rollout-external --rollout-external-engine-addrs h:1 h:2", 0),
         (
@@ -96,6 +101,12 @@ def test_refused_with_one_error(refused, flags, expected):
 )
 def test_number_of_engines(validated, flags, engines):
     assert validated(flags).settings.num_engines == engines
+
+
+def test_abort_is_retract_where_nothing_is_in_flight(validated):
+    read = validated(SGLANG + "--async-steps 1 --pause-generation-mode abort")
+    assert read.settings.sglang.pause_generation_mode == "retract" and not read.settings.sglang.keeps_cache
+    assert any("abort is read as retract: without --fully-async" in note for note in read.notes)
 
 
 def test_own_flags_that_start_like_sglangs_stay_ours(validated):

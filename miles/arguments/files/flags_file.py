@@ -1,0 +1,144 @@
+r"""Read an ``@file``: lines of flags, or a shell script that sets arrays of flags and is sourced by other scripts.
+
+::
+
+    EXPERTS=${EXPERTS:-8}
+    MODEL_ARGS=(
+       --num-layers 2 \
+       --num-experts $EXPERTS  # a comment
+    )
+
+Of a script the words of all arrays are read, with the variables that it sets, or else those of the environment. No
+shell runs: a line that needs one is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+
+_NAME = r"[A-Za-z_]\w*"
+_DECLARES = r"(?:(?:export|local|readonly|declare|typeset)\s+(?:-\w+\s+)*)?"
+_OPENS = re.compile(rf"\s*{_DECLARES}({_NAME})\+?=\(")
+_ASSIGNS = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
+_IS_SCRIPT = re.compile(rf"\A#!|^\s*{_DECLARES}(?:{_NAME}\+?=\(|[A-Z_][A-Z0-9_]*=[^\s=])", re.MULTILINE)
+_EXPANDS = re.compile(rf"\$\{{({_NAME})(?::?-([^}}]*))?\}}")
+_EXPANDS_IN_SCRIPT = re.compile(rf"{_EXPANDS.pattern}|\$({_NAME})")
+_WHOLE_ARRAY = re.compile(rf"\$\{{({_NAME})\[[@*]\]\}}")
+_SETTINGS_OF_SHELL = ("set", "shopt", "export", "readonly", "declare", "typeset")
+# Signs that quotes make plain text, and what takes their place until the words are split.
+_QUOTED = {"$": "\ue000", "`": "\ue001", ")": "\ue002"}
+_RUN_IT = 'source the file in a script, and give its arrays to the command: "${MODEL_ARGS[@]}"'
+
+
+class FlagsFile:
+    """Read the lines of a file in order.
+
+    Args:
+        text: The whole file.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._is_script = _IS_SCRIPT.search(text) is not None
+        self._variables = dict[str, str]()
+        self._arrays = set[str]()
+        self._in_array = False
+
+    def words(self, line: str) -> list[str]:
+        """Split the next line into words of a command: quoting as in a shell, ``#`` starts a comment.
+
+        Raises:
+            ValueError: The line cannot be read; the message ends with what to do.
+        """
+        opened = _OPENS.match(line)
+        if opened and not self._in_array:
+            self._in_array = True
+            self._arrays.add(opened[1])
+            line = line[opened.end() :]
+        line = line.rstrip()
+        if line.endswith("\\") and not line.endswith("\\\\"):
+            line = line[:-1]
+        try:
+            words = shlex.split(_mask_quoted(line), comments=True)
+        except ValueError as error:
+            raise ValueError(f"{error}; check its quotes") from None
+        if self._in_array:
+            words = self._until_closed(words)
+        elif self._is_script and words:
+            words = self._outside_arrays(words)
+        return [self._expand(word) for word in words if not self._is_read_already(word)]
+
+    def _until_closed(self, words: list[str]) -> list[str]:
+        for index, word in enumerate(words):
+            last, closed, more = word.partition(")")
+            if closed:
+                self._in_array = False
+                if more.strip(";") or words[index + 1 :]:
+                    raise ValueError("words follow the end of the array; begin a line with them")
+                return [*words[:index], *([last] if last else [])]
+        return words
+
+    def _outside_arrays(self, words: list[str]) -> list[str]:
+        """Set the variables that the words assign, or return flags. Raises ``ValueError`` for a command."""
+        assigned = [word for word in words if _ASSIGNS.fullmatch(word)]
+        first = words[0]
+        if first in _SETTINGS_OF_SHELL or len(assigned) == len(words):
+            for word in assigned:
+                self._assign(word)
+            return []
+        if first.startswith(("--", "@")):
+            return words
+        raise ValueError(f"{_unmask(first)} is a command, and no shell runs here; {_RUN_IT}")
+
+    def _assign(self, word: str) -> None:
+        found = _ASSIGNS.fullmatch(word)
+        assert found is not None
+        name, appends, value = found[1], found[2], self._expand(found[3].removesuffix(";"))
+        self._variables[name] = self._variables.get(name, "") + value if appends else value
+
+    def _is_read_already(self, word: str) -> bool:
+        """Return whether a word stands for all words of an array of this file."""
+        found = _WHOLE_ARRAY.fullmatch(word)
+        return found is not None and found[1] in self._arrays
+
+    def _expand(self, word: str) -> str:
+        def value(found: re.Match[str]) -> str:
+            name = found[1] or found[3]
+            given = self._variables.get(name) or os.environ.get(name) or found[2]
+            if given is None and name in self._variables:
+                return ""
+            if given is None:
+                raise ValueError(f"the variable {name} is not set; set it in the environment")
+            return given
+
+        if not self._is_script:
+            return _unmask(_EXPANDS.sub(lambda found: value(found), word))
+        if "$(" in word or "`" in word:
+            raise ValueError(f"{_unmask(word)} runs a command, and no shell runs here; {_RUN_IT}")
+        expanded = _EXPANDS_IN_SCRIPT.sub(value, word)
+        if "${" in _EXPANDS_IN_SCRIPT.sub("", word):
+            raise ValueError(f"{_unmask(word)} needs a shell; {_RUN_IT}")
+        return _unmask(expanded)
+
+
+def _mask_quoted(line: str) -> str:
+    """Replace signs of the shell that are plain text: in single quotes, after a backslash, and ``)`` in any quotes."""
+    masked, quote, escaped = list[str](), "", False
+    for sign in line:
+        if escaped:
+            masked[-1:] = [_QUOTED[sign]] if sign in _QUOTED else ["\\", sign]
+        elif sign in _QUOTED and (quote == "'" or (quote and sign == ")")):
+            masked.append(_QUOTED[sign])
+        else:
+            masked.append(sign)
+            if sign in "'\"" and quote in ("", sign):
+                quote = "" if quote else sign
+        escaped = sign == "\\" and quote != "'" and not escaped
+    return "".join(masked)
+
+
+def _unmask(word: str) -> str:
+    for sign, mask in _QUOTED.items():
+        word = word.replace(mask, sign)
+    return word

@@ -1,0 +1,250 @@
+"""Read from SGLang's source which flags its server and its router have, and which values each of them takes.
+
+Importing SGLang takes seconds, and its parser is made of declarations that can be read as they are written: fields of
+``srt/arg_groups/fields/*.py`` annotated ``A[type, "help"]`` or ``A[type, Arg(…)]``, and calls of ``add_argument``.
+
+Not checked are values that the source does not tell: choices that SGLang computes when it is imported
+(``--sampling-backend``, ``--reasoning-parser``, ``--tool-call-parser``, ``--kv-canary-real-data``,
+``--lora-target-modules``), choices to which an installed plugin of SGLang may add, and what SGLang reads from a text or
+from JSON once it has it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+Reading: TypeAlias = Literal["text", "int", "float", "size", "json"]
+Expressions: TypeAlias = Mapping[str, ast.expr]
+
+# Functions that read a word, and what it must be. Others are not known, so that any word is accepted.
+_READINGS: dict[str, Reading] = {
+    "str": "text",
+    "int": "int",
+    "float": "float",
+    "human_readable_int": "size",
+    "json.loads": "json",
+    "json_list_type": "json",
+    "parse_cuda_graph_config_arg": "json",
+    "nullable_str": "text",
+    "parse_cuda_graph_backend_arg": "text",
+}
+_SWITCHES = ("store_true", "store_false", "DeprecatedAction", "DeprecatedStoreTrueAction")
+_NEGATED = "argparse.BooleanOptionalAction"  # --NAME, and --no-NAME
+_PLUGINS = ("sglang.srt.plugins", "sglang.srt.platforms")
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Say what a flag accepts.
+
+    Attributes:
+        least: The fewest words after it.
+        most: The most words after it; None without a limit.
+        reading: What each word is read as.
+        choices: The values that it is limited to; empty if there is no limit, or it is not known.
+    """
+
+    least: int = 0
+    most: int | None = None
+    reading: Reading = "text"
+    choices: tuple[Any, ...] = ()
+
+
+_SWITCH = Accepted(0, 0)
+_ANYTHING = Accepted()
+
+
+@cache
+def server_flags() -> Mapping[str, Accepted]:
+    """Return the flags of SGLang's ``ServerArgs``; none if SGLang is not installed on this host."""
+    root = _folder("sglang")
+    if root is None:
+        return {}
+    arguments, choices = root / "srt" / "server_args.py", root / "srt" / "arg_groups" / "choices.py"
+    server = _tree(arguments)
+    lists = _assigned(server) | (_assigned(_tree(choices)) if choices.is_file() else {})
+    found = dict[str, Accepted]()
+    for path in sorted(root.glob("srt/arg_groups/fields/[!_]*.py")):
+        found |= _of_fields(_tree(path), lists)
+    return found | _of_calls(server, lists)
+
+
+@cache
+def router_flags() -> Mapping[str, Accepted]:
+    """Return the flags of sglang-router's ``RouterArgs``; none if the router is not installed here."""
+    root = _folder("sglang_router")
+    if root is None:
+        return {}
+    tree = _tree(root / "router_args.py")
+    return _of_calls(tree, _assigned(tree))
+
+
+@cache
+def has_plugins() -> bool:
+    """Return whether a plugin of SGLang is installed, which may add to the choices of its flags."""
+    return any(entry_points(group=group) for group in _PLUGINS)
+
+
+def _folder(package: str) -> Path | None:
+    spec = find_spec(package)  # finds, and does not import
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
+    """Return what is assigned to each name of a module."""
+    return {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def _of_fields(tree: ast.Module, lists: Expressions) -> dict[str, Accepted]:
+    found = dict[str, Accepted]()
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        annotation = node.annotation
+        if not (isinstance(annotation, ast.Subscript) and isinstance(annotation.slice, ast.Tuple)):
+            continue
+        kind, *metadata = annotation.slice.elts
+        calls = [call for call in metadata if isinstance(call, ast.Call)]
+        keywords = {keyword.arg: keyword.value for call in calls for keyword in call.keywords if keyword.arg}
+        if "no_cli" in keywords:
+            continue
+        own = keywords.get("cli_name")
+        names = ["--" + node.target.id.replace("_", "-") if own is None else ast.literal_eval(own)]
+        names += ast.literal_eval(keywords["aliases"]) if "aliases" in keywords else []
+        found |= _with_negation(names, keywords, _of_field(_not_none(kind), keywords, lists))
+    return found
+
+
+def _of_field(kind: ast.expr, keywords: Expressions, lists: Expressions) -> Accepted:
+    """Return what a field takes, in the order in which ``add_cli_args_from_dataclass`` of SGLang decides it."""
+    container = ast.unparse(kind.value) if isinstance(kind, ast.Subscript) else ""
+    if "action" in keywords:
+        return _of_action(keywords)
+    if container == "Literal" and isinstance(kind, ast.Subscript):
+        literals = _words(kind.slice)
+        first = type(literals[0]).__name__ if literals else ""
+        reading = _READINGS["int" if first == "int" else "str"]
+        return Accepted(1, 1, reading, _choices(keywords, lists) or tuple(literals))
+    if container.lower() == "list" and "type_parser" not in keywords and isinstance(kind, ast.Subscript):
+        least, most = _counts(keywords, "+")
+        reading = _READINGS.get(ast.unparse(kind.slice), "text")
+        return Accepted(least, most, reading, _choices(keywords, lists))
+    if ast.unparse(kind) == "bool":
+        return _SWITCH
+    default = ast.Name(ast.unparse(kind) if ast.unparse(kind) in ("int", "float") else "str")
+    return _of_words(keywords.get("type_parser", default), keywords, lists)
+
+
+def _of_calls(tree: ast.Module, lists: Expressions) -> dict[str, Accepted]:
+    found = dict[str, Accepted]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            names = [text for text in map(_flag_text, node.args) if text.startswith("--")]
+            keywords = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+            found |= _with_negation(names, keywords, _of_call(keywords, lists))
+    return found
+
+
+def _of_call(keywords: Expressions, lists: Expressions) -> Accepted:
+    if "action" in keywords and not ("nargs" in keywords or _text(keywords["action"]) in ("store", "append")):
+        return _of_action(keywords)
+    return _of_words(keywords.get("type", ast.Name("str")), keywords, lists)
+
+
+def _of_action(keywords: Expressions) -> Accepted:
+    return _SWITCH if _text(keywords["action"]) in (*_SWITCHES, _NEGATED) else _ANYTHING
+
+
+def _of_words(reader: ast.expr, keywords: Expressions, lists: Expressions) -> Accepted:
+    least, most = _counts(keywords, None)
+    name = ast.unparse(reader)
+    if name not in _READINGS:
+        return Accepted(least, most)
+    return Accepted(least, most, _READINGS[name], _choices(keywords, lists))
+
+
+def _with_negation(names: Iterable[str], keywords: Expressions, accepted: Accepted) -> Iterator[tuple[str, Accepted]]:
+    for name in names:
+        yield name, accepted
+        if "action" in keywords and _text(keywords["action"]) == _NEGATED:
+            yield "--no-" + name.removeprefix("--"), accepted
+
+
+def _counts(keywords: Expressions, default: str | None) -> tuple[int, int | None]:
+    node = keywords.get("nargs")
+    nargs: Any = default if node is None else node.value if isinstance(node, ast.Constant) else "*"
+    match nargs:
+        case None:
+            return 1, 1
+        case "?":
+            return 0, 1
+        case "+":
+            return 1, None
+        case int():
+            return nargs, nargs
+        case _:
+            return 0, None
+
+
+def _choices(keywords: Expressions, lists: Expressions) -> tuple[Any, ...]:
+    """Return the choices of a flag; empty if it has none, or if SGLang computes them when it is imported."""
+    try:
+        return tuple(_constant(keywords["choices"], lists)) if "choices" in keywords else ()
+    except ValueError:
+        return ()
+
+
+def _constant(node: ast.expr, lists: Expressions) -> Any:
+    """Return the value of an expression of literals, named lists and sums of lists.
+
+    Raises:
+        ValueError: It is another expression.
+    """
+    if isinstance(node, ast.Name) and node.id in lists:
+        return _constant(lists[node.id], {})
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [*_constant(node.left, lists), *_constant(node.right, lists)]
+    return ast.literal_eval(node)
+
+
+def _not_none(kind: ast.expr) -> ast.expr:
+    """Return X of ``Optional[X]`` and of ``X | None``."""
+    if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Optional":
+        return kind.slice
+    if isinstance(kind, ast.BinOp) and ast.unparse(kind.right) == "None":
+        return kind.left
+    return kind
+
+
+def _words(kind: ast.expr) -> list[Any]:
+    return [ast.literal_eval(item) for item in (kind.elts if isinstance(kind, ast.Tuple) else [kind])]
+
+
+def _text(node: ast.expr) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ast.unparse(node)
+
+
+def _flag_text(argument: ast.expr) -> str:
+    """Return the flag of a literal, or of an f-string with an empty prefix: ``f"--{prefix}policy"``."""
+    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+        return argument.value
+    if isinstance(argument, ast.JoinedStr):
+        return "".join(str(part.value) for part in argument.values if isinstance(part, ast.Constant))
+    return ""
