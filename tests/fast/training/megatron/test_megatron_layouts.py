@@ -28,7 +28,6 @@ QUICK = (
     "cp2",
     "ep2 with cp2",
     "dynamic cp",
-    "tp2 with sp, ep2, experts cut",
 )
 
 
