@@ -10,7 +10,7 @@ from miles.arguments.launch.abilities import reads_megatron_flags
 from miles.arguments.launch.megatron_flags import FREE_FIELDS
 from miles.arguments.launch.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, SAME, Note, written
 from miles.arguments.megatron.fields import MODEL_FLAGS, MegatronField, megatron_fields
-from miles.arguments.megatron.overrides import FIXED, SHAPE_FIELDS, TRIED, asks_for_nothing, repeats
+from miles.arguments.megatron.overrides import FIXED, SHAPE_FIELDS, TRIED, asks_for_nothing, refusal_of, repeats
 from miles.arguments.model import local_config
 from miles.arguments.settings import Settings
 from miles.flags import Errors
@@ -132,7 +132,7 @@ def _judge_without_megatron(
         return Verdict()
     harmless = field.name in FREE_FIELDS or field.name in SHAPE_FIELDS or field.name in FIXED or field.name in TRIED
     if not harmless and not _asks_for_nothing(field, value):
-        errors.add(f"{shown}: --train-backend fsdp has no such setting; use --train-backend megatron, or drop it")
+        errors.add(f"{shown}: {refusal_of(field.name)}; drop it")
         return Verdict()
     return Verdict(note=Note(OTHER_PART, shown, why))
 

@@ -84,7 +84,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 _UNTESTED = "megatron-core has this setting, but training with it has not been tested here, so it is not accepted"
 _REASONS = {
-    ("fp8_", "fp4_"): "training in 8 or 4 bits is not part of this version, which has bf16 and fp32",
+    ("fp8", "fp4"): "training in 8 or 4 bits is not part of this version, which has bf16 and fp32",
 }
 
 

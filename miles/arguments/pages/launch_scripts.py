@@ -146,9 +146,14 @@ DEFAULTS = (
     ),
     (
         "`--ref-load`",
-        "names the initial weights too",
+        "names the initial weights too, with Megatron and no checkpoint in `--load`",
         "the reference only; initial weights are those of `--hf-checkpoint`. `MODEL_torch_dist` beside "
-        "`--hf-checkpoint MODEL` is read as that model",
+        "`--hf-checkpoint MODEL` is read as that model; another one is noted",
+    ),
+    (
+        "`--moe-router-bias-update-rate` beside `--moe-router-enable-expert-bias`",
+        "0.001",
+        "0: biases of experts stay those of the checkpoint",
     ),
     ("`--save-hf`", "at each save", "at each save, and at the end of the run"),
     (
