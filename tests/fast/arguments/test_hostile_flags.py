@@ -201,8 +201,10 @@ HOSTILE = st.one_of(
         json.dumps
     ),
 )
+ANY_FLAG = st.sampled_from(OWN) | st.sampled_from(OTHERS)
 WORDS = st.lists(
-    st.tuples(st.sampled_from(OWN) | st.sampled_from(OTHERS), st.lists(HOSTILE, max_size=2)).map(lambda pair: [pair[0], *pair[1]]), max_size=6
+    st.tuples(ANY_FLAG, st.lists(HOSTILE, max_size=2)).map(lambda pair: [pair[0], *pair[1]]),
+    max_size=6,
 )
 
 
