@@ -59,7 +59,7 @@ bash your_script.sh
 
 Run it in the root of the checkout, where `train.py` is, with the environment active. A run starts its own Ray: if the
 script has `ray start` or `ray job submit`, keep its call of `train.py` only, or join a cluster with `--ray-address`.
-`examples/from_scripts` has three complete scripts. `miles translate` reads
+`examples/from_scripts` has three complete scripts, and what each needs to run on a CPU. `miles translate` reads
 [configurations of other trainers](translate.md).
 
 Every flag is **obeyed**, **noted** or **refused**. A noted flag is accepted and has no effect on results; one grouped
