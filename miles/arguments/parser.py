@@ -256,7 +256,7 @@ class Command:
 
     Attributes:
         settings: What our own flags say, with the backend and the engine chosen.
-        given: The fields of our sections that it sets.
+        given: The fields of our sections that it sets, and those of Megatron's, under ``DESTINATION`` + name.
         foreign: The flags of other launchers in it, with their values.
         choice: Which backend and engine were chosen, and why, in one line.
         ranks: The default of --actor-num-gpus-per-node on this host; None if it is given.
@@ -424,7 +424,7 @@ def _command(
     foreign = {name.removeprefix(FOREIGN): value for name, value in given.items() if name.startswith(FOREIGN)}
     return Command(
         settings,
-        frozenset(given),
+        frozenset(name for name, value in given.items() if value is not None),
         {flag: value for flag, value in foreign.items() if value is not None},
         in_words(backend, engine, ranks, None if joined is None else device),
         None if ranks is None else ranks.value,

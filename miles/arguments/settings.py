@@ -183,7 +183,7 @@ class Settings:
     @property
     def sends_deltas(self) -> bool:
         """Whether engines are sent what has changed in the weights, and not all of them."""
-        return self.generates and self.sglang.update_weight_transfer_mode == "disk-delta"
+        return self.generates and self.sglang.writes_deltas
 
     def offload(self, device: str) -> Offload:
         """Return what is offloaded on ``device`` (cpu or cuda). On shared GPUs, both are by default.

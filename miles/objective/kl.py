@@ -107,7 +107,7 @@ def check_kl(loss: LossArguments, errors: Errors) -> None:
         errors.refuse("kl_coef", loss.kl_coef, rule, "keep one of the two")
     if not loss.use_kl_loss:
         errors.refuse_ignored(loss, ["kl_loss_coef"], "without --use-kl-loss", "add that switch")
-    if loss.use_unbiased_kl and not (loss.use_kl_loss and loss.kl_loss_coef):
+    if loss.use_unbiased_kl and not loss.adds_kl:
         rule = "would be ignored: no KL is part of the loss"
         errors.refuse("use_unbiased_kl", True, rule, "add --use-kl-loss --kl-loss-coef, or drop it")
     if loss.kl_loss_type in _VALUES and loss.use_unbiased_kl:
@@ -121,7 +121,7 @@ def check_kl(loss: LossArguments, errors: Errors) -> None:
 
 def kl_formula(loss: LossArguments) -> list[Term]:
     """Return the KL of a token in the loss, if it is part of the loss."""
-    if not (loss.use_kl_loss and loss.kl_loss_coef):
+    if not loss.adds_kl:
         return []
     formula = KL_FORMS[loss.kl_loss_type].formula
     if loss.use_unbiased_kl:

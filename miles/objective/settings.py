@@ -168,6 +168,11 @@ class LossArguments(*_OWN_FLAGS, DistillationFlags, AggregationFlags, CommonFlag
         return not self.use_opd and find_objective(self).estimator.smallest_group(self) > 1
 
     @property
+    def adds_kl(self) -> bool:
+        """Whether the KL to the reference model is part of the loss."""
+        return self.use_kl_loss and self.kl_loss_coef != 0
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the log-probs of a reference model are read."""
         return self.use_kl_loss or self.kl_coef != 0

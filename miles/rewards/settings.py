@@ -1,6 +1,6 @@
 """Declare and check the flags of rewards. Those that one built-in reward owns are declared in its file."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import isfinite
@@ -75,6 +75,10 @@ class RewardArguments(*reversed(REWARDS.own_flags), CommonRewardFlags):  # type:
             return reward_weights(self.rm_type)
         return {} if self.custom_rm_path is None else {CUSTOM: 1.0}
 
+    def names(self, name: str) -> bool:
+        """Return whether ``--rm-type`` has this name. Unlike for ``weights``, it need not be valid."""
+        return self.rm_type is not None and name in dict(_named(self.rm_type))
+
     @property
     def has_custom(self) -> bool:
         """Whether a function of the user's is called."""
@@ -113,14 +117,20 @@ def reward_weights(rm_type: str) -> dict[str, float]:
     """
     weights: dict[str, float] = {}
     several = "," in rm_type or ":" in rm_type
-    for word in rm_type.split(","):
-        name, colon, weight = word.strip().partition(":")
+    for name, weight in _named(rm_type):
         if name not in REWARDS and not (several and name == CUSTOM):
             raise InputError(f"--rm-type {rm_type}: {_unknown(name)}")
         if name in weights:
             raise InputError(f"--rm-type {rm_type}: names {name} twice; give each reward once")
-        weights[name] = _weight(weight, rm_type) if colon else 1.0
+        weights[name] = 1.0 if weight is None else _weight(weight, rm_type)
     return weights
+
+
+def _named(rm_type: str) -> Iterator[tuple[str, str | None]]:
+    """Yield each name of ``--rm-type``, and its weight as it is written."""
+    for word in rm_type.split(","):
+        name, colon, weight = word.strip().partition(":")
+        yield name, weight if colon else None
 
 
 def _unknown(name: str) -> str:

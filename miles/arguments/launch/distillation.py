@@ -61,7 +61,7 @@ def normalize_teacher(settings: Settings, errors: Errors) -> tuple[Settings, lis
     """
     loss, reward = settings.loss, settings.reward
     url, path = reward.rm_url, reward.custom_rm_path
-    if url is None or loss.opd_teacher_urls is not None or "remote_rm" in (reward.rm_type or ""):
+    if url is None or loss.opd_teacher_urls is not None or reward.names("remote_rm"):
         return settings, []
     without_url: dict[str, Any] = {"rm_url": None}  # a flag of a reward's own file, which types do not see
     unread = replace(settings, reward=replace(reward, **without_url))

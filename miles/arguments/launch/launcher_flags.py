@@ -51,6 +51,7 @@ _PLUMBING = [
         "--update-weight-encoding V",
     ),
     *noted(SPEED, "packed tokens need no padding", "--data-pad-size-multiplier V"),
+    *noted(SPEED, "log-probs are scored in the micro-batches of the step", "--log-probs-max-tokens-per-gpu V"),
     *noted(
         SPEED,
         "the backend chooses its attention",
@@ -114,7 +115,6 @@ _REPORTING = [
         "--log-reward-category V",
         "--log-multi-turn",
         "--log-correct-samples",
-        "--log-probs-max-tokens-per-gpu V",
     ),
     *noted(REPORTING, "metrics are in --output-dir", "--use-miles-dashboard"),
     *noted(

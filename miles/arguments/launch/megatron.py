@@ -10,20 +10,20 @@ from miles.arguments.launch.abilities import reads_megatron_flags
 from miles.arguments.launch.megatron_flags import FREE_FIELDS
 from miles.arguments.launch.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, SAME, Note, written
 from miles.arguments.megatron.fields import MODEL_FLAGS, MegatronField, megatron_fields
-from miles.arguments.megatron.overrides import FIXED, SHAPE_FIELDS, TRIED, asks_for_nothing, repeats
+from miles.arguments.megatron.overrides import FIXED, SHAPE_FIELDS, TRIED, asks_for_nothing, refusal_of, repeats
 from miles.arguments.model import local_config
 from miles.arguments.settings import Settings
 from miles.flags import Errors
 from miles.model_families.registry import CONVERTED, common_shape, megatron_shape, vocabulary_shape
 
 # Fields that Megatron's latent attention does not read, and why.
-_NOT_LATENT = {
+NOT_LATENT = {
     "kv_channels": "latent attention has widths of its own",
     "add_qkv_bias": "latent attention has no bias on queries, keys and values",
 }
 _MSCALES = ("mscale", "mscale_all_dim")
 # Fields of Megatron's MLATransformerConfig, which it does not build for other attention.
-_OF_LATENT_ROPE = (*_MSCALES, "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+OF_LATENT_ROPE = (*_MSCALES, "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
 
@@ -97,9 +97,9 @@ def _why_without_effect(name: str, shape: dict[str, Any], given: Mapping[str, An
     if not shape.get("multi_latent_attention"):
         if given.get("multi_latent_attention"):  # of a model whose attention only FSDP computes
             return None
-        return "only latent attention reads it" if name in _OF_LATENT_ROPE else None
-    if name in _NOT_LATENT:
-        return _NOT_LATENT[name]
+        return "only latent attention reads it" if name in OF_LATENT_ROPE else None
+    if name in NOT_LATENT:
+        return NOT_LATENT[name]
     scales = shape.get("rope_type") != "rope" or given.get("rotary_scaling_factor", 1) != 1
     return "the rotary embedding is not scaled" if name in _MSCALES and not scales else None
 
@@ -132,7 +132,7 @@ def _judge_without_megatron(
         return Verdict()
     harmless = field.name in FREE_FIELDS or field.name in SHAPE_FIELDS or field.name in FIXED or field.name in TRIED
     if not harmless and not _asks_for_nothing(field, value):
-        errors.add(f"{shown}: --train-backend fsdp has no such setting; use --train-backend megatron, or drop it")
+        errors.add(f"{shown}: {refusal_of(field.name)}; drop it")
         return Verdict()
     return Verdict(note=Note(OTHER_PART, shown, why))
 

@@ -174,6 +174,12 @@ _MODEL = [
     ),
     *noted(
         SAME,
+        "biases of experts stay those of the checkpoint",
+        "--freeze-e-score-correction-bias",
+        is_megatron=True,
+    ),
+    *noted(
+        SAME,
         "gradients are accumulated and reduced in fp32, which is more exact",
         "--grad-reduce-in-bf16",
         is_megatron=True,
@@ -223,7 +229,6 @@ _REFUSED = [
         "the gradients of all weights reach the optimizer",
         "drop it",
         "--moe-router-freeze-gate",
-        "--freeze-e-score-correction-bias",
         "--only-train-params-name-list V...",
         "--freeze-params-name-list V...",
         is_megatron=True,

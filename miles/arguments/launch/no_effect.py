@@ -25,6 +25,8 @@ from miles.flags import changed
 from miles.model_families.packing import why_not_shared
 from miles.objective.chosen import find_objective
 from miles.objective.distillation import TEACHER_FLAGS
+from miles.objective.estimators import ESTIMATORS
+from miles.objective.estimators.base import Estimator
 from miles.rewards.settings import CUSTOM
 
 
@@ -89,14 +91,19 @@ def _needs_whole_sequences(s: Settings) -> bool:
     return config is not None and why_not_shared(config) is not None
 
 
-def _names_reward(s: Settings, name: str) -> bool:
-    """Return whether ``--rm-type``, which need not be valid, has this name."""
-    return name in (word.partition(":")[0] for word in (s.reward.rm_type or "").split(","))
+def _leaves(estimator: Estimator, name: str) -> bool:
+    """Return whether an estimator leaves a flag of others unread, and names none to give instead."""
+    return name not in estimator.reads and name not in estimator.instead
 
 
 def _is_unread(name: str, s: Settings) -> bool:
-    """Return whether the advantage estimator of this run leaves a flag of others unread."""
-    return s.loss.type.uses_advantages and name not in find_objective(s.loss).estimator.reads
+    """Return whether the estimator of this run leaves a flag of others unread."""
+    return s.loss.type.uses_advantages and _leaves(find_objective(s.loss).estimator, name)
+
+
+def _readers(name: str) -> str:
+    *others, last = ESTIMATORS.readers(name)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _shares(s: Settings) -> bool:
@@ -133,15 +140,17 @@ IDLE = (
     Idle(
         "reward",
         ("rm_type",),
-        lambda s: s.reward.custom_rm_path is not None and not _names_reward(s, CUSTOM),
+        lambda s: s.reward.custom_rm_path is not None and not s.reward.names(CUSTOM),
         "--custom-rm-path is the reward",
     ),
-    Idle("reward", ("rm_url",), lambda s: not _names_reward(s, "remote_rm"), "without --rm-type remote_rm"),
+    Idle("reward", ("rm_url",), lambda s: not s.reward.names("remote_rm"), "without --rm-type remote_rm"),
     Idle("model", ("ref_update_interval",), lambda s: not s.loss.needs_reference, "no reference is read"),
     *(
-        Idle("loss", (name,), partial(_is_unread, name), "--advantage-estimator does not read it")
-        for name in ("gamma", "lambd", "value_clip", "disable_grpo_std_normalization")
+        Idle("loss", (name,), partial(_is_unread, name), f"read by --advantage-estimator {_readers(name)}")
+        for name in ESTIMATORS.reads
+        if any(_leaves(estimator, name) for estimator in ESTIMATORS.values())
     ),
+    Idle("loss", ("use_unbiased_kl",), lambda s: not s.loss.adds_kl, "no KL is part of the loss"),
     Idle("loss", ("opsm_delta",), lambda s: not s.loss.use_opsm, "without --use-opsm"),
     Idle(
         "critic",
@@ -182,6 +191,12 @@ IDLE = (
         ("buffer_filter_path",),
         lambda s: not (s.rollout.partial_rollout or s.rollout.fully_async),
         "without --partial-rollout or --fully-async no group waits for a later iteration",
+    ),
+    Idle(
+        "rollout",
+        ("mask_offpolicy_in_partial_rollout",),
+        lambda s: not s.rollout.partial_rollout,
+        "without --partial-rollout",
     ),
     Idle("evaluation", EVALUATION, lambda s: not s.evaluation.has_sets, "without an evaluation set"),
     Idle(
@@ -271,6 +286,18 @@ IDLE = (
         lambda s: not has_servers(s),
         "SGLang's, and another engine generates",
         OTHER_PART,
+    ),
+    Idle(
+        "sglang",
+        ("update_weight_disk_dir",),
+        lambda s: not s.sglang.writes_weights,
+        "weights reach the engines without files: see --update-weight-transfer-mode",
+    ),
+    Idle(
+        "sglang",
+        ("update_weight_copy_dir",),
+        lambda s: not s.sglang.writes_deltas,
+        "without --update-weight-transfer-mode disk-delta",
     ),
     Idle(
         "sglang",

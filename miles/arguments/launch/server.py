@@ -55,6 +55,7 @@ OF_ADAPTERS = {
     "--max-lora-rank",
     "--max-loras-per-batch",
 }
+OF_ADAPTERS_WHY = "engines receive the weights with the adapter added to them"
 
 
 def normalize_server_flags(settings: Settings) -> tuple[Settings, list[Note]]:
@@ -94,9 +95,8 @@ def _normalize_adapters(flags: ServerFlags) -> tuple[ServerFlags, list[Note]]:
     if any(flag == "--lora-paths" for flag, _ in groups):
         return flags, []
     idle = [group for group in groups if group[0] in OF_ADAPTERS]
-    why = "engines receive the weights with the adapter added to them"
     kept = [group for group in groups if group not in idle]
-    return replace(flags, server=_words(kept)), [_note(SAME, group, why) for group in idle]
+    return replace(flags, server=_words(kept)), [_note(SAME, group, OF_ADAPTERS_WHY) for group in idle]
 
 
 def _normalize_replicas(settings: Settings, flags: ServerFlags) -> tuple[Settings, ServerFlags, list[Note]]:

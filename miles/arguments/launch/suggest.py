@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 _NEAR = 0.84  # similarity of a flag with a typing error to the right one
+_JOINED = 0.95  # the same without hyphens, of flags that differ in the number of words
 _OPPOSITES = (("no", ""), ("disable", "enable"), ("disable", ""), ("skip", ""), ("without", "with"))
 # Words that flags here and elsewhere have for one thing: --tis-lower-bound is --tis-clip-low.
-_SYNONYMS = {"lower": "low", "upper": "high", "bound": "clip", "bounds": "clip", "cap": "clip", "coeff": "coef"}
-_COMMON = {"num", "size", "path", "type", "max", "min", "use", "no", "enable", "disable", "per", "custom", "id", "ids"}
+_SYNONYMS = {
+    "lower": "low",
+    "upper": "high",
+    "bound": "clip",
+    "bounds": "clip",
+    "cap": "clip",
+    "coeff": "coef",
+    "length": "len",
+    "epsilon": "eps",
+}
+_COMMON = {"num", "size", "path", "dir", "type", "max", "min", "use", "per", "custom", "id", "ids"}
+_COMMON |= {"no", "enable", "disable"}
 
 
 def suggestion(flag: str, known: Iterable[str]) -> str:
@@ -25,8 +37,9 @@ def suggestion(flag: str, known: Iterable[str]) -> str:
 
 def nearest_flag(flag: str, known: Iterable[str]) -> str | None:
     """Return the flag that ``flag`` was meant to be, which is never its opposite; None if none is related."""
-    candidates = [name for name in known if name.startswith("--") and not _are_opposite(flag, name)]
-    near = _with_a_typing_error(flag, candidates) or _with_same_words(flag, candidates)
+    flags = [name for name in known if name.startswith("--")]
+    candidates = [name for name in flags if not _are_opposite(flag, name)]
+    near = _with_a_typing_error(flag, candidates) or _with_same_words(flag, candidates, flags)
     return near[0] if near else None
 
 
@@ -46,12 +59,15 @@ def _with_a_typing_error(flag: str, candidates: Sequence[str]) -> list[str]:
     """Return the flag that is spelled almost like ``flag``, unless the words that differ are words of other flags.
 
     A word that other flags have is no typing error: ``--tis-lower-bound`` is not a misspelled ``--rs-lower-bound``.
+    Nor is a word too many: ``--rollout-n`` is not ``--rollout-min-p``.
     """
     vocabulary = {word for name in candidates for word in _words(name)}
 
     def is_another(name: str) -> bool:
         ours, theirs = _words(flag), _words(name)
-        pairs = zip(ours, theirs, strict=False) if len(ours) == len(theirs) else ()
+        if len(ours) != len(theirs):
+            return difflib.SequenceMatcher(None, "".join(ours), "".join(theirs)).ratio() < _JOINED
+        pairs = zip(ours, theirs, strict=True)
         return any(one.rstrip("s") != other.rstrip("s") and one in vocabulary for one, other in pairs)
 
     near = difflib.get_close_matches(flag, candidates, n=5, cutoff=_NEAR)
@@ -64,6 +80,8 @@ def _words(flag: str) -> list[str]:
 
 def _are_opposite(one: str, other: str) -> bool:
     """Return whether two flags differ by a word that turns one into the opposite of the other."""
+    if {"min", "max"} <= {*_words(one)} ^ {*_words(other)}:
+        return True
     for left, right in ((one, other), (other, one)):
         for negative, positive in _OPPOSITES:
             words = _words(left)
@@ -76,20 +94,33 @@ def _is_negative(flag: str) -> bool:
     return _words(flag)[0] in {negative for negative, _ in _OPPOSITES}
 
 
-def _meanings(flag: str) -> set[str]:
-    """Return the words that tell a flag from others, with one word for one thing."""
-    return {_SYNONYMS.get(word, word) for word in _words(flag)} - _COMMON
+def _meanings(flag: str) -> list[str]:
+    """Return the words of a flag, with one word for one thing."""
+    words = "-".join(_words(flag)).replace("learning-rate", "lr").split("-")
+    return [_SYNONYMS.get(word, word) for word in words]
 
 
-def _with_same_words(flag: str, candidates: Iterable[str]) -> list[str]:
-    """Return the flag that shares most words with ``flag``, if these are most of the words of both."""
-    wanted = _meanings(flag)
+def _with_same_words(flag: str, candidates: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Return the flag that shares more than half of the words of both with ``flag``, if no other shares as many.
+
+    A word that one flag alone has counts twice. So ``--max-staleness`` is ``--max-weight-staleness``, and
+    ``--num-gpus`` is none of the flags that count GPUs.
+    """
+    wanted, flags_with = {*_meanings(flag)}, Counter(word for name in known for word in _meanings(name))
+
+    def size(words: set[str]) -> int:
+        return sum(2 if flags_with[word] == 1 else 1 for word in words - _COMMON)
 
     def share(name: str) -> float:
-        words = _meanings(name)
-        return len(wanted & words) / max(1, len(wanted | words))
+        words = {*_meanings(name)}
+        return size(wanted & words) / max(1, size(wanted | words))
 
-    best = max(
-        candidates, key=lambda name: (share(name), difflib.SequenceMatcher(None, flag, name).ratio()), default=None
-    )
-    return [best] if best is not None and share(best) >= 0.5 else []
+    def likeness(name: str) -> tuple[int, float]:
+        return -len(wanted ^ {*_meanings(name)}), difflib.SequenceMatcher(None, flag, name).ratio()
+
+    shares = {name: share(name) for name in candidates}
+    most = max(shares.values(), default=0)
+    best = [name for name in shares if shares[name] == most]
+    if most <= 0.5 or (len(best) > 1 and most < 1):
+        return []
+    return [max(best, key=likeness)]

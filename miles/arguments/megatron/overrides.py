@@ -84,7 +84,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 _UNTESTED = "megatron-core has this setting, but training with it has not been tested here, so it is not accepted"
 _REASONS = {
-    ("fp8_", "fp4_"): "training in 8 or 4 bits is not part of this version, which has bf16 and fp32",
+    ("fp8", "fp4"): "training in 8 or 4 bits is not part of this version, which has bf16 and fp32",
 }
 
 
@@ -98,15 +98,40 @@ def refusal_of(name: str) -> str:
     return next((why for starts, why in _REASONS.items() if name.startswith(starts)), _UNTESTED)
 
 
+# Those of layers that no family of this backend has. --train-backend fsdp reads them from the config.
+OF_OTHER_MODELS = {
+    "rotary_interleaved",
+    "moe_shared_expert_gate",
+    "attention_output_gate",
+    "activation_func_clamp_value",
+    "experimental_attention_variant",
+    "dsa_indexer_head_dim",
+    "dsa_indexer_n_heads",
+    "dsa_indexer_topk",
+    "moe_latent_size",
+    "softmax_type",
+    "window_attn_skip_freq",
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
+    "is_hybrid_model",
+}
 # The fields that a model's config determines: they can be checked only after it has been read.
 SHAPE_FIELDS = {
+    *OF_OTHER_MODELS,
     *LAYER_FIELDS,
     *EXPERT_FIELDS,
     "vocab_size",
     "untie_embeddings_and_output_weights",
     "rotary_base",
     "rotary_percent",
-    "rotary_interleaved",
     "max_position_embeddings",
     "position_embedding_type",
     "group_query_attention",
@@ -125,33 +150,11 @@ SHAPE_FIELDS = {
     "mscale",
     "mscale_all_dim",
     "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
     "moe_router_score_function",
     "moe_router_enable_expert_bias",
     "moe_router_topk_scaling_factor",
     "moe_router_num_groups",
     "moe_router_group_topk",
-    "attention_output_gate",
-    "activation_func_clamp_value",
-    "experimental_attention_variant",
-    "dsa_indexer_head_dim",
-    "dsa_indexer_n_heads",
-    "dsa_indexer_topk",
-    "moe_latent_size",
-    "softmax_type",
-    "window_attn_skip_freq",
-    # of families with recurrent layers, which --train-backend fsdp trains
-    "linear_attention_freq",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "mamba_state_dim",
-    "mamba_head_dim",
-    "mamba_num_groups",
-    "mamba_num_heads",
-    "is_hybrid_model",
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from miles.arguments.launch.distillation import ESTIMATOR
 from miles.arguments.launch.foreign import Foreign
 from miles.arguments.launch.launcher_flags import CKPT_STEP
+from miles.arguments.launch.megatron import NOT_LATENT, OF_LATENT_ROPE
 from miles.arguments.launch.megatron_flags import FREE_FIELDS
 from miles.arguments.launch.mismatch_config import FUNCTIONS as MISMATCH_FUNCTIONS
 from miles.arguments.launch.multi_turn import TAIL as MULTI_TURN
@@ -16,10 +17,17 @@ from miles.arguments.launch.no_effect import IDLE
 from miles.arguments.launch.normalize import FOREIGN_FLAGS
 from miles.arguments.launch.notes import SAME
 from miles.arguments.launch.paths import FLAGS_INSTEAD, FULLY_ASYNC, KNOWN, signatures
-from miles.arguments.launch.server import CHANGES_RESULTS, RENAMED
+from miles.arguments.launch.server import CHANGES_RESULTS, OF_ADAPTERS, OF_ADAPTERS_WHY, RENAMED
 from miles.arguments.launch.spelling import OTHER_VALUES
 from miles.arguments.megatron.fields import MODEL_FLAGS, MegatronField, megatron_fields
-from miles.arguments.megatron.overrides import FIXED, NEUTRAL_VALUES, SHAPE_FIELDS, TRIED, refusal_of
+from miles.arguments.megatron.overrides import (
+    FIXED,
+    NEUTRAL_VALUES,
+    OF_OTHER_MODELS,
+    SHAPE_FIELDS,
+    TRIED,
+    refusal_of,
+)
 from miles.arguments.parser import defaults
 from miles.arguments.settings import SECTIONS
 from miles.arguments.sglang.server_flags import (
@@ -33,6 +41,7 @@ from miles.arguments.sglang.server_flags import (
     known_server_flags,
 )
 from miles.flags import flag_name
+from miles.model_families.base import LAYER_FIELDS
 
 INTRODUCTION = """\
 # Launch scripts
@@ -50,7 +59,7 @@ bash your_script.sh
 
 Run it in the root of the checkout, where `train.py` is, with the environment active. A run starts its own Ray: if the
 script has `ray start` or `ray job submit`, keep its call of `train.py` only, or join a cluster with `--ray-address`.
-`examples/from_scripts` has three complete scripts. `miles translate` reads
+`examples/from_scripts` has three complete scripts, and what each needs to run on a CPU. `miles translate` reads
 [configurations of other trainers](translate.md).
 
 Every flag is **obeyed**, **noted** or **refused**. A noted flag is accepted and has no effect on results; one grouped
@@ -147,9 +156,14 @@ DEFAULTS = (
     ),
     (
         "`--ref-load`",
-        "names the initial weights too",
+        "names the initial weights too, with Megatron and no checkpoint in `--load`",
         "the reference only; initial weights are those of `--hf-checkpoint`. `MODEL_torch_dist` beside "
-        "`--hf-checkpoint MODEL` is read as that model",
+        "`--hf-checkpoint MODEL` is read as that model; another one is noted",
+    ),
+    (
+        "`--moe-router-bias-update-rate` beside `--moe-router-enable-expert-bias`",
+        "0.001",
+        "0: biases of experts stay those of the checkpoint",
     ),
     ("`--save-hf`", "at each save", "at each save, and at the end of the run"),
     (
@@ -267,10 +281,24 @@ def _fields() -> list[MegatronField]:
 def _megatron_row(field: MegatronField) -> tuple[str, str, str]:
     name = field.name
     neutral = [str(value) for value in NEUTRAL_VALUES.get(name, ())]
+    if name in OF_OTHER_MODELS:
+        text = f"{refusal_of(name)}. Noted with `--train-backend fsdp`, which reads it from --hf-checkpoint"
+        return field.flag, "noted or refused", text
     if name in SHAPE_FIELDS:
-        return field.flag, "obeyed", "checked: --hf-checkpoint determines it, and another value is refused"
+        text = "checked: --hf-checkpoint determines it, and another value is refused"
+        if name not in LAYER_FIELDS and field.kind != "bool" and field.default is not None:
+            neutral.append(str(field.default))
+        without = f". Noted with {_either(neutral)} for a model without it" if neutral else ""
+        if name in OF_LATENT_ROPE:
+            without = ". Noted for a model without latent attention"
+        elif name in NOT_LATENT:
+            without = ". Noted for a model with latent attention"
+        return field.flag, "obeyed", text + without
     if name in TRIED:
         return field.flag, "obeyed", field.help or "passed on"
+    if name in FREE_FIELDS and name in FIXED:
+        value, why = FIXED[name]
+        return field.flag, "obeyed or noted", f"always {value}: {why}. Another value is noted"
     if name in FREE_FIELDS:
         return field.flag, "noted", ": ".join(FREE_FIELDS[name])
     if name in FIXED:
@@ -278,8 +306,12 @@ def _megatron_row(field: MegatronField) -> tuple[str, str, str]:
         return field.flag, "obeyed", f"always {value}: {why}; another value is refused"
     if field.kind != "bool" and field.default is not None:
         neutral.append(str(field.default))
-    accepted = f". Noted with {' or '.join(f'`{value}`' for value in dict.fromkeys(neutral))}" if neutral else ""
+    accepted = f". Noted with {_either(neutral)}" if neutral else ""
     return field.flag, "noted or refused" if neutral else "refused", refusal_of(name) + accepted
+
+
+def _either(values: list[str]) -> str:
+    return " or ".join(f"`{value}`" for value in dict.fromkeys(values))
 
 
 def _sglang() -> Iterator[str]:
@@ -295,6 +327,7 @@ def _sglang() -> Iterator[str]:
         "--rollout-num-gpus N times --rollout-num-gpus-per-engine by default. Refused if the devices cannot be divided "
         "so"
     )
+    adapters = f"{SAME}: {OF_ADAPTERS_WHY}; beside --sglang-lora-paths it is passed on"
     size = "equal to --rollout-num-gpus-per-engine; another value is noted"
     loader = f"{SAME}: every engine receives its weights from the trainer"
     rows = [
@@ -303,6 +336,7 @@ def _sglang() -> Iterator[str]:
         *parallel,
         *((flag, "obeyed", replicas) for flag in DATA_PARALLEL),
         *((flag, "obeyed", size) for flag in TENSOR_PARALLEL),
+        *((flag, "obeyed or noted", adapters) for flag in OF_ADAPTERS),
         *((old, "obeyed", f"read as --sglang-{new[2:]}") for old, new in RENAMED.items()),
         *((old, "obeyed", f"read as --sglang-{new[2:]}; noted beside it") for old, new in REPLACED.items()),
         ("--remote-instance-weight-loader-ib-device", "noted", loader),
@@ -311,8 +345,9 @@ def _sglang() -> Iterator[str]:
     rows = [(f"--sglang-{flag[2:]}", verdict, text) for flag, verdict, text in rows]
     known = {f"--sglang-{flag[2:]}" for flag in known_server_flags()}
     yield from _table("Flags of SGLang", iter(rows))
-    yield "Every other flag of the installed SGLang is obeyed: it is passed on to the servers, and to the router. With"
-    yield "`--rollout-engine torch` they are noted, but for those that change what is generated, which are refused:"
+    yield "Every other flag of the installed SGLang is obeyed: it is passed on to the servers, and to the router. One"
+    yield "engine needs no router, so its flags are noted then. With `--rollout-engine torch` all are noted, but for"
+    yield "those that change what is generated, which are refused:"
     yield from (", ".join(f"`--sglang-{flag[2:]}`" for flag in sorted(CHANGES_RESULTS)) + ".", "")
     yield from _listed(sorted(known - {flag for flag, _, _ in rows}))
     yield from _listed(sorted(f"--router-{flag[2:]}" for flag in known_router_flags() - {*OWNED_BY_LAUNCHER}))

@@ -37,7 +37,7 @@ def _check_no_servers(settings: Settings, errors: Errors) -> None:
     passed_on, others = settings.server_flags, names_with(ENGINES, "has_servers")
     why, what_to_do = f"by --rollout-engine {name}", f"use --rollout-engine {others}"
     read = {"use_fault_tolerance"}
-    if sglang.update_weight_transfer_mode == DELTA:
+    if sglang.writes_deltas:
         read |= {"update_weight_transfer_mode", "update_weight_disk_dir", "update_weight_copy_dir"}
     own = [field.name for field in fields(SglangArguments) if field.name not in read]
     errors.refuse_ignored(sglang, own, why, what_to_do)
@@ -80,16 +80,16 @@ def _check_servers(settings: Settings, errors: Errors) -> None:
 def _check_weight_files(sglang: SglangArguments, errors: Errors) -> None:
     mode = sglang.update_weight_transfer_mode
     why = f"with --update-weight-transfer-mode {mode}"
-    if mode not in ("disk", DELTA):
+    if not sglang.writes_weights:
         errors.refuse_ignored(sglang, ["update_weight_disk_dir"], why, "use --update-weight-transfer-mode disk")
-    if mode != DELTA:
-        errors.refuse_ignored(sglang, ["update_weight_copy_dir"], why, f"use --update-weight-transfer-mode {DELTA}")
+    if not sglang.writes_deltas:
+        what_to_do = "use --update-weight-transfer-mode disk-delta"
+        errors.refuse_ignored(sglang, ["update_weight_copy_dir"], why, what_to_do)
     elif sglang.rollout_external:
         rule = "engines that are running already have nothing of this run on their hosts that could apply a delta"
         errors.refuse("update_weight_transfer_mode", mode, rule, "use --update-weight-transfer-mode disk")
 
 
-DELTA = "disk-delta"  # of --update-weight-transfer-mode
 ABORT = "abort"  # of --pause-generation-mode
 LARGEST_SUPPORT = "--sampling-mask-max-tokens"  # of SGLang's server, which 0.5.23 is the first to have
 _SUPPORT_TOKENS = 4096  # its default

@@ -65,6 +65,16 @@ class SglangArguments:
         return cluster.actor_num_gpus_per_node if cluster.colocate else self.num_gpus_per_node or DEVICES_OF_A_NODE
 
     @property
+    def writes_deltas(self) -> bool:
+        """Whether files of what has changed in the weights are written for the engines."""
+        return self.update_weight_transfer_mode == "disk-delta"
+
+    @property
+    def writes_weights(self) -> bool:
+        """Whether files of weights, or of what has changed in them, are written for the engines."""
+        return self.update_weight_transfer_mode == "disk" or self.writes_deltas
+
+    @property
     def external_addresses(self) -> tuple[str, ...]:
         """The addresses of engines that are running already."""
         return self.rollout_external_engine_addrs or ()

@@ -56,7 +56,7 @@ class PolicyGradientLoss(LossType):
         """Return the sum, the mean, the loss of a token and its weights, KL and entropy, and the advantages."""
         flags = objective.flags
         summands = ["pg_loss"]
-        if flags.use_kl_loss and flags.kl_loss_coef:
+        if flags.adds_kl:
             summands.append(f"+ {flags.kl_loss_coef:g} KL_{flags.kl_loss_type}(policy, reference)")
         if flags.entropy_target is not None:
             summands.append("- c entropy")

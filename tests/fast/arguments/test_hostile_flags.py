@@ -15,8 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from miles.arguments.launch.normalize import FOREIGN_FLAGS
+from miles.arguments.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.arguments.parser import main_parse
 from miles.arguments.settings import SECTIONS
+from miles.arguments.sglang.server_flags import known_router_flags, known_server_flags
 from miles.cli import main
 from miles.flags import LONGEST_MESSAGE, flag_name
 
@@ -177,7 +180,13 @@ def test_the_command_prints_errors_to_a_terminal_of_ascii(capfd, monkeypatch):
     assert raw.getvalue() == rb"gr\xf6\xdfe" + b"\n"
 
 
-FLAGS = [flag_name(field.name) for section in SECTIONS.values() for field in dataclasses.fields(section)]
+OWN = [flag_name(field.name) for section in SECTIONS.values() for field in dataclasses.fields(section)]
+OTHERS = [
+    *FOREIGN_FLAGS,
+    *(field.flag for field in (*MODEL_FLAGS, *megatron_fields().values())),
+    *(f"--sglang-{flag[2:]}" for flag in sorted(known_server_flags())),
+    *(f"--router-{flag[2:]}" for flag in sorted(known_router_flags())),
+]
 HOSTILE = st.one_of(
     st.integers().map(str),
     st.floats().map(repr),
@@ -192,8 +201,10 @@ HOSTILE = st.one_of(
         json.dumps
     ),
 )
+ANY_FLAG = st.sampled_from(OWN) | st.sampled_from(OTHERS)
 WORDS = st.lists(
-    st.tuples(st.sampled_from(FLAGS), st.lists(HOSTILE, max_size=2)).map(lambda pair: [pair[0], *pair[1]]), max_size=6
+    st.tuples(ANY_FLAG, st.lists(HOSTILE, max_size=2)).map(lambda pair: [pair[0], *pair[1]]),
+    max_size=6,
 )
 
 

@@ -8,6 +8,10 @@ import pytest
 from miles.arguments.launch import normalize
 from miles.arguments.launch.no_effect import IDLE
 from miles.arguments.settings import Settings
+from miles.flags import flag_name
+from miles.objective.estimators import ESTIMATORS
+from miles.objective.settings import LossArguments
+from miles.rewards.settings import RewardArguments
 
 DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 100"
 SAVED = "--load-debug-rollout-data saved_{rollout_id}.jsonl"
@@ -69,6 +73,18 @@ CASES = [
     (f"{SGLANG} --colocate --device cpu --offload-rollout", f"{SGLANG} --colocate --device cpu"),
     ("--rollout-engine torch --rollout-num-gpus 8", ""),
     ("--rollout-engine torch --update-weight-disk-dir folder", ""),
+    (f"{SGLANG} --update-weight-disk-dir folder --update-weight-copy-dir copy", SGLANG),
+    (
+        f"{SGLANG} --update-weight-transfer-mode disk --update-weight-copy-dir copy",
+        f"{SGLANG} --update-weight-transfer-mode disk",
+    ),
+    ("--use-unbiased-kl", ""),
+    ("--use-unbiased-kl --kl-loss-coef 0.1", ""),
+    ("--use-unbiased-kl --use-kl-loss", "--use-kl-loss"),
+    ("--mask-offpolicy-in-partial-rollout", ""),
+    ("--advantage-estimator rloo --disable-rewards-normalization", "--advantage-estimator rloo"),
+    ("--gpg-scale rewards --otb-zero-tail --pass-k 3 --pass-correct-above 0.5 --passk-best-std", ""),
+    ("--critic-lambd 0.9 --vapo-alpha 0.1", ""),
     ("--rollout-engine torch --rollout-num-gpus-per-engine 4 --sglang-server-concurrency 3", ""),
     (f"{SGLANG} --torch-engine-max-batch-size 3", SGLANG),
     ("--train-backend fsdp --tensor-model-parallel-size 2 --sequence-parallel", "--train-backend fsdp"),
@@ -147,6 +163,34 @@ def test_the_function_is_the_reward_unless_both_are_weighed(accepted):
     assert accepted("--custom-rm-path my:reward").settings.reward.rm_type is None
     both = accepted("--rm-type math:1,custom:0.5 --custom-rm-path my:reward").settings.reward
     assert both.weights == {"math": 1.0, "custom": 0.5}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_what_another_estimator_reads_is_noted_unless_another_flag_has_its_effect(accepted, refusals, estimator):
+    flags = f"--advantage-estimator {estimator} --normalize-advantages"
+    unread = [name for name in ESTIMATORS.reads if name not in ESTIMATORS[estimator].reads]
+    for name in unread:
+        default = getattr(LossArguments(), name)
+        word = "" if isinstance(default, bool) else {"gpg_scale": "rewards", "pass_k": "3"}.get(name, "0.7")
+        given = f"{flags} {flag_name(name)} {word}"
+        if name in ESTIMATORS[estimator].instead:
+            assert any(ESTIMATORS[estimator].instead[name] in message for message in refusals(given))
+        else:
+            (note,) = (note for note in accepted(given).accepted if note.written.split()[0] == flag_name(name))
+            assert all(reader in note.why for reader in ESTIMATORS.readers(name))
+
+
+@pytest.mark.parametrize("mode", ["disk", "disk-delta"])
+def test_the_folder_of_weight_files_is_kept_where_they_are_written(accepted, mode):
+    flags = f"{SGLANG} --update-weight-transfer-mode {mode} --update-weight-disk-dir folder"
+    assert accepted(flags).settings.sglang.update_weight_disk_dir == "folder"
+
+
+def test_a_reward_is_named_also_in_a_list_that_is_wrong():
+    assert RewardArguments(rm_type="math:1, remote_rm:0.5").names("remote_rm")
+    assert RewardArguments(rm_type="nothing:x,remote_rm").names("remote_rm")
+    assert not RewardArguments(rm_type="remote_rms").names("remote_rm")
+    assert not RewardArguments().names("remote_rm")
 
 
 def test_every_rule_is_tried():

@@ -1,11 +1,13 @@
 """A suggestion is related to the flag that does not exist, and never its opposite."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.arguments.launch.normalize import FOREIGN_FLAGS
-from miles.arguments.launch.suggest import near_choice, suggestion
+from miles.arguments.launch.suggest import near_choice, nearest_flag, suggestion
 from miles.arguments.megatron.fields import megatron_fields
 from miles.arguments.parser import build_parser
 
@@ -23,6 +25,23 @@ KNOWN = sorted({*build_parser()._option_string_actions, *FOREIGN_FLAGS, *(f.flag
         ("--rs-lowr-bound", "did you mean --rs-lower-bound?"),
         ("--num-epochs", "did you mean --num-epoch?"),
         ("--kl-loss-coeff", "did you mean --kl-loss-coef?"),
+        ("--learning-rate", "did you mean --lr?"),
+        ("--critic-learning-rate", "did you mean --critic-lr?"),
+        ("--max-staleness", "did you mean --max-weight-staleness?"),
+        ("--tensor-modelparallel-size", "did you mean --tensor-model-parallel-size?"),
+        ("--router-aux-loss-coef", "did you mean --moe-aux-loss-coeff?"),
+        # one word of many flags, or words that flags share whose other words differ
+        ("--num-gpus", "--help lists all flags"),
+        ("--no-save", "--help lists all flags"),
+        ("--save-steps", "--help lists all flags"),
+        ("--model", "--help lists all flags"),
+        ("--epsilon-high", "--help lists all flags"),
+        ("--epsilon", "--help lists all flags"),
+        ("--max-new-tokens", "--help lists all flags"),
+        ("--max-tokens-per-device", "--help lists all flags"),
+        ("--warmup-steps", "--help lists all flags"),
+        ("--rollout-n", "--help lists all flags"),
+        ("--temperature", "--help lists all flags"),
         ("--xyzzy", "--help lists all flags"),
         ("--rm-uri-list", "--help lists all flags"),
         ("--no-colocate", "--help lists all flags"),
@@ -39,6 +58,33 @@ def test_never_the_opposite(flag, negative):
     assert flag + "?" not in suggestion(opposite, KNOWN)
     if flag.startswith("--no-"):
         assert f"{flag}?" not in suggestion("--" + flag.removeprefix("--no-"), KNOWN)
+
+
+WORDS = Counter(word for flag in KNOWN for word in {*flag.removeprefix("--").split("-")})
+SAY_NOTHING = {
+    "num",
+    "size",
+    "path",
+    "dir",
+    "type",
+    "max",
+    "min",
+    "use",
+    "per",
+    "custom",
+    "id",
+    "no",
+    "enable",
+    "disable",
+}
+
+
+@pytest.mark.parametrize("word", sorted(word for word, flags in WORDS.items() if flags > 4 and word not in SAY_NOTHING))
+def test_a_word_of_many_flags_alone_suggests_none_of_them(word):
+    """Unless the other words of the flag say nothing, or the word has an s too much."""
+    found = nearest_flag(f"--num-{word}", [name for name in KNOWN if name != f"--num-{word}"])
+    words = {other.rstrip("s") for other in (found or "--num").removeprefix("--").split("-")}
+    assert words - SAY_NOTHING <= {word.rstrip("s")}, found
 
 
 @pytest.mark.parametrize(

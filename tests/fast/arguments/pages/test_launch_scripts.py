@@ -12,7 +12,8 @@ from miles.arguments.parser import build_parser
 from miles.arguments.sglang.server_flags import known_server_flags
 
 PAGE = Path(__file__).parents[4] / "docs" / "launch-scripts.md"
-FLAGS = Path(__file__).with_name("ecosystem_flags.txt").read_text(encoding="utf-8").split()
+LINES = Path(__file__).with_name("ecosystem_flags.txt").read_text(encoding="utf-8").splitlines()
+FLAGS = [line.split()[0] for line in LINES]
 
 
 @pytest.fixture(scope="module")
