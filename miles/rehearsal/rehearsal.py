@@ -19,7 +19,7 @@ from miles.rehearsal import memory
 from miles.rehearsal.changes import Change, changes
 from miles.rehearsal.devices import Device, device_of
 from miles.rehearsal.generation import Generation, foresee_generation
-from miles.rehearsal.meter import Phase, Usage
+from miles.rehearsal.record import Phase, Usage
 from miles.rehearsal.roofline import NOTHING, Seconds, seconds
 from miles.rehearsal.trace import RankTrace, trace_rank
 

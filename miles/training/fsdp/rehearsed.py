@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -73,10 +75,26 @@ class RehearsedFsdp(FsdpBackend):
         """Prepare nothing: micro-batches do not depend on each other."""
 
     def hold_gradients(self, model: FsdpTrainedModel) -> None:  # type: ignore[type-arg]
-        """Give every parameter that the optimizer has a gradient of zeros."""
+        """Give every parameter that the optimizer has, and that has no gradient, one of zeros."""
         for group in model.optimizer.adam.param_groups:
             for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+    def layers(self) -> Iterator[Sequence[nn.Module]]:
+        """Yield the decoder layers of each model.
+
+        One rank keeps the gathered weights of every layer, and routers that replay need every layer's experts.
+        """
+        if self.mesh.size() > 1 and self.policy.module.routers is None:
+            for model in self._models():
+                yield model.module.language_model.base_model.layers
+
+    def leave_out(self, layers: Sequence[nn.Module], places: Collection[int]) -> None:
+        """Let these layers return what they are given."""
+        for place in places:
+            kind = type(layers[place])
+            layers[place].__class__ = type(kind.__name__, (kind,), {"__call__": _given_on})
 
     def traced_micro_batches(self, micro_batches: int) -> int:
         """Return one: micro-batches run one after another."""
@@ -90,6 +108,10 @@ class RehearsedFsdp(FsdpBackend):
         all_models = (self.policy, self.critic, self.reference, self.teacher)
         models = [model for model in all_models if model is not None]
         return list({id(model.module): model for model in reversed(models)}.values())  # a reference may be the policy's
+
+
+def _given_on(_layer: nn.Module, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return hidden_states
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ of each token, and the sums that the stages exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import clip_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from miles.arguments.settings import Settings
@@ -134,6 +136,23 @@ class RehearsedMegatron(MegatronBackend):
     def hold_gradients(self, model: MegatronTrainedModel) -> None:  # type: ignore[type-arg]
         """Do nothing: the buffers are always there."""
 
+    def layers(self) -> Iterator[Sequence[nn.Module]]:
+        """Yield the layers of each chunk of each model.
+
+        Overlapped reductions wait for every gradient of a bucket, and routers that replay need every layer's experts.
+        """
+        is_needed = self.policy.replays_experts or self.policy.records_experts
+        if not (is_needed or self.policy.distributed[0].ddp_config.overlap_grad_reduce):
+            stages = {id(model.stage): model.stage for model in self._models()}
+            yield from (chunk.decoder.layers for stage in stages.values() for chunk in stage.chunks)
+
+    def leave_out(self, layers: Sequence[nn.Module], places: Collection[int]) -> None:
+        """Let the block of these layers run the others."""
+        chunks = (chunk for model in self._models() for chunk in model.stage.chunks)
+        block = next(chunk.decoder for chunk in chunks if chunk.decoder.layers is layers)
+        block.__class__ = _ShortBlock
+        block.running = tuple(layer for place, layer in enumerate(layers) if place not in places)
+
     def traced_micro_batches(self, micro_batches: int) -> int:
         """Return two: between their forward passes shows what a micro-batch keeps.
 
@@ -160,6 +179,24 @@ class RehearsedMegatron(MegatronBackend):
     def _models(self) -> list[MegatronModel]:  # type: ignore[type-arg]
         models = (self.policy, self.critic, self.reference, self.teacher)
         return [model for model in models if model is not None]
+
+
+class _ShortBlock(TransformerBlock):
+    """A block of which only some layers run."""
+
+    running: tuple[nn.Module, ...]
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        """Run these layers. All the others are there again at the end."""
+        layers, count = self.layers, self.num_layers_per_pipeline_rank
+        self.layers, self.num_layers_per_pipeline_rank = nn.ModuleList(self.running), len(self.running)
+        try:
+            return super().forward(*given, **named)
+        finally:
+            self.layers, self.num_layers_per_pipeline_rank = layers, count
+
+    def _get_layer(self, layer_number: int) -> nn.Module:
+        return self.running[layer_number]  # recomputation asks for it, after the forward pass
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from miles.rehearsal.beside_run import FORESEEN, MEASURED, ForeseenMemory
 from miles.rehearsal.devices import KNOWN, as_json, device_of
 from miles.rehearsal.generation import foresee_generation
 from miles.rehearsal.memory import total
-from miles.rehearsal.meter import Kind, Phase
+from miles.rehearsal.record import Kind, Phase
 from miles.rehearsal.page import as_page, one_forward_one_backward
 from miles.rehearsal.rehearsal import model_size, rehearse_settings
 from miles.rehearsal.report import as_json as figures_of
@@ -231,6 +231,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)  # the first test waits for the ranks of all layouts
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_memory_flop_and_traffic_are_those_of_a_run(name: str, measured: Path) -> None:
     distant = [figure for figure in figures(name, measured) if figure.distance > figure.tolerance]
