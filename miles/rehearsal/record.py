@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
@@ -110,11 +110,12 @@ class Stretch(NamedTuple):
 
 
 class _Copies(NamedTuple):
-    """A part of the record that happens so many more times at its end; 0: the copies' memory is released."""
+    """A part of the record that happens so many more times at its end, or what copies release there."""
 
     start: int
     end: int
     times: int
+    released: Mapping[Kind, int]
 
 
 class Record:
@@ -169,15 +170,25 @@ class Record:
     def copy(self, stretch: Stretch, times: int) -> None:
         """Let ``stretch``, which ends now, happen ``times`` more times."""
         assert stretch.end == len(self._events)
-        self._copies.append(_Copies(stretch.start, stretch.end, times))
+        self._copies.append(_Copies(stretch.start, stretch.end, times, {}))
         for phase, tally in stretch.tallies.items():
             self.tally(phase).add(tally.scaled(times))
 
     def release_copies(self) -> Usage:
-        """Release what is still allocated by copies, and return it."""
-        held = self._held_by(self._copies)
-        self._copies.append(_Copies(len(self._events), len(self._events), 0))
-        return {kind: size for kind, size in held.items() if size}
+        """Let copies release what their originals have released by now outside of a stretch, and return it."""
+        net: Counter[int] = Counter()
+        first: dict[int, int] = {}
+        for position, event in enumerate(self._events):
+            net[event.storage] += event.change
+            first.setdefault(event.storage, position)
+        released = self._held_by(self._copies)
+        for start, end, times, _ in self._copies:
+            for event in {event.storage: event for event in self._events[start:end]}.values():
+                if start <= first[event.storage]:
+                    released[self._kind(event)] -= times * net[event.storage]
+        usage = {kind: size for kind, size in released.items() if size}
+        self._copies.append(_Copies(len(self._events), len(self._events), 0, usage))
+        return usage
 
     def peaks(self, since: int = 0) -> dict[Phase, Usage]:
         """Return what memory held when each phase was at its peak, counting from ``since`` on."""
@@ -195,18 +206,16 @@ class Record:
                     best[event.phase] = total
                     found[event.phase] = {kind: size for kind, size in held.items() if size}
 
-        def add(change: Counter[Kind], times: int) -> None:
+        def add(change: Mapping[Kind, int], times: int) -> None:
             nonlocal total
             for kind, size in change.items():
                 held[kind] += times * size
                 total += times * size
 
-        for number, (start, end, times) in enumerate(self._copies):
+        for start, end, times, released in self._copies:
             walk(position, end)
             position = end
-            if not times:
-                add(self._held_by(self._copies[:number]), -1)
-                continue
+            add(released, -1)
             change = self._change(start, end)
             if sum(change.values()) > 0:  # the last copy holds most
                 add(change, times - 1)
@@ -223,13 +232,12 @@ class Record:
         return {kind: size for kind, size in found.items() if size}
 
     def _held_by(self, copies: Sequence[_Copies]) -> Counter[Kind]:
-        """Return what ``copies`` have allocated, and neither they nor a release after them have released."""
+        """Return what ``copies`` have allocated and not released."""
         held: Counter[Kind] = Counter()
-        for start, end, times in copies:
-            if not times:
-                held.clear()
+        for start, end, times, released in copies:
             for kind, size in self._change(start, end).items():
                 held[kind] += times * size
+            held.subtract(released)
         return held
 
     def _change(self, start: int, end: int) -> Counter[Kind]:

@@ -135,6 +135,7 @@ def trace_rank(
     shard = step_of_one_rank(settings)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     meter = Meter(fake, vocabulary=0, on_gpu=on_gpu)
+    building = build_rehearsed(settings, STEPS, imbalance)  # imports the backend, whose modules hold tensors
     try:
         with ExitStack() as stack:
             stack.enter_context(no_collections())
@@ -144,7 +145,7 @@ def trace_rank(
             stack.enter_context(conversions_in_place())
             stack.enter_context(fake)
             stack.enter_context(meter)
-            backend = stack.enter_context(build_rehearsed(settings, STEPS, imbalance))
+            backend = stack.enter_context(building)
             meter.vocabulary = backend.vocabulary
             backend.reducing = lambda: meter.during(Phase.REDUCE)
             if not every_layer:
@@ -239,9 +240,9 @@ class _Run:
         self._release_copies()
 
     def _release_copies(self) -> None:
-        """Release what copies of layers hold: the gradients of a step."""
+        """Release what copies of layers hold, and the layers do not: the gradients of a step."""
         if self.record.release_copies().keys() - {Kind.GRADIENTS}:
-            raise UnequalLayers("a backward pass did not release what the forward pass had kept")
+            raise UnequalLayers("copies do not release in a backward pass what they keep for it")
 
 
 def score_alone(settings: Settings, backend: TrainBackend, shard: TrainShard) -> None:

@@ -21,12 +21,14 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import PretrainedConfig
 
 from miles.arguments.settings import Settings
 from miles.batching.collate import collate
 from miles.flags import refuse
 from miles.train_batch import TrainShard
 from miles.training.megatron.backend import MegatronBackend
+from miles.training.megatron.model import policy_model
 from miles.training.megatron.model.packed_tokens import PackedTokens
 from miles.training.megatron.model.policy_model import PolicyModel
 from miles.training.megatron.moe.router import BalancedRouter
@@ -221,13 +223,18 @@ def rehearsed(
             chosen = assumed_experts(tokens, experts, self.topk, dist.get_rank(group), group.size(), imbalance)
             return probabilities, torch.from_numpy(chosen)
 
-    norm, packed = clip_grads.l2_norm_impl, PackedTokens.of
+    norm, packed, frequencies = clip_grads.l2_norm_impl, PackedTokens.of, policy_model.inverse_frequencies
+
+    def shape_of_frequencies(config: PretrainedConfig) -> torch.Tensor:
+        """Return frequencies without values: every layer computes cosines and sines of all tokens from them."""
+        return torch.empty(frequencies(config).shape, dtype=torch.float32)
 
     def packed_at_start(*given: Any) -> PackedTokens:
         built[0].starting()
         return packed(*given)
 
     PackedTokens.of = packed_at_start  # type: ignore[method-assign,assignment]
+    policy_model.inverse_frequencies = shape_of_frequencies
     clip_grads.l2_norm_impl = _norm
     P2PCommunicator._communicate_shapes = expected_shapes
     BalancedRouter.routing = assumed_routing  # type: ignore[method-assign]
@@ -235,6 +242,7 @@ def rehearsed(
         built.append(RehearsedMegatron(settings, device, total_steps))
         yield built[0]
     finally:
+        policy_model.inverse_frequencies = frequencies
         clip_grads.l2_norm_impl = norm
         PackedTokens.of = packed  # type: ignore[method-assign]
         P2PCommunicator._communicate_shapes = shapes

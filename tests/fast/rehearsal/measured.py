@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -38,6 +39,7 @@ from miles.training.backend import build_backend
 from miles.training.trainer import Role, critic_role, policy_role
 
 SCORE, PASSES, OPTIMIZER = "score", "passes", "optimizer"
+DEADLINE = timedelta(minutes=30)  # of one layout; bf16 products are slow on a processor without instructions for them
 COLLECTIVES = {  # methods of a process group, and what the rehearsal calls them
     "allreduce": "allreduce",
     "allreduce_coalesced": "allreduce",
@@ -295,7 +297,8 @@ def main(folder: Path, names: list[str]) -> None:
     failed: dict[str, str] = {}
     for name in names:
         ranks = list(range(LAYOUTS[name].ranks))
-        failed |= run_on_ranks(folder, f"ranks of {name}", ranks, {name: partial(measure, name, folder)})
+        checks = {name: partial(measure, name, folder)}
+        failed |= run_on_ranks(folder, f"ranks of {name}", ranks, checks, deadline=DEADLINE)
     (folder / "results.json").write_text(json.dumps(failed))
 
 

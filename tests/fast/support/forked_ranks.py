@@ -33,6 +33,7 @@ def run_on_ranks(
     checks: Mapping[str, Check],
     together: Callable[[list[str]], str] = "".join,
     at_the_end: Callable[[Any], None] = lambda rank: None,
+    deadline: timedelta = DEADLINE,
 ) -> dict[str, str]:
     """Run ``checks`` in one process for each of ``ranks``, which describe them.
 
@@ -40,6 +41,7 @@ def run_on_ranks(
         folder: For files of the group ``name``, which may have run before.
         together: Combines what the ranks said of a check.
         at_the_end: Called in each process after all checks.
+        deadline: Of all checks.
 
     Returns:
         What failed of each check, empty if all ranks agree that it holds.
@@ -73,10 +75,10 @@ def run_on_ranks(
     processes = [fork.Process(target=run_rank, args=(number,)) for number in range(len(ranks))]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + DEADLINE.total_seconds()
+    ends = time.monotonic() + deadline.total_seconds()
     waiting = {process.sentinel: process for process in processes}
-    while waiting and time.monotonic() < deadline and not any(process.exitcode for process in processes):
-        for sentinel in multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic())):
+    while waiting and time.monotonic() < ends and not any(process.exitcode for process in processes):
+        for sentinel in multiprocessing.connection.wait(list(waiting), max(0.0, ends - time.monotonic())):
             waiting.pop(sentinel).join()  # type: ignore[arg-type]
     ends = [how_it_ended(process.exitcode) for process in processes]  # before those that still wait are killed
     for process in processes:
