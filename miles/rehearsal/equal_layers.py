@@ -1,8 +1,8 @@
 """Run a few of a row of equal layers, and count the others as copies of these.
 
-The first three and the last two layers of the row run. What was recorded between the starts of the third and the next is
-copied for each layer that is left out, and so is what was recorded between the gradients that arrive there. The weights,
-gradients and optimizer states of all layers exist.
+The first three and the last two layers of the row run. What was recorded between the starts of the third and the next
+is copied for each layer that is left out, and so is what was recorded between the gradients that arrive there. The
+weights, gradients and optimizer states of all layers exist.
 
 Layers have to be equal in structure, and the records of the third and of the next have to be equal: the same changes of
 memory in the same order, and the same work.
@@ -80,7 +80,7 @@ def run_few_of_equal_layers(backend: RehearsedBackend, record: Record) -> None:
     """Let the passes of ``backend`` run the ends of each row of equal layers, and ``record`` copy them."""
     for layers in backend.layers():
         left_out: list[int] = []
-        for row in _rows(layers):
+        for row in rows(layers):
             middle = row[FIRST:-LAST]
             if middle:
                 ends = [layers[place] for place in row if place not in middle]
@@ -90,7 +90,7 @@ def run_few_of_equal_layers(backend: RehearsedBackend, record: Record) -> None:
             backend.leave_out(layers, left_out)
 
 
-def _rows(layers: Sequence[nn.Module]) -> Iterator[list[int]]:
+def rows(layers: Sequence[nn.Module]) -> Iterator[list[int]]:
     """Yield the places of equal layers that are next to each other."""
     structures = [_structure(layer) for layer in layers]
     for _, row in groupby(range(len(layers)), key=lambda place: structures[place]):

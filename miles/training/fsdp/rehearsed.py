@@ -55,7 +55,7 @@ class RehearsedFsdp(FsdpBackend):
         """Yield every rank's part of the parameters, and the buffers."""
         for model in self._models():
             for tensor in (*model.module.parameters(), *model.module.buffers()):
-                yield _local(tensor.detach())
+                yield _local(tensor)
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Yield the reduced gradients of this rank's part."""
@@ -115,7 +115,8 @@ def _given_on(_layer: nn.Module, hidden_states: torch.Tensor, *_: Any, **__: Any
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return this rank's part. ``to_local`` would run two operations for each of them."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class _Parts:

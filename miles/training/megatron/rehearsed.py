@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import clip_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -247,6 +248,7 @@ def rehearsed(
         PackedTokens.of = packed  # type: ignore[method-assign]
         P2PCommunicator._communicate_shapes = shapes
         BalancedRouter.routing = routing  # type: ignore[method-assign]
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None  # it outlives a run
         parallel_state.destroy_model_parallel()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from rehearsed_layouts import DENSE, EXPERTS, LAYOUTS, save_model
-from transformers import DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from miles.arguments.validate import validate
 from miles.rehearsal import equal_layers
@@ -43,6 +44,27 @@ def test_copies_of_layers_are_what_the_layers_do(name: str, tmp_path: Path, monk
     assert not copies
     assert trace_rank(settings, layout.ranks - 1) == whole
     assert copies == CHOSEN[name]
+
+
+def test_layers_that_do_not_do_the_same_all_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = LAYOUTS["fsdp, 2 ranks"]
+    save_model(tmp_path / "dense", LlamaConfig(**DENSE | dict(num_hidden_layers=LAYERS)), weights=False)
+    settings = validate(layout.settings(tmp_path)).settings
+    found = trace_rank(settings, 0)
+    monkeypatch.setattr(Record, "is_equal", lambda *_: False)
+    copies = _watch(monkeypatch)
+    assert trace_rank(settings, 0) == found
+    assert len(copies) <= 1
+
+
+def test_layers_of_another_structure_are_in_a_row_of_their_own() -> None:
+    def layer(place: int, window: int, width: int = 4) -> torch.nn.Module:
+        made = torch.nn.Linear(4, width)
+        made.layer_idx, made.window = place, window
+        return made
+
+    layers = [layer(0, 8), layer(1, 8), layer(2, 16), layer(3, 16), layer(4, 16, width=5), layer(5, 8)]
+    assert list(equal_layers.rows(layers)) == [[0, 1], [2, 3], [4], [5]]
 
 
 def _watch(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -64,7 +64,9 @@ class Layout:
                 rollout_max_response_len=96 if is_tiny else 16,  # bf16 products are slow on many processors
                 num_rollout=1,
             ),
-            data=DataArguments(prompt_data="reasoning_gym:basic_arithmetic", rollout_max_prompt_len=40 if is_tiny else 16),
+            data=DataArguments(
+                prompt_data="reasoning_gym:basic_arithmetic", rollout_max_prompt_len=40 if is_tiny else 16
+            ),
             reward=RewardArguments(rm_type="exact_match"),
             loss=LossArguments(**self.loss),
             training=TrainingArguments(train_backend=self.backend, **given),
