@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gloo_device import share_gloo_device
+from gloo_device import WORKERS, share_gloo_device
 
 DEADLINE = timedelta(seconds=400)  # of all checks of a group, on a busy machine; they take about 30 s on an idle one
 WAIT = timedelta(seconds=120)  # of one rank for the others
@@ -34,6 +34,7 @@ def run_on_ranks(
     together: Callable[[list[str]], str] = "".join,
     at_the_end: Callable[[Any], None] = lambda rank: None,
     deadline: timedelta = DEADLINE,
+    workers: int = WORKERS,
 ) -> dict[str, str]:
     """Run ``checks`` in one process for each of ``ranks``, which describe them.
 
@@ -42,6 +43,7 @@ def run_on_ranks(
         together: Combines what the ranks said of a check.
         at_the_end: Called in each process after all checks.
         deadline: Of all checks.
+        workers: Threads for the collective operations of each process group.
 
     Returns:
         What failed of each check, empty if all ranks agree that it holds.
@@ -51,7 +53,7 @@ def run_on_ranks(
 
     def run_rank(number: int) -> None:
         torch.set_num_threads(1)
-        share_gloo_device()
+        share_gloo_device(workers)
         store = dist.FileStore(str(folder / f"store of {name}"), len(ranks))
         dist.init_process_group("gloo", store=store, rank=number, world_size=len(ranks), timeout=WAIT)
         outcomes = {}
