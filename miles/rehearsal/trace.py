@@ -212,11 +212,9 @@ class _Run:
         return RankTrace(self.rank, size, resident, peaks, tallies, self.count, self.tokens)
 
     def _allocate_states(self, roles: Sequence[Role[Any]]) -> None:
-        """Take a step on gradients of zero, after which the optimizer has its state."""
         for role in roles:
             with self.meter.during(Phase.OPTIMIZE):
-                self.backend.hold_gradients(role.model)
-                role.optimizer.step()
+                self.backend.allocate_states(role.model)
         self.meter.label(self.backend.optimizer_states(), Kind.OPTIMIZER)
 
     def _step(self, role: Role[Any]) -> None:

@@ -53,6 +53,10 @@ class RehearsedBackend(TrainBackend, Protocol):
         """Allocate for ``model`` what a micro-batch leaves: gradients that are missing, without computing them."""
         ...
 
+    def allocate_states(self, model: Any) -> None:
+        """Allocate what the optimizer of ``model`` keeps between steps."""
+        ...
+
     def layers(self) -> Iterator[Sequence[nn.Module]]:
         """Yield the layers that run one after another, of each part of each model; none if all of them must run."""
         ...

@@ -81,6 +81,14 @@ class RehearsedFsdp(FsdpBackend):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
 
+    def allocate_states(self, model: FsdpTrainedModel) -> None:  # type: ignore[type-arg]
+        """Allocate the moments, and do not compute with them: a step takes a third of the time of a rehearsal."""
+        self.hold_gradients(model)
+        adam = model.optimizer.adam
+        for group in adam.param_groups:
+            adam._init_group(group, [], [], [], [], [], [])
+        adam.zero_grad()
+
     def layers(self) -> Iterator[Sequence[nn.Module]]:
         """Yield the decoder layers of each model.
 

@@ -139,6 +139,10 @@ class RehearsedMegatron(MegatronBackend):
     def hold_gradients(self, model: MegatronTrainedModel) -> None:  # type: ignore[type-arg]
         """Do nothing: the buffers are always there."""
 
+    def allocate_states(self, model: MegatronTrainedModel) -> None:  # type: ignore[type-arg]
+        """Take a step on gradients of zero."""
+        model.optimizer.step()
+
     def layers(self) -> Iterator[Sequence[nn.Module]]:
         """Yield the layers of each chunk of each model.
 

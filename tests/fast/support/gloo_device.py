@@ -14,8 +14,8 @@ def share_gloo_device(workers: int = WORKERS) -> None:
     """Have all later process groups of this process share one device of gloo.
 
     By default each has its own, whose thread wakes up every 10 ms. A process that builds many backends has hundreds,
-    which cost more processor time than its work. Call it in each rank, after a fork. Each group gets ``workers`` threads
-    for its collective operations.
+    which cost more processor time than its work. Call it in each rank, after a fork. Each group gets ``workers``
+    threads for its collective operations.
     """
     device = ProcessGroupGloo.create_default_device()
 
