@@ -26,7 +26,10 @@ CHOSEN = {  # layouts, and the copies of layers: in how many passes, and of how 
 }
 
 
-@pytest.fixture(params=CHOSEN)
+FAST = ("fsdp, 2 ranks", "megatron, DP 2, sharded optimizer")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in CHOSEN])
 def name(request: pytest.FixtureRequest) -> str:
     """A layout."""
     chosen: str = request.param
