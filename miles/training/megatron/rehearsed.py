@@ -22,16 +22,15 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import PretrainedConfig
 
 from miles.arguments.settings import Settings
 from miles.batching.collate import collate
 from miles.flags import refuse
 from miles.train_batch import TrainShard
 from miles.training.megatron.backend import MegatronBackend
-from miles.training.megatron.model import policy_model
 from miles.training.megatron.model.packed_tokens import PackedTokens
 from miles.training.megatron.model.policy_model import PolicyModel
+from miles.training.megatron.model.rotary_embedding import PackedRotaryEmbedding
 from miles.training.megatron.moe.router import BalancedRouter
 from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights
@@ -191,6 +190,8 @@ class RehearsedMegatron(MegatronBackend):
 class _ShortBlock(TransformerBlock):
     """A block of which only some layers run."""
 
+    layers: nn.ModuleList
+    num_layers_per_pipeline_rank: int
     running: tuple[nn.Module, ...]
 
     def forward(self, *given: Any, **named: Any) -> Any:
@@ -228,18 +229,18 @@ def rehearsed(
             chosen = assumed_experts(tokens, experts, self.topk, dist.get_rank(group), group.size(), imbalance)
             return probabilities, torch.from_numpy(chosen)
 
-    norm, packed, frequencies = clip_grads.l2_norm_impl, PackedTokens.of, policy_model.inverse_frequencies
+    norm, packed, rotary = clip_grads.l2_norm_impl, PackedTokens.of, PackedRotaryEmbedding.__init__
 
-    def shape_of_frequencies(config: PretrainedConfig) -> torch.Tensor:
-        """Return frequencies without values: every layer computes cosines and sines of all tokens from them."""
-        return torch.empty(frequencies(config).shape, dtype=torch.float32)
+    def without_values(self: PackedRotaryEmbedding, frequencies: torch.Tensor) -> None:
+        """Keep the shape only: every layer computes the cosines and sines of all tokens."""
+        rotary(self, torch.empty(frequencies.shape, dtype=torch.float32))
 
     def packed_at_start(*given: Any) -> PackedTokens:
         built[0].starting()
         return packed(*given)
 
     PackedTokens.of = packed_at_start  # type: ignore[method-assign,assignment]
-    policy_model.inverse_frequencies = shape_of_frequencies
+    PackedRotaryEmbedding.__init__ = without_values  # type: ignore[method-assign,assignment]
     clip_grads.l2_norm_impl = _norm
     P2PCommunicator._communicate_shapes = expected_shapes
     BalancedRouter.routing = assumed_routing  # type: ignore[method-assign]
@@ -247,7 +248,7 @@ def rehearsed(
         built.append(RehearsedMegatron(settings, device, total_steps))
         yield built[0]
     finally:
-        policy_model.inverse_frequencies = frequencies
+        PackedRotaryEmbedding.__init__ = rotary  # type: ignore[method-assign]
         clip_grads.l2_norm_impl = norm
         PackedTokens.of = packed  # type: ignore[method-assign]
         P2PCommunicator._communicate_shapes = shapes
