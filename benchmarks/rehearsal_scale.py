@@ -1,4 +1,4 @@
-"""Measure what rehearsals of large models take: seconds and resident memory of the command, one model after another.
+"""Measure what rehearsals of large models take: seconds of the command, and resident memory of its largest process.
 
     python benchmarks/rehearsal_scale.py [--keep FOLDER]
 
@@ -81,6 +81,7 @@ LAYOUTS = {
         "--train-backend megatron --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 "
         "--use-distributed-optimizer --gradient-checkpointing",
     ),
+    "671B, FSDP": ("671B", "--train-backend fsdp --gradient-checkpointing"),
     "671B, TP 8, PP 16, EP 64": (
         "671B",
         "--train-backend megatron --tensor-model-parallel-size 8 --sequence-parallel "
@@ -92,7 +93,7 @@ LAYOUTS = {
 
 
 def rehearse(name: str, folder: Path) -> tuple[float, float, float, str]:
-    """Return seconds, seconds of processor time, GB of resident memory at the most, and the report."""
+    """Return seconds, seconds of processor time, GB of resident memory of the largest process, and the report."""
     model, flags = LAYOUTS[name]
     config = folder / model
     config.mkdir(exist_ok=True)
@@ -121,7 +122,7 @@ def main() -> None:
     given = parser.parse_args()
     folder = given.keep or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    print("| layout on 1,024 ranks | seconds | of a processor | GB of memory |\n|---|---|---|---|")
+    print("| layout on 1,024 ranks | seconds | of a processor | GB of the largest process |\n|---|---|---|---|")
     for name in given.names or LAYOUTS:
         took, busy, memory, _ = rehearse(name, folder)
         print(f"| {name} | {took:.0f} | {busy:.0f} | {memory:.1f} |", flush=True)

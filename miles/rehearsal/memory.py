@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from miles.arguments.settings import Settings
 from miles.rehearsal.generation import Generation
-from miles.rehearsal.meter import Kind, Phase, Usage
+from miles.rehearsal.record import Kind, Phase, Usage
 from miles.rehearsal.trace import RankTrace
 
 CONTEXT = int(1.5 * 2**30)  # bytes of CUDA's context, cuBLAS' workspace, and NCCL's buffers

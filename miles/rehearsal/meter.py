@@ -8,12 +8,9 @@ everything computed from them are fake. If the trainer reads such a value (the g
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,87 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from miles.rehearsal.record import Kind, Message, Phase, Record, Work
+
 aten = torch.ops.aten
-
-
-class Kind(StrEnum):
-    """What memory holds."""
-
-    WEIGHTS = "weights"
-    GRADIENTS = "gradients"
-    OPTIMIZER = "optimizer"
-    ACTIVATIONS = "activations"  # and whatever else the operations of a pass allocate
-    LOGITS = "logits"
-    COMMUNICATION = "communication"  # gathered weights, and the buffers of collectives
-    KV_CACHE = "KV cache"
-    ENGINE = "engine"  # its weights and workspace
-    RUNTIME = "runtime"  # CUDA context, libraries, fragmentation
-
-
-class Phase(StrEnum):
-    """A part of an iteration, in order."""
-
-    BUILD = "build"
-    GENERATE = "generate"
-    SCORE = "score"
-    TRAIN = "forward and backward"
-    REDUCE = "reduce gradients"
-    OPTIMIZE = "optimizer"
-    SYNC = "weight sync"
-
-
-class Work(NamedTuple):
-    """The size of one operation."""
-
-    flops: int
-    bytes: int  # read and written
-    itemsize: int  # bytes of a number in its first floating-point operand
-
-
-class Message(NamedTuple):
-    """One collective, as one rank sees it."""
-
-    name: str
-    bytes: int  # of the largest tensor in it: the whole that is gathered, reduced or exchanged
-    ranks: tuple[int, ...]
-
-
-@dataclass
-class Tally:
-    """How often each operation and each collective of a phase runs."""
-
-    work: Counter[Work] = field(default_factory=Counter)
-    messages: Counter[Message] = field(default_factory=Counter)
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations."""
-        return sum(work.flops * count for work, count in self.work.items())
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that operations read and write."""
-        return sum(work.bytes * count for work, count in self.work.items())
-
-    def scaled(self, factor: float) -> Tally:
-        """Return the tally of ``factor`` times the work."""
-        return Tally(
-            Counter({work: count * factor for work, count in self.work.items()}),
-            Counter({message: count * factor for message, count in self.messages.items()}),
-        )
-
-
-Usage: TypeAlias = dict[Kind, int]  # bytes by kind
 
 
 # What is allocated in a phase, if nothing else says what it is; activations in other phases.
 _KIND_OF_PHASE = {Phase.BUILD: Kind.WEIGHTS, Phase.OPTIMIZE: Kind.OPTIMIZER}
-
-
-class _Event(NamedTuple):
-    storage: int
-    change: int
-    phase: Phase
 
 
 FlopFormula: TypeAlias = Callable[..., int]
@@ -136,7 +59,7 @@ class Meter(TorchDispatchMode):
 
     Attributes:
         phase: The phase that the rank is in.
-        tallies: Operations and collectives by phase.
+        record: What they did.
     """
 
     def __init__(self, fake: FakeTensorMode, vocabulary: int, on_gpu: bool = True) -> None:
@@ -152,12 +75,10 @@ class Meter(TorchDispatchMode):
         self.fake = fake
         self.on_gpu = on_gpu
         self.phase = Phase.BUILD
-        self.tallies: dict[Phase, Tally] = {}
+        self.record = Record()
         self.vocabulary = vocabulary
         self._block = CUDA_BLOCK if on_gpu else 1
-        self._events: list[_Event] = []
         self._live: dict[int, tuple[int, int]] = {}  # a storage's address: its number, and its bytes
-        self._kinds: dict[int, Kind] = {}  # by the storage's number; activations if it is not there
         self._numbers = 0
         self._is_paused = False
 
@@ -186,11 +107,8 @@ class Meter(TorchDispatchMode):
             return found
 
         def infer_unseen(*given: Any, **named: Any) -> Any:
-            before, meter._is_paused = meter._is_paused, True
-            try:
+            with meter.unseen():
                 return infer(*given, **named)
-            finally:
-                meter._is_paused = before
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
         ShardingPropagator._propagate_tensor_meta_non_cached = infer_unseen  # type: ignore[method-assign]
@@ -200,44 +118,31 @@ class Meter(TorchDispatchMode):
             ShardingPropagator._propagate_tensor_meta_non_cached = infer  # type: ignore[method-assign]
             torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Record nothing of what runs inside."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
     def label(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
         """Say what the storages of ``tensors`` hold, from their allocation on."""
         for tensor in tensors:
             for local in _locals(tensor):
                 number, _size = self._live.get(local.untyped_storage()._cdata, (None, 0))
                 if number is not None:
-                    self._kinds[number] = kind
+                    self.record.kinds[number] = kind
 
-    def forget(self, phases: Iterable[Phase]) -> None:
-        """Drop the work of ``phases`` that was done so far; allocated memory stays."""
-        for phase in phases:
-            self.tallies.pop(phase, None)
-
-    def mark(self) -> int:
-        """Return a position in the record, for ``peaks``."""
-        return len(self._events)
-
-    def peaks(self, since: int = 0) -> dict[Phase, Usage]:
-        """Return what memory held when each phase was at its peak, counting from ``since`` on."""
-        held: dict[Kind, int] = {}
-        total = 0
-        best: dict[Phase, int] = {}
-        found: dict[Phase, Usage] = {}
-        for position, event in enumerate(self._events):
-            kind = self._kinds.get(event.storage, Kind.ACTIVATIONS)
-            held[kind] = held.get(kind, 0) + event.change
-            total += event.change
-            if position >= since and total > best.get(event.phase, -1):
-                best[event.phase] = total
-                found[event.phase] = {kind: size for kind, size in held.items() if size}
-        return found
-
-    def held(self, until: int) -> Usage:
-        """Return what memory held at position ``until``."""
-        found: Counter[Kind] = Counter()
-        for event in self._events[:until]:
-            found[self._kinds.get(event.storage, Kind.ACTIVATIONS)] += event.change
-        return {kind: size for kind, size in found.items() if size}
+    def held_by_copies(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count no memory of those ``tensors`` that were made unseen: copies of a stretch hold it."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live:
+                self._numbers += 1
+                self._live[storage._cdata] = self._numbers, 0
+                weakref.finalize(storage, self._freed, storage._cdata)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -289,22 +194,23 @@ class Meter(TorchDispatchMode):
         self._numbers += 1
         number, size = self._numbers, self._rounded(storage.nbytes())
         self._live[key] = number, size
-        self._events.append(_Event(number, size, self.phase))
+        self.record.add(number, size, self.phase)
         if self.phase in _KIND_OF_PHASE:
-            self._kinds[number] = _KIND_OF_PHASE[self.phase]
+            self.record.kinds[number] = _KIND_OF_PHASE[self.phase]
         elif tensor.ndim == 2 and tensor.shape[-1] == self.vocabulary and tensor.is_floating_point():
-            self._kinds[number] = Kind.LOGITS
+            self.record.kinds[number] = Kind.LOGITS
         weakref.finalize(storage, self._freed, key)
 
     def _freed(self, key: int) -> None:
         number, size = self._live.pop(key)
-        self._events.append(_Event(number, -size, self.phase))
+        self.record.add(number, -size, self.phase)
 
     def _note_passing(self, size: int, kind: Kind) -> None:
         """Record ``size`` bytes that are released before the next operation."""
         self._numbers += 1
-        self._kinds[self._numbers] = kind
-        self._events += (_Event(self._numbers, size, self.phase), _Event(self._numbers, -size, self.phase))
+        self.record.kinds[self._numbers] = kind
+        for change in (size, -size):
+            self.record.add(self._numbers, change, self.phase)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -313,14 +219,11 @@ class Meter(TorchDispatchMode):
         number, before = self._live[key]
         size = self._rounded(storage.nbytes())
         self._live[key] = number, size
-        self._kinds.setdefault(number, Kind.COMMUNICATION)
-        self._events.append(_Event(number, size - before, self.phase))
+        self.record.kinds.setdefault(number, Kind.COMMUNICATION)
+        self.record.add(number, size - before, self.phase)
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._block) * self._block
-
-    def _tally(self) -> Tally:
-        return self.tallies.setdefault(self.phase, Tally())
 
     def _note_message(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         ranks = _ranks_of(args, kwargs)
@@ -331,9 +234,9 @@ class Meter(TorchDispatchMode):
         for tensor in tensors:
             entry = self._live.get(tensor.untyped_storage()._cdata)
             if entry is not None and name not in ("broadcast", "allreduce", "send"):
-                self._kinds.setdefault(entry[0], Kind.COMMUNICATION)
+                self.record.kinds.setdefault(entry[0], Kind.COMMUNICATION)
         size = max(sum(_size(leaf) for leaf in tree_iter(argument)) for argument in args)
-        self._tally().messages[Message(name, size, ranks)] += 1
+        self.record.tally(self.phase).messages[Message(name, size, ranks)] += 1
         if not self.on_gpu and name in COPIED_BY_GLOO:
             self._note_passing(size, Kind.COMMUNICATION)
 
@@ -362,7 +265,7 @@ class Meter(TorchDispatchMode):
         if func._opname in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"):
             return
         itemsize = floating[0].element_size()  # of the first operand; some kernels return statistics in fp32
-        self._tally().work[Work(flops, sum(read.values()) + written, itemsize)] += 1
+        self.record.tally(self.phase).work[Work(flops, sum(read.values()) + written, itemsize)] += 1
 
 
 def _locals(tensor: Any) -> list[torch.Tensor]:

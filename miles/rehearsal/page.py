@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from miles.host.machine import GIB
 from miles.rehearsal.memory import total
-from miles.rehearsal.meter import Kind
+from miles.rehearsal.record import Kind
 from miles.rehearsal.rehearsal import IMBALANCE, Advice, RankForecast, Rehearsal
 from miles.rehearsal.report import as_text
 

@@ -19,9 +19,10 @@ from miles.rehearsal import memory
 from miles.rehearsal.changes import Change, changes
 from miles.rehearsal.devices import Device, device_of
 from miles.rehearsal.generation import Generation, foresee_generation
-from miles.rehearsal.meter import Phase, Usage
+from miles.rehearsal.record import Phase, Usage
 from miles.rehearsal.roofline import NOTHING, Seconds, seconds
 from miles.rehearsal.trace import RankTrace, trace_rank
+from miles.rehearsal.trace_all import Job, trace_all
 
 IMBALANCE = 2.0  # load of the experts of the busiest rank, relative to the average
 ADVICE = 3
@@ -145,34 +146,52 @@ def rehearse_settings(settings: Settings) -> Rehearsal:
     size = model_size(config)
     text = config.get_text_config().to_dict() | {"num_hidden_layers": size.layers}  # some compute it from a pattern
     generation = foresee_generation(settings, text, size.parameters, size.active, device, available)
-    ranks = tuple(_forecast(settings, stage, generation) for stage in _stages(settings, config.to_dict()))
+    jobs = [Job(settings, stage) for stage in _stages(settings, config.to_dict())]
+    ranks = tuple(_forecasts(jobs, trace_all(jobs), generation))
     imbalanced = None
     if size.experts and settings.megatron.expert_model_parallel_size > 1:
         worst = max(ranks, key=lambda rank: rank.peak)
-        imbalanced = _forecast(settings, worst.stage, generation, IMBALANCE)
+        jobs = [Job(settings, worst.stage, IMBALANCE)]
+        (imbalanced,) = _forecasts(jobs, trace_all(jobs), generation)
     return Rehearsal(settings, device, available, size, ranks, imbalanced, generation)
 
 
 def advise(rehearsal: Rehearsal) -> Iterator[Advice]:
     """Yield the changes that save most memory on the worst rank, each traced again, at most ``ADVICE``."""
-    found = []
+    jobs: list[Job] = []
+    tried: list[tuple[Change, Settings, range]] = []
     for change in changes(rehearsal.settings):
         try:
             settings = change.applied(rehearsal.settings)
-            changed = rehearse_settings_at(settings, rehearsal)
+            stages = stages_of_change(settings)
         except (FlagError, ValueError):  # this change and another flag exclude each other
             continue
+        tried.append((change, settings, range(len(jobs), len(jobs) + len(stages))))
+        jobs += [Job(settings, stage) for stage in stages]
+    traces, found = trace_all(jobs), []
+    for change, settings, places in tried:
+        try:
+            ranks = tuple(
+                _forecasts([jobs[n] for n in places], [traces[n] for n in places], rehearsal.generation)
+            )  # with the engines as before; another stage may be the worst one now
+        except ValueError:
+            continue
+        changed = replace(rehearsal, settings=settings, ranks=ranks, imbalanced=None)
         found.append(Advice(change, changed.worst.peak, changed.step))
     found.sort(key=lambda advice: advice.peak)
     yield from (advice for advice in found[:ADVICE] if advice.peak < rehearsal.worst.peak)
 
 
-def rehearse_settings_at(settings: Settings, before: Rehearsal) -> Rehearsal:
-    """Rehearse changed settings, with the engines of ``before``. Another stage may be the worst one now."""
+def stages_of_change(settings: Settings) -> list[int]:
+    """Return the pipeline stages to trace for a change: not those between that have the layers of the first stage.
+
+    The first stage has an embedding and the activations of more micro-batches besides.
+    """
     assert settings.model.hf_checkpoint is not None
-    config = read_config(settings.model.hf_checkpoint)
-    ranks = tuple(_forecast(settings, stage, before.generation) for stage in _stages(settings, config.to_dict()))
-    return replace(before, settings=settings, ranks=ranks, imbalanced=None)
+    config = read_config(settings.model.hf_checkpoint).to_dict()
+    kinds = _kinds_of_stages(settings, config)
+    stages = _stages(settings, config)
+    return [stage for stage in stages if stage in (0, stages[-1]) or kinds[stage] != kinds[0]]
 
 
 def foresee_trainer(settings: Settings) -> int:
@@ -207,9 +226,14 @@ def model_size(config: object) -> ModelSize:
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def _forecast(settings: Settings, stage: int, generation: Generation, imbalance: float = 1.0) -> RankForecast:
-    trace = trace_rank(settings, stage * settings.dims.ranks_per_stage, imbalance)
-    return RankForecast(stage, trace, memory.phases_of_rank(settings, trace, generation))
+def _forecasts(
+    jobs: Sequence[Job], traces: Sequence[RankTrace | str], generation: Generation
+) -> Iterator[RankForecast]:
+    """Yield the ranks that were traced. Raises ``ValueError`` with the reason why one was not."""
+    for job, trace in zip(jobs, traces, strict=True):
+        if isinstance(trace, str):
+            raise ValueError(trace)
+        yield RankForecast(job.stage, trace, memory.phases_of_rank(job.settings, trace, generation))
 
 
 def _stages(settings: Settings, config: dict[str, object]) -> list[int]:
@@ -217,17 +241,20 @@ def _stages(settings: Settings, config: dict[str, object]) -> list[int]:
 
     An earlier stage holds the activations of more micro-batches than a later one of the same layers.
     """
-    sizes = settings.megatron
-    count = sizes.pipeline_model_parallel_size
-    pattern: list[int] = []
-    if config.get("model_type") in CONVERTED:
-        shape = megatron_shape(config)
-        pattern = shape.get("moe_layer_freq") or [0] * shape["num_layers"]
-    kinds = layers_of_stages(pattern, sizes)
+    count = settings.megatron.pipeline_model_parallel_size
+    kinds = _kinds_of_stages(settings, config)
     first_of: dict[tuple[int, ...], int] = {}
     for stage in range(1, count - 1):
         first_of.setdefault(kinds[stage], stage)
     return sorted({0, count - 1, *first_of.values()})
+
+
+def _kinds_of_stages(settings: Settings, config: dict[str, object]) -> list[tuple[int, ...]]:
+    pattern: list[int] = []
+    if config.get("model_type") in CONVERTED:
+        shape = megatron_shape(config)
+        pattern = shape.get("moe_layer_freq") or [0] * shape["num_layers"]
+    return layers_of_stages(pattern, settings.megatron)
 
 
 def layers_of_stages(pattern: Sequence[int], sizes: MegatronArguments) -> list[tuple[int, ...]]:

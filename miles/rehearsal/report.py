@@ -15,7 +15,7 @@ from miles.objective.canary import mass_is_known
 from miles.objective.explain import objective_formula
 from miles.rehearsal.assumptions import prompt_length, response_length
 from miles.rehearsal.memory import total, worst_phase
-from miles.rehearsal.meter import Kind, Phase, Tally, Usage
+from miles.rehearsal.record import Kind, Phase, Tally, Usage
 from miles.rehearsal.rehearsal import IMBALANCE, Advice, RankForecast, Rehearsal
 from miles.rehearsal.roofline import Seconds, crosses_nodes, message_bytes, seconds
 

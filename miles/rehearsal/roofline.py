@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miles.rehearsal.devices import Device
-from miles.rehearsal.meter import Message, Tally
+from miles.rehearsal.record import Message, Tally
 
 USUAL_PRODUCT = 0.5  # share of the data sheet's rate that matrix products of a training step reach
 USUAL_MEMORY = 0.7

@@ -20,8 +20,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from miles.arguments.settings import Settings
 from miles.objective.chosen import build_objective
 from miles.rehearsal.assumptions import step_of_one_rank
+from miles.rehearsal.equal_layers import UnequalLayers, run_few_of_equal_layers
 from miles.rehearsal.kernels import fused_attention
-from miles.rehearsal.meter import Kind, Meter, Phase, Tally, Usage
+from miles.rehearsal.meter import Meter
+from miles.rehearsal.record import Kind, Phase, Record, Tally, Usage
 from miles.train_batch import MicroBatchPlan, TrainShard
 from miles.training.backend import TrainBackend
 from miles.training.rehearsed import RehearsedBackend, build_rehearsed
@@ -99,7 +101,25 @@ def conversions_in_place() -> Iterator[None]:
         torch.nn.Module._apply = original  # type: ignore[method-assign]
 
 
-def trace_rank(settings: Settings, rank: int, imbalance: float = 1.0, on_gpu: bool = True) -> RankTrace:
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Let Python look for circles of references only when it is asked to, and only among objects made inside.
+
+    It would look through all modules again and again, and release tensors of a circle at an arbitrary time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def trace_rank(
+    settings: Settings, rank: int, imbalance: float = 1.0, on_gpu: bool = True, every_layer: bool = False
+) -> RankTrace:
     """Trace one rank of ``settings``, which are valid.
 
     Args:
@@ -107,6 +127,7 @@ def trace_rank(settings: Settings, rank: int, imbalance: float = 1.0, on_gpu: bo
         rank: The trainer rank.
         imbalance: Load of its experts, relative to the average.
         on_gpu: Whether attention and allocations are those of a GPU, or of this host.
+        every_layer: Whether each of a row of equal layers runs, which takes longer and gives the same.
 
     Raises:
         ValueError: The model or a flag cannot be rehearsed.
@@ -114,17 +135,24 @@ def trace_rank(settings: Settings, rank: int, imbalance: float = 1.0, on_gpu: bo
     shard = step_of_one_rank(settings)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     meter = Meter(fake, vocabulary=0, on_gpu=on_gpu)
-    with ExitStack() as stack:
-        stack.enter_context(fake_ranks(rank, settings.cluster.world_size))
-        stack.enter_context(fused_attention() if on_gpu else nullcontext())
-        stack.enter_context(meter.watching())
-        stack.enter_context(conversions_in_place())
-        stack.enter_context(fake)
-        stack.enter_context(meter)
-        backend = stack.enter_context(build_rehearsed(settings, STEPS, imbalance))
-        meter.vocabulary = backend.vocabulary
-        backend.reducing = lambda: meter.during(Phase.REDUCE)
-        return _Run(settings, rank, backend, meter, shard).trace()
+    building = build_rehearsed(settings, STEPS, imbalance)  # imports the backend, whose modules hold tensors
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(no_collections())
+            stack.enter_context(fake_ranks(rank, settings.cluster.world_size))
+            stack.enter_context(fused_attention() if on_gpu else nullcontext())
+            stack.enter_context(meter.watching())
+            stack.enter_context(conversions_in_place())
+            stack.enter_context(fake)
+            stack.enter_context(meter)
+            backend = stack.enter_context(building)
+            meter.vocabulary = backend.vocabulary
+            backend.reducing = lambda: meter.during(Phase.REDUCE)
+            if not every_layer:
+                run_few_of_equal_layers(backend, meter.record)
+            return _Run(settings, rank, backend, meter, shard).trace()
+    except UnequalLayers:
+        return trace_rank(settings, rank, imbalance, on_gpu, every_layer=True)
 
 
 class _Run:
@@ -134,6 +162,7 @@ class _Run:
         self, settings: Settings, rank: int, backend: RehearsedBackend, meter: Meter, shard: TrainShard
     ) -> None:
         self.settings, self.rank, self.backend, self.meter = settings, rank, backend, meter
+        self.record: Record = meter.record
         plans = shard.micro_batches
         traced = backend.traced_micro_batches(len(plans))
         self.shard = largest_alone(shard, traced)
@@ -146,7 +175,7 @@ class _Run:
 
     def trace(self) -> RankTrace:
         """Run, and return what was counted."""
-        meter, objective = self.meter, build_objective(self.settings.loss)
+        meter, record, objective = self.meter, self.record, build_objective(self.settings.loss)
         meter.label(self.backend.weights(), Kind.WEIGHTS)
         roles: list[Role[Any]] = []
         if self.settings.loss.type.trains_policy:
@@ -155,17 +184,18 @@ class _Run:
             roles.append(critic_role(self.backend.critic, self.settings.loss))
         self._allocate_states(roles)
         gc.collect()  # what is in a circle of references lives on until then, at an arbitrary time
-        meter.forget(phase for phase in Phase if phase is not Phase.BUILD)
-        steady = meter.mark()
+        record.forget(phase for phase in Phase if phase is not Phase.BUILD)
+        steady = record.mark()
         self.backend.expect(self.shard)
         with meter.during(Phase.SCORE):
             score_alone(self.settings, self.backend, self.shard)
+        self._release_copies()
         for role in roles:
             self._step(role)
         gc.collect()
-        before, resident = meter.held(steady), meter.held(meter.mark())
-        steady_peaks = meter.peaks(since=steady)
-        if Phase.SCORE not in meter.tallies:
+        before, resident = record.held(steady), record.held(record.mark())
+        steady_peaks = record.peaks(since=steady)
+        if Phase.SCORE not in record.tallies:
             steady_peaks.pop(Phase.SCORE, None)
         left = sum(resident.values()) - sum(before.values())  # a pipeline's last messages, which the next step finds
         further = {Phase.SCORE: left, Phase.TRAIN: left + self.waiting * self.kept, Phase.REDUCE: left}
@@ -174,36 +204,43 @@ class _Run:
                 usage = steady_peaks[phase]
                 usage[Kind.ACTIVATIONS] = usage.get(Kind.ACTIVATIONS, 0) + size
         per_micro_batch = (Phase.SCORE, Phase.TRAIN)
-        tallies = {p: t.scaled(self.factor if p in per_micro_batch else 1.0) for p, t in meter.tallies.items()}
+        tallies = {p: t.scaled(self.factor if p in per_micro_batch else 1.0) for p, t in record.tallies.items()}
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.backend.weights()}
         size = sum(storages.values())
-        building = {Kind.WEIGHTS: size} if self.backend.reads_on_host else meter.peaks()[Phase.BUILD]
+        building = {Kind.WEIGHTS: size} if self.backend.reads_on_host else record.peaks()[Phase.BUILD]
         peaks = {Phase.BUILD: building, **steady_peaks}
         return RankTrace(self.rank, size, resident, peaks, tallies, self.count, self.tokens)
 
     def _allocate_states(self, roles: Sequence[Role[Any]]) -> None:
-        """Take a step on gradients of zero, after which the optimizer has its state."""
         for role in roles:
             with self.meter.during(Phase.OPTIMIZE):
-                self.backend.hold_gradients(role.model)
-                role.optimizer.step()
+                self.backend.allocate_states(role.model)
         self.meter.label(self.backend.optimizer_states(), Kind.OPTIMIZER)
 
     def _step(self, role: Role[Any]) -> None:
         self.backend.expect(self.shard)
         started: list[int] = []
-        self.backend.starting = lambda: started.append(self.meter.mark())
+        self.backend.starting = lambda: started.append(self.record.mark())
         with self.meter.during(Phase.TRAIN):
             if self.count > 1:
                 self.backend.hold_gradients(role.model)
                 self.meter.label(self.backend.gradients(), Kind.GRADIENTS)
             role.model.forward_backward(self.shard, role.loss_function)
             self.meter.label(self.backend.gradients(), Kind.GRADIENTS)
+            with self.meter.unseen():  # of layers that did not run; the record's copies have them already
+                self.backend.hold_gradients(role.model)
+            self.meter.held_by_copies(self.backend.gradients())
         if len(started) > 1:
-            kept = self.meter.held(started[1]).get(Kind.ACTIVATIONS, 0)
-            self.kept = max(self.kept, kept - self.meter.held(started[0]).get(Kind.ACTIVATIONS, 0))
+            kept = self.record.held(started[1]).get(Kind.ACTIVATIONS, 0)
+            self.kept = max(self.kept, kept - self.record.held(started[0]).get(Kind.ACTIVATIONS, 0))
         with self.meter.during(Phase.OPTIMIZE):
             role.optimizer.step()
+        self._release_copies()
+
+    def _release_copies(self) -> None:
+        """Release what copies of layers hold, and the layers do not: the gradients of a step."""
+        if self.record.release_copies().keys() - {Kind.GRADIENTS}:
+            raise UnequalLayers("copies do not release in a backward pass what they keep for it")
 
 
 def score_alone(settings: Settings, backend: TrainBackend, shard: TrainShard) -> None:

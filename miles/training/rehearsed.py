@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from miles.arguments.settings import Settings
 from miles.components import build_rehearsal, train_backend_spec
@@ -49,7 +50,19 @@ class RehearsedBackend(TrainBackend, Protocol):
         ...
 
     def hold_gradients(self, model: Any) -> None:
-        """Allocate for ``model`` what a micro-batch leaves: gradients, without a pass that computes them."""
+        """Allocate for ``model`` what a micro-batch leaves: gradients that are missing, without computing them."""
+        ...
+
+    def allocate_states(self, model: Any) -> None:
+        """Allocate what the optimizer of ``model`` keeps between steps."""
+        ...
+
+    def layers(self) -> Iterator[Sequence[nn.Module]]:
+        """Yield the layers that run one after another, of each part of each model; none if all of them must run."""
+        ...
+
+    def leave_out(self, layers: Sequence[nn.Module], places: Collection[int]) -> None:
+        """Let passes run all but those of ``layers`` at ``places``; their weights stay."""
         ...
 
     def traced_micro_batches(self, micro_batches: int) -> int:

@@ -6,7 +6,7 @@ of each token, and the sums that the stages exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import clip_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from miles.arguments.settings import Settings
@@ -27,6 +30,7 @@ from miles.train_batch import TrainShard
 from miles.training.megatron.backend import MegatronBackend
 from miles.training.megatron.model.packed_tokens import PackedTokens
 from miles.training.megatron.model.policy_model import PolicyModel
+from miles.training.megatron.model.rotary_embedding import PackedRotaryEmbedding
 from miles.training.megatron.moe.router import BalancedRouter
 from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights
@@ -134,6 +138,27 @@ class RehearsedMegatron(MegatronBackend):
     def hold_gradients(self, model: MegatronTrainedModel) -> None:  # type: ignore[type-arg]
         """Do nothing: the buffers are always there."""
 
+    def allocate_states(self, model: MegatronTrainedModel) -> None:  # type: ignore[type-arg]
+        """Take a step on gradients of zero."""
+        model.optimizer.step()
+
+    def layers(self) -> Iterator[Sequence[nn.Module]]:
+        """Yield the layers of each chunk of each model.
+
+        Overlapped reductions wait for every gradient of a bucket, and routers that replay need every layer's experts.
+        """
+        is_needed = self.policy.replays_experts or self.policy.records_experts
+        if not (is_needed or self.policy.distributed[0].ddp_config.overlap_grad_reduce):
+            stages = {id(model.stage): model.stage for model in self._models()}
+            yield from (chunk.decoder.layers for stage in stages.values() for chunk in stage.chunks)
+
+    def leave_out(self, layers: Sequence[nn.Module], places: Collection[int]) -> None:
+        """Let the block of these layers run the others."""
+        chunks = (chunk for model in self._models() for chunk in model.stage.chunks)
+        block = next(chunk.decoder for chunk in chunks if chunk.decoder.layers is layers)
+        block.__class__ = _ShortBlock
+        block.running = tuple(layer for place, layer in enumerate(layers) if place not in places)
+
     def traced_micro_batches(self, micro_batches: int) -> int:
         """Return two: between their forward passes shows what a micro-batch keeps.
 
@@ -162,6 +187,26 @@ class RehearsedMegatron(MegatronBackend):
         return [model for model in models if model is not None]
 
 
+class _ShortBlock(TransformerBlock):
+    """A block of which only some layers run."""
+
+    layers: nn.ModuleList
+    num_layers_per_pipeline_rank: int
+    running: tuple[nn.Module, ...]
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        """Run these layers. All the others are there again at the end."""
+        layers, count = self.layers, self.num_layers_per_pipeline_rank
+        self.layers, self.num_layers_per_pipeline_rank = nn.ModuleList(self.running), len(self.running)
+        try:
+            return super().forward(*given, **named)
+        finally:
+            self.layers, self.num_layers_per_pipeline_rank = layers, count
+
+    def _get_layer(self, layer_number: int) -> nn.Module:
+        return self.running[layer_number]  # recomputation asks for it, after the forward pass
+
+
 @contextmanager
 def rehearsed(
     settings: Settings, device: torch.device, total_steps: int, imbalance: float
@@ -184,13 +229,18 @@ def rehearsed(
             chosen = assumed_experts(tokens, experts, self.topk, dist.get_rank(group), group.size(), imbalance)
             return probabilities, torch.from_numpy(chosen)
 
-    norm, packed = clip_grads.l2_norm_impl, PackedTokens.of
+    norm, packed, rotary = clip_grads.l2_norm_impl, PackedTokens.of, PackedRotaryEmbedding.__init__
+
+    def without_values(self: PackedRotaryEmbedding, frequencies: torch.Tensor) -> None:
+        """Keep the shape only: every layer computes the cosines and sines of all tokens."""
+        rotary(self, torch.empty(frequencies.shape, dtype=torch.float32))
 
     def packed_at_start(*given: Any) -> PackedTokens:
         built[0].starting()
         return packed(*given)
 
     PackedTokens.of = packed_at_start  # type: ignore[method-assign,assignment]
+    PackedRotaryEmbedding.__init__ = without_values  # type: ignore[method-assign,assignment]
     clip_grads.l2_norm_impl = _norm
     P2PCommunicator._communicate_shapes = expected_shapes
     BalancedRouter.routing = assumed_routing  # type: ignore[method-assign]
@@ -198,10 +248,12 @@ def rehearsed(
         built.append(RehearsedMegatron(settings, device, total_steps))
         yield built[0]
     finally:
+        PackedRotaryEmbedding.__init__ = rotary  # type: ignore[method-assign]
         clip_grads.l2_norm_impl = norm
         PackedTokens.of = packed  # type: ignore[method-assign]
         P2PCommunicator._communicate_shapes = shapes
         BalancedRouter.routing = routing  # type: ignore[method-assign]
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None  # it outlives a run
         parallel_state.destroy_model_parallel()
 
 

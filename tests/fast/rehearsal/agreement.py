@@ -19,7 +19,7 @@ from rehearsed_layouts import LAYOUTS
 from miles.arguments.settings import Settings
 from miles.arguments.validate import validate
 from miles.rehearsal.memory import total
-from miles.rehearsal.meter import Phase
+from miles.rehearsal.record import Phase
 from miles.rehearsal.trace import RankTrace, trace_rank
 from tests.fast.rehearsal.measured import OPTIMIZER, PASSES, SCORE, Measured, plain_masks
 

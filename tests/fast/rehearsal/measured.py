@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -38,6 +39,7 @@ from miles.training.backend import build_backend
 from miles.training.trainer import Role, critic_role, policy_role
 
 SCORE, PASSES, OPTIMIZER = "score", "passes", "optimizer"
+DEADLINE = timedelta(minutes=30)  # of one layout; bf16 products are slow on a processor without instructions for them
 COLLECTIVES = {  # methods of a process group, and what the rehearsal calls them
     "allreduce": "allreduce",
     "allreduce_coalesced": "allreduce",
@@ -127,6 +129,15 @@ def tensor_bytes() -> int:
         if isinstance(found, torch.Tensor) and not isinstance(found, DTensor):
             storages[found.untyped_storage()._cdata] = found.untyped_storage().nbytes()
     return sum(storages.values())
+
+
+def wait_for_gloo() -> None:
+    """Wait until gloo's threads have dropped the tensors of all collectives, which they do after ranks may go on.
+
+    Each group has one thread, which drops those of one collective before it takes the next.
+    """
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.barrier(group)
 
 
 @contextmanager
@@ -274,6 +285,7 @@ class Run:
             with part(PASSES):
                 role.model.forward_backward(shard, role.loss_function)
             gc.collect()  # what is in a circle of references lives on until then, at an arbitrary time
+            wait_for_gloo()
             with part(OPTIMIZER):
                 role.optimizer.step()
             gc.collect()
@@ -295,7 +307,8 @@ def main(folder: Path, names: list[str]) -> None:
     failed: dict[str, str] = {}
     for name in names:
         ranks = list(range(LAYOUTS[name].ranks))
-        failed |= run_on_ranks(folder, f"ranks of {name}", ranks, {name: partial(measure, name, folder)})
+        checks = {name: partial(measure, name, folder)}
+        failed |= run_on_ranks(folder, f"ranks of {name}", ranks, checks, deadline=DEADLINE, workers=1)
     (folder / "results.json").write_text(json.dumps(failed))
 
 

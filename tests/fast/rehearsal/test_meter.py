@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from miles.rehearsal.memory import total
-from miles.rehearsal.meter import Meter, Phase
+from miles.rehearsal.meter import Meter
+from miles.rehearsal.record import Phase
 from tests.fast.rehearsal.measured import PASSES, peaks
 
 ROWS = 500
@@ -55,7 +56,7 @@ def _foreseen(operation: Callable[..., object], on_gpu: bool) -> int:
     meter = Meter(fake, vocabulary=0, on_gpu=on_gpu)
     with fake, meter:
         operands = _operands()
-        held = total(meter.held(meter.mark()))
+        held = total(meter.record.held(meter.record.mark()))
         with meter.during(Phase.TRAIN):
             operation(*operands)
-        return max(0, total(meter.peaks().get(Phase.TRAIN, {})) - held)
+        return max(0, total(meter.record.peaks().get(Phase.TRAIN, {})) - held)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,8 +32,8 @@ from miles.rehearsal.beside_run import FORESEEN, MEASURED, ForeseenMemory
 from miles.rehearsal.devices import KNOWN, as_json, device_of
 from miles.rehearsal.generation import foresee_generation
 from miles.rehearsal.memory import total
-from miles.rehearsal.meter import Kind, Phase
 from miles.rehearsal.page import as_page, one_forward_one_backward
+from miles.rehearsal.record import Kind, Phase
 from miles.rehearsal.rehearsal import model_size, rehearse_settings
 from miles.rehearsal.report import as_json as figures_of
 from miles.rehearsal.report import as_text, expected_mass
@@ -212,9 +212,17 @@ def test_wrong_flags_are_refused(flags, message, capsys):
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
+@dataclass(frozen=True)
+class MeasuredLayouts:
+    """The folder of what was measured, and why some of it was not, by layout."""
+
+    folder: Path
+    failed: dict[str, str]
+
+
 @pytest.fixture(scope="module")
-def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run the layouts that are selected, and return the folder of what was measured."""
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MeasuredLayouts:
+    """Run the layouts that are selected."""
     items = [item for item in request.session.items if "measured" in getattr(item, "fixturenames", ())]
     selected = {item.callspec.params["name"] for item in items}  # type: ignore[attr-defined]
     folder = tmp_path_factory.mktemp("measured")
@@ -222,18 +230,20 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     save_models(folder, weights=True)
     if any(LAYOUTS[name].model == "135M" for name in selected):
         save_135m(folder)
+    failed: dict[str, str] = {}
     for group in (FSDP, MEGATRON):
         script = Path(__file__).with_name("measured.py")
         names = [name for name in group if name in selected]
-        failed = run_checks(script, folder, *names, seconds=3600) if names else {}
-        assert not {name: why for name, why in failed.items() if why}
-    return folder
+        failed |= run_checks(script, folder, *names, seconds=7200) if names else {}
+    return MeasuredLayouts(folder, failed)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(14400)  # the first test waits for the ranks of all layouts
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_memory_flop_and_traffic_are_those_of_a_run(name: str, measured: Path) -> None:
-    distant = [figure for figure in figures(name, measured) if figure.distance > figure.tolerance]
+def test_memory_flop_and_traffic_are_those_of_a_run(name: str, measured: MeasuredLayouts) -> None:
+    assert not measured.failed[name]
+    distant = [figure for figure in figures(name, measured.folder) if figure.distance > figure.tolerance]
     assert not distant
 
 
@@ -284,9 +294,26 @@ def test_stages_are_cut_by_their_sizes_and_all_of_a_change_are_traced(tmp_path, 
     assert rehearsals._stages(settings(4, **given), config) == [0, 1, 3]
 
     save_models(tmp_path, weights=False)
-    monkeypatch.setattr(rehearsals, "_forecast", lambda settings, stage, generation: stage)
-    before = rehearsals.Rehearsal(None, None, 0, None, (0,), None, None)
-    assert rehearsals.rehearse_settings_at(settings(2), before).ranks == (0, 1)
+    assert rehearsals.stages_of_change(settings(4)) == [0, 1, 2, 3], "more dense layers on the first stage than others"
+    shape["moe_layer_freq"] = [1] * 8
+    assert rehearsals.stages_of_change(settings(4)) == [0, 3], "the others have the layers of the first"
+
+
+def test_changes_are_traced_beside_each_other_and_those_that_are_refused_are_left_out(tmp_path, monkeypatch):
+    save_models(tmp_path, weights=False)
+    settings = validate(FSDP["fsdp, 2 ranks"].settings(tmp_path)).settings
+    found = rehearse_settings(settings)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
+    one_by_one = list(rehearsals.advise(found))
+    assert one_by_one and all(advice.peak < found.worst.peak for advice in one_by_one)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    assert [(a.change.words, a.peak) for a in rehearsals.advise(found)] == [
+        (a.change.words, a.peak) for a in one_by_one
+    ]
+    refused = SimpleNamespace(words="--none", applied=lambda given: replace(given, training=None))
+    monkeypatch.setattr(rehearsals, "changes", lambda given: [refused])
+    monkeypatch.setattr(rehearsals, "trace_all", lambda jobs: ["cannot be rehearsed"] * len(jobs))
+    assert list(rehearsals.advise(found)) == []
 
 
 def test_active_parameters_are_those_of_the_chosen_experts(tmp_path):

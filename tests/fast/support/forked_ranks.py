@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gloo_device import share_gloo_device
+from gloo_device import WORKERS, share_gloo_device
 
 DEADLINE = timedelta(seconds=400)  # of all checks of a group, on a busy machine; they take about 30 s on an idle one
 WAIT = timedelta(seconds=120)  # of one rank for the others
@@ -33,6 +33,8 @@ def run_on_ranks(
     checks: Mapping[str, Check],
     together: Callable[[list[str]], str] = "".join,
     at_the_end: Callable[[Any], None] = lambda rank: None,
+    deadline: timedelta = DEADLINE,
+    workers: int = WORKERS,
 ) -> dict[str, str]:
     """Run ``checks`` in one process for each of ``ranks``, which describe them.
 
@@ -40,6 +42,8 @@ def run_on_ranks(
         folder: For files of the group ``name``, which may have run before.
         together: Combines what the ranks said of a check.
         at_the_end: Called in each process after all checks.
+        deadline: Of all checks.
+        workers: Threads for the collective operations of each process group.
 
     Returns:
         What failed of each check, empty if all ranks agree that it holds.
@@ -49,7 +53,7 @@ def run_on_ranks(
 
     def run_rank(number: int) -> None:
         torch.set_num_threads(1)
-        share_gloo_device()
+        share_gloo_device(workers)
         store = dist.FileStore(str(folder / f"store of {name}"), len(ranks))
         dist.init_process_group("gloo", store=store, rank=number, world_size=len(ranks), timeout=WAIT)
         outcomes = {}
@@ -73,10 +77,10 @@ def run_on_ranks(
     processes = [fork.Process(target=run_rank, args=(number,)) for number in range(len(ranks))]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + DEADLINE.total_seconds()
+    ends = time.monotonic() + deadline.total_seconds()
     waiting = {process.sentinel: process for process in processes}
-    while waiting and time.monotonic() < deadline and not any(process.exitcode for process in processes):
-        for sentinel in multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic())):
+    while waiting and time.monotonic() < ends and not any(process.exitcode for process in processes):
+        for sentinel in multiprocessing.connection.wait(list(waiting), max(0.0, ends - time.monotonic())):
             waiting.pop(sentinel).join()  # type: ignore[arg-type]
     ends = [how_it_ended(process.exitcode) for process in processes]  # before those that still wait are killed
     for process in processes:

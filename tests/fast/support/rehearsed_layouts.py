@@ -51,7 +51,8 @@ class Layout:
 
     def settings(self, folder: Path) -> Settings:
         """Return valid settings. Models are in ``folder``."""
-        precision = dict(bf16=True) if self.model == "135M" else dict(fp32=True)
+        is_tiny = self.model != "135M"
+        precision = dict(fp32=True) if is_tiny else dict(bf16=True)
         given = dict(global_batch_size=8, micro_batch_size=2) | precision | self.training
         return Settings(
             cluster=ClusterArguments(actor_num_gpus_per_node=self.ranks, rollout_num_gpus=1, device="cpu"),
@@ -60,10 +61,12 @@ class Layout:
                 rollout_engine="torch",
                 rollout_batch_size=given["global_batch_size"] // 2,
                 n_samples_per_prompt=2,
-                rollout_max_response_len=96,
+                rollout_max_response_len=96 if is_tiny else 16,  # bf16 products are slow on many processors
                 num_rollout=1,
             ),
-            data=DataArguments(prompt_data="reasoning_gym:basic_arithmetic", rollout_max_prompt_len=40),
+            data=DataArguments(
+                prompt_data="reasoning_gym:basic_arithmetic", rollout_max_prompt_len=40 if is_tiny else 16
+            ),
             reward=RewardArguments(rm_type="exact_match"),
             loss=LossArguments(**self.loss),
             training=TrainingArguments(train_backend=self.backend, **given),

@@ -1,0 +1,83 @@
+"""A rehearsal that runs a few of a row of equal layers gives what one that runs all of them gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from rehearsed_layouts import DENSE, EXPERTS, LAYOUTS, save_model
+from transformers import LlamaConfig, Qwen3MoeConfig
+
+from miles.arguments.validate import validate
+from miles.rehearsal import equal_layers
+from miles.rehearsal.record import Record
+from miles.rehearsal.trace import trace_rank
+
+LAYERS = 9
+CHOSEN = {  # layouts, and the copies of layers: in how many passes, and of how many layers in each
+    "fsdp, 2 ranks": [4] * 2,
+    "fsdp, 2 ranks, recomputed": [4] * 2,
+    "fsdp, 2 ranks, reference": [4] * 3,
+    "megatron, 1 rank": [4] * 4,
+    "megatron, DP 2, sharded optimizer": [4] * 4,
+    "megatron, experts": [4] * 4,
+    "megatron, PP 2": [4] * 4,
+}
+
+
+FAST = ("fsdp, 2 ranks", "megatron, DP 2, sharded optimizer")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in CHOSEN])
+def name(request: pytest.FixtureRequest) -> str:
+    """A layout."""
+    chosen: str = request.param
+    return chosen
+
+
+def test_copies_of_layers_are_what_the_layers_do(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = LAYOUTS[name]
+    layers = LAYERS * layout.sizes.get("pipeline_model_parallel_size", 1)
+    save_model(tmp_path / "dense", LlamaConfig(**DENSE | dict(num_hidden_layers=layers)), weights=False)
+    save_model(tmp_path / "experts", Qwen3MoeConfig(**EXPERTS | dict(num_hidden_layers=layers)), weights=False)
+    settings = validate(layout.settings(tmp_path)).settings
+    copies = _watch(monkeypatch)
+    whole = trace_rank(settings, layout.ranks - 1, every_layer=True)
+    assert not copies
+    assert trace_rank(settings, layout.ranks - 1) == whole
+    assert copies == CHOSEN[name]
+
+
+def test_layers_that_do_not_do_the_same_all_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = LAYOUTS["fsdp, 2 ranks"]
+    save_model(tmp_path / "dense", LlamaConfig(**DENSE | dict(num_hidden_layers=LAYERS)), weights=False)
+    settings = validate(layout.settings(tmp_path)).settings
+    found = trace_rank(settings, 0)
+    monkeypatch.setattr(Record, "is_equal", lambda *_: False)
+    copies = _watch(monkeypatch)
+    assert trace_rank(settings, 0) == found
+    assert len(copies) <= 1
+
+
+def test_layers_of_another_structure_are_in_a_row_of_their_own() -> None:
+    def layer(place: int, window: int, width: int = 4) -> torch.nn.Module:
+        made = torch.nn.Linear(4, width)
+        made.layer_idx, made.window = place, window
+        return made
+
+    layers = [layer(0, 8), layer(1, 8), layer(2, 16), layer(3, 16), layer(4, 16, width=5), layer(5, 8)]
+    assert list(equal_layers.rows(layers)) == [[0, 1], [2, 3], [4], [5]]
+
+
+def _watch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list of how often each stretch will have been copied."""
+    copies: list[int] = []
+    copy = Record.copy
+
+    def watched(record: Record, stretch: equal_layers.Stretch, times: int) -> None:
+        copies.append(times)
+        copy(record, stretch, times)
+
+    monkeypatch.setattr(Record, "copy", watched)
+    return copies
