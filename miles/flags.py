@@ -218,6 +218,11 @@ class Errors:
             what_to_do = "check the path; it is relative to the folder in which the run starts"
             self.refuse(field, path, "no such file", what_to_do)
 
+    def folder_to_write(self, field: str, path: str | None) -> None:
+        """Check that ``path`` is no file. It may be missing."""
+        if path is not None and os.path.isfile(path):
+            self.refuse(field, path, "is a file", "give a folder")
+
     def existing_folder(self, field: str, path: str | None) -> None:
         """Check that ``path`` is a folder, unless it can be a name on a hub: one word, or two with a slash between."""
         if path is not None and "://" in path:

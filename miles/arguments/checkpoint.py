@@ -114,6 +114,8 @@ def check_checkpoint(
 ) -> None:
     """Check that flags of saving have a folder to save to, and those of loading one to load from."""
     errors.at_least(checkpoint, 1, "save_interval", "save_keep_last", "save_retain_interval")
+    for name in ("save", "load", "save_hf", "remote_cache"):
+        errors.folder_to_write(name, getattr(checkpoint, name))
     if checkpoint.save is None:
         unused = ["save_interval", "save_keep_last", "save_retain_interval", "save_best", "async_save", "start_over"]
         errors.refuse_ignored(checkpoint, unused, "without --save", "add --save DIR")

@@ -1,13 +1,23 @@
 """Choose the prompts, their columns and their order."""
 
 import math
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
+from miles.environments.verifiers_tasks import SCHEME as VERIFIERS
 from miles.flags import Errors, count, flag, flag_name
 
+SOURCES = (
+    "FILE.jsonl, FILE.parquet, hf:NAME[:SPLIT], a folder saved by datasets, reasoning_gym:TASK[:key=value,...] or "
+    "verifiers:TASKSET[:key=value,...]"
+)
 FILE_SUFFIXES = (".jsonl", ".parquet")
+HUGGING_FACE, REASONING_GYM = "hf:", "reasoning_gym:"
+_SCHEMES = (HUGGING_FACE, REASONING_GYM, VERIFIERS)  # of sources that are neither a file nor a folder
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -172,6 +182,13 @@ def check_pairs(field: str, words: tuple[str, ...], errors: Errors) -> None:
 
 
 def check_source(field: str, source: str, errors: Errors) -> None:
-    """Check that a source with the suffix of a file is a file."""
+    """Check that a source has one of the forms ``SOURCES``, and that a file or folder is there."""
     if source.endswith(FILE_SUFFIXES):
         errors.existing_file(field, source)
+    elif source in _SCHEMES:
+        errors.refuse(field, source, "names nothing", f"give {SOURCES}")
+    elif not source.startswith(_SCHEMES) and not os.path.isdir(source):  # unlike Path, false for a long name
+        if os.path.exists(source) or not _HUB_NAME.fullmatch(source):
+            errors.refuse(field, source, "not a prompt source", f"give {SOURCES}")
+        else:
+            errors.refuse(field, source, "no such folder", f"give hf:{source} for a dataset of the Hugging Face hub")

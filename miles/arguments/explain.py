@@ -36,7 +36,7 @@ def explain(validated: Validated) -> str:
     """Return the text that ``--explain`` prints."""
     settings = validated.settings
     parts = [
-        ("Objective", [objective_in_words(settings.loss, settings.step_shape), "", *_formula(settings)]),
+        ("Objective", [_in_words(settings), "", *_formula(settings)]),
         ("Weight of one token", _weights(settings)),
         ("Batch", _batch(settings)),
         ("Backend and engine", [*filter(None, [validated.choice]), host_line(settings)]),
@@ -67,9 +67,13 @@ def _wrapped(line: str) -> list[str]:
     return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
+def _in_words(settings: Settings) -> str:
+    return objective_in_words(settings.loss, settings.step_shape, settings.added_losses)
+
+
 def _formula(settings: Settings) -> list[str]:
     """Each term, and the file or the function that computes it."""
-    terms = objective_terms(settings.loss, settings.step_shape)
+    terms = objective_terms(settings.loss, settings.step_shape, settings.added_losses)
     column = min(60, max(len(term.text) for term in terms))
     lines = []
     for term in terms:

@@ -10,6 +10,7 @@ from miles.arguments.critic import CriticArguments, critic_optimizer
 from miles.arguments.data import DataArguments
 from miles.arguments.evaluation import EvaluationArguments
 from miles.arguments.lora import LoraArguments
+from miles.arguments.megatron.added_losses import added_losses
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.optimizer import OptimizerArguments
@@ -23,6 +24,7 @@ from miles.arguments.tracking import TrackingArguments
 from miles.arguments.training import TrainingArguments
 from miles.components import engine_spec
 from miles.flags import collect_errors, refuse
+from miles.objective.explain import AddedLoss
 from miles.objective.settings import LossArguments, StepShape
 from miles.parallel.dims import ParallelDims
 from miles.rewards.settings import RewardArguments
@@ -84,6 +86,11 @@ class Settings:
             steps_per_iteration=self.steps_per_iteration,
             critic_only_iterations=self.critic.num_critic_only_steps,
         )
+
+    @property
+    def added_losses(self) -> tuple[AddedLoss, ...]:
+        """What the model's layers add to the objective."""
+        return tuple(added_losses(self.megatron))
 
     def trains_policy(self, iteration: int) -> bool:
         """Return whether the policy learns in ``iteration``, or only the critic."""

@@ -90,6 +90,7 @@ class TrackingArguments:
 
 def check_tracking(tracking: TrackingArguments, errors: Errors) -> None:
     """Check bounds, that W&B flags have W&B, and that report flags have a report."""
+    errors.folder_to_write("output_dir", tracking.output_dir)
     errors.at_least(tracking, 0, "report_samples", "samples_max_mb")
     errors.at_least(tracking, 1, "metrics_max_mb")
     errors.at_least(tracking, -1, "samples_token_values")

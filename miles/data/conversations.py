@@ -54,7 +54,7 @@ def load_conversations(
     dropped, and their number is logged.
 
     Args:
-        source: One of ``sources.FORMS``.
+        source: One of ``arguments.data.SOURCES``.
         data: Names of the columns, and the roles.
         tokenizer: The model's tokenizer, with a chat template.
         max_response_len: The most tokens from the first trained one on.

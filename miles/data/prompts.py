@@ -54,7 +54,7 @@ def load_prompts(
     is logged; so are prompts that leave no room for a response in ``max_context_len`` tokens.
 
     Args:
-        source: One of ``sources.FORMS``.
+        source: One of ``arguments.data.SOURCES``.
         data: Names of the columns, chat template and length limit.
         tokenizer: The model's tokenizer.
         input_key: Overrides ``data.input_key``. Ignored by ``reasoning_gym`` and ``verifiers``.

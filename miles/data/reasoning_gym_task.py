@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 
+from miles.arguments.data import REASONING_GYM as SCHEME
 from miles.data.row import LONGEST_MESSAGE, Row
 from miles.environments.options import read_options
 from miles.input_error import InputError
 from miles.one_line import one_line
 
-SCHEME = "reasoning_gym:"
+__all__ = ["INPUT", "LABEL", "METADATA", "SCHEME", "read_reasoning_gym"]
+
 INPUT, LABEL, METADATA = "question", "answer", "metadata"
 
 

@@ -9,19 +9,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from miles import strict_json
-from miles.data.reasoning_gym_task import SCHEME as REASONING_GYM
+from miles.arguments.data import HUGGING_FACE, REASONING_GYM, SOURCES
 from miles.data.reasoning_gym_task import read_reasoning_gym
 from miles.data.row import LONGEST_MESSAGE, Row
 from miles.data.verifiers_task import SCHEME as VERIFIERS
 from miles.data.verifiers_task import read_verifiers
 from miles.input_error import InputError
 from miles.one_line import one_line
-
-FORMS = (
-    "FILE.jsonl, FILE.parquet, hf:NAME[:SPLIT], a folder saved by datasets, reasoning_gym:TASK[:key=value,...] or "
-    "verifiers:TASKSET[:key=value,...]"
-)
-_HUGGING_FACE = "hf:"
 
 
 def read_rows(source: str) -> Iterator[Row]:
@@ -30,11 +24,11 @@ def read_rows(source: str) -> Iterator[Row]:
         return read_reasoning_gym(source)
     if source.startswith(VERIFIERS):
         return read_verifiers(source)
-    if source.startswith(_HUGGING_FACE) or os.path.isdir(source):  # unlike Path, false for a long name
+    if source.startswith(HUGGING_FACE) or os.path.isdir(source):  # unlike Path, false for a long name
         return _read_hugging_face(source)
     path = Path(source)
     if path.suffix not in (".jsonl", ".parquet"):
-        _refuse(source, f"not a prompt source; give {FORMS}")
+        _refuse(source, f"not a prompt source; give {SOURCES}")
     if not os.path.isfile(path):
         _refuse(source, "no such file; check the path, which is relative to the folder the run starts in")
     return _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
@@ -99,7 +93,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _read_hugging_face(source: str) -> Iterator[Row]:
-    name, _, split = source.removeprefix(_HUGGING_FACE).partition(":")
+    name, _, split = source.removeprefix(HUGGING_FACE).partition(":")
     rows = iter(_load_hugging_face(source, name, split or "train"))
     number = 0
     while True:

@@ -190,12 +190,12 @@ def _tracker(settings: Settings, context: RunContext, served: Sequence[Sink], to
     from miles.tracking.run_header import RunHeader
     from miles.tracking.tracker import Tracker
 
-    found = provenance(settings)
+    found, objective = provenance(settings), (settings.loss, settings.step_shape, settings.added_losses)
     header = RunHeader.from_sections(
         "miles",
         settings,
-        objective_in_words(settings.loss, settings.step_shape),
-        objective_formula(settings.loss, settings.step_shape),
+        objective_in_words(*objective),
+        objective_formula(*objective),
         total_steps,
         found,
     )

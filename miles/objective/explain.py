@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from miles.objective.aggregation import MODES
@@ -12,18 +14,39 @@ if TYPE_CHECKING:
     from miles.objective.settings import LossArguments, StepShape
 
 
-def objective_formula(loss: LossArguments, shape: StepShape) -> str:
+@dataclass(frozen=True)
+class AddedLoss:
+    """A loss that the layers of the model compute, and that is added to the objective.
+
+    Attributes:
+        weight: Its weight.
+        name: Its name in the formula.
+        formula: What it is.
+        module: The module that computes it.
+        words: The same for a sentence.
+    """
+
+    weight: float
+    name: str
+    formula: str
+    module: str
+    words: str
+
+
+def objective_formula(loss: LossArguments, shape: StepShape, added: Sequence[AddedLoss] = ()) -> str:
     """Return the loss of one optimizer step with its numbers, some lines. ``loss`` is what validate() returns."""
-    return "\n".join(term.text for term in objective_terms(loss, shape))
+    return "\n".join(term.text for term in objective_terms(loss, shape, added))
 
 
-def objective_terms(loss: LossArguments, shape: StepShape) -> list[Term]:
+def objective_terms(loss: LossArguments, shape: StepShape, added: Sequence[AddedLoss] = ()) -> list[Term]:
     """Return the lines of ``objective_formula``, each with the module that computes it."""
     objective = build_objective(loss)
-    return objective.loss_type.terms(objective, shape)
+    first, *others = objective.loss_type.terms(objective, shape)
+    whole = replace(first, text=first.text + "".join(f" + {each.weight:g} {each.name}" for each in added))
+    return [whole, *others, *(Term(f"{each.name} = {each.formula}", each.module) for each in added)]
 
 
-def objective_in_words(loss: LossArguments, shape: StepShape) -> str:
+def objective_in_words(loss: LossArguments, shape: StepShape, added: Sequence[AddedLoss] = ()) -> str:
     """Return the same in sentences that a newcomer can read."""
     objective = build_objective(loss)
     what = objective.loss_type.words(objective)
@@ -51,6 +74,7 @@ def objective_in_words(loss: LossArguments, shape: StepShape) -> str:
     elif loss.entropy_coef:
         verb = "rewarded" if loss.entropy_coef > 0 else "penalized"
         sentences.append(f"Entropy is {verb}, weighted by {abs(loss.entropy_coef):g}.")
+    sentences += [f"The model adds {each.words}, weighted by {each.weight:g}." for each in added]
     return " ".join(sentences)
 
 

@@ -183,7 +183,8 @@ def _mfu(rehearsal: Rehearsal, duration: float) -> float:
 
 def _loss(rehearsal: Rehearsal) -> list[str]:
     settings = rehearsal.settings
-    lines, mass = objective_formula(settings.loss, settings.step_shape).splitlines(), expected_mass(rehearsal)
+    formula = objective_formula(settings.loss, settings.step_shape, settings.added_losses)
+    lines, mass = formula.splitlines(), expected_mass(rehearsal)
     if mass is not None:
         lines.append(
             f"divided by   {MODES[settings.loss.loss_aggregation].words}, of the whole step of N = "
