@@ -332,10 +332,13 @@ def test_bytes_that_are_no_text_are_one_sentence(tmp_path, capsys, suffix, data)
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_missing_file_and_another_suffix_are_one_sentence(tmp_path, capsys):
-    assert cli.main(["translate", str(tmp_path / "none.yaml")]) == 2
-    assert cli.main(["translate", str(tmp_path / "none.txt")]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 2
+def test_a_missing_file_a_folder_and_another_suffix_are_one_sentence(tmp_path, capsys):
+    (tmp_path / "a.txt").touch()
+    faults = {"none.yaml": "no such file", "none": "no such file", "": "is a folder", "a.txt": "'.txt' is not known"}
+    for name, fault in faults.items():
+        assert cli.main(["translate", str(tmp_path / name)]) == 2
+        shown = capsys.readouterr().err
+        assert fault in shown and len(shown.splitlines()) == 1
 
 
 def test_it_needs_no_torch(tmp_path):
