@@ -11,7 +11,6 @@ from miles.arguments.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.arguments.parser import build_parser
 from miles.translate.launchers import openrlhf, openrlhf_underscores
 
-_MANY = {"+": math.inf, "*": math.inf, None: 1}
 _KINDS = {"switch": 0, "value": 1, "list": math.inf}
 
 
@@ -28,7 +27,8 @@ def _counts() -> dict[str, float]:
     counts = {each.flag: math.inf if each.is_list else float(each.kind != "bool") for each in fields}
     counts |= {row.flag: _KINDS[row.kind] for row in FOREIGN_FLAGS.values() if row.kind in _KINDS}
     for action in build_parser()._actions:
-        counts |= dict.fromkeys(action.option_strings, _MANY.get(action.nargs, 0))
+        most = 1 if action.nargs is None else 0 if action.nargs == 0 else math.inf
+        counts |= dict.fromkeys(action.option_strings, most)
     earlier = openrlhf_underscores.EARLIER
     switches = {key for key, row in (openrlhf.ROWS | openrlhf_underscores.ROWS).items() if row.kind == "switch"}
     return counts | dict.fromkeys([*switches, *(earlier[key] for key in switches if key in earlier)], 0)
