@@ -24,6 +24,7 @@ def report(launcher: Launcher, translation: Translation, objective: Objective) -
     parts = [
         ("Read", [f"{translation.document.path} as {launcher.name} ({settings} settings), by {launcher.version}"]),
         ("Command", _command(translation)),
+        ("Flags of the command that are not read", _elsewhere(translation.document.elsewhere.values())),
         ("Carries over", _entries(translation.carried)),
         ("Differs in meaning", _entries(translation.differing)),
         ("Read for the flags above, or null", _settings(translation.read_along)),
@@ -63,6 +64,10 @@ def _entries(entries: Sequence[Entry]) -> list[str]:
 
 def _settings(settings: Iterable[Setting]) -> list[str]:
     return [f"{setting.shown}{_place(setting.line)}" for setting in settings]
+
+
+def _elsewhere(settings: Iterable[Setting]) -> list[str]:
+    return [f"{setting.key} {setting.value}{_place(setting.line)}" for setting in settings]
 
 
 def _objective(objective: Objective) -> list[str]:

@@ -45,12 +45,14 @@ class Document:
         kind: ``json``, ``yaml``, ``toml``, ``python`` or ``shell``.
         settings: The settings in the order of the file. The last one of a name counts.
         words: The command of a shell script, without its variables; empty for other files.
+        elsewhere: The words of the command that expand to flags set elsewhere, each with a sentence about it.
     """
 
     path: str
     kind: str
     settings: dict[str, Setting] = field(default_factory=dict)
     words: tuple[str, ...] = ()
+    elsewhere: dict[str, Setting] = field(default_factory=dict)
 
     def fail(self, line: int | None, fault: str) -> NoReturn:
         """Raise ``InputError`` with file and line."""

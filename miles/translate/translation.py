@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from miles.one_line import one_line
 from miles.translate.settings import Document, Expression, Setting
+
+_HUB_NAME = re.compile(r"\w[\w.\-]*/\w[\w.\-]*")
+_FILES_OF_PROMPTS = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 
 
 @dataclass(frozen=True)
@@ -166,9 +172,11 @@ class Row:
     Attributes:
         flag: Our flag; empty if there is none.
         why: What differs in meaning or, without a flag, why there is no counterpart.
-        kind: ``value``, ``number``, or ``switch``, which becomes a flag without value if it is true.
+        kind: ``value``, ``number``, ``prompts`` for a file or a name of the Hub, or ``switch``, which becomes a flag
+            without value if it is true.
         default: The value there, if it differs from ours: it is written even if the file does not have it.
         neutral: Values that ask for nothing, here and there.
+        needs: A flag of ours without which this one has no effect: it is written only beside it.
     """
 
     flag: str = ""
@@ -176,11 +184,12 @@ class Row:
     kind: str = "value"
     default: Any = None
     neutral: tuple[Any, ...] = ()
+    needs: str = ""
 
 
 def apply(rows: Mapping[str, Row], translation: Translation) -> None:
     """Translate the settings of a table that the file has, or whose defaults differ."""
-    for key, row in rows.items():
+    for key, row in sorted(rows.items(), key=lambda item: bool(item[1].needs)):
         if not translation.has(key):
             translation.take([key])
             if row.default is not None:
@@ -188,6 +197,10 @@ def apply(rows: Mapping[str, Row], translation: Translation) -> None:
             continue
         if isinstance(translation.document.settings[key].value, Expression):
             translation.take([key])
+        elif row.needs and row.needs not in translation.words and translation.raw(key) not in row.neutral:
+            translation.miss(key, f"{row.flag} needs {row.needs}: add both")
+        elif row.kind == "prompts":
+            _write_prompts(translation, key, row)
         elif row.kind == "switch":
             _write_switch(translation, key, row)
         else:
@@ -202,6 +215,16 @@ def _write_switch(translation: Translation, key: str, row: Row) -> None:
         translation.differ(key, row.why, *([row.flag] if row.flag else []))
     else:
         translation.carry(key, *([row.flag] if is_on and row.flag else []))
+
+
+def _write_prompts(translation: Translation, key: str, row: Row) -> None:
+    name = translation.text(key)
+    beside = Path(translation.document.path).parent / name
+    is_file = Path(name).suffix in _FILES_OF_PROMPTS or os.path.exists(name) or os.path.exists(beside)
+    if _HUB_NAME.fullmatch(name) and not is_file:
+        translation.differ(key, row.why, row.flag, f"hf:{name}")
+    else:
+        translation.carry(key, row.flag, name)
 
 
 def _write(translation: Translation, key: str, row: Row, value: Any) -> None:

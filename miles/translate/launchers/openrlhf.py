@@ -19,7 +19,7 @@ MEMORY = "memory and speed only"
 
 ROWS = {
     "--actor.model_name_or_path": Row("--hf-checkpoint"),
-    "--data.prompt_dataset": Row("--prompt-data", "a name of the Hub is written hf:NAME here"),
+    "--data.prompt_dataset": Row("--prompt-data", "a name of the Hub is written hf:NAME here", "prompts"),
     "--data.input_key": Row("--input-key"),
     "--data.label_key": Row("--label-key"),
     "--data.apply_chat_template": Row("--apply-chat-template", kind="switch"),
@@ -65,8 +65,8 @@ ROWS = {
     "--ds.packing_samples": Row("", "samples are always packed here"),
     "--ds.attn_implementation": Row("", MEMORY),
     "--ckpt.path": Row("--save"),
-    "--ckpt.output_dir": Row("--save-hf", "written once, at the end of the run"),
-    "--ckpt.save_steps": Row("--save-interval", "needs --save", "number"),
+    "--ckpt.output_dir": Row("--save-hf", "at the end of the run there; with each checkpoint of --save too here"),
+    "--ckpt.save_steps": Row("--save-interval", kind="number", needs="--save"),
     "--eval.steps": Row("--eval-interval", "needs --eval-prompt-data", "number"),
     "--logger.wandb.project": Row("--wandb-project"),
     "--reward.model_name_or_path": Row("", "rewards are functions here: --rm-type or --custom-rm-path"),

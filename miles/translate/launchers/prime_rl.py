@@ -34,7 +34,7 @@ ROWS = {
     "trainer.scheduler.type": Row("--lr-decay-style", default="constant"),
     "trainer.scheduler.warmup_steps": Row("--lr-warmup-iters", kind="number"),
     "trainer.scheduler.min_lr": Row("--min-lr", kind="number"),
-    "trainer.ckpt.interval": Row("--save-interval", "needs --save", "number"),
+    "trainer.ckpt.interval": Row("--save-interval", kind="number", needs="--save"),
     "trainer.max_async_level": Row("--async-steps", kind="number"),
     "trainer.dist_timeout_seconds": Row("", "--distributed-timeout-minutes here"),
     "orchestrator.train.env": Row("", ENVIRONMENT),

@@ -24,7 +24,9 @@ _VLLM = "the engine's own setting; give the matching --sglang- flag"
 
 ROWS = {
     "model_name_or_path": Row("--hf-checkpoint"),
-    "dataset_name": Row("--prompt-data", "a name of the Hub is written hf:NAME here, and the columns are flags"),
+    "dataset_name": Row(
+        "--prompt-data", "a name of the Hub is written hf:NAME here, and the columns are flags", "prompts"
+    ),
     "learning_rate": Row("--lr", kind="number", default=1e-6),
     "weight_decay": Row("--weight-decay", kind="number", default=0.0),
     "adam_beta1": Row("--adam-beta1", kind="number"),
@@ -40,7 +42,7 @@ ROWS = {
     "seed": Row("--seed", "--rollout-seed is separate here: it orders the prompts and seeds the sampling"),
     "gradient_checkpointing": Row("--gradient-checkpointing", kind="switch"),
     "output_dir": Row("--output-dir", "metrics and report only; checkpoints go to --save"),
-    "save_steps": Row("--save-interval", "counts optimizer steps there, iterations here; needs --save"),
+    "save_steps": Row("--save-interval", "counts optimizer steps there, iterations here", needs="--save"),
     "eval_steps": Row("--eval-interval", "counts optimizer steps there, iterations here; needs --eval-prompt-data"),
     "vllm_tensor_parallel_size": Row("--rollout-num-gpus-per-engine", kind="number"),
     "fp16": Row(why="this version computes in bf16 or fp32", kind="switch", neutral=(False,)),
@@ -54,7 +56,6 @@ ROWS = {
     "num_iterations": Row("--ppo-epochs", kind="number", neutral=(1,)),
     "off_policy_mask_threshold": Row(why="the nearest is --use-opsm with --opsm-delta, whose bound is another one"),
     "entropy_coef": Row("--entropy-coef", "a mean that follows TRL's own rule there, a sample mean here", "number"),
-    "vllm_mode": Row("", "engines are placed by --colocate here"),
     "vllm_gpu_memory_utilization": Row("", _VLLM),
     "vllm_max_model_length": Row("--rollout-max-context-len", kind="number"),
     "logging_steps": Row("", "every step is logged here"),
@@ -142,6 +143,10 @@ def _sampling(translation: Translation) -> None:
         translation.differ("use_vllm", "SGLang generates here", "--rollout-engine", "sglang")
     elif translation.has("use_vllm"):
         translation.carry("use_vllm")
+    if translation.text("vllm_mode") == "colocate":
+        translation.carry("vllm_mode", "--colocate")
+    elif translation.has("vllm_mode"):
+        translation.miss("vllm_mode", "engines have devices of their own here without --colocate")
     translation.take(["max_steps", "num_train_epochs"])
     if translation.has("max_steps") and translation.number("max_steps", -1) > 0:
         why = "optimizer steps there, iterations here; they are equal with one step for each generation"

@@ -94,14 +94,13 @@ ROWS = {
     "trainer.nnodes": Row("--actor-num-nodes", kind="number"),
     "trainer.total_training_steps": Row("--num-rollout", kind="number"),
     "trainer.default_local_dir": Row("--save"),
-    "trainer.save_freq": Row("--save-interval", kind="number", neutral=(-1,)),
+    "trainer.save_freq": Row("--save-interval", kind="number", neutral=(-1,), needs="--save"),
     "trainer.test_freq": Row("--eval-interval", kind="number", neutral=(-1,)),
-    "trainer.project_name": Row("--wandb-project"),
-    "trainer.experiment_name": Row("--wandb-group"),
+    "trainer.project_name": Row("--wandb-project", needs="--use-wandb"),
+    "trainer.experiment_name": Row("--wandb-group", needs="--use-wandb"),
     "trainer.critic_warmup": Row("--num-critic-only-steps", "iterations here", "number", neutral=(0,)),
     "trainer.val_before_train": Row("", "evaluation comes first unless --skip-eval-before-train", neutral=(True,)),
     "trainer.balance_batch": Row("--balance-data", kind="switch"),
-    "trainer.logger": Row("", "use --use-wandb; console, TensorBoard and the report are always written"),
     "trainer.resume_mode": Row("", "use --load"),
     "critic.optim.lr": Row("--critic-lr", kind="number"),
     "critic.cliprange_value": Row("--value-clip", kind="number"),
@@ -167,6 +166,7 @@ class Verl(Launcher):
         for key in list(translation.document.settings):
             if key.startswith("defaults") or key.endswith("_target_") or key in ("--config-path", "--config-name"):
                 translation.take([key])
+        _logger(translation)
         apply(ROWS, translation)
         _prompts(translation)
         if translation.has("data.train_files"):
@@ -180,6 +180,16 @@ class Verl(Launcher):
         _engine(translation)
         _correction(translation)
         return _objective(translation)
+
+
+def _logger(translation: Translation) -> None:
+    key, why = "trainer.logger", "console, TensorBoard and the report are always written"
+    names = translation.raw(key, [] if translation.has(key) else ["console", "wandb"])
+    names = names if isinstance(names, list) else [names]
+    if "wandb" in names and (translation.has(key) or translation.has("trainer.project_name")):
+        translation.differ(key, why, "--use-wandb")
+    elif translation.has(key):
+        translation.miss(key, why)
 
 
 def _prompts(translation: Translation) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from miles.translate.reading.python_call import read_python
 from miles.translate.reading.shell import read_shell
 from miles.translate.reading.tables import read_json, read_toml, read_yaml
+from miles.translate.reading.text import read_text
 from miles.translate.settings import Document, fail
 
-LARGEST_FILE = 1_000_000  # bytes
 PACKAGED = ("ppo_trainer", "ppo_megatron_trainer")  # verl's own, whose defaults the table has
 
 READERS = {
@@ -32,23 +32,13 @@ def read_document(path: str) -> Document:
         InputError: The file cannot be read, or is not what its suffix says: one sentence with file and line.
     """
     suffix = Path(path).suffix.lower()
+    if os.path.isdir(path):
+        fail(path, None, f"is a folder; give a file in it that ends in {', '.join(READERS)}")
+    if not os.path.exists(path):
+        fail(path, None, "no such file; check the path")
     if suffix not in READERS:
         fail(path, None, f"the suffix {suffix!r} is not known; give a file that ends in {', '.join(READERS)}")
-    try:
-        with open(path, "rb") as file:
-            data = file.read(LARGEST_FILE + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        fail(path, None, f"cannot be read ({reason}); check the path")
-    if len(data) > LARGEST_FILE:
-        fail(path, None, f"has more than {LARGEST_FILE} bytes; give the file of settings alone")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        fail(path, data.count(b"\n", 0, error.start) + 1, "is not UTF-8 text; save it as UTF-8")
-    if "\0" in text:
-        fail(path, text.count("\n", 0, text.index("\0")) + 1, "has a zero byte; check the path")
-    document = READERS[suffix](path, text.replace("\r\n", "\n"))
+    document = READERS[suffix](path, read_text(path))
     names_another = document.kind == "shell" and "--config-name" in document.settings
     return _with_config(document) if names_another else document
 

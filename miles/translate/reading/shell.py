@@ -1,17 +1,23 @@
 """Read the training command of a shell script: its words, with the script's own variables and arrays filled in.
 
-Nothing is run. A variable that the script does not set, and a command substitution, stay as they are written.
+Nothing is run. A variable that the script does not set, and a command substitution, stay as they are written. A file
+beside the script that it sources is read for its variables and arrays too.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from miles.input_error import InputError
 from miles.translate.reading.tables import scalar
+from miles.translate.reading.text import read_text
+from miles.translate.reading.value_counts import most_values
 from miles.translate.settings import Document, Expression, Setting, by_key, fail
 
 # What the words of a training command contain, and how its settings are written.
@@ -29,6 +35,11 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(\[@\]|\[\*\])?(?::?-([^{}]*))?\})")
 _OVERRIDE = re.compile(r"^(\+{0,2})([A-Za-z_][\w.\-/@]*)=(.*)$", re.DOTALL)
 _SEPARATORS = re.compile(r"^[\n;&|()]+$")
 _NUMBER = re.compile(r"^-\.?\d")
+_EXPANSION = re.compile(r"\$(?:[@*]|\w+|\{[^{}]*\})")  # a word that is one variable
+_ALL_WORDS = re.compile(r"\$(?:[@*]|\{(?:[@*]|\w+\[[@*]\]).*\})")  # all words of an array, or of the script
+_HOLDS_FLAGS = re.compile(r"\$\{?\w*(?:args|flags|opts|options|overrides)\b", re.IGNORECASE)
+_FIRST_FOLDER = re.compile(r"^\$(?:\{?\w+\}?|\(.*\))/")  # the folder of the script, by the habit of such scripts
+_REDIRECTION = re.compile(r"^\d?(>>?|<)(.*)$")
 
 
 @dataclass(frozen=True)
@@ -37,17 +48,67 @@ class _Word:
     line: int
 
 
+@dataclass
+class _Scope:
+    """Hold what a script has set so far, and the files that it sources and that were not read."""
+
+    folder: Path
+    variables: dict[str, list[str]] = field(default_factory=dict)
+    not_read: list[str] = field(default_factory=list)
+    seen: set[Path] = field(default_factory=set)
+
+    def source(self, name: str) -> None:
+        """Take the variables of a sourced file, if it is beside the script."""
+        relative = _FIRST_FOLDER.sub("", name)
+        expanded = "".join(_expand(relative, self.variables))
+        found = (base / expanded for base in (self.folder, Path()))
+        file = next((path.resolve() for path in found if os.path.isfile(path)), None)  # false for an impossible name
+        if Path(expanded).is_absolute() or file is None:
+            self.not_read.append(name)
+        elif file not in self.seen:
+            self.seen.add(file)
+            try:
+                for _ in _commands(_tokens(str(file), read_text(str(file))), self):
+                    continue  # its assignments count, and its commands do not
+            except InputError:
+                self.not_read.append(name)
+
+
 def read_shell(path: str, text: str) -> Document:
     """Read the last training command of a script."""
-    commands = list(_commands(_tokens(path, text), {}))
+    scope = _Scope(Path(path).parent)
+    commands = list(_commands(_tokens(path, text), scope))
     for command in reversed(commands):
         for pattern, style in COMMANDS:
             places = [number for number, word in enumerate(command) if pattern.search(word.text)]
             if places:
-                rest = command[places[0] + 1 :]
-                found = _overrides(rest) if style == "overrides" else _flags(rest)
-                return Document(path, "shell", by_key(found), tuple(word.text for word in command))
+                rest = list(_without_redirections(command[places[0] + 1 :]))
+                found, elsewhere = _overrides(rest) if style == "overrides" else _flags(rest)
+                words = tuple(word.text for word in command)
+                notes = by_key(_set_elsewhere(word, scope.not_read) for word in elsewhere)
+                return Document(path, "shell", by_key(found), words, notes)
     fail(path, 1, "has no training command (verl's main_ppo, openrlhf.cli.train_ppo_ray, train.py); check the file")
+
+
+def _without_redirections(words: Sequence[_Word]) -> Iterator[_Word]:
+    """Leave out ``> FILE`` and ``2>&1``, of which the separator ``&`` leaves ``2>``."""
+    names_file = False
+    for word in words:
+        match = _REDIRECTION.match(word.text)
+        if not match and not names_file:
+            yield word
+        names_file = match is not None and not match[2]
+
+
+def _set_elsewhere(word: _Word, sourced: Sequence[str]) -> Setting:
+    """Say where the flags of an expansion come from."""
+    if word.text.strip("${}")[0] in "@*":
+        where = "is what the script is called with: give those flags too"
+    elif sourced:
+        where = f"is set elsewhere (source {' or '.join(sourced)}): give that file's flags too"
+    else:
+        where = "is not set in this file: give its flags too"
+    return Setting(word.text, where, word.line)
 
 
 def _tokens(path: str, text: str) -> list[_Word]:
@@ -73,8 +134,9 @@ def _tokens(path: str, text: str) -> list[_Word]:
             fail(path, words[-1].line, f"has more than {MOST_WORDS} words; give the launch script alone")
 
 
-def _commands(tokens: Sequence[_Word], variables: dict[str, list[str]]) -> Iterator[list[_Word]]:
-    """Split the tokens into commands, follow assignments and fill in variables."""
+def _commands(tokens: Sequence[_Word], scope: _Scope) -> Iterator[list[_Word]]:
+    """Split the tokens into commands, follow assignments and sourced files, and fill in variables."""
+    variables = scope.variables
     command: list[_Word] = []
     position = 0
     while position < len(tokens):
@@ -94,6 +156,8 @@ def _commands(tokens: Sequence[_Word], variables: dict[str, list[str]]) -> Itera
             variables[name.rstrip("+")] = [*before, *values]
             command = []
             continue
+        if len(command) == 1 and command[0].text in ("source", "."):
+            scope.source(word.text)
         command += [_Word(text, word.line) for text in _expand(word.text, variables)]
     if command:
         yield command
@@ -115,6 +179,8 @@ def _expand(text: str, variables: dict[str, list[str]]) -> list[str]:
     whole = _VARIABLE.fullmatch(text)
     if whole and (whole[1] or whole[2]) in variables:
         return variables[whole[1] or whole[2]]
+    if whole and whole[4] == "":  # nothing, or whatever the caller sets
+        return [text]
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
@@ -125,9 +191,13 @@ def _expand(text: str, variables: dict[str, list[str]]) -> list[str]:
     return [_VARIABLE.sub(value, text)]
 
 
-def _overrides(words: Sequence[_Word]) -> list[Setting]:
-    """Read Hydra's ``key=value``, and which file of settings it names. Other words are listed by themselves."""
+def _overrides(words: Sequence[_Word]) -> tuple[list[Setting], list[_Word]]:
+    """Read Hydra's ``key=value``, and which file of settings it names. Other words are listed by themselves.
+
+    The second result are the words that expand to settings which are not known.
+    """
     found: list[Setting] = []
+    elsewhere: list[_Word] = []
     for word, before in zip(words, [None, *words], strict=False):
         flag, equals, value = word.text.partition("=")
         if match := _OVERRIDE.match(word.text):
@@ -136,28 +206,55 @@ def _overrides(words: Sequence[_Word]) -> list[Setting]:
             found.append(Setting(HYDRA_FLAGS[flag], _text(value), word.line))
         elif before is not None and before.text in HYDRA_FLAGS:
             found.append(Setting(HYDRA_FLAGS[before.text], _text(word.text), before.line))
-        elif word.text not in ("$@", "2>", "1", ">", *HYDRA_FLAGS):
+        elif _EXPANSION.fullmatch(word.text):
+            elsewhere.append(word)
+        elif word.text and word.text not in HYDRA_FLAGS:
             found.append(Setting(word.text, True, word.line))
-    return found
+    return found, elsewhere
 
 
-def _flags(words: Sequence[_Word]) -> list[Setting]:
-    """Read ``--flag``, ``--flag value``, ``--flag=value`` and ``--flag a b``."""
+def _flags(words: Sequence[_Word]) -> tuple[list[Setting], list[_Word]]:
+    """Read ``--flag``, ``--flag value``, ``--flag=value`` and ``--flag a b``.
+
+    The second result are the words that expand to flags which are not known.
+    """
     found: list[Setting] = []
+    elsewhere: list[_Word] = []
     for word in words:
         if word.text.startswith("-") and not _NUMBER.match(word.text):
             flag, equals, value = word.text.partition("=")
             found.append(Setting(flag, _text(value) if equals else True, word.line))
+        elif _EXPANSION.fullmatch(word.text) and not (found and _takes(found[-1], word.text)):
+            elsewhere.append(word)
+        elif not word.text and not (found and _takes(found[-1], word.text)):
+            continue  # a variable that is set to nothing
         elif not found:
             found.append(Setting(word.text, True, word.line))
         else:
-            last = found[-1]
-            if last.value is True:
-                value_ = _text(word.text)
-            else:
-                value_ = [*(last.value if isinstance(last.value, list) else [last.value]), _text(word.text)]
-            found[-1] = Setting(last.key, value_, last.line)
-    return found
+            found[-1] = Setting(found[-1].key, _added(found[-1].value, word.text), found[-1].line)
+    return found, elsewhere
+
+
+def _takes(last: Setting, text: str) -> bool:
+    """Return whether an expansion is a value of the flag before it, and not flags of its own."""
+    most, is_all_words = most_values(last.key), _ALL_WORDS.fullmatch(text) is not None
+    if last.value is not True:
+        given = len(last.value) if isinstance(last.value, list) else 1
+        return most is not None and given < most and not is_all_words and not _HOLDS_FLAGS.match(text)
+    if most is None:
+        return not is_all_words and not _HOLDS_FLAGS.match(text)
+    return most > 0
+
+
+def _added(before: object, text: str) -> object:
+    """Add a word to the values of a flag. All of them together are an expression if one of them is."""
+    value = _text(text)
+    if before is True:
+        return value
+    values = [*(before if isinstance(before, list) else [before]), value]
+    if any(isinstance(each, Expression) for each in values):
+        return Expression(" ".join(map(str, values)))
+    return values
 
 
 def _text(text: str, as_yaml: bool = False) -> object:

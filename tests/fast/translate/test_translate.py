@@ -332,10 +332,47 @@ def test_bytes_that_are_no_text_are_one_sentence(tmp_path, capsys, suffix, data)
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_missing_file_and_another_suffix_are_one_sentence(tmp_path, capsys):
-    assert cli.main(["translate", str(tmp_path / "none.yaml")]) == 2
-    assert cli.main(["translate", str(tmp_path / "none.txt")]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 2
+def test_a_missing_file_a_folder_and_another_suffix_are_one_sentence(tmp_path, capsys):
+    (tmp_path / "a.txt").touch()
+    faults = {"none.yaml": "no such file", "none": "no such file", "": "is a folder", "a.txt": "'.txt' is not known"}
+    for name, fault in faults.items():
+        assert cli.main(["translate", str(tmp_path / name)]) == 2
+        shown = capsys.readouterr().err
+        assert fault in shown and len(shown.splitlines()) == 1
+
+
+OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray"
+VERL_SH = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "given", "absent"),
+    [
+        ("a.sh", f"{OPENRLHF} --data.prompt_dataset owner/rows", "--prompt-data hf:owner/rows", "none"),
+        ("a.sh", f"{OPENRLHF} --prompt_data owner/rows", "--prompt-data hf:owner/rows", "none"),
+        ("a.sh", f"{OPENRLHF} --prompt_data here/rows", "--prompt-data here/rows", "hf:"),
+        ("a.sh", f"{OPENRLHF} --prompt_data owner/rows.jsonl", "--prompt-data owner/rows.jsonl", "hf:"),
+        ("a.sh", f"{OPENRLHF} --ckpt.save_steps 5", "", "--save-interval"),
+        ("a.sh", f"{OPENRLHF} --ckpt.save_steps 5 --ckpt.path b", "--save-interval 5", "none"),
+        ("a.sh", f"{OPENRLHF} --save_steps 5 --max_ckpt_num 3", "", "--save-"),
+        ("a.sh", f"{VERL_SH} trainer.logger=['console','wandb'] trainer.project_name=p", "--use-wandb", "none"),
+        ("a.sh", f"{VERL_SH} trainer.logger=wandb trainer.project_name=p", "--wandb-project p", "none"),
+        ("a.sh", f"{VERL_SH} trainer.project_name=p", "--use-wandb", "none"),
+        ("a.sh", f"{VERL_SH} trainer.logger=console trainer.project_name=p", "", "wandb"),
+        ("a.sh", f"{VERL_SH} trainer.save_freq=5", "", "--save-interval"),
+        ("a.sh", f"{VERL_SH} trainer.save_freq=5 trainer.default_local_dir=b", "--save-interval 5", "none"),
+        ("a.yaml", "loss_type: grpo\nvllm_mode: colocate\nsave_steps: 5\n", "--colocate", "--save-interval"),
+        ("a.yaml", "loss_type: grpo\nvllm_mode: server\n", "", "--colocate"),
+        ("a.yaml", "loss_type: grpo\ndataset_name: owner/rows\n", "--prompt-data hf:owner/rows", "none"),
+    ],
+)
+def test_the_command_has_what_its_flags_need(tmp_path, name, text, given, absent):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "rows").touch()
+    translation = translated(tmp_path, name, text)[1]
+    words = " ".join(translation.words)
+    assert given in words and absent not in words and translation.unknown == []
+    parse(translation.words)
 
 
 def test_it_needs_no_torch(tmp_path):
