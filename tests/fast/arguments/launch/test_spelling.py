@@ -89,7 +89,12 @@ TRANSFER = "--rollout-engine sglang --update-weight-transfer-mode"
     [
         (f"{TRANSFER} p2p", "sglang", "update_weight_transfer_mode", "broadcast"),
         (f"{TRANSFER}=p2p", "sglang", "update_weight_transfer_mode", "broadcast"),
-        ("--eval-prompt-data sets/aime --eval-interval 2", "evaluation", "eval_prompt_data", ("aime", "sets/aime")),
+        (
+            "--eval-prompt-data hf:sets/aime --eval-interval 2",
+            "evaluation",
+            "eval_prompt_data",
+            ("aime", "hf:sets/aime"),
+        ),
         ("--fully-async", "rollout", "async_steps", 1),
         ("--fully-async --async-steps 2", "rollout", "async_steps", 2),
         ('--train-env-vars {"A":1,"B":"x","C":true}', "cluster", "train_env_vars", '{"A": "1", "B": "x", "C": "true"}'),
