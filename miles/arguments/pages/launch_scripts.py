@@ -57,8 +57,9 @@ bash your_script.sh --explain      # if it ends with "$@"; else add --explain to
 bash your_script.sh
 ```
 
-Run it in the root of the checkout, where `train.py` is, with the environment active. A run starts its own Ray: if the
-script has `ray start` or `ray job submit`, keep its call of `train.py` only, or join a cluster with `--ray-address`.
+Run it in the root of the checkout, where `train.py` is, with the environment active. A run starts its own Ray; as a
+job of `ray job submit`, or with `RAY_ADDRESS` set, it joins that cluster
+([How scripts start a run](#how-scripts-start-a-run)).
 `examples/from_scripts` has three complete scripts, and what each needs to run on a CPU. `miles translate` reads
 [configurations of other trainers](translate.md).
 
@@ -89,7 +90,7 @@ job:
 
 ```
 ray start --head
-ray job submit --address http://127.0.0.1:8265 --working-dir . \
+ray job submit --address http://127.0.0.1:8265 --working-dir . \\
     --runtime-env-json '{"env_vars": {"PYTHONPATH": "…"}}' -- python train.py …
 ```
 
