@@ -112,6 +112,10 @@ class FlagParser(argparse.ArgumentParser):
                 except ValueError as error:
                     self.error(f"cannot read the line {one_line(line, LONGEST_VALUE)!r} of the @file: {error}")
                 self._include(found, (*within, os.path.realpath(path)), words)
+            try:
+                file.end()
+            except ValueError as error:
+                self._refuse_file(path, "cannot be read", str(error))
 
     def _read_file(self, path: str, within: tuple[str, ...]) -> str:
         try:

@@ -29,7 +29,8 @@ _WHOLE_ARRAY = re.compile(rf"\$\{{({_NAME})\[[@*]\]\}}")
 _SETTINGS_OF_SHELL = ("set", "shopt", "export", "readonly", "declare", "typeset")
 # Signs that quotes make plain text, and what takes their place until the words are split.
 _QUOTED = {"$": "\ue000", "`": "\ue001", ")": "\ue002"}
-_RUN_IT = 'source the file in a script, and give its arrays to the command: "${MODEL_ARGS[@]}"'
+_COMPUTED = re.compile(r"\$\(\([^)]*\)?\)?|\$\([^)]*\)?|`[^`]*`?")
+_RUN_IT = "start the script itself with bash, or keep only its variables and arrays in the file"
 
 
 class FlagsFile:
@@ -63,11 +64,25 @@ class FlagsFile:
             words = shlex.split(_mask_quoted(line), comments=True)
         except ValueError as error:
             raise ValueError(f"{error}; check its quotes") from None
+        if self._is_script:
+            self._refuse_computed(words)
         if self._in_array:
             words = self._until_closed(words)
         elif self._is_script and words:
             words = self._outside_arrays(words)
         return [self._expand(word) for word in words if not self._is_read_already(word)]
+
+    def end(self) -> None:
+        """Check the end of the file. Raises ``ValueError`` if an array is still open."""
+        if self._in_array:
+            raise ValueError("an array has no end; close it with )")
+
+    def _refuse_computed(self, words: list[str]) -> None:
+        for word in words:
+            found = _COMPUTED.search(word)
+            if found is not None:
+                does = "is arithmetic" if found[0].startswith("$((") else "runs a command"
+                raise ValueError(f"{_unmask(found[0])} {does}, and no shell runs here; {_RUN_IT}")
 
     def _until_closed(self, words: list[str]) -> list[str]:
         for index, word in enumerate(words):
@@ -114,8 +129,6 @@ class FlagsFile:
 
         if not self._is_script:
             return _unmask(_EXPANDS.sub(lambda found: value(found), word))
-        if "$(" in word or "`" in word:
-            raise ValueError(f"{_unmask(word)} runs a command, and no shell runs here; {_RUN_IT}")
         expanded = _EXPANDS_IN_SCRIPT.sub(value, word)
         if "${" in _EXPANDS_IN_SCRIPT.sub("", word):
             raise ValueError(f"{_unmask(word)} needs a shell; {_RUN_IT}")

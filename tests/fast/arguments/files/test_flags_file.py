@@ -41,10 +41,11 @@ def test_variables_of_the_script_are_read(monkeypatch):
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("A=(--x 1)\nfor ((i=0; i<4; i++)); do\n", "for is a command, and no shell runs here; source the file in a"),
+        ("A=(--x 1)\nfor ((i=0; i<4; i++)); do\n", "for is a command, and no shell runs here; start the script its"),
         ("A=(--x 1)\npython train.py\n", "python is a command"),
         ('DIR="$(dirname x)"\nA=(--x 1)\n', "$(dirname x) runs a command"),
         ("A=(--x `date`)", "`date` runs a command"),
+        ("N=2\nA=(--x $((N)))", "$((N)) is arithmetic"),
         ("A=(--x ${Y%.sh})", "${Y%.sh} needs a shell"),
         ('A=("${OTHER[@]}")', "${OTHER[@]} needs a shell"),
         ("A=(--x $NOWHERE)", "the variable NOWHERE is not set; set it in the environment"),
@@ -58,6 +59,12 @@ def test_what_needs_a_shell_is_refused_with_the_way_out(tmp_path, script, said):
         parse([f"@{tmp_path / 'model.sh'}"])
     (message,) = refused.value.messages
     assert message.startswith("cannot read the line") and said in message
+
+
+def test_an_array_without_an_end_is_refused(tmp_path):
+    (tmp_path / "model.sh").write_text("A=(\n--num-layers 36\n")
+    with pytest.raises(FlagError, match=r"model\.sh.*cannot be read; an array has no end; close it with \)"):
+        parse([f"@{tmp_path / 'model.sh'}"])
 
 
 def test_quotes_make_signs_of_the_shell_plain_text():
