@@ -159,8 +159,9 @@ class ParallelDims:
     def _check_experts(self, errors: Errors) -> None:
         ep, etp, pp = self.expert_model_parallel_size, self.ranks_per_expert_matrix, self.pipeline_model_parallel_size
         if self.world_size % (ep * etp * pp):
+            chosen = "" if self.expert_tensor_parallel_size else " (by default that of all tensors)"
             rule = (
-                f"times --expert-tensor-parallel-size {etp} times --pipeline-model-parallel-size {pp} "
+                f"times --expert-tensor-parallel-size {etp}{chosen} times --pipeline-model-parallel-size {pp} "
                 f"must divide the {self.world_size} trainer ranks"
             )
             errors.refuse("expert_model_parallel_size", ep, rule, "give sizes that divide them")

@@ -189,7 +189,8 @@ def check_same_shape(flag: str, path: str | None, other: ConfigAndShape, policy:
 def _check_with_model(
     sizes: MegatronArguments, overrides: Overrides, config: dict[str, Any], shape: dict[str, Any], errors: Errors
 ) -> None:
-    if errors.none_about(*SIZES):
+    given = [size for name in SIZES if (size := getattr(sizes, name)) is not None]
+    if min(given) >= 1:  # a smaller one is refused for itself
         _check_sizes(sizes, shape, errors)
     _check_heads(sizes, config, errors)
     if shape.get("moe_router_score_function") == "sigmoid":

@@ -50,6 +50,7 @@ LATENT = (
         auto_map={"AutoConfig": "code.Config"},
     )
 )
+THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
 SIX = dict(num_hidden_layers=6)
 PIPELINE3 = "--actor-num-gpus-per-node 6 --pipeline-model-parallel-size 3"
 INTERLEAVED = f"{PIPELINE3} --num-layers-per-virtual-pipeline-stage 1"
@@ -159,7 +160,7 @@ def test_pipeline_stages_repeat_the_shards(megatron):
         ("--fp8-format e4m3", LLAMA, ["--fp8-format e4m3", "8 or 4 bits"]),
         ("--overlap-param-gather", LLAMA, ["--overlap-param-gather", "not been tested"]),
         ("--virtual-pipeline-model-parallel-size 2", LLAMA, ["--virtual-pipeline-model-parallel-size 2"]),
-        ("--tensor-model-parallel-size 3", LLAMA, ["--tensor-model-parallel-size 3", "4 trainer ranks"]),
+        ("--tensor-model-parallel-size 3", LLAMA | THREE_HEADS, ["--tensor-model-parallel-size 3", "4 trainer ranks"]),
         ("--tensor-model-parallel-size 4", LLAMA, ["--tensor-model-parallel-size 4", "2 key and value heads"]),
         ("--pipeline-model-parallel-size 4", LLAMA | {"num_hidden_layers": 6}, ["--pipeline", "6 layers"]),
         (f"{PIPELINE3} --num-layers-per-virtual-pipeline-stage 4", LLAMA | SIX, ["multiple of it", "a divisor of 2"]),
@@ -216,6 +217,14 @@ def test_refused(megatron, flags, config, told):
         megatron(flags, config)
     (message,) = error.value.messages
     assert all(word in message for word in told), message
+
+
+def test_all_sizes_that_do_not_fit_are_reported_at_once(megatron):
+    """Those that do not divide the ranks, and those that do not divide the model."""
+    with pytest.raises(FlagError) as error:
+        megatron("--tensor-model-parallel-size 3 --pipeline-model-parallel-size 4", LLAMA | {"num_hidden_layers": 6})
+    said = "\n".join(error.value.messages)
+    assert all(part in said for part in ("4 trainer ranks", "2 key and value heads", "the model's 6 layers")), said
 
 
 def test_reference_has_the_shape_of_the_policy(megatron, tmp_path):
