@@ -29,7 +29,7 @@ TWO_STEPS = "--rollout-batch-size 4 --n-samples-per-prompt 2 --global-batch-size
 
 
 def settings_of(folder, more=""):
-    flags = f"--hf-checkpoint some/model --prompt-data some/data --rm-type length --num-rollout 5 {TWO_STEPS}"
+    flags = f"--hf-checkpoint some/model --prompt-data hf:some/data --rm-type length --num-rollout 5 {TWO_STEPS}"
     flags += f" --rollout-max-response-len 8 --output-dir {folder} --save {folder}/checkpoints {more}"
     return validate(parse(flags.split())).settings
 

@@ -114,7 +114,8 @@ def test_the_reference_in_a_checkpoint_is_a_frozen_model(tmp_path):
 
 
 def train(root, *flags):
-    words = ["--hf-checkpoint", "m", "--prompt-data", "p", "--rm-type", "math", "--num-rollout", "1", "--device", "cpu"]
+    words = ["--hf-checkpoint", "m", "--prompt-data", "hf:p", "--rm-type", "math", "--num-rollout", "1"]
+    words += ["--device", "cpu"]
     words += [
         "--label-key",
         "label",
