@@ -17,7 +17,7 @@ SOURCES = (
 FILE_SUFFIXES = (".jsonl", ".parquet")
 HUGGING_FACE, REASONING_GYM = "hf:", "reasoning_gym:"
 _SCHEMES = (HUGGING_FACE, REASONING_GYM, VERIFIERS)  # of sources that are neither a file nor a folder
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a dataset of the Hugging Face hub, with its owner
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def check_source(field: str, source: str, errors: Errors) -> None:
     elif source in _SCHEMES:
         errors.refuse(field, source, "names nothing", f"give {SOURCES}")
     elif not source.startswith(_SCHEMES) and not os.path.isdir(source):  # unlike Path, false for a long name
-        if os.path.exists(source) or not _HUB_NAME.fullmatch(source):
+        if os.path.exists(source) or not HUB_NAME.fullmatch(source):
             errors.refuse(field, source, "not a prompt source", f"give {SOURCES}")
         else:
             errors.refuse(field, source, "no such folder", f"give hf:{source} for a dataset of the Hugging Face hub")

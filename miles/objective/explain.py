@@ -21,7 +21,7 @@ class AddedLoss:
     Attributes:
         weight: Its weight.
         name: Its name in the formula.
-        formula: What it is.
+        formula: Its definition.
         module: The module that computes it.
         words: The same for a sentence.
     """

@@ -59,7 +59,7 @@ class Meter(TorchDispatchMode):
 
     Attributes:
         phase: The phase that the rank is in.
-        record: What they did.
+        record: The operations so far.
     """
 
     def __init__(self, fake: FakeTensorMode, vocabulary: int, on_gpu: bool = True) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from miles.arguments.data import HUB_NAME, HUGGING_FACE
 from miles.one_line import one_line
 from miles.translate.settings import Document, Expression, Setting
 
-_HUB_NAME = re.compile(r"\w[\w.\-]*/\w[\w.\-]*")
 _FILES_OF_PROMPTS = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 
 
@@ -221,8 +220,8 @@ def _write_prompts(translation: Translation, key: str, row: Row) -> None:
     name = translation.text(key)
     beside = Path(translation.document.path).parent / name
     is_file = Path(name).suffix in _FILES_OF_PROMPTS or os.path.exists(name) or os.path.exists(beside)
-    if _HUB_NAME.fullmatch(name) and not is_file:
-        translation.differ(key, row.why, row.flag, f"hf:{name}")
+    if HUB_NAME.fullmatch(name) and not is_file:
+        translation.differ(key, row.why, row.flag, f"{HUGGING_FACE}{name}")
     else:
         translation.carry(key, row.flag, name)
 

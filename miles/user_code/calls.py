@@ -121,14 +121,13 @@ class UserCall:
         try:
             result = self._function(*self._args)
             if inspect.isawaitable(result):
-                self._coroutine = asyncio.run_coroutine_threadsafe(_shielded(result), _reward_loop())
+                self._coroutine = asyncio.run_coroutine_threadsafe(_ordinary(result), _reward_loop())
                 if self._abandoned:
                     self._coroutine.cancel()
-                result, error = self._coroutine.result()
-                if error is not None:
-                    raise error
+                result = self._coroutine.result()
         except BaseException as error:
-            self._settle(lambda: self.outcome.set_exception(as_exception(error)))
+            failure = as_exception(error)
+            self._settle(lambda: self.outcome.set_exception(failure))
         else:
             self._settle(lambda: self.outcome.set_result(result))
 
@@ -137,14 +136,10 @@ class UserCall:
             settle()
 
 
-async def _shielded(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    """Return result and error as a pair: an error that is no ``Exception`` must not reach the event loop."""
-    try:
-        return await awaitable, None
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:
-        return None, error
+async def _ordinary(awaitable: Awaitable[Any]) -> Any:
+    """Return the result; an error that is no ``Exception`` must not reach the event loop."""
+    with ordinary_errors(""):
+        return await awaitable
 
 
 def _reward_loop() -> asyncio.AbstractEventLoop:

@@ -119,7 +119,7 @@ class FlagsFile:
 
     def _expand(self, word: str) -> str:
         def value(found: re.Match[str]) -> str:
-            name = found[1] or found[3]
+            name = found[1] or found[3]  # the third group is that of a script
             given = self._variables.get(name) or os.environ.get(name) or found[2]
             if given is None and name in self._variables:
                 return ""
@@ -128,7 +128,7 @@ class FlagsFile:
             return given
 
         if not self._is_script:
-            return _unmask(_EXPANDS.sub(lambda found: value(found), word))
+            return _unmask(_EXPANDS.sub(value, word))
         expanded = _EXPANDS_IN_SCRIPT.sub(value, word)
         if "${" in _EXPANDS_IN_SCRIPT.sub("", word):
             raise ValueError(f"{_unmask(word)} needs a shell; {_RUN_IT}")

@@ -188,7 +188,7 @@ class RehearsedMegatron(MegatronBackend):
 
 
 class _ShortBlock(TransformerBlock):
-    """A block of which only some layers run."""
+    """A block that runs only some of its layers."""
 
     layers: nn.ModuleList
     num_layers_per_pipeline_rank: int

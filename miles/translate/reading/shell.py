@@ -91,7 +91,7 @@ def read_shell(path: str, text: str) -> Document:
 
 
 def _without_redirections(words: Sequence[_Word]) -> Iterator[_Word]:
-    """Leave out ``> FILE`` and ``2>&1``, of which the separator ``&`` leaves ``2>``."""
+    """Leave out ``> FILE`` and ``2>&1``; the words end before ``&``, so only ``2>`` is left of the latter."""
     names_file = False
     for word in words:
         match = _REDIRECTION.match(word.text)
@@ -101,7 +101,7 @@ def _without_redirections(words: Sequence[_Word]) -> Iterator[_Word]:
 
 
 def _set_elsewhere(word: _Word, sourced: Sequence[str]) -> Setting:
-    """Say where the flags of an expansion come from."""
+    """Describe the source of the flags that an expansion stands for."""
     if word.text.strip("${}")[0] in "@*":
         where = "is what the script is called with: give those flags too"
     elif sourced:

@@ -1,4 +1,4 @@
-"""A command that relies on a default or a meaning of other launchers is told what it gets here."""
+"""A command that relies on a default or a meaning of other launchers gets a note on what it means here."""
 
 import pytest
 
