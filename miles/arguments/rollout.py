@@ -52,7 +52,7 @@ class RolloutArguments:
         False, "train the experts that the engine chose for each token (docs/replay.md)"
     )
     rollout_stop: Optional[tuple[str, ...]] = flag(
-        None, "texts that end a response and stay in it; the torch engine's", nargs="+", type=str
+        None, "texts that end a response and stay in it", nargs="+", type=str
     )
     rollout_stop_token_ids: Optional[tuple[int, ...]] = flag(
         None, "token ids that end a response, in addition to the model's own", nargs="+", type=int
@@ -275,10 +275,6 @@ def _check_sampling(rollout: RolloutArguments, has_responses: bool, errors: Erro
     if rollout.rollout_stop is not None and rollout.partial_rollout:
         rule = "would miss a text whose beginning --partial-rollout has cut off"
         what_to_do = "give the ids of tokens with --rollout-stop-token-ids"
-        errors.refuse("rollout_stop", rollout.rollout_stop, rule, what_to_do)
-    if rollout.rollout_stop is not None and ENGINES[rollout.rollout_engine].has_servers:
-        rule = f"--rollout-engine {rollout.rollout_engine} gives its servers token ids only, so they see no text"
-        what_to_do = "give the ids of tokens with --rollout-stop-token-ids, or use --rollout-engine torch"
         errors.refuse("rollout_stop", rollout.rollout_stop, rule, what_to_do)
     check_truncation(rollout, "rollout_top_p", "rollout_top_k", "rollout_min_p", errors)
     draws = has_responses and not rollout.loads_samples and errors.none_about("rollout_top_p", "rollout_top_k")

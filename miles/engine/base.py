@@ -28,7 +28,7 @@ class SamplingParams:
     ``temperature`` 0 is greedy. ``top_k`` -1, ``top_p`` 1.0 and ``min_p`` 0.0 keep the whole vocabulary. With
     ``returns_support`` the engine returns the set that they kept for each token, with ``returns_experts`` the experts
     that each layer chose. ``stop_token_ids`` end a response and stay in it, as the model's end-of-sequence token does;
-    so does the token that completes one of ``stop_texts``, which only the torch engine takes.
+    so does the token that completes one of ``stop_texts``.
     """
 
     max_new_tokens: int

@@ -115,11 +115,12 @@ def tiny_model(tmp_path_factory):
 def sglang_address(tiny_model, tmp_path_factory):
     """Start the suite's one SGLang server and return HOST:PORT. It keeps the weights of the last test that used it.
 
-    Starting takes 10 s on two idle cores and minutes on busy ones, so tests that use it need a longer timeout.
+    Starting takes 10 s on two idle cores and minutes on busy ones, so tests that use it need a longer timeout. This
+    server reads text (--rollout-stop); those of runs in other tests do not.
     """
     from tests.fast.engine.sglang_servers import server_of
 
-    server = server_of(tiny_model, tmp_path_factory.mktemp("sglang") / "server.log")
+    server = server_of(tiny_model, tmp_path_factory.mktemp("sglang") / "server.log", reads_text=True)
     url = server.start()
     yield url.removeprefix("http://")
     server.stop()

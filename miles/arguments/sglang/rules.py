@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 
 from miles.arguments.cluster import ClusterArguments
@@ -64,6 +65,7 @@ def _check_servers(settings: Settings, errors: Errors) -> None:
         check_server_sizes(passed_on, sglang.rollout_num_gpus_per_engine, errors)
     if settings.rollout.replays_support and not settings.is_given_samples:
         _check_support(settings, errors)
+    _check_stop_texts(settings, errors)
     if can_count_engines(errors):
         if not sglang.rollout_external:
             _check_devices(settings.cluster, settings.engine_devices, sglang.rollout_num_gpus_per_engine, errors)
@@ -93,6 +95,7 @@ def _check_weight_files(sglang: SglangArguments, errors: Errors) -> None:
 ABORT = "abort"  # of --pause-generation-mode
 LARGEST_SUPPORT = "--sampling-mask-max-tokens"  # of SGLang's server, which 0.5.23 is the first to have
 _SUPPORT_TOKENS = 4096  # its default
+_STOP_TEXTS, _STOP_TEXT_BYTES = 32, 256  # MAX_STOP_REGEX_COUNT and _LEN of SGLang's sampling_params.py
 
 
 def _check_support(settings: Settings, errors: Errors) -> None:
@@ -115,6 +118,20 @@ def _check_support(settings: Settings, errors: Errors) -> None:
         )
         what_to_do = f"give --rollout-top-k {min(limit, 1024)}, {otherwise}"
         errors.refuse(name, getattr(rollout, name), rule, what_to_do)
+
+
+def _check_stop_texts(settings: Settings, errors: Errors) -> None:
+    texts = settings.rollout.stop_texts
+    ids = "give the ids of tokens with --rollout-stop-token-ids"
+    if texts and settings.sglang.rollout_external:
+        rule = "engines that are already running may have no tokenizer (--skip-tokenizer-init), and then see no text"
+        errors.refuse("rollout_stop", texts, rule, f"{ids}, or drop --rollout-external")
+    if len(texts) > _STOP_TEXTS:
+        errors.refuse("rollout_stop", texts, f"SGLang takes at most {_STOP_TEXTS} texts", f"give fewer, or {ids}")
+    for text in texts:
+        if len(re.escape(text).encode()) > _STOP_TEXT_BYTES:
+            rule = f"SGLang takes texts of at most {_STOP_TEXT_BYTES} bytes, counting a backslash before each sign"
+            errors.refuse("rollout_stop", text, rule, "give a part of the text that occurs nowhere else")
 
 
 def fill_rollout_num_gpus(settings: Settings) -> ClusterArguments:

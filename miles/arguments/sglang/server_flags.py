@@ -24,7 +24,7 @@ OWNED_BY_LAUNCHER = {
     "--host": "the launcher sets it: engines listen on the hosts they run on",
     "--port": "the launcher sets it to a free port",
     "--worker-urls": "the launcher sets it to the engines of the run",
-    "--skip-tokenizer-init": "the launcher sets it: engines see token ids only",
+    "--skip-tokenizer-init": "the launcher sets it, unless --rollout-stop gives texts: requests have token ids only",
     "--weight-version": "the launcher sets it: it counts the versions",
 }
 TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -98,7 +99,7 @@ class TorchEngine:
         stop_ids = self._runner.eos_ids | frozenset(request.sampling.stop_token_ids)
         stop_text = None
         if request.sampling.stop_texts:
-            assert self._decode is not None, "start() gives an engine what its run's stop texts need"
+            assert self._decode is not None, "an engine built without it takes no stop texts"
             stop_text = StopText(request.sampling.stop_texts, self._decode)
         if request.sampling.returns_experts:
             await self._on_thread(self._runner.prepare_experts)
@@ -241,13 +242,20 @@ async def start(settings: Settings, host: EngineHost) -> TorchEngine:
     """Build the engine of a run, on the device of the rollout process."""
     assert settings.model.hf_checkpoint is not None
     dtype = torch.bfloat16 if settings.training.bf16 else torch.float32
-    decode = _decoder(settings.model.hf_checkpoint) if settings.rollout.stop_texts else None
+    decode = _Decoder(settings.model.hf_checkpoint)
     longest_batch = settings.rollout.torch_engine_max_batch_size
     fp32_head = settings.training.fp32_lm_head
     return TorchEngine(settings.model.hf_checkpoint, dtype, host.device, longest_batch, decode, fp32_head)
 
 
-def _decoder(model_path: str) -> Callable[[list[int]], str]:
-    """Return a function from tokens to their text, with special tokens."""
-    tokenizer = load_tokenizer(model_path)
-    return lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=False))
+class _Decoder:
+    """Return the text of tokens, with special tokens. Loads the model's tokenizer for the first call."""
+
+    def __init__(self, model_path: str) -> None:
+        self._model_path = model_path
+        self._tokenizer: Any = None
+
+    def __call__(self, token_ids: list[int]) -> str:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._model_path)
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))

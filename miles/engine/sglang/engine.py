@@ -269,6 +269,7 @@ def server_spec(settings: Settings, device: str, number: int, keys: Keys) -> Ser
         is_deterministic=settings.training.deterministic_mode,
         fp32_head=settings.training.fp32_lm_head,
         says_experts=settings.rollout.use_rollout_routing_replay,
+        reads_text=bool(settings.rollout.stop_texts),
         nodes=settings.nodes_per_engine,
     )
 

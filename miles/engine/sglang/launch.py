@@ -67,6 +67,7 @@ class ServerSpec:
         is_deterministic: Whether the seed of a request decides its answer, whatever else the server computes.
         fp32_head: Whether it computes its logits in fp32.
         says_experts: Whether answers can contain the experts that were chosen.
+        reads_text: Whether it has the model's tokenizer, and so can end a response at a text.
         nodes: The nodes that its devices are on.
         node: Which of them this process is on, from 0. The process on the first one answers.
     """
@@ -82,6 +83,7 @@ class ServerSpec:
     is_deterministic: bool = False
     fp32_head: bool = False
     says_experts: bool = False
+    reads_text: bool = False
     nodes: int = 1
     node: int = 0
 
@@ -96,7 +98,8 @@ class ServerSpec:
         ``meeting`` is the address at which the processes of several nodes meet.
         """
         words = ["--model-path", self.model_path, "--host", host, "--port", str(port)]
-        words += ["--skip-tokenizer-init", "--skip-server-warmup", "--weight-version", "0"]
+        words += ["--skip-server-warmup", "--weight-version", "0"]
+        words += [] if self.reads_text else ["--skip-tokenizer-init"]
         if self.nodes > 1:
             assert meeting is not None, "the processes of several nodes meet at an address"
             words += ["--nnodes", str(self.nodes), "--node-rank", str(self.node), "--dist-init-addr", meeting]

@@ -30,9 +30,10 @@ class SessionGenerator(ABC):
         self._name = name
         self._seconds = rollout.agent_timeout
         self._template_kwargs = json_object("apply_chat_template_kwargs", settings.data.apply_chat_template_kwargs)
-        # An answer that --partial-rollout has interrupted is continued without the text before.
-        has_servers = engine_spec(rollout.rollout_engine).has_servers
-        self._takes_stop_texts = not has_servers and not rollout.partial_rollout
+        # Servers have a tokenizer only under --rollout-stop. An answer that --partial-rollout has interrupted is
+        # continued without the text before.
+        sees_text = bool(rollout.stop_texts) or not engine_spec(rollout.rollout_engine).has_servers
+        self._takes_stop_texts = sees_text and not rollout.partial_rollout
         self._chat: ChatFormat | None = None
 
     async def __call__(

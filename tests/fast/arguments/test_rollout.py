@@ -155,6 +155,15 @@ def test_a_served_teacher_knows_no_support(refused, validated):
 def test_texts_that_end_a_response_need_an_engine_that_sees_text(validated, refused, command):
     assert validate(parse([*command(), "--rollout-stop", "\n\n"])).settings.rollout.stop_texts == ("\n\n",)
     assert validated("--rollout-stop </answer> Human:").settings.rollout.stop_texts == ("</answer>", "Human:")
-    for flags in ("--rollout-engine sglang", "--partial-rollout --over-sampling-batch-size 16"):
+    assert validated("--rollout-engine sglang --rollout-stop x").settings.rollout.stop_texts == ("x",)
+    external = "--rollout-engine sglang --rollout-external --rollout-external-engine-addrs h:1"
+    for flags in (external, "--partial-rollout --over-sampling-batch-size 16"):
         (message,) = refused(f"{flags} --rollout-stop x")
         assert message.startswith("--rollout-stop x") and "--rollout-stop-token-ids" in message
+
+
+def test_texts_that_sglang_does_not_take(refused):
+    (message,) = refused("--rollout-engine sglang --rollout-stop " + " ".join(f"text{i}" for i in range(33)))
+    assert "SGLang takes at most 32 texts" in message
+    (message,) = refused("--rollout-engine sglang --rollout-stop short " + "x" * 257)
+    assert "SGLang takes texts of at most 256 bytes" in message

@@ -21,8 +21,9 @@ KEYS = keys_of(ServerFlags(), external=False)
 SMALL = ("--max-total-tokens", "4096", "--max-running-requests", "32")
 
 
-def server_of(model, log, seed=0):
-    return SglangServer(ServerSpec(model, "float32", "cpu", 1, seed=seed, flags=SMALL, keys=KEYS), LogFile(log), HOST)
+def server_of(model, log, seed=0, reads_text=False):
+    spec = ServerSpec(model, "float32", "cpu", 1, seed=seed, flags=SMALL, keys=KEYS, reads_text=reads_text)
+    return SglangServer(spec, LogFile(log), HOST)
 
 
 class LocalServer:

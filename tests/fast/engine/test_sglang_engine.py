@@ -6,6 +6,7 @@ from tolerance import SERVER_LOG_PROB_ERROR
 
 from miles.weight_sync.sender import check_equal
 from miles.weights import in_chunks
+from tests.fast.conftest import byte_tokenizer
 from tests.fast.engine.sglang_servers import log_probs_of
 
 # The first test of the suite that needs the server starts it.
@@ -52,6 +53,15 @@ def test_stop_token_ends_a_response_and_stays_in_it(running, engine):
     stop = free.token_ids[3]
     ended = running.generate(engine, PROMPTS[:1], max_new_tokens=8, temperature=0.0, stop_token_ids=(stop,))[0]
     assert ended.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert (free.finish_reason, ended.finish_reason) == ("length", "stop")
+
+
+def test_a_text_ends_a_response_where_it_is_complete_and_stays_in_it(running, engine):
+    free = running.generate(engine, [PROMPTS[0]], max_new_tokens=24, temperature=0.0)[0]
+    stop = byte_tokenizer().decode(free.token_ids[3:7])  # four tokens, which a tokenizer with merges may write as one
+    assert byte_tokenizer().decode(free.token_ids[:6]).count(stop) == 0
+    ended = running.generate(engine, [PROMPTS[0]], max_new_tokens=24, temperature=0.0, stop_texts=("*", stop))[0]
+    assert ended.token_ids == free.token_ids[:7] and len(ended.log_probs) == 7
     assert (free.finish_reason, ended.finish_reason) == ("length", "stop")
 
 

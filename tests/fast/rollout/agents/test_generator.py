@@ -181,7 +181,7 @@ try:
 except AssertionError:
     import threading; threading.Event().wait()
 """
-    group = await generate(agents(source, agent_timeout=0.5), random_engine(), chat_tokenizer, n_samples=1)
+    group = await generate(agents(source, agent_timeout=3.0), random_engine(), chat_tokenizer, n_samples=1)
     [sample] = group.samples
     assert (sample.status, sample.failure) == (SampleStatus.TRUNCATED, "") and sample.response_ids
 
@@ -240,13 +240,14 @@ import threading; threading.Event().wait()
 
 
 def alive(path):
-    pids = [int(word) for word in path.read_text().split()] if path.exists() else []
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    pids = {int(word) for word in path.read_text().split()} if path.exists() else set()
+    found = [process for process in psutil.process_iter(["status"]) if process.pid in pids]  # passes over ended ones
+    return [process for process in found if process.info["status"] != psutil.STATUS_ZOMBIE]
 
 
 async def gone(path):
     """Wait for the kernel to end what was killed."""
-    await asyncio.to_thread(psutil.wait_procs, [psutil.Process(pid) for pid in alive(path)], 20)
+    await asyncio.to_thread(psutil.wait_procs, alive(path), 20)
     return not alive(path)
 
 
