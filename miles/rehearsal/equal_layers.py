@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from miles.rehearsal.record import Moment, Record, Stretch
-from miles.training.rehearsed import RehearsedBackend
 
 FIRST = 3  # layers that run; FSDP gathers the weights of the first two backward passes earlier than those of others
 LAST = 2
@@ -76,18 +75,15 @@ class _Row:
         self._last = _Mark(place, is_backward, record.moment())
 
 
-def run_few_of_equal_layers(backend: RehearsedBackend, record: Record) -> None:
-    """Let the passes of ``backend`` run the ends of each row of equal layers, and ``record`` copy them."""
-    for layers in backend.layers():
-        left_out: list[int] = []
-        for row in rows(layers):
-            middle = row[FIRST:-LAST]
-            if middle:
-                ends = [layers[place] for place in row if place not in middle]
-                _Row(ends, len(middle), record)
-                left_out += middle
-        if left_out:
-            backend.leave_out(layers, left_out)
+def leave_out_equal(record: Record, layers: Sequence[nn.Module]) -> list[int]:
+    """Return the places between the ends of each row of equal layers, which ``record`` copies from the ends."""
+    left_out: list[int] = []
+    for row in rows(layers):
+        middle = row[FIRST:-LAST]
+        if middle:
+            _Row([layers[place] for place in row if place not in middle], len(middle), record)
+            left_out += middle
+    return left_out
 
 
 def rows(layers: Sequence[nn.Module]) -> Iterator[list[int]]:

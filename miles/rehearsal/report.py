@@ -116,8 +116,6 @@ def _advice(rehearsal: Rehearsal, advice: Sequence[Advice]) -> list[str]:
 def _work(rehearsal: Rehearsal) -> list[str]:
     lines = [f"{'':<22}{'TFLOP':>10}{'GB moved':>12}{'GB sent':>10}{'collectives':>13}   seconds, alone"]
     for phase, tally in rehearsal.worst.trace.tallies.items():
-        if phase is Phase.BUILD:
-            continue
         sent = sum(message_bytes(message) * n for message, n in tally.messages.items())
         times = sum(tally.messages.values())
         lines.append(

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +21,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from miles.arguments.settings import Settings
 from miles.objective.chosen import build_objective
 from miles.rehearsal.assumptions import step_of_one_rank
-from miles.rehearsal.equal_layers import UnequalLayers, run_few_of_equal_layers
+from miles.rehearsal.equal_layers import UnequalLayers, leave_out_equal
 from miles.rehearsal.kernels import fused_attention
 from miles.rehearsal.meter import Meter
 from miles.rehearsal.record import Kind, Phase, Record, Tally, Usage
 from miles.train_batch import MicroBatchPlan, TrainShard
 from miles.training.backend import TrainBackend
-from miles.training.rehearsed import RehearsedBackend, build_rehearsed
+from miles.training.rehearsed import LeaveOut, RehearsedBackend, build_rehearsed
 from miles.training.scoring import needs_of
 from miles.training.trainer import Role, critic_role, policy_role
 
@@ -135,7 +136,8 @@ def trace_rank(
     shard = step_of_one_rank(settings)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     meter = Meter(fake, vocabulary=0, on_gpu=on_gpu)
-    building = build_rehearsed(settings, STEPS, imbalance)  # imports the backend, whose modules hold tensors
+    leave_out: LeaveOut = (lambda _: ()) if every_layer else partial(leave_out_equal, meter.record)
+    building = build_rehearsed(settings, STEPS, leave_out, imbalance)  # imports the backend, whose modules hold tensors
     try:
         with ExitStack() as stack:
             stack.enter_context(no_collections())
@@ -148,8 +150,6 @@ def trace_rank(
             backend = stack.enter_context(building)
             meter.vocabulary = backend.vocabulary
             backend.reducing = lambda: meter.during(Phase.REDUCE)
-            if not every_layer:
-                run_few_of_equal_layers(backend, meter.record)
             return _Run(settings, rank, backend, meter, shard).trace()
     except UnequalLayers:
         return trace_rank(settings, rank, imbalance, on_gpu, every_layer=True)
@@ -184,7 +184,7 @@ class _Run:
             roles.append(critic_role(self.backend.critic, self.settings.loss))
         self._allocate_states(roles)
         gc.collect()  # what is in a circle of references lives on until then, at an arbitrary time
-        record.forget(phase for phase in Phase if phase is not Phase.BUILD)
+        record.forget(Phase)  # the work of building: it is done once
         steady = record.mark()
         self.backend.expect(self.shard)
         with meter.during(Phase.SCORE):

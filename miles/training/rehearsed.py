@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from miles.arguments.settings import Settings
 from miles.components import build_rehearsal, train_backend_spec
 from miles.train_batch import TrainShard
 from miles.training.backend import TrainBackend
+
+LeaveOut: TypeAlias = Callable[[Sequence[nn.Module]], Collection[int]]
+"""Is given layers that run one after another, and returns the places of those that passes need not run."""
 
 
 class RehearsedBackend(TrainBackend, Protocol):
@@ -57,14 +60,6 @@ class RehearsedBackend(TrainBackend, Protocol):
         """Allocate what the optimizer of ``model`` keeps between steps."""
         ...
 
-    def layers(self) -> Iterator[Sequence[nn.Module]]:
-        """Yield the layers that run one after another, of each part of each model; none if all of them must run."""
-        ...
-
-    def leave_out(self, layers: Sequence[nn.Module], places: Collection[int]) -> None:
-        """Let passes run all but those of ``layers`` at ``places``; their weights stay."""
-        ...
-
     def traced_micro_batches(self, micro_batches: int) -> int:
         """Return how many of a step's micro-batches must run to include every operation."""
         ...
@@ -75,13 +70,15 @@ class RehearsedBackend(TrainBackend, Protocol):
 
 
 def build_rehearsed(
-    settings: Settings, total_steps: int, imbalance: float = 1.0
+    settings: Settings, total_steps: int, leave_out: LeaveOut, imbalance: float = 1.0
 ) -> AbstractContextManager[RehearsedBackend]:
     """Build this rank of the backend that ``--train-backend`` names, under fake tensors on the host.
 
     Args:
         settings: All sections of the run.
         total_steps: Its optimizer steps.
+        leave_out: Called with the layers of each part of each model, unless all of them must run. What is left out
+            has its weights, gradients and optimizer states all the same.
         imbalance: How many times the average load the experts of this rank have. Which experts a token is routed to
             is not known without weights.
 
@@ -90,6 +87,6 @@ def build_rehearsed(
     """
     spec = train_backend_spec(settings.training.train_backend)
     built: AbstractContextManager[RehearsedBackend] = build_rehearsal(
-        spec, settings, torch.device("cpu"), total_steps, imbalance
+        spec, settings, torch.device("cpu"), total_steps, imbalance, leave_out
     )
     return built

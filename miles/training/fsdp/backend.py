@@ -84,7 +84,7 @@ class FsdpBackend:
 
     def _build_critic(self, path: str, total_steps: int) -> FsdpTrainedModel[ValueScorer]:
         model = load_value_model(path, torch.float32, self._read)
-        shard_model(model, self.mesh, self.compute_dtype, self.settings.training.gradient_checkpointing)
+        self._shard(model)
         model.train()
         optimizer = ShardedOptimizer(model, self.settings.critic_optimizer, total_steps, rate_flag="--critic-lr")
         return FsdpTrainedModel(model, optimizer, self.groups, self.device)
@@ -131,8 +131,11 @@ class FsdpBackend:
         self._check(policy, flag, path)
         if lora is not None and lora.trains_adapter:
             add_adapter(policy.language_model, lora, self.settings.training.seed)
-        shard_model(policy, self.mesh, self.compute_dtype, self.settings.training.gradient_checkpointing)
+        self._shard(policy)
         return policy
+
+    def _shard(self, model: ShardedModule[Any]) -> None:
+        shard_model(model, self.mesh, self.compute_dtype, self.settings.training.gradient_checkpointing)
 
     # What reads weights, or their values: a rehearsal has none (rehearsed.py).
 

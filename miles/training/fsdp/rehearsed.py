@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from transformers import PreTrainedModel
 from miles.arguments.settings import Settings
 from miles.train_batch import TrainShard
 from miles.training.fsdp.backend import FsdpBackend
-from miles.training.fsdp.models import Policy, build_model
+from miles.training.fsdp.models import Policy, ShardedModule, build_model
 from miles.training.fsdp.runner import FsdpModel, FsdpTrainedModel
-from miles.training.rehearsed import RehearsedBackend
+from miles.training.rehearsed import LeaveOut, RehearsedBackend
 
 
 def _note_nothing() -> None:
@@ -32,8 +33,38 @@ class RehearsedFsdp(FsdpBackend):
     reducing: Callable[[], AbstractContextManager[None]] = nullcontext  # not entered: every micro-batch reduces
     starting: Callable[[], None] = staticmethod(_note_nothing)
 
+    def __init__(self, settings: Settings, device: torch.device, total_steps: int, leave_out: LeaveOut) -> None:
+        self._leave_out = leave_out
+        self._removed: list[tuple[nn.Module, int]] = []  # of the model that is being built: equal layers, how many
+        super().__init__(settings, device, total_steps)
+
     def _read(self, path: str, dtype: torch.dtype) -> PreTrainedModel:
-        return build_model(path, dtype)
+        """Build the model without the layers that are left out: to shard them takes most of the time.
+
+        One rank keeps the gathered weights of every layer, and routers that replay need every layer's experts.
+        """
+        model = build_model(path, dtype)
+        replays = self.settings.rollout.use_rollout_routing_replay or self.settings.training.use_routing_replay
+        layers = model.base_model.layers
+        assert isinstance(layers, nn.ModuleList)
+        left_out = () if replays or self.mesh.size() == 1 else self._leave_out(list(layers))
+        running = [place for place in range(len(layers)) if place not in left_out]
+        self._removed = [
+            (layers[place], following - place - 1)
+            for place, following in pairwise([*running, len(layers)])
+            if following > place + 1
+        ]
+        model.base_model.layers = nn.ModuleList(layers[place] for place in running)
+        config = model.config.get_text_config()
+        if kinds := getattr(config, "layer_types", None):  # some models look there, by place
+            config.layer_types = [kinds[place] for place in running]
+        return model
+
+    def _shard(self, model: ShardedModule[Any]) -> None:
+        """Shard the layers that run, and let the one before those that are left out hold as much as these do."""
+        super()._shard(model)
+        for layer, times in self._removed:
+            layer.left_out = nn.ParameterList(_as_large(p) for _ in range(times) for p in list(layer.parameters()))
 
     def _read_frozen(self, folder: Path, model: Policy, name: str) -> None:
         """Read nothing."""
@@ -83,26 +114,12 @@ class RehearsedFsdp(FsdpBackend):
 
     def allocate_states(self, model: FsdpTrainedModel) -> None:  # type: ignore[type-arg]
         """Allocate the moments, and do not compute with them: a step takes a third of the time of a rehearsal."""
-        self.hold_gradients(model)
         adam = model.optimizer.adam
+        _group_by_type(adam)
+        self.hold_gradients(model)
         for group in adam.param_groups:
             adam._init_group(group, [], [], [], [], [], [])
         adam.zero_grad()
-
-    def layers(self) -> Iterator[Sequence[nn.Module]]:
-        """Yield the decoder layers of each model.
-
-        One rank keeps the gathered weights of every layer, and routers that replay need every layer's experts.
-        """
-        if self.mesh.size() > 1 and self.policy.module.routers is None:
-            for model in self._models():
-                yield model.module.language_model.base_model.layers
-
-    def leave_out(self, layers: Sequence[nn.Module], places: Collection[int]) -> None:
-        """Let these layers return what they are given."""
-        for place in places:
-            kind = type(layers[place])
-            layers[place].__class__ = type(kind.__name__, (kind,), {"__call__": _given_on})
 
     def traced_micro_batches(self, micro_batches: int) -> int:
         """Return one: micro-batches run one after another."""
@@ -118,8 +135,22 @@ class RehearsedFsdp(FsdpBackend):
         return list({id(model.module): model for model in reversed(models)}.values())  # a reference may be the policy's
 
 
-def _given_on(_layer: nn.Module, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return hidden_states
+def _as_large(weight: nn.Parameter) -> nn.Parameter:
+    """Return a parameter that takes the memory of this rank's part of ``weight``, padding included."""
+    local = _local(weight.detach())
+    numbers = local.untyped_storage().nbytes() // local.itemsize
+    is_padded = numbers > local.numel()
+    held = local.new_empty(numbers)[: local.numel()].view(local.shape) if is_padded else local.new_empty(local.shape)
+    return nn.Parameter(held, requires_grad=weight.requires_grad)
+
+
+def _group_by_type(adam: torch.optim.AdamW) -> None:
+    """Give sharded and other parameters groups of their own: one fused operation does not take both."""
+    for group in list(adam.param_groups):
+        others = [p for p in group["params"] if not isinstance(p, DTensor)]
+        if others:
+            group["params"] = [p for p in group["params"] if isinstance(p, DTensor)]
+            adam.add_param_group({**group, "params": others})
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,11 +176,13 @@ class _Parts:
 
 
 @contextmanager
-def build(settings: Settings, device: torch.device, total_steps: int, imbalance: float) -> Iterator[RehearsedBackend]:
+def build(
+    settings: Settings, device: torch.device, total_steps: int, imbalance: float, leave_out: LeaveOut
+) -> Iterator[RehearsedBackend]:
     """Build this rank. Every rank has all experts, so their load is as large whatever the router does."""
     cut = _fsdp_param._chunk_with_empty
     _fsdp_param._chunk_with_empty = _Parts  # type: ignore[assignment]
     try:
-        yield RehearsedFsdp(settings, device, total_steps)
+        yield RehearsedFsdp(settings, device, total_steps, leave_out)
     finally:
         _fsdp_param._chunk_with_empty = cut

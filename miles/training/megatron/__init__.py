@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from miles.arguments.settings import Settings
     from miles.training.backend import TrainBackend
     from miles.training.megatron.backend import MegatronBackend
-    from miles.training.rehearsed import RehearsedBackend
+    from miles.training.rehearsed import LeaveOut, RehearsedBackend
 
 # When it is imported, Megatron warns of every optional package that is not there; nothing here needs one.
 warnings.filterwarnings("ignore", module=r"megatron\.core\.")
@@ -46,7 +46,7 @@ def build(settings: Settings, device: torch.device, total_steps: int) -> TrainBa
 
 
 def build_rehearsed(
-    settings: Settings, device: torch.device, total_steps: int, imbalance: float
+    settings: Settings, device: torch.device, total_steps: int, imbalance: float, leave_out: LeaveOut
 ) -> AbstractContextManager[RehearsedBackend]:
     """Build a rank without weights, under fake tensors (training/rehearsed.py)."""
     from miles.training.megatron.cpu_support import support_cpu
@@ -54,4 +54,4 @@ def build_rehearsed(
     support_cpu()
     from miles.training.megatron.rehearsed import rehearsed
 
-    return rehearsed(settings, device, total_steps, imbalance)
+    return rehearsed(settings, device, total_steps, imbalance, leave_out)

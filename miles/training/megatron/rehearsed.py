@@ -6,7 +6,7 @@ of each token, and the sums that the stages exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from miles.training.megatron.model.rotary_embedding import PackedRotaryEmbedding
 from miles.training.megatron.moe.router import BalancedRouter
 from miles.training.megatron.runner import MegatronModel, MegatronTrainedModel
 from miles.training.megatron.weights.hf_files import HuggingFaceWeights
-from miles.training.rehearsed import RehearsedBackend
+from miles.training.rehearsed import LeaveOut, RehearsedBackend
 
 
 class _NoWeights(HuggingFaceWeights):
@@ -142,22 +142,20 @@ class RehearsedMegatron(MegatronBackend):
         """Take a step on gradients of zero."""
         model.optimizer.step()
 
-    def layers(self) -> Iterator[Sequence[nn.Module]]:
-        """Yield the layers of each chunk of each model.
+    def shorten(self, leave_out: LeaveOut) -> None:
+        """Let the block of layers of each chunk of each model run all but those that ``leave_out`` names.
 
         Overlapped reductions wait for every gradient of a bucket, and routers that replay need every layer's experts.
         """
-        is_needed = self.policy.replays_experts or self.policy.records_experts
-        if not (is_needed or self.policy.distributed[0].ddp_config.overlap_grad_reduce):
-            stages = {id(model.stage): model.stage for model in self._models()}
-            yield from (chunk.decoder.layers for stage in stages.values() for chunk in stage.chunks)
-
-    def leave_out(self, layers: Sequence[nn.Module], places: Collection[int]) -> None:
-        """Let the block of these layers run the others."""
-        chunks = (chunk for model in self._models() for chunk in model.stage.chunks)
-        block = next(chunk.decoder for chunk in chunks if chunk.decoder.layers is layers)
-        block.__class__ = _ShortBlock
-        block.running = tuple(layer for place, layer in enumerate(layers) if place not in places)
+        if self.policy.replays_experts or self.policy.records_experts:
+            return
+        if self.policy.distributed[0].ddp_config.overlap_grad_reduce:
+            return
+        stages = {id(model.stage): model.stage for model in self._models()}
+        for block in (chunk.decoder for stage in stages.values() for chunk in stage.chunks):
+            if places := leave_out(block.layers):
+                block.running = tuple(layer for place, layer in enumerate(block.layers) if place not in places)
+                block.__class__ = _ShortBlock
 
     def traced_micro_batches(self, micro_batches: int) -> int:
         """Return two: between their forward passes shows what a micro-batch keeps.
@@ -209,7 +207,7 @@ class _ShortBlock(TransformerBlock):
 
 @contextmanager
 def rehearsed(
-    settings: Settings, device: torch.device, total_steps: int, imbalance: float
+    settings: Settings, device: torch.device, total_steps: int, imbalance: float, leave_out: LeaveOut
 ) -> Iterator[RehearsedBackend]:
     """Build this rank, and forget Megatron's process groups at the end."""
     if settings.megatron.megatron_to_hf_mode != "raw":
@@ -246,6 +244,7 @@ def rehearsed(
     BalancedRouter.routing = assumed_routing  # type: ignore[method-assign]
     try:
         built.append(RehearsedMegatron(settings, device, total_steps))
+        built[0].shorten(leave_out)
         yield built[0]
     finally:
         PackedRotaryEmbedding.__init__ = rotary  # type: ignore[method-assign]
