@@ -145,7 +145,8 @@ class Requests:
         """
         # Unless the cache is flushed with each update, what the old weights have computed must not be found again.
         key = str(self._version) if self._keeps_cache else None
-        unknown = request.sampling.returns_support or request.sampling.returns_experts
+        sampling = request.sampling
+        unknown = sampling.returns_support or sampling.returns_experts or sampling.stop_texts
         if self._router is not None and not unknown:
             client, name, tracked_by = self._router, "the router", [self._sent]
         else:

@@ -23,6 +23,7 @@ class FakeSglang:
         self.served = 0
         self.checked = 0
         self.controls = []
+        self.stops = []  # the patterns at which requests end
         self.loaded = None
 
     def routes(self):
@@ -61,7 +62,7 @@ class FakeSglang:
 
     async def seen(self, request):
         return web.json_response(
-            {"served": self.served, "checked": self.checked, "controls": self.controls, "loaded": self.loaded}
+            {name: getattr(self, name) for name in ("served", "checked", "controls", "loaded", "stops")}
         )
 
     async def load(self, request):
@@ -88,6 +89,7 @@ class FakeSglang:
         if self.fault == "unsound":
             return web.json_response(self.answer([10**9]))
         self.served += 1
+        self.stops += body.get("sampling_params", {}).get("stop_regex", [])
         tokens = body["input_ids"][::-1]
         answer = self.answer(tokens)
         if body.get("return_sampling_mask"):

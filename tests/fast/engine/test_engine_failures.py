@@ -194,7 +194,7 @@ async def test_requests_are_spread_over_the_servers(tmp_path):
 
 async def test_requests_with_fields_that_the_router_drops_go_past_it(tmp_path):
     """They are spread over the servers, and the engine gets what it asks for."""
-    sampling = SamplingParams(max_new_tokens=8, returns_support=True, returns_experts=True)
+    sampling = SamplingParams(max_new_tokens=8, returns_support=True, returns_experts=True, stop_texts=("1.",))
     async with started_engine(tmp_path, 2) as (engine, servers):
         before = [(await server.seen())["served"] for server in servers]
         request = GenerationRequest((1, 2, 3), tuple(range(6)), sampling)
@@ -202,4 +202,6 @@ async def test_requests_with_fields_that_the_router_drops_go_past_it(tmp_path):
             assert [one.tolist() for one in generation.support.sets()] == [[0, 3], [0, 2], [0, 1]]
             assert generation.log_probs == [-0.5] * 3
             assert generation.experts.shape == (5, 2, 1) and (generation.experts == 1).all()
-        assert [(await server.seen())["served"] - n for server, n in zip(servers, before, strict=True)] == [3, 3]
+        seen = [await server.seen() for server in servers]
+        assert [server["served"] - n for server, n in zip(seen, before, strict=True)] == [3, 3]
+        assert [server["stops"] for server in seen] == [["1\\."] * 3] * 2
