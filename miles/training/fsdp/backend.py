@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from miles.arguments.lora import LoraArguments
 from miles.arguments.settings import Settings
+from miles.components import engine_spec
 from miles.parallel.groups import ContextGroups
 from miles.replay.routers import Routers
 from miles.training import checkpoint_folder
@@ -25,6 +26,7 @@ from miles.training.checkpoint_folder import saved_reference
 from miles.training.checkpoint_io import StagedFiles
 from miles.training.fsdp import checkpoint
 from miles.training.fsdp.adapter import add_adapter, merged_weights, names_on_disk, save_adapter
+from miles.training.fsdp.disk_names import as_on_disk
 from miles.training.fsdp.models import (
     Policy,
     ShardedModule,
@@ -161,8 +163,11 @@ class FsdpBackend:
         return columns
 
     def export_weights(self) -> Iterator[WeightChunk]:
-        """Yield the policy's weights in chunks."""
-        return in_chunks(self._full_weights())
+        """Yield the policy's weights in chunks; for servers as they are on disk, for the torch engine as in the model."""
+        weights = self._full_weights()
+        if engine_spec(self.settings.rollout.rollout_engine).has_servers:
+            weights = as_on_disk(self.policy.module.language_model, weights)
+        return in_chunks(weights)
 
     def _full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather one parameter at a time, in compute dtype; a tied head is the embedding, and yielded once."""

@@ -29,6 +29,7 @@ from miles.training.checkpoint_folder import (
     write_run_state,
 )
 from miles.training.checkpoint_io import StagedFiles, StagingWriter, load_errors, save_errors
+from miles.training.fsdp.disk_names import as_on_disk
 from miles.training.fsdp.optimizer import ShardedOptimizer
 from miles.training.random_state import restore_random_state, write_random_state
 from miles.training.restricted_pickle import restricted_loading
@@ -152,7 +153,7 @@ def export_hf(
     """Write safetensors, config.json and generation_config.json; every rank gathers, rank 0 keeps and writes."""
     writes = dist.get_rank() == 0
     # A gathered tensor may be a view of padded storage, which safetensors refuses: hence the copy.
-    state = {name: tensor.clone() for name, tensor in weights if writes}
+    state = {name: tensor.clone() for name, tensor in as_on_disk(model, weights) if writes}
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         config = type(model.config).from_dict(model.config.to_dict())

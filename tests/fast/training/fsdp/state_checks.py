@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from cases import BUDGET, FIXED, TEMPERATURE
+from safetensors.torch import load_file
 from stage import (
     CPU,
     PACKED,
@@ -201,6 +203,9 @@ def biases_of_experts_are_exported_sent_and_saved(stage: Stage) -> None:
     sent = {n: t for chunk in backend.export_weights() for n, t in chunk.tensors.items()}
     assert torch.equal(sent[name], expected) and expected.abs().min() > 0
     ModelRunner(stage.model("sigmoid"), torch.float32, "cpu").load_weights([WeightChunk(sent)])
+    backend.settings = replace(backend.settings, rollout=replace(backend.settings.rollout, rollout_engine="sglang"))
+    to_servers = {n for chunk in backend.export_weights() for n in chunk.tensors}
+    assert to_servers == load_file(Path(stage.model("sigmoid")) / "model.safetensors").keys()
     folder = stage.folder / f"export_sigmoid_{stage.world}"
     backend.export_hf(folder)
     exported = AutoModelForCausalLM.from_pretrained(folder)
