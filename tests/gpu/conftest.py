@@ -11,11 +11,19 @@ import pytest
 import torch
 
 from tests.fast.cluster.conftest import launch, workplace  # noqa: F401  # fixtures
-from tests.fast.conftest import tiny_model  # noqa: F401
+from tests.gpu.tiny_families import DENSE, write_family
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 GPUS = torch.cuda.device_count()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """Return a folder with a random dense model, whose heads are of a size that GPU kernels take, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("dense")
+    write_family(DENSE, folder, seed=0)
+    return str(folder)
 
 
 @pytest.fixture
@@ -43,7 +51,7 @@ def run_program(tmp_path):
 
 
 def needed_packages(item):
-    if item.path.name == "test_sglang_gpu.py":
+    if item.path.name.startswith("test_sglang"):
         return ["sglang", "torch_memory_saver"] if "turns" in item.name else ["sglang"]
     return ["megatron"] if "megatron" in item.name else []
 

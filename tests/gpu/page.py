@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
+from tests.gpu.run_tests import results
 
 PACKAGES = ("torch", "transformers", "ray", "megatron-core", "transformer-engine", "sglang", "triton", "numpy")
 AIM = 0.45
@@ -21,6 +21,8 @@ PARITY = re.compile(r"^(?:fsdp|megatron), .*distances.*$", re.MULTILINE)
 
 
 def environment() -> dict[str, str]:
+    import torch  # not at the top: the page is written without it
+
     found = {"Python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -39,6 +41,8 @@ def environment() -> dict[str, str]:
 
 def product_rate(size: int = 8192, repeats: int = 20) -> float:
     """Return the operations per second of a matrix product on random numbers: a ceiling in practice."""
+    import torch
+
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
         a @ b
@@ -53,13 +57,31 @@ def product_rate(size: int = 8192, repeats: int = 20) -> float:
 
 def table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
     yield from ("", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}")
-    yield from (f"| {' | '.join(row)} |" for row in rows)
+    yield from ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
 def parts(folder: Path) -> Iterator[str]:
     rows = [line.split("\t") for line in (folder / "parts.tsv").read_text().splitlines()]
     yield "\n## Parts"
     yield from table(["part", "result", "seconds", "reason"], rows)
+
+
+def tests(folder: Path) -> Iterator[str]:
+    yield "\n## Tests"
+    rows = [
+        [path.stem, one.name, one.result, f"{one.seconds:.0f}", one.reason or figures(one.figures)]
+        for path in sorted(folder.glob("*.xml"))
+        for one in results(path)
+    ]
+    yield from table(["part", "test", "result", "seconds", "reason, or figures"], rows) if rows else ["\nnone ran"]
+
+
+def figures(recorded: str) -> str:
+    """Return what a test recorded as a few words."""
+    found: dict[str, Any] = json.loads(recorded) if recorded else {}
+    return ", ".join(
+        f"{name} {value:.1e}" if isinstance(value, float) else f"{name} {value}" for name, value in found.items()
+    )
 
 
 def gradients(folder: Path) -> Iterator[str]:
@@ -124,7 +146,7 @@ def page(folder: Path) -> Iterator[str]:
     given = folder / "environment.json"
     found: dict[str, str] = json.loads(given.read_text()) if given.exists() else {}
     yield from (f"- {name}: {value}" for name, value in found.items())
-    for section in (parts, gradients, steps, runs):
+    for section in (parts, tests, gradients, steps, runs):
         yield from section(folder)
 
 

@@ -163,7 +163,7 @@ class FsdpBackend:
         return columns
 
     def export_weights(self) -> Iterator[WeightChunk]:
-        """Yield the policy's weights in chunks; for servers as they are on disk, for the torch engine as in the model."""
+        """Yield the policy's weights in chunks: for servers as on disk, for the torch engine as in the model."""
         weights = self._full_weights()
         if engine_spec(self.settings.rollout.rollout_engine).has_servers:
             weights = as_on_disk(self.policy.module.language_model, weights)

@@ -1,8 +1,8 @@
 """Give weights the names and shapes that they have in checkpoints of the model's publishers.
 
 transformers changes some while it loads a model: it holds the experts of a layer as one tensor, for instance. Servers
-load the names on disk. SGLang 0.5.23 passes over others without a word (``models/qwen3_moe.py``, ``models/glm4_moe.py``)
-or ends (``models/qwen3_next.py``), and knows only some families' names of transformers.
+load the names on disk. SGLang 0.5.23 passes over others in silence (``models/qwen3_moe.py``, ``glm4_moe.py``) or ends
+(``qwen3_next.py``), and knows the names of transformers for some families only.
 """
 
 from __future__ import annotations

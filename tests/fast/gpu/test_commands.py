@@ -1,0 +1,35 @@
+"""The command lines of tests/gpu are accepted for CUDA on a machine without a GPU, and servers get their flags."""
+
+import pytest
+
+from miles.arguments.parser import parse
+from miles.arguments.sglang.server_flags import ServerFlags
+from miles.arguments.validate import validate
+from miles.engine.sglang.engine import server_spec
+from miles.engine.sglang.keys import keys_of
+from tests.fast.cluster.runs.launches import small_run
+from tests.gpu.sglang_engine import BY_KIND, settings_of
+from tests.gpu.test_sglang_runs_gpu import DETERMINISTIC, LORA, flags
+
+
+def server_words(settings):
+    spec = server_spec(settings, "cuda", 0, keys_of(ServerFlags(), external=False))
+    return spec.arguments("127.0.0.1", 1)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_next", "stop"])
+def test_the_engine_of_a_family(kind, tiny_model, tmp_path):
+    words = server_words(settings_of(kind, tiny_model, tmp_path, "cuda"))
+    assert "--disable-radix-cache" in words and words[words.index("--max-total-tokens") + 1] == "8192"
+    assert ("--max-mamba-cache-size" in words) is (kind in BY_KIND)
+    assert ("--skip-tokenizer-init" in words) is (kind != "stop")
+    assert "--enable-memory-saver" not in words
+
+
+def test_runs_with_one_gpu(tiny_model, tmp_path):
+    usual = [str(word) for word in small_run(tmp_path, tiny_model) if word != "--fp32"]
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1 + 1 =", "label": "2"}\n')
+    settings = [validate(parse([*usual, *flags(more)])).settings for more in (DETERMINISTIC, LORA)]
+    assert [s.cluster.device for s in settings] == ["cuda", "cuda"]
+    assert "--enable-deterministic-inference" in server_words(settings[0])
+    assert settings[1].lora.trains_adapter and settings[1].training.bf16

@@ -1,0 +1,50 @@
+"""The page of tests/gpu/run.sh, without a GPU: every part is on it, with its result and the reason."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.gpu.page import page
+from tests.gpu.run_tests import results
+
+REPO = Path(__file__).resolve().parents[3]
+XML = """<testsuites><testsuite>
+<testcase name="test_one[qwen3]" time="3.2">
+<properties><property name="figures" value='{"before": 0.004}'/></properties>
+</testcase>
+<testcase name="test_two" time="0"><skipped message="needs 2 GPUs"/></testcase>
+<testcase name="test_three" time="1">
+<failure message="AssertionError: after the update: {}&#10;assert 1 &lt; 0">…</failure>
+</testcase>
+</testsuite></testsuites>"""
+
+
+def test_tests_are_shown_one_by_one(tmp_path):
+    (tmp_path / "sglang-families.xml").write_text(XML)
+    (tmp_path / "parts.tsv").write_text("sglang-families\tFAILED\t9\texit status 1; sglang-families.log\n")
+    assert [one.result for one in results(tmp_path / "sglang-families.xml")] == ["ok", "skipped", "FAILED"]
+    shown = "\n".join(page(tmp_path))
+    assert "| sglang-families | test_one[qwen3] | ok | 3 | before 4.0e-03 |" in shown
+    assert "| test_two | skipped | 0 | needs 2 GPUs |" in shown
+    assert "| test_three | FAILED | 1 | AssertionError: after the update: {} |" in shown
+
+
+def run(out, **environment):
+    """Run run.sh without the interpreter's own PYTHONPATH; return its exit status and output."""
+    given = {**os.environ, "PYTHON": sys.executable, "DEVICE": "cpu", **environment}
+    done = subprocess.run(["bash", "tests/gpu/run.sh", str(out)], cwd=REPO, env=given, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_parts_that_do_not_run_say_why_and_are_no_success(tmp_path):
+    status, output = run(tmp_path, PARTS="^$")
+    assert status == 1
+    for part in ("environment", "run-fsdp", "sglang-stop", "step-megatron"):
+        assert f"| {part} | skipped | 0 | not in PARTS=^$ |" in output
+    assert "| sglang-families | skipped | 0 | these tests need a GPU |" in output
+
+
+def test_no_part_starts_when_the_time_is_used_up(tmp_path):
+    status, output = run(tmp_path, PARTS="^environment$", BUDGET="1", PYTHON="true")
+    assert status == 1 and "no time is left of BUDGET=1" in (tmp_path / "parts.tsv").read_text()

@@ -1,0 +1,63 @@
+"""Compare what runs of ``train.py`` have written: two that should be equal, and one that trained an adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers.models.auto import AutoModelForCausalLM
+
+OF_TIME = ("time/", "perf/")  # metrics that differ between equal runs
+
+
+def metrics(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the metrics of a run by step, without those of time."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: {n: v for n, v in row.items() if not n.startswith(OF_TIME)} for row in rows}
+
+
+def assert_equal_runs(first: Path, second: Path) -> None:
+    """Fail unless metrics and exported weights (``hf/`` in each folder) are equal bit for bit."""
+    found, wanted = metrics(second), metrics(first)
+    assert found.keys() == wanted.keys() and wanted
+    for step, row in wanted.items():
+        differing = {
+            n: (row.get(n), found[step].get(n)) for n in row.keys() | found[step] if row.get(n) != found[step].get(n)
+        }
+        assert not differing, f"step {step}: {differing}"
+    weights, others = (load_file(folder / "hf" / "model.safetensors") for folder in (first, second))
+    assert weights.keys() == others.keys()
+    unequal = [name for name in weights if not torch.equal(weights[name], others[name])]
+    assert not unequal, f"weights differ in {', '.join(unequal)}"
+
+
+def assert_adapter(base: Path, adapter: Path, export: Path, dtype: torch.dtype) -> None:
+    """Fail unless peft reads the adapter, the export is its sum with the base, and nothing else has changed.
+
+    Args:
+        base: The model that was given as ``--hf-checkpoint``.
+        adapter: The adapter's folder in a checkpoint or an export.
+        export: The exported model.
+        dtype: The run's; the sum is made in fp32 and rounded to it.
+    """
+    given = _weights(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    parts = {name: p for name, p in adapted.named_parameters() if "lora_" in name}
+    assert parts and all(p.abs().max() > 0 for p in parts.values()), "the adapter has not learned"
+    wanted = _weights(adapted.merge_and_unload())
+    exported = _weights(AutoModelForCausalLM.from_pretrained(export, dtype="auto"))
+    assert exported.keys() == wanted.keys() == given.keys()
+    touched = {name for name in given if not torch.equal(given[name].to(dtype), exported[name])}
+    assert touched and all("_proj" in name for name in touched), f"also changed: {sorted(touched)}"
+    for name, weight in wanted.items():
+        one_place = torch.finfo(dtype).eps * weight.abs().max().clamp_min(1e-30)
+        assert (exported[name].float() - weight).abs().max() <= one_place, name
+
+
+def _weights(model: Any) -> Mapping[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
