@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 
 SHORT = "--num-rollout 2 --rollout-max-response-len 32"
 DETERMINISTIC = f"{SHORT} --deterministic-mode --global-batch-size 16"
-LORA = f"{SHORT} --lora-rank 4 --lora-alpha 8 --lr 1e-2 --lr-decay-style constant"
+LORA = f"{SHORT} --lora-rank 4 --lora-alpha 8 --lr 3e-2 --lr-decay-style constant"
 LORA += " --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type k3 --check-weight-update-equal"
 # Difference of log-probs between engine and trainer, both in bf16, with equal weights.
 SAME_WEIGHTS = 0.05
