@@ -15,7 +15,7 @@ mkdir -p "$OUT" && OUT="$(cd "$OUT" && pwd)" || exit 1
 rm -f "$OUT"/*.json "$OUT"/*.xml "$OUT"/*.txt "$OUT"/*.log "$OUT"/*.store "$OUT"/parts.tsv
 MODEL="$OUT/models/qwen3"
 BUDGET="${BUDGET:-900}"
-SKIPPED=77 # an exit status; the last line of the output is the reason
+SKIPPED=77 # an exit status; the output has a line "skipped: REASON"
 failed=0 ran=0
 
 note() { # note NAME STATUS SECONDS REASON
@@ -45,7 +45,7 @@ part() { # part NAME "MODULES" SECONDS COMMAND...: run it with a time limit; its
         ran=$((ran + 1))
         note "$name" ok $((SECONDS - started)) ""
     elif [ $status -eq $SKIPPED ]; then
-        note "$name" skipped $((SECONDS - started)) "$(tail -n 1 "$OUT/$name.log")"
+        note "$name" skipped $((SECONDS - started)) "$(sed -n 's/^skipped: //p' "$OUT/$name.log")"
     else
         failed=1
         case $status in 124 | 137) status="$status, $why" ;; esac

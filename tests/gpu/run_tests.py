@@ -1,6 +1,6 @@
 """Run tests as a part of ``run.sh``: ``run_tests.py RESULTS.xml PYTEST_ARGUMENTS...``.
 
-The exit status is pytest's, or ``SKIPPED`` if it skipped every test; the last line of the output then says why.
+The exit status is pytest's, or ``SKIPPED`` if it skipped every test; a line ``skipped: REASON`` then says why.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(path: Path, arguments: Sequence[str]) -> int:
     found = list(results(path))
     if any(one.result == "ok" for one in found):
         return 0
-    print("; ".join(dict.fromkeys(one.reason for one in found)))
+    print("skipped:", "; ".join(dict.fromkeys(one.reason for one in found)))
     return SKIPPED
 
 

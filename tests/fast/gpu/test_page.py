@@ -30,6 +30,14 @@ def test_tests_are_shown_one_by_one(tmp_path):
     assert "| test_three | FAILED | 1 | AssertionError: after the update: {} |" in shown
 
 
+def test_tests_that_are_all_skipped_are_no_success(tmp_path):
+    (tmp_path / "test_none.py").write_text("import pytest\n\ndef test_a():\n    pytest.skip('no such GPU')\n")
+    words = [sys.executable, "tests/gpu/run_tests.py", str(tmp_path / "r.xml"), "-n", "0", str(tmp_path)]
+    given = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(words, cwd=REPO, env=given, capture_output=True, text=True)
+    assert done.returncode == 77 and "\nskipped: no such GPU\n" in done.stdout
+
+
 def run(out, **environment):
     """Run run.sh without the interpreter's own PYTHONPATH; return its exit status and output."""
     given = {**os.environ, "PYTHON": sys.executable, "DEVICE": "cpu", **environment}
