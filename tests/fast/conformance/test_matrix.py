@@ -21,6 +21,13 @@ EVERY_LAYOUT = [  # 3 divides neither the width nor the vocabulary of the model
     pytest.param(layout, id=name, marks=pytest.mark.slow if name in AT_THREE else ())
     for name, layout in LAYOUTS.items()
 ]
+
+
+def quick_at(*layouts):
+    """Return ``layouts`` as parameters. The last, with most ranks, is in every suite; the others are slow tests."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name != layouts[-1] else []) for name in layouts]
+
+
 DRAWN = settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 CORRECTIONS = {
     "tis": dict(use_tis=True, tis_clip=1.3, tis_clip_low=0.8),
@@ -149,7 +156,7 @@ def test_the_support_of_truncated_sampling_is_replayed(ranks, oracle, layout):
 
 
 @pytest.mark.parametrize("given", [{}, dict(custom_policy_loss_function_path="custom_hooks:ppo_losses")])
-@pytest.mark.parametrize("layout", ["alone, packed", "alone, padded", "dp2 x cp2", "dynamic cp, 4 ranks"])
+@pytest.mark.parametrize("layout", quick_at("alone, packed", "alone, padded", "dynamic cp, 4 ranks", "dp2 x cp2"))
 def test_the_report_gets_what_the_loss_has_read_of_the_tokens(ranks, oracle, layout, given):
     """Whole responses, each once, however the step is split."""
     loss = loss_of("sample_mean", use_tis=True, tis_clip=1.3, tis_clip_low=0.8, **given)
@@ -175,7 +182,7 @@ def test_the_report_gets_what_the_loss_has_read_of_the_tokens(ranks, oracle, lay
 
 
 @pytest.mark.parametrize("batch", ["uneven", "masked", "compacted"])
-@pytest.mark.parametrize("layout", ["alone, packed", "dp2 x cp2", "dynamic cp, 4 ranks"])
+@pytest.mark.parametrize("layout", quick_at("alone, packed", "dynamic cp, 4 ranks", "dp2 x cp2"))
 def test_weights_by_length_are_the_same_in_every_layout(ranks, oracle, layout, batch):
     case = Case(BATCHES[batch], loss_of("delta_l"), LAYOUTS[layout], watch=True)
     assert_conforms(off_policy(case, oracle), ranks, oracle)
@@ -309,7 +316,7 @@ def test_the_experts_of_the_old_log_probs_are_replayed(ranks, routed_model, layo
     assert changed, "the routers choose others by the last step"
 
 
-@pytest.mark.parametrize("layout", ["alone, packed", "dp2", "cp2", "dp2 x cp2", "dynamic cp, 4 ranks"])
+@pytest.mark.parametrize("layout", quick_at("alone, packed", "dp2", "cp2", "dynamic cp, 4 ranks", "dp2 x cp2"))
 @pytest.mark.parametrize("form", ["typed", "positional"])
 def test_custom_reducers_see_whole_samples(ranks, oracle, form, layout):
     loss = loss_of("sample_mean", custom_pg_loss_reducer_function_path=f"custom_reducers:{form}")
@@ -317,14 +324,14 @@ def test_custom_reducers_see_whole_samples(ranks, oracle, form, layout):
         assert_conforms(off_policy(Case(BATCHES[batch], loss, LAYOUTS[layout]), oracle), ranks, oracle)
 
 
-@pytest.mark.parametrize("layout", ["alone, packed", "dp2", "cp2", "dynamic cp, 4 ranks"])
+@pytest.mark.parametrize("layout", quick_at("alone, packed", "dp2", "cp2", "dynamic cp, 4 ranks"))
 @pytest.mark.parametrize("mode", MODES)
 def test_supervised_fine_tuning_shares_the_path(ranks, oracle, mode, layout):
     case = Case(BATCHES["masked"], loss_of(mode, loss_type="sft_loss"), LAYOUTS[layout], watch=True)
     assert_conforms(case, ranks, oracle)
 
 
-@pytest.mark.parametrize("layout", ["alone, packed", "dp2", "dp2 x cp2", "dynamic cp, 4 ranks"])
+@pytest.mark.parametrize("layout", quick_at("alone, packed", "dp2", "dynamic cp, 4 ranks", "dp2 x cp2"))
 @pytest.mark.parametrize("mode", MODES)
 def test_several_steps_per_iteration(ranks, oracle, mode, layout):
     """Each step has its own denominators, and old log-probs of the weights at the start of the iteration."""
@@ -355,7 +362,7 @@ BY_COVARIANCE = {
 }
 
 
-@pytest.mark.parametrize("layout", ["alone, packed", "dp2", "dp2 x cp2", "dynamic cp, 4 ranks"])
+@pytest.mark.parametrize("layout", quick_at("alone, packed", "dp2", "dynamic cp, 4 ranks", "dp2 x cp2"))
 @pytest.mark.parametrize("policy_loss", BY_COVARIANCE)
 def test_tokens_are_chosen_from_the_whole_step(ranks, oracle, policy_loss, layout):
     """Not from a micro-batch or a rank; by the current log-probs, also in the second step."""

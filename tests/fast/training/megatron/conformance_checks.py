@@ -40,6 +40,12 @@ def expectations(folder: Path, layouts: Iterable[str] = LAYOUTS) -> dict[str, li
     return expectations_of(folder, sorted({name for layout in layouts for name in LAYOUTS[layout].models}))
 
 
+def contracts_at(layout: str, place: int, whole: bool) -> tuple[str, ...]:
+    """Return both contracts if a comparison is ``whole``, else one of them, by turns over layouts and places."""
+    names = tuple(CONTRACTS)
+    return names if whole else (names[(list(LAYOUTS).index(layout) + place) % 2],)
+
+
 def cases_of(layout: str, contract: str, expected: list[Expected]) -> list[Expected]:
     """Return what one contract is compared on: every mode, and half of the other cases.
 

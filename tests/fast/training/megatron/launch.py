@@ -1,4 +1,6 @@
-"""Run the checks of every layout on real ranks over gloo: ``python launch.py FOLDER [LAYOUT...]``.
+"""Run the checks of layouts on real ranks over gloo: ``python launch.py FOLDER {whole,by_turns} [LAYOUT...]``.
+
+``whole``: every comparison under both contracts with Megatron; ``by_turns``: each under one of them.
 
 FOLDER/results.json gets the failures by layout and check, FOLDER/measured.json the distances from the oracle. The ranks
 are forked from one process that has imported everything and computed the oracle, because both take much longer than the
@@ -36,19 +38,21 @@ def checks_of(
     expected: dict[str, list[conformance_checks.Expected]],
     of_critic: critic_checks.Expectations,
     auxiliary: auxiliary_checks.Oracle,
+    whole: bool,
 ) -> dict[str, Check]:
     """Return every check of the layout ``name``. A check raises, or returns what is wrong."""
     found: dict[str, Check] = {}
     for module in (state_checks, offload_checks, host_memory_checks, reference_checks):
         found |= {check.__name__: check for check in module.OF_LAYOUT.get(name, ())}
-    for model in LAYOUTS[name].models:
-        for contract in conformance_checks.CONTRACTS:
+    for place, model in enumerate(LAYOUTS[name].models):
+        for contract in conformance_checks.contracts_at(name, place, whole):
             cases = conformance_checks.cases_of(name, contract, expected[model])
             found[f"{model}, {contract}"] = partial(
                 conformance_checks.conforms, model=model, contract=contract, expected=cases
             )
     found |= fault_checks.checks_of(name, expected)
-    return found | critic_checks.checks_of(name, of_critic) | auxiliary_checks.checks_of(name, auxiliary)
+    found |= critic_checks.checks_of(name, of_critic, whole)
+    return found | auxiliary_checks.checks_of(name, auxiliary, whole)
 
 
 def run_layout(
@@ -63,7 +67,7 @@ def _write_measured(process: RankProcess) -> None:
     (process.folder / f"{process.name} {process.rank} measured.json").write_text(json.dumps(MEASURED))
 
 
-def main(folder: Path, names: list[str]) -> None:
+def main(folder: Path, whole: bool, names: list[str]) -> None:
     save_models(folder)
     auxiliary_checks.save_models(folder)
     expected = conformance_checks.expectations(folder, names or LAYOUTS)
@@ -71,7 +75,8 @@ def main(folder: Path, names: list[str]) -> None:
     of_critic = critic_checks.expectations(folder)
     auxiliary = auxiliary_checks.Oracle(folder)
     results = {
-        name: run_layout(folder, name, checks_of(name, expected, of_critic, auxiliary)) for name in names or LAYOUTS
+        name: run_layout(folder, name, checks_of(name, expected, of_critic, auxiliary, whole))
+        for name in names or LAYOUTS
     }
     (folder / "results.json").write_text(json.dumps(results))
     files = {name: folder / f"{name} 0 measured.json" for name in results}
@@ -80,4 +85,4 @@ def main(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2] == "whole", sys.argv[3:])
