@@ -51,10 +51,12 @@ from miles.arguments.launch.spelling import (
 from miles.arguments.launch.suggest import near_choice, suggestion
 from miles.arguments.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
 from miles.arguments.megatron.settings import MegatronArguments
+from miles.arguments.rules.debug_modes import check_saved_samples
 from miles.arguments.rules.deterministic import check_deterministic_on_cpu
 from miles.arguments.rules.replay import check_replay_on_cpu
 from miles.arguments.settings import SECTIONS, Settings
 from miles.arguments.sglang.server_flags import ROUTER, SERVER, ServerFlags, split_server_flags
+from miles.arguments.sglang.server_values import check_server_files
 from miles.arguments.training import fill_precision
 from miles.arguments.validate import Validated, validate
 from miles.components import TRAIN_BACKENDS
@@ -509,19 +511,21 @@ def _judge(command: Command) -> Validated:
     except FlagError as error:
         for message in error.messages:
             errors.add_unless_refused(message)
-    on_cpu = is_on_cpu(settings)
+    on_cpu, of_host = is_on_cpu(settings), Errors()
     if on_cpu:
-        of_host = Errors()
         check_deterministic_on_cpu(settings, of_host)
         check_replay_on_cpu(settings, of_host)
-        for message in of_host.messages:
-            errors.add_unless_refused(message)
+    check_saved_samples(settings, of_host)
+    check_server_files(settings, of_host)
+    for message in of_host.messages:
+        errors.add_unless_refused(message)
     errors.raise_if_any()
     settings = fit_to_host(validated.settings, command.given)
     further = tuple(surprises(settings, command.given, on_cpu, has_bf16()))
     if command.joined is not None and command.joined.gpus is None:
         further = (command.joined.doubt, *further)
-    return Validated(settings, (*validated.notes, *further), tuple(notes), command.choice)
+    surprising = (*validated.surprises, *further)
+    return Validated(settings, validated.readings, surprising, tuple(notes), command.choice)
 
 
 def _with_defaults(command: Command) -> Settings:
@@ -578,7 +582,7 @@ def _judge_with_hub(argv: Sequence[str]) -> tuple[Command, Validated]:
         validated = judge(command)
     if isinstance(validated, FlagError):
         raise validated
-    return command, replace(validated, notes=(*validated.notes, *fetched.notes))
+    return command, replace(validated, surprises=(*validated.surprises, *fetched.notes))
 
 
 def _report(messages: Sequence[str]) -> str:

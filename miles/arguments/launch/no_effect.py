@@ -131,6 +131,7 @@ IDLE = (
         "conversations are trained on as they are",
     ),
     Idle("loss", ("kl_loss_coef",), lambda s: not s.loss.use_kl_loss, "without --use-kl-loss"),
+    Idle("loss", ("kl_loss_type",), lambda s: not s.loss.needs_reference, "without --use-kl-loss or --kl-coef"),
     Idle(
         "model",
         ("ref_load",),
@@ -265,7 +266,13 @@ IDLE = (
     Idle(
         "cluster",
         ("rollout_num_gpus",),
-        lambda s: not has_servers(s) and not s.cluster.colocate,
+        lambda s: s.cluster.colocate,
+        "with --colocate the engines have the trainer's devices",
+    ),
+    Idle(
+        "cluster",
+        ("rollout_num_gpus",),
+        lambda s: not has_servers(s),
         "the torch engine runs on one device",
         OTHER_PART,
     ),

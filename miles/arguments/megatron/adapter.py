@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from miles.arguments.lora import LoraArguments, refuse_projections_of_experts
+from miles.arguments.lora import LoraArguments, is_in_experts, refuse_projections_of_experts, refuse_unknown_layers
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.flags import Errors
+from miles.model_families.registry import converted_family
+
+_LINEAR = re.compile(r"(?!.*experts).*\.linear_\w+\.weight")
 
 
 def check_adapter_flags(lora: LoraArguments, sizes: MegatronArguments, errors: Errors) -> None:
@@ -24,12 +28,14 @@ def check_adapter_flags(lora: LoraArguments, sizes: MegatronArguments, errors: E
         errors.refuse("lora_rank", lora.lora_rank, rule, "drop --moe-aux-loss-coeff and --moe-z-loss-coeff")
 
 
-def check_adapter_with_model(lora: LoraArguments, model_type: str, shape: dict[str, Any], errors: Errors) -> None:
+def check_adapter_with_model(
+    lora: LoraArguments, config: dict[str, Any], shape: dict[str, Any], errors: Errors
+) -> None:
     """Check what the model determines.
 
     Args:
         lora: The section.
-        model_type: As its config names it.
+        config: The model's Hugging Face config.
         shape: The model's shape in Megatron's terms.
         errors: Collects the refusal.
     """
@@ -38,5 +44,16 @@ def check_adapter_with_model(lora: LoraArguments, model_type: str, shape: dict[s
     if "num_moe_experts" in shape and errors.none_about("target_modules"):
         refuse_projections_of_experts(lora, errors)
     if shape.get("multi_latent_attention"):
-        rule = f"the latent attention of a {model_type} gets no adapter with --train-backend megatron"
+        rule = f"the latent attention of a {config['model_type']} gets no adapter with --train-backend megatron"
         errors.refuse("lora_rank", lora.lora_rank, rule, "use --train-backend fsdp")
+        return
+    known = _linear_layers(config, shape)
+    shown = {name for name in known if not ("num_moe_experts" in shape and is_in_experts(name))}
+    refuse_unknown_layers(lora, known, shown, config["model_type"], errors)
+
+
+def _linear_layers(config: dict[str, Any], shape: dict[str, Any]) -> set[str]:
+    """Return the names in the Hugging Face model of the layers that get an adapter."""
+    layer = converted_family(config).parameters(config, shape).layer
+    names = (hf for name, binding in layer.items() if _LINEAR.fullmatch(name) for hf in binding.hf_names)
+    return {name.split(".")[-2] for name in names}

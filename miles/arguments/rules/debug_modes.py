@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+from miles.arguments.checkpoint import first_iteration
 from miles.arguments.evaluation import OF_SETS
+from miles.arguments.rollout import names_iteration, path_of_iteration
 from miles.arguments.settings import Settings
 from miles.flags import Errors
 
@@ -29,6 +33,20 @@ OF_TRAINING = {
 NOTHING_IS_TRAINED = "with --debug-rollout-only, which trains and saves nothing"
 NOTHING_IS_GENERATED = "with --debug-train-only, which generates nothing"
 OF_GENERATION = OF_SETS
+
+
+def check_saved_samples(settings: Settings, errors: Errors) -> None:
+    """Check that the file of each iteration of ``--load-debug-rollout-data`` is there, and name the first missing."""
+    path, last = settings.rollout.load_debug_rollout_data, settings.rollout.num_rollout
+    first = first_iteration(settings.checkpoint)
+    unread = path is None or last is None or first is None or not errors.none_about("load_debug_rollout_data")
+    if unread or not names_iteration(path):
+        return
+    files = (path_of_iteration(path, iteration) for iteration in range(first, last))
+    missing = next((file for file in files if not os.path.isfile(file)), None)
+    if missing is not None:
+        rule = f"no such file: {missing}, of the iterations {first} to {last - 1} that the run reads"
+        errors.refuse("load_debug_rollout_data", path, rule, "check the path, or give another --num-rollout")
 
 
 def check_debug_modes(settings: Settings, errors: Errors) -> None:
