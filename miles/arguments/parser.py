@@ -51,7 +51,7 @@ from miles.arguments.launch.spelling import (
 from miles.arguments.launch.suggest import near_choice, suggestion
 from miles.arguments.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
 from miles.arguments.megatron.settings import MegatronArguments
-from miles.arguments.rules.debug_modes import check_saved_samples
+from miles.arguments.rules.debug_modes import check_saved_samples, notes_on_saved_samples
 from miles.arguments.rules.deterministic import check_deterministic_on_cpu
 from miles.arguments.rules.replay import check_replay_on_cpu
 from miles.arguments.settings import SECTIONS, Settings
@@ -521,7 +521,7 @@ def _judge(command: Command) -> Validated:
         errors.add_unless_refused(message)
     errors.raise_if_any()
     settings = fit_to_host(validated.settings, command.given)
-    further = tuple(surprises(settings, command.given, on_cpu, has_bf16()))
+    further = (*notes_on_saved_samples(settings), *surprises(settings, command.given, on_cpu, has_bf16()))
     if command.joined is not None and command.joined.gpus is None:
         further = (command.joined.doubt, *further)
     surprising = (*validated.surprises, *further)

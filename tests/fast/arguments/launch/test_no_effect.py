@@ -153,8 +153,7 @@ def test_other_layers_share_sequences(accepted, tmp_path):
 
 @pytest.mark.parametrize(("flags", "the_rest"), CASES, ids=[flags for flags, _ in CASES])
 def test_noted_and_without_effect(accepted, refusals, flags, the_rest, tmp_path, monkeypatch):
-    for iteration in range(10 if "--load-debug-rollout-data" in flags else 0):
-        (tmp_path / f"saved_{iteration}.jsonl").touch()
+    (tmp_path / "saved_0.jsonl").touch()
     monkeypatch.chdir(tmp_path)
     validated = accepted(flags)
     assert validated.accepted
@@ -237,7 +236,9 @@ def test_what_would_change_the_result_is_refused(refusals, flags):
     assert message.split()[0].rstrip(":") == [word for word in flags.split() if word.startswith("--")][-1]
 
 
-def test_the_same_flag_is_judged_by_the_run(accepted, refusals):
+def test_the_same_flag_is_judged_by_the_run(accepted, refusals, tmp_path, monkeypatch):
+    (tmp_path / "saved_0.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
     assert accepted(f"--disable-compute-advantages-and-returns --loss-type sft_loss {SAVED}", "--rm-type")
     assert refusals("--disable-compute-advantages-and-returns")
     assert accepted("--experts-shared-outer-loras")

@@ -41,14 +41,12 @@ def models(tmp_path, monkeypatch):
     for name, config in CONFIGS.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    for iteration in range(3):
-        (tmp_path / f"saved_{iteration}.pt").touch()
+    (tmp_path / "saved_0.pt").touch()
     monkeypatch.chdir(tmp_path)
 
 
 REFUSED = [
     ("dense", "--load-debug-rollout-data nowhere/{rollout_id}.pt", "no such file: nowhere/0.pt"),
-    ("dense", "--load-debug-rollout-data saved_{iteration}.pt", "no such file: saved_3.pt"),
     ("dense", f"{SGLANG} --sglang-config no.yaml", "--sglang-config no.yaml: no such file; check the path"),
     ("dense", f"{SGLANG} --sglang-chat-template no.jinja", "--sglang-chat-template no.jinja: no such file"),
     ("bert", "--train-backend fsdp", "a bert is an encoder, whose tokens see those after them; choose a causal"),
@@ -76,14 +74,20 @@ def test_what_would_stop_the_run_is_refused(refusals, models, model, flags, expe
 @pytest.mark.parametrize(
     "flags",
     [
-        "--load-debug-rollout-data saved_{iteration}.pt --num-rollout 3 --n-samples-per-prompt 4",
+        "--load-debug-rollout-data saved_{iteration}.pt --num-rollout 1 --strict-flags",
         "--train-backend fsdp --lora-rank 4 --target-modules layers.0.self_attn.q_proj --exclude-modules lm_head",
         "--custom-generate-function-path my.generate.one",
         f"{SGLANG} --sglang-config no.yaml --ray-address 10.0.0.1:6379",  # a file of the cluster's hosts
     ],
 )
 def test_what_starts_is_accepted(accepted, models, flags):
-    assert accepted(f"--hf-checkpoint dense {flags}", without="--hf-checkpoint --num-rollout" * ("rollout 3" in flags))
+    without = "--hf-checkpoint" + (" --num-rollout --prompt-data --rm-type" if "--num-rollout" in flags else "")
+    assert accepted(f"--hf-checkpoint dense {flags}", without=without)
+
+
+def test_a_missing_file_of_a_later_iteration_is_noted(accepted, models):
+    notes = accepted("--load-debug-rollout-data saved_{iteration}.pt", without="--prompt-data --rm-type").notes
+    assert any("saved_1.pt is missing, so the run will stop there" in note for note in notes)
 
 
 def test_only_readings_are_listed_as_read(accepted):
