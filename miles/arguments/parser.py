@@ -45,6 +45,7 @@ from miles.arguments.launch.spelling import (
     given_twice,
     group_words,
     read_other_values,
+    stray_words,
     with_written_flags,
     without_flags,
 )
@@ -69,9 +70,12 @@ FOREIGN = "foreign:"  # prefix of the flags of other launchers in argparse's nam
 # argparse's messages -> flag, value, rule and what to do
 REPHRASED = (
     (r"^argument ", ""),
-    (r"^(\S+): invalid (int|float) value: '(.*)'$", r"\1 \3: must be a number (\2); correct the value"),
-    (r"^(\S+): invalid whole_numbers value: '(.*)'$", r"\1 \2: must be whole numbers; write 1,1 or [0]*3+[1]*5"),
-    (r"^(\S+): invalid choice: '(.*)' \(choose from (.*)\)$", r"\1 \2: no such choice; give one of \3"),
+    (r"""^(\S+): invalid (int|float) value: (['"])(.*)\3$""", r"\1 \4: must be a number (\2); correct the value"),
+    (
+        r"""^(\S+): invalid whole_numbers value: (['"])(.*)\2$""",
+        r"\1 \3: must be a list of whole numbers; write 1,1 or [0]*3+[1]*5",
+    ),
+    (r"""^(\S+): invalid choice: (['"])(.*)\2 \(choose from (.*)\)$""", r"\1 \3: no such choice; give one of \4"),
     (r"^(\S+): (expected .*)$", r"\1: \2; write a value that starts with a minus as \1=VALUE"),
 )
 
@@ -152,7 +156,12 @@ class FlagParser(argparse.ArgumentParser):
             FlagError: The words after an error cannot be read.
         """
         namespace, unknown = self.parse_known_args(words)
-        for message in self._describe_unknown(unknown, [*self._option_string_actions, *known]):
+        flags = [word.split("=")[0] for word in unknown if word.startswith("-")]
+        # A long one is cut: the search for a near one takes the square of its length.
+        for flag in (one_line(flag, LONGEST_VALUE) for flag in flags):
+            way_out = _with_its_own_way_out(suggestion(flag, [*self._option_string_actions, *known]))
+            self.errors.add(f"{flag}: no such flag; {way_out}")
+        for message in stray_words(words, self._option_string_actions):
             self.errors.add(message)
         return namespace
 
@@ -181,15 +190,6 @@ class FlagParser(argparse.ArgumentParser):
             message = message.replace("no such choice; ", f"no such choice; did you mean {meant}? Else ", 1)
         self.errors.add(message)
         return action.default if meant is None else meant
-
-    def _describe_unknown(self, words: Sequence[str], known: Sequence[str]) -> list[str]:
-        flags = [word.split("=")[0] for word in words if word.startswith("-")]
-        if words and not flags:
-            word = one_line(words[0], LONGEST_VALUE)
-            return [f"the word {word!r} belongs to no flag; every setting is written --flag value"]
-        # A long one is cut: the search for a near one takes the square of its length.
-        shown = [one_line(flag, LONGEST_VALUE) for flag in flags]
-        return [f"{flag}: no such flag; {_with_its_own_way_out(suggestion(flag, known))}" for flag in shown]
 
 
 def _with_its_own_way_out(text: str) -> str:

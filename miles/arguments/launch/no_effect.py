@@ -15,7 +15,7 @@ from miles.arguments.cluster import OFFLOAD_FLAGS
 from miles.arguments.evaluation import OF_SETS
 from miles.arguments.launch.abilities import has_servers, reads_megatron_flags
 from miles.arguments.launch.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, REPORTING, SAME, Note, note_on
-from miles.arguments.launch.values import environment_strings, set_name
+from miles.arguments.launch.values import environment_strings, is_object, set_name
 from miles.arguments.model import readable_config
 from miles.arguments.rollout import names_iteration
 from miles.arguments.rules.debug_modes import NOTHING_IS_GENERATED, NOTHING_IS_TRAINED, OF_GENERATION, OF_TRAINING
@@ -104,6 +104,10 @@ def _is_unread(name: str, s: Settings) -> bool:
 def _readers(name: str) -> str:
     *others, last = ESTIMATORS.readers(name)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def _has_no_template(s: Settings) -> bool:
+    return not s.data.apply_chat_template and not s.reads_conversations
 
 
 def _shares(s: Settings) -> bool:
@@ -243,7 +247,7 @@ IDLE = (
     Idle(
         "data",
         ("apply_chat_template_kwargs", "tool_key"),
-        lambda s: not s.data.apply_chat_template and not s.reads_conversations,
+        lambda s: _has_no_template(s) and is_object(s.data.apply_chat_template_kwargs),
         "without --apply-chat-template",
     ),
     Idle("loss", ("tis_clip", "tis_clip_low"), lambda s: not s.loss.use_tis, "without --use-tis"),

@@ -325,7 +325,7 @@ def _check_heads(sizes: MegatronArguments, config: dict[str, Any], errors: Error
     """Check that the model can be trained with ``--mtp-num-layers`` heads."""
     heads = config.get(HEADS_IN_CONFIG) or 0
     if sizes.mtp_heads and heads not in (0, sizes.mtp_heads):
-        rule = f"contradicts --hf-checkpoint, whose config gives {HEADS_IN_CONFIG} {heads}"
+        rule = f"contradicts --hf-checkpoint, whose config.json gives {HEADS_IN_CONFIG} {heads}"
         errors.refuse("mtp_num_layers", sizes.mtp_heads, rule, f"give {heads}")
     if sizes.mtp_heads and config.get("tie_word_embeddings") and sizes.pipeline_model_parallel_size > 1:
         rule = (

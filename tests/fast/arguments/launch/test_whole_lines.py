@@ -32,6 +32,7 @@ CONFIGS = {
     "qwen33": {"model_type": "qwen33", "vocab_size": 64},
     "own": {"model_type": "mimo", "auto_map": {"AutoModelForCausalLM": "m.M"}, "vocab_size": 64},
 }
+MEGATRON = "--train-backend megatron"
 SGLANG = "--rollout-engine sglang --device cuda"
 
 
@@ -60,6 +61,35 @@ REFUSED = [
     ("dense", "--lora-rank 4 --target-modules q_proj foo", "a qwen3 has no linear layer named foo; give some of down"),
     ("dense", "--lora-rank 4 --exclude-modules c_attn", "a qwen3 has no linear layer named c_attn"),
     ("experts", "--lora-rank 4 --target-modules foo --train-backend megatron", "named foo; give some of k_proj, o_pr"),
+    (
+        "dense",
+        f"{MEGATRON} --num-experts 8",
+        "--num-experts 8: contradicts --hf-checkpoint, whose config.json describes a",
+    ),
+    (
+        "dense",
+        "--train-backend fsdp --num-experts 8",
+        "whose config.json describes a model without --num-experts; drop",
+    ),
+    (
+        "experts",
+        f"{MEGATRON} --moe-router-score-function sigmoid",
+        "sigmoid: contradicts --hf-checkpoint, whose config.json gives --moe-router-score-function softmax; drop it",
+    ),
+    ("dense", f"{MEGATRON} --norm-epsilon 1e-3", "whose config.json gives --norm-epsilon 1e-06; drop it"),
+    ("experts", f"{MEGATRON} --moe-layer-freq ['a']", "--moe-layer-freq ['a']: must be a list of whole numbers; write"),
+    ("experts", f"{MEGATRON} --moe-layer-freq [0]*-1", "--moe-layer-freq [0]*-1: must be a list of whole numbers"),
+    ("dense", '--multimodal-keys {"image":"x"}', '--multimodal-keys {"image":"x"}: images and audio are not trained'),
+    ("dense", "--sglang-router-ip 10.0.0.1", "--sglang-router-ip: a run starts its own router, and engines that run"),
+    ("dense", "--sglang-router-ip 10.0.0.1", "give --rollout-external and --rollout-external-engine-addrs HOST:PORT"),
+    (
+        "dense",
+        "--prompt-data a A.jsonl b B.jsonl",
+        "takes one source; for several give --prompt-mix a A.jsonl b B.jsonl",
+    ),
+    ("dense", "--prompt-data A.jsonl B.jsonl", "for several give --prompt-mix NAME A.jsonl NAME B.jsonl"),
+    ("dense", "--lr 1 2 --colocate yes", "the words '2' after --lr, 'yes' after --colocate belong to no flag; every"),
+    ("dense", "data.size=8 +algorithm.x.y=1", "another trainer; write the command to a file, and miles translate FILE"),
     ("dense", f"{SGLANG} --strict-flags --colocate --rollout-num-gpus 4", "--rollout-num-gpus 4: has no effect (with"),
 ]
 
@@ -67,6 +97,8 @@ REFUSED = [
 @pytest.mark.parametrize(("model", "flags", "expected"), REFUSED)
 def test_what_would_stop_the_run_is_refused(refusals, models, model, flags, expected):
     without = "--hf-checkpoint" + (" --rm-type" if "--custom-rm-path" in flags else "")
+    without += " --prompt-data --rm-type" if "--prompt-data" in flags else ""
+    flags += " --rm-type length" if "--prompt-data" in flags else ""
     (message,) = refusals(f"--hf-checkpoint {model} {flags}", without=without)
     assert expected in message
 
@@ -88,6 +120,13 @@ def test_what_starts_is_accepted(accepted, models, flags):
 def test_a_missing_file_of_a_later_iteration_is_noted(accepted, models):
     notes = accepted("--load-debug-rollout-data saved_{iteration}.pt", without="--prompt-data --rm-type").notes
     assert any("saved_1.pt is missing, so the run will stop there" in note for note in notes)
+
+
+def test_two_broken_objects_and_all_wrong_words_are_reported_together(refusals):
+    unknown, stray, *objects = refusals("x --train-env-vars {a --apply-chat-template-kwargs {b --nosuch 1 --seed 1 2")
+    assert unknown.startswith("--nosuch: no such flag;")
+    assert stray.startswith("the words 'x' after --rollout-max-response-len, '2' after --seed belong to no flag;")
+    assert {message.split()[0] for message in objects} == {"--train-env-vars", "--apply-chat-template-kwargs"}
 
 
 def test_only_readings_are_listed_as_read(accepted):
