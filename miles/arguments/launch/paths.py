@@ -194,20 +194,15 @@ def check_function_paths(settings: Settings, errors: Errors) -> None:
         module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
         if name.isidentifier() and (module.endswith(PICKLED) or all(part.isidentifier() for part in module.split("."))):
             continue
+        kind = "class" if hook.signature.startswith("class") else "function"
         of_file = re.fullmatch(r"(?:\./)?([\w/]+)\.py(?:[:.](\w+))?", path)
         if of_file is not None:
-            rule = "names a file, and a function is imported from a module"
-            meant = f"{of_file[1].strip('/').replace('/', '.')}:{of_file[2] or 'FUNCTION'}"
+            rule = f"names a file, and a {kind} is imported from a module"
+            meant = f"{of_file[1].strip('/').replace('/', '.')}:{of_file[2] or 'NAME'}"
             what_to_do = f"write {meant}, and start the run in the folder from which that is importable"
         else:
-            rule = "names no function of a module"
-            what_to_do = f"write module:function or module.function, such as {_example(path)}"
+            rule, what_to_do = f"names no {kind} of a module", f"write module:{kind} or module.{kind}"
         errors.refuse(field, path, rule, what_to_do)
-
-
-def _example(path: str) -> str:
-    words = re.findall(r"\w+", path)
-    return f"{words[0]}:FUNCTION" if len(words) == 1 and words[0].isidentifier() else "my_module:my_function"
 
 
 def signatures() -> Iterator[tuple[str, str]]:
