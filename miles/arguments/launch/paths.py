@@ -192,7 +192,7 @@ def check_function_paths(settings: Settings, errors: Errors) -> None:
         if path is None or not errors.none_about(field):
             continue
         module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-        if name.isidentifier() and (module.endswith(PICKLED) or all(part.isidentifier() for part in module.split("."))):
+        if all(part.isidentifier() for part in (*module.split("."), name)) or (module.endswith(PICKLED) and name):
             continue
         kind = "class" if hook.signature.startswith("class") else "function"
         of_file = re.fullmatch(r"(?:\./)?([\w/]+)\.py(?:[:.](\w+))?", path)
