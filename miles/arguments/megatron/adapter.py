@@ -28,14 +28,12 @@ def check_adapter_flags(lora: LoraArguments, sizes: MegatronArguments, errors: E
         errors.refuse("lora_rank", lora.lora_rank, rule, "drop --moe-aux-loss-coeff and --moe-z-loss-coeff")
 
 
-def check_adapter_with_model(
-    lora: LoraArguments, config: dict[str, Any], shape: dict[str, Any], errors: Errors
-) -> None:
+def check_adapter_with_model(lora: LoraArguments, model_type: str, shape: dict[str, Any], errors: Errors) -> None:
     """Check what the model determines.
 
     Args:
         lora: The section.
-        config: The model's Hugging Face config.
+        model_type: As its config names it.
         shape: The model's shape in Megatron's terms.
         errors: Collects the refusal.
     """
@@ -44,16 +42,16 @@ def check_adapter_with_model(
     if "num_moe_experts" in shape and errors.none_about("target_modules"):
         refuse_projections_of_experts(lora, errors)
     if shape.get("multi_latent_attention"):
-        rule = f"the latent attention of a {config['model_type']} gets no adapter with --train-backend megatron"
+        rule = f"the latent attention of a {model_type} gets no adapter with --train-backend megatron"
         errors.refuse("lora_rank", lora.lora_rank, rule, "use --train-backend fsdp")
+
+
+def check_adapted_layers(lora: LoraArguments, config: dict[str, Any], shape: dict[str, Any], errors: Errors) -> None:
+    """Check that the model with this Hugging Face config, and this shape, has the layers that flags name."""
+    if not lora.trains_adapter or not errors.none_about("lora_rank"):
         return
-    known = _linear_layers(config, shape)
-    shown = {name for name in known if not ("num_moe_experts" in shape and is_in_experts(name))}
-    refuse_unknown_layers(lora, known, shown, config["model_type"], errors)
-
-
-def _linear_layers(config: dict[str, Any], shape: dict[str, Any]) -> set[str]:
-    """Return the names in the Hugging Face model of the layers that get an adapter."""
     layer = converted_family(config).parameters(config, shape).layer
     names = (hf for name, binding in layer.items() if _LINEAR.fullmatch(name) for hf in binding.hf_names)
-    return {name.split(".")[-2] for name in names}
+    known = {name.split(".")[-2] for name in names}
+    shown = {name for name in known if not ("num_moe_experts" in shape and is_in_experts(name))}
+    refuse_unknown_layers(lora, known, shown, config["model_type"], errors)

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
 from miles.arguments.lora import LoraArguments
-from miles.arguments.megatron.adapter import check_adapter_flags, check_adapter_with_model
+from miles.arguments.megatron.adapter import check_adapted_layers, check_adapter_flags, check_adapter_with_model
 from miles.arguments.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.arguments.megatron.overrides import Overrides, check_overrides
 from miles.arguments.megatron.settings import MegatronArguments
@@ -144,7 +144,8 @@ def _check_local_models(
     with reading_config("hf_checkpoint", model.hf_checkpoint):
         shape = megatron_shape(config)
         _check_with_model(sizes, overrides, config, shape, errors)
-        check_adapter_with_model(lora, config, shape, errors)
+        check_adapter_with_model(lora, config["model_type"], shape, errors)
+        check_adapted_layers(lora, config, shape, errors)
     for field in ("ref_load", "opd_teacher_load"):
         path, other = getattr(model, field), local_config(model, field)
         if other is not None and other.get("model_type") not in left_to_the_backend:
