@@ -51,7 +51,7 @@ _RANGES: dict[str, tuple[float, bool, float]] = {
     ),
 }
 # Flags whose value is the path of a file, and those whose value is one if it ends so.
-_FILES = (
+FILES = (
     "--config",
     "--debug-tensor-dump-input-file",
     "--dllm-algorithm-config",
@@ -87,7 +87,7 @@ def check_server_files(settings: Settings, errors: Errors) -> None:
     for flag, values in group_words(settings.server_flags.server):
         field = (SERVER + flag.removeprefix("--")).removeprefix("--")
         for path in values[:1]:
-            is_file = flag in _FILES or (flag in _FILES_OR_NAMES and path.endswith(_FILES_OR_NAMES[flag]))
+            is_file = flag in FILES or (flag in _FILES_OR_NAMES and path.endswith(_FILES_OR_NAMES[flag]))
             if is_file and path != "None":
                 errors.existing_file(field, path)
 
