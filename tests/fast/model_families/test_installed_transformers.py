@@ -20,15 +20,17 @@ def test_linear_layers_of_conditional_attributes_and_of_other_names():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*PACKABLE, *RECURRENT])
+@pytest.mark.parametrize("kind", [kind for kind in (*PACKABLE, *RECURRENT) if kind != "ministral"])  # has no default
 def test_every_linear_layer_of_a_model_is_found(kind):
     import torch
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(kind)
-    if getattr(config, "num_hidden_layers", 0) > 8 and not getattr(config, "layer_types", None):
-        config.num_hidden_layers = 2
+    config = AutoConfig.for_model(kind).get_text_config()
+    config.num_hidden_layers = min(config.num_hidden_layers, 4)
+    for name in ("layer_types", "mlp_layer_types"):
+        if getattr(config, name, None):
+            setattr(config, name, getattr(config, name)[: config.num_hidden_layers])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     named = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
