@@ -25,6 +25,7 @@ _COLUMNS = (
     "input_key",
     "label_key",
     "metadata_key",
+    "multimodal_keys",
     "opd_teacher_key",
     "reward_key",
     "tool_key",

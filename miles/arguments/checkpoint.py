@@ -99,6 +99,18 @@ def checkpoint_name(iterations_done: int) -> str:
     return f"iter_{iterations_done:07d}"
 
 
+def first_iteration(checkpoint: CheckpointArguments) -> int | None:
+    """Return the iteration at which the run starts; None if only remote storage knows it."""
+    folder = checkpoint.load
+    if folder is None or checkpoint.finetune:
+        return 0
+    if is_url(folder):
+        return None
+    complete = [Path(folder), *Path(folder).glob("iter_*")]  # --load may name one of them
+    found = [re.fullmatch(r"iter_(\d{7})", path.name) for path in complete if (path / "manifest.json").is_file()]
+    return max((int(match[1]) for match in found if match is not None), default=0)
+
+
 def split_checkpoint(url: str) -> tuple[str, str | None]:
     """Return the URL of a folder of checkpoints, and the name of the checkpoint if ``url`` names one in it.
 
@@ -213,8 +225,3 @@ def _kept(checkpoint: CheckpointArguments) -> str:
         return ""
     retained = "" if interval is None else f" and those after a multiple of {interval} iterations"
     return f"; the newest {last or 1}{retained} are kept"
-
-
-def export_folder(save_hf: str, iterations: int) -> str:
-    """Return the folder of ``--save-hf`` after so many iterations, a path or a URL."""
-    return save_hf.replace("{rollout_id}", str(iterations)).replace("{iteration}", str(iterations))

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Optional
 
@@ -27,7 +26,7 @@ class ClusterArguments:
         8, "trainer ranks per node: GPUs; on CPU, processes (default there: one for two cores)"
     )
     rollout_num_gpus: Optional[int] = flag(
-        None, "devices of the rollout engines (ignored with --colocate); default: those of one engine"
+        None, "devices of the rollout engines, without --colocate; default: those of one engine"
     )
     colocate: bool = flag(False, "let the trainer and the engines share their devices")
     offload_train: bool = flag(
@@ -93,6 +92,9 @@ def check_cluster(cluster: ClusterArguments, errors: Errors) -> None:
         cluster, 1, "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "distributed_timeout_minutes"
     )
     errors.at_least(cluster, 0, "max_restarts", "wait_timeout")
+    if cluster.colocate and errors.none_about("rollout_num_gpus"):
+        why = "with --colocate: the engines have the trainer's devices"
+        errors.refuse_ignored(cluster, ["rollout_num_gpus"], why, "drop --colocate")
     if cluster.ray_address is not None and cluster.ray_address.startswith(("http://", "https://")):
         rule = "is the address of Ray's dashboard, which takes jobs (given here, or as RAY_ADDRESS)"
         what_to_do = "give HOST:PORT of the cluster itself, or auto; or start the run with ray job submit"
@@ -148,12 +150,6 @@ def check_offload_on_cpu(cluster: ClusterArguments, errors: Errors) -> None:
         if getattr(cluster, side):
             rule = "frees GPU memory, and this run is on CPU"
             errors.refuse(side, True, rule, f"drop {flag_name(side)}")
-
-
-def notes_on_cluster(cluster: ClusterArguments) -> Iterator[str]:
-    """Yield what is allowed and has no effect."""
-    if cluster.colocate and cluster.rollout_num_gpus is not None:
-        yield f"--rollout-num-gpus {cluster.rollout_num_gpus} has no effect with --colocate"
 
 
 def explain_cluster(cluster: ClusterArguments, engines: str, train_backend: str | None) -> str:

@@ -103,7 +103,8 @@ def check_data(
         errors.refuse_ignored(data, ["sft_roles"], why, "use that loss without --load-debug-rollout-data")
     if not data.apply_chat_template and (has_eval_sets or not reads_conversations):
         of_template = ["apply_chat_template_kwargs"] + ([] if reads_conversations else ["tool_key"])
-        errors.refuse_ignored(data, of_template, "without --apply-chat-template", "add that switch")
+        unrefused = [name for name in of_template if errors.none_about(name)]
+        errors.refuse_ignored(data, unrefused, "without --apply-chat-template", "add that switch")
 
 
 def _check_own_source(data: DataArguments, loads_samples: bool, reads_conversations: bool, errors: Errors) -> None:

@@ -5,13 +5,14 @@ and B starts at 0; W stays as it is.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Optional
 
 from miles.arguments.model import ModelArguments, local_config
 from miles.components import TRAIN_BACKENDS, names_with
 from miles.flags import Errors, changed, flag
+from miles.model_families.installed_transformers import linear_layers
 from miles.objective.settings import LossArguments
 
 ALL_LINEAR = "all-linear"
@@ -76,7 +77,7 @@ def _single(words: tuple[str, ...] | None) -> Iterator[str]:
 
 
 def check_lora(lora: LoraArguments, backend: str, loss: LossArguments, model: ModelArguments, errors: Errors) -> None:
-    """Check the adapter, and that the run trains one. Layers that the model does not have are found when it is built.
+    """Check the adapter, and that the run trains one.
 
     Args:
         lora: The section.
@@ -103,6 +104,37 @@ def check_lora(lora: LoraArguments, backend: str, loss: LossArguments, model: Mo
         errors.refuse_ignored(lora, changed(lora, vars(lora)), why, "use --loss-type policy_loss")
     if errors.none_about("hf_checkpoint", "target_modules"):
         _check_experts(lora, model, errors)
+    if errors.none_about("lora_rank", "hf_checkpoint") and not TRAIN_BACKENDS[backend].reads_megatron_flags:
+        _check_layers(lora, local_config(model, "hf_checkpoint") or {}, errors)
+
+
+def _check_layers(lora: LoraArguments, config: dict[str, Any], errors: Errors) -> None:
+    """Check that transformers' model has the named layers. Those of another family are found when it is built."""
+    kind = str(config.get("model_type"))
+    known = linear_layers(kind)
+    if known:
+        shown = {name for name in known if not (counts_experts(config) and is_in_experts(name))}
+        refuse_unknown_layers(lora, known, shown - {*_NOT_CALLED}, kind, errors)
+
+
+def refuse_unknown_layers(
+    lora: LoraArguments, known: Collection[str], shown: Collection[str], model_type: str, errors: Errors
+) -> None:
+    """Refuse names of layers that a model does not have.
+
+    Args:
+        lora: The section.
+        known: The names of its linear layers, without those of the modules around them.
+        shown: Those that can have an adapter.
+        model_type: As its config names it.
+        errors: Collects the refusals.
+    """
+    for field, names in (("target_modules", lora.targets), ("exclude_modules", lora.excluded)):
+        layers = {name: name.split(".")[-1] for name in names}
+        unknown = [name for name, last in layers.items() if last not in known and not last.isdecimal()]
+        if unknown and errors.none_about(field):
+            rule = f"a {model_type} has no linear layer named {' or '.join(unknown)}"
+            errors.refuse(field, getattr(lora, field), rule, f"give some of {', '.join(sorted(shown))}")
 
 
 def _check_names(field: str, words: tuple[str, ...] | None, errors: Errors) -> None:
@@ -158,12 +190,16 @@ def counts_experts(config: dict[str, Any]) -> bool:
     return any(text.get(name) for name in _EXPERT_COUNTS)
 
 
+def readings_of_lora(lora: LoraArguments) -> Iterator[str]:
+    """Yield the names of Megatron's fused layers, and those that are meant."""
+    for name in _written_fused(lora) if lora.trains_adapter else ():
+        yield f"--target-modules {name}: read as {','.join(FUSED_LAYERS[name])}"
+
+
 def notes_on_lora(lora: LoraArguments, model: ModelArguments) -> Iterator[str]:
     """Yield what is allowed, and may surprise."""
     if not lora.trains_adapter:
         return
-    for name in _written_fused(lora):
-        yield f"--target-modules {name}: read as {','.join(FUSED_LAYERS[name])}"
     if not lora.targets and has_experts(model):
         yield "--lora-rank: the layers of attention get an adapter; experts and dense layers get none"
 

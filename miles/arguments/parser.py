@@ -45,16 +45,19 @@ from miles.arguments.launch.spelling import (
     given_twice,
     group_words,
     read_other_values,
+    stray_words,
     with_written_flags,
     without_flags,
 )
 from miles.arguments.launch.suggest import near_choice, suggestion
 from miles.arguments.megatron.fields import DESTINATION, MODEL_FLAGS, add_megatron_flags, megatron_fields
 from miles.arguments.megatron.settings import MegatronArguments
+from miles.arguments.rules.debug_modes import check_saved_samples, notes_on_saved_samples
 from miles.arguments.rules.deterministic import check_deterministic_on_cpu
 from miles.arguments.rules.replay import check_replay_on_cpu
 from miles.arguments.settings import SECTIONS, Settings
 from miles.arguments.sglang.server_flags import ROUTER, SERVER, ServerFlags, split_server_flags
+from miles.arguments.sglang.server_values import check_server_files
 from miles.arguments.training import fill_precision
 from miles.arguments.validate import Validated, validate
 from miles.components import TRAIN_BACKENDS
@@ -67,9 +70,12 @@ FOREIGN = "foreign:"  # prefix of the flags of other launchers in argparse's nam
 # argparse's messages -> flag, value, rule and what to do
 REPHRASED = (
     (r"^argument ", ""),
-    (r"^(\S+): invalid (int|float) value: '(.*)'$", r"\1 \3: must be a number (\2); correct the value"),
-    (r"^(\S+): invalid whole_numbers value: '(.*)'$", r"\1 \2: must be whole numbers; write 1,1 or [0]*3+[1]*5"),
-    (r"^(\S+): invalid choice: '(.*)' \(choose from (.*)\)$", r"\1 \2: no such choice; give one of \3"),
+    (r"""^(\S+): invalid (int|float) value: (['"])(.*)\3$""", r"\1 \4: must be a number (\2); correct the value"),
+    (
+        r"""^(\S+): invalid whole_numbers value: (['"])(.*)\2$""",
+        r"\1 \3: must be a list of whole numbers; write 1,1 or [0]*3+[1]*5",
+    ),
+    (r"""^(\S+): invalid choice: (['"])(.*)\2 \(choose from (.*)\)$""", r"\1 \3: no such choice; give one of \4"),
     (r"^(\S+): (expected .*)$", r"\1: \2; write a value that starts with a minus as \1=VALUE"),
 )
 
@@ -150,7 +156,12 @@ class FlagParser(argparse.ArgumentParser):
             FlagError: The words after an error cannot be read.
         """
         namespace, unknown = self.parse_known_args(words)
-        for message in self._describe_unknown(unknown, [*self._option_string_actions, *known]):
+        flags = [word.split("=")[0] for word in unknown if word.startswith("-")]
+        # A long one is cut: the search for a near one takes the square of its length.
+        for flag in (one_line(flag, LONGEST_VALUE) for flag in flags):
+            way_out = _with_its_own_way_out(suggestion(flag, [*self._option_string_actions, *known]))
+            self.errors.add(f"{flag}: no such flag; {way_out}")
+        for message in stray_words(words, self._option_string_actions):
             self.errors.add(message)
         return namespace
 
@@ -179,15 +190,6 @@ class FlagParser(argparse.ArgumentParser):
             message = message.replace("no such choice; ", f"no such choice; did you mean {meant}? Else ", 1)
         self.errors.add(message)
         return action.default if meant is None else meant
-
-    def _describe_unknown(self, words: Sequence[str], known: Sequence[str]) -> list[str]:
-        flags = [word.split("=")[0] for word in words if word.startswith("-")]
-        if words and not flags:
-            word = one_line(words[0], LONGEST_VALUE)
-            return [f"the word {word!r} belongs to no flag; every setting is written --flag value"]
-        # A long one is cut: the search for a near one takes the square of its length.
-        shown = [one_line(flag, LONGEST_VALUE) for flag in flags]
-        return [f"{flag}: no such flag; {_with_its_own_way_out(suggestion(flag, known))}" for flag in shown]
 
 
 def _with_its_own_way_out(text: str) -> str:
@@ -509,19 +511,21 @@ def _judge(command: Command) -> Validated:
     except FlagError as error:
         for message in error.messages:
             errors.add_unless_refused(message)
-    on_cpu = is_on_cpu(settings)
+    on_cpu, of_host = is_on_cpu(settings), Errors()
     if on_cpu:
-        of_host = Errors()
         check_deterministic_on_cpu(settings, of_host)
         check_replay_on_cpu(settings, of_host)
-        for message in of_host.messages:
-            errors.add_unless_refused(message)
+    check_saved_samples(settings, of_host)
+    check_server_files(settings, of_host)
+    for message in of_host.messages:
+        errors.add_unless_refused(message)
     errors.raise_if_any()
     settings = fit_to_host(validated.settings, command.given)
-    further = tuple(surprises(settings, command.given, on_cpu, has_bf16()))
+    further = (*notes_on_saved_samples(settings), *surprises(settings, command.given, on_cpu, has_bf16()))
     if command.joined is not None and command.joined.gpus is None:
         further = (command.joined.doubt, *further)
-    return Validated(settings, (*validated.notes, *further), tuple(notes), command.choice)
+    surprising = (*validated.surprises, *further)
+    return Validated(settings, validated.readings, surprising, tuple(notes), command.choice)
 
 
 def _with_defaults(command: Command) -> Settings:
@@ -578,7 +582,7 @@ def _judge_with_hub(argv: Sequence[str]) -> tuple[Command, Validated]:
         validated = judge(command)
     if isinstance(validated, FlagError):
         raise validated
-    return command, replace(validated, notes=(*validated.notes, *fetched.notes))
+    return command, replace(validated, surprises=(*validated.surprises, *fetched.notes))
 
 
 def _report(messages: Sequence[str]) -> str:

@@ -429,6 +429,11 @@ def names_iteration(path: str) -> bool:
     return "{iteration}" in path or "{rollout_id}" in path
 
 
+def path_of_iteration(template: str, iteration: int) -> str:
+    """Return the path of one iteration: ``{iteration}`` or ``{rollout_id}`` in ``template`` is replaced."""
+    return template.replace("{rollout_id}", str(iteration)).replace("{iteration}", str(iteration))
+
+
 def check_async(rollout: RolloutArguments, cluster: ClusterArguments, errors: Errors) -> None:
     """Check that generating ahead of training is possible on these devices, and goes with the other modes."""
     if rollout.async_steps and errors.none_about("async_steps") and cluster.colocate:

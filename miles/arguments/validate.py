@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 
 from miles.arguments.checkpoint import check_checkpoint, fill_remote_cache
-from miles.arguments.cluster import check_cluster, check_offload, notes_on_cluster
+from miles.arguments.cluster import check_cluster, check_offload
 from miles.arguments.data import check_data
 from miles.arguments.evaluation import check_evaluation, fill_evaluation
 from miles.arguments.launch.notes import Note
-from miles.arguments.lora import check_lora, notes_on_lora
+from miles.arguments.launch.paths import check_function_paths
+from miles.arguments.lora import check_lora, notes_on_lora, readings_of_lora
 from miles.arguments.megatron.rules import check_megatron
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import check_model
@@ -33,7 +34,7 @@ from miles.arguments.rules.agents import check_agents
 from miles.arguments.rules.debug_modes import check_debug_modes
 from miles.arguments.rules.deterministic import check_deterministic
 from miles.arguments.rules.labels import check_labels
-from miles.arguments.rules.loss import check_loss, name_policy_loss, notes_on_loss
+from miles.arguments.rules.loss import check_loss, name_policy_loss
 from miles.arguments.rules.replay import check_replay
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.rules import (
@@ -59,15 +60,22 @@ class Validated:
 
     Attributes:
         settings: The settings.
-        notes: What was read as something else, and what may surprise.
+        readings: What was read as something else, or follows from other flags.
+        surprises: What is allowed, and may surprise.
         accepted: Flags that were accepted and have no effect of their own.
         choice: Which backend and engine were chosen, and why; empty for settings that were not read from a command.
     """
 
     settings: Settings
-    notes: tuple[str, ...]
+    readings: tuple[str, ...] = ()
+    surprises: tuple[str, ...] = ()
     accepted: tuple[Note, ...] = ()
     choice: str = ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user has to know before the run: the readings, and what may surprise."""
+        return (*self.readings, *self.surprises)
 
 
 def validate(settings: Settings) -> Validated:
@@ -85,7 +93,8 @@ def validate(settings: Settings) -> Validated:
     parallel, layout_notes = pad_recurrent_models(settings.parallel, settings.training, settings.model, errors)
     settings, notes = _reconcile(replace(settings, parallel=parallel), errors)
     errors.raise_if_any()
-    return Validated(settings, (*layout_notes, *notes, *_notes(settings)))
+    readings = (*layout_notes, *notes, *readings_of_lora(settings.lora))
+    return Validated(settings, readings, tuple(_surprises(settings)))
 
 
 def _check_choices(settings: Settings, errors: Errors) -> None:
@@ -113,6 +122,7 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
         why = "with --data-source-path, which decides by itself what it draws"
         errors.refuse_ignored(rollout, ["max_prompt_pass_rate"], why, "give --prompt-data")
     check_debug_modes(settings, errors)
+    check_function_paths(settings, errors)
     check_cluster(cluster, errors)
     check_async(rollout, cluster, errors)
     check_agents(settings, errors)
@@ -196,10 +206,9 @@ def _reconcile(settings: Settings, errors: Errors) -> tuple[Settings, list[str]]
     return filled, [*loss_notes, *batch_notes, *pause_notes]
 
 
-def _notes(settings: Settings) -> Iterator[str]:
+def _surprises(settings: Settings) -> Iterator[str]:
     """Yield what is allowed, and may surprise."""
     yield from notes_on_rollout(settings.rollout, settings.loss)
-    yield from notes_on_cluster(settings.cluster)
     tensor, per_node = settings.megatron.tensor_model_parallel_size, settings.cluster.actor_num_gpus_per_node
     if settings.cluster.actor_num_nodes > 1 and per_node % tensor:
         yield (
@@ -209,7 +218,6 @@ def _notes(settings: Settings) -> Iterator[str]:
     longest = settings.rollout.rollout_max_response_len
     if longest is not None:
         yield from notes_on_training(settings.training, settings.parallel.context_parallel_size, longest)
-    yield from notes_on_loss(settings.loss)
     if settings.training.fp32_lm_head and settings.sglang.rollout_external:
         yield "--fp32-lm-head: the engines of --rollout-external must have been started with --enable-fp32-lm-head"
     if settings.reward.log_passrate and _is_undecided(settings):

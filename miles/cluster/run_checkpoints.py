@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles.arguments.checkpoint import checkpoint_name, export_folder
+from miles.arguments.checkpoint import checkpoint_name
+from miles.arguments.rollout import path_of_iteration
 from miles.cluster.folders.best_checkpoint import BestCheckpoint, BestSoFar
 from miles.metrics import Metric
 from miles.remote.folder import is_url
@@ -133,7 +134,7 @@ class RunCheckpoints:
         """Write weights, configuration and tokenizer so that transformers' ``from_pretrained`` loads them."""
         assert self.arguments.save_hf is not None
         self.before_writing()
-        name = export_folder(self.arguments.save_hf, done)
+        name = path_of_iteration(self.arguments.save_hf, done)
         folder = self.arguments.local(name) / checkpoint_name(done) if is_url(name) else Path(name)
         with appearing_whole(folder.absolute()) as staged:
             self.sides.trainer.export_hf(staged)

@@ -180,7 +180,9 @@ def _context(
     restarts = Restarts(settings.cluster.max_restarts if previous is None else previous.restarts_left)
 
     def continuation(resumed: Settings) -> Continuation:
-        again = LauncherState(replace(validated, settings=resumed, notes=(), accepted=()), given, restarts.left)
+        again = LauncherState(
+            replace(validated, settings=resumed, readings=(), surprises=(), accepted=()), given, restarts.left
+        )
         return Continuation(f"{__name__}:take_over", again, environment)
 
     can_be_replaced = is_alone and not settings.cluster.ray_address  # nobody restarts a joined cluster

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from miles.model_families.installed_transformers import why_not_loaded
+
 # Types (``model_type``) that tests/fast/training/fsdp/test_packing_check.py compares with transformers, packed and
 # padded, and the same for types with recurrent state.
 PACKABLE = (
@@ -144,6 +146,9 @@ def _why_not_read(config: dict[str, Any]) -> tuple[str, str] | None:
     if "vision_config" in config and kind not in WITH_TEXT_MODEL:
         rule = f"a {kind} is a vision-language model, and transformers has no class for its text model alone"
         return rule, "choose a language model"
+    is_decoder = bool(config.get("is_decoder"))
+    if "model_type" in config and (fault := why_not_loaded(kind, "auto_map" in config, is_decoder)) is not None:
+        return fault
     if model_type(config) in _UNCOMPARED:
         return (
             f"the attention of a {model_type(config)} has not been compared with transformers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from miles.model_families.registry import READ_AS
+from miles.model_families.installed_transformers import READ_AS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -28,7 +28,6 @@ def families(kind: str) -> dict[str, Any]:
 CONVERTED: dict[str, ConvertedFamily] = families("CONVERTED")
 BRIDGED: dict[str, Family] = families("BRIDGED")
 FAMILIES: dict[str, Family] = {**CONVERTED, **BRIDGED}
-READ_AS = {"kimi_k2": "deepseek_v3"}  # transformers does not know the first; the layers are those of the second
 
 
 def family_of(config: Config) -> Family:

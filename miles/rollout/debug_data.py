@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from miles import strict_json
+from miles.arguments.rollout import path_of_iteration
 from miles.host.disk_faults import naming_disk
 from miles.input_error import InputError
 from miles.one_line import one_line
@@ -41,11 +42,6 @@ _SAMPLE_FIELDS = (
 _PROMPT_FIELDS = ("text", "label", "metadata", "source", "prompt_set")
 
 
-def rollout_path(template: str, iteration: int) -> Path:
-    """Return the file of one iteration: ``{iteration}`` or ``{rollout_id}`` in the template is replaced."""
-    return Path(template.replace("{rollout_id}", str(iteration)).replace("{iteration}", str(iteration)))
-
-
 def save_rollout(path_template: str, iteration: int, groups: Sequence[PromptGroup]) -> None:
     """Write the groups of one iteration. The file appears complete or not at all; missing folders are created.
 
@@ -55,7 +51,7 @@ def save_rollout(path_template: str, iteration: int, groups: Sequence[PromptGrou
         ValueError: JSON cannot hold a label or metadata; the message names the prompt.
         WriteFailed: The disk is full, or cannot be written for another reason.
     """
-    path = rollout_path(path_template, iteration)
+    path = Path(path_of_iteration(path_template, iteration))
     lines = [_encode(group) for group in groups]
     partial = path.with_name(f"{path.name}.partial")
     with naming_disk(path, partial):
@@ -74,7 +70,7 @@ def load_rollout(path_template: str, iteration: int, vocab_size: int | None = No
         InputError: The file is missing or empty (the message names the flag), or a line is malformed (the message
             names file and line).
     """
-    path = rollout_path(path_template, iteration)
+    path = Path(path_of_iteration(path_template, iteration))
     flag = f"--load-debug-rollout-data {path_template}"
     try:
         lines = path.read_bytes().split(b"\n")

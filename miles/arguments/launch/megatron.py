@@ -10,7 +10,15 @@ from miles.arguments.launch.abilities import reads_megatron_flags
 from miles.arguments.launch.megatron_flags import FREE_FIELDS
 from miles.arguments.launch.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, SAME, Note, written
 from miles.arguments.megatron.fields import MODEL_FLAGS, MegatronField, megatron_fields
-from miles.arguments.megatron.overrides import FIXED, SHAPE_FIELDS, TRIED, asks_for_nothing, refusal_of, repeats
+from miles.arguments.megatron.overrides import (
+    FIXED,
+    SHAPE_FIELDS,
+    TRIED,
+    asks_for_nothing,
+    contradiction,
+    refusal_of,
+    repeats,
+)
 from miles.arguments.model import local_config
 from miles.arguments.settings import Settings
 from miles.flags import Errors
@@ -126,9 +134,10 @@ def _judge_without_megatron(
     if unread is not None:
         return Verdict(note=Note(NO_EFFECT, shown, unread))
     why = "Megatron's, and --train-backend fsdp trains"
-    if field.name in shape and not repeats(value, shape[field.name]):
-        found = shape[field.name]
-        errors.add(f"{shown}: contradicts --hf-checkpoint, whose config gives {field.name} {found}; drop it")
+    is_whole = "num_layers" in shape and "vocab_size" in shape  # of a family that Megatron trains too
+    says_more = is_whole and field.name in SHAPE_FIELDS and not _asks_for_nothing(field, value)
+    if not repeats(value, shape[field.name]) if field.name in shape else says_more:
+        errors.add(contradiction(field.name, value, field.flag, shape))
         return Verdict()
     harmless = field.name in FREE_FIELDS or field.name in SHAPE_FIELDS or field.name in FIXED or field.name in TRIED
     if not harmless and not _asks_for_nothing(field, value):

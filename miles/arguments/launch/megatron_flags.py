@@ -100,7 +100,13 @@ FREE_FIELDS: dict[str, tuple[str, str]] = {
         ("check_for_nan_in_grad", "check_for_large_grads"), (SAME, "a gradient that is not finite stops the run")
     ),
     **dict.fromkeys(
-        ("log_num_zeros_in_grad", "log_max_attention_logit", "moe_per_layer_logging", "config_logger_dir"),
+        (
+            "barrier_with_L1_time",
+            "log_num_zeros_in_grad",
+            "log_max_attention_logit",
+            "moe_per_layer_logging",
+            "config_logger_dir",
+        ),
         (REPORTING, "metrics are in --output-dir"),
     ),
     **dict.fromkeys(

@@ -15,7 +15,7 @@ from miles.arguments.cluster import OFFLOAD_FLAGS
 from miles.arguments.evaluation import OF_SETS
 from miles.arguments.launch.abilities import has_servers, reads_megatron_flags
 from miles.arguments.launch.notes import MEMORY, NO_EFFECT, OTHER_PART, READ_AS, REPORTING, SAME, Note, note_on
-from miles.arguments.launch.values import environment_strings, set_name
+from miles.arguments.launch.values import environment_strings, is_object, set_name
 from miles.arguments.model import readable_config
 from miles.arguments.rollout import names_iteration
 from miles.arguments.rules.debug_modes import NOTHING_IS_GENERATED, NOTHING_IS_TRAINED, OF_GENERATION, OF_TRAINING
@@ -106,6 +106,10 @@ def _readers(name: str) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def _has_no_template(s: Settings) -> bool:
+    return not s.data.apply_chat_template and not s.reads_conversations
+
+
 def _shares(s: Settings) -> bool:
     starts_servers = has_servers(s) and not s.sglang.rollout_external and s.generates
     return s.cluster.colocate and starts_servers
@@ -131,6 +135,7 @@ IDLE = (
         "conversations are trained on as they are",
     ),
     Idle("loss", ("kl_loss_coef",), lambda s: not s.loss.use_kl_loss, "without --use-kl-loss"),
+    Idle("loss", ("kl_loss_type",), lambda s: not s.loss.needs_reference, "without --use-kl-loss or --kl-coef"),
     Idle(
         "model",
         ("ref_load",),
@@ -242,7 +247,7 @@ IDLE = (
     Idle(
         "data",
         ("apply_chat_template_kwargs", "tool_key"),
-        lambda s: not s.data.apply_chat_template and not s.reads_conversations,
+        lambda s: _has_no_template(s) and is_object(s.data.apply_chat_template_kwargs),
         "without --apply-chat-template",
     ),
     Idle("loss", ("tis_clip", "tis_clip_low"), lambda s: not s.loss.use_tis, "without --use-tis"),
@@ -265,7 +270,13 @@ IDLE = (
     Idle(
         "cluster",
         ("rollout_num_gpus",),
-        lambda s: not has_servers(s) and not s.cluster.colocate,
+        lambda s: s.cluster.colocate,
+        "with --colocate the engines have the trainer's devices",
+    ),
+    Idle(
+        "cluster",
+        ("rollout_num_gpus",),
+        lambda s: not has_servers(s),
         "the torch engine runs on one device",
         OTHER_PART,
     ),

@@ -21,6 +21,7 @@ from miles.arguments.launch.notes import NO_EFFECT, READ_AS, Note, note_on, writ
 from miles.arguments.launch.paths import HOOKS, is_fully_async, missing_function, our_function
 from miles.arguments.launch.server import normalize_server_flags
 from miles.arguments.megatron.rules import lacks_bridge
+from miles.arguments.megatron.training_flags import TRAINING_FLAGS
 from miles.arguments.model import readable_config
 from miles.arguments.settings import Settings
 from miles.flags import Errors
@@ -30,7 +31,12 @@ from miles.remote.folder import is_url
 _CONVERTED = "_torch_dist"  # the ending that converters of related launchers give to a folder
 
 FOREIGN_FLAGS: dict[str, Foreign] = by_flag(
-    [*LAUNCHER_FLAGS.values(), *NEWER_FLAGS.values(), *MEGATRON_SCRIPT_FLAGS.values()]
+    [
+        *LAUNCHER_FLAGS.values(),
+        *NEWER_FLAGS.values(),
+        *MEGATRON_SCRIPT_FLAGS.values(),
+        *TRAINING_FLAGS.values(),
+    ]
 )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import miles
 from miles.arguments.settings import Settings
-from miles.flags import flag_name
+from miles.flags import Errors, flag_name
+from miles.user_code.loading import PICKLED
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,26 @@ def missing_function(field: str, path: str) -> str | None:
     instead = _instead(field, path)
     what_to_do = instead or f"write {HOOKS[field].signature}, and name it as module:function"
     return f"{flag_name(field)} {path}: this function is part of another launcher, and is not here; {what_to_do}"
+
+
+def check_function_paths(settings: Settings, errors: Errors) -> None:
+    """Check that each flag that names a function has the form of an import path. Its module is imported later."""
+    for field, hook in HOOKS.items():
+        path = getattr(getattr(settings, hook.section), field)
+        if path is None or not errors.none_about(field):
+            continue
+        module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+        if all(part.isidentifier() for part in (*module.split("."), name)) or (module.endswith(PICKLED) and name):
+            continue
+        kind = "class" if hook.signature.startswith("class") else "function"
+        of_file = re.fullmatch(r"(?:\./)?([\w/]+)\.py(?:[:.](\w+))?", path)
+        if of_file is not None:
+            rule = f"names a file, and a {kind} is imported from a module"
+            meant = f"{of_file[1].strip('/').replace('/', '.')}:{of_file[2] or 'NAME'}"
+            what_to_do = f"write {meant}, and start the run in the folder from which that is importable"
+        else:
+            rule, what_to_do = f"names no {kind} of a module", f"write module:{kind} or module.{kind}"
+        errors.refuse(field, path, rule, what_to_do)
 
 
 def signatures() -> Iterator[tuple[str, str]]:

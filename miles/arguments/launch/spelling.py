@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from miles.arguments.launch.notes import READ_AS, Note, written
 from miles.arguments.launch.values import whole_numbers
 from miles.arguments.sglang.server_flags import ROUTER, ROUTER_ALIAS
+from miles.flags import LONGEST_VALUE
+from miles.one_line import one_line
+from miles.secret_values import public_words
 
 Group: TypeAlias = tuple[str, tuple[str, ...]]  # a flag, and the words after it
 
@@ -118,6 +122,58 @@ def _numbers(word: str) -> list[str]:
         return [str(number) for number in whole_numbers(word)]
     except ValueError:
         return [word]  # the parser reports it
+
+
+def stray_words(words: Sequence[str], actions: Mapping[str, argparse.Action]) -> list[str]:
+    """Return errors about the words beyond the values that each flag takes. A flag that does not exist takes all."""
+    stray, messages = list[tuple[str, str]](), list[str]()
+    for flag, values in group_words(words):
+        if flag and flag not in actions:
+            continue
+        extra = [word for word in values[_most_values(actions.get(flag)) :] if not word.startswith("-")]
+        if flag == _ONE_SOURCE and extra:
+            has_names = len(values) % 2 == 0 and all(name.isidentifier() for name in values[::2])
+            pairs = values if has_names else [word for source in values for word in ("NAME", source)]
+            messages.append(
+                f"{written(flag, values)}: takes one source; for several give --prompt-mix {' '.join(pairs)}"
+            )
+        else:
+            stray += [(word, flag) for word in extra]
+    settings = [(word, flag) for word, flag in stray if _SETTING.match(word)]
+    others = [pair for pair in stray if pair not in settings]
+    if settings:
+        rule = "belong to no flag, and look like settings of another trainer"
+        what_to_do = "write the command to a file, and miles translate FILE prints the flags to give instead"
+        messages.append(f"{_quoted(settings)} {rule}; {what_to_do}")
+    if others:
+        belong = "belongs" if len(others) == 1 else "belong"
+        messages.append(f"{_quoted(others)} {belong} to no flag; every setting is written --flag value")
+    return messages
+
+
+_ONE_SOURCE = "--prompt-data"
+_SETTING = re.compile(r"[+~]{0,2}[A-Za-z_][\w/]*(\.\w+)+=")  # of Hydra: data.train_batch_size=8
+
+
+def _most_values(action: argparse.Action | None) -> int:
+    """Return how many values a flag takes at most."""
+    if action is None:
+        return 0
+    match action.nargs:
+        case None | "?":
+            return 1
+        case int(number):
+            return number
+        case _:
+            return sys.maxsize
+
+
+def _quoted(stray: Sequence[tuple[str, str]]) -> str:
+    shown = [
+        repr(one_line(word, LONGEST_VALUE)) + (f" after {flag}" if flag else "")
+        for word, (_, flag) in zip(public_words([word for word, _ in stray]), stray, strict=True)
+    ]
+    return f"the word{'s' if len(stray) > 1 else ''} {', '.join(shown)}"
 
 
 def given_twice(words: Sequence[str]) -> list[Note]:

@@ -38,6 +38,10 @@ def suggestion(flag: str, known: Iterable[str]) -> str:
 def nearest_flag(flag: str, known: Iterable[str]) -> str | None:
     """Return the flag that ``flag`` was meant to be, which is never its opposite; None if none is related."""
     flags = [name for name in known if name.startswith("--")]
+    hyphened = flag.replace("_", "-")  # as Megatron spells some
+    if flag != hyphened and hyphened in flags:
+        return hyphened
+    flag = hyphened
     candidates = [name for name in flags if not _are_opposite(flag, name)]
     near = _with_a_typing_error(flag, candidates) or _with_same_words(flag, candidates, flags)
     return near[0] if near else None

@@ -18,6 +18,8 @@ def whole_numbers(text: str) -> list[int]:
     """
     try:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body)
+        if value == []:
+            raise ValueError("an empty list")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"{text!r} is not a list of whole numbers, such as 1,1 or [0]*3+[1]*5") from None
     return [value] if isinstance(value, int) else value
@@ -39,7 +41,7 @@ def _evaluate(node: ast.expr) -> Any:
         left, right = _evaluate(node.left), _evaluate(node.right)
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int) and right <= 10_000:
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int) and 0 <= right <= 10_000:
             return left * right
     raise ValueError(ast.unparse(node))
 
@@ -47,6 +49,14 @@ def _evaluate(node: ast.expr) -> Any:
 def set_name(source: str) -> str:
     """Return a name for an evaluation set that was given without one: ``aime-2024`` for ``data/aime-2024.jsonl``."""
     return Path(source).stem or source
+
+
+def is_object(text: str | None) -> bool:
+    """Return whether ``text`` is a JSON object, or no text: what cannot be read is reported, and not left out."""
+    try:
+        return text is None or isinstance(strict_json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def environment_strings(text: str) -> str | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from miles.arguments.lora import LoraArguments, refuse_projections_of_experts
+from miles.arguments.lora import LoraArguments, is_in_experts, refuse_projections_of_experts, refuse_unknown_layers
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.flags import Errors
+from miles.model_families.registry import converted_family
+
+_LINEAR = re.compile(r"(?!.*experts).*\.linear_\w+\.weight")
 
 
 def check_adapter_flags(lora: LoraArguments, sizes: MegatronArguments, errors: Errors) -> None:
@@ -40,3 +44,14 @@ def check_adapter_with_model(lora: LoraArguments, model_type: str, shape: dict[s
     if shape.get("multi_latent_attention"):
         rule = f"the latent attention of a {model_type} gets no adapter with --train-backend megatron"
         errors.refuse("lora_rank", lora.lora_rank, rule, "use --train-backend fsdp")
+
+
+def check_adapted_layers(lora: LoraArguments, config: dict[str, Any], shape: dict[str, Any], errors: Errors) -> None:
+    """Check that the model with this Hugging Face config, and this shape, has the layers that flags name."""
+    if not lora.trains_adapter or not errors.none_about("lora_rank"):
+        return
+    layer = converted_family(config).parameters(config, shape).layer
+    names = (hf for name, binding in layer.items() if _LINEAR.fullmatch(name) for hf in binding.hf_names)
+    known = {name.split(".")[-2] for name in names}
+    shown = {name for name in known if not ("num_moe_experts" in shape and is_in_experts(name))}
+    refuse_unknown_layers(lora, known, shown, config["model_type"], errors)

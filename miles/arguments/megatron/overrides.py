@@ -55,17 +55,38 @@ def check_overrides(overrides: Overrides, shape: dict[str, Any] | None, flags: d
         flag = flags[name]
         shown = flag if isinstance(value, bool) else f"{flag} {_words(value)}"
         if shape is not None and name in shape:
-            reason = f"--hf-checkpoint, whose config gives {name} {_words(shape[name])}"
             if not repeats(_by_layer(value, shape[name]) if name == "moe_layer_freq" else value, shape[name]):
-                errors.add(f"{shown}: contradicts {reason}; drop it")
+                errors.add(contradiction(name, value, flag, shape))
         elif name in FIXED:
             fixed, why = FIXED[name]
             if not repeats(value, fixed):
                 errors.add(f"{shown}: contradicts --train-backend megatron: {why}; drop it")
-        elif (
-            name not in TRIED and not asks_for_nothing(name, value) and (shape is not None or name not in SHAPE_FIELDS)
-        ):
+        elif name in TRIED or asks_for_nothing(name, value) or (shape is None and name in SHAPE_FIELDS):
+            continue
+        elif shape is not None and name in SHAPE_FIELDS:
+            errors.add(contradiction(name, value, flag, shape))
+        else:
             errors.add(f"{shown}: {refusal_of(name)}; drop it")
+
+
+def contradiction(name: str, value: Any, flag: str, shape: dict[str, Any]) -> str:
+    """Return the error of a field that says something else than the model's config.
+
+    Args:
+        name: The field.
+        value: Its value; a switch has True or False.
+        flag: Its flag.
+        shape: The model's shape in Megatron's terms.
+    """
+    neutral = NEUTRAL_VALUES.get(name, (None,))[0]
+    if isinstance(value, bool):
+        found = f"says the opposite of {flag}" if name in shape else f"describes a model without {flag}"
+    elif shape.get(name, neutral) is None:
+        found = f"describes a model without {flag}"
+    else:
+        found = f"gives {flag} {_words(shape.get(name, neutral))}"
+    shown = flag if isinstance(value, bool) else f"{flag} {_words(value)}"
+    return f"{shown}: contradicts --hf-checkpoint, whose config.json {found}; drop it"
 
 
 # Values that ask for nothing, and that scripts give for models which do not have the setting.

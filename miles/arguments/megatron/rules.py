@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
 from miles.arguments.lora import LoraArguments
-from miles.arguments.megatron.adapter import check_adapter_flags, check_adapter_with_model
+from miles.arguments.megatron.adapter import check_adapted_layers, check_adapter_flags, check_adapter_with_model
 from miles.arguments.megatron.fields import MODEL_FLAGS, megatron_fields
 from miles.arguments.megatron.overrides import Overrides, check_overrides
 from miles.arguments.megatron.settings import MegatronArguments
@@ -145,6 +145,7 @@ def _check_local_models(
         shape = megatron_shape(config)
         _check_with_model(sizes, overrides, config, shape, errors)
         check_adapter_with_model(lora, config["model_type"], shape, errors)
+        check_adapted_layers(lora, config, shape, errors)
     for field in ("ref_load", "opd_teacher_load"):
         path, other = getattr(model, field), local_config(model, field)
         if other is not None and other.get("model_type") not in left_to_the_backend:
@@ -325,7 +326,7 @@ def _check_heads(sizes: MegatronArguments, config: dict[str, Any], errors: Error
     """Check that the model can be trained with ``--mtp-num-layers`` heads."""
     heads = config.get(HEADS_IN_CONFIG) or 0
     if sizes.mtp_heads and heads not in (0, sizes.mtp_heads):
-        rule = f"contradicts --hf-checkpoint, whose config gives {HEADS_IN_CONFIG} {heads}"
+        rule = f"contradicts --hf-checkpoint, whose config.json gives {HEADS_IN_CONFIG} {heads}"
         errors.refuse("mtp_num_layers", sizes.mtp_heads, rule, f"give {heads}")
     if sizes.mtp_heads and config.get("tie_word_embeddings") and sizes.pipeline_model_parallel_size > 1:
         rule = (

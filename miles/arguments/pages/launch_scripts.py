@@ -283,7 +283,10 @@ def _megatron_row(field: MegatronField) -> tuple[str, str, str]:
     name = field.name
     neutral = [str(value) for value in NEUTRAL_VALUES.get(name, ())]
     if name in OF_OTHER_MODELS:
-        text = f"{refusal_of(name)}. Noted with `--train-backend fsdp`, which reads it from --hf-checkpoint"
+        text = (
+            "no model that Megatron trains has it, so it contradicts --hf-checkpoint. Noted with "
+            "`--train-backend fsdp` for other models, which are built as --hf-checkpoint says"
+        )
         return field.flag, "noted or refused", text
     if name in SHAPE_FIELDS:
         text = "checked: --hf-checkpoint determines it, and another value is refused"

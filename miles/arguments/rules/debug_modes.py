@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
+from miles.arguments.checkpoint import first_iteration
 from miles.arguments.evaluation import OF_SETS
+from miles.arguments.rollout import names_iteration, path_of_iteration
 from miles.arguments.settings import Settings
 from miles.flags import Errors
 
@@ -29,6 +34,31 @@ OF_TRAINING = {
 NOTHING_IS_TRAINED = "with --debug-rollout-only, which trains and saves nothing"
 NOTHING_IS_GENERATED = "with --debug-train-only, which generates nothing"
 OF_GENERATION = OF_SETS
+
+
+def check_saved_samples(settings: Settings, errors: Errors) -> None:
+    """Check that the first file of ``--load-debug-rollout-data`` is there."""
+    path, first = settings.rollout.load_debug_rollout_data, first_iteration(settings.checkpoint)
+    if path is not None and names_iteration(path) and first is not None:
+        file = path_of_iteration(path, first)
+        if not os.path.isfile(file):
+            rule = f"no such file: {file}, of the first iteration of the run"
+            errors.refuse("load_debug_rollout_data", path, rule, "check the path")
+
+
+def notes_on_saved_samples(settings: Settings) -> Iterator[str]:
+    """Yield a note on the first iteration of ``--load-debug-rollout-data`` that has no file."""
+    path, last = settings.rollout.load_debug_rollout_data, settings.rollout.num_rollout
+    first = first_iteration(settings.checkpoint)
+    if path is None or last is None or first is None or not names_iteration(path):
+        return
+    files = (path_of_iteration(path, iteration) for iteration in range(first, last))
+    missing = next((file for file in files if not os.path.isfile(file)), None)
+    if missing is not None:
+        yield (
+            f"--load-debug-rollout-data {path}: {missing} is missing, so the run will stop there, before the "
+            f"{last} iterations of --num-rollout"
+        )
 
 
 def check_debug_modes(settings: Settings, errors: Errors) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from miles.arguments.critic import check_critic, check_no_critic
@@ -28,6 +27,8 @@ def check_loss(settings: Settings, errors: Errors) -> None:
         errors.refuse_ignored(loss, ["custom_advantage_function_path"], why, what_to_do)
         errors.refuse_ignored(settings.reward, ["custom_reward_post_process_path"], why, what_to_do)
     if not loss.needs_reference:
+        if errors.none_about("kl_loss_type"):
+            errors.refuse_ignored(loss, ["kl_loss_type"], "without --use-kl-loss or --kl-coef", "add one of them")
         of_reference = ["ref_load", "ref_update_interval"]
         errors.refuse_ignored(settings.model, of_reference, "without --use-kl-loss", "add that switch")
     elif settings.lora.trains_adapter and errors.none_about("lora_rank"):
@@ -170,9 +171,3 @@ def _check_given_samples(settings: Settings, errors: Errors) -> None:
     errors.refuse_ignored(settings.rollout, ["custom_convert_samples_to_train_data_path"], why, what_to_do)
     if not settings.evaluation.has_sets:
         errors.refuse_ignored(settings.reward, ["rm_type", "custom_rm_path"], f"{why} without evaluation", what_to_do)
-
-
-def notes_on_loss(loss: LossArguments) -> Iterator[str]:
-    """Yield what is allowed and has no effect."""
-    if loss.kl_loss_type != LossArguments.kl_loss_type and not loss.needs_reference:
-        yield f"--kl-loss-type {loss.kl_loss_type} has no effect without --use-kl-loss or --kl-coef"

@@ -7,8 +7,8 @@ from miles.arguments.settings import Settings
 from miles.arguments.sglang.server_flags import known_server_flags
 from miles.components import ENGINES, engine_spec, names_with
 from miles.flags import Errors
+from miles.model_families.installed_transformers import READ_AS
 from miles.model_families.packing import model_type
-from miles.model_families.registry import READ_AS
 
 # Types whose routers can be given experts, on the backends that train them and the torch engine
 # (miles/replay/routers.py).

@@ -16,6 +16,7 @@ from miles.flags import Errors
 SERVER, ROUTER = "--sglang-", "--router-"
 SERVER_KEY, ADMIN_KEY = "--api-key", "--admin-api-key"  # SGLang's flags; the router calls its own key --api-key too
 ROUTER_ALIAS = "--sglang-router-"
+_ADDRESS = "--ip"  # of a router that runs already, in related launchers
 
 # Flags that the launcher sets, and to what or why.
 OWNED_BY_LAUNCHER = {
@@ -153,6 +154,10 @@ def _owner_error(prefix: str, flag: str, value: str, engine_size: int) -> str | 
 
 
 def _unknown_error(prefix: str, flag: str, known: Collection[str]) -> str | None:
+    if prefix == ROUTER and flag == _ADDRESS:
+        rule = "a run starts its own router, and engines that run already are given by their own addresses"
+        what_to_do = "give --rollout-external and --rollout-external-engine-addrs HOST:PORT …, and drop it"
+        return f"{prefix}{flag[2:]}: {rule}; {what_to_do}"
     if not known or flag in known:
         return None
     if prefix == SERVER and flag in REPLACED:

@@ -3,15 +3,68 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, assert_never
 
+from miles.arguments.launch.abilities import has_servers
 from miles.arguments.launch.spelling import group_words
 from miles.arguments.launch.suggest import near_choice
+from miles.arguments.settings import Settings
 from miles.arguments.sglang.installed import Accepted, Reading, has_plugins, router_flags, server_flags
 from miles.arguments.sglang.server_flags import ROUTER, SERVER, ServerFlags
 from miles.flags import Errors
+
+# Bounds of numbers, as SGLang 0.5.23 checks them when a server starts (srt/arg_groups/*_hook.py): the smallest number
+# that it takes, whether it takes that number itself, and the largest. Above 1, SGLang starts with a share of the GPU's
+# memory that no GPU has.
+_POSITIVE, _NOT_NEGATIVE = (0.0, False, math.inf), (0.0, True, math.inf)
+_SHARE = (0.0, False, 1.0)
+_RANGES: dict[str, tuple[float, bool, float]] = {
+    **dict.fromkeys(("--mem-fraction-static", "--swa-full-tokens-ratio", "--hicache-host-memory-fraction"), _SHARE),
+    **dict.fromkeys(
+        (
+            "--detokenizer-worker-num",
+            "--gpu-id-step",
+            "--grpc-response-timeout-secs",
+            "--max-loras-per-batch",
+            "--page-size",
+            "--pp-max-micro-batch-size",
+            "--sampling-mask-max-tokens",
+        ),
+        _POSITIVE,
+    ),
+    **dict.fromkeys(
+        (
+            "--base-gpu-id",
+            "--lora-drain-wait-threshold",
+            "--mamba-cache-philox-rounds",
+            "--mm-io-worker-num",
+            "--mm-processor-worker-num",
+            "--prefill-decode-interval",
+            "--prefill-decode-interval-min-bs",
+            "--schedule-conservativeness",
+            "--swa-prefix-tails",
+        ),
+        _NOT_NEGATIVE,
+    ),
+}
+# Flags whose value is the path of a file, and those whose value is one if it ends so.
+FILES = (
+    "--config",
+    "--debug-tensor-dump-input-file",
+    "--dllm-algorithm-config",
+    "--flexkv-config-file",
+    "--lmcache-config-file",
+    "--pdmux-config-path",
+    "--quantization-param-path",
+    "--rl-quant-profile",
+    "--ssl-ca-certs",
+    "--ssl-certfile",
+    "--ssl-keyfile",
+)
+_FILES_OR_NAMES = {"--chat-template": (".jinja", ".json"), "--completion-template": (".jinja", ".json")}
 
 _SIZE = re.compile(r"\d+(\.\d+)?[kMGT]|\d+[KMGT]i")  # a number with a suffix: decimals only of powers of 1000
 
@@ -27,11 +80,24 @@ def check_server_values(flags: ServerFlags, errors: Errors) -> None:
     _check_words(ROUTER, flags.router, router_flags(), errors)
 
 
+def check_server_files(settings: Settings, errors: Errors) -> None:
+    """Check that each file is there that a flag of the server names, unless the servers are on hosts of a cluster."""
+    if not has_servers(settings) or settings.sglang.rollout_external or settings.cluster.ray_address is not None:
+        return
+    for flag, values in group_words(settings.server_flags.server):
+        field = (SERVER + flag.removeprefix("--")).removeprefix("--")
+        for path in values[:1]:
+            is_file = flag in FILES or (flag in _FILES_OR_NAMES and path.endswith(_FILES_OR_NAMES[flag]))
+            if is_file and path != "None":
+                errors.existing_file(field, path)
+
+
 def _check_words(prefix: str, words: Sequence[str], known: Mapping[str, Accepted], errors: Errors) -> None:
     for flag, values in group_words(words):
         field = (prefix + flag.removeprefix("--")).removeprefix("--")
         accepted = known.get(flag)
         fault = None if accepted is None or not errors.none_about(field) else _fault(accepted, values)
+        fault = fault or (_out_of_range(flag, values) if prefix == SERVER and accepted is not None else None)
         if fault is not None:
             errors.refuse(field, values or None, *fault)
 
@@ -52,6 +118,19 @@ def _fault(accepted: Accepted, values: Sequence[str]) -> tuple[str, str] | None:
         if accepted.choices and value not in accepted.choices and not has_plugins():
             return _no_such_choice(word, accepted.choices)
     return None
+
+
+def _out_of_range(flag: str, values: Sequence[str]) -> tuple[str, str] | None:
+    """Return why SGLang would stop at the number that a flag has; None if it would not."""
+    if flag not in _RANGES or len(values) != 1:
+        return None
+    low, takes_low, high = _RANGES[flag]
+    number = float(values[0])
+    if low < number <= high or (takes_low and number == low):
+        return None
+    if high < math.inf:
+        return f"must be in ({low:g}, {high:g}]", "give a share such as 0.8"
+    return f"must be {'at least' if takes_low else 'above'} {low:g}", "give such a number"
 
 
 def _read(word: str, reading: Reading) -> Any:

@@ -47,12 +47,12 @@ def model_folder(path, **config):
 
 def test_untested_models_with_recurrent_state_are_padded_with_a_note(validated, tmp_path):
     plain = model_folder(tmp_path / "plain", model_type="qwen3")
-    folder = model_folder(tmp_path / "new", model_type="new", layer_types=["full_attention", "linear_attention"])
+    folder = model_folder(tmp_path / "new", model_type="lfm2", layer_types=["full_attention", "linear_attention"])
     for flag in ("--hf-checkpoint", "--ref-load"):
         rest = "" if flag == "--hf-checkpoint" else f"--hf-checkpoint {plain} --use-kl-loss --kl-loss-coef 0.1"
         found = validated(f"{flag} {folder} {rest} --rollout-engine sglang", without="--hf-checkpoint")
         assert found.settings.parallel.qkv_format == "bshd"
-        note = f"--qkv-format is bshd: packing the samples of {flag} {folder}, a new with recurrent state, has not been"
+        note = f"--qkv-format is bshd: packing the samples of {flag} {folder}, a lfm2 with recurrent state, has"
         assert any(said.startswith(note) for said in found.notes)
         assert note.split(":")[0] in explain(found)
         assert not any("qkv-format" in said for said in validate(found.settings).notes)
@@ -60,7 +60,7 @@ def test_untested_models_with_recurrent_state_are_padded_with_a_note(validated, 
 
 def test_a_reference_may_need_rows_where_the_policy_does_not(validated, tmp_path):
     policy = model_folder(tmp_path / "policy", model_type="qwen3_next")
-    reference = model_folder(tmp_path / "reference", model_type="new", layer_types=["conv"])
+    reference = model_folder(tmp_path / "reference", model_type="lfm2", layer_types=["conv"])
     flags = f"--hf-checkpoint {policy} --ref-load {reference} --use-kl-loss --kl-loss-coef 0.1"
     assert validated(flags, without="--hf-checkpoint").settings.parallel.qkv_format == "bshd"
 

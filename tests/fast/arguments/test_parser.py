@@ -53,7 +53,7 @@ def test_a_file_of_flags(tmp_path):
         ("--rolout-batch-size 3", "--rolout-batch-size: no such flag; did you mean --rollout-batch-size?"),
         ("--rollout-batch 3", "--rollout-batch: no such flag; did you mean --rollout-batch-size?"),
         ("--xyzzy=3", "--xyzzy: no such flag; --help lists all flags"),
-        ("stray", "the word 'stray' belongs to no flag"),
+        ("stray", "the word 'stray' after --rollout-max-response-len belongs to no flag"),
         ("--lr fast", "--lr fast: must be a number (float)"),
         ("--seed 1.5", "--seed 1.5: must be a number (int)"),
         ("--loss-aggregation mean", "--loss-aggregation mean: no such choice; give one of 'sample_mean', "),

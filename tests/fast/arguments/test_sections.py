@@ -125,7 +125,7 @@ ACCEPTED = [
     ("--lr-decay-style constant --lr-warmup-fraction 0.1 --lr-decay-iters 100", ""),
     ("--save-debug-rollout-data one.jsonl --num-rollout 1", ""),
     ('--train-env-vars {"A":"1"} --apply-chat-template --apply-chat-template-kwargs {"a":false}', ""),
-    ("--use-dynamic-batch-size --max-tokens-per-gpu 100 --colocate --rollout-num-gpus 2", ""),
+    ("--use-dynamic-batch-size --max-tokens-per-gpu 100 --colocate", ""),
 ]
 
 

@@ -146,8 +146,6 @@ def test_an_unknown_choice_is_not_read_as_the_last_known_one(read):
     [
         ("--rollout-temperature 0", "samples greedily"),
         ("--n-samples-per-prompt 1", "every advantage is 0"),
-        ("--colocate --rollout-num-gpus 4", "no effect with --colocate"),
-        ("--kl-loss-type k3", "no effect without --use-kl-loss"),
         ("--log-passrate --rm-type format:1,length:0.1", "an answer passes if the sum is 1 or more"),
         ("--use-dynamic-batch-size --max-tokens-per-gpu 32", "its own micro-batch"),
         ("", "--global-batch-size is 32"),

@@ -127,7 +127,7 @@ def test_a_launcher_sends_how_its_run_ended(server, tmp_path, monkeypatch, capsy
     monkeypatch.setattr("miles.launcher.run.run", run)
     settings = parse(["--notify-url", server.url, "--output-dir", str(tmp_path)])
     with nullcontext() if error is None else pytest.raises(SystemExit):
-        train.start(Validated(settings, ()))
+        train.start(Validated(settings))
     (body,) = server.bodies
     assert body["event"] == event and body["run"] == str(tmp_path)
     assert "t0ken" not in "".join(capsys.readouterr())

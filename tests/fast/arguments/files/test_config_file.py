@@ -172,7 +172,7 @@ COMMANDS = [
     "--train-backend megatron --tensor-model-parallel-size 2 --actor-num-gpus-per-node 4 --no-rope-fusion "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--rollout-engine sglang --sglang-dtype float32 --sglang-enable-metrics --rollout-num-gpus 4 "
-    "--rollout-num-gpus-per-engine 2 --router-policy random --sglang-schedule-conservativeness -1",
+    "--rollout-num-gpus-per-engine 2 --router-policy random --sglang-chunked-prefill-size -1",
     "--save out/no --save-interval 2 --save-hf out/true --load out/1e5 --output-dir out/#a:b --finetune",
 ]
 

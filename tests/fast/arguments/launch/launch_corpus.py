@@ -42,8 +42,10 @@ def read_lines(**changed: str) -> list[Line]:
 
 
 def write_files(folder: Path) -> None:
-    """Write the configs of the models, without weights, and one prompt."""
+    """Write the configs of the models, without weights, one prompt, and the samples of one iteration."""
     for name, config in yaml.safe_load(FILE.read_text(encoding="utf-8"))["models"].items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "1 + 1 =", "label": "2"}) + "\n")
+    (folder / "out").mkdir()
+    (folder / "out" / "samples_0.pt").touch()

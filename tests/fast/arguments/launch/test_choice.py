@@ -85,7 +85,9 @@ def test_flags_of_its_layers_are_noted(accepted, tmp_path):
 def test_the_block_of_another_model_is_refused(refusals, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HYBRID))
     messages = refusals(f"--hf-checkpoint {tmp_path} --num-layers 48 --hidden-size 32", without="--hf-checkpoint")
-    assert messages == ("--num-layers 48: contradicts --hf-checkpoint, whose config gives num_layers 4; drop it",)
+    assert messages == (
+        "--num-layers 48: contradicts --hf-checkpoint, whose config.json gives --num-layers 4; drop it",
+    )
 
 
 def test_megatron_refuses_these_layers(refusals):

@@ -31,7 +31,8 @@ QWEN3 = dict(
 
 # flags, and the same command without those that have no effect
 CASES = [
-    ("--kl-loss-coef 0.001", ""),
+    ("--kl-loss-coef 0.001 --kl-loss-type k3", ""),
+    (f"{SGLANG} --colocate --rollout-num-gpus 4", f"{SGLANG} --colocate"),
     ("--ref-load nowhere_torch_dist", ""),
     ("--ref-update-interval 5", ""),
     ("--rm-type math --custom-rm-path my:reward", "--custom-rm-path my:reward"),
@@ -41,8 +42,8 @@ CASES = [
     ("--advantage-estimator rloo --disable-grpo-std-normalization", "--advantage-estimator rloo"),
     ("--max-tokens-per-gpu 100", ""),
     (
-        "--debug-train-only --load-debug-rollout-data s_{rollout_id}.pt --async-steps 1",
-        "--debug-train-only --load-debug-rollout-data s_{rollout_id}.pt",
+        f"--debug-train-only {SAVED} --async-steps 1",
+        f"--debug-train-only {SAVED}",
     ),
     ("--tito-model qwen3", ""),
     ("--grad-reduce-in-bf16 --train-backend megatron", "--train-backend megatron"),
@@ -151,7 +152,9 @@ def test_other_layers_share_sequences(accepted, tmp_path):
 
 
 @pytest.mark.parametrize(("flags", "the_rest"), CASES, ids=[flags for flags, _ in CASES])
-def test_noted_and_without_effect(accepted, refusals, flags, the_rest):
+def test_noted_and_without_effect(accepted, refusals, flags, the_rest, tmp_path, monkeypatch):
+    (tmp_path / "saved_0.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
     validated = accepted(flags)
     assert validated.accepted
     assert validated.settings == accepted(the_rest).settings
@@ -233,7 +236,9 @@ def test_what_would_change_the_result_is_refused(refusals, flags):
     assert message.split()[0].rstrip(":") == [word for word in flags.split() if word.startswith("--")][-1]
 
 
-def test_the_same_flag_is_judged_by_the_run(accepted, refusals):
+def test_the_same_flag_is_judged_by_the_run(accepted, refusals, tmp_path, monkeypatch):
+    (tmp_path / "saved_0.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
     assert accepted(f"--disable-compute-advantages-and-returns --loss-type sft_loss {SAVED}", "--rm-type")
     assert refusals("--disable-compute-advantages-and-returns")
     assert accepted("--experts-shared-outer-loras")

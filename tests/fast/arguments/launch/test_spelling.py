@@ -34,7 +34,8 @@ def test_lists_of_numbers_in_every_spelling(numbers):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "[1", "__import__('os')", "[1]*1.5", "[[1]]", "[1]*99999999", "9**9", "f(1)"]
+    "text",
+    ["", "x", "[1", "__import__('os')", "[1]*1.5", "[[1]]", "[1]*99999999", "9**9", "f(1)", "[]", "[0]*-1", "[0]*0"],
 )
 def test_anything_else_is_no_list(text):
     with pytest.raises(ValueError, match="not a list of whole numbers"):
@@ -58,7 +59,7 @@ def test_experts_in_every_layer(accepted, tmp_path):
 
 def test_no_layer_pattern(refusals):
     (message,) = refusals("--moe-layer-freq dense")
-    assert message == "--moe-layer-freq dense: must be whole numbers; write 1,1 or [0]*3+[1]*5"
+    assert message == "--moe-layer-freq dense: must be a list of whole numbers; write 1,1 or [0]*3+[1]*5"
 
 
 @pytest.mark.parametrize("words", [["5", "6"], ["5,6"], ["[5,6]"], ["[5, 6]"], ["[5]", "6"]])

@@ -108,10 +108,10 @@ def test_pipeline_stages_repeat_the_shards(megatron):
 @pytest.mark.parametrize(
     ("flags", "config", "told"),
     [
-        ("--num-layers 6", LLAMA, ["--num-layers 6", "num_layers 4"]),
-        ("--untie-embeddings-and-output-weights", LLAMA, ["--untie-embeddings", "False"]),
+        ("--num-layers 6", LLAMA, ["--num-layers 6", "config.json gives --num-layers 4"]),
+        ("--untie-embeddings-and-output-weights", LLAMA, ["--untie-embeddings", "config.json says the opposite"]),
         ("--norm-epsilon 1e-6", LLAMA, ["--norm-epsilon 1e-06", "1e-05"]),
-        ("--qk-layernorm", LLAMA, ["--qk-layernorm", "False"]),
+        ("--qk-layernorm", LLAMA, ["--qk-layernorm", "config.json says the opposite"]),
         ("--attention-backend flash", LLAMA, ["--attention-backend flash", "miles' own"]),
         ("--moe-aux-loss-coeff 0.1", LLAMA, ["--moe-aux-loss-coeff 0.1", "without experts"]),
         ("--moe-z-loss-coeff 0.1", LLAMA, ["--moe-z-loss-coeff 0.1", "without experts"]),
@@ -197,7 +197,7 @@ def test_pipeline_stages_repeat_the_shards(megatron):
             EXPERTS,
             ["--expert-tensor-parallel-size 1", "wrong gradients"],
         ),
-        ("--v-head-dim 8", LATENT, ["--v-head-dim 8", "v_head_dim 6"]),
+        ("--v-head-dim 8", LATENT, ["--v-head-dim 8", "config.json gives --v-head-dim 6"]),
         ("--moe-router-bias-update-rate 1e-3", LATENT, ["--moe-router-bias-update-rate 0.001", "of the checkpoint"]),
         ("--moe-aux-loss-coeff 0.1", LATENT, ["--moe-aux-loss-coeff 0.1", "not tested for a kimi_k2"]),
         ("--enable-mtp-training --mtp-num-layers 1", LATENT, ["--mtp-num-layers 1", "heads of a kimi_k2"]),

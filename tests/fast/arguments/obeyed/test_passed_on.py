@@ -21,6 +21,7 @@ from miles.arguments.sglang.server_flags import (
     known_router_flags,
     known_server_flags,
 )
+from miles.arguments.sglang.server_values import FILES
 from miles.engine.sglang.engine import server_spec
 from miles.engine.sglang.keys import Keys
 from miles.engine.sglang.router import Router
@@ -46,7 +47,8 @@ def test_every_flag_of_sglang_is_in_the_command_of_its_server(command):
     flags = sorted(known_server_flags() - OTHERWISE - {*WITHOUT_KEYS})
     if not flags:
         pytest.skip("SGLang is not installed")
-    words = [word for flag in flags for word in (f"--sglang-{flag[2:]}", *values(server_flags()[flag]))]
+    taken = {flag: [__file__] if flag in FILES else values(server_flags()[flag]) for flag in flags}
+    words = [word for flag in flags for word in (f"--sglang-{flag[2:]}", *taken[flag])]
     settings = judge(read_command([*command(SGLANG), *words])).settings
     server = server_spec(settings, "cuda", 0, Keys())
     started = {*server.arguments("127.0.0.1", 1), *server.secret_arguments}

@@ -18,6 +18,10 @@ SGLANG = "--rollout-engine sglang --actor-num-gpus-per-node 1 "
     ("flags", "expected"),
     [
         ("--sglang-mem-fraction-static abc", "--sglang-mem-fraction-static abc: SGLang reads a number; give one"),
+        ("--sglang-mem-fraction-static 1.7", "--sglang-mem-fraction-static 1.7: must be in (0, 1]; give a share such"),
+        ("--sglang-swa-full-tokens-ratio 0", "--sglang-swa-full-tokens-ratio 0: must be in (0, 1]"),
+        ("--sglang-schedule-conservativeness -1", "--sglang-schedule-conservativeness -1: must be at least 0; give"),
+        ("--sglang-page-size 0", "--sglang-page-size 0: must be above 0; give such a number"),
         ("--sglang-chunked-prefill-size 4k8", "--sglang-chunked-prefill-size 4k8: SGLang reads a whole number"),
         ("--sglang-context-length 1.5Ki", "or a number with k, M, G, T, Ki, Mi, Gi or Ti; give one, such as 16k"),
         ("--sglang-attention-backend trton", "no such choice; did you mean triton? SGLang has triton, torch_native"),
