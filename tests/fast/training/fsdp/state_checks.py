@@ -412,12 +412,6 @@ def models_that_cannot_be_packed_are_refused(stage: Stage) -> None:
 
 
 CHECKS = (
-    recurrent_models_are_trained_packed,
-    recurrent_models_are_trained_on_padded_rows,
-    sparse_attention_is_trained_packed,
-    windows_and_sinks_are_trained_packed,
-    windows_and_sinks_are_trained_on_padded_rows,
-    a_reference_in_bf16_may_have_weights_that_transformers_keeps_in_fp32,
     models_that_cannot_be_packed_are_refused,
     optimizer_is_adamw_with_clipping,
     step_without_loss_tokens_is_skipped,
@@ -431,7 +425,15 @@ CHECKS = (
     saving_before_the_first_step_changes_nothing,
     going_to_host_memory_and_back_changes_nothing,
 )
-ON_TWO_RANKS = (save_checkpoint,)
+ON_TWO_RANKS = (
+    save_checkpoint,
+    recurrent_models_are_trained_packed,
+    recurrent_models_are_trained_on_padded_rows,
+    sparse_attention_is_trained_packed,
+    windows_and_sinks_are_trained_packed,
+    windows_and_sinks_are_trained_on_padded_rows,
+    a_reference_in_bf16_may_have_weights_that_transformers_keeps_in_fp32,
+)
 AFTER_TWO_RANKS = (
     checkpoint_survives_another_number_of_ranks,
     checkpoint_without_optimizer_starts_from_zero,
