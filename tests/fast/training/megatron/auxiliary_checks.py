@@ -18,7 +18,7 @@ from auxiliary_oracle import HEADS, Heads, router_losses, save_with_heads, with_
 from batches import batch_of
 from cases import ANYWHERE, BATCHES, Case, loss_of
 from compare import distance, norm_of, samples_of
-from conformance_checks import CONTRACTS, Expected, by_expert, contracts_at, run_step
+from conformance_checks import CONTRACTS, Contracts, Expected, by_expert, run_step
 from layouts import LAYOUTS, MODELS, TEMPERATURE, RankProcess, make_backend, note, plain_model, weights
 from oracle import OracleSample, objective
 from safetensors.torch import load_file
@@ -215,7 +215,7 @@ def heads_come_back_exactly(process: RankProcess, name: str) -> None:
             assert torch.equal(tensor, MODELS[name].initializer_range * torch.randn(tensor.shape, generator=generator))
 
 
-def checks_of(layout_name: str, oracle: Oracle, whole: bool) -> dict[str, Any]:
+def checks_of(layout_name: str, oracle: Oracle, contracts: Contracts) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if layout_name in HEADS_CONVERTED:
         found["heads come back exactly"] = partial(heads_come_back_exactly, name=HEADS_CONVERTED[layout_name])
@@ -226,6 +226,6 @@ def checks_of(layout_name: str, oracle: Oracle, whole: bool) -> dict[str, Any]:
             contract=contract,
             steps=[oracle.expected(layout_name, kind, contract, with_policy) for with_policy in (True, False)],
         )
-        for place, kind in enumerate(OF_LAYOUT.get(layout_name, ()))
-        for contract in contracts_at(layout_name, place, whole)
+        for kind in OF_LAYOUT.get(layout_name, ())
+        for contract in contracts.of(kind)
     }

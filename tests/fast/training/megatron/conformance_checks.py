@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,10 +41,18 @@ def expectations(folder: Path, layouts: Iterable[str] = LAYOUTS) -> dict[str, li
     return expectations_of(folder, sorted({name for layout in layouts for name in LAYOUTS[layout].models}))
 
 
-def contracts_at(layout: str, place: int, whole: bool) -> tuple[str, ...]:
-    """Return both contracts if a comparison is ``whole``, else one of them, by turns over layouts and places."""
-    names = tuple(CONTRACTS)
-    return names if whole else (names[(list(LAYOUTS).index(layout) + place) % 2],)
+class Contracts:
+    """Choose the contracts of each comparison: both, or one of them by turns from layout to layout."""
+
+    def __init__(self, whole: bool) -> None:
+        self._whole = whole
+        self._chosen: Counter[str] = Counter()
+
+    def of(self, what: str) -> tuple[str, ...]:
+        """Return the contracts for comparing ``what`` in the next layout."""
+        names = tuple(CONTRACTS)
+        self._chosen[what] += 1
+        return names if self._whole else (names[self._chosen[what] % len(names)],)
 
 
 def cases_of(layout: str, contract: str, expected: list[Expected]) -> list[Expected]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from batches import batch_of
 from cases import ANYWHERE, BATCHES, VALUE_HEAD, Case, loss_of
 from compare import differences, gradient_differences
-from conformance_checks import RecordedOptimizer, Result, compare_norm_alone, contracts_at, reported
+from conformance_checks import Contracts, RecordedOptimizer, Result, compare_norm_alone, reported
 from critic_oracle import ExpectedStep, expected_step, off_policy_with_values
 from layouts import RankProcess, gradients, make_backend, plain_model, shard_of, weights
 
@@ -55,11 +55,13 @@ def expectations(folder: Path) -> Expectations:
     return found
 
 
-def checks_of(name: str, expected: Expectations, whole: bool) -> dict[str, Callable[[RankProcess], str | None]]:
-    """Return the checks of the layout ``name``, under both contracts if ``whole``."""
+def checks_of(
+    name: str, expected: Expectations, contracts: Contracts
+) -> dict[str, Callable[[RankProcess], str | None]]:
+    """Return the checks of the layout ``name``, under ``contracts``."""
     found: dict[str, Callable[[RankProcess], str | None]] = {}
-    for place, model in enumerate(MODELS.get(name, ())):
-        for contract in contracts_at(name, place, whole):
+    for model in MODELS.get(name, ()):
+        for contract in contracts.of(f"critic of {model}"):
             found[f"critic of {model}, {contract}"] = partial(
                 conforms, model=model, contract=contract, expected=expected[model]
             )

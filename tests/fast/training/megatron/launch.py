@@ -38,21 +38,21 @@ def checks_of(
     expected: dict[str, list[conformance_checks.Expected]],
     of_critic: critic_checks.Expectations,
     auxiliary: auxiliary_checks.Oracle,
-    whole: bool,
+    contracts: conformance_checks.Contracts,
 ) -> dict[str, Check]:
     """Return every check of the layout ``name``. A check raises, or returns what is wrong."""
     found: dict[str, Check] = {}
     for module in (state_checks, offload_checks, host_memory_checks, reference_checks):
         found |= {check.__name__: check for check in module.OF_LAYOUT.get(name, ())}
-    for place, model in enumerate(LAYOUTS[name].models):
-        for contract in conformance_checks.contracts_at(name, place, whole):
+    for model in LAYOUTS[name].models:
+        for contract in contracts.of(model):
             cases = conformance_checks.cases_of(name, contract, expected[model])
             found[f"{model}, {contract}"] = partial(
                 conformance_checks.conforms, model=model, contract=contract, expected=cases
             )
     found |= fault_checks.checks_of(name, expected)
-    found |= critic_checks.checks_of(name, of_critic, whole)
-    return found | auxiliary_checks.checks_of(name, auxiliary, whole)
+    found |= critic_checks.checks_of(name, of_critic, contracts)
+    return found | auxiliary_checks.checks_of(name, auxiliary, contracts)
 
 
 def run_layout(
@@ -74,8 +74,9 @@ def main(folder: Path, whole: bool, names: list[str]) -> None:
     state_checks.compute_once(folder, names or LAYOUTS)
     of_critic = critic_checks.expectations(folder)
     auxiliary = auxiliary_checks.Oracle(folder)
+    contracts = conformance_checks.Contracts(whole)
     results = {
-        name: run_layout(folder, name, checks_of(name, expected, of_critic, auxiliary, whole))
+        name: run_layout(folder, name, checks_of(name, expected, of_critic, auxiliary, contracts))
         for name in names or LAYOUTS
     }
     (folder / "results.json").write_text(json.dumps(results))

@@ -80,7 +80,7 @@ def test_losses_inside_the_model_have_the_same_gradient_in_every_layout(results:
         if what.rpartition(", ")[0] == kind
     }
     assert {what.rpartition(", ")[2] for _, what in norms} == {"averages", "counts tokens"}
-    assert len(norms) >= 5 and min(norms.values()) > 0.01
+    assert len(norms) >= 4 and min(norms.values()) > 0.01
     assert max(norms.values()) <= min(norms.values()) * (1 + RELATIVE_ERROR), norms
 
 
