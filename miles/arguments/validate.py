@@ -61,7 +61,7 @@ class Validated:
     Attributes:
         settings: The settings.
         readings: What was read as something else, or follows from other flags.
-        surprises: What is allowed, and may surprise.
+        surprises: Notes on what is allowed and may surprise.
         accepted: Flags that were accepted and have no effect of their own.
         choice: Which backend and engine were chosen, and why; empty for settings that were not read from a command.
     """

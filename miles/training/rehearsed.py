@@ -77,8 +77,8 @@ def build_rehearsed(
     Args:
         settings: All sections of the run.
         total_steps: Its optimizer steps.
-        leave_out: Called with the layers of each part of each model, unless all of them must run. What is left out
-            has its weights, gradients and optimizer states all the same.
+        leave_out: Called with the layers of each part of each model, unless all of them must run. A layer that
+            is left out has its weights, gradients and optimizer states all the same.
         imbalance: How many times the average load the experts of this rank have. Which experts a token is routed to
             is not known without weights.
 

@@ -4,7 +4,7 @@
 #   DEVICE=cpu bash tests/gpu/run.sh OUT    try the parts themselves without a GPU, with a small model
 #   PYTHON=… the interpreter (default: python3, as it is); QUICKSTART=FOLDER also trains the quickstart's model
 #   PARTS=REGEX runs the parts whose names match, where time is limited: PARTS='model|step'
-#   BUDGET=SECONDS for all parts (default: 900). They run in the order of their worth, and the last ones may get no time.
+#   BUDGET=SECONDS for all parts (default: 900). The most important run first, and the last ones may get no time.
 # A part that cannot run is skipped with its reason. The exit status is 1 if a part failed or was stopped, or none ran.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -24,8 +24,7 @@ from miles.training.fsdp.disk_names import as_on_disk
 from miles.weights import WeightChunk, in_chunks
 from tests.fast.conftest import byte_tokenizer
 
-# In the order of what a test of them is worth. Those after qwen3 and qwen3_moe, the most used, are the ones that SGLang
-# has not served in any other test.
+# The most important first: qwen3 and qwen3_moe are the most used. SGLang has not served the others in any other test.
 FAMILIES = (
     "qwen3_moe",
     "deepseek_v3",

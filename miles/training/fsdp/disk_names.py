@@ -20,7 +20,7 @@ def as_on_disk(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``weights`` of ``model`` as ``save_pretrained`` would write them, in the same order.
 
-    One tensor of the model at a time becomes one or more on disk. Models of which several become one are converted as a
+    One tensor of the model at a time becomes one or more on disk. If several become one, the model is converted as a
     whole, which takes the memory of all weights.
     """
     changes = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
