@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -156,30 +156,59 @@ def rehearse_settings(settings: Settings) -> Rehearsal:
     return Rehearsal(settings, device, available, size, ranks, imbalanced, generation)
 
 
+@dataclass
+class _Tried:
+    """A change, with the ranks that have been traced under it."""
+
+    change: Change
+    settings: Settings
+    missing: list[int]  # stages that have not been traced
+    ranks: list[RankForecast] = field(default_factory=list)
+    fails: bool = False  # the changed command cannot be rehearsed
+
+    @property
+    def peak(self) -> int:
+        """Bytes that the command needs at least."""
+        return max(rank.peak for rank in self.ranks)
+
+
 def advise(rehearsal: Rehearsal) -> Iterator[Advice]:
-    """Yield the changes that save most memory on the worst rank, each traced again, at most ``ADVICE``."""
-    jobs: list[Job] = []
-    tried: list[tuple[Change, Settings, range]] = []
+    """Yield the changes that save most memory on the worst rank, each traced again, at most ``ADVICE``.
+
+    At first one stage is traced for each change: the worst one, if it can be the worst of the change. The other stages
+    are traced only for changes that may still save most.
+    """
+    tried: list[_Tried] = []
     for change in changes(rehearsal.settings):
         try:
             settings = change.applied(rehearsal.settings)
             stages = stages_of_change(settings)
         except (FlagError, ValueError):  # this change and another flag exclude each other
             continue
-        tried.append((change, settings, range(len(jobs), len(jobs) + len(stages))))
-        jobs += [Job(settings, stage) for stage in stages]
-    traces, found = trace_all(jobs), []
-    for change, settings, places in tried:
-        try:
-            ranks = tuple(
-                _forecasts([jobs[n] for n in places], [traces[n] for n in places], rehearsal.generation)
-            )  # with the engines as before; another stage may be the worst one now
-        except ValueError:
-            continue
-        changed = replace(rehearsal, settings=settings, ranks=ranks, imbalanced=None)
-        found.append(Advice(change, changed.worst.peak, changed.step))
-    found.sort(key=lambda advice: advice.peak)
-    yield from (advice for advice in found[:ADVICE] if advice.peak < rehearsal.worst.peak)
+        tried.append(_Tried(change, settings, sorted(stages, key=lambda stage: stage != rehearsal.worst.stage)))
+    _trace_more(tried, rehearsal.generation, stages=1)
+    while True:
+        tried = sorted((each for each in tried if not each.fails), key=lambda each: each.peak)
+        unfinished = [each for each in tried[:ADVICE] if each.missing]
+        if not unfinished:
+            break
+        _trace_more(unfinished, rehearsal.generation)
+    for each in tried[:ADVICE]:
+        if each.peak < rehearsal.worst.peak:
+            changed = replace(rehearsal, settings=each.settings, ranks=tuple(each.ranks), imbalanced=None)
+            yield Advice(each.change, changed.worst.peak, changed.step)
+
+
+def _trace_more(tried: Sequence[_Tried], generation: Generation, stages: int | None = None) -> None:
+    """Trace the next ``stages`` of each change, or all that are missing; the engines are as before."""
+    chosen = [(each, stage) for each in tried for stage in each.missing[:stages]]
+    jobs = [Job(each.settings, stage) for each, stage in chosen]
+    for (each, stage), job, trace in zip(chosen, jobs, trace_all(jobs), strict=True):
+        each.missing.remove(stage)
+        if isinstance(trace, str):
+            each.fails = True
+        else:
+            each.ranks += _forecasts([job], [trace], generation)
 
 
 def stages_of_change(settings: Settings) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -318,6 +319,18 @@ def test_changes_are_traced_beside_each_other_and_those_that_are_refused_are_lef
     monkeypatch.setattr(rehearsals, "changes", lambda given: [refused])
     monkeypatch.setattr(rehearsals, "trace_all", lambda jobs: ["cannot be rehearsed"] * len(jobs))
     assert list(rehearsals.advise(found)) == []
+
+
+@pytest.mark.slow
+def test_advice_is_that_of_tracing_every_stage_of_every_change(tmp_path):
+    save_models(tmp_path, weights=False)
+    found = rehearse_settings(validate(MEGATRON["megatron, PP 2"].settings(tmp_path)).settings)
+    peaks = []
+    for change in rehearsals.changes(found.settings):
+        with suppress(FlagError, ValueError):
+            peaks.append(rehearse_settings(change.applied(found.settings)).worst.peak)
+    best = [peak for peak in sorted(peaks)[: rehearsals.ADVICE] if peak < found.worst.peak]
+    assert best and [advice.peak for advice in rehearsals.advise(found)] == best
 
 
 def test_active_parameters_are_those_of_the_chosen_experts(tmp_path):
