@@ -35,6 +35,7 @@ from miles.arguments.rules.debug_modes import check_debug_modes
 from miles.arguments.rules.deterministic import check_deterministic
 from miles.arguments.rules.labels import check_labels
 from miles.arguments.rules.loss import check_loss, name_policy_loss
+from miles.arguments.rules.model_context import check_model_context
 from miles.arguments.rules.replay import check_replay
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.rules import (
@@ -134,6 +135,7 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
     check_training(settings.training, errors)
     check_checkpoint(settings.checkpoint, settings.evaluation, cluster, errors)
     check_evaluation(settings.evaluation, errors)
+    check_model_context(settings, errors)
     check_tracking(settings.tracking, errors)
     check_rehearsal(settings.rehearsal, rollout.rollout_max_response_len, errors)
     if errors.none_about("actor_num_nodes", "actor_num_gpus_per_node", "num_rollout"):

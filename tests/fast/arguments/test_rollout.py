@@ -56,7 +56,7 @@ SAMPLING = [
     ("--thinking-max-len 8 --thinking-interruption stop", "", "--thinking-interruption stop: does not hold .*</think>"),
     ("--thinking-end </thought>", "", "--thinking-end </thought>: would be ignored without --thinking-max-len"),
     ("--thinking-max-len 8 --custom-generate-function-path my:turns", "", "--custom-generate-function-path my:turns"),
-    ("--rollout-max-context-len 64", "", "no room for a prompt"),
+    ("--rollout-max-context-len 1", "", "no room for a response after a prompt of one token; give 2"),
     ("--rollout-max-context-len 100 --rollout-max-prompt-len 100", "", "no room for a response"),
 ]
 MODES = [
