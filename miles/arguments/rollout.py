@@ -439,7 +439,8 @@ def check_async(rollout: RolloutArguments, cluster: ClusterArguments, errors: Er
     """Check that generating ahead of training is possible on these devices, and goes with the other modes."""
     if rollout.async_steps and errors.none_about("async_steps") and cluster.colocate:
         rule = "generates during training, which --colocate's shared devices do not allow"
-        errors.refuse("async_steps", rollout.async_steps, rule, "drop --colocate, or give 0")
+        what_to_do = f"drop --colocate, or {'--fully-async' if rollout.fully_async else 'give 0'}"
+        errors.refuse("async_steps", rollout.async_steps, rule, what_to_do)
     if not rollout.fully_async:
         errors.refuse_ignored(rollout, ["stale_samples"], "without --fully-async", "add that switch")
         return

@@ -170,10 +170,10 @@ def _check_devices(settings: Settings, errors: Errors) -> None:
 
 
 def _dims(settings: Settings, errors: Errors) -> ParallelDims | None:
-    """Divide the ranks; None if that is not possible, or if sizes are given that the backend does not read."""
-    backend = train_backend_spec(settings.training.train_backend)
-    is_read = backend.reads_megatron_flags or settings.megatron == MegatronArguments()
-    if is_read and errors.none_about("actor_num_nodes", "actor_num_gpus_per_node"):
+    """Divide the ranks by the sizes that the backend reads; None if that is not possible."""
+    if not train_backend_spec(settings.training.train_backend).reads_megatron_flags:
+        settings = replace(settings, megatron=MegatronArguments())
+    if errors.none_about("actor_num_nodes", "actor_num_gpus_per_node"):
         with errors.catching():
             return settings.dims
     return None

@@ -82,6 +82,7 @@ MODES = [
     ("--buffer-filter-path a:b", "", "--buffer-filter-path a:b: would be ignored without --partial-rollout or --fully"),
     ("--async-steps -1", "", "--async-steps -1: must be"),
     ("--async-steps 1 --colocate", "", "--async-steps 1: generates during training, which --colocate"),
+    ("--fully-async --async-steps 1 --colocate", "", "drop --colocate, or --fully-async"),
     ("--fully-async", "", "--fully-async: needs a limit on the age of samples"),
     ("--stale-samples mask", "", "--stale-samples mask: would be ignored without --fully-async"),
     (f"--rollout-function-path my:f {FILTER}", "", "with --rollout-function-path"),
