@@ -35,7 +35,7 @@ from miles.arguments.rules.debug_modes import check_debug_modes
 from miles.arguments.rules.deterministic import check_deterministic
 from miles.arguments.rules.labels import check_labels
 from miles.arguments.rules.loss import check_loss, name_policy_loss
-from miles.arguments.rules.model_context import check_model_context
+from miles.arguments.rules.model_context import check_model_context, notes_on_model_context
 from miles.arguments.rules.replay import check_replay
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.rules import (
@@ -217,6 +217,7 @@ def _surprises(settings: Settings) -> Iterator[str]:
             f"--tensor-model-parallel-size {tensor} does not divide --actor-num-gpus-per-node {per_node}: some ranks "
             "that share each matrix are on two nodes, and wait for the network between them"
         )
+    yield from notes_on_model_context(settings)
     longest = settings.rollout.rollout_max_response_len
     if longest is not None:
         yield from notes_on_training(settings.training, settings.parallel.context_parallel_size, longest)

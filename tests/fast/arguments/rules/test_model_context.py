@@ -51,3 +51,11 @@ def test_a_response_leaves_room_for_a_prompt(tmp_path, flags, scaling, expected)
         messages = error.messages
     found = [message for message in messages if "leaves no room for a prompt" in message]
     assert len(found) == bool(expected) and all(expected in message for message in found)
+
+
+@pytest.mark.parametrize(("longest", "noted"), [("33", True), ("32", False)])
+def test_a_prompt_that_would_end_the_run_is_noted(tmp_path, longest, noted):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
+    model = COMMAND.format(model=tmp_path).replace("rows", "reasoning_gym:products")
+    notes = validate(parse([*model.split(), "--rollout-max-prompt-len", longest, "--rollout-engine", "sglang"])).notes
+    assert sum("a prompt of more than 32 tokens would end the run" in note for note in notes) == noted
