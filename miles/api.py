@@ -21,7 +21,7 @@ from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.files.config_file import FLAG
 from miles.arguments.files.run_config import run_config
 from miles.arguments.launch.notes import grouped
-from miles.arguments.parser import Command, judge, read_command
+from miles.arguments.parser import Command, judge, judge_with_hub, read_command
 from miles.arguments.validate import Validated, validate
 from miles.flags import FlagError
 from miles.launcher.run import launch
@@ -57,11 +57,13 @@ class Settings(sections.Settings):
             **settings: The same by name: ``lr=1e-5, use_kl_loss=True``. Several values are a list, names with values a
                 dict; None and False take back what the flags say.
 
+        The config of a model on the Hugging Face hub is fetched if it is not on this machine.
+
         Raises:
             ValueError: With one line per error, each naming the flag, its value, the rule and what to do.
         """
         words = shlex.split(flags, comments=True) if isinstance(flags, str) else list(flags)
-        validated = _judged(read_command(words, settings))
+        _, validated = judge_with_hub(lambda: read_command(words, settings), _judged)
         if validated.accepted:
             lines = "\n".join(["flags that were accepted:", *grouped(validated.accepted)])
             warnings.warn(lines, stacklevel=2)

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -550,7 +550,7 @@ def main_parse(argv: Sequence[str]) -> Validated:
     ``--version`` print to stdout and exit with 0.
     """
     try:
-        command, validated = _judge_with_hub(argv)
+        command, validated = judge_with_hub(lambda: read_command(argv))
     except FlagError as error:
         print(_report(error.messages), file=sys.stderr)
         raise SystemExit(2) from None
@@ -563,23 +563,25 @@ def main_parse(argv: Sequence[str]) -> Validated:
     return validated
 
 
-def _judge_with_hub(argv: Sequence[str]) -> tuple[Command, Validated]:
+def judge_with_hub(
+    read: Callable[[], Command], judged: Callable[[Command], Validated] = judge
+) -> tuple[Command, Validated]:
     """Read and judge a command; again, if the config of a model is on the hub only and could be fetched.
 
     Wrong flags are reported without the hub, except the bridge's: whether it is needed depends on the model.
     """
-    command = read_command(argv)
+    command = read()
     validated: Validated | FlagError
     try:
-        validated = judge(command)
+        validated = judged(command)
     except FlagError as error:
         if not all("--megatron-to-hf-mode" in message for message in error.messages):
             raise
         validated = error
     fetched = fetch_configs(command.settings.model)
     if fetched.is_any:
-        command = read_command(argv)
-        validated = judge(command)
+        command = read()
+        validated = judged(command)
     if isinstance(validated, FlagError):
         raise validated
     return command, replace(validated, surprises=(*validated.surprises, *fetched.notes))

@@ -36,7 +36,9 @@ class RolloutArguments:
     rollout_batch_size: Optional[int] = flag(None, "prompts per iteration (required)")
     n_samples_per_prompt: int = flag(1, "responses sampled per prompt (group size G)")
     rollout_max_response_len: Optional[int] = flag(None, "maximum tokens of one response (required)")
-    rollout_max_context_len: Optional[int] = flag(None, "maximum tokens of prompt and response together")
+    rollout_max_context_len: Optional[int] = flag(
+        None, "maximum tokens of prompt and response together; responses end there"
+    )
     rollout_temperature: float = flag(1.0, "sampling temperature; 0 is greedy")
     rollout_top_p: float = flag(1.0, "sample from the most likely tokens that together have this probability")
     rollout_top_k: int = flag(-1, "sample from the k most likely tokens; -1 is all")
@@ -306,13 +308,12 @@ def _check_length(rollout: RolloutArguments, errors: Errors) -> None:
 
 
 def _check_context(rollout: RolloutArguments, max_prompt_len: int | None, errors: Errors) -> None:
-    context, response = rollout.rollout_max_context_len, rollout.rollout_max_response_len
-    names = ("rollout_max_context_len", "rollout_max_response_len", "rollout_max_prompt_len")
-    if context is None or response is None or not errors.none_about(*names):
+    context = rollout.rollout_max_context_len
+    if context is None or not errors.none_about("rollout_max_context_len", "rollout_max_prompt_len"):
         return
-    if context <= response:
-        rule = f"leaves no room for a prompt beside --rollout-max-response-len {response}"
-        errors.refuse("rollout_max_context_len", context, rule, f"give more than {response}, or a shorter response")
+    if context < 2:
+        rule = "leaves no room for a response after a prompt of one token"
+        errors.refuse("rollout_max_context_len", context, rule, "give 2 or more")
     if max_prompt_len is not None and max_prompt_len >= context:
         rule = f"leaves no room for a response after --rollout-max-prompt-len {max_prompt_len}"
         what_to_do = f"give more than {max_prompt_len}, or a shorter prompt"
@@ -438,7 +439,8 @@ def check_async(rollout: RolloutArguments, cluster: ClusterArguments, errors: Er
     """Check that generating ahead of training is possible on these devices, and goes with the other modes."""
     if rollout.async_steps and errors.none_about("async_steps") and cluster.colocate:
         rule = "generates during training, which --colocate's shared devices do not allow"
-        errors.refuse("async_steps", rollout.async_steps, rule, "drop --colocate, or give 0")
+        what_to_do = f"drop --colocate, or {'--fully-async' if rollout.fully_async else 'give 0'}"
+        errors.refuse("async_steps", rollout.async_steps, rule, what_to_do)
     if not rollout.fully_async:
         errors.refuse_ignored(rollout, ["stale_samples"], "without --fully-async", "add that switch")
         return

@@ -35,6 +35,7 @@ from miles.arguments.rules.debug_modes import check_debug_modes
 from miles.arguments.rules.deterministic import check_deterministic
 from miles.arguments.rules.labels import check_labels
 from miles.arguments.rules.loss import check_loss, name_policy_loss
+from miles.arguments.rules.model_context import check_model_context, notes_on_model_context
 from miles.arguments.rules.replay import check_replay
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.rules import (
@@ -134,6 +135,7 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
     check_training(settings.training, errors)
     check_checkpoint(settings.checkpoint, settings.evaluation, cluster, errors)
     check_evaluation(settings.evaluation, errors)
+    check_model_context(settings, errors)
     check_tracking(settings.tracking, errors)
     check_rehearsal(settings.rehearsal, rollout.rollout_max_response_len, errors)
     if errors.none_about("actor_num_nodes", "actor_num_gpus_per_node", "num_rollout"):
@@ -168,10 +170,10 @@ def _check_devices(settings: Settings, errors: Errors) -> None:
 
 
 def _dims(settings: Settings, errors: Errors) -> ParallelDims | None:
-    """Divide the ranks; None if that is not possible, or if sizes are given that the backend does not read."""
-    backend = train_backend_spec(settings.training.train_backend)
-    is_read = backend.reads_megatron_flags or settings.megatron == MegatronArguments()
-    if is_read and errors.none_about("actor_num_nodes", "actor_num_gpus_per_node"):
+    """Divide the ranks by the sizes that the backend reads; None if that is not possible."""
+    if not train_backend_spec(settings.training.train_backend).reads_megatron_flags:
+        settings = replace(settings, megatron=MegatronArguments())
+    if errors.none_about("actor_num_nodes", "actor_num_gpus_per_node"):
         with errors.catching():
             return settings.dims
     return None
@@ -215,6 +217,7 @@ def _surprises(settings: Settings) -> Iterator[str]:
             f"--tensor-model-parallel-size {tensor} does not divide --actor-num-gpus-per-node {per_node}: some ranks "
             "that share each matrix are on two nodes, and wait for the network between them"
         )
+    yield from notes_on_model_context(settings)
     longest = settings.rollout.rollout_max_response_len
     if longest is not None:
         yield from notes_on_training(settings.training, settings.parallel.context_parallel_size, longest)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from miles.arguments.files.hub_config import fetch_configs
 from miles.arguments.launch.host_share import is_on_cpu
+from miles.arguments.model import ModelArguments
 from miles.arguments.parser import Command, judge, read_command
 from miles.arguments.settings import Settings
 from miles.flags import Errors, FlagError, flag_name
@@ -58,6 +60,20 @@ def plan(definition: Definition, out: Path, check: Check | None = None) -> list[
     Raises:
         FlagError: With every error in the flags of every variant, each with the variants that have it.
     """
+    runs, found = _planned_runs(definition, out, check)
+    if not found:
+        is_any, found = _fetch_models(definition)
+        if is_any and not found:
+            runs, found = _planned_runs(definition, out, check)
+    if found:
+        raise FlagError(*_located(found, [variant.name for variant in definition.variants]))
+    return runs
+
+
+def _planned_runs(
+    definition: Definition, out: Path, check: Check | None
+) -> tuple[list[PlannedRun], dict[str, list[str]]]:
+    """Return the runs, and the variants by error."""
     runs: list[PlannedRun] = []
     found: dict[str, list[str]] = {}
     for seed in definition.seeds:
@@ -71,9 +87,22 @@ def plan(definition: Definition, out: Path, check: Check | None = None) -> list[
                     found.setdefault(message, []).append(variant.name)
             except ValueError as error:
                 found.setdefault(str(error), []).append(variant.name)
-    if found:
-        raise FlagError(*_located(found, [variant.name for variant in definition.variants]))
-    return runs
+    return runs, found
+
+
+def _fetch_models(definition: Definition) -> tuple[bool, dict[str, list[str]]]:
+    """Fetch the configs of models on the hub, each once. Return whether one came, and the variants by error."""
+    variants: dict[ModelArguments, list[str]] = {}
+    for variant in definition.variants:
+        model = read_command(definition.words, {**definition.flags, **variant.flags}).settings.model
+        variants.setdefault(model, []).append(variant.name)
+    is_any, found = False, dict[str, list[str]]()
+    for model, names in variants.items():
+        try:
+            is_any |= fetch_configs(model).is_any
+        except FlagError as error:
+            found |= dict.fromkeys(error.messages, names)
+    return is_any, found
 
 
 def _located(found: Mapping[str, Iterable[str]], variants: list[str]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from miles.input_error import InputError
 from miles.one_line import one_line
+from miles.secret_values import public
 
 LONGEST_SHOWN = 120
 
@@ -32,8 +33,8 @@ class Setting:
 
     @property
     def shown(self) -> str:
-        """The setting as the report shows it."""
-        return f"{self.key} = {one_line(str(self.value), LONGEST_SHOWN)}"
+        """The setting as the report shows it, without credentials."""
+        return f"{self.key} = {one_line(str(public(self.key, self.value)), LONGEST_SHOWN)}"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import pytest
 
 import miles
 from miles.arguments.parser import judge, read_command
+from miles.flags import FlagError
 from miles.rewards.built_in.f1 import f1
 from miles.user_code.loading import load_function
 from tests.fast.arguments.conftest import minimal
@@ -57,6 +58,15 @@ def test_all_mistakes_are_reported_together():
         "colocate=2: is a switch; write true or false",
         "--lr fast: must be a number (float); correct the value",
     }
+
+
+def test_the_hub_is_asked_about_its_models(monkeypatch):
+    def refuse(model):
+        raise FlagError(f"--hf-checkpoint {model.hf_checkpoint}: the hub has no such model; correct the name")
+
+    monkeypatch.setattr("miles.arguments.parser.fetch_configs", refuse)
+    with pytest.raises(ValueError, match="the hub has no such model"):
+        miles.Settings.from_flags(minimal())
 
 
 def test_flags_without_effect_are_a_warning():

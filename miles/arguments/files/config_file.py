@@ -33,6 +33,8 @@ MEGATRON_CORE, SERVER_FLAGS = "megatron_core", "server_flags"
 _FOREIGN_SECTIONS = (MEGATRON_CORE, SERVER_FLAGS)
 
 _NULL = ("", "~", "null")
+# Switches of which a command has one: false for one asks for the other.
+_OPPOSITES = {"--bf16": ("--fp32",), "--fp32": ("--bf16",)}
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 
 
@@ -254,7 +256,7 @@ def _scalar_words(flag: str, node: yaml.ScalarNode, is_switch: bool, is_ours: bo
             case "true":
                 return (flag,)
             case "false":
-                return ()
+                return _OPPOSITES.get(flag, ())
     if is_switch:
         raise _Refused("is a switch; write true or false")
     return (f"{flag}={text}",) if is_ours or text.startswith("-") else (flag, text)

@@ -30,6 +30,7 @@ from miles.arguments.megatron.overrides import (
 )
 from miles.arguments.parser import defaults
 from miles.arguments.settings import SECTIONS
+from miles.arguments.sglang.rules import NOT_ALONE, NOT_QUANTIZED
 from miles.arguments.sglang.server_flags import (
     DATA_PARALLEL,
     OTHER_PARALLEL,
@@ -334,9 +335,19 @@ def _sglang() -> Iterator[str]:
     adapters = f"{SAME}: {OF_ADAPTERS_WHY}; beside --sglang-lora-paths it is passed on"
     size = "equal to --rollout-num-gpus-per-engine; another value is noted"
     loader = f"{SAME}: every engine receives its weights from the trainer"
+    kinds = (
+        (
+            "--quantization",
+            "refused",
+            f"{NOT_QUANTIZED}; with --debug-rollout-only or --sglang-load-format flash_rl it is passed on",
+        ),
+        ("--disaggregation-mode", "noted or refused", f"null is passed on; else {NOT_ALONE}"),
+        ("--context-length", "obeyed", "passed on; refused if the longest response leaves no room for a prompt"),
+    )
     rows = [
         *owned,
         *keyless,
+        *kinds,
         *parallel,
         *((flag, "obeyed", replicas) for flag in DATA_PARALLEL),
         *((flag, "obeyed", size) for flag in TENSOR_PARALLEL),

@@ -24,6 +24,9 @@ from miles.components import ENGINES, engine_spec, names_with
 from miles.flags import Errors, changed, flag_name
 from miles.model_families.packing import why_not_generated
 
+NOT_QUANTIZED = "SGLang quantizes weights when it starts, and not those that the trainer sends"
+NOT_ALONE = "a server would read prompts or generate, and each engine here does both"
+
 
 def check_engine(settings: Settings, errors: Errors) -> None:
     """Check the flags of servers if the chosen engine has servers, or that none are given."""
@@ -66,6 +69,7 @@ def _check_servers(settings: Settings, errors: Errors) -> None:
     if settings.rollout.replays_support and not settings.is_given_samples:
         _check_support(settings, errors)
     _check_stop_texts(settings, errors)
+    _check_kind_of_server(settings, errors)
     if can_count_engines(errors):
         if not sglang.rollout_external:
             _check_devices(settings.cluster, settings.engine_devices, sglang.rollout_num_gpus_per_engine, errors)
@@ -77,6 +81,17 @@ def _check_servers(settings: Settings, errors: Errors) -> None:
     if sglang.pause_generation_mode == ABORT and settings.rollout.fully_async:
         rule = "would end the requests in flight, which --fully-async continues with the new weights"
         errors.refuse("pause_generation_mode", ABORT, rule, "give retract or in_place")
+
+
+def _check_kind_of_server(settings: Settings, errors: Errors) -> None:
+    """Refuse servers that cannot take the trainer's weights, or cannot answer a request alone."""
+    words = settings.server_flags.server
+    quantization, mode = value_of(words, "--quantization"), value_of(words, "--disaggregation-mode")
+    loads_again = value_of(words, "--load-format") == "flash_rl" or settings.rollout.debug_rollout_only
+    if quantization not in (None, "None") and not loads_again:
+        errors.refuse("sglang_quantization", quantization, NOT_QUANTIZED, "drop it")
+    if mode not in (None, "null"):
+        errors.refuse("sglang_disaggregation_mode", mode, NOT_ALONE, "drop it")
 
 
 def _check_weight_files(sglang: SglangArguments, errors: Errors) -> None:

@@ -26,6 +26,9 @@ OWNED_BY_LAUNCHER = {
     "--port": "the launcher sets it to a free port",
     "--worker-urls": "the launcher sets it to the engines of the run",
     "--skip-tokenizer-init": "the launcher sets it, unless --rollout-stop gives texts: requests have token ids only",
+    "--base-gpu-id": "the launcher sets it: an engine sees its own devices only",
+    "--node-rank": "the launcher sets it for engines of several nodes",
+    "--dist-init-addr": "the launcher sets it for engines of several nodes",
     "--weight-version": "the launcher sets it: it counts the versions",
 }
 TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")

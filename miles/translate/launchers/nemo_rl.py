@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from miles.translate.estimators import write_kl_in_rewards
 from miles.translate.launchers.base import Launcher
 from miles.translate.objective import Objective
 from miles.translate.reductions import sequence_mean_of_unmasked, token_mean
@@ -39,7 +42,6 @@ ROWS = {
     "policy.dtensor_cfg.cpu_offload": Row("", MEMORY),
     "policy.dtensor_cfg.activation_checkpointing": Row("--gradient-checkpointing", kind="switch"),
     "policy.generation.backend": Row("", "SGLang generates here (--rollout-engine sglang)"),
-    "policy.generation.max_new_tokens": Row("--rollout-max-response-len", kind="number"),
     "policy.generation.temperature": Row("--rollout-temperature", kind="number"),
     "policy.generation.top_p": Row("--rollout-top-p", kind="number"),
     "policy.generation.top_k": Row("--rollout-top-k", kind="number"),
@@ -69,7 +71,6 @@ ROWS = {
     "cluster.gpus_per_node": Row("--actor-num-gpus-per-node", kind="number"),
     "cluster.num_nodes": Row("--actor-num-nodes", kind="number"),
     "data.shuffle": Row("--rollout-shuffle", kind="switch"),
-    "data.max_input_seq_length": Row("--rollout-max-prompt-len", "longer prompts are dropped here", "number"),
     "data.dataset_name": Row("", "give --prompt-data"),
 }
 
@@ -101,9 +102,29 @@ class NemoRl(Launcher):
         if translation.has("policy.precision"):
             is_bf16 = translation.text("policy.precision") == "bfloat16"
             translation.carry("policy.precision", "--bf16" if is_bf16 else "--fp32")
+        _lengths(translation)
         _kl(translation)
         _correction(translation)
         return _objective(translation)
+
+
+def _lengths(translation: Translation) -> None:
+    context = translation.number("policy.max_total_sequence_length", 0) or math.inf
+    ends = "a sequence has a token of the prompt and one of the response at least"
+    flags = {
+        "policy.generation.max_new_tokens": ("--rollout-max-response-len", ""),
+        "data.max_input_seq_length": ("--rollout-max-prompt-len", "longer prompts are dropped here"),
+    }
+    for key, (flag, why) in flags.items():
+        if not translation.number(key, 0):
+            continue
+        longest = translation.count(key, 1)
+        if longest >= context:
+            translation.differ(key, ends, flag, int(context) - 1)
+        elif why:
+            translation.differ(key, why, flag, longest)
+        else:
+            translation.carry(key, flag, longest)
 
 
 def _kl(translation: Translation) -> None:
@@ -112,7 +133,7 @@ def _kl(translation: Translation) -> None:
     if not coefficient:
         translation.carry(weight)
     elif translation.switch("loss_fn.use_kl_in_reward"):
-        translation.carry(weight, "--kl-coef", coefficient)
+        write_kl_in_rewards(translation, weight, coefficient)
         translation.carry("loss_fn.use_kl_in_reward", "--kl-loss-type", translation.text(kind, "k3"))
     else:
         why = "its mean follows token_level_loss there, a sample mean here; its inputs are clamped there"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from miles.objective.policy_losses import POLICY_LOSSES
+from miles.translate.estimators import write_estimator, write_kl_in_rewards
 from miles.translate.launchers import openrlhf_underscores
 from miles.translate.launchers.base import Launcher
 from miles.translate.objective import Objective
@@ -35,11 +37,11 @@ ROWS = {
     "--train.max_tokens_per_gpu": Row("--max-tokens-per-gpu", "used with dynamic batches only", "number"),
     "--train.num_episodes": Row("--num-epoch", kind="number", default=1),
     "--train.max_epochs": Row("", "each sample is trained on once here", "number", neutral=(1,)),
-    "--train.colocate_all": Row("--colocate", kind="switch"),
     "--train.seed": Row("--seed", kind="number"),
     "--train.async_enable": Row(
         "--async-steps", "give the number of iterations ahead; --train.async_queue_size", "flag"
     ),
+    "--train.partial_rollout_enable": Row("", "see --fully-async, whose responses go on with new weights"),
     "--actor.eps_clip": Row("--eps-clip", kind="number"),
     "--actor.dual_clip": Row("--eps-clip-c", kind="number"),
     "--actor.entropy_coef": Row("--entropy-coef", "a token mean there, a sample mean here", "number"),
@@ -68,13 +70,19 @@ ROWS = {
     "--ckpt.output_dir": Row("--save-hf", "at the end of the run there; with each checkpoint of --save too here"),
     "--ckpt.save_steps": Row("--save-interval", kind="number", needs="--save"),
     "--eval.steps": Row("--eval-interval", "needs --eval-prompt-data", "number"),
-    "--logger.wandb.project": Row("--wandb-project"),
+    "--logger.wandb.project": Row("--wandb-project", needs="--use-wandb"),
     "--reward.model_name_or_path": Row("", "rewards are functions here: --rm-type or --custom-rm-path"),
     "--reward.remote_url": Row("", "rewards are functions here; yours can call a server (--custom-rm-path)"),
 }
 
-ESTIMATORS = {"gae": "ppo", "rloo": "rloo", "group_norm": "grpo", "reinforce": "reinforce_plus_plus"}
-ESTIMATORS |= {"reinforce_baseline": "reinforce_plus_plus_baseline"}
+ESTIMATORS = {
+    "gae": ("ppo", "--normalize-advantages"),
+    "reinforce": ("reinforce_plus_plus", "--normalize-advantages"),
+    "reinforce_baseline": ("reinforce_plus_plus_baseline", "--normalize-advantages"),
+    "rloo": ("rloo",),
+    "group_norm": ("grpo",),
+    "dr_grpo": ("grpo", "--disable-grpo-std-normalization"),
+}
 
 
 class OpenRlhf(Launcher):
@@ -99,6 +107,7 @@ class OpenRlhf(Launcher):
         translation.take([queue := named("--train.async_queue_size")])
         if translation.has(key := named("--train.async_enable")):
             translation.differ(key, f"see {queue} there", "--async-steps", 1)
+        _wandb(translation, named)
         rows = {named(key): row for key, row in ROWS.items() if row.kind != "flag"}
         if {"--prompt_max_len", "--generate_max_len"} & given.keys():  # 0.9.0 has no bound of their sum
             rows["--max_len"] = replace(rows["--max_len"], default=None)
@@ -116,27 +125,32 @@ class OpenRlhf(Launcher):
             translation.carry(key, "--eps-clip", bounds[0], "--eps-clip-high", bounds[1])
         if translation.has(key := named("--actor.policy_loss_type")):
             name = translation.text(key)
-            translation.carry(key, "--policy-loss", {"ppo": "ppo_clip"}.get(name, name))
+            if name in POLICY_LOSSES:
+                translation.carry(key, "--policy-loss", name)
+            else:
+                translation.miss(key, f"{name} is no policy loss here (--custom-policy-loss-function-path)")
         return openrlhf_underscores.objective_of(translation) if is_earlier else _objective(translation)
+
+
+def _wandb(translation: Translation, named: Callable[[str], str]) -> None:
+    key = named("--logger.wandb.key")
+    if translation.has(key):
+        settings = translation.document.settings
+        settings[key] = replace(settings[key], value="(a key of W&B)")
+        translation.differ(key, "export the key as WANDB_API_KEY, or log in with wandb login", "--use-wandb")
 
 
 def _estimator(translation: Translation, named: Callable[[str], str]) -> None:
     key = named("--algo.advantage.estimator")
     name = translation.text(key, "gae")
-    if name == "dr_grpo":
-        translation.carry(key, "--advantage-estimator", "grpo", "--disable-grpo-std-normalization")
-    elif name == "group_norm":
-        translation.carry(key, "--advantage-estimator", "grpo")
-    elif name == "gae":
-        why = "advantages are whitened over the whole rollout there, over the tokens of a step here"
-        translation.differ(key, why, "--advantage-estimator", "ppo", "--normalize-advantages")
-        if translation.has(plain := named("--algo.advantage.no_std_norm")):
-            translation.miss(plain, "whitening always divides by the std here")
-    elif name in ESTIMATORS:
-        why = "the estimator of the same name; its whitening was not compared"
-        translation.differ(key, why, "--advantage-estimator", ESTIMATORS[name])
+    if name in ESTIMATORS:
+        write_estimator(translation, key, "--advantage-estimator", *ESTIMATORS[name])
     else:
         translation.miss(key, f"{name} is no estimator here (--custom-advantage-function-path)")
+    if translation.has(plain := named("--algo.advantage.no_std_norm")):
+        whitens = "--normalize-advantages" in ESTIMATORS.get(name, ())
+        why = "whitening always divides by the std here" if whitens else f"{name} does not read it"
+        translation.miss(plain, why)
     if translation.has(rate := named("--critic.adam.lr")):
         if name == "gae":
             translation.carry(rate, "--critic-lr", translation.number(rate, 0))
@@ -153,7 +167,7 @@ def _kl(translation: Translation, named: Callable[[str], str]) -> None:
             why = "a token mean there, a sample mean here"
             translation.differ(weight, why, "--use-kl-loss", "--kl-loss-coef", coefficient)
         else:
-            translation.carry(weight, "--kl-coef", coefficient)
+            write_kl_in_rewards(translation, weight, coefficient)
         translation.carry(kind, "--kl-loss-type", translation.text(kind, "k1"))
     elif translation.has(weight):
         translation.carry(weight)
@@ -179,11 +193,16 @@ def _optimizer(translation: Translation, named: Callable[[str], str]) -> None:
 
 
 def _engines(translation: Translation, named: Callable[[str], str]) -> None:
-    key = named("--vllm.num_engines")
+    key, colocate = named("--vllm.num_engines"), named("--train.colocate_all")
+    shared = translation.switch(colocate) and not translation.has(named("--train.async_enable"))
+    if shared:
+        translation.carry(colocate, "--colocate")
+    elif translation.has(colocate):
+        translation.miss(colocate, "with asynchronous training the engines have devices of their own")
     if not translation.has(key):
         return
     devices = translation.count(key, 1) * translation.count(named("--vllm.tensor_parallel_size"), 1)
-    if translation.has(named("--train.colocate_all")) and not translation.has(named("--train.async_enable")):
+    if shared:
         translation.carry(key)  # all devices of the trainer
     else:
         translation.carry(key, "--rollout-num-gpus", devices)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from miles.objective.aggregation import Aggregation
 from miles.translate.launchers.base import Launcher
 from miles.translate.objective import Objective
@@ -24,6 +26,11 @@ _VLLM = "the engine's own setting; give the matching --sglang- flag"
 
 ROWS = {
     "model_name_or_path": Row("--hf-checkpoint"),
+    "model": Row("--hf-checkpoint"),
+    "reward_funcs": Row("", "give the reward with --rm-type, or a function with --custom-rm-path"),
+    "train_dataset": Row("", "give the prompts with --prompt-data"),
+    "eval_dataset": Row("", "give the prompts with --eval-prompt-data"),
+    "max_prompt_length": Row("--rollout-max-prompt-len", "longer prompts are cut there, left out here", "number"),
     "dataset_name": Row(
         "--prompt-data", "a name of the Hub is written hf:NAME here, and the columns are flags", "prompts"
     ),
@@ -59,7 +66,6 @@ ROWS = {
     "vllm_gpu_memory_utilization": Row("", _VLLM),
     "vllm_max_model_length": Row("--rollout-max-context-len", kind="number"),
     "logging_steps": Row("", "every step is logged here"),
-    "report_to": Row("", "use --use-wandb; TensorBoard and the report are always written"),
     "use_liger_kernel": Row("", "speed only: whole logits never exist here", "switch", neutral=(False,)),
     "save_total_limit": Row("", "old checkpoints are kept here"),
     "save_strategy": Row("", "use --save and --save-interval"),
@@ -79,7 +85,15 @@ LOSSES: dict[str, tuple[Aggregation, Reduction, str]] = {
     "bnpo": ("token_mean", token_mean_of_micro_batches, "mean over ranks and micro-batches of (Σ m l / Σ m) of each"),
     "luspo": ("constant", sequence_sum_mean, "1/B Σ_i Σ_t m l"),
 }
-OWN_TOKEN_LOSS = ("sapo", "vespo", "luspo")
+OWN_TOKEN_LOSS = {
+    "sapo": {"sapo_temperature_pos": "--sapo-tau-pos", "sapo_temperature_neg": "--sapo-tau-neg"},
+    "vespo": {
+        "vespo_k_pos": "--vespo-power-pos",
+        "vespo_lambda_pos": "--vespo-decay-pos",
+        "vespo_k_neg": "--vespo-power-neg",
+        "vespo_lambda_neg": "--vespo-decay-neg",
+    },
+}
 
 
 class Trl(Launcher):
@@ -97,12 +111,21 @@ class Trl(Launcher):
     def translate(self, translation: Translation) -> Objective:
         """Translate ``GRPOConfig``."""
         apply(ROWS, translation)
+        _reports(translation)
         _batch(translation)
         _sampling(translation)
         _schedule(translation)
         _policy(translation)
         _correction(translation)
         return _objective(translation)
+
+
+def _reports(translation: Translation) -> None:
+    key, names = "report_to", translation.raw("report_to", [])
+    if {"wandb", "all"} & {*(names if isinstance(names, list) else [names])}:
+        translation.differ(key, "TensorBoard and the report are always written", "--use-wandb")
+    elif translation.has(key):
+        translation.miss(key, "TensorBoard and the report are always written")
 
 
 def _batch(translation: Translation) -> None:
@@ -154,7 +177,12 @@ def _sampling(translation: Translation) -> None:
         if translation.has("num_train_epochs"):
             translation.miss("num_train_epochs", "max_steps takes precedence")
     else:
-        translation.carry("num_train_epochs", "--num-epoch", translation.number("num_train_epochs", 3))
+        epochs = translation.number("num_train_epochs", 3)
+        if epochs == int(epochs):
+            translation.carry("num_train_epochs", "--num-epoch", epochs)
+        else:
+            why = "whole passes over the prompts here; --num-rollout gives the number of iterations"
+            translation.differ("num_train_epochs", why, "--num-epoch", math.ceil(epochs))
 
 
 def _schedule(translation: Translation) -> None:
@@ -194,6 +222,7 @@ def _policy(translation: Translation) -> None:
         translation.miss(
             "epsilon" if translation.has("epsilon") else "epsilon_high", f"belongs to the token loss of {loss}"
         )
+    _own_loss(translation, loss)
     if level == "sequence" and loss not in OWN_TOKEN_LOSS:
         translation.carry("importance_sampling_level", "--policy-loss", "gspo")
     elif translation.has("importance_sampling_level"):
@@ -209,6 +238,15 @@ def _policy(translation: Translation) -> None:
     _top_entropy(translation)
     _reference(translation)
     _adaptive_entropy(translation)
+
+
+def _own_loss(translation: Translation, loss: str) -> None:
+    flags = {name: flag for settings in OWN_TOKEN_LOSS.values() for name, flag in settings.items()}
+    for name in filter(translation.has, flags):
+        if name in OWN_TOKEN_LOSS.get(loss, {}):
+            translation.carry(name, flags[name], translation.number(name, 1.0))
+        else:
+            translation.miss(name, f"belongs to another loss_type than {loss}")
 
 
 def _kl_correction(translation: Translation, level: str) -> None:
@@ -330,7 +368,9 @@ def _objective(translation: Translation) -> Objective:
         formula = "Σ m l / (T of the generation batch / its number of steps)"
         depends = "the other steps of the generation, if it has several: each divides by the average number of tokens"
     if loss in OWN_TOKEN_LOSS:
-        why = f"the loss of a token differs too: {loss} is not a policy loss here (--custom-policy-loss-function-path)"
+        words = ["--policy-loss", loss, *words]
+    if loss == "vespo":
+        why = "its ratio is clamped to e^20 there, and with use_vllm the weight of the engine is a part of it"
         translation.differ("loss_type", why, *words)
     elif exact:
         translation.carry("loss_type", *words)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from miles.arguments.pages.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
 from miles.objective.aggregation import Aggregation
+from miles.translate.estimators import write_estimator, write_kl_in_rewards
 from miles.translate.launchers.base import Launcher
 from miles.translate.objective import Objective
 from miles.translate.reductions import (
@@ -112,15 +114,7 @@ ROWS = {
     "reward.custom_reward_function.name": Row("", "see reward.custom_reward_function.path"),
 }
 
-ESTIMATORS = {
-    "gae": "ppo",
-    "grpo": "grpo",
-    "grpo_vectorized": "grpo",
-    "rloo": "rloo",
-    "rloo_vectorized": "rloo",
-    "reinforce_plus_plus": "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
-}
+CLIPPED = ("vanilla", "gspo", "bypass_mode", "clip_cov")  # policy losses that read clip_ratio_low, clip_ratio_high
 KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
 
 # loss_agg_mode -> mode, divisor there and here, reduction, formula, what it is without the counts of the whole batch
@@ -236,12 +230,10 @@ def _batch(translation: Translation) -> None:
 
 def _estimator(translation: Translation) -> None:
     name = translation.text("algorithm.adv_estimator", "gae")
-    if name in ESTIMATORS:
-        translation.carry("algorithm.adv_estimator", "--advantage-estimator", ESTIMATORS[name])
+    if name in ESTIMATORS_OF_VERL:
+        write_estimator(translation, "algorithm.adv_estimator", *ESTIMATORS_OF_VERL[name].split())
     else:
-        translation.miss(
-            "algorithm.adv_estimator", f"{name} is not translated; docs/objectives.md has its flags, if it is verl's"
-        )
+        translation.miss("algorithm.adv_estimator", f"{name} is not one of verl 0.9.1")
     key = "algorithm.norm_adv_by_std_in_grpo"
     if translation.has(key):
         is_on = translation.switch(key)
@@ -267,16 +259,18 @@ def _policy(translation: Translation) -> None:
     low, high = (translation.number(ACTOR + f"clip_ratio_{end}", 0.2) for end in ("low", "high"))
     key = ACTOR + "policy_loss.loss_mode"
     if mode == "vanilla":
-        if translation.has(key):
-            translation.carry(key)
+        translation.carry(key, "--policy-loss", "ppo")
         translation.carry(ACTOR + "clip_ratio_c", "--eps-clip-c", translation.number(ACTOR + "clip_ratio_c", 3.0))
     elif mode == "gspo":
         translation.carry(key, "--policy-loss", "gspo")
     elif mode == "cispo":
         why = "bounds of the ratio are absolute here; they are 1 - clip_ratio_low and 1 + clip_ratio_high there"
         translation.differ(key, why, "--policy-loss", "cispo", "--ratio-max", 1 + high, "--ratio-min", 1 - low)
+    elif mode in POLICY_LOSSES_OF_VERL:
+        why = "the flags have verl's defaults: settings of this loss are not read (docs/objectives.md)"
+        translation.differ(key, why, *POLICY_LOSSES_OF_VERL[mode].split())
     else:
-        translation.miss(key, f"{mode} is not translated; docs/objectives.md has its flags, if it is verl's")
+        translation.miss(key, f"{mode} is not one of verl 0.9.1")
     if translation.has(ACTOR + "clip_ratio"):
         clip = translation.number(ACTOR + "clip_ratio", 0.2)
         if translation.has(ACTOR + "clip_ratio_low") and translation.has(ACTOR + "clip_ratio_high"):
@@ -286,7 +280,7 @@ def _policy(translation: Translation) -> None:
                 f"clip_ratio_low and clip_ratio_high are 0.2 by default and take precedence, so {clip:g} has no effect"
             )
             translation.miss(ACTOR + "clip_ratio", why)
-    if mode in ("vanilla", "gspo"):
+    if mode in CLIPPED:
         translation.carry(ACTOR + "clip_ratio_low", "--eps-clip", low)
         translation.carry(ACTOR + "clip_ratio_high", "--eps-clip-high", high)
 
@@ -309,7 +303,7 @@ def _kl(translation: Translation) -> None:
                 translation.miss(ACTOR + name, "without use_kl_loss it has no effect")
     reward, weight = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
     if translation.has(reward) and translation.switch(reward):
-        translation.carry(weight, "--kl-coef", translation.number(weight, 0.001))
+        write_kl_in_rewards(translation, weight, translation.number(weight, 0.001))
         _kl_control(translation)
         penalty = translation.text("algorithm.kl_penalty", "kl")
         if penalty in KL_TYPES:

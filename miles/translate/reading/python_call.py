@@ -1,4 +1,4 @@
-"""Read the keyword arguments of a configuration's call in Python source. The source is parsed and never run."""
+"""Read the keyword arguments of a configuration's call, and of its trainer's, in Python source, which is never run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 from miles.translate.settings import Document, Expression, Setting, by_key, fail
 
 CALLS = ("GRPOConfig",)
+TRAINERS = ("GRPOTrainer",)
+OF_THE_TRAINER = ("model", "reward_funcs", "train_dataset", "eval_dataset")
 
 
 def read_python(path: str, text: str) -> Document:
-    """Read the arguments of the one call of ``GRPOConfig`` in the source.
+    """Read the arguments of the one call of ``GRPOConfig`` in the source, and the model and data of ``GRPOTrainer``.
 
     Constants that are assigned once, at the top level of the file, are followed. Other expressions are not evaluated.
     """
@@ -32,6 +34,11 @@ def read_python(path: str, text: str) -> Document:
     for keyword in call.keywords:
         name = keyword.arg or f"**{ast.unparse(keyword.value)}"
         settings.append(Setting(name, _value(keyword.value, constants), keyword.value.lineno))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _name(node.func) in TRAINERS:
+            for keyword in node.keywords:
+                if keyword.arg in OF_THE_TRAINER:
+                    settings.append(Setting(keyword.arg, _value(keyword.value, constants), keyword.value.lineno))
     return Document(path, "python", by_key(settings))
 
 

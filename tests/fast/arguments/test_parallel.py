@@ -33,6 +33,11 @@ def test_refused_with_one_error(refused, flags, sentence):
     assert re.search(sentence, message)
 
 
+def test_a_flag_of_another_backend_hides_no_error(refused):
+    found = refused("--train-backend fsdp --context-parallel-size 3 --moe-aux-loss-coeff 0.1")
+    assert [message.partition(":")[0] for message in found] == ["--context-parallel-size 3", "--moe-aux-loss-coeff 0.1"]
+
+
 def test_dynamic_context_parallel_packs_by_its_own_budget(refused):
     messages = refused(f"{DYNAMIC} --use-dynamic-batch-size --max-tokens-per-gpu 64")
     assert [message.split(":")[0] for message in messages] == ["--use-dynamic-batch-size", "--max-tokens-per-gpu 64"]

@@ -56,7 +56,7 @@ SAMPLING = [
     ("--thinking-max-len 8 --thinking-interruption stop", "", "--thinking-interruption stop: does not hold .*</think>"),
     ("--thinking-end </thought>", "", "--thinking-end </thought>: would be ignored without --thinking-max-len"),
     ("--thinking-max-len 8 --custom-generate-function-path my:turns", "", "--custom-generate-function-path my:turns"),
-    ("--rollout-max-context-len 64", "", "no room for a prompt"),
+    ("--rollout-max-context-len 1", "", "no room for a response after a prompt of one token; give 2"),
     ("--rollout-max-context-len 100 --rollout-max-prompt-len 100", "", "no room for a response"),
 ]
 MODES = [
@@ -82,6 +82,7 @@ MODES = [
     ("--buffer-filter-path a:b", "", "--buffer-filter-path a:b: would be ignored without --partial-rollout or --fully"),
     ("--async-steps -1", "", "--async-steps -1: must be"),
     ("--async-steps 1 --colocate", "", "--async-steps 1: generates during training, which --colocate"),
+    ("--fully-async --async-steps 1 --colocate", "", "drop --colocate, or --fully-async"),
     ("--fully-async", "", "--fully-async: needs a limit on the age of samples"),
     ("--stale-samples mask", "", "--stale-samples mask: would be ignored without --fully-async"),
     (f"--rollout-function-path my:f {FILTER}", "", "with --rollout-function-path"),

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from sweep_files import planned, write_sweep
 
+from miles.arguments.files.hub_config import Fetched
 from miles.arguments.files.run_config import run_config
+from miles.arguments.model import ModelArguments
 from miles.arguments.parser import judge, read_command
 from miles.arguments.rules.one_process import check_one_process
 from miles.flags import FlagError
@@ -103,6 +105,23 @@ def test_the_errors_of_all_variants_are_told_at_once_and_once(tmp_path: Path) ->
     assert [message.partition(":")[0] for message in told] == ["all variants", "all variants", "b; c", "c"]
     for message, part in zip(told, ("--num-rollout 0", "--report-port 8600", "--lr fast", "no_such_flag"), strict=True):
         assert part in message
+
+
+def test_the_hub_is_asked_once_about_each_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fetch(model: ModelArguments) -> Fetched:
+        asked.append(model.hf_checkpoint)
+        if model.hf_checkpoint == "of/none":
+            raise FlagError("--hf-checkpoint of/none: the hub has no such model; correct the name")
+        return Fetched(True, ())
+
+    monkeypatch.setattr("miles.sweep.plan.fetch_configs", fetch)
+    variants = {"a": {"lr": 1e-5}, "b": {"lr": 1e-6}, "c": {"hf_checkpoint": "of/none"}}
+    with pytest.raises(FlagError) as caught:
+        planned(tmp_path, variants=variants, seeds=[1, 2])
+    assert caught.value.messages == ("c: --hf-checkpoint of/none: the hub has no such model; correct the name",)
+    assert asked == ["some/model", "of/none"]
 
 
 @pytest.mark.parametrize(

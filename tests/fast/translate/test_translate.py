@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from miles import cli
-from miles.arguments.parser import parse
+from miles.arguments.pages.names_in_verl import ESTIMATORS_OF_VERL, POLICY_LOSSES_OF_VERL
+from miles.arguments.parser import judge, parse, read_command
 from miles.translate.launchers.base import all_launchers, launcher_of
 from miles.translate.launchers.openrlhf_underscores import EARLIER
 from miles.translate.reading.files import read_document
@@ -178,11 +179,12 @@ def test_both_bounds_of_verls_cispo_are_kept(tmp_path):
     assert "--policy-loss cispo --ratio-max 5" in words and "--ratio-min 0.5" in words
 
 
-def test_what_verl_registers_and_is_not_translated_is_said_to_be_elsewhere(tmp_path):
-    text = "algorithm: {adv_estimator: gpg}\nactor_rollout_ref: {actor: {policy_loss: {loss_mode: kl_cov}}}\n"
+def test_an_estimator_and_a_loss_that_verl_does_not_have_are_listed(tmp_path):
+    text = "algorithm: {adv_estimator: own}\nactor_rollout_ref: {actor: {policy_loss: {loss_mode: mine}}}\n"
     _, translation, _ = translated(tmp_path, "verl.yaml", text)
-    why = [entry.why for entry in translation.missing if "not translated" in entry.why]
-    assert len(why) == 2 and all("docs/objectives.md has its flags" in text for text in why)
+    assert [entry.why for entry in translation.missing] == [
+        f"{name} is not one of verl 0.9.1" for name in ("own", "mine")
+    ]
 
 
 @pytest.mark.parametrize("words", ["--config-path={folder} --config-name=mine", "-cp {folder} -cn mine.yaml"])
@@ -375,6 +377,56 @@ def test_the_command_has_what_its_flags_need(tmp_path, name, text, given, absent
     parse(translation.words)
 
 
+ACTOR = "actor_rollout_ref.actor."
+NEMO_LENGTHS = """grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 2}
+policy: {max_total_sequence_length: 512, generation: {max_new_tokens: 512}}
+data: {max_input_seq_length: 512}
+loss_fn: {use_kl_in_reward: true}
+"""
+VERL_KL = f"{VERL_SH.removesuffix('grpo')}{{}} algorithm.use_kl_in_reward=True actor_rollout_ref.rollout.n=4"
+TRL_SIZES = "num_generations: 8\nper_device_train_batch_size: 8\n"
+KL_IN_THE_LOSS = "--use-kl-loss --kl-loss-coef"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "given"),
+    [
+        ("a.sh", VERL_KL.format("gae"), ESTIMATORS_OF_VERL["gae"]),
+        ("a.sh", VERL_KL.format("gpg"), ESTIMATORS_OF_VERL["gpg"]),
+        ("a.sh", VERL_KL.format("grpo_passk"), ESTIMATORS_OF_VERL["grpo_passk"]),
+        ("a.sh", f"{VERL_KL.format('grpo')} {ACTOR}policy_loss.loss_mode=kl_cov", POLICY_LOSSES_OF_VERL["kl_cov"]),
+        ("a.sh", VERL_KL.format("grpo"), KL_IN_THE_LOSS),
+        ("a.sh", VERL_KL.format("reinforce_plus_plus"), "--kl-coef 0.001"),
+        *(
+            ("a.sh", f"{OPENRLHF} --advantage_estimator {name} --n_samples_per_prompt 4", words)
+            for name, words in {
+                "reinforce_baseline": "reinforce_plus_plus_baseline --normalize-advantages",
+                "rloo": KL_IN_THE_LOSS,
+                "group_norm": KL_IN_THE_LOSS,
+                "dr_grpo": "--disable-grpo-std-normalization",
+            }.items()
+        ),
+        ("a.sh", f"{OPENRLHF} --policy_loss_type ppo", "--policy-loss ppo"),
+        ("a.sh", f"{OPENRLHF} --use_wandb secret --wandb_group g", "--use-wandb"),
+        ("a.sh", f"{OPENRLHF} --async_train --colocate_all_models --partial_rollout", "--async-steps 1"),
+        ("a.yaml", f"{TRL_SIZES}loss_type: sapo\nsapo_temperature_neg: 1.1\n", "--policy-loss sapo"),
+        ("a.yaml", f"{TRL_SIZES}loss_type: vespo\nvespo_k_pos: 2.5\n", "--vespo-power-pos 2.5"),
+        ("a.yaml", f"{TRL_SIZES}loss_type: luspo\nimportance_sampling_level: sequence\n", "--policy-loss gspo"),
+        ("a.yaml", f"{TRL_SIZES}beta: 0\nnum_train_epochs: 0.5\nreport_to: [wandb]\n", "--use-wandb"),
+        ("a.yaml", NEMO_LENGTHS, "--rollout-max-response-len 511"),
+    ],
+)
+def test_the_command_starts_with_what_it_asks_for(tmp_path, name, text, given):
+    words = translated(tmp_path, name, text)[1].words
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "data.jsonl").write_text('{"prompt": ""}')
+    added = ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(tmp_path / "data.jsonl"), "--rm-type", "length"]
+    for flag, value in (("--rollout-max-response-len", "8"), ("--rollout-batch-size", "256"), ("--num-epoch", "1")):
+        added += [flag, value] if flag not in words else []
+    assert given in " ".join(words)
+    judge(read_command([*added, *words, "--device", "cuda", "--explain"]))
+
+
 def test_it_needs_no_torch(tmp_path):
     (tmp_path / "a.json").write_text(FILES["trl.json"])
     code = "import sys; from miles import cli; cli.main(sys.argv[1:]); assert not {'torch', 'ray'} & {*sys.modules}"
@@ -401,7 +453,7 @@ def test_both_spellings_of_openrlhf_become_the_same_flags(tmp_path):
         found = translated(tmp_path, "train.sh", f"python3 -m openrlhf.cli.train_ppo_ray {words}\n")[1]
         assert found.unknown == []
         both.append({group for group in found.groups if group[0] != "--loss-aggregation"})
-    assert both[0] == both[1] and ("--critic-lr", "3e-06") in both[0] and ("--policy-loss", "ppo_clip") in both[0]
+    assert both[0] == both[1] and ("--critic-lr", "3e-06") in both[0] and ("--policy-loss", "ppo") in both[0]
 
 
 @pytest.mark.parametrize(("new", "old"), EARLIER.items())

@@ -104,6 +104,16 @@ def test_what_comes_later_wins(nested, tmp_path):
     assert "given twice" in note.why
 
 
+def test_false_asks_for_the_other_precision(tmp_path):
+    for text, words in (
+        ("bf16: false\nfp32: true", ["--fp32"]),
+        ("bf16: false", ["--fp32"]),
+        ("fp32: false", ["--bf16"]),
+    ):
+        (tmp_path / "precision.yaml").write_text(text)
+        assert read("--config", str(tmp_path / "precision.yaml")) == read(*words)
+
+
 def test_flags_files_may_name_configuration_files(nested, tmp_path):
     (tmp_path / "flags").write_text(f"--config {nested} lr=2\n--rollout-seed 5\n")
     found = read(f"@{tmp_path / 'flags'}")

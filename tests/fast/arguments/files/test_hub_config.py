@@ -15,7 +15,7 @@ SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "vocab_size": 32,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 128,
     "intermediate_size": 16,
 }
 CONFIGS = {

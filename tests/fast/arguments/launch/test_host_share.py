@@ -91,7 +91,12 @@ def test_a_given_batch_stays(host, judged):
 
 def test_the_model_bounds_the_length(host, judged):
     host(24)
-    assert judged("", max_position_embeddings=128).settings.rollout.torch_engine_max_batch_size == 256
+    assert (
+        judged(
+            "--rollout-max-response-len 100", max_position_embeddings=128
+        ).settings.rollout.torch_engine_max_batch_size
+        == 256
+    )
 
 
 @pytest.mark.parametrize(

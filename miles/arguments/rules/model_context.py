@@ -1,0 +1,89 @@
+"""Check that a response fits into the model's context beside a prompt: engines refuse such requests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from miles.arguments.launch.abilities import has_servers
+from miles.arguments.launch.host_share import PROMPT
+from miles.arguments.model import local_config
+from miles.arguments.settings import Settings
+from miles.arguments.sglang.server_flags import SERVER, has_flag, value_of
+from miles.flags import Errors, changed, flag_name
+
+CONTEXT = "--context-length"  # SGLang's flag
+UNKNOWN = sys.maxsize
+_CUT = "--rollout-max-context-len"
+# Flags of SGLang with which its limit is not that of the model's configuration, or no request is refused.
+OTHER_LIMITS = ("--json-model-override-args", "--allow-auto-truncate")
+# What may ask for fewer tokens than --rollout-max-response-len.
+OF_USER = ("custom_generate_function_path", "rollout_function_path", "agent_command", "thinking_max_len")
+
+
+def check_model_context(settings: Settings, errors: Errors) -> None:
+    """Refuse a longest response that no prompt leaves room for, unless --rollout-max-context-len cuts it."""
+    if not errors.none_about("hf_checkpoint", "sglang_context_length"):
+        return
+    with errors.catching():
+        limit, name = _limit(settings)
+        for field, length in _lengths(settings, limit):
+            if length >= limit and errors.none_about(field):
+                rule = f"leaves no room for a prompt in {name} {limit}"
+                errors.refuse(field, length, rule, f"give {_CUT} {limit}, which ends responses there")
+
+
+def notes_on_model_context(settings: Settings) -> Iterator[str]:
+    """Say which prompts would end the run, if such prompts are not rare."""
+    limit, name = _limit(settings)
+    prompt = settings.data.rollout_max_prompt_len or min(PROMPT, limit // 4)
+    for field, length in _lengths(settings, limit):
+        if prompt + length > limit:
+            yield (
+                f"{flag_name(field)} {length}: a prompt of more than {limit - length} tokens would end the run, since "
+                f"the response does not fit into {name} {limit}; {_CUT} {limit} ends responses there"
+            )
+
+
+def _lengths(settings: Settings, limit: int) -> Iterator[tuple[str, int]]:
+    """Yield the longest responses that engines are asked for, if nothing cuts them to ``limit``."""
+    rollout, evaluation = settings.rollout, settings.evaluation
+    within = rollout.rollout_max_context_len
+    if not settings.generates or (within is not None and within <= limit):
+        return
+    if not settings.is_given_samples and not changed(rollout, OF_USER) and rollout.rollout_max_response_len is not None:
+        yield "rollout_max_response_len", rollout.rollout_max_response_len
+    longest = evaluation.eval_max_response_len
+    if longest in (None, rollout.rollout_max_response_len):
+        return
+    if evaluation.has_sets and evaluation.eval_function_path is None:
+        yield "eval_max_response_len", longest
+
+
+def _limit(settings: Settings) -> tuple[int, str]:
+    """Return the most tokens of a sequence, and what says so; a number without a bound if it is not known.
+
+    Raises:
+        FlagError: The configuration of the model cannot be read.
+    """
+    config = local_config(settings.model, "hf_checkpoint") or {}
+    config = config.get("text_config") or config
+    longest = config.get("max_position_embeddings")
+    known = longest if isinstance(longest, int) else UNKNOWN
+    if has_servers(settings):
+        words = settings.server_flags.server
+        given = value_of(words, CONTEXT)
+        if settings.sglang.rollout_external or has_flag(words, *OTHER_LIMITS):
+            return UNKNOWN, ""
+        if given is not None:
+            return int(given) if given.isdecimal() else UNKNOWN, SERVER + CONTEXT[2:]
+        if _is_stretched(config):
+            return UNKNOWN, ""
+    return known, "the model's max_position_embeddings"
+
+
+def _is_stretched(config: dict[str, Any]) -> bool:
+    """Return whether the configuration scales positions: SGLang may then take more of them."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return not isinstance(scaling, dict) or "factor" in str(scaling)
