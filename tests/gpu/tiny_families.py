@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto import AutoModelForCausalLM
 
-from miles.model_families.registry import READ_AS
+from miles.model_families.installed_transformers import READ_AS
 from miles.tiny_models.config import shrunk_config
 from miles.training.fsdp.adapter import merged_weights
 from miles.training.fsdp.disk_names import as_on_disk
