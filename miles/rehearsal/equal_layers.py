@@ -1,8 +1,9 @@
 """Run a few of a row of equal layers, and count the others as copies of these.
 
 The first three and the last two layers of the row run. What was recorded between the starts of the third and the next
-is copied for each layer that is left out, and so is what was recorded between the gradients that arrive there. The
-weights, gradients and optimizer states of all layers exist.
+is copied for each layer that is left out, and so is what was recorded between the gradients that arrive there. With
+Megatron all layers exist. With FSDP those that are left out are removed before weights are sharded, and the layer
+before them holds parameters as large as theirs.
 
 Layers have to be equal in structure, and the records of the third and of the next have to be equal: the same changes of
 memory in the same order, and the same work.

@@ -142,9 +142,10 @@ def stray_words(words: Sequence[str], actions: Mapping[str, argparse.Action]) ->
     settings = [(word, flag) for word, flag in stray if _SETTING.match(word)]
     others = [pair for pair in stray if pair not in settings]
     if settings:
-        rule = "belong to no flag, and look like settings of another trainer"
+        alone = len(settings) == 1
+        rule = "belongs to no flag, and looks like a setting" if alone else "belong to no flag, and look like settings"
         what_to_do = "write the command to a file, and miles translate FILE prints the flags to give instead"
-        messages.append(f"{_quoted(settings)} {rule}; {what_to_do}")
+        messages.append(f"{_quoted(settings)} {rule} of another trainer; {what_to_do}")
     if others:
         belong = "belongs" if len(others) == 1 else "belong"
         messages.append(f"{_quoted(others)} {belong} to no flag; every setting is written --flag value")

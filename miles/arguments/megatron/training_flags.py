@@ -6,9 +6,9 @@ None of them chooses the backend: scripts that give them have others that do.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from miles.arguments.checkpoint import first_iteration
 from miles.arguments.launch.abilities import reads_megatron_flags
 from miles.arguments.launch.foreign import by_flag, noted, refused
 from miles.arguments.launch.notes import FILES, MEMORY, NO_EFFECT, REPORTING, SAME, SPEED
@@ -20,8 +20,7 @@ def _loads_nothing(settings: Settings, given: Mapping[str, Any]) -> bool:
 
 
 def _has_checkpoint(settings: Settings, given: Mapping[str, Any]) -> bool:
-    folder = settings.checkpoint.load
-    return folder is None or any(Path(folder).glob("*/manifest.json"))
+    return settings.checkpoint.load is None or first_iteration(settings.checkpoint) not in (None, 0)
 
 
 def _divides_weights(settings: Settings, given: Mapping[str, Any]) -> bool:
@@ -89,7 +88,7 @@ _SCHEDULE = [
         *_ONE_WEIGHT_DECAY, "--end-weight-decay V", accepted_if=_ends_at_weight_decay, accepted_why=_IS_WEIGHT_DECAY
     ),
     *refused(*_ONE_WEIGHT_DECAY, "--weight-decay-incr-style V", neutral=("constant",)),
-    *refused("weight decay is of matrices only", "drop it", "--no-weight-decay-cond-type V"),
+    *refused("only matrices have weight decay", "drop it", "--no-weight-decay-cond-type V"),
     *noted(NO_EFFECT, "the optimizer is AdamW, which has no such setting", "--muon-split-qkv", "--muon-no-split-qkv"),
 ]
 _LENGTH = [
@@ -273,7 +272,7 @@ _CHECKPOINTS = [
     ),
     *noted(
         FILES,
-        "--save-interval says when checkpoints are written, and all of them stay",
+        "--save-interval says when checkpoints are written, and --save-keep-last how many stay",
         "--non-persistent-save-interval V",
         "--non-persistent-ckpt-type V",
         "--non-persistent-global-ckpt-dir V",
@@ -288,7 +287,7 @@ _CHECKPOINTS = [
     ),
     *noted(SAME, "a checkpoint has the fp32 master weights, and they are loaded", "--load-main-params-from-ckpt"),
     *refused(
-        "a run begins if --load has no checkpoint",
+        "if --load has no checkpoint, the run starts from --hf-checkpoint",
         "check the folder before the run, and drop it",
         "--exit-on-missing-checkpoint",
         accepted_if=_has_checkpoint,
@@ -307,8 +306,8 @@ _CHECKPOINTS = [
         "--ckpt-convert-update-legacy-dist-opt-format",
     ),
     *noted(
-        SAME,
-        "--max-restarts restarts a run from its last checkpoint if a process fails",
+        NO_EFFECT,
+        "give --max-restarts N to restart the run from its last checkpoint if a process fails",
         "--adlr-autoresume",
         "--adlr-autoresume-interval V",
         "--enable-ft-package",

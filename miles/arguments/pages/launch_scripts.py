@@ -122,7 +122,7 @@ folder had the model's `config.json` and no weights. The scripts are not part of
 Each of the other 35 gets one message with all that stops it. 7 of these messages ask for another model, which was not
 tried. Of the other 28 lines, 27 start after what the message says; the last needs an estimator that compares no answers
 of a group, or more answers. Responses that leave no room for a prompt in the model's context are refused since 27
-November, because SGLang refuses such requests. The lines were not tried again with this rule. What stops a line first:
+November, because engines refuse such requests. The lines were not tried again with this rule. What stops a line first:
 """
 # what stops lines, and how many
 STOPS = (

@@ -13,13 +13,13 @@ from miles.arguments.settings import Settings
 from miles.arguments.sglang.server_flags import SERVER, has_flag, value_of
 from miles.flags import Errors, changed, flag_name
 
-CONTEXT = "--context-length"  # SGLang's flag
-UNKNOWN = sys.maxsize
+_CONTEXT = "--context-length"  # SGLang's flag
+_UNKNOWN = sys.maxsize
 _CUT = "--rollout-max-context-len"
 # Flags of SGLang with which its limit is not that of the model's configuration, or no request is refused.
-OTHER_LIMITS = ("--json-model-override-args", "--allow-auto-truncate")
+_OTHER_LIMITS = ("--json-model-override-args", "--allow-auto-truncate")
 # What may ask for fewer tokens than --rollout-max-response-len.
-OF_USER = ("custom_generate_function_path", "rollout_function_path", "agent_command", "thinking_max_len")
+_MAY_ASK_FOR_LESS = ("custom_generate_function_path", "rollout_function_path", "agent_command", "thinking_max_len")
 
 
 def check_model_context(settings: Settings, errors: Errors) -> None:
@@ -52,13 +52,16 @@ def _lengths(settings: Settings, limit: int) -> Iterator[tuple[str, int]]:
     within = rollout.rollout_max_context_len
     if not settings.generates or (within is not None and within <= limit):
         return
-    if not settings.is_given_samples and not changed(rollout, OF_USER) and rollout.rollout_max_response_len is not None:
-        yield "rollout_max_response_len", rollout.rollout_max_response_len
-    longest = evaluation.eval_max_response_len
-    if longest in (None, rollout.rollout_max_response_len):
+    longest = rollout.rollout_max_response_len
+    asks = not settings.is_given_samples and not changed(rollout, _MAY_ASK_FOR_LESS)
+    if asks and longest is not None:
+        yield "rollout_max_response_len", longest
+    own = evaluation.eval_max_response_len
+    of_evaluation = longest if own is None else own
+    if not evaluation.has_sets or evaluation.eval_function_path is not None or of_evaluation is None:
         return
-    if evaluation.has_sets and evaluation.eval_function_path is None:
-        yield "eval_max_response_len", longest
+    if not (asks and of_evaluation == longest):  # to yield it once is enough
+        yield "rollout_max_response_len" if of_evaluation == longest else "eval_max_response_len", of_evaluation
 
 
 def _limit(settings: Settings) -> tuple[int, str]:
@@ -70,20 +73,23 @@ def _limit(settings: Settings) -> tuple[int, str]:
     config = local_config(settings.model, "hf_checkpoint") or {}
     config = config.get("text_config") or config
     longest = config.get("max_position_embeddings")
-    known = longest if isinstance(longest, int) else UNKNOWN
+    known = longest if isinstance(longest, int) else _UNKNOWN
     if has_servers(settings):
         words = settings.server_flags.server
-        given = value_of(words, CONTEXT)
-        if settings.sglang.rollout_external or has_flag(words, *OTHER_LIMITS):
-            return UNKNOWN, ""
+        given = value_of(words, _CONTEXT)
+        if settings.sglang.rollout_external or has_flag(words, *_OTHER_LIMITS):
+            return _UNKNOWN, ""
         if given is not None:
-            return int(given) if given.isdecimal() else UNKNOWN, SERVER + CONTEXT[2:]
+            return int(given) if given.isdecimal() else _UNKNOWN, SERVER + _CONTEXT[2:]
         if _is_stretched(config):
-            return UNKNOWN, ""
+            return _UNKNOWN, ""
     return known, "the model's max_position_embeddings"
 
 
 def _is_stretched(config: dict[str, Any]) -> bool:
     """Return whether the configuration scales positions: SGLang may then take more of them."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return not isinstance(scaling, dict) or "factor" in str(scaling)
+    if not isinstance(scaling, dict):
+        return True
+    parts = (scaling, *(part for part in scaling.values() if isinstance(part, dict)))  # models may have one per kind
+    return any("factor" in part for part in parts)

@@ -145,7 +145,7 @@ def _check_stop_texts(settings: Settings, errors: Errors) -> None:
         errors.refuse("rollout_stop", texts, f"SGLang takes at most {_STOP_TEXTS} texts", f"give fewer, or {ids}")
     for text in texts:
         if len(re.escape(text).encode()) > _STOP_TEXT_BYTES:
-            rule = f"SGLang takes texts of at most {_STOP_TEXT_BYTES} bytes, counting a backslash before each sign"
+            rule = f"SGLang takes at most {_STOP_TEXT_BYTES} bytes, with a backslash before each special character"
             errors.refuse("rollout_stop", text, rule, "give a part of the text that occurs nowhere else")
 
 

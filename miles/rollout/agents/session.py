@@ -202,7 +202,7 @@ class Session:
     async def _answer(self, call: ChatRequest) -> Answer:
         if call.stop and not self._takes_stop_texts:
             raise ApiError(
-                "stop: the engine of this run sees tokens, not texts; leave it out, or see docs/agents.md",
+                "stop: this run takes no stop texts (docs/agents.md); leave it out",
                 param="stop",
             )
         digests = _digests(call)

@@ -39,7 +39,7 @@ class RehearsedFsdp(FsdpBackend):
         super().__init__(settings, device, total_steps)
 
     def _read(self, path: str, dtype: torch.dtype) -> PreTrainedModel:
-        """Build the model without the layers that are left out: to shard them takes most of the time.
+        """Build the model, and remove the layers that are left out: to shard them takes most of the time.
 
         One rank keeps the gathered weights of every layer, and routers that replay need every layer's experts.
         """

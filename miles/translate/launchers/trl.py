@@ -67,7 +67,7 @@ ROWS = {
     "vllm_max_model_length": Row("--rollout-max-context-len", kind="number"),
     "logging_steps": Row("", "every step is logged here"),
     "use_liger_kernel": Row("", "speed only: whole logits never exist here", "switch", neutral=(False,)),
-    "save_total_limit": Row("", "old checkpoints are kept here"),
+    "save_total_limit": Row("", "give --save-keep-last with --save"),
     "save_strategy": Row("", "use --save and --save-interval"),
     "eval_strategy": Row("", "use --eval-prompt-data and --eval-interval"),
     "log_completions": Row("", "the report shows --report-samples answers of each iteration"),

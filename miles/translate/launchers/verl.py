@@ -303,22 +303,34 @@ def _kl(translation: Translation) -> None:
                 translation.miss(ACTOR + name, "without use_kl_loss it has no effect")
     reward, weight = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
     if translation.has(reward) and translation.switch(reward):
-        write_kl_in_rewards(translation, weight, translation.number(weight, 0.001))
-        _kl_control(translation)
-        penalty = translation.text("algorithm.kl_penalty", "kl")
-        if penalty in KL_TYPES:
-            translation.carry("algorithm.kl_penalty", "--kl-loss-type", KL_TYPES[penalty])
+        if write_kl_in_rewards(translation, weight, translation.number(weight, 0.001)):
+            _kl_control(translation)
+            _kl_penalty(translation)
         else:
-            translation.miss("algorithm.kl_penalty", f"{penalty} is no estimator of the KL here")
+            _miss_given(translation, (*_KL_CONTROL, _KL_PENALTY), f"it belongs to {weight}")
     else:
-        for name in (weight, *_KL_CONTROL, "algorithm.kl_penalty"):
-            if translation.has(name):
-                translation.miss(name, "without algorithm.use_kl_in_reward it has no effect")
+        why = "without algorithm.use_kl_in_reward it has no effect"
+        _miss_given(translation, (weight, *_KL_CONTROL, _KL_PENALTY), why)
     if translation.has(reward) and not translation.switch(reward):
         translation.carry(reward)
 
 
+_KL_PENALTY = "algorithm.kl_penalty"
 _KL_CONTROL = tuple(f"algorithm.kl_ctrl.{name}" for name in ("type", "target_kl", "horizon"))
+
+
+def _miss_given(translation: Translation, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        if translation.has(name):
+            translation.miss(name, why)
+
+
+def _kl_penalty(translation: Translation) -> None:
+    penalty = translation.text(_KL_PENALTY, "kl")
+    if penalty in KL_TYPES:
+        translation.carry(_KL_PENALTY, "--kl-loss-type", KL_TYPES[penalty])
+    else:
+        translation.miss(_KL_PENALTY, f"{penalty} is no estimator of the KL here")
 
 
 def _kl_control(translation: Translation) -> None:

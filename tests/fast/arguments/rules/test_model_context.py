@@ -16,6 +16,8 @@ REFUSED = (
     "--rollout-max-response-len 64: leaves no room for a prompt in the model's max_position_embeddings 64; "
     "give --rollout-max-context-len 64, which ends responses there"
 )
+PARTIAL = {"rope_type": "default", "partial_rotary_factor": 0.5}
+GIVEN = "--load-debug-rollout-data {{rollout_id}} --eval-prompt-data a rows --eval-interval 1"
 YARN = {"rope_type": "yarn", "factor": 2.0}
 
 
@@ -35,6 +37,8 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
         ("--eval-prompt-data a rows --eval-interval 1 --eval-max-response-len 64", None, "--eval-max-response-len 64"),
         ("--rollout-max-response-len 64 --rollout-engine torch", YARN, "--rollout-max-response-len 64"),
         ("--rollout-max-response-len 64 --rollout-engine sglang", YARN, ""),
+        ("--rollout-max-response-len 64 --rollout-engine sglang", PARTIAL, "--rollout-max-response-len 64"),
+        (f"--rollout-max-response-len 64 {GIVEN}", None, "--rollout-max-response-len 64"),
         ("--rollout-engine sglang --sglang-context-length 32", None, "in --sglang-context-length 32"),
         ("--rollout-max-response-len 64 --rollout-engine sglang --sglang-context-length 128", None, ""),
         ("--rollout-max-response-len 64 --rollout-engine sglang --sglang-allow-auto-truncate", None, ""),

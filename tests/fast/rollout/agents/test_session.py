@@ -239,7 +239,7 @@ async def test_a_stop_text_ends_the_answer_and_is_not_in_it(random_engine, new_t
     assert answer.content == "ab" and engine.answers[0][0].sampling.stop_texts == ("c",)
     await session.answer(request([USER, answer.message, USER]))
     assert len(session.samples("")) == 1
-    with pytest.raises(ApiError, match="the engine of this run sees tokens"):
+    with pytest.raises(ApiError, match="this run takes no stop texts"):
         await session_of(new_trajectory(engine), takes_stop_texts=False).answer(request([USER], stop=("c",)))
 
 
