@@ -396,7 +396,11 @@ KL_IN_THE_LOSS = "--use-kl-loss --kl-loss-coef"
         ("a.sh", VERL_KL.format("grpo_passk"), ESTIMATORS_OF_VERL["grpo_passk"]),
         ("a.sh", f"{VERL_KL.format('grpo')} {ACTOR}policy_loss.loss_mode=kl_cov", POLICY_LOSSES_OF_VERL["kl_cov"]),
         ("a.sh", VERL_KL.format("grpo"), KL_IN_THE_LOSS),
-        ("a.sh", f"{VERL_KL.format('grpo')} {ACTOR}use_kl_loss=True algorithm.kl_penalty=kl", "--kl-loss-type low_var_kl"),
+        (
+            "a.sh",
+            f"{VERL_KL.format('grpo')} {ACTOR}use_kl_loss=True algorithm.kl_penalty=kl",
+            "--kl-loss-type low_var_kl",
+        ),
         ("a.sh", VERL_KL.format("reinforce_plus_plus"), "--kl-coef 0.001"),
         *(
             ("a.sh", f"{OPENRLHF} --advantage_estimator {name} --n_samples_per_prompt 4", words)
