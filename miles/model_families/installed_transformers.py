@@ -32,12 +32,13 @@ def why_not_loaded(model_type: str, has_own_code: bool, is_decoder: bool) -> tup
         is_decoder: Whether that says that a model of a family of encoders is a decoder.
     """
     model_type = READ_AS.get(model_type, model_type)
-    configs, causal = _table(_CONFIGS), _table(_CAUSAL)
+    causal = _table(_CAUSAL)
+    if model_type in causal and not _table(_MASKED).get(model_type, "").endswith("ForMaskedLM"):
+        return None
+    configs = _table(_CONFIGS)
     if not configs or not causal:
         return None  # a release whose tables are elsewhere: transformers reports it when it loads the model
     installed = f"the installed transformers {version('transformers')}"
-    if model_type in causal and not _table(_MASKED).get(model_type, "").endswith("ForMaskedLM"):
-        return None
     if model_type not in configs:
         rule = f"{installed} has no model_type {model_type}"
         if has_own_code:

@@ -175,8 +175,8 @@ class _Tried:
 def advise(rehearsal: Rehearsal) -> Iterator[Advice]:
     """Yield the changes that save most memory on the worst rank, each traced again, at most ``ADVICE``.
 
-    At first one stage is traced for each change: the worst one, if it can be the worst of the change. The other stages
-    are traced only for changes that may still save most.
+    First, one stage is traced per change: that of the worst rank if it is one of those to trace. The others are traced
+    only for changes that may still save most.
     """
     tried: list[_Tried] = []
     for change in changes(rehearsal.settings):
@@ -205,10 +205,10 @@ def _trace_more(tried: Sequence[_Tried], generation: Generation, stages: int | N
     jobs = [Job(each.settings, stage) for each, stage in chosen]
     for (each, stage), job, trace in zip(chosen, jobs, trace_all(jobs), strict=True):
         each.missing.remove(stage)
-        if isinstance(trace, str):
-            each.fails = True
-        else:
+        try:
             each.ranks += _forecasts([job], [trace], generation)
+        except ValueError:
+            each.fails = True
 
 
 def stages_of_change(settings: Settings) -> list[int]:

@@ -87,6 +87,6 @@ def build_rehearsed(
     """
     spec = train_backend_spec(settings.training.train_backend)
     built: AbstractContextManager[RehearsedBackend] = build_rehearsal(
-        spec, settings, torch.device("cpu"), total_steps, imbalance, leave_out
+        spec, settings, torch.device("cpu"), total_steps, leave_out, imbalance
     )
     return built

@@ -101,6 +101,11 @@ class Translation:
         """Record that ``key`` has no counterpart."""
         self.missing.append(self._entry(key, (), why))
 
+    def miss_given(self, keys: Iterable[str], why: str) -> None:
+        """Record that those of ``keys`` that are set have no counterpart."""
+        for key in filter(self.has, keys):
+            self.miss(key, why)
+
     def take(self, keys: Iterable[str]) -> None:
         """Mark settings as read."""
         self._taken.update(keys)

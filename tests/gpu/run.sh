@@ -91,7 +91,7 @@ launch() { # launch NAME BACKEND ITERATIONS [FLAGS...]: a run through Ray on one
         --train-backend "$backend" --use-dynamic-batch-size --max-tokens-per-gpu $((2 * micro)) \
         --rollout-engine torch --actor-num-gpus-per-node 1 --colocate --output-dir "$OUT/$name" "$@"
 }
-engine() { # engine KIND: a check of one SGLang server, on CPU where it serves the kind; on a GPU they are tests
+engine() { # engine KIND: check one SGLang server on CPU, of a kind that it serves there; on a GPU, tests do that
     [ "$DEVICE" = cuda ] && return
     part "sglang-$1" "sglang" 400 "$PYTHON" tests/gpu/sglang_engine.py "$1" "$OUT/sglang-$1"
 }

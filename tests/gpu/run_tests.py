@@ -37,7 +37,7 @@ def results(path: Path) -> Iterator[Result]:
 
 
 def main(path: Path, arguments: Sequence[str]) -> int:
-    import pytest  # not at the top: the page reads results where it may be missing
+    import pytest  # not at the top: the page reads results, also without pytest
 
     status = int(pytest.main([*arguments, f"--junitxml={path}", "-rs", "-p", "no:cacheprovider"]))
     if status != 0:

@@ -33,7 +33,7 @@ MEGATRON_CORE, SERVER_FLAGS = "megatron_core", "server_flags"
 _FOREIGN_SECTIONS = (MEGATRON_CORE, SERVER_FLAGS)
 
 _NULL = ("", "~", "null")
-# Switches of which a command has one: false for one asks for the other.
+# Switches that exclude each other: false for one asks for the other.
 _OPPOSITES = {"--bf16": ("--fp32",), "--fp32": ("--bf16",)}
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 

@@ -100,7 +100,7 @@ def longest_sequence(settings: Settings) -> int:
     response = max(rollout.rollout_max_response_len or 1, settings.evaluation.eval_max_response_len or 1)
     prompt = settings.data.rollout_max_prompt_len or PROMPT
     longest = rollout.rollout_max_context_len or prompt + response
-    limit = (_text_config(settings) or {}).get("max_position_embeddings")
+    limit = (text_config(settings) or {}).get("max_position_embeddings")
     return min(longest, limit or longest)
 
 
@@ -109,14 +109,15 @@ def _row(settings: Settings) -> int:
     return -(-longest_sequence(settings) // ROW_STEP) * ROW_STEP
 
 
-def _text_config(settings: Settings) -> dict[str, Any] | None:
+def text_config(settings: Settings) -> dict[str, Any] | None:
+    """Return the configuration of the model's text part; None if it is not on this machine."""
     config = local_config(settings.model, "hf_checkpoint")
     return None if config is None else config.get("text_config") or config
 
 
 def _bytes_per_token(settings: Settings) -> int | None:
     """Return the bytes of a token in the cache of the run's engine; None if the model's sizes are not at hand."""
-    config = _text_config(settings)
+    config = text_config(settings)
     if config is None:
         return None
     keeps_latent = engine_spec(settings.rollout.rollout_engine).has_servers

@@ -38,8 +38,11 @@ OF_GENERATION = OF_SETS
 
 def check_saved_samples(settings: Settings, errors: Errors) -> None:
     """Check that the first file of ``--load-debug-rollout-data`` is there."""
-    path, first = settings.rollout.load_debug_rollout_data, first_iteration(settings.checkpoint)
-    if path is not None and names_iteration(path) and first is not None:
+    path = settings.rollout.load_debug_rollout_data
+    if path is None or not names_iteration(path):
+        return
+    first = first_iteration(settings.checkpoint)
+    if first is not None:
         file = path_of_iteration(path, first)
         if not os.path.isfile(file):
             rule = f"no such file: {file}, of the first iteration of the run"
@@ -49,8 +52,10 @@ def check_saved_samples(settings: Settings, errors: Errors) -> None:
 def notes_on_saved_samples(settings: Settings) -> Iterator[str]:
     """Yield a note on the first iteration of ``--load-debug-rollout-data`` that has no file."""
     path, last = settings.rollout.load_debug_rollout_data, settings.rollout.num_rollout
+    if path is None or last is None or not names_iteration(path):
+        return
     first = first_iteration(settings.checkpoint)
-    if path is None or last is None or first is None or not names_iteration(path):
+    if first is None:
         return
     files = (path_of_iteration(path, iteration) for iteration in range(first, last))
     missing = next((file for file in files if not os.path.isfile(file)), None)

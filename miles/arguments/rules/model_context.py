@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from miles.arguments.launch.abilities import has_servers
-from miles.arguments.launch.host_share import PROMPT
-from miles.arguments.model import local_config
+from miles.arguments.launch.host_share import PROMPT, text_config
 from miles.arguments.settings import Settings
 from miles.arguments.sglang.server_flags import SERVER, has_flag, value_of
 from miles.flags import Errors, changed, flag_name
@@ -70,8 +69,7 @@ def _limit(settings: Settings) -> tuple[int, str]:
     Raises:
         FlagError: The configuration of the model cannot be read.
     """
-    config = local_config(settings.model, "hf_checkpoint") or {}
-    config = config.get("text_config") or config
+    config = text_config(settings) or {}
     longest = config.get("max_position_embeddings")
     known = longest if isinstance(longest, int) else _UNKNOWN
     if has_servers(settings):

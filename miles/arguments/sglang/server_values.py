@@ -37,7 +37,6 @@ _RANGES: dict[str, tuple[float, bool, float]] = {
     ),
     **dict.fromkeys(
         (
-            "--base-gpu-id",
             "--lora-drain-wait-threshold",
             "--mamba-cache-philox-rounds",
             "--mm-io-worker-num",
@@ -85,7 +84,7 @@ def check_server_files(settings: Settings, errors: Errors) -> None:
     if not has_servers(settings) or settings.sglang.rollout_external or settings.cluster.ray_address is not None:
         return
     for flag, values in group_words(settings.server_flags.server):
-        field = (SERVER + flag.removeprefix("--")).removeprefix("--")
+        field = _field(SERVER, flag)
         for path in values[:1]:
             is_file = flag in FILES or (flag in _FILES_OR_NAMES and path.endswith(_FILES_OR_NAMES[flag]))
             if is_file and path != "None":
@@ -94,12 +93,19 @@ def check_server_files(settings: Settings, errors: Errors) -> None:
 
 def _check_words(prefix: str, words: Sequence[str], known: Mapping[str, Accepted], errors: Errors) -> None:
     for flag, values in group_words(words):
-        field = (prefix + flag.removeprefix("--")).removeprefix("--")
-        accepted = known.get(flag)
-        fault = None if accepted is None or not errors.none_about(field) else _fault(accepted, values)
-        fault = fault or (_out_of_range(flag, values) if prefix == SERVER and accepted is not None else None)
+        field, accepted = _field(prefix, flag), known.get(flag)
+        if accepted is None or not errors.none_about(field):
+            continue
+        fault = _fault(accepted, values)
+        if fault is None and prefix == SERVER:
+            fault = _out_of_range(flag, accepted, values)
         if fault is not None:
             errors.refuse(field, values or None, *fault)
+
+
+def _field(prefix: str, flag: str) -> str:
+    """Return what ``Errors`` calls a flag that is passed on."""
+    return (prefix + flag.removeprefix("--")).removeprefix("--")
 
 
 def _fault(accepted: Accepted, values: Sequence[str]) -> tuple[str, str] | None:
@@ -120,12 +126,12 @@ def _fault(accepted: Accepted, values: Sequence[str]) -> tuple[str, str] | None:
     return None
 
 
-def _out_of_range(flag: str, values: Sequence[str]) -> tuple[str, str] | None:
+def _out_of_range(flag: str, accepted: Accepted, values: Sequence[str]) -> tuple[str, str] | None:
     """Return why SGLang would stop at the number that a flag has; None if it would not."""
     if flag not in _RANGES or len(values) != 1:
         return None
     low, takes_low, high = _RANGES[flag]
-    number = float(values[0])
+    number = _read(values[0], accepted.reading)
     if low < number <= high or (takes_low and number == low):
         return None
     if high < math.inf:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -253,9 +254,10 @@ class _Decoder:
 
     def __init__(self, model_path: str) -> None:
         self._model_path = model_path
-        self._tokenizer: Any = None
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._model_path)
 
     def __call__(self, token_ids: list[int]) -> str:
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._model_path)
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))

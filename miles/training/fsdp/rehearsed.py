@@ -64,7 +64,7 @@ class RehearsedFsdp(FsdpBackend):
         """Shard the layers that run, and let the one before those that are left out hold as much as these do."""
         super()._shard(model)
         for layer, times in self._removed:
-            layer.left_out = nn.ParameterList(_as_large(p) for _ in range(times) for p in list(layer.parameters()))
+            layer.left_out = nn.ParameterList(_as_large(p) for _ in range(times) for p in layer.parameters())
 
     def _read_frozen(self, folder: Path, model: Policy, name: str) -> None:
         """Read nothing."""
@@ -177,7 +177,7 @@ class _Parts:
 
 @contextmanager
 def build(
-    settings: Settings, device: torch.device, total_steps: int, imbalance: float, leave_out: LeaveOut
+    settings: Settings, device: torch.device, total_steps: int, leave_out: LeaveOut, imbalance: float
 ) -> Iterator[RehearsedBackend]:
     """Build this rank. Every rank has all experts, so their load is as large whatever the router does."""
     cut = _fsdp_param._chunk_with_empty

@@ -46,7 +46,7 @@ def build(settings: Settings, device: torch.device, total_steps: int) -> TrainBa
 
 
 def build_rehearsed(
-    settings: Settings, device: torch.device, total_steps: int, imbalance: float, leave_out: LeaveOut
+    settings: Settings, device: torch.device, total_steps: int, leave_out: LeaveOut, imbalance: float
 ) -> AbstractContextManager[RehearsedBackend]:
     """Build a rank without weights, under fake tensors (training/rehearsed.py)."""
     from miles.training.megatron.cpu_support import support_cpu
@@ -54,4 +54,4 @@ def build_rehearsed(
     support_cpu()
     from miles.training.megatron.rehearsed import rehearsed
 
-    return rehearsed(settings, device, total_steps, imbalance, leave_out)
+    return rehearsed(settings, device, total_steps, leave_out, imbalance)

@@ -207,7 +207,7 @@ class _ShortBlock(TransformerBlock):
 
 @contextmanager
 def rehearsed(
-    settings: Settings, device: torch.device, total_steps: int, imbalance: float, leave_out: LeaveOut
+    settings: Settings, device: torch.device, total_steps: int, leave_out: LeaveOut, imbalance: float
 ) -> Iterator[RehearsedBackend]:
     """Build this rank, and forget Megatron's process groups at the end."""
     if settings.megatron.megatron_to_hf_mode != "raw":

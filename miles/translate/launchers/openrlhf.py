@@ -41,7 +41,7 @@ ROWS = {
     "--train.async_enable": Row(
         "--async-steps", "give the number of iterations ahead; --train.async_queue_size", "flag"
     ),
-    "--train.partial_rollout_enable": Row("", "see --fully-async, whose responses go on with new weights"),
+    "--train.partial_rollout_enable": Row("", "see --fully-async, whose responses continue with new weights"),
     "--actor.eps_clip": Row("--eps-clip", kind="number"),
     "--actor.dual_clip": Row("--eps-clip-c", kind="number"),
     "--actor.entropy_coef": Row("--entropy-coef", "a token mean there, a sample mean here", "number"),

@@ -319,9 +319,8 @@ def _correction(translation: Translation) -> None:
     names = [f"vllm_importance_sampling_{key}" for key in keys]
     translation.take([*names, "vllm_importance_sampling_correction"])
     if not translation.has("use_vllm") or not translation.switch("use_vllm"):
-        for name in ("vllm_importance_sampling_correction", *names):
-            if translation.has(name):
-                translation.miss(name, "without use_vllm it has no effect")
+        keys_of_engine = ("vllm_importance_sampling_correction", *names)
+        translation.miss_given(keys_of_engine, "without use_vllm it has no effect")
         return
     if not translation.switch("vllm_importance_sampling_correction", True):
         translation.carry("vllm_importance_sampling_correction")

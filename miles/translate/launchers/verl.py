@@ -298,31 +298,23 @@ def _kl(translation: Translation) -> None:
     else:
         if translation.has(key):
             translation.carry(key)
-        for name in ("kl_loss_coef", "kl_loss_type"):
-            if translation.has(ACTOR + name):
-                translation.miss(ACTOR + name, "without use_kl_loss it has no effect")
+        translation.miss_given((ACTOR + "kl_loss_coef", kind_key), "without use_kl_loss it has no effect")
     reward, weight = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
     if translation.has(reward) and translation.switch(reward):
         if write_kl_in_rewards(translation, weight, translation.number(weight, 0.001)):
             _kl_control(translation)
             _kl_penalty(translation)
         else:
-            _miss_given(translation, (*_KL_CONTROL, _KL_PENALTY), f"it belongs to {weight}")
+            translation.miss_given((*_KL_CONTROL, _KL_PENALTY), f"it belongs to {weight}")
     else:
         why = "without algorithm.use_kl_in_reward it has no effect"
-        _miss_given(translation, (weight, *_KL_CONTROL, _KL_PENALTY), why)
+        translation.miss_given((weight, *_KL_CONTROL, _KL_PENALTY), why)
     if translation.has(reward) and not translation.switch(reward):
         translation.carry(reward)
 
 
 _KL_PENALTY = "algorithm.kl_penalty"
 _KL_CONTROL = tuple(f"algorithm.kl_ctrl.{name}" for name in ("type", "target_kl", "horizon"))
-
-
-def _miss_given(translation: Translation, names: tuple[str, ...], why: str) -> None:
-    for name in names:
-        if translation.has(name):
-            translation.miss(name, why)
 
 
 def _kl_penalty(translation: Translation) -> None:

@@ -1,4 +1,4 @@
-"""The configuration of a model is read where it is: in its folder, or in the hub's cache."""
+"""The configuration of a model is read from its folder or from the hub's cache."""
 
 import json
 from pathlib import Path

@@ -18,6 +18,10 @@ SGLANG = "--rollout-engine sglang --actor-num-gpus-per-node 1 "
     ("flags", "expected"),
     [
         ("--sglang-mem-fraction-static abc", "--sglang-mem-fraction-static abc: SGLang reads a number; give one"),
+        (
+            "--sglang-mem-fraction-static abc --sglang-mem-fraction-static def",
+            "--sglang-mem-fraction-static abc: SGLang reads a number",
+        ),
         ("--sglang-mem-fraction-static 1.7", "--sglang-mem-fraction-static 1.7: must be in (0, 1]; give a share such"),
         ("--sglang-swa-full-tokens-ratio 0", "--sglang-swa-full-tokens-ratio 0: must be in (0, 1]"),
         ("--sglang-schedule-conservativeness -1", "--sglang-schedule-conservativeness -1: must be at least 0; give"),
