@@ -293,11 +293,12 @@ async def test_weights_change_while_workers_generate(settings_of, server):
     """Under --fully-async every answer has a version that was in use, and no request is sent twice."""
     settings = settings_of(2, async_steps=1, fully_async=True)
     async with running(settings) as pipeline:
-        server.latency = 0.2
         await pipeline.update_weights(WEIGHTS, 0, None)
+        server.hold()
         collecting = asyncio.ensure_future(only_collect(pipeline, 0))
         await server.until(12)
         await pipeline.update_weights(WEIGHTS, 1, None)
+        server.answer()
         first = await collecting
         await pipeline.update_weights(WEIGHTS, 2, None)
         second = await only_collect(pipeline, 1)
