@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from cases import TEMPERATURE, Case, rows_of, with_scores
-from oracle import OracleSample, objective, token_scores
+from oracle import OracleSample, objective, scores_of, token_scores
 from tolerance import METRIC_ERROR, RELATIVE_ERROR
 
 OF_THE_RUN = ("lr", "critic_lr", "loss_mass", "skipped_steps")  # reported, but not part of the objective
@@ -78,10 +78,11 @@ def _wanted(
     case: Case, model: Any, samples: Sequence[OracleSample]
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     model.zero_grad()
-    metrics = objective(model, samples, case.loss, TEMPERATURE)
+    what = "scores", [(s.tokens, len(s.mask), s.support, s.experts) for s in samples]
+    metrics = objective(_once(model, what, lambda: scores_of(model, samples, TEMPERATURE)), samples, case.loss)
     total = metrics["loss"]
     if total.requires_grad:
-        total.backward()
+        total.backward(retain_graph=True)  # the next loss of these samples has the same scores
     gradients = {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
     }

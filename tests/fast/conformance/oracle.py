@@ -158,12 +158,16 @@ class Aggregate:
         return sum(means) / len(means)
 
 
+def scores_of(model, samples: Sequence[OracleSample], temperature: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return log-probs and entropies of each sample's response, with their graph."""
+    return [token_scores(model, s.tokens, len(s.mask), temperature, s.support, s.experts) for s in samples]
+
+
 def objective(
-    model, samples: Sequence[OracleSample], loss: LossArguments, temperature: float
+    scored: Sequence[tuple[torch.Tensor, torch.Tensor]], samples: Sequence[OracleSample], loss: LossArguments
 ) -> dict[str, torch.Tensor]:
-    """Return every metric of the step by name; ``loss`` is the quantity to minimize."""
+    """Return every metric of the step by name, from the ``scores_of`` its samples; minimize ``loss``."""
     aggregate = Aggregate(samples, loss.loss_aggregation_divisor, loss.loss_aggregation_alpha)
-    scored = [token_scores(model, s.tokens, len(s.mask), temperature, s.support, s.experts) for s in samples]
     log_probs, entropy = [s[0] for s in scored], [s[1] for s in scored]
     if loss.loss_type == "sft_loss":
         return {"loss": aggregate(loss.loss_aggregation, [-p for p in log_probs])}

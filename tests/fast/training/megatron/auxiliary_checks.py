@@ -20,7 +20,7 @@ from cases import ANYWHERE, BATCHES, Case, loss_of
 from compare import distance, norm_of, samples_of
 from conformance_checks import CONTRACTS, Contracts, Expected, by_expert, run_step
 from layouts import LAYOUTS, MODELS, TEMPERATURE, RankProcess, make_backend, note, plain_model, weights
-from oracle import OracleSample, objective
+from oracle import OracleSample, objective, scores_of
 from safetensors.torch import load_file
 from tolerance import RELATIVE_ERROR
 from transformers import AutoConfig
@@ -139,7 +139,7 @@ class Oracle:
         whole = self.models[name, has_heads]
         whole.zero_grad()
         policy = whole.model if has_heads else whole
-        metrics = objective(policy, step.samples, step.case.loss, TEMPERATURE)
+        metrics = objective(scores_of(policy, step.samples, TEMPERATURE), step.samples, step.case.loss)
         total = metrics["loss"]
         if has_heads:
             metrics["mtp_loss"] = whole.loss(step.samples, HEADS)
