@@ -23,7 +23,7 @@ from miles.rewards.settings import RewardArguments
 
 MODULE = "reward_functions_for_test"
 CODE = """
-import asyncio, ctypes, math, os, subprocess, sys, threading, time
+import asyncio, ctypes, math, os, struct, subprocess, sys, threading, time, zlib
 
 def fine(samples): return [float(len(s.response)) for s in samples]
 def pid(samples): return [float(os.getpid()) for s in samples]
@@ -70,6 +70,46 @@ def leaves_children(samples):
     subprocess.Popen(["sleep", "1000"], start_new_session=True)
     shell = subprocess.run(["sh", "-c", "setsid sleep 1001 > /dev/null 2>&1 & echo $!"], capture_output=True)
     return [float(os.getpid()) for s in samples]
+def its_files(): return [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
+def to_each(data):
+    for fd in its_files():
+        try: os.write(fd, data)
+        except OSError: pass
+def writes_garbage(samples):
+    to_each(b"garbage")
+    return fine(samples)
+def writes_much(samples):
+    to_each(b"y" * 100_000)
+    return fine(samples)
+def writes_zeros(samples):
+    to_each(bytes(64))
+    return fine(samples)
+def forges(samples):
+    reply = b'{"number": 0, "rewards": [77.0]}'
+    for token in (b"", *map(str.encode, [*sys.argv, *os.environ.values()])):
+        to_each(token[:16] + struct.pack("!QI", len(reply), zlib.crc32(reply)) + reply)
+    return fine(samples)
+def closes(samples):
+    os.closerange(3, 256)
+    return fine(samples)
+def closes_and_waits(samples):
+    os.closerange(3, 256)
+    threading.Event().wait()
+def replaces(samples):
+    os.closerange(3, 256)
+    files = [open("replaced", "a") for _ in range(30)]
+    return fine(samples)
+called = []
+def changes(samples):
+    called.append(samples)
+    if len(called) > 1: threading.Event().wait()
+    for fd in its_files():
+        try: os.set_blocking(fd, False)
+        except OSError: pass
+    return fine(samples)
+def writes_for_bad(samples):
+    time.sleep(0.3)
+    return writes_garbage(samples) if any(s.response == "bad" for s in samples) else fine(samples)
 def reads_standard_input(samples): return [float(len(sys.stdin.read())) for s in samples]
 """
 
@@ -123,6 +163,47 @@ def fault_of(function, samples):
 )
 def test_every_fault_is_a_reward_error(process, make_sample, name, fault):
     assert fault in fault_of(process(name), [make_sample("a")])
+
+
+@pytest.mark.parametrize(
+    ("name", "verb"),
+    [
+        ("writes_garbage", "wrote into"),
+        ("writes_much", "wrote into"),
+        ("writes_zeros", "wrote into"),
+        ("forges", "wrote into"),
+        ("closes", "closed"),
+        ("closes_and_waits", "closed"),
+        ("replaces", "closed"),
+    ],
+)
+def test_a_function_that_disturbs_the_pipes_of_its_process_is_at_fault(
+    process, make_sample, tmp_path, monkeypatch, capfd, name, verb
+):
+    monkeypatch.chdir(tmp_path)
+    function, sample = process(name, seconds=0.0), make_sample("a")
+    for _ in range(2):
+        assert f"{verb} a pipe of its process (a file descriptor above 2" in fault_of(function, [sample])
+    assert scored(function, [sample], error_value=-1.0) == 1 and sample.reward == -1.0
+    assert "Traceback" not in capfd.readouterr().err
+    assert not any(path.stat().st_size for path in tmp_path.glob("replaced")), "no reply is written to a user's file"
+
+
+def test_a_function_that_changes_the_pipe_of_its_calls_is_at_fault(process, make_sample):
+    function, sample = process("changes", seconds=0.0), make_sample("a")
+    assert scored(function, [sample]) == 0 and sample.reward == 1.0
+    assert "read from a pipe of its process, or changed it (a file descriptor" in fault_of(function, [sample])
+
+
+def test_a_call_beside_one_that_disturbs_the_pipes_gets_its_own_reward(process, make_sample):
+    function = process("writes_for_bad")
+    batches = [[make_sample("a"), make_sample("bad"), make_sample("ccc")], [make_sample("dddd")], [make_sample("ee")]]
+
+    async def all_at_once():
+        return await asyncio.gather(*(score(batch, function, -1.0) for batch in batches))
+
+    assert asyncio.run(asyncio.wait_for(all_at_once(), 60)) == [1, 0, 0]
+    assert [[sample.reward for sample in batch] for batch in batches] == [[1.0, -1.0, 3.0], [4.0], [2.0]]
 
 
 @pytest.mark.parametrize("name", ["never", "blocks", "awaits"])
