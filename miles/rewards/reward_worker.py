@@ -137,10 +137,10 @@ def _work(pipes: _Pipes, token: bytes, path: str, key: str, memory: int) -> None
     requests, replies = os.fdopen(pipes.requests, "rb"), os.fdopen(pipes.replies, "wb")
 
     def reply(**message: Any) -> None:
-        # Without the pipe, the number may be that of a file of the user's. The supervisor ends this process soon.
         with writing, suppress(OSError):
-            if pipes.are_open():
-                write_message(replies, token, json.dumps(message).encode())
+            if not pipes.are_open():  # the number may be that of a file of the user's
+                threading.Event().wait()  # for the supervisor, which ends this process
+            write_message(replies, token, json.dumps(message).encode())
 
     if memory:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))  # too much memory raises MemoryError at once

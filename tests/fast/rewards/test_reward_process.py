@@ -58,9 +58,10 @@ def allocates_in_children(samples):
 def never(samples): threading.Event().wait()
 async def blocks(samples): threading.Event().wait()
 async def awaits(samples): await asyncio.Event().wait()
+blocked = []
 def blocks_for_bad(samples):
-    if any(s.response == "bad" for s in samples): threading.Event().wait()
-    time.sleep(0.5)
+    blocked.extend(s for s in samples if s.response == "bad")
+    if blocked: threading.Event().wait()  # the calls beside it too, but not when they are made again
     return fine(samples)
 def prints(samples):
     for _ in range(100): os.write(1, b"y" * 10_000_000)
@@ -209,9 +210,7 @@ def test_a_call_beside_one_that_disturbs_the_pipes_gets_its_own_reward(process, 
 @pytest.mark.parametrize("name", ["never", "blocks", "awaits"])
 def test_a_call_that_does_not_return_ends_in_time_and_the_next_one_works(process, make_sample, name):
     function = process(name, seconds=1.0)
-    started = time.monotonic()
     assert "did not return within 1 s (--reward-timeout)" in fault_of(function, [make_sample("a")])
-    assert time.monotonic() - started < 15
     assert "did not return within 1 s" in fault_of(function, [make_sample("a")])
 
 
@@ -224,19 +223,28 @@ def test_the_flags_bound_a_reward(process, make_sample):
 
 
 def test_importing_the_module_is_bounded_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(reward_process, "IMPORT_SECONDS", 5.0)
+    monkeypatch.setattr(reward_process, "IMPORT_SECONDS", 2.0)
     (tmp_path / "slow_to_import.py").write_text("import threading\nthreading.Event().wait()\n")
-    (tmp_path / "ends_at_import.py").write_text("import os\nos._exit(5)\n")
-    (tmp_path / "raises_at_import.py").write_text("raise RuntimeError('no GPU')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for module, fault in {
-        "slow_to_import": "importing its module takes more than 5 s",
-        "ends_at_import": "importing its module ended its process with exit code 5",
-        "raises_at_import": "its module raised RuntimeError: no GPU",
-        "not_there": "cannot import module not_there",
-    }.items():
-        with pytest.raises(InputError, match=f"--custom-rm-path {module}:f: {fault}"):
-            RewardProcess(f"{module}:f", None, 20.0, 0)
+    with pytest.raises(InputError, match="--custom-rm-path slow_to_import:f: importing its module takes more than 2 s"):
+        RewardProcess("slow_to_import:f", None, 20.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "fault"),
+    [
+        ("ends_at_import", "import os\nos._exit(5)\n", "importing its module ended its process with exit code 5"),
+        ("closes_at_import", "import os\nos.closerange(3, 99)\n", "importing its module closed a pipe of its process"),
+        ("raises_at_import", "raise RuntimeError('no GPU')\n", "its module raised RuntimeError: no GPU"),
+        ("not_there", None, "cannot import module not_there"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, module, source, fault):
+    if source is not None:
+        (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InputError, match=f"--custom-rm-path {module}:f: {fault}"):
+        RewardProcess(f"{module}:f", None, 20.0, 0)
 
 
 @pytest.mark.parametrize(
@@ -259,12 +267,14 @@ def test_only_the_sample_that_ends_the_process_is_at_fault(process, make_sample)
 
 
 def test_a_call_beside_one_that_hangs_is_made_again(process, make_sample):
-    function = process("blocks_for_bad", seconds=2.0)
+    function = process("blocks_for_bad", seconds=3.0)
     batches = [[make_sample("bad")], [make_sample("dddd")]]
 
     async def one_after_the_other():
         first = asyncio.create_task(score(batches[0], function, -1.0))
-        await asyncio.sleep(1.7)  # the second call is in progress when the first one is given up
+        while not function._shared._pending:
+            await asyncio.sleep(0)
+        function._seconds = 0.0  # the second call, in progress when the first one is given up, has no limit
         return await asyncio.gather(first, score(batches[1], function, -1.0))
 
     assert asyncio.run(asyncio.wait_for(one_after_the_other(), 60)) == [1, 0]
@@ -312,7 +322,7 @@ def test_children_left_behind_end_with_the_run(process, make_sample):
         time.sleep(0.02)
     left = children_of(supervisor)
     function._shared.stop()
-    psutil.wait_procs(left, timeout=10)
+    psutil.wait_procs(left, timeout=60)
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in left)
 
 
@@ -343,7 +353,7 @@ def test_nothing_is_left_when_the_rollout_side_is_killed(tmp_path):
     assert len(left) >= 4
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    psutil.wait_procs(left, timeout=10)
+    psutil.wait_procs(left, timeout=60)
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in left)
 
 
