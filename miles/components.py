@@ -7,6 +7,7 @@ because each backend and engine has libraries of its own.
 from __future__ import annotations
 
 import pkgutil
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -42,6 +43,18 @@ class TrainBackendSpec:
 
 
 @dataclass(frozen=True)
+class StopTextLimits:
+    """How many texts may end a response at most, and how many bytes each may have as an escaped regular expression."""
+
+    number: int
+    bytes: int
+
+    def allow(self, text: str) -> bool:
+        """Return whether ``text`` is short enough."""
+        return len(re.escape(text).encode()) <= self.bytes
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """What a choice of ``--rollout-engine`` is.
 
@@ -52,6 +65,7 @@ class EngineSpec:
         own_flags: The flags of the section ``rollout`` that no other engine reads.
         reports_experts: Whether it can return the experts that it chose (``--use-rollout-routing-replay``).
         shares_servers: Whether several processes can send it requests (``--num-rollout-workers``).
+        stop_text_limits: Its limits to the texts that end a response; None if it has none.
     """
 
     builder: str
@@ -59,6 +73,7 @@ class EngineSpec:
     own_flags: tuple[str, ...] = ()
     reports_experts: bool = False
     shares_servers: bool = False
+    stop_text_limits: StopTextLimits | None = None
 
 
 TRAIN_BACKENDS: Mapping[str, TrainBackendSpec] = {
@@ -88,7 +103,11 @@ ENGINES: Mapping[str, EngineSpec] = {
         reports_experts=True,
     ),
     "sglang": EngineSpec(
-        "miles.engine.sglang.engine:start", has_servers=True, reports_experts=True, shares_servers=True
+        "miles.engine.sglang.engine:start",
+        has_servers=True,
+        reports_experts=True,
+        shares_servers=True,
+        stop_text_limits=StopTextLimits(32, 256),  # MAX_STOP_REGEX_COUNT and _LEN of SGLang's sampling_params.py
     ),
 }
 

@@ -28,7 +28,7 @@ import psutil
 from miles.input_error import InputError
 from miles.one_line import one_line
 from miles.rewards.base import NotAReward
-from miles.rewards.messages import read_message, write_message
+from miles.rewards.messages import PIPE_WRITTEN, NotAMessage, new_token, read_message, write_message
 from miles.sample import Sample
 from miles.stacks import RUN_FOLDER, frames, request_stacks
 from miles.user_code.calls import UserCodeTimeout, call_slots
@@ -106,9 +106,11 @@ class _Worker:
         # The supervisor ends when this side closes its end, or dies.
         watched, held = os.pipe()
         self._held: int | None = held
+        self._ending, ending = os.pipe()
+        self._token = new_token()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "miles.rewards.reward_worker", *command, str(watched)],
-            pass_fds=[watched],
+            [sys.executable, "-m", "miles.rewards.reward_worker", *command, str(watched), str(ending)],
+            pass_fds=[watched, ending],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -116,6 +118,11 @@ class _Worker:
             start_new_session=True,  # Ctrl-C reaches the launcher alone; this ends with its standard input
         )
         os.close(watched)
+        os.close(ending)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # the reader of replies reports that it has ended
+            self._process.stdin.write(self._token)
+            self._process.stdin.flush()
         self._numbers = count()
         self._pending: dict[int, Future[list[float]]] = {}
         self._state = threading.Lock()  # of _pending, alive and how it ended
@@ -185,21 +192,14 @@ class _Worker:
     def _send(self, message: bytes) -> None:
         assert self._process.stdin is not None
         with self._writing, suppress(BrokenPipeError, ValueError):  # ended meanwhile: the reader of replies reports it
-            write_message(self._process.stdin, message)
+            write_message(self._process.stdin, self._token, message)
 
     def _read_replies(self) -> None:
-        assert self._process.stdout is not None
-        end = "ended its process"
-        while (message := read_message(self._process.stdout)) is not None:
-            reply = json.loads(message)
-            if "died" in reply:
-                end = reply["died"]
-            elif "ready" in reply:
-                self._ready.set_result(None)
-            elif "refused" in reply:
-                self._ready.set_exception(InputError(reply["refused"]))
-            else:
-                self._settle(reply)
+        broken = self._read_to_end()
+        if broken:
+            self._let_go()
+        with os.fdopen(self._ending, "rb") as ending:
+            end = ending.read().decode() or broken or "ended its process"
         with self._state:
             self.alive = False
             left, self._pending = self._pending, {}
@@ -211,6 +211,24 @@ class _Worker:
             self._ready.set_exception(RewardProcessDied(end))
         self._process.wait()
         self._let_go()
+
+    def _read_to_end(self) -> str:
+        """Take the replies until there are no more; return why no more can be read, if the function is to blame."""
+        assert self._process.stdout is not None
+        try:
+            while (message := read_message(self._process.stdout, self._token)) is not None:
+                reply = json.loads(message)
+                if "broken" in reply:
+                    return str(reply["broken"])
+                if "ready" in reply:
+                    self._ready.set_result(None)
+                elif "refused" in reply:
+                    self._ready.set_exception(InputError(reply["refused"]))
+                else:
+                    self._settle(reply)
+        except NotAMessage:
+            return PIPE_WRITTEN
+        return ""
 
     def _settle(self, reply: dict[str, Any]) -> None:
         with self._state:

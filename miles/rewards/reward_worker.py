@@ -1,8 +1,9 @@
-"""The process of a user's reward function: ``python -m miles.rewards.reward_worker MODULE:FUNCTION KEY BYTES FD``.
+"""The process of a user's reward function: ``python -m miles.rewards.reward_worker MODULE:FUNCTION KEY BYTES FD FD``.
 
 It is two processes. The worker imports the function and answers calls, many at a time. The supervisor runs no user
-code: it ends the worker, and every process that the worker has started, when the rollout side is gone or when they use
-more memory than they may, and it reports how the worker ended.
+code: it ends the worker, and every process that the worker has started, when the rollout side is gone, when they use
+more memory than they may, or when the worker has lost the pipe of its calls or that of its replies, which user code can
+close. It reports how the worker ended by a pipe that user code never has.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from ctypes import CDLL
 from numbers import Real
@@ -27,7 +28,7 @@ import psutil
 
 from miles.one_line import name_and_words, one_line
 from miles.rewards.base import NotAReward
-from miles.rewards.messages import read_message, write_message
+from miles.rewards.messages import PIPE_CLOSED, PIPE_READ, TOKEN_BYTES, NotAMessage, read_message, write_message
 from miles.rewards.sandboxed import uses_more
 from miles.stacks import answer_requests
 from miles.user_code.calls import UserCall
@@ -39,25 +40,55 @@ LONGEST_TRACEBACK = 6000
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def main(path: str, key: str, memory: int, watched: int) -> None:
-    """Start the worker and supervise it to its end, or until the other end of ``watched`` is closed."""
-    requests, replies = os.dup(0), os.fdopen(os.dup(1), "wb")
+def main(path: str, key: str, memory: int, watched: int, ending: int) -> None:
+    """Start the worker and supervise it to its end, or until the other end of ``watched`` is closed.
+
+    Standard input begins with the token of all messages. How the worker ended is written to ``ending``.
+    """
+    token = os.read(0, TOKEN_BYTES)
+    pipes = _Pipes(os.dup(0), os.dup(1))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # user code may read standard input,
     os.dup2(2, 1)  # and what it prints goes to standard error, not among the replies
     CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # a process whose parent has died becomes the supervisor's child
     worker = os.fork()
     if worker == 0:
-        _work(os.fdopen(requests, "rb"), replies, path, key, memory)
+        os.close(ending)
+        _work(pipes, token, path, key, memory)
         os._exit(0)
-    os.close(requests)
-    end = _supervise(worker, watched, memory)
+    os.close(pipes.requests)
+    end = _supervise(worker, pipes, watched, memory)
     _end_descendants()
     if end is not None:
         with suppress(BrokenPipeError):
-            write_message(replies, json.dumps({"died": end}).encode())
+            os.write(ending, end.encode())
 
 
-def _supervise(worker: int, watched: int, memory: int) -> str | None:
+class _Pipes:
+    """The pipes by which the worker is called: their file descriptors in it, and how to recognize them there."""
+
+    def __init__(self, requests: int, replies: int) -> None:
+        self.requests = requests
+        self.replies = replies
+        self._of = {fd: os.fstat(fd) for fd in (requests, replies)}
+
+    def are_open(self) -> bool:
+        """Return whether this process, the worker, still has them."""
+        try:
+            return all(os.path.samestat(os.fstat(fd), pipe) for fd, pipe in self._of.items())
+        except OSError:
+            return False
+
+    def are_open_in(self, worker: int) -> bool:
+        """Return whether the worker still has them."""
+        try:
+            return all(os.path.samestat(os.stat(f"/proc/{worker}/fd/{fd}"), pipe) for fd, pipe in self._of.items())
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # the kernel shows them to nobody, as of a process that may not be traced
+
+
+def _supervise(worker: int, pipes: _Pipes, watched: int, memory: int) -> str | None:
     """Return how the worker ended, in words; None if the rollout side is gone."""
     poll = select.poll()
     poll.register(watched, 0)  # POLLHUP alone
@@ -70,6 +101,10 @@ def _supervise(worker: int, watched: int, memory: int) -> str | None:
         if memory and uses_more((process.pid for process in psutil.Process().children(recursive=True)), memory):
             os.kill(worker, signal.SIGKILL)
             return f"used more than {memory / 2**30:.3g} GiB of memory (--reward-memory) and was ended"
+        if not pipes.are_open_in(worker):
+            os.kill(worker, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+            return PIPE_CLOSED if code == -signal.SIGKILL else _ending(code)  # it was ending already
 
 
 def _ended_children() -> list[tuple[int, int]]:
@@ -95,14 +130,17 @@ def _end_descendants() -> None:
         _ended_children()
 
 
-def _work(requests: BinaryIO, replies: BinaryIO, path: str, key: str, memory: int) -> None:
+def _work(pipes: _Pipes, token: bytes, path: str, key: str, memory: int) -> None:
     """Import the function, report that, and answer calls until the other side is gone."""
     answer_requests()
     writing = threading.Lock()
+    requests, replies = os.fdopen(pipes.requests, "rb"), os.fdopen(pipes.replies, "wb")
 
     def reply(**message: Any) -> None:
-        with writing, suppress(BrokenPipeError):
-            write_message(replies, json.dumps(message).encode())
+        with writing, suppress(OSError):
+            if not pipes.are_open():  # the number may be that of a file of the user's
+                threading.Event().wait()  # for the supervisor, which ends this process
+            write_message(replies, token, json.dumps(message).encode())
 
     if memory:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))  # too much memory raises MemoryError at once
@@ -114,7 +152,7 @@ def _work(requests: BinaryIO, replies: BinaryIO, path: str, key: str, memory: in
         fault = one_line(name_and_words(error), LONGEST_FAULT)
         return reply(refused=f"--custom-rm-path {path}: its module raised {fault}; correct it")
     reply(ready=True)
-    while (request := read_message(requests)) is not None:
+    for request in _messages(requests, token, reply):
         number, samples = pickle.loads(request)
         call = UserCall(function, (samples,))
 
@@ -127,6 +165,15 @@ def _work(requests: BinaryIO, replies: BinaryIO, path: str, key: str, memory: in
                 reply(number=number, fault=one_line(fault, LONGEST_FAULT), traceback=trace)
 
         call.outcome.add_done_callback(answer)
+
+
+def _messages(requests: BinaryIO, token: bytes, reply: Callable[..., None]) -> Iterator[bytes]:
+    """Yield the calls until no more can be read: the other side is gone, or user code has disturbed the pipe."""
+    with suppress(OSError, NotAMessage):
+        while (request := read_message(requests, token)) is not None:
+            yield request
+    reply(broken=PIPE_READ)
+    threading.Event().wait()  # for the supervisor, which ends this process
 
 
 class ResultError(Exception):
@@ -170,4 +217,4 @@ def _shown(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6]))

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import socket
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -178,7 +179,7 @@ class LocalCopy:
             yield
 
     def _naming_disk(self) -> AbstractContextManager[None]:
-        what = f"this host's copy of the weights, {self.folder},"
+        what = f"the copy of the weights on host {socket.gethostname()}, {self.folder},"
         then = "make room, or give another --update-weight-copy-dir"
         return naming_disk(self.folder, what=what, then=then, failures=(OSError, SafetensorError))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields, replace
 
 from miles.arguments.cluster import ClusterArguments
@@ -110,7 +109,6 @@ def _check_weight_files(sglang: SglangArguments, errors: Errors) -> None:
 ABORT = "abort"  # of --pause-generation-mode
 LARGEST_SUPPORT = "--sampling-mask-max-tokens"  # of SGLang's server, which 0.5.23 is the first to have
 _SUPPORT_TOKENS = 4096  # its default
-_STOP_TEXTS, _STOP_TEXT_BYTES = 32, 256  # MAX_STOP_REGEX_COUNT and _LEN of SGLang's sampling_params.py
 
 
 def _check_support(settings: Settings, errors: Errors) -> None:
@@ -141,11 +139,14 @@ def _check_stop_texts(settings: Settings, errors: Errors) -> None:
     if texts and settings.sglang.rollout_external:
         rule = "engines that are already running may have no tokenizer (--skip-tokenizer-init), and then see no text"
         errors.refuse("rollout_stop", texts, rule, f"{ids}, or drop --rollout-external")
-    if len(texts) > _STOP_TEXTS:
-        errors.refuse("rollout_stop", texts, f"SGLang takes at most {_STOP_TEXTS} texts", f"give fewer, or {ids}")
+    limits = engine_spec(settings.rollout.rollout_engine).stop_text_limits
+    if limits is None:
+        return
+    if len(texts) > limits.number:
+        errors.refuse("rollout_stop", texts, f"SGLang takes at most {limits.number} texts", f"give fewer, or {ids}")
     for text in texts:
-        if len(re.escape(text).encode()) > _STOP_TEXT_BYTES:
-            rule = f"SGLang takes at most {_STOP_TEXT_BYTES} bytes, with a backslash before each special character"
+        if not limits.allow(text):
+            rule = f"SGLang takes at most {limits.bytes} bytes, with a backslash before each special character"
             errors.refuse("rollout_stop", text, rule, "give a part of the text that occurs nowhere else")
 
 

@@ -14,6 +14,8 @@ from miles.engine.concurrency import gather_or_cancel
 from miles.engine.sglang.client import EngineUnavailable, RequestRefused
 from miles.engine.sglang.router import Router
 from miles.engine.sglang.servers import ManagedServer, Servers, ServerState
+from miles.host.disk_faults import WriteFailed
+from miles.one_line import one_line
 
 START_TRIES = 3  # in a row, before a server is given up
 
@@ -73,7 +75,7 @@ class Health:
         await gather_or_cancel(self._start(server) for server in self._servers.all)
         self._tasks.append(asyncio.create_task(self._watch(end_requests)))
         if self._servers.restarts:
-            self._tasks += [asyncio.create_task(self._keep(server)) for server in self._servers.all]
+            self._tasks += [asyncio.create_task(self._keep(server, end_requests)) for server in self._servers.all]
 
     async def close(self) -> None:
         """Stop watching, and stop the servers and the router."""
@@ -188,11 +190,15 @@ class Health:
 
     # Replacement
 
-    async def _keep(self, server: ManagedServer) -> None:
-        """Replace ``server`` each time it fails."""
+    async def _keep(self, server: ManagedServer, end_requests: Callable[[Exception], None]) -> None:
+        """Replace ``server`` each time it fails. A full disk of its host ends all requests: another try has no room."""
         while True:
             await self._servers.until_failed(server)
-            await self._replace(server)
+            try:
+                await self._replace(server)
+            except WriteFailed as failure:
+                end_requests(WriteFailed(f"{server.name}: {failure}"))
+                server.enter(ServerState.LOST)
 
     async def _replace(self, server: ManagedServer) -> None:
         for attempt in range(1, START_TRIES + 1):
@@ -208,6 +214,9 @@ class Health:
             except Exception as failure:
                 server.enter(ServerState.FAILED)
                 log.warning("%s: start %d of %d failed: %s", server.name, attempt, START_TRIES, failure)
+                if isinstance(failure, WriteFailed):
+                    raise
+                server.lost_because = one_line(str(failure), 300)
         server.enter(ServerState.LOST)
 
     async def _start(self, server: ManagedServer) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 
 import httpx
 
@@ -19,6 +21,7 @@ from miles.engine.sglang.keys import NO_KEYS, Keys, bearer
 from miles.engine.sglang.leftovers import note_segments, remove_segments
 from miles.engine.sglang.processes import ChildProcess, free_port
 from miles.engine.sglang.server_log import LogFile
+from miles.host.disk_faults import disk_fault, naming_disk
 from miles.host.machine import num_cores
 from miles.secret_values import split_secret_words
 from miles.stacks import RUN_FOLDER
@@ -190,12 +193,13 @@ class SglangServer:
             except ServerFailed as failure:
                 # Another process can take a port between the moment it is found free and the moment it is used.
                 if PORT_TAKEN not in str(failure).lower() or attempt == PORT_TRIES - 1:
-                    raise
+                    raise _naming_full_disk(failure) from failure
         raise AssertionError("unreachable")
 
     def _start_on(self, port: int, meeting: str | None) -> str:
         url = f"http://{self._host}:{port}"
-        self._meeting = TemporaryDirectory(prefix="e", dir=os.environ.get(RUN_FOLDER))  # short: sockets are in it
+        with _naming_disk():
+            self._meeting = TemporaryDirectory(prefix="e", dir=_temporary())  # short: sockets are in it
         folder = Path(self._meeting.name)
         environment = self._spec.environment(os.environ, folder / "store") | {"TMPDIR": str(folder)}
         arguments = self._spec.arguments(self._host, port, meeting)
@@ -203,7 +207,8 @@ class SglangServer:
         process = self._process = ChildProcess(self._spec.module, arguments, environment, self._log, secret)
 
         def serves() -> bool:
-            note_segments(process.pid, folder)
+            with _naming_disk():
+                note_segments(process.pid, folder)
             return is_ready(url) if self._spec.node == 0 else answers(url, "/health")
 
         try:
@@ -227,6 +232,22 @@ class SglangServer:
     def pid(self) -> int | None:
         """The process id of the server, or None if none runs."""
         return None if self._process is None else self._process.pid
+
+
+def _temporary() -> Path:
+    """Return the folder of what a server writes on its host."""
+    return Path(os.environ.get(RUN_FOLDER) or gettempdir())
+
+
+def _naming_disk() -> AbstractContextManager[None]:
+    what = f"a temporary file of the server on host {socket.gethostname()}"
+    return naming_disk(_temporary(), what=what, then="make room there")
+
+
+def _naming_full_disk(failure: ServerFailed) -> ServerFailed:
+    """Return ``failure``, with the fault of this host's disk if it has one. The server's log may not have had room."""
+    fault = disk_fault(_temporary(), failure)
+    return failure if fault is None else ServerFailed(f"{fault} on host {socket.gethostname()}; {failure}")
 
 
 def is_ready(url: str) -> bool:

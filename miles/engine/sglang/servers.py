@@ -78,6 +78,7 @@ class ManagedServer:
         self.state = ServerState.STARTING
         self.changes = 0  # how often the state has changed
         self.starts = 0  # how many processes have been connected to
+        self.lost_because = ""
         self.requests: set[asyncio.Task[Any]] = set()  # in flight, sent to it without a router
         self._changed = changed
         self._client: SglangClient | None = None
@@ -168,9 +169,14 @@ class Servers:
         return all(server.state is ServerState.SERVING for server in self.in_use)
 
     async def until_one_in_use(self) -> None:
-        """Wait while all servers are being restarted. Raises ``RuntimeError`` if none can come back."""
+        """Wait while all servers are being restarted.
+
+        Raises:
+            RuntimeError: If none can come back.
+            Exception: The argument of ``end``.
+        """
         while not self.in_use:
-            if gone := self._gone():
+            if gone := self._end or self._gone():
                 raise gone
             await self._changed.wait()
 
@@ -178,8 +184,8 @@ class Servers:
         """Return the error that says that no server can come back, if that is so."""
         if any(server.state not in (ServerState.LOST, ServerState.CLOSED) for server in self.all):
             return None
-        names = ", ".join(server.name for server in self.all)
-        return RuntimeError(f"no engine is left ({names}); their log files say why")
+        reasons = (f"{server.name}: {server.lost_because}".removesuffix(": ") for server in self.all)
+        return RuntimeError(f"no engine is left ({', '.join(reasons)}); their log files say more")
 
     async def until_failed(self, server: ManagedServer) -> None:
         """Wait until ``server`` has failed."""
@@ -211,9 +217,9 @@ class Servers:
             await shown
 
     def end(self, error: Exception) -> None:
-        """Tell other processes that no answer will come any more."""
+        """Tell those who wait, and other processes, that no answer will come any more."""
         self._end = error
-        self._start_showing()
+        self._wake()
 
     async def call(
         self, servers: Sequence[ManagedServer], make: Callable[[SglangClient], Awaitable[object]]
@@ -233,7 +239,7 @@ class Servers:
         """
         for server, failure in failures:
             if isinstance(failure, WriteFailed):
-                raise failure
+                raise WriteFailed(f"{server.name}: {failure}") from failure
             if not self.restarts:
                 raise RuntimeError(f"{server.name}{what}: {failure}") from failure
             server.fail(failure)

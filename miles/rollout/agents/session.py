@@ -21,7 +21,9 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
+from miles.components import StopTextLimits
 from miles.engine.base import Generation, GenerationRequest
+from miles.one_line import one_line
 from miles.replay.expert_choices import continued
 from miles.replay.token_sets import extended
 from miles.rollout.agents.api_error import OUT_OF_ROOM, ApiError
@@ -104,7 +106,14 @@ class Session:
         refused_for_room: Whether a call was refused because the conversation has become too long.
     """
 
-    def __init__(self, trajectory: Trajectory, chat: ChatFormat, *, takes_stop_texts: bool) -> None:
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        chat: ChatFormat,
+        *,
+        takes_stop_texts: bool,
+        stop_text_limits: StopTextLimits | None = None,
+    ) -> None:
         assert trajectory.max_context_len is not None, "validate() requires --rollout-max-context-len"
         self.idle, self.busy, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.error: Exception | None = None
@@ -112,6 +121,7 @@ class Session:
         self._trajectory = trajectory
         self._chat = chat
         self._takes_stop_texts = takes_stop_texts
+        self._stop_text_limits = stop_text_limits
         self._limit = trajectory.max_context_len
         self._turns: dict[bytes, list[_Turn]] = {}  # by the messages through the answer
         self._texts: dict[str, str] = {}  # message with tool calls -> what the model wrote
@@ -200,18 +210,14 @@ class Session:
             self.idle.set()
 
     async def _answer(self, call: ChatRequest) -> Answer:
-        if call.stop and not self._takes_stop_texts:
-            raise ApiError(
-                "stop: this run takes no stop texts (docs/agents.md); leave it out",
-                param="stop",
-            )
+        stop_texts = self._stop_texts(call)
         digests = _digests(call)
         place = self._place(call, digests)
         number, self._calls = self._calls, self._calls + 1
         if place.turn is not None:
             place.turn.continued = True
         try:
-            generation = await self._generate(call, place, number)
+            generation = await self._generate(call, stop_texts, place, number)
         except BaseException:
             if place.turn is not None:
                 place.turn.continued = False
@@ -227,6 +233,30 @@ class Session:
             self._texts[key] = self._chat.text(generation.token_ids)
         self._last_answer = answer
         return answer
+
+    def _stop_texts(self, call: ChatRequest) -> tuple[str, ...]:
+        """Return the texts of the run and of ``call``, each once. Raises ``ApiError`` if the engine refuses them."""
+        of_run = self._trajectory.sampling.stop_texts
+        texts = tuple(dict.fromkeys((*of_run, *call.stop)))
+        if not call.stop:
+            return of_run
+        if not self._takes_stop_texts:
+            raise ApiError("stop: this run takes no stop texts (docs/agents.md); leave it out", param="stop")
+        limits = self._stop_text_limits
+        if limits is not None and len(texts) > limits.number:
+            raise ApiError(
+                f"stop: with the {len(of_run)} of --rollout-stop these are {len(texts)} texts, and the engine takes "
+                f"at most {limits.number}; give at most {limits.number - len(of_run)} here",
+                param="stop",
+            )
+        for text in call.stop:
+            if limits is not None and not limits.allow(text):
+                raise ApiError(
+                    f"stop {one_line(text, 40)!r}: the engine takes at most {limits.bytes} bytes, with a backslash "
+                    "before each special character; give a part of the text that occurs nowhere else",
+                    param="stop",
+                )
+        return texts
 
     def _place(self, call: ChatRequest, digests: Sequence[bytes]) -> _Place:
         """Find the longest beginning of the conversation that was sampled, and room for an answer.
@@ -272,12 +302,12 @@ class Session:
         text = self._texts.get(message_key(message)) if "tool_calls" in message else None
         return message if text is None else {"role": "assistant", "content": text}
 
-    async def _generate(self, call: ChatRequest, place: _Place, number: int) -> Generation:
+    async def _generate(self, call: ChatRequest, stop_texts: tuple[str, ...], place: _Place, number: int) -> Generation:
         sampling = self._trajectory.sampling
         sampling = replace(
             sampling,
             max_new_tokens=min(place.room, call.max_tokens or place.room),
-            stop_texts=(*sampling.stop_texts, *call.stop),
+            stop_texts=stop_texts,
         )
         seeds = (self._trajectory.seed_of_turn(number),)
         try:

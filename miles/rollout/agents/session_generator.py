@@ -32,8 +32,10 @@ class SessionGenerator(ABC):
         self._template_kwargs = json_object("apply_chat_template_kwargs", settings.data.apply_chat_template_kwargs)
         # Servers have a tokenizer only under --rollout-stop. An answer that --partial-rollout has interrupted is
         # continued without the text before.
-        sees_text = bool(rollout.stop_texts) or not engine_spec(rollout.rollout_engine).has_servers
+        engine = engine_spec(rollout.rollout_engine)
+        sees_text = bool(rollout.stop_texts) or not engine.has_servers
         self._takes_stop_texts = sees_text and not rollout.partial_rollout
+        self._stop_text_limits = engine.stop_text_limits
         self._chat: ChatFormat | None = None
 
     async def __call__(
@@ -79,4 +81,9 @@ class SessionGenerator(ABC):
         """Return a session that records the calls of ``trajectory``."""
         if self._chat is None:
             self._chat = ChatFormat(trajectory.tokenizer, self._template_kwargs)
-        return Session(trajectory, self._chat, takes_stop_texts=self._takes_stop_texts)
+        return Session(
+            trajectory,
+            self._chat,
+            takes_stop_texts=self._takes_stop_texts,
+            stop_text_limits=self._stop_text_limits,
+        )

@@ -101,9 +101,9 @@ def command(**replaced):
     ],
 )
 def test_hostile_values_are_one_short_sentence(words, sentence):
-    started = time.perf_counter()
+    started = time.process_time()
     report = "\n".join(errors_of(words))
-    assert time.perf_counter() - started < 5, "a loop or a quadratic search; it takes milliseconds"
+    assert time.process_time() - started < 5, "a loop or a quadratic search; it takes milliseconds"
     assert re.search(sentence, report), report[:500]
 
 

@@ -26,7 +26,7 @@ def test_a_killed_process_is_reported_once_and_at_once(process):
     losses = queue.Queue()
     watch = RayWatch([OwnProcess("Ray's GCS", psutil.Process(process.pid))], losses.put)
     process.kill()  # nobody has waited for it: a zombie
-    assert losses.get(timeout=10) == f"Ray's GCS (process {process.pid}) died (out of memory, or killed from outside)"
+    assert losses.get(timeout=60) == f"Ray's GCS (process {process.pid}) died (out of memory, or killed from outside)"
     watch.look()
     watch.end()
     assert losses.empty()

@@ -171,7 +171,7 @@ async def test_server_that_fails_to_restart_is_given_up(tmp_path):
 
         servers[0].start = refuse
         kill(servers[0])
-        with pytest.raises(RuntimeError, match=r"no engine is left \(engine 0\)"):
+        with pytest.raises(RuntimeError, match=r"no engine is left \(engine 0: no such device\)"):
             await ask(engine, (1,))
 
 

@@ -23,17 +23,24 @@ BOTH = pytest.mark.parametrize("mode", ["retract", "in_place"])
 
 @asynccontextmanager
 async def in_flight(engine, address):
-    """Send all prompts and wait until they generate. Within the block each token takes 30 ms."""
+    """Send all prompts and wait until they generate. A token takes 0.2 s, until the block calls what it is given last.
+
+    So the requests are in flight for 20 s, however slow the machine is in what the block does to them.
+    """
     async with httpx.AsyncClient(base_url=f"http://{address}") as http:
-        await http.post("/slow_down", json={"forward_sleep_time": 0.03}, headers=bearer(KEYS.admin))
+
+        async def pause_between_tokens(seconds=0.0):
+            await http.post("/slow_down", json={"forward_sleep_time": seconds}, headers=bearer(KEYS.admin))
+
+        await pause_between_tokens(0.2)
         asked = [asyncio.create_task(engine.generate(GenerationRequest(p, (0,), SAMPLING))) for p in PROMPTS]
         try:
             while await running_requests(http) < len(PROMPTS):
                 assert not any(task.done() for task in asked), "a request ended before all of them ran"
                 await asyncio.sleep(0.005)
-            yield asked
+            yield asked, pause_between_tokens
         finally:
-            await http.post("/slow_down", json={"forward_sleep_time": 0.0}, headers=bearer(KEYS.admin))
+            await pause_between_tokens()
 
 
 async def running_requests(http):
@@ -66,8 +73,9 @@ def test_weights_change_under_requests_in_flight(running, mode):
     """Each token has the version and the log-prob of the weights that generated it."""
 
     async def scenario(engine, version):
-        async with in_flight(engine, running.address) as asked:
+        async with in_flight(engine, running.address) as (asked, hurry):
             await engine.update_weights(chunks_of(running.other), version)
+            await hurry()
             return await generated(asked)
 
     expected = recomputed if mode == "retract" else kept
@@ -90,8 +98,9 @@ def test_weights_change_under_requests_in_flight(running, mode):
 @BOTH
 def test_paused_requests_wait_and_continue(running, mode):
     async def scenario(engine):
-        async with in_flight(engine, running.address) as asked:
+        async with in_flight(engine, running.address) as (asked, hurry):
             await engine.pause()
+            await hurry()
             with pytest.raises(RuntimeError, match="requests are in flight: engines release their memory when idle"):
                 await engine.release_memory()
             done, _ = await asyncio.wait(asked, timeout=1.5)  # longer than the requests need
@@ -109,10 +118,11 @@ def test_paused_requests_wait_and_continue(running, mode):
 @pytest.mark.parametrize(("mode", "paused"), [("retract", False), ("retract", True), ("in_place", True)])
 def test_aborted_requests_return_their_tokens_so_far(running, mode, paused):
     async def scenario(engine):
-        async with in_flight(engine, running.address) as asked:
+        async with in_flight(engine, running.address) as (asked, hurry):
             if paused:
                 await engine.pause()
             await engine.abort()
+            await hurry()
             answers = await generated(asked)
             if paused:
                 late = asyncio.create_task(engine.generate(GenerationRequest((3,), (0,), SAMPLING)))

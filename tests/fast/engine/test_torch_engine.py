@@ -316,14 +316,15 @@ async def test_tokens_have_the_version_of_the_weights_that_generated_them(llama_
 async def test_a_request_during_a_weight_update_waits_for_it(llama_path):
     weights = dict(AutoModelForCausalLM.from_pretrained(llama_path).named_parameters())
 
-    def chunks(arrives, fails):
+    def chunks(asked, arrives, fails):
+        asked.set()
         assert arrives.wait(60)
         yield WeightChunk({} if fails else weights)
 
     async def generated_during_an_update(engine, fails):
-        arrives = threading.Event()
-        update = asyncio.create_task(engine.update_weights(chunks(arrives, fails), version=5))
-        await asyncio.sleep(0.05)
+        asked, arrives = threading.Event(), threading.Event()
+        update = asyncio.create_task(engine.update_weights(chunks(asked, arrives, fails), version=5))
+        assert await asyncio.to_thread(asked.wait, 60)
         running = asyncio.create_task(generate_all(engine, requests(SamplingParams(3))))
         await asyncio.sleep(0.05)
         assert not running.done()

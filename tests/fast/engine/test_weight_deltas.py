@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,11 @@ from miles.weight_sync.local_copy import chunks_in
 from miles.weight_sync.offered import OfferedWeights
 from miles.weights import WeightChunk, unpack
 from tests.fast.engine.fake_servers import ask, started_engine
+
+FULL = (
+    f"^engine 0: the copy of the weights on host {socket.gethostname()}, {{disk}}/.*, was not written, because "
+    "the disk tmpfs at {disk} .* is full; make room, or give another --update-weight-copy-dir"
+)
 
 
 async def weights_of(server):
@@ -59,6 +65,20 @@ async def test_a_host_without_room_for_the_weights_ends_the_run(tmp_path, restar
         async with started_engine(tmp_path, 1, updated=False, **flags) as (engine, (server,)):
             server.copies = str(disk)
             fill(disk)
-            with pytest.raises(WriteFailed, match=f"copy of the weights, {disk}/.* is full; make room, or"):
+            with pytest.raises(WriteFailed, match=FULL.format(disk=disk)):
                 await engine.update_weights([WeightChunk({"w": torch.zeros(2**15)})], 3)
             assert server.starts == 1
+
+
+async def test_a_host_without_room_when_its_server_restarts_ends_the_run(tmp_path):
+    """The server's restart is not tried again, and the sentence is not that no engine is left."""
+    flags = {"update_weight_transfer_mode": "disk-delta", "use_fault_tolerance": True}
+    with mounted_disk(tmp_path / "disk") as disk:
+        async with started_engine(tmp_path, 1, updated=False, **flags) as (engine, (server,)):
+            await engine.update_weights([WeightChunk({"w": torch.zeros(2**15)})], 3)
+            server.copies = str(disk)  # as on another host
+            fill(disk)
+            server.signal(signal.SIGKILL)
+            with pytest.raises(WriteFailed, match=FULL.format(disk=disk)):
+                await ask(engine, (1, 2))
+            assert server.starts == 2

@@ -1,9 +1,12 @@
 """The page of tests/gpu/run.sh, without a GPU: every part is on it, with its result and the reason."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.gpu.page import page
 from tests.gpu.run_tests import results
@@ -56,3 +59,36 @@ def test_parts_that_do_not_run_say_why_and_are_no_success(tmp_path):
 def test_no_part_starts_when_the_time_is_used_up(tmp_path):
     status, output = run(tmp_path, PARTS="^environment$", BUDGET="1", PYTHON="true")
     assert status == 1 and "no time is left of BUDGET=1" in (tmp_path / "parts.tsv").read_text()
+
+
+# In the place of the program that runs a part: notes the limit, and makes the folder of checkpoints.
+TIMEOUT = """#!/usr/bin/env bash
+echo "$3" >> "$LIMITS"
+while [ $# -gt 0 ]; do [ "$1" != --save ] || mkdir -p "$2"; shift; done
+"""
+
+
+def parts_of_the_docs(device):
+    """Return the parts that docs/gpu.md lists for a device, in order, with their limits in seconds."""
+    rows = re.findall(r"^\| (`[^|]+) \| ([^|]+ s(?: each)?) \| (\w[^|]*) \|", (REPO / "docs/gpu.md").read_text(), re.M)
+    left_out = "skipped" if device == "cpu" else "runs only there"
+    assert {on_cpu for _, _, on_cpu in rows} == {"runs", "skipped", "runs only there"}
+    listed = {}
+    for parts, limits, on_cpu in rows:
+        names, seconds = re.findall("`([^`]+)`", parts), re.findall(r"\d+", limits)
+        if on_cpu != left_out:
+            listed |= zip(names, seconds * len(names) if "each" in limits else seconds, strict=True)
+    return list(listed.items())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_docs_list_the_parts_that_run(tmp_path, device):
+    limited = tmp_path / "timeout"
+    limited.write_text(TIMEOUT)
+    limited.chmod(0o755)
+    path, limits = f"{tmp_path}:{os.environ['PATH']}", tmp_path / "limits"
+    given = {"DEVICE": device, "PYTHON": "true", "PATH": path, "LIMITS": str(limits), "BUDGET": "99999"}
+    status, output = run(tmp_path / "out", QUICKSTART="a_model", **given)
+    rows = [line.split("\t")[:2] for line in (tmp_path / "out/parts.tsv").read_text().splitlines()]
+    ran = [name for name, result in rows if result == "ok"]
+    assert status == 0 and list(zip(ran, limits.read_text().split(), strict=True)) == parts_of_the_docs(device), output

@@ -23,7 +23,7 @@ from miles.rewards.settings import RewardArguments
 
 MODULE = "reward_functions_for_test"
 CODE = """
-import asyncio, ctypes, math, os, subprocess, sys, threading, time
+import asyncio, ctypes, math, os, struct, subprocess, sys, threading, time, zlib
 
 def fine(samples): return [float(len(s.response)) for s in samples]
 def pid(samples): return [float(os.getpid()) for s in samples]
@@ -58,9 +58,10 @@ def allocates_in_children(samples):
 def never(samples): threading.Event().wait()
 async def blocks(samples): threading.Event().wait()
 async def awaits(samples): await asyncio.Event().wait()
+blocked = []
 def blocks_for_bad(samples):
-    if any(s.response == "bad" for s in samples): threading.Event().wait()
-    time.sleep(0.5)
+    blocked.extend(s for s in samples if s.response == "bad")
+    if blocked: threading.Event().wait()  # the calls beside it too, but not when they are made again
     return fine(samples)
 def prints(samples):
     for _ in range(100): os.write(1, b"y" * 10_000_000)
@@ -70,6 +71,46 @@ def leaves_children(samples):
     subprocess.Popen(["sleep", "1000"], start_new_session=True)
     shell = subprocess.run(["sh", "-c", "setsid sleep 1001 > /dev/null 2>&1 & echo $!"], capture_output=True)
     return [float(os.getpid()) for s in samples]
+def its_files(): return [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
+def to_each(data):
+    for fd in its_files():
+        try: os.write(fd, data)
+        except OSError: pass
+def writes_garbage(samples):
+    to_each(b"garbage")
+    return fine(samples)
+def writes_much(samples):
+    to_each(b"y" * 100_000)
+    return fine(samples)
+def writes_zeros(samples):
+    to_each(bytes(64))
+    return fine(samples)
+def forges(samples):
+    reply = b'{"number": 0, "rewards": [77.0]}'
+    for token in (b"", *map(str.encode, [*sys.argv, *os.environ.values()])):
+        to_each(token[:16] + struct.pack("!QI", len(reply), zlib.crc32(reply)) + reply)
+    return fine(samples)
+def closes(samples):
+    os.closerange(3, 256)
+    return fine(samples)
+def closes_and_waits(samples):
+    os.closerange(3, 256)
+    threading.Event().wait()
+def replaces(samples):
+    os.closerange(3, 256)
+    files = [open("replaced", "a") for _ in range(30)]
+    return fine(samples)
+called = []
+def changes(samples):
+    called.append(samples)
+    if len(called) > 1: threading.Event().wait()
+    for fd in its_files():
+        try: os.set_blocking(fd, False)
+        except OSError: pass
+    return fine(samples)
+def writes_for_bad(samples):
+    time.sleep(0.3)
+    return writes_garbage(samples) if any(s.response == "bad" for s in samples) else fine(samples)
 def reads_standard_input(samples): return [float(len(sys.stdin.read())) for s in samples]
 """
 
@@ -125,12 +166,51 @@ def test_every_fault_is_a_reward_error(process, make_sample, name, fault):
     assert fault in fault_of(process(name), [make_sample("a")])
 
 
+@pytest.mark.parametrize(
+    ("name", "verb"),
+    [
+        ("writes_garbage", "wrote into"),
+        ("writes_much", "wrote into"),
+        ("writes_zeros", "wrote into"),
+        ("forges", "wrote into"),
+        ("closes", "closed"),
+        ("closes_and_waits", "closed"),
+        ("replaces", "closed"),
+    ],
+)
+def test_a_function_that_disturbs_the_pipes_of_its_process_is_at_fault(
+    process, make_sample, tmp_path, monkeypatch, capfd, name, verb
+):
+    monkeypatch.chdir(tmp_path)
+    function, sample = process(name, seconds=0.0), make_sample("a")
+    for _ in range(2):
+        assert f"{verb} a pipe of its process (a file descriptor above 2" in fault_of(function, [sample])
+    assert scored(function, [sample], error_value=-1.0) == 1 and sample.reward == -1.0
+    assert "Traceback" not in capfd.readouterr().err
+    assert not any(path.stat().st_size for path in tmp_path.glob("replaced")), "no reply is written to a user's file"
+
+
+def test_a_function_that_changes_the_pipe_of_its_calls_is_at_fault(process, make_sample):
+    function, sample = process("changes", seconds=0.0), make_sample("a")
+    assert scored(function, [sample]) == 0 and sample.reward == 1.0
+    assert "read from a pipe of its process, or changed it (a file descriptor" in fault_of(function, [sample])
+
+
+def test_a_call_beside_one_that_disturbs_the_pipes_gets_its_own_reward(process, make_sample):
+    function = process("writes_for_bad")
+    batches = [[make_sample("a"), make_sample("bad"), make_sample("ccc")], [make_sample("dddd")], [make_sample("ee")]]
+
+    async def all_at_once():
+        return await asyncio.gather(*(score(batch, function, -1.0) for batch in batches))
+
+    assert asyncio.run(asyncio.wait_for(all_at_once(), 60)) == [1, 0, 0]
+    assert [[sample.reward for sample in batch] for batch in batches] == [[1.0, -1.0, 3.0], [4.0], [2.0]]
+
+
 @pytest.mark.parametrize("name", ["never", "blocks", "awaits"])
 def test_a_call_that_does_not_return_ends_in_time_and_the_next_one_works(process, make_sample, name):
     function = process(name, seconds=1.0)
-    started = time.monotonic()
     assert "did not return within 1 s (--reward-timeout)" in fault_of(function, [make_sample("a")])
-    assert time.monotonic() - started < 15
     assert "did not return within 1 s" in fault_of(function, [make_sample("a")])
 
 
@@ -143,19 +223,28 @@ def test_the_flags_bound_a_reward(process, make_sample):
 
 
 def test_importing_the_module_is_bounded_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(reward_process, "IMPORT_SECONDS", 5.0)
+    monkeypatch.setattr(reward_process, "IMPORT_SECONDS", 2.0)
     (tmp_path / "slow_to_import.py").write_text("import threading\nthreading.Event().wait()\n")
-    (tmp_path / "ends_at_import.py").write_text("import os\nos._exit(5)\n")
-    (tmp_path / "raises_at_import.py").write_text("raise RuntimeError('no GPU')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for module, fault in {
-        "slow_to_import": "importing its module takes more than 5 s",
-        "ends_at_import": "importing its module ended its process with exit code 5",
-        "raises_at_import": "its module raised RuntimeError: no GPU",
-        "not_there": "cannot import module not_there",
-    }.items():
-        with pytest.raises(InputError, match=f"--custom-rm-path {module}:f: {fault}"):
-            RewardProcess(f"{module}:f", None, 20.0, 0)
+    with pytest.raises(InputError, match="--custom-rm-path slow_to_import:f: importing its module takes more than 2 s"):
+        RewardProcess("slow_to_import:f", None, 20.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "fault"),
+    [
+        ("ends_at_import", "import os\nos._exit(5)\n", "importing its module ended its process with exit code 5"),
+        ("closes_at_import", "import os\nos.closerange(3, 99)\n", "importing its module closed a pipe of its process"),
+        ("raises_at_import", "raise RuntimeError('no GPU')\n", "its module raised RuntimeError: no GPU"),
+        ("not_there", None, "cannot import module not_there"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, module, source, fault):
+    if source is not None:
+        (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InputError, match=f"--custom-rm-path {module}:f: {fault}"):
+        RewardProcess(f"{module}:f", None, 20.0, 0)
 
 
 @pytest.mark.parametrize(
@@ -178,12 +267,14 @@ def test_only_the_sample_that_ends_the_process_is_at_fault(process, make_sample)
 
 
 def test_a_call_beside_one_that_hangs_is_made_again(process, make_sample):
-    function = process("blocks_for_bad", seconds=2.0)
+    function = process("blocks_for_bad", seconds=3.0)
     batches = [[make_sample("bad")], [make_sample("dddd")]]
 
     async def one_after_the_other():
         first = asyncio.create_task(score(batches[0], function, -1.0))
-        await asyncio.sleep(1.7)  # the second call is in progress when the first one is given up
+        while not function._shared._pending:
+            await asyncio.sleep(0)
+        function._seconds = 0.0  # the second call, in progress when the first one is given up, has no limit
         return await asyncio.gather(first, score(batches[1], function, -1.0))
 
     assert asyncio.run(asyncio.wait_for(one_after_the_other(), 60)) == [1, 0]
@@ -231,7 +322,7 @@ def test_children_left_behind_end_with_the_run(process, make_sample):
         time.sleep(0.02)
     left = children_of(supervisor)
     function._shared.stop()
-    psutil.wait_procs(left, timeout=10)
+    psutil.wait_procs(left, timeout=60)
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in left)
 
 
@@ -262,7 +353,7 @@ def test_nothing_is_left_when_the_rollout_side_is_killed(tmp_path):
     assert len(left) >= 4
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    psutil.wait_procs(left, timeout=10)
+    psutil.wait_procs(left, timeout=60)
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in left)
 
 

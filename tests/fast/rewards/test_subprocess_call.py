@@ -9,6 +9,7 @@ import pytest
 from miles.rewards.subprocess_call import (
     MAX_CHILDREN,
     MEMORY,
+    WALL_SECONDS,
     Preparation,
     SubprocessCallTimeout,
     SubprocessDied,
@@ -57,7 +58,7 @@ def test_a_worker_that_died_is_replaced_without_importing_again():
 
 def test_a_call_that_waits_for_the_processor_is_not_ended():
     """Wall time beyond the limit, as on a busy machine, with little processor time."""
-    assert subprocess_call(time.sleep, 0.4, seconds=0.2) is None
+    assert subprocess_call(time.sleep, 1.2, seconds=1) is None
 
 
 def test_memory_is_bounded():
@@ -66,8 +67,8 @@ def test_memory_is_bounded():
 
 
 def test_a_preparation_has_its_own_time():
-    slow = Preparation(time.sleep, (0.5,), 10)
-    assert subprocess_call(abs, -1, seconds=0.05, preparation=slow) == 1
+    slow = Preparation(time.sleep, (1.0 + WALL_SECONDS * 0.25,), 10)  # longer than the call has, 2 s of wall time
+    assert subprocess_call(abs, -1, seconds=0.25, preparation=slow) == 1
     with pytest.raises(SubprocessCallTimeout):
         subprocess_call(abs, -1, seconds=0.2, preparation=Preparation(pow, (9, 9**9), 0.2))
 

@@ -1,11 +1,18 @@
 """The command line and the environment of a server."""
 
+import socket
 from pathlib import Path
 
 import pytest
+from small_disk import fill, mounted_disk
 
 from miles.arguments.sglang.server_flags import known_server_flags
-from miles.engine.sglang.launch import ServerSpec, cpu_support
+from miles.engine.host import ServerFailed
+from miles.engine.sglang import launch
+from miles.engine.sglang.launch import ServerSpec, SglangServer, cpu_support
+from miles.engine.sglang.server_log import LogFile
+from miles.host.disk_faults import WriteFailed
+from miles.stacks import RUN_FOLDER
 
 STORE = Path("some") / "store"
 CPU = ServerSpec("some/model", "float32", "cpu", 2, seed=7)
@@ -65,3 +72,30 @@ def test_a_server_can_compute_its_logits_in_fp32():
     plain, exact = (ServerSpec("m", "bfloat16", "cuda", 1, seed=0, fp32_head=asked) for asked in (False, True))
     assert set(exact.arguments("h", 1)) - set(plain.arguments("h", 1)) == {"--enable-fp32-lm-head"}
     assert "--enable-fp32-lm-head" in known_server_flags() or not known_server_flags()
+
+
+@pytest.fixture
+def ending_server(tmp_path, monkeypatch):
+    """Return a server whose process ends at once, on a host whose temporary files are on a full disk, and the disk."""
+    monkeypatch.setattr(launch, "find_spec", lambda name: name)
+    monkeypatch.setattr(launch, "MODULE_ON_CPU", "a_module_that_is_not_there")
+    with mounted_disk(tmp_path / "disk") as disk:
+        monkeypatch.setenv(RUN_FOLDER, str(disk))
+        fill(disk)
+        yield SglangServer(CPU, LogFile(tmp_path / "engine.log"), "127.0.0.1"), disk
+
+
+def test_a_server_without_room_for_its_temporary_files_names_disk_and_host(ending_server):
+    server, disk = ending_server
+    words = f"of the server on host {socket.gethostname()} was not written, because the disk tmpfs at {disk} .* is full"
+    with pytest.raises(WriteFailed, match=words):
+        server.start()
+    assert server.pid is None
+
+
+def test_a_server_that_ends_on_a_full_disk_names_disk_and_host(ending_server, monkeypatch):
+    server, disk = ending_server
+    monkeypatch.setattr(launch, "note_segments", lambda pid, folder: None)  # as if it had found a last bit of room
+    words = f"^the disk tmpfs at {disk} .* is full on host {socket.gethostname()}; the server ended with status 1"
+    with pytest.raises(ServerFailed, match=words):
+        server.start()

@@ -20,6 +20,7 @@ from miles.engine.embedded.torch_engine import TorchEngine
 from miles.input_error import InputError
 from miles.rewards.scoring import RewardError, score
 from miles.rollout.agents.generator import AgentGenerator
+from miles.rollout.agents.program import time_is_up
 from miles.rollout.groups import response_seed
 from miles.sample import Prompt, PromptGroup, SampleStatus
 
@@ -172,7 +173,21 @@ async def test_a_program_that_runs_out_of_room_is_a_truncated_answer(agents, ran
     assert {(s.status, s.failure) for s in group.samples} == {(SampleStatus.TRUNCATED, "")}
 
 
-async def test_a_program_that_hangs_without_room_is_a_truncated_answer(agents, random_engine, chat_tokenizer):
+def time_counts_once(holds, monkeypatch):
+    """Have the time of --agent-timeout begin once ``holds(session)``: a program may take long to start."""
+
+    async def counted(session, seconds):
+        while not holds(session):
+            await asyncio.sleep(0.01)
+        await time_is_up(session, session.own_seconds + seconds)
+
+    monkeypatch.setattr("miles.rollout.agents.program.time_is_up", counted)
+
+
+async def test_a_program_that_hangs_without_room_is_a_truncated_answer(
+    agents, random_engine, chat_tokenizer, monkeypatch
+):
+    time_counts_once(lambda session: session.refused_for_room, monkeypatch)
     source = """
 messages = [{"role": "user", "content": "abcd"}]
 messages += [chat(messages), {"role": "user", "content": "abcd" * 1000}]
@@ -181,7 +196,7 @@ try:
 except AssertionError:
     import threading; threading.Event().wait()
 """
-    group = await generate(agents(source, agent_timeout=3.0), random_engine(), chat_tokenizer, n_samples=1)
+    group = await generate(agents(source, agent_timeout=0.5), random_engine(), chat_tokenizer, n_samples=1)
     [sample] = group.samples
     assert (sample.status, sample.failure) == (SampleStatus.TRUNCATED, "") and sample.response_ids
 
@@ -247,7 +262,7 @@ def alive(path):
 
 async def gone(path):
     """Wait for the kernel to end what was killed."""
-    await asyncio.to_thread(psutil.wait_procs, alive(path), 20)
+    await asyncio.to_thread(psutil.wait_procs, alive(path), 60)
     return not alive(path)
 
 
@@ -256,9 +271,10 @@ async def test_a_program_that_hangs_is_killed_with_its_children(
 ):
     pids = tmp_path / "pids"
     monkeypatch.setenv("PIDS", str(pids))
+    time_counts_once(lambda session: pids.exists() and len(pids.read_text().split()) == 2, monkeypatch)
     group = await generate(agents(HANGS, agent_timeout=1.0), random_engine(), chat_tokenizer, n_samples=1)
     assert "took more than 1 s by itself (--agent-timeout)" in group.samples[0].failure
-    assert await gone(pids)
+    assert len(pids.read_text().split()) == 2 and await gone(pids)
 
 
 async def test_a_cancelled_trajectory_kills_its_program(agents, random_engine, chat_tokenizer, tmp_path, monkeypatch):

@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import aiohttp
 import pytest
 
+from miles.arguments.settings import Settings
 from miles.rollout.agents.chat_format import ChatFormat
+from miles.rollout.agents.generator import AgentGenerator
 from miles.rollout.agents.server import SessionServer
 from miles.rollout.agents.session import Session
 
@@ -118,6 +121,31 @@ async def test_errors_have_openais_form(server, open_session, path, method, body
         got, text = await post(server, key, body, path, method)
     error = json.loads(text)["error"]
     assert got == status and fault in error["message"] and error.keys() == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("stops", "fault"),
+    [
+        (["a", "b", "c"], "stop: with the 30 of --rollout-stop these are 33 texts, and the engine takes at most 32"),
+        (["." * 129], "the engine takes at most 256 bytes, with a backslash before each special character"),
+    ],
+)
+async def test_stop_texts_beyond_the_limits_of_sglang_are_refused(server, random_engine, new_trajectory, stops, fault):
+    of_run = tuple(f"stop {number}" for number in range(30))
+    rollout = replace(
+        Settings().rollout, agent_command="true", rollout_engine="sglang", rollout_stop=of_run, partial_rollout=False
+    )
+    engine = random_engine()
+    trajectory = new_trajectory(engine)
+    trajectory = replace(trajectory, sampling=replace(trajectory.sampling, stop_texts=of_run))
+    session = AgentGenerator(replace(Settings(), rollout=rollout))._session(trajectory)
+    async with server.serving(session) as key:
+        status, text = await post(server, key, {"messages": [USER], "stop": stops})
+        error = json.loads(text)["error"]
+        assert (status, error["param"]) == (400, "stop") and fault in error["message"]
+        assert not engine.answers, "the engine is not asked"
+        assert (await post(server, key, {"messages": [USER], "stop": ["." * 128, "b", of_run[0]]}))[0] == 200
+    assert engine.answers[0][0].sampling.stop_texts == (*of_run, "." * 128, "b")
 
 
 async def test_a_call_whose_client_has_gone_is_not_recorded(server, open_session, random_engine):
