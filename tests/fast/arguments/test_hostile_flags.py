@@ -221,7 +221,7 @@ def test_any_words(extra):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=10_000, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2_000, suppress_health_check=[HealthCheck.too_slow])
 @given(WORDS)
 def test_any_words_for_long(extra):
     check_any_words(extra)
@@ -249,7 +249,7 @@ def test_any_configuration_of_a_model(tmp_path, changes, backend):
 
 
 @pytest.mark.slow
-@settings(max_examples=5_000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=1_500, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(CONFIG_KEYS, JSON, max_size=3), st.sampled_from(["fsdp", "megatron"]))
 def test_any_configuration_of_a_model_for_long(tmp_path, changes, backend):
     check_any_config(tmp_path, changes, backend)

@@ -251,7 +251,7 @@ def test_any_lines(tmp_path, tokenizer, lines, cut, data, optional):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=20_000, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=5_000, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @any_lines
 def test_any_lines_for_long(tmp_path, tokenizer, lines, cut, data, optional):
     check_any_lines(tmp_path, tokenizer, lines, cut, data, optional)
@@ -281,7 +281,7 @@ def test_any_bytes_of_parquet(tmp_path, tokenizer, changes):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=5_000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=1_500, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @bytes_of_parquet
 def test_any_bytes_of_parquet_for_long(tmp_path, tokenizer, changes):
     check_any_bytes_of_parquet(tmp_path, tokenizer, changes)

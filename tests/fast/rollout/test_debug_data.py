@@ -277,7 +277,7 @@ def test_any_file(tmp_path, changes, cut):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=20_000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5_000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @any_file
 def test_any_file_for_long(tmp_path, changes, cut):
     check_any_file(tmp_path, changes, cut)
