@@ -97,7 +97,7 @@ class RehearsedMegatron(MegatronBackend):
     def weights(self) -> Iterator[torch.Tensor]:
         """Yield the parameters, which may be parts of one buffer, and the buffers."""
         for chunk in (chunk for model in self._models() for chunk in model.stage.chunks):
-            yield from (tensor.detach() for tensor in (*chunk.parameters(), *chunk.buffers()))
+            yield from (*chunk.parameters(), *chunk.buffers())
         if self.following is not None:
             yield from self.following.exact.values()
 
