@@ -45,9 +45,11 @@ class KnownOperations:
     """Operations by what decides their results. Those of all traces of a process are in one place."""
 
     _known: dict[Key, Known | None] = {}
+    _repeatable: dict[Any, bool] = {}
 
     def __init__(self, fake: FakeTensorMode) -> None:
         self._fake = fake
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # of a fake tensor of this mode
 
     def key(self, func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[Key | None, list[torch.Tensor]]:
         """Return what decides the result of a call, or None if more than that does, and the tensors it is given."""
@@ -58,9 +60,17 @@ class KnownOperations:
         if kwargs:
             parts.append(tuple(kwargs))
             is_decided = _describe(kwargs.values(), parts, given, places) and is_decided
-        if not is_decided or func.namespace in _NOTED_APART or not _VALUES_DECIDE.isdisjoint(func.tags):
+        if not is_decided or not self._is_repeatable(func):
             return None, given
         return tuple(parts), given
+
+    def _is_repeatable(self, func: Any) -> bool:
+        """Return whether nothing but dtypes and shapes of tensors decides what ``func`` does."""
+        found = self._repeatable.get(func)
+        if found is None:
+            is_free = func is torch.ops.aten.index.Tensor or _VALUES_DECIDE.isdisjoint(func.tags)  # without masks
+            found = self._repeatable[func] = is_free and func.namespace not in _NOTED_APART
+        return found
 
     def find(self, key: Key) -> Known | None:
         """Return what the operation does, if that is known."""
@@ -97,7 +107,19 @@ class KnownOperations:
             like = torch.empty_strided(how.shape, how.stride, dtype=how.dtype, device="meta")
             if how.given is not None:
                 like.set_(given[how.given].untyped_storage(), how.offset, how.shape, how.stride)
-        return FakeTensor(self._fake, like, how.device)
+            return self._as_fake(like, how.device)
+
+    def _as_fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Do what the constructor of fake tensors does, in a third of its time."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            attributes = self._attributes[device] = vars(FakeTensor(self._fake, tensor, device))
+        made: FakeTensor = torch.Tensor._make_subclass(  # type: ignore[assignment]
+            FakeTensor, tensor, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(attributes)
+        return made
 
 
 def _describe(values: Iterable[Any], parts: list[Any], given: list[torch.Tensor], places: dict[int, int]) -> bool:

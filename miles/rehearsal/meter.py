@@ -154,11 +154,11 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func`` and record it."""
-        if any(kind is DTensor for kind in types):
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # most of what comes here
+            return args[0].fake_device
+        if DTensor in types:
             return NotImplemented  # it becomes operations on local tensors, which come here
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # half of what comes here
-            return args[0].fake_device
         if self._is_paused:
             return func(*args, **kwargs)
         key, given = self._operations.key(func, args, kwargs)

@@ -108,12 +108,12 @@ def no_collections() -> Iterator[None]:
 
     It would look through all modules again and again, and release tensors of a circle at an arbitrary time.
     """
-    gc.collect()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
+        gc.collect()
         gc.enable()
         gc.unfreeze()
 
