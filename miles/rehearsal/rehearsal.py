@@ -16,6 +16,7 @@ from miles.flags import FlagError
 from miles.model_families.reading import read_config
 from miles.model_families.registry import CONVERTED, megatron_shape
 from miles.rehearsal import memory
+from miles.rehearsal.assumptions import step_of_one_rank
 from miles.rehearsal.changes import Change, changes
 from miles.rehearsal.devices import Device, device_of
 from miles.rehearsal.generation import Generation, foresee_generation
@@ -185,6 +186,8 @@ def advise(rehearsal: Rehearsal, tracers: Tracers) -> Iterator[Advice]:
             stages = stages_of_change(settings)
         except (FlagError, ValueError):  # this change and another flag exclude each other
             continue
+        if _leaves_worst_rank(rehearsal, settings):
+            continue
         tried.append(_Tried(change, settings, sorted(stages, key=lambda stage: stage != rehearsal.worst.stage)))
     _trace_more(tried, rehearsal.generation, tracers, stages=1)
     while True:
@@ -197,6 +200,23 @@ def advise(rehearsal: Rehearsal, tracers: Tracers) -> Iterator[Advice]:
         if each.peak < rehearsal.worst.peak:
             changed = replace(rehearsal, settings=each.settings, ranks=tuple(each.ranks), imbalanced=None)
             yield Advice(each.change, changed.worst.peak, changed.step)
+
+
+def _leaves_worst_rank(rehearsal: Rehearsal, changed: Settings) -> bool:
+    """Return whether the rank that needs most memory does the same under ``changed``, so that nothing is saved.
+
+    Its micro-batches may have one sample already, and only the last stage of a pipeline has logits.
+    """
+    given = rehearsal.settings
+    if changed == replace(given, loss=changed.loss):
+        same_but_chunks = replace(given.loss, log_probs_chunk_size=changed.loss.log_probs_chunk_size)
+        return changed.loss == same_but_chunks and rehearsal.worst.stage < rehearsal.stages - 1
+    if changed == replace(given, training=changed.training):
+        sizes = ("max_tokens_per_gpu", "micro_batch_size")
+        same_but_sizes = replace(given.training, **{name: getattr(changed.training, name) for name in sizes})
+        plans = [step_of_one_rank(settings).micro_batches for settings in (given, changed)]
+        return changed.training == same_but_sizes and plans[0] == plans[1]
+    return False
 
 
 def _trace_more(

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from miles.arguments.settings import Settings
-from miles.components import import_code, train_backend_spec
 from miles.rehearsal.trace import RankTrace, trace_rank
 
 
@@ -27,8 +26,9 @@ class Job:
 class Tracers:
     """The processes that trace, one for each core. A context: they end when it does.
 
-    They are forked when there is something to trace for two of them, after the backend has been imported, which takes as
-    long as a trace. They know operations that they have seen before.
+    The first rank is traced in this process, which then has imported the backend and met most operations: that takes
+    longer than the traces of other ranks do afterwards. Then this process is forked. Where there are GPUs, autograd
+    starts threads for them, which a fork lacks, so this process traces nothing there.
     """
 
     def __init__(self) -> None:
@@ -44,14 +44,15 @@ class Tracers:
 
     def trace(self, jobs: Sequence[Job]) -> list[RankTrace | str]:
         """Return the trace of each job, or why it cannot be rehearsed."""
-        if self._pool is None and min(len(jobs), self._workers) < 2:
+        if self._workers < 2:
             return [_trace(job) for job in jobs]
-        if self._pool is None:
-            import_code(train_backend_spec(jobs[0].settings.training.train_backend), torch.device("cpu"))
-            # A fork has none of the threads of a parallel loop.
-            fork = multiprocessing.get_context("fork")
+        traces_here = self._pool is None and not torch.cuda.is_available()
+        first = [_trace(job) for job in jobs[:1]] if traces_here else []
+        others = jobs[len(first) :]
+        if others and self._pool is None:
+            fork = multiprocessing.get_context("fork")  # a fork has none of the threads of a parallel loop
             self._pool = ProcessPoolExecutor(self._workers, fork, initializer=torch.set_num_threads, initargs=(1,))
-        return list(self._pool.map(_trace, jobs))
+        return first + (list(self._pool.map(_trace, others)) if self._pool is not None else [])
 
 
 def _trace(job: Job) -> RankTrace | str:
