@@ -219,9 +219,7 @@ def _leaves_worst_rank(rehearsal: Rehearsal, changed: Settings) -> bool:
     return False
 
 
-def _trace_more(
-    tried: Sequence[_Tried], generation: Generation, tracers: Tracers, stages: int | None = None
-) -> None:
+def _trace_more(tried: Sequence[_Tried], generation: Generation, tracers: Tracers, stages: int | None = None) -> None:
     """Trace the next ``stages`` of each change, or all that are missing; the engines are as before."""
     chosen = [(each, stage) for each in tried for stage in each.missing[:stages]]
     jobs = [Job(each.settings, stage) for each, stage in chosen]
