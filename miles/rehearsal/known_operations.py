@@ -114,7 +114,7 @@ class KnownOperations:
         attributes = self._attributes.get(device)
         if attributes is None:
             attributes = self._attributes[device] = vars(FakeTensor(self._fake, tensor, device))
-        made: FakeTensor = torch.Tensor._make_subclass(  # type: ignore[assignment]
+        made: FakeTensor = torch.Tensor._make_subclass(
             FakeTensor, tensor, dispatch_device=True, device_for_backend_keys=device
         )
         torch._C._set_throw_on_mutable_data_ptr(made)
@@ -130,8 +130,9 @@ def _describe(values: Iterable[Any], parts: list[Any], given: list[torch.Tensor]
     is_decided = True
     for value in values:
         if isinstance(value, torch.Tensor):
-            is_fake = type(value) is FakeTensor
-            if is_fake:
+            is_fake = False
+            if type(value) is FakeTensor:
+                is_fake = True
                 is_decided = is_decided and value.constant is None
             elif isinstance(value, FakeTensor) or value.dtype is torch.bool:  # a mask: its values decide
                 is_decided = False
@@ -155,7 +156,7 @@ def _made(tensor: torch.Tensor, places: dict[int, int], storages: dict[int, int]
     if tensor.constant is not None or tensor.is_conj() or tensor.is_neg() or (place is None and tensor.requires_grad):
         return None
     storage = tensor.untyped_storage()
-    shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+    shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
     how = (shape, stride, offset, tensor.dtype, tensor.fake_device)
     if place is not None:
         return _Made(place, False, *how)

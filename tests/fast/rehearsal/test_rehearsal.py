@@ -20,6 +20,7 @@ from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.parser import main_parse
 from miles.arguments.rehearsal import RehearsalArguments
+from miles.arguments.training import TrainingArguments
 from miles.arguments.validate import validate
 from miles.flags import FlagError
 from miles.launcher.attempt import foreseen_memory
@@ -317,7 +318,8 @@ def test_changes_are_traced_beside_each_other_and_those_that_are_refused_are_lef
         monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
         with Tracers() as tracers:
             assert list(rehearsals.advise(found, tracers)) == one_by_one
-    refused = SimpleNamespace(words="--none", applied=lambda given: replace(given, training=None))
+    larger = replace(settings, cluster=replace(settings.cluster, actor_num_nodes=2))
+    refused = SimpleNamespace(words="--none", applied=lambda given: larger)
     monkeypatch.setattr(rehearsals, "changes", lambda given: [refused])
     refusing = SimpleNamespace(trace=lambda jobs: ["cannot be rehearsed"] * len(jobs))
     assert list(rehearsals.advise(found, refusing)) == []
@@ -326,7 +328,9 @@ def test_changes_are_traced_beside_each_other_and_those_that_are_refused_are_lef
 def test_changes_that_leave_the_worst_rank_as_it_is_are_not_traced(tmp_path):
     save_models(tmp_path, weights=False)
     given = MEGATRON["megatron, PP 2"].settings(tmp_path)
-    training = replace(given.training, use_dynamic_batch_size=True, max_tokens_per_gpu=300)
+    training = TrainingArguments(
+        train_backend="megatron", fp32=True, global_batch_size=8, use_dynamic_batch_size=True, max_tokens_per_gpu=300
+    )
     settings = validate(replace(given, training=training)).settings
     ranks = [SimpleNamespace(stage=stage) for stage in (0, 1)]
     found = [SimpleNamespace(settings=settings, worst=rank, stages=2) for rank in ranks]
