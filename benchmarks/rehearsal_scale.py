@@ -60,7 +60,7 @@ DEEPSEEK_V3: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "vocab_size": 129280,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 163840,
     "rms_norm_eps": 1e-06,
     "rope_theta": 10000,
     "tie_word_embeddings": False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -11,8 +12,9 @@ from miles.batching.convert import convert
 from miles.batching.schedule import schedule_step
 from miles.objective.aggregation import AggregationFlags
 from miles.objective.chosen import build_objective
+from miles.objective.settings import LossArguments
 from miles.sample import Prompt, PromptGroup, Sample
-from miles.train_batch import TrainShard
+from miles.train_batch import TrainBatch, TrainShard
 
 PROMPT = 512  # tokens, if neither flag says how many
 
@@ -40,10 +42,7 @@ def step_of_one_rank(settings: Settings) -> TrainShard:
     whole = settings.parallel.dynamic_context_parallel
     replicas = 1 if whole else dims.replicas
     samples = max(1, -(-settings.global_batch_size // replicas))
-    groups = _groups(samples, per_prompt, prompt_length(settings), response_length(settings))
-    default = AggregationFlags()  # no denominator is read, and the groups of a replica need not be whole
-    loss = replace(settings.loss, loss_aggregation=default.loss_aggregation, loss_aggregation_divisor=None)
-    (batch,) = convert(groups, loss=loss, global_batch_size=samples)
+    batch = _batch(samples, per_prompt, prompt_length(settings), response_length(settings), settings.loss)
     ranks = dims.token_ranks if whole else dims.context_parallel_size
     share = not (settings.megatron.mtp_heads or settings.rollout.use_rollout_routing_replay)  # as ShardBuilder does
     shard = schedule_step(batch, ranks, settings.training, settings.parallel, share_prompts=share)[0]
@@ -62,6 +61,16 @@ def step_of_one_rank(settings: Settings) -> TrainShard:
         top_entropy=columns if build_objective(settings.loss).ranks_entropies else None,
     )
     return replace(shard, batch=scored)
+
+
+@lru_cache(maxsize=2)  # most changes that are tried have the same samples
+def _batch(samples: int, per_prompt: int, prompt_tokens: int, response_tokens: int, given: LossArguments) -> TrainBatch:
+    """Convert samples to what a replica trains on."""
+    groups = _groups(samples, per_prompt, prompt_tokens, response_tokens)
+    default = AggregationFlags()  # no denominator is read, and the groups of a replica need not be whole
+    loss = replace(given, loss_aggregation=default.loss_aggregation, loss_aggregation_divisor=None)
+    (batch,) = convert(groups, loss=loss, global_batch_size=samples)
+    return batch
 
 
 def _groups(samples: int, per_prompt: int, prompt_tokens: int, response_tokens: int) -> list[PromptGroup]:

@@ -12,6 +12,7 @@ from miles.arguments.validate import Validated
 from miles.rehearsal.page import as_page
 from miles.rehearsal.rehearsal import advise, rehearse_settings
 from miles.rehearsal.report import as_json, as_text
+from miles.rehearsal.trace_all import Tracers
 
 
 def rehearse(validated: Validated) -> int:
@@ -26,8 +27,9 @@ def rehearse(validated: Validated) -> int:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     began = time.perf_counter()
     try:
-        rehearsal = rehearse_settings(settings)
-        advice = list(advise(rehearsal))
+        with Tracers() as tracers:
+            rehearsal = rehearse_settings(settings, tracers)
+            advice = list(advise(rehearsal, tracers))
     except ValueError as error:
         print(f"miles: error: {error}", file=sys.stderr)
         return 2

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from miles.rehearsal.known_operations import KnownOperations
 from miles.rehearsal.record import Kind, Message, Phase, Record, Work
 
 aten = torch.ops.aten
@@ -76,6 +77,7 @@ class Meter(TorchDispatchMode):
         self.on_gpu = on_gpu
         self.phase = Phase.BUILD
         self.record = Record()
+        self._operations = KnownOperations(fake)
         self.vocabulary = vocabulary
         self._block = CUDA_BLOCK if on_gpu else 1
         self._live: dict[int, tuple[int, int]] = {}  # a storage's address: its number, and its bytes
@@ -144,33 +146,48 @@ class Meter(TorchDispatchMode):
                 self._live[storage._cdata] = self._numbers, 0
                 weakref.finalize(storage, self._freed, storage._cdata)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it compiles nothing here; to keep it from that takes as long as the rest of this class
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func`` and record it."""
-        if any(kind is DTensor for kind in types):
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # most of what comes here
+            return args[0].fake_device
+        if DTensor in types:
             return NotImplemented  # it becomes operations on local tensors, which come here
         kwargs = kwargs or {}
-        if self._is_paused or func is torch.ops.prim.device.default:  # the second is half of what comes here
+        if self._is_paused:
             return func(*args, **kwargs)
-        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        key, given = self._operations.key(func, args, kwargs)
         if func is aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
             return _assumed(given[0])
-        result = self._run(func, args, kwargs, given)
+        is_real = not any(isinstance(t, FakeTensor) for t in given) if given else _creates_integers(func, args, kwargs)
+        known = None if is_real or key is None else self._operations.find(key)
+        if known is not None:
+            result, made = self._operations.repeat(known, given)
+            for tensor in made:
+                self._track(tensor)
+            self._note_work(known.work, known.converted)
+            return result
+        result = self._run(func, args, kwargs, is_real)
         made = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
         for tensor in made:
             self._track(tensor)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_message(func, args, kwargs, [*given, *made])
-        else:
-            self._note_work(func, args, kwargs, given, made, result)
+            return result
+        if func.name() == "fsdp::chunk_cat":
+            self.label(given, Kind.GRADIENTS)  # whole ones, on their way to the reduction
+        work, converted = _work_of(func, args, kwargs, given, made, result)
+        self._note_work(work, converted)
+        if key is not None and not is_real:
+            self._operations.learn(key, given, result, made, work, converted)
         return result
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]) -> Any:
-        if given:
-            is_real = not any(isinstance(tensor, FakeTensor) for tensor in given)
-        else:
-            is_real = _creates_integers(func, args, kwargs)
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_real: bool) -> Any:
         if is_real:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -240,32 +257,36 @@ class Meter(TorchDispatchMode):
         if not self.on_gpu and name in COPIED_BY_GLOO:
             self._note_passing(size, Kind.COMMUNICATION)
 
-    def _note_work(
-        self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor], result: Any
-    ) -> None:
-        if func.is_view or not (given or made):
-            return
-        if func.name() == "fsdp::chunk_cat":
-            self.label(given, Kind.GRADIENTS)  # whole ones, on their way to the reduction
-        floating = [tensor for tensor in (*given, *made) if tensor.is_floating_point()]
-        if not floating or not isinstance(floating[0], FakeTensor | torch.Tensor):
-            return
-        packet = func._overloadpacket
-        if not self.on_gpu and torch.Tag.pointwise in func.tags:
-            copies = _converted_bytes(func, given, made)
-            if copies:
-                self._note_passing(copies, _KIND_OF_PHASE.get(self.phase, Kind.ACTIVATIONS))
-        flops = 0
-        if packet in EXTRA_FLOPS:
-            flops = EXTRA_FLOPS[packet](*args, **kwargs)
-        elif packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=result)
-        read = {id(tensor): tensor.numel() * tensor.element_size() for tensor in given}
-        written = sum(tensor.numel() * tensor.element_size() for tensor in made)
-        if func._opname in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"):
-            return
-        itemsize = floating[0].element_size()  # of the first operand; some kernels return statistics in fp32
-        self.record.tally(self.phase).work[Work(flops, sum(read.values()) + written, itemsize)] += 1
+    def _note_work(self, work: Work | None, converted: int) -> None:
+        """Count an operation, and on a host the bytes that it copies to another dtype and releases."""
+        if converted and not self.on_gpu:
+            self._note_passing(converted, _KIND_OF_PHASE.get(self.phase, Kind.ACTIVATIONS))
+        if work is not None:
+            self.record.tally(self.phase).work[work] += 1
+
+
+def _work_of(
+    func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], made: list[torch.Tensor], result: Any
+) -> tuple[Work | None, int]:
+    """Return the work of an operation, if it has any, and the bytes that it copies on a host to another dtype."""
+    if func.is_view or not (given or made):
+        return None, 0
+    floating = [tensor for tensor in (*given, *made) if tensor.is_floating_point()]
+    if not floating:
+        return None, 0
+    converted = _converted_bytes(func, given, made) if torch.Tag.pointwise in func.tags else 0
+    packet = func._overloadpacket
+    flops = 0
+    if packet in EXTRA_FLOPS:
+        flops = EXTRA_FLOPS[packet](*args, **kwargs)
+    elif packet in flop_registry:
+        flops = flop_registry[packet](*args, **kwargs, out_val=result)
+    if func._opname in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"):
+        return None, converted
+    read = {id(tensor): tensor.numel() * tensor.element_size() for tensor in given}
+    written = sum(tensor.numel() * tensor.element_size() for tensor in made)
+    itemsize = floating[0].element_size()  # of the first operand; some kernels return statistics in fp32
+    return Work(flops, sum(read.values()) + written, itemsize), converted
 
 
 def _locals(tensor: Any) -> list[torch.Tensor]:

@@ -16,13 +16,14 @@ from miles.flags import FlagError
 from miles.model_families.reading import read_config
 from miles.model_families.registry import CONVERTED, megatron_shape
 from miles.rehearsal import memory
+from miles.rehearsal.assumptions import step_of_one_rank
 from miles.rehearsal.changes import Change, changes
 from miles.rehearsal.devices import Device, device_of
 from miles.rehearsal.generation import Generation, foresee_generation
 from miles.rehearsal.record import Phase, Usage
 from miles.rehearsal.roofline import NOTHING, Seconds, seconds
 from miles.rehearsal.trace import RankTrace, trace_rank
-from miles.rehearsal.trace_all import Job, trace_all
+from miles.rehearsal.trace_all import Job, Tracers
 
 IMBALANCE = 2.0  # load of the experts of the busiest rank, relative to the average
 ADVICE = 3
@@ -133,7 +134,7 @@ class Rehearsal:
         return tokens / self.training.high, tokens / self.training.low
 
 
-def rehearse_settings(settings: Settings) -> Rehearsal:
+def rehearse_settings(settings: Settings, tracers: Tracers) -> Rehearsal:
     """Rehearse ``settings``, which are valid.
 
     Raises:
@@ -147,12 +148,12 @@ def rehearse_settings(settings: Settings) -> Rehearsal:
     text = config.get_text_config().to_dict() | {"num_hidden_layers": size.layers}  # some compute it from a pattern
     generation = foresee_generation(settings, text, size.parameters, size.active, device, available)
     jobs = [Job(settings, stage) for stage in _stages(settings, config.to_dict())]
-    ranks = tuple(_forecasts(jobs, trace_all(jobs), generation))
+    ranks = tuple(_forecasts(jobs, tracers.trace(jobs), generation))
     imbalanced = None
     if size.experts and settings.megatron.expert_model_parallel_size > 1:
         worst = max(ranks, key=lambda rank: rank.peak)
         jobs = [Job(settings, worst.stage, IMBALANCE)]
-        (imbalanced,) = _forecasts(jobs, trace_all(jobs), generation)
+        (imbalanced,) = _forecasts(jobs, tracers.trace(jobs), generation)
     return Rehearsal(settings, device, available, size, ranks, imbalanced, generation)
 
 
@@ -172,7 +173,7 @@ class _Tried:
         return max(rank.peak for rank in self.ranks)
 
 
-def advise(rehearsal: Rehearsal) -> Iterator[Advice]:
+def advise(rehearsal: Rehearsal, tracers: Tracers) -> Iterator[Advice]:
     """Yield the changes that save most memory on the worst rank, each traced again, at most ``ADVICE``.
 
     First, one stage is traced per change: that of the worst rank if it is one of those to trace. The others are traced
@@ -185,25 +186,44 @@ def advise(rehearsal: Rehearsal) -> Iterator[Advice]:
             stages = stages_of_change(settings)
         except (FlagError, ValueError):  # this change and another flag exclude each other
             continue
+        if _leaves_worst_rank(rehearsal, settings):
+            continue
         tried.append(_Tried(change, settings, sorted(stages, key=lambda stage: stage != rehearsal.worst.stage)))
-    _trace_more(tried, rehearsal.generation, stages=1)
+    _trace_more(tried, rehearsal.generation, tracers, stages=1)
     while True:
         tried = sorted((each for each in tried if not each.fails), key=lambda each: each.peak)
         unfinished = [each for each in tried[:ADVICE] if each.missing]
         if not unfinished:
             break
-        _trace_more(unfinished, rehearsal.generation)
+        _trace_more(unfinished, rehearsal.generation, tracers)
     for each in tried[:ADVICE]:
         if each.peak < rehearsal.worst.peak:
             changed = replace(rehearsal, settings=each.settings, ranks=tuple(each.ranks), imbalanced=None)
             yield Advice(each.change, changed.worst.peak, changed.step)
 
 
-def _trace_more(tried: Sequence[_Tried], generation: Generation, stages: int | None = None) -> None:
+def _leaves_worst_rank(rehearsal: Rehearsal, changed: Settings) -> bool:
+    """Return whether the rank that needs most memory does the same under ``changed``, so that nothing is saved.
+
+    Its micro-batches may have one sample already, and only the last stage of a pipeline has logits.
+    """
+    given = rehearsal.settings
+    if changed == replace(given, loss=changed.loss):
+        same_but_chunks = replace(given.loss, log_probs_chunk_size=changed.loss.log_probs_chunk_size)
+        return changed.loss == same_but_chunks and rehearsal.worst.stage < rehearsal.stages - 1
+    if changed == replace(given, training=changed.training):
+        sizes = ("max_tokens_per_gpu", "micro_batch_size")
+        same_but_sizes = replace(given.training, **{name: getattr(changed.training, name) for name in sizes})
+        plans = [step_of_one_rank(settings).micro_batches for settings in (given, changed)]
+        return changed.training == same_but_sizes and plans[0] == plans[1]
+    return False
+
+
+def _trace_more(tried: Sequence[_Tried], generation: Generation, tracers: Tracers, stages: int | None = None) -> None:
     """Trace the next ``stages`` of each change, or all that are missing; the engines are as before."""
     chosen = [(each, stage) for each in tried for stage in each.missing[:stages]]
     jobs = [Job(each.settings, stage) for each, stage in chosen]
-    for (each, stage), job, trace in zip(chosen, jobs, trace_all(jobs), strict=True):
+    for (each, stage), job, trace in zip(chosen, jobs, tracers.trace(jobs), strict=True):
         each.missing.remove(stage)
         try:
             each.ranks += _forecasts([job], [trace], generation)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from miles.arguments.settings import Settings
@@ -108,12 +108,12 @@ def no_collections() -> Iterator[None]:
 
     It would look through all modules again and again, and release tensors of a circle at an arbitrary time.
     """
-    gc.collect()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
+        gc.collect()
         gc.enable()
         gc.unfreeze()
 
@@ -145,6 +145,7 @@ def trace_rank(
             stack.enter_context(fused_attention() if on_gpu else nullcontext())
             stack.enter_context(meter.watching())
             stack.enter_context(conversions_in_place())
+            stack.enter_context(disable_fake_tensor_cache(fake))  # the meter has one
             stack.enter_context(fake)
             stack.enter_context(meter)
             backend = stack.enter_context(building)

@@ -23,15 +23,36 @@ class Job:
     imbalance: float = 1.0
 
 
-def trace_all(jobs: Sequence[Job]) -> list[RankTrace | str]:
-    """Return the trace of each job, or why it cannot be rehearsed."""
-    workers = min(len(jobs), len(os.sched_getaffinity(0)))
-    if workers < 2:
-        return [_trace(job) for job in jobs]
-    # Forked, because importing takes as long as a trace. A fork has none of the threads of a parallel loop.
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, fork, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return list(pool.map(_trace, jobs))
+class Tracers:
+    """The processes that trace, one for each core. A context: they end when it does.
+
+    The first rank is traced in this process, which then has imported the backend and met most operations: that takes
+    longer than the traces of other ranks do afterwards. Then this process is forked. Where there are GPUs, autograd
+    starts threads for them, which a fork lacks, so this process traces nothing there.
+    """
+
+    def __init__(self) -> None:
+        self._workers = len(os.sched_getaffinity(0))
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Tracers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def trace(self, jobs: Sequence[Job]) -> list[RankTrace | str]:
+        """Return the trace of each job, or why it cannot be rehearsed."""
+        if self._workers < 2:
+            return [_trace(job) for job in jobs]
+        traces_here = self._pool is None and not torch.cuda.is_available()
+        first = [_trace(job) for job in jobs[:1]] if traces_here else []
+        others = jobs[len(first) :]
+        if others and self._pool is None:
+            fork = multiprocessing.get_context("fork")  # a fork has none of the threads of a parallel loop
+            self._pool = ProcessPoolExecutor(self._workers, fork, initializer=torch.set_num_threads, initargs=(1,))
+        return first + (list(self._pool.map(_trace, others)) if self._pool is not None else [])
 
 
 def _trace(job: Job) -> RankTrace | str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
@@ -175,11 +176,19 @@ class _Parts:
         return self._whole.narrow(self._dim, start, length) if length > 0 else self._whole.new_empty(0)
 
 
-@contextmanager
 def build(
     settings: Settings, device: torch.device, total_steps: int, leave_out: LeaveOut, imbalance: float
-) -> Iterator[RehearsedBackend]:
+) -> AbstractContextManager[RehearsedBackend]:
     """Build this rank. Every rank has all experts, so their load is as large whatever the router does."""
+    if settings.lora.trains_adapter:
+        importlib.import_module("peft")  # its modules hold tensors, which are not those of this rank
+    return _built(settings, device, total_steps, leave_out)
+
+
+@contextmanager
+def _built(
+    settings: Settings, device: torch.device, total_steps: int, leave_out: LeaveOut
+) -> Iterator[RehearsedBackend]:
     cut = _fsdp_param._chunk_with_empty
     _fsdp_param._chunk_with_empty = _Parts  # type: ignore[assignment]
     try:

@@ -76,7 +76,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
-        if str(kwargs.get("device")).startswith("cuda"):
+        if (device := kwargs.get("device")) is not None and str(device).startswith("cuda"):
             kwargs = kwargs | {"device": "cpu"}
         found = func(*args, **kwargs)
         if func is torch.Tensor.type and isinstance(found, str):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class RehearsedMegatron(MegatronBackend):
     def weights(self) -> Iterator[torch.Tensor]:
         """Yield the parameters, which may be parts of one buffer, and the buffers."""
         for chunk in (chunk for model in self._models() for chunk in model.stage.chunks):
-            yield from (tensor.detach() for tensor in (*chunk.parameters(), *chunk.buffers()))
+            yield from (*chunk.parameters(), *chunk.buffers())
         if self.following is not None:
             yield from self.following.exact.values()
 
@@ -225,7 +226,7 @@ def rehearsed(
         group = parallel_state.get_expert_model_parallel_group()
         with unset_fake_temporarily():
             chosen = assumed_experts(tokens, experts, self.topk, dist.get_rank(group), group.size(), imbalance)
-            return probabilities, torch.from_numpy(chosen)
+            return probabilities, torch.from_numpy(chosen.copy())  # every layer has its own
 
     norm, packed, rotary = clip_grads.l2_norm_impl, PackedTokens.of, PackedRotaryEmbedding.__init__
 
@@ -261,6 +262,7 @@ def _norm(_chunk: int, _flag: Any, lists: list[list[torch.Tensor]], *_: Any) -> 
     return torch.stack([tensor.norm() for tensor in lists[0]]).norm().reshape(1), None
 
 
+@lru_cache(maxsize=2)
 def assumed_experts(tokens: int, experts: int, topk: int, rank: int, ranks: int, imbalance: float) -> np.ndarray:
     """Choose the experts of each token so that those of one expert-parallel rank have ``imbalance`` times the average.
 

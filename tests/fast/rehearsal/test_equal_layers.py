@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from rehearsed_layouts import DENSE, EXPERTS, LAYOUTS, save_model
+from tiny_kinds import config_of
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from miles.arguments.validate import validate
@@ -25,9 +26,17 @@ CHOSEN = {  # layouts, and the copies of layers: in how many passes, and of how 
     "megatron, DP 2, sharded optimizer": [4] * 4,
     "megatron, experts": [4] * 4,
     "megatron, PP 2": [4] * 4,
+    "megatron, EP 2": [4] * 4,
+    "megatron, TP 2, sequence": [4] * 4,
+    "megatron, CP 2": [4] * 4,
+    "megatron, TP 2, CP 2": [4] * 4,
+    "megatron, EP 2, TP 2": [4] * 4,
+    "megatron, EP 2, latent": [4] * 4,
+    "megatron, adapter": [4] * 4,
+    "fsdp, 2 ranks, adapter": [4] * 2,
+    "fsdp, CP 2": [4] * 2,
 }
-
-
+LATENT = replace(LAYOUTS["megatron, EP 2"], model="latent")
 FAST = ("fsdp, 2 ranks", "megatron, DP 2, sharded optimizer")
 
 
@@ -39,10 +48,12 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def test_copies_of_layers_are_what_the_layers_do(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = LAYOUTS[name]
+    layout = LAYOUTS.get(name, LATENT)
     layers = LAYERS * layout.sizes.get("pipeline_model_parallel_size", 1)
     save_model(tmp_path / "dense", LlamaConfig(**DENSE | dict(num_hidden_layers=layers)), weights=False)
     save_model(tmp_path / "experts", Qwen3MoeConfig(**EXPERTS | dict(num_hidden_layers=layers)), weights=False)
+    latent = config_of("deepseek_v3", num_hidden_layers=layers, first_k_dense_replace=0)
+    save_model(tmp_path / "latent", latent, weights=False)
     settings = validate(layout.settings(tmp_path)).settings
     copies = _watch(monkeypatch)
     whole = trace_rank(settings, layout.ranks - 1, every_layer=True)

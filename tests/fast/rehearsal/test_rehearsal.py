@@ -20,6 +20,7 @@ from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.parser import main_parse
 from miles.arguments.rehearsal import RehearsalArguments
+from miles.arguments.training import TrainingArguments
 from miles.arguments.validate import validate
 from miles.flags import FlagError
 from miles.launcher.attempt import foreseen_memory
@@ -38,6 +39,7 @@ from miles.rehearsal.record import Kind, Phase
 from miles.rehearsal.rehearsal import model_size, rehearse_settings
 from miles.rehearsal.report import as_json as figures_of
 from miles.rehearsal.report import as_text, expected_mass
+from miles.rehearsal.trace_all import Tracers
 from tests.fast.rehearsal.agreement import figures
 
 
@@ -46,7 +48,7 @@ def test_an_fsdp_run(tmp_path):
     given = FSDP["fsdp, 2 ranks"].settings(tmp_path)
     section = RehearsalArguments(rehearse=True, gpu_memory=3.0)
     settings = validate(replace(given, rehearsal=section)).settings
-    found = rehearse_settings(settings)
+    found = rehearse_settings(settings, Tracers())
     (rank,) = found.ranks
     part = 4 * found.size.parameters / 2
     assert rank.trace.resident[Kind.WEIGHTS] == pytest.approx(part, rel=0.05)
@@ -79,7 +81,7 @@ def test_an_adapter_leaves_one_model_without_optimizer_and_a_teacher_adds_one(tm
     model = replace(given.model, opd_teacher_load=given.model.hf_checkpoint)
     lora = LoraArguments(lora_rank=4, target_modules=("q_proj",))
     settings = validate(replace(given, model=model, lora=lora, loss=loss)).settings
-    found = rehearse_settings(settings)
+    found = rehearse_settings(settings, Tracers())
     (rank,) = found.ranks
     config = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
     out = config.num_attention_heads * (
@@ -103,7 +105,7 @@ def test_megatron_holds_an_adapters_state_and_an_optimizer_in_host_memory_holds_
         "adapter": replace(given, lora=LoraArguments(lora_rank=4, target_modules=("q_proj", "o_proj"))),
         "offloaded": replace(given, megatron=offload),
     }.items():
-        found = rehearse_settings(validate(changed).settings)
+        found = rehearse_settings(validate(changed).settings, Tracers())
         held[name] = found.ranks[0].phases[Phase.TRAIN].get(Kind.OPTIMIZER, 0)
     assert 0 < held["adapter"] < held["all"] / 4
     assert held["offloaded"] == 0
@@ -116,7 +118,7 @@ def test_a_rank_of_an_interleaved_pipeline_holds_its_parts_of_the_model(tmp_path
     held = []
     for each in (None, 1):
         sizes = replace(given.megatron, num_layers_per_virtual_pipeline_stage=each)
-        found = rehearse_settings(validate(replace(given, megatron=sizes)).settings)
+        found = rehearse_settings(validate(replace(given, megatron=sizes)).settings, Tracers())
         held.append([rank.trace.weight_bytes for rank in found.ranks])
     assert held[0] == held[1], "as many layers on each stage, and the embedding and the head on the same ones"
     assert (found.chunks, found.bubble) == (2, 2 / (found.worst.trace.micro_batches * 2 + 2))
@@ -133,7 +135,7 @@ def test_a_run_on_gpus_logs_foreseen_memory_beside_what_it_measures(tmp_path, ca
         foreseen.wait()
         (logged,) = foreseen.beside(measured).items()
         assert foreseen.beside(measured) == dict([logged])
-    trace = rehearse_settings(settings).ranks[0].trace
+    trace = rehearse_settings(settings, Tracers()).ranks[0].trace
     peak = max(total(usage) for phase, usage in trace.peaks.items() if phase is not Phase.BUILD)
     assert (logged[0], logged[1].value) == (FORESEEN, peak / 2**30)
     assert capfd.readouterr().err.count("the fullest trainer rank has allocated 1.5 GiB; --rehearse foresees 0.0") == 1
@@ -257,7 +259,7 @@ def test_memory_flop_and_traffic_are_those_of_a_run(name: str, measured: Measure
 )
 def test_every_family_that_a_backend_trains_is_rehearsed(backend: str, kind: str, tmp_path: Path) -> None:
     config_of(kind).save_pretrained(tmp_path / kind)
-    found = rehearse_settings(validate(Layout(2, backend, model=kind).settings(tmp_path)).settings)
+    found = rehearse_settings(validate(Layout(2, backend, model=kind).settings(tmp_path)).settings, Tracers())
     assert found.worst.trace.tallies[Phase.TRAIN].flops > 2 * found.worst.trace.tokens * found.size.active
     assert found.worst.trace.peaks[Phase.TRAIN][Kind.ACTIVATIONS] > 0
 
@@ -305,32 +307,58 @@ def test_stages_are_cut_by_their_sizes_and_all_of_a_change_are_traced(tmp_path, 
 def test_changes_are_traced_beside_each_other_and_those_that_are_refused_are_left_out(tmp_path, monkeypatch):
     save_models(tmp_path, weights=False)
     settings = validate(FSDP["fsdp, 2 ranks"].settings(tmp_path)).settings
-    found = rehearse_settings(settings)
+    found = rehearse_settings(settings, Tracers())
     tried = list(rehearsals.changes(settings))[:2]
     monkeypatch.setattr(rehearsals, "changes", lambda given: tried)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
-    one_by_one = list(rehearsals.advise(found))
+    one_by_one = list(rehearsals.advise(found, Tracers()))
     assert one_by_one and all(advice.peak < found.worst.peak for advice in one_by_one)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
-    assert [(a.change.words, a.peak) for a in rehearsals.advise(found)] == [
-        (a.change.words, a.peak) for a in one_by_one
-    ]
-    refused = SimpleNamespace(words="--none", applied=lambda given: replace(given, training=None))
+    for has_gpu in (False, True):  # with one, no rank is traced before the fork
+        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
+        with Tracers() as tracers:
+            assert list(rehearsals.advise(found, tracers)) == one_by_one
+    larger = replace(settings, cluster=replace(settings.cluster, actor_num_nodes=2))
+    refused = SimpleNamespace(words="--none", applied=lambda given: larger)
     monkeypatch.setattr(rehearsals, "changes", lambda given: [refused])
-    monkeypatch.setattr(rehearsals, "trace_all", lambda jobs: ["cannot be rehearsed"] * len(jobs))
-    assert list(rehearsals.advise(found)) == []
+    refusing = SimpleNamespace(trace=lambda jobs: ["cannot be rehearsed"] * len(jobs))
+    assert list(rehearsals.advise(found, refusing)) == []
+
+
+def test_changes_that_leave_the_worst_rank_as_it_is_are_not_traced(tmp_path):
+    save_models(tmp_path, weights=False)
+    given = MEGATRON["megatron, PP 2"].settings(tmp_path)
+    training = TrainingArguments(
+        train_backend="megatron", fp32=True, global_batch_size=8, use_dynamic_batch_size=True, max_tokens_per_gpu=300
+    )
+    settings = validate(replace(given, training=training)).settings
+    ranks = [SimpleNamespace(stage=stage) for stage in (0, 1)]
+    found = [SimpleNamespace(settings=settings, worst=rank, stages=2) for rank in ranks]
+    chunks = replace(settings, loss=replace(settings.loss, log_probs_chunk_size=8))
+    assert [rehearsals._leaves_worst_rank(each, chunks) for each in found] == [True, False]
+    entropy = replace(chunks, loss=replace(chunks.loss, entropy_coef=0.1))
+    assert not rehearsals._leaves_worst_rank(found[0], entropy)
+    for tokens, leaves in ((299, True), (136, False), (100, False)):  # two samples, of 136 tokens each; then one
+        fewer = replace(settings, training=replace(settings.training, max_tokens_per_gpu=tokens))
+        assert rehearsals._leaves_worst_rank(found[1], fewer) == leaves
+    one = replace(settings, training=replace(settings.training, max_tokens_per_gpu=136))
+    none = replace(settings, training=replace(settings.training, max_tokens_per_gpu=68))
+    assert rehearsals._leaves_worst_rank(SimpleNamespace(settings=one, worst=ranks[0], stages=2), none)
+    assert not rehearsals._leaves_worst_rank(found[0], replace(settings, cluster=None))
 
 
 @pytest.mark.slow
 def test_advice_is_that_of_tracing_every_stage_of_every_change(tmp_path):
     save_models(tmp_path, weights=False)
-    found = rehearse_settings(validate(MEGATRON["megatron, PP 2"].settings(tmp_path)).settings)
-    peaks = []
-    for change in rehearsals.changes(found.settings):
-        with suppress(FlagError, ValueError):
-            peaks.append(rehearse_settings(change.applied(found.settings)).worst.peak)
-    best = [peak for peak in sorted(peaks)[: rehearsals.ADVICE] if peak < found.worst.peak]
-    assert best and [advice.peak for advice in rehearsals.advise(found)] == best
+    with Tracers() as tracers:
+        settings = validate(MEGATRON["megatron, PP 2"].settings(tmp_path)).settings
+        found = rehearse_settings(settings, tracers)
+        peaks = []
+        for change in rehearsals.changes(found.settings):
+            with suppress(FlagError, ValueError):
+                peaks.append(rehearse_settings(change.applied(found.settings), tracers).worst.peak)
+        best = [peak for peak in sorted(peaks)[: rehearsals.ADVICE] if peak < found.worst.peak]
+        assert best and [advice.peak for advice in rehearsals.advise(found, tracers)] == best
 
 
 def test_active_parameters_are_those_of_the_chosen_experts(tmp_path):
