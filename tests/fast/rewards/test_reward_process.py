@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from miles.input_error import InputError
-from miles.rewards import reward_process
+from miles.rewards import reward_process, reward_worker
 from miles.rewards.registry import get_reward_function
 from miles.rewards.reward_process import RewardProcess
 from miles.rewards.sandboxed import uses_more
@@ -279,6 +279,28 @@ def test_a_call_beside_one_that_hangs_is_made_again(process, make_sample):
 
     assert asyncio.run(asyncio.wait_for(one_after_the_other(), 60)) == [1, 0]
     assert batches[1][0].reward == 4.0
+
+
+def test_the_worker_ends_with_its_supervisor_and_is_replaced(process, make_sample):
+    function, sample = process("fine"), make_sample("ccc")
+    supervisor = psutil.Process(function._shared._process.pid)
+    (worker,) = supervisor.children()
+    supervisor.kill()
+    psutil.wait_procs([worker], timeout=20)
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    while function._shared.alive:
+        time.sleep(0.01)
+    assert scored(function, [sample]) == 0 and sample.reward == 3.0
+
+
+def test_a_process_that_is_ending_has_not_closed_its_pipes():
+    pipes = reward_worker._Pipes(*os.pipe())
+    with subprocess.Popen(["true"]) as ending:
+        os.waitid(os.P_PID, ending.pid, os.WEXITED | os.WNOWAIT)  # it has no files any more
+        assert pipes.are_open_in(ending.pid) and pipes.are_open_in(os.getpid())
+    os.close(pipes.requests)
+    assert not pipes.are_open_in(os.getpid())
+    os.close(pipes.replies)
 
 
 def test_the_process_is_kept_between_calls(process, make_sample):
