@@ -68,6 +68,7 @@ class RewardProcess:
         self._command = [path, key or "", str(memory)]
         self._seconds = seconds
         self._shared = _Worker(self._command)
+        self._replacing = threading.Lock()
         self._alone = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Lock]()
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
@@ -95,8 +96,13 @@ class RewardProcess:
 
     async def _living_worker(self) -> _Worker:
         if not self._shared.alive:
-            self._shared = await asyncio.to_thread(_Worker, self._command)
+            await asyncio.to_thread(self._replace_dead_worker)
         return self._shared
+
+    def _replace_dead_worker(self) -> None:
+        with self._replacing:  # all calls that the last one had ask for the next one at the same time
+            if not self._shared.alive:
+                self._shared = _Worker(self._command)
 
 
 class _Worker:
