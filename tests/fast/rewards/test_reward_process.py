@@ -283,6 +283,18 @@ def test_calls_beside_one_that_hangs_are_made_again_in_one_new_process(process, 
     assert running == [function._shared._process.pid]
 
 
+def test_a_call_for_a_process_that_another_call_has_just_ended_is_made_again(process, make_sample, monkeypatch):
+    function, sample = process("exits_for_bad"), make_sample("ccc")
+    assert scored(function, [make_sample("bad")], error_value=-1.0) == 1
+    ended = function._shared
+
+    async def found_alive():
+        return ended
+
+    monkeypatch.setattr(function, "_living_worker", found_alive)
+    assert scored(function, [sample]) == 0 and sample.reward == 3.0
+
+
 def test_the_worker_ends_with_its_supervisor_and_is_replaced(process, make_sample):
     function, sample = process("fine"), make_sample("ccc")
     supervisor = psutil.Process(function._shared._process.pid)
