@@ -2,6 +2,10 @@
 
 There is one process for all calls: a function may keep a client, a cache or a model. It is replaced when it dies, when
 a call does not return in time (Python cannot stop a thread), and when it uses too much memory.
+
+The way of a call: ``scoring.score`` awaits ``RewardProcess``, which has ``_Worker.call`` send the samples. The process
+(``reward_worker``) reads them, calls the function in a thread and writes its rewards. ``_Worker._read_replies`` reads
+those, and gives them to the call that waits. ``messages`` is how both sides write and read.
 """
 
 from __future__ import annotations
@@ -43,7 +47,15 @@ _NOT_THE_USERS = ("site-packages", "/lib/python3", "/miles/")
 
 
 class RewardProcessDied(Exception):
-    """The process of the reward function ended during the call; the message says how."""
+    """The process of the reward function ended during the call, or before it; the message says how.
+
+    Attributes:
+        only_call: Whether no other call can be to blame.
+    """
+
+    def __init__(self, end: str, *, only_call: bool = False) -> None:
+        super().__init__(end)
+        self.only_call = only_call
 
 
 class RewardProcess:
@@ -68,6 +80,7 @@ class RewardProcess:
         self._command = [path, key or "", str(memory)]
         self._seconds = seconds
         self._shared = _Worker(self._command)
+        self._replacing = threading.Lock()
         self._alone = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Lock]()
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
@@ -77,8 +90,8 @@ class RewardProcess:
                 worker = await self._living_worker()
                 try:
                     return await worker.call(samples, self._seconds)
-                except RewardProcessDied:
-                    if not worker.stopped and worker.calls_at_end == 1:
+                except RewardProcessDied as death:
+                    if death.only_call:
                         raise
                     if not worker.stopped:
                         break  # any of the calls may have ended it
@@ -95,12 +108,17 @@ class RewardProcess:
 
     async def _living_worker(self) -> _Worker:
         if not self._shared.alive:
-            self._shared = await asyncio.to_thread(_Worker, self._command)
+            await asyncio.to_thread(self._replace_dead_worker)
         return self._shared
+
+    def _replace_dead_worker(self) -> None:
+        with self._replacing:  # all calls that the last one had ask for the next one at the same time
+            if not self._shared.alive:
+                self._shared = _Worker(self._command)
 
 
 class _Worker:
-    """One life of the process."""
+    """One life of the process, and the calls that it has not answered."""
 
     def __init__(self, command: list[str]) -> None:
         # The supervisor ends when this side closes its end, or dies.
@@ -125,11 +143,10 @@ class _Worker:
             self._process.stdin.flush()
         self._numbers = count()
         self._pending: dict[int, Future[list[float]]] = {}
-        self._state = threading.Lock()  # of _pending, alive and how it ended
+        self._state = threading.Lock()  # of _pending, alive and _held
         self._writing = threading.Lock()
         self.alive = True
         self.stopped = False  # by this side
-        self.calls_at_end = 0
         self._ready: Future[None] = Future()
         threading.Thread(target=self._read_replies, name="reward-replies", daemon=True).start()
         threading.Thread(target=self._show_output, name="reward-output", daemon=True).start()
@@ -203,10 +220,9 @@ class _Worker:
         with self._state:
             self.alive = False
             left, self._pending = self._pending, {}
-            self.calls_at_end = len(left)
         for future in left.values():
             if future.set_running_or_notify_cancel():
-                future.set_exception(RewardProcessDied(end))
+                future.set_exception(RewardProcessDied(end, only_call=len(left) == 1 and not self.stopped))
         if not self._ready.done():
             self._ready.set_exception(RewardProcessDied(end))
         self._process.wait()

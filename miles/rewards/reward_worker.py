@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
+from miles.host.parent import die_with_parent
 from miles.one_line import name_and_words, one_line
 from miles.rewards.base import NotAReward
 from miles.rewards.messages import PIPE_CLOSED, PIPE_READ, TOKEN_BYTES, NotAMessage, read_message, write_message
@@ -50,8 +51,10 @@ def main(path: str, key: str, memory: int, watched: int, ending: int) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # user code may read standard input,
     os.dup2(2, 1)  # and what it prints goes to standard error, not among the replies
     CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # a process whose parent has died becomes the supervisor's child
+    supervisor = os.getpid()
     worker = os.fork()
     if worker == 0:
+        die_with_parent(supervisor)
         os.close(ending)
         _work(pipes, token, path, key, memory)
         os._exit(0)
@@ -79,11 +82,11 @@ class _Pipes:
             return False
 
     def are_open_in(self, worker: int) -> bool:
-        """Return whether the worker still has them."""
+        """Return whether the worker still has them, or is ending: its exit status then says how."""
         try:
             return all(os.path.samestat(os.stat(f"/proc/{worker}/fd/{fd}"), pipe) for fd, pipe in self._of.items())
         except FileNotFoundError:
-            return False
+            return not os.path.exists(f"/proc/{worker}/exe")  # a process that ends loses its program before its files
         except OSError:
             return True  # the kernel shows them to nobody, as of a process that may not be traced
 
@@ -103,8 +106,7 @@ def _supervise(worker: int, pipes: _Pipes, watched: int, memory: int) -> str | N
             return f"used more than {memory / 2**30:.3g} GiB of memory (--reward-memory) and was ended"
         if not pipes.are_open_in(worker):
             os.kill(worker, signal.SIGKILL)
-            code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-            return PIPE_CLOSED if code == -signal.SIGKILL else _ending(code)  # it was ending already
+            return PIPE_CLOSED
 
 
 def _ended_children() -> list[tuple[int, int]]:

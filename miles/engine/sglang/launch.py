@@ -180,6 +180,7 @@ class SglangServer:
         Raises:
             ValueError: If SGLang is not installed.
             ServerFailed: If the server does not start; the message ends with the end of its log.
+            WriteFailed: If this host's disk has no room for its temporary files.
         """
         assert self._process is None, "stop() comes before the next start()"
         if find_spec("sglang") is None:
@@ -192,8 +193,12 @@ class SglangServer:
                 return self._start_on(free_port(self._host), meeting)
             except ServerFailed as failure:
                 # Another process can take a port between the moment it is found free and the moment it is used.
-                if PORT_TAKEN not in str(failure).lower() or attempt == PORT_TRIES - 1:
-                    raise _naming_full_disk(failure) from failure
+                if PORT_TAKEN in str(failure).lower() and attempt < PORT_TRIES - 1:
+                    continue
+                # The server's log may not have had room for the reason.
+                if fault := disk_fault(_temporary(), failure):
+                    raise ServerFailed(f"{fault} on host {socket.gethostname()}; {failure}") from failure
+                raise
         raise AssertionError("unreachable")
 
     def _start_on(self, port: int, meeting: str | None) -> str:
@@ -242,12 +247,6 @@ def _temporary() -> Path:
 def _naming_disk() -> AbstractContextManager[None]:
     what = f"a temporary file of the server on host {socket.gethostname()}"
     return naming_disk(_temporary(), what=what, then="make room there")
-
-
-def _naming_full_disk(failure: ServerFailed) -> ServerFailed:
-    """Return ``failure``, with the fault of this host's disk if it has one. The server's log may not have had room."""
-    fault = disk_fault(_temporary(), failure)
-    return failure if fault is None else ServerFailed(f"{fault} on host {socket.gethostname()}; {failure}")
 
 
 def is_ready(url: str) -> bool:

@@ -9,7 +9,6 @@ import.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
@@ -24,10 +23,10 @@ from contextlib import suppress
 
 from miles.engine.host import ServerFailed
 from miles.engine.sglang.server_log import LogFile, ServerLog
+from miles.host.parent import die_with_parent
 from miles.secret_values import secrets_in
 from miles.stacks import answer_requests
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 POLL_SECONDS = 0.5
 COPY_SECONDS = 5.0  # for the rest of the output after the end; a process that has left the group may hold it open
 SPARE_FILES = 1024  # open files for everything but the counted sockets, and for sockets that are closing
@@ -109,13 +108,6 @@ class ChildProcess:
         if self._process.returncode is not None:
             self._copying.join(COPY_SECONDS)
         return self.log.end()
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel send SIGKILL to this process when the thread that started it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def free_port(host: str) -> int:

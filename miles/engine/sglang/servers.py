@@ -78,7 +78,7 @@ class ManagedServer:
         self.state = ServerState.STARTING
         self.changes = 0  # how often the state has changed
         self.starts = 0  # how many processes have been connected to
-        self.lost_because = ""
+        self.lost_because = ""  # why its last start failed
         self.requests: set[asyncio.Task[Any]] = set()  # in flight, sent to it without a router
         self._changed = changed
         self._client: SglangClient | None = None

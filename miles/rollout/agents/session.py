@@ -237,20 +237,23 @@ class Session:
     def _stop_texts(self, call: ChatRequest) -> tuple[str, ...]:
         """Return the texts of the run and of ``call``, each once. Raises ``ApiError`` if the engine refuses them."""
         of_run = self._trajectory.sampling.stop_texts
-        texts = tuple(dict.fromkeys((*of_run, *call.stop)))
         if not call.stop:
             return of_run
         if not self._takes_stop_texts:
             raise ApiError("stop: this run takes no stop texts (docs/agents.md); leave it out", param="stop")
+        texts = tuple(dict.fromkeys((*of_run, *call.stop)))
         limits = self._stop_text_limits
-        if limits is not None and len(texts) > limits.number:
+        if limits is None:
+            return texts
+        if len(texts) > limits.number:
+            room = limits.number - len(of_run)
             raise ApiError(
-                f"stop: with the {len(of_run)} of --rollout-stop these are {len(texts)} texts, and the engine takes "
-                f"at most {limits.number}; give at most {limits.number - len(of_run)} here",
+                f"stop: the engine takes at most {limits.number} texts, {len(of_run)} of them from --rollout-stop; "
+                + (f"give at most {room} others" if room else "give none but those"),
                 param="stop",
             )
         for text in call.stop:
-            if limits is not None and not limits.allow(text):
+            if not limits.allow(text):
                 raise ApiError(
                     f"stop {one_line(text, 40)!r}: the engine takes at most {limits.bytes} bytes, with a backslash "
                     "before each special character; give a part of the text that occurs nowhere else",

@@ -71,8 +71,8 @@ while [ $# -gt 0 ]; do [ "$1" != --save ] || mkdir -p "$2"; shift; done
 def parts_of_the_docs(device):
     """Return the parts that docs/gpu.md lists for a device, in order, with their limits in seconds."""
     rows = re.findall(r"^\| (`[^|]+) \| ([^|]+ s(?: each)?) \| (\w[^|]*) \|", (REPO / "docs/gpu.md").read_text(), re.M)
-    left_out = "skipped" if device == "cpu" else "runs only there"
-    assert {on_cpu for _, _, on_cpu in rows} == {"runs", "skipped", "runs only there"}
+    left_out = "skipped" if device == "cpu" else "runs on CPU only"
+    assert {on_cpu for _, _, on_cpu in rows} == {"runs", "skipped", "runs on CPU only"}
     listed = {}
     for parts, limits, on_cpu in rows:
         names, seconds = re.findall("`([^`]+)`", parts), re.findall(r"\d+", limits)

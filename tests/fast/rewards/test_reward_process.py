@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from miles.input_error import InputError
-from miles.rewards import reward_process
+from miles.rewards import reward_process, reward_worker
 from miles.rewards.registry import get_reward_function
 from miles.rewards.reward_process import RewardProcess
 from miles.rewards.sandboxed import uses_more
@@ -266,19 +266,55 @@ def test_only_the_sample_that_ends_the_process_is_at_fault(process, make_sample)
     assert [[sample.reward for sample in batch] for batch in batches] == [[1.0, -1.0, 3.0], [4.0], [2.0]]
 
 
-def test_a_call_beside_one_that_hangs_is_made_again(process, make_sample):
+def test_calls_beside_one_that_hangs_are_made_again_in_one_new_process(process, make_sample):
     function = process("blocks_for_bad", seconds=3.0)
-    batches = [[make_sample("bad")], [make_sample("dddd")]]
+    batches = [[make_sample("bad")], [make_sample("dddd")], [make_sample("ee")], [make_sample("f")]]
 
-    async def one_after_the_other():
+    async def one_and_then_the_others():
         first = asyncio.create_task(score(batches[0], function, -1.0))
         while not function._shared._pending:
             await asyncio.sleep(0)
-        function._seconds = 0.0  # the second call, in progress when the first one is given up, has no limit
-        return await asyncio.gather(first, score(batches[1], function, -1.0))
+        function._seconds = 0.0  # the other calls, in progress when the first one is given up, have no limit
+        return await asyncio.gather(first, *(score(batch, function, -1.0) for batch in batches[1:]))
 
-    assert asyncio.run(asyncio.wait_for(one_after_the_other(), 60)) == [1, 0]
-    assert batches[1][0].reward == 4.0
+    assert asyncio.run(asyncio.wait_for(one_and_then_the_others(), 60)) == [1, 0, 0, 0]
+    assert [batch[0].reward for batch in batches[1:]] == [4.0, 2.0, 1.0]
+    running = [child.pid for child in psutil.Process().children() if f"{MODULE}:blocks_for_bad" in child.cmdline()]
+    assert running == [function._shared._process.pid]
+
+
+def test_a_call_for_a_process_that_another_call_has_just_ended_is_made_again(process, make_sample, monkeypatch):
+    function, sample = process("exits_for_bad"), make_sample("ccc")
+    assert scored(function, [make_sample("bad")], error_value=-1.0) == 1
+    ended = function._shared
+
+    async def found_alive():
+        return ended
+
+    monkeypatch.setattr(function, "_living_worker", found_alive)
+    assert scored(function, [sample]) == 0 and sample.reward == 3.0
+
+
+def test_the_worker_ends_with_its_supervisor_and_is_replaced(process, make_sample):
+    function, sample = process("fine"), make_sample("ccc")
+    supervisor = psutil.Process(function._shared._process.pid)
+    (worker,) = supervisor.children()
+    supervisor.kill()
+    psutil.wait_procs([worker], timeout=20)
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    while function._shared.alive:
+        time.sleep(0.01)
+    assert scored(function, [sample]) == 0 and sample.reward == 3.0
+
+
+def test_a_process_that_is_ending_has_not_closed_its_pipes():
+    pipes = reward_worker._Pipes(*os.pipe())
+    with subprocess.Popen(["true"]) as ending:
+        os.waitid(os.P_PID, ending.pid, os.WEXITED | os.WNOWAIT)  # it has no files any more
+        assert pipes.are_open_in(ending.pid) and pipes.are_open_in(os.getpid())
+    os.close(pipes.requests)
+    assert not pipes.are_open_in(os.getpid())
+    os.close(pipes.replies)
 
 
 def test_the_process_is_kept_between_calls(process, make_sample):

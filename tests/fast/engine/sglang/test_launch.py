@@ -99,3 +99,7 @@ def test_a_server_that_ends_on_a_full_disk_names_disk_and_host(ending_server, mo
     words = f"^the disk tmpfs at {disk} .* is full on host {socket.gethostname()}; the server ended with status 1"
     with pytest.raises(ServerFailed, match=words):
         server.start()
+    monkeypatch.setenv(RUN_FOLDER, str(disk.parent))  # with room
+    with pytest.raises(ServerFailed, match="^the server ended with status 1") as caught:
+        server.start()
+    assert caught.value.__cause__ is None

@@ -126,7 +126,10 @@ async def test_errors_have_openais_form(server, open_session, path, method, body
 @pytest.mark.parametrize(
     ("stops", "fault"),
     [
-        (["a", "b", "c"], "stop: with the 30 of --rollout-stop these are 33 texts, and the engine takes at most 32"),
+        (
+            ["a", "b", "c"],
+            "stop: the engine takes at most 32 texts, 30 of them from --rollout-stop; give at most 2 others",
+        ),
         (["." * 129], "the engine takes at most 256 bytes, with a backslash before each special character"),
     ],
 )
