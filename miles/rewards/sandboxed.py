@@ -69,9 +69,8 @@ os.write(request["result"], result.encode())
 def main() -> None:
     """Answer the request in lines: ``{"run": …}`` per test; ``{"refused": why}`` or ``{"ended": why}`` is the last."""
     request = json.load(sys.stdin)
-    request["priority"] = os.getpriority(os.PRIO_PROCESS, 0)
-    with suppress(PermissionError):  # root, whom RLIMIT_NPROC exempts, must not wait behind what the program forks
-        os.setpriority(os.PRIO_PROCESS, 0, -20)
+    request["priority"] = max(os.getpriority(os.PRIO_PROCESS, 0), 0)  # of ordinary children
+    _go_first()
     if request["isolated"]:
         try:
             _unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWIPC | _CLONE_NEWUTS)
@@ -96,6 +95,24 @@ def main() -> None:
         _end_below()
 
 
+def _go_first() -> None:
+    """Have this process and process 1 run before what the program forks, as far as their user may.
+
+    RLIMIT_NPROC exempts root, so that only these two end a program that forks without end. With a priority alone they
+    would get less of the processor the more there are, and lose the race on a busy host.
+    """
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, -20)
+    with suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+
+
+def _have_ordinary_children() -> None:
+    """Leave what ``_go_first`` has set to this process alone."""
+    if os.sched_getscheduler(0) == os.SCHED_RR:
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+
+
 def _stop(*_: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: what follows must not be interrupted
     sys.exit(1)
@@ -104,6 +121,7 @@ def _stop(*_: Any) -> None:
 def _first(request: dict[str, Any], reader: int, writer: int) -> None:
     """Be process 1: answer each test, and end."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _have_ordinary_children()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_PR_SET_DUMPABLE, 0)  # the program must not read what is in this process
     os.close(reader)

@@ -148,6 +148,15 @@ def test_a_test_sees_nothing_of_another(namespaces):
         assert [outcome.result for outcome in outcomes] == ["['answer.py']\n"] * 2
 
 
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_a_program_has_ordinary_priority_though_its_supervisors_go_first(namespaces):
+    if namespaces and not permitted():
+        pytest.skip("this kernel permits no namespaces")
+    program = "import os\nprint(os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0))"
+    (outcome,) = run_tests(program, [CodeTest(stdin="")], Limits(), isolated=namespaces)
+    assert outcome.result == f"{os.SCHED_OTHER} {max(os.getpriority(os.PRIO_PROCESS, 0), 0)}\n"
+
+
 @pytest.mark.parametrize(("share", "runs", "reward"), [(False, 2, 0), (True, 3, 2 / 3)])
 def test_the_first_failure_is_the_last_run_unless_the_share_counts(make_sample, monkeypatch, share, runs, reward):
     lengths = []

@@ -129,6 +129,10 @@ class Launch:
         self.out, self.err = self.process.communicate()
         return self.process.returncode
 
+    def said(self):
+        """Return the lines of ``err``, without the one that a busy machine causes."""
+        return [line for line in self.err.splitlines() if not line.startswith("Ray did not start within")]
+
     def interrupt(self):
         """Send SIGINT to the whole process group, as a terminal does for Ctrl-C."""
         os.killpg(self.process.pid, signal.SIGINT)

@@ -86,7 +86,7 @@ def test_no_process_is_left(whole):
 
 def test_console_shows_only_the_run(whole):
     assert whole.out.count("step ") >= 13
-    assert whole.err == ""
+    assert whole.said() == []
 
 
 @pytest.fixture(scope="module")

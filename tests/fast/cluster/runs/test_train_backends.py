@@ -57,7 +57,7 @@ def test_export_is_the_trained_model(pipeline_parallel, workplace, tiny_model):
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert all(torch.allclose(before[name], after[name], atol=1e-3) for name in before)
-    assert pipeline_parallel.none_left() and pipeline_parallel.err == ""
+    assert pipeline_parallel.none_left() and pipeline_parallel.said() == []
 
 
 @pytest.mark.slow
