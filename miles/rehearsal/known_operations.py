@@ -77,7 +77,13 @@ class KnownOperations:
         return self._known.get(key)
 
     def learn(
-        self, key: Key, given: list[torch.Tensor], result: Any, made: list[torch.Tensor], work: Work | None, bytes_: int
+        self,
+        key: Key,
+        given: list[torch.Tensor],
+        result: Any,
+        made: list[torch.Tensor],
+        work: Work | None,
+        converted: int,
     ) -> None:
         """Note the result of a call, unless it is not clear how to repeat it."""
         if key in self._known:
@@ -93,7 +99,7 @@ class KnownOperations:
             self._known[key] = None
             return
         container = None if isinstance(result, torch.Tensor) else type(result)
-        self._known[key] = Known(tuple(how for how in found if how), container, work, bytes_)
+        self._known[key] = Known(tuple(how for how in found if how), container, work, converted)
 
     def repeat(self, known: Known, given: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         """Return the result of a known operation on other tensors, and the tensors in it."""

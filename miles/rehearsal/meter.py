@@ -148,7 +148,7 @@ class Meter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # it compiles nothing here; to keep it from that takes as long as the rest of this class
+        return False  # nothing is compiled, and to skip the compiler takes as long as the rest of this class
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

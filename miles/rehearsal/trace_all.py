@@ -27,8 +27,8 @@ class Tracers:
     """The processes that trace, one for each core. A context: they end when it does.
 
     The first rank is traced in this process, which then has imported the backend and met most operations: that takes
-    longer than the traces of other ranks do afterwards. Then this process is forked. Where there are GPUs, autograd
-    starts threads for them, which a fork lacks, so this process traces nothing there.
+    longer than the traces of other ranks do afterwards. Then this process is forked. With GPUs this process traces
+    nothing: autograd starts threads for them, which a fork lacks.
     """
 
     def __init__(self) -> None:

@@ -108,7 +108,7 @@ def _go_first() -> None:
 
 
 def _have_ordinary_children() -> None:
-    """Leave what ``_go_first`` has set to this process alone."""
+    """Keep what ``_go_first`` has set for this process from its children."""
     if os.sched_getscheduler(0) == os.SCHED_RR:
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from cases import TEMPERATURE, Case, rows_of, with_scores
-from oracle import OracleSample, objective, scores_of, token_scores
+from oracle import OracleSample, objective, scores_of
 from tolerance import METRIC_ERROR, RELATIVE_ERROR
 
 OF_THE_RUN = ("lr", "critic_lr", "loss_mass", "skipped_steps")  # reported, but not part of the objective
@@ -34,17 +34,13 @@ def _once(model: Any, what: Any, compute: Callable[[], Any]) -> Any:
 
 def off_policy(case: Case, model: Any) -> Case:
     """Return ``case`` with old and reference log-probs near the model's own."""
-    found = [row.sample for row in rows_of(case)]
+    return with_scores(case, [log_probs.tolist() for log_probs, _ in _scores_of(model, samples_of(case))])
 
-    def scores() -> list[list[float]]:
-        with torch.no_grad():
-            return [
-                token_scores(model, s.tokens, len(s.response_ids), TEMPERATURE, sets_of(s), s.experts)[0].tolist()
-                for s in found
-            ]
 
-    what = [(s.tokens, len(s.response_ids), sets_of(s), s.experts) for s in found]
-    return with_scores(case, _once(model, what, scores))
+def _scores_of(model: Any, samples: Sequence[OracleSample]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return ``scores_of`` samples, computed once."""
+    what = "scores", [(s.tokens, len(s.mask), s.support, s.experts) for s in samples]
+    return _once(model, what, lambda: scores_of(model, samples, TEMPERATURE))
 
 
 def sets_of(sample: Any) -> list[Any] | None:
@@ -78,8 +74,7 @@ def _wanted(
     case: Case, model: Any, samples: Sequence[OracleSample]
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     model.zero_grad()
-    what = "scores", [(s.tokens, len(s.mask), s.support, s.experts) for s in samples]
-    metrics = objective(_once(model, what, lambda: scores_of(model, samples, TEMPERATURE)), samples, case.loss)
+    metrics = objective(_scores_of(model, samples), samples, case.loss)
     total = metrics["loss"]
     if total.requires_grad:
         total.backward(retain_graph=True)  # the next loss of these samples has the same scores

@@ -166,7 +166,7 @@ def scores_of(model, samples: Sequence[OracleSample], temperature: float) -> lis
 def objective(
     scored: Sequence[tuple[torch.Tensor, torch.Tensor]], samples: Sequence[OracleSample], loss: LossArguments
 ) -> dict[str, torch.Tensor]:
-    """Return every metric of the step by name, from the ``scores_of`` its samples; minimize ``loss``."""
+    """Return every metric of a step by name, from ``scores_of`` its samples; ``loss`` is the quantity to minimize."""
     aggregate = Aggregate(samples, loss.loss_aggregation_divisor, loss.loss_aggregation_alpha)
     log_probs, entropy = [s[0] for s in scored], [s[1] for s in scored]
     if loss.loss_type == "sft_loss":

@@ -196,17 +196,6 @@ def test_a_function_that_changes_the_pipe_of_its_calls_is_at_fault(process, make
     assert "read from a pipe of its process, or changed it (a file descriptor" in fault_of(function, [sample])
 
 
-def test_a_call_beside_one_that_disturbs_the_pipes_gets_its_own_reward(process, make_sample):
-    function = process("writes_for_bad")
-    batches = [[make_sample("a"), make_sample("bad"), make_sample("ccc")], [make_sample("dddd")], [make_sample("ee")]]
-
-    async def all_at_once():
-        return await asyncio.gather(*(score(batch, function, -1.0) for batch in batches))
-
-    assert asyncio.run(asyncio.wait_for(all_at_once(), 60)) == [1, 0, 0]
-    assert [[sample.reward for sample in batch] for batch in batches] == [[1.0, -1.0, 3.0], [4.0], [2.0]]
-
-
 @pytest.mark.parametrize("name", ["never", "blocks", "awaits"])
 def test_a_call_that_does_not_return_ends_in_time_and_the_next_one_works(process, make_sample, name):
     function = process(name, seconds=1.0)
@@ -255,8 +244,9 @@ def test_memory_is_bounded(process, make_sample, name, fault):
     assert re.search(fault, fault_of(process(name, memory=1 << 29), [make_sample("a")]))
 
 
-def test_only_the_sample_that_ends_the_process_is_at_fault(process, make_sample):
-    function = process("exits_for_bad")
+@pytest.mark.parametrize("name", ["exits_for_bad", "writes_for_bad"])
+def test_only_the_sample_that_ends_the_process_or_disturbs_its_pipes_is_at_fault(process, make_sample, name):
+    function = process(name)
     batches = [[make_sample("a"), make_sample("bad"), make_sample("ccc")], [make_sample("dddd")], [make_sample("ee")]]
 
     async def all_at_once():

@@ -130,7 +130,7 @@ class Launch:
         return self.process.returncode
 
     def said(self):
-        """Return the lines of ``err``, without the one that a busy machine causes."""
+        """Return the lines of ``err``, without the note that Ray starts late, as it does on a busy machine."""
         return [line for line in self.err.splitlines() if not line.startswith("Ray did not start within")]
 
     def interrupt(self):
