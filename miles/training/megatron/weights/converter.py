@@ -196,8 +196,10 @@ class RawConverter:
         like = torch.empty(location.shape, dtype=dtype, device="meta")
         shapes = [tensor.shape for tensor in binding.layout.to_hf([like] * group.size())]
         if shard is not None:
-            shards = [torch.empty_like(shard) for _ in range(group.size())]
-            dist.all_gather(shards, shard, group=group)
+            shards = [shard]
+            if group.size() > 1:
+                shards = [torch.empty_like(shard) for _ in range(group.size())]
+                dist.all_gather(shards, shard, group=group)
             tensors = [tensor.contiguous() for tensor in binding.layout.to_hf(shards)]
         else:
             tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
