@@ -58,6 +58,7 @@ class Reward(Choice):
         needs_label: Whether a row without a label cannot be scored.
         instead_of_label: The flag that takes the place of the label, as a field.
         libraries: Modules beyond those of a plain install, each as ``module with pip install NAME``.
+        shared_limits: Fields of its flags that limit all processes of a run together, such as requests at a time.
     """
 
     flag = "rm_type"
@@ -66,6 +67,7 @@ class Reward(Choice):
     needs_label: ClassVar[bool] = True
     instead_of_label: ClassVar[str | None] = None
     libraries: ClassVar[tuple[str, ...]] = ()
+    shared_limits: ClassVar[tuple[str, ...]] = ()
 
     @property
     def reads_row(self) -> bool:

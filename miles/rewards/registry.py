@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from miles.flags import Errors
 from miles.rewards.base import RewardFunction
@@ -14,7 +15,9 @@ from miles.sample import Sample
 from miles.user_code.calls import call_user_code
 
 
-def get_reward_function(reward: RewardArguments, memory: int = 0) -> RewardFunction:
+def get_reward_function(
+    reward: RewardArguments, memory: int = 0, share: Callable[[int], int] = lambda total: total
+) -> RewardFunction:
     """Return the run's reward function.
 
     A custom function takes ``samples: Sequence[Sample]``, which it must not change, and returns one finite number per
@@ -25,6 +28,7 @@ def get_reward_function(reward: RewardArguments, memory: int = 0) -> RewardFunct
     Args:
         reward: The section.
         memory: Bytes that the processes of a custom function may use together; 0 is no limit.
+        share: Returns how much of a limit of the whole run, such as requests at a time, is this process's.
 
     Raises:
         ValueError: For no reward, two rewards, an unknown name, flags that break a rule, a path that cannot be
@@ -34,11 +38,16 @@ def get_reward_function(reward: RewardArguments, memory: int = 0) -> RewardFunct
     check_reward(reward, True, faults)
     if faults.messages:
         raise ValueError("; ".join(faults.messages))
+    reward = replace(reward, **{name: share(getattr(reward, name)) for name in _shared_limits(reward)})
     functions = {name: _function(name, reward, memory) for name in reward.weights}
     if reward.is_sum:
         return WeightedReward(functions, reward.weights)
     (only,) = functions.values()
     return only
+
+
+def _shared_limits(reward: RewardArguments) -> list[str]:
+    return [limit for name in reward.weights if name in REWARDS for limit in REWARDS[name].shared_limits]
 
 
 def _function(name: str, reward: RewardArguments, memory: int) -> RewardFunction:

@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -146,9 +146,12 @@ def _not_writable(flag: str, path: Path, error: OSError) -> ValueError:
 
 def _beat(path: Path, record: dict[str, Any], stop: threading.Event) -> None:
     while not stop.wait(HEARTBEAT_SECONDS):
-        if _read(path) != record:  # deleted with the folder, or taken over after this process was stopped for long
+        # Another record: taken over after this process was stopped for long. A record that cannot be read this time, as
+        # from a network's file system, says nothing.
+        if _read(path) not in (record, None):
             return
-        os.utime(path)
+        with suppress(OSError):
+            os.utime(path)
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:

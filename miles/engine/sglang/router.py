@@ -20,6 +20,7 @@ from miles.secret_values import split_secret_words
 
 MODULE = "miles.engine.sglang.router_process"
 START_SECONDS = 300
+REQUEST_SECONDS = 30 * 24 * 3600
 REGISTER_SECONDS = 60
 POLL_SECONDS = 0.05
 
@@ -60,6 +61,10 @@ class Router:
             # The router's own default, cache_aware, looks for shared prefixes in the text of a request. Ours have token
             # ids and no text: all look alike, and all go to one server until it is 64 requests ahead of the others.
             words += ["--policy", "round_robin"]
+        if not has_flag(flags, "--request-timeout-secs"):
+            # Its default of 30 minutes is for a whole answer, with the wait in the server's queue. Health checks find a
+            # server that hangs.
+            words += ["--request-timeout-secs", str(REQUEST_SECONDS)]
         # Our health checks decide which servers are used, and our requests are sent again by code that counts the
         # tries. A second set of both in the router would hide failures from them.
         words += [flag for flag in ("--disable-retries", "--disable-circuit-breaker") if not has_flag(flags, flag)]

@@ -42,10 +42,10 @@ class WeightUpdates:
             try:
                 failures = await self._install(updated, chunks)
             finally:
+                servers.oldest = version  # before the states, which are shown with it
                 for server in updated:
                     if server.state is ServerState.UPDATING:  # otherwise it was taken out meanwhile
                         server.enter(self._state_after(server, failures))
-                servers.oldest = version
             servers.handle(failures, " did not take the weights")
 
     def _state_after(self, server: ManagedServer, failures: Failures | None) -> ServerState:

@@ -89,6 +89,7 @@ class Judge(Reward):
     data = "label, if the template shows it"
     needs_label = False
     limit = "`--judge-timeout` per attempt"
+    shared_limits = ("judge_concurrency",)
     reads = (
         "judge_url",
         "judge_model",

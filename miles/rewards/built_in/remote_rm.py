@@ -45,6 +45,7 @@ class RemoteRm(Reward):
     data = "what the server needs"
     needs_label = False
     limit = "`--rm-url-timeout` per attempt"
+    shared_limits = ("rm_url_concurrency",)
     reads = (
         "rm_url",
         "rm_url_field",

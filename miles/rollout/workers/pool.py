@@ -240,8 +240,8 @@ class WorkerPool:
             batch, worker.outbox = worker.outbox, []
             worker.news.clear()
             delivered = [message for message in batch if isinstance(message, asyncio.Future)]
-            sent = self._encode(worker, [message for message in batch if not isinstance(message, asyncio.Future)])
             try:
+                sent = self._encode(worker, [message for message in batch if not isinstance(message, asyncio.Future)])
                 await worker.process.deliver(sent)
             finally:
                 for future in delivered:

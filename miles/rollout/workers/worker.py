@@ -144,7 +144,7 @@ class GenerationWorker:
             engine,
             _tokenizer_of(plan),
             self._agents or get_group_generator(rollout),
-            get_reward_function(reward, memory_limit(reward.reward_memory) // workers),
+            get_reward_function(reward, memory_limit(reward.reward_memory) // workers, plan.share),
             reward.reward_error_value,
             reward.drops_errors,
         )

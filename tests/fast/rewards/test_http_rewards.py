@@ -98,7 +98,7 @@ async def test_a_busy_server_is_asked_again_and_a_refusal_is_not(make_sample):
 
 
 @pytest.mark.parametrize("kind", ["remote_rm", "judge"])
-async def test_no_more_requests_at_a_time_than_allowed(make_sample, kind):
+async def test_no_more_requests_at_a_time_than_this_process_may_send(make_sample, kind):
     lock, now, most, both = threading.Lock(), 0, 0, threading.Barrier(2)
 
     def answer(path, headers, body):
@@ -112,7 +112,10 @@ async def test_no_more_requests_at_a_time_than_allowed(make_sample, kind):
         return (200, 1) if kind == "remote_rm" else reply("Score: 10")
 
     with server(answer) as url:
-        scorer = remote(url, rm_url_concurrency=2) if kind == "remote_rm" else judge(url, judge_concurrency=2)
+        flags = {"rm_url": url, "rm_url_concurrency": 6}
+        if kind == "judge":
+            flags = {"judge_url": url, "judge_model": "m", "judge_concurrency": 6}
+        scorer = get_reward_function(RewardArguments(rm_type=kind, **flags), share=lambda total: total // 3)
         assert await scorer([make_sample(str(i)) for i in range(8)]) == [1] * 8
     assert most == 2
 

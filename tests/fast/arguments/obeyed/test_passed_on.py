@@ -67,6 +67,13 @@ def test_every_flag_of_the_router_is_in_its_command(command, monkeypatch):
     assert not set(flags) - {*router._words, *router._secret_words}
 
 
+def test_the_router_ends_no_answer_that_takes_hours(monkeypatch):
+    monkeypatch.setattr(Router, "_run", lambda self: MagicMock())
+    words = Router((), "127.0.0.1", LogFile(Path("router.log")), 1)._words
+    assert "--request-timeout-secs" in known_router_flags()
+    assert int(words[words.index("--request-timeout-secs") + 1]) > 24 * 3600
+
+
 def test_every_tried_field_of_megatron_is_in_its_configuration(command):
     pytest.importorskip("megatron.core")
     import torch

@@ -97,6 +97,25 @@ def test_the_owner_keeps_its_lock_alive_and_stops_once_it_is_lost(tmp_path, monk
     assert path.read_text() == taken, "a lock that another launcher has taken over is not removed"
 
 
+def test_a_lock_that_cannot_be_read_once_stays_alive(tmp_path, monkeypatch):
+    """As on a network's file system."""
+    monkeypatch.setattr(folder_lock, "HEARTBEAT_SECONDS", 0.01)
+    faults, read = [OSError(5, "Input/output error")], Path.read_text
+
+    def read_text(path):
+        if path.name == NAME and faults:
+            raise faults.pop()
+        return read(path)
+
+    with lock(tmp_path):
+        monkeypatch.setattr(Path, "read_text", read_text)
+        while faults:
+            pass
+        os.utime(tmp_path / NAME, (1.0, 1.0))
+        while (tmp_path / NAME).stat().st_mtime == 1.0:
+            pass
+
+
 def test_a_launcher_whose_folder_was_taken_over_writes_no_more(tmp_path):
     """As after a stop for longer than the heartbeat may be missing, on a folder that two hosts share."""
     with lock(tmp_path) as held:
