@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from miles.flags import Errors
 from miles.rewards.base import RewardFunction
@@ -38,7 +39,8 @@ def get_reward_function(
     check_reward(reward, True, faults)
     if faults.messages:
         raise ValueError("; ".join(faults.messages))
-    reward = replace(reward, **{name: share(getattr(reward, name)) for name in _shared_limits(reward)})
+    limits: dict[str, Any] = {name: share(getattr(reward, name)) for name in _shared_limits(reward)}
+    reward = replace(reward, **limits)
     functions = {name: _function(name, reward, memory) for name in reward.weights}
     if reward.is_sum:
         return WeightedReward(functions, reward.weights)

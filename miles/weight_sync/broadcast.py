@@ -151,7 +151,8 @@ async def _both(reply: Any, sent: Any) -> tuple[Any, Any]:
 def _address_towards(url: str) -> str:
     """Return this host's address as the host of ``url`` sees it. Nothing is sent: UDP connect only looks up a route."""
     parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname, parts.port))
+    family, kind, _, _, target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
         address: str = probe.getsockname()[0]
         return address

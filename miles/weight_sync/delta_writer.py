@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -85,12 +85,13 @@ class DeltaWriter:
             with pool() as threads:
                 for number, chunk in enumerate(chunks):
                     of_chunk = _compare(kept, pack(chunk), threads)
-                    compared |= of_chunk
                     fits = fits and all(of.fits for of in of_chunk.values())
                     changes = {name: of.change for name, of in of_chunk.items() if of.change is not None}
                     if fits and changes:
                         name = f"delta-{number:05d}.safetensors"
                         files[name] = write_changes(staging / name, changes)
+                    # Without the changes, which may be views of the exported weights and keep them all in memory.
+                    compared |= {name: replace(of, change=None) for name, of in of_chunk.items()}
             fits = fits and compared.keys() == kept.keys()
             self._kept = {name: kept[name] for name in compared}
             self._records = {name: of.record for name, of in compared.items()}
@@ -112,22 +113,25 @@ class DeltaWriter:
                 time.perf_counter() - began,
             )
 
-    def whole(self, identity: str) -> list[PackedChunk]:
-        """Return all weights of the last update, or of the one before it. They must not change before the next update.
+    def whole(self, identity: str) -> Iterator[PackedChunk]:
+        """Yield all weights of the last update, or of the one before it. The next update waits until all are consumed.
+
+        Chunks are views of weights that the next update overwrites: copy each before asking for the next.
 
         Raises:
             RuntimeError: If neither has this ``identity``.
         """
         with self._lock:
             if identity == identity_of(self._records):
-                return [PackedChunk(entries) for entries in _in_buckets(self._kept)]
+                yield from map(PackedChunk, _in_buckets(self._kept))
+                return
             if identity != self._before:
                 raise RuntimeError("weights were asked for that are older than the two newest")
-            before = {name: _undone(entry, self._undo.get(name)) for name, entry in self._kept.items()}
-            return [PackedChunk(entries) for entries in _in_buckets(before)]
+            for entries in _in_buckets(self._kept):
+                yield PackedChunk({name: _undone(entry, self._undo.get(name)) for name, entry in entries.items()})
 
-    def newest(self) -> list[PackedChunk]:
-        """Return all weights of the last update, in chunks."""
+    def newest(self) -> Iterator[PackedChunk]:
+        """Yield all weights of the last update, as ``whole`` does."""
         return self.whole(identity_of(self._records))
 
     def _remove_all_but_last(self) -> None:

@@ -239,6 +239,8 @@ class NothingToReduce(ReduceScatter):
 
     FSDP2 allocates both, and copies one to the other (torch 2.13 ``_fsdp_collectives.py``, ``foreach_reduce``). A copy
     of a tensor to itself does nothing, so both are the same: the second allocation of each pair returns the first.
+    FSDP2 makes the second one on the stream of its reductions and goes on reading it there, after it has forgotten it: the
+    allocator must not give its memory to the stream of the first one before.
     """
 
     def __init__(self) -> None:
@@ -254,6 +256,8 @@ class NothingToReduce(ReduceScatter):
             f"torch {torch.__version__} does not allocate gradients in pairs of one shape and dtype, as 2.13 does "
             "(foreach_reduce); install torch 2.13, and report this if it is installed"
         )
+        if output.is_cuda:
+            output.record_stream(torch.cuda.current_stream(output.device))
         return output
 
     def __call__(self, *_: object, **__: object) -> None:

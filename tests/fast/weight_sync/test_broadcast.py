@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from miles.weight_sync.broadcast import JOIN_TIMEOUT, BroadcastTransport
+from miles.weight_sync.broadcast import JOIN_TIMEOUT, BroadcastTransport, _address_towards
 from miles.weight_sync.transport import Delivery
 from miles.weights import WeightChunk
 
@@ -98,3 +98,8 @@ async def test_the_sender_listens_at_the_address_that_its_engine_sees_only(monke
     now, everywhere_now = listening()
     assert now == before + 2
     assert everywhere_now == everywhere
+
+
+def test_the_address_towards_an_engine_with_ipv6():
+    assert _address_towards("http://[::1]:30000") == "::1"
+    assert _address_towards("http://127.0.0.1:30000") == "127.0.0.1"

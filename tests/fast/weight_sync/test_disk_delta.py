@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -265,8 +266,24 @@ def test_the_weights_of_the_last_two_updates_can_be_asked_for(tmp_path):
             found = [unpack(chunk).tensors for chunk in writer.whole(identity)]
             assert same({name: tensor for tensors in found for name, tensor in tensors.items()}, weights)
     with pytest.raises(RuntimeError, match="older than the two newest"):
-        writer.whole(identities[1])
+        next(writer.whole(identities[1]))
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["delta_0000005", "delta_0000006"]
+
+
+def test_the_next_update_waits_for_weights_that_are_being_read(tmp_path):
+    """As when an engine asks for all weights while the trainer exports the next ones."""
+    writer, of = DeltaWriter(tmp_path), lambda value: [WeightChunk({"w": torch.full((1000,), value)})]
+    writer.update(of(1.0))
+    offer = writer.update(of(2.0))
+    reading = writer.whole(offer.result)
+    chunk = next(reading)
+    with ThreadPoolExecutor(1) as thread:
+        next_update = thread.submit(writer.update, of(3.0))
+        with pytest.raises(TimeoutError):
+            next_update.result(timeout=0.2)
+        assert unpack(chunk).tensors["w"].unique() == 2.0
+        reading.close()
+        assert next_update.result(timeout=60)
 
 
 def test_an_embedded_engine_reads_the_copy(tmp_path):

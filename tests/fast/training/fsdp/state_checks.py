@@ -290,6 +290,17 @@ def saving_before_the_first_step_changes_nothing(stage: Stage) -> None:
         assert all(torch.equal(found[n], w) for n, w in weights(plain).items())
 
 
+def resumed_run_has_its_own_settings_of_adam(stage: Stage) -> None:
+    """``--load`` brings back Adam's moments, and the flags of the new command hold."""
+    own = dict(weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-5)
+    backend = make_backend(stage, **(ADAM | own))
+    backend.load(stage.folder / "checkpoint")
+    groups = backend.policy.optimizer.adam.param_groups
+    assert {group["weight_decay"] for group in groups} == {0.3, 0.0}
+    assert {(*group["betas"], group["eps"]) for group in groups} == {(0.8, 0.9, 1e-5)}
+    assert _adam_state(backend), "the moments are there"
+
+
 def checkpoint_without_optimizer_starts_from_zero(stage: Stage) -> None:
     wanted = torch.load(stage.folder / "wanted.pt")["weights"]
     backend = make_backend(stage, **ADAM)
@@ -436,6 +447,7 @@ ON_TWO_RANKS = (
 )
 AFTER_TWO_RANKS = (
     checkpoint_survives_another_number_of_ranks,
+    resumed_run_has_its_own_settings_of_adam,
     checkpoint_without_optimizer_starts_from_zero,
     reference_comes_from_a_checkpoint,
     checkpoint_of_another_backend_is_refused,
