@@ -152,7 +152,7 @@ def _outcome(playing: asyncio.Future[float], session: Session) -> tuple[float | 
         return None, _raised(error)
     reward = playing.result()
     if not session.has_answered:
-        reason = "the messages leave no room for an answer" if session.refused_for_room else "it called the model never"
+        reason = "the messages leave no room for an answer" if session.refused_for_room else "it never called the model"
         return None, f"made no call that was answered: {reason}"
     if isinstance(reward, bool | int | float) and isfinite(reward):
         return float(reward), ""
