@@ -13,7 +13,7 @@ from miles import strict_json
 from miles.environments.base import Environment, Message
 from miles.one_line import name_and_words, one_line
 from miles.sample import Prompt
-from miles.user_code.calls import in_thread
+from miles.user_code.calls import run_blocking
 from miles.user_code.errors import UserCodeError
 
 
@@ -21,9 +21,9 @@ class ToolEnvironment(Environment):
     """Runs the calls that the model makes, until it answers without one.
 
     A tool is a function with type hints and a docstring of Google style, from which transformers makes the schema that
-    the model sees. It may be ``async``; another one runs in a thread. Its result is the content of a message of
-    role tool: text as it is, anything else as JSON. An exception becomes such a message too, so the model can correct
-    itself.
+    the model sees. It may be ``async``; another one runs in a thread (``run_blocking``). Its result is the content of a
+    message of role tool: text as it is, anything else as JSON. An exception becomes such a message too, so the model
+    can correct itself.
 
     Attributes:
         max_turns: Answers of the model, at most (``--max-turns``); the calls of the last one are not run.
@@ -90,7 +90,7 @@ class ToolEnvironment(Environment):
             if inspect.iscoroutinefunction(function):
                 found = await function(**given)
             else:
-                found = await in_thread(function, **given)
+                found = await run_blocking(function, **given)
         except (Exception, SystemExit) as error:  # a tool may raise anything for what the model asks
             return said_of(error)
         return content_of(found)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from miles import strict_json
 from miles.flags import Errors
-from miles.one_line import one_line
+from miles.one_line import name_and_words, one_line
 from miles.secret_values import hide_in_text, public, secrets_in
 
 if TYPE_CHECKING:
@@ -97,14 +97,14 @@ class JsonClient:
                     response = await client.post(self._url, content=body)
                 if response.status_code == 200:
                     return self._decoded(response.text)
-                fault = f"status {response.status_code}: {one_line(response.text, 120)!r}"
+                fault = f"answered with status {response.status_code}: {one_line(response.text, 120)!r}"
                 if response.status_code not in _BUSY:
-                    raise self.failure(fault)
+                    raise self._error(fault)
                 asked = _seconds_asked(response.headers.get("Retry-After"))
             except (httpx.HTTPError, TimeoutError) as error:
-                fault = f"{type(error).__name__} {error}".strip()
+                fault = f"gave no answer ({name_and_words(error)})"
             if not left:
-                raise self.failure(f"{fault} (attempt {self._retries + 1} of {self._retries + 1})")
+                raise self._error(f"{fault} (attempt {self._retries + 1} of {self._retries + 1})")
             pause = wait * (0.5 + random.random()) if asked is None else asked
             await asyncio.sleep(min(pause, _LONGEST_WAIT))
             wait *= 2
@@ -118,7 +118,10 @@ class JsonClient:
 
     def failure(self, fault: str) -> HttpCallError:
         """Return the error for an answer that is of no use, without secrets."""
-        return HttpCallError(hide_in_text(f"{self._shown} answered with {fault}", self._secrets))
+        return self._error(f"answered with {fault}")
+
+    def _error(self, fault: str) -> HttpCallError:
+        return HttpCallError(hide_in_text(f"{self._shown} {fault}", self._secrets))
 
 
 def _seconds_asked(header: str | None) -> float | None:

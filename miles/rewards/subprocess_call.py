@@ -68,11 +68,13 @@ def subprocess_call(
     ``SubprocessDied`` if the process ends another way, and ``PreparationError`` if the preparation raises. The time
     starts once the child has imported the function's module with its ``SLOW_IMPORTS``, and made the ``preparation``.
     """
-    child = _idle.get() or _Child(function.__module__)  # waits while all are busy
+    child = _idle.get()  # waits while all are busy
     try:
+        if child is None:
+            child = _Child(function.__module__)
         return child.call(function, args, seconds, preparation)
     finally:
-        _idle.put(child if child.alive else None)
+        _idle.put(child if child is not None and child.alive else None)
 
 
 def in_parallel(function: Callable[[T], R], items: Iterable[T]) -> list[R]:

@@ -181,7 +181,7 @@ def with_own_metrics(
     given = {metric: found.value for metric, found in metrics.items()}
     extra: dict[str, Any] = dict(given)
     replaces = bool(log(extra))
-    added = {metric: value for metric, value in extra.items() if given.get(metric) != value}
+    added = {metric: value for metric, value in extra.items() if metric not in given or value is not given[metric]}
     for metric, value in added.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(f"{name}: the metric {metric} is {value!r:.80}; give finite numbers, or leave it out")

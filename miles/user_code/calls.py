@@ -1,7 +1,8 @@
 """Run reward functions and other user code so that nothing it does can stop or hang the rollout side.
 
-A call has a daemon thread to itself until it returns. A coroutine runs on one event loop that all reward functions
-share and nothing else uses: a blocking call in it delays other rewards only. Whatever a function raises arrives as an
+A call has a daemon thread to itself until it returns. A coroutine runs on one event loop that all such calls share and
+nothing else uses: a blocking call in it delays only them. The threads of ``asyncio.to_thread`` are for the rollout
+process itself, for a call that never returns would hold one of them for good. Whatever a function raises arrives as an
 ordinary exception: a ``StopIteration`` that reaches a future would hang its waiter, and a ``SystemExit`` or
 ``KeyboardInterrupt`` would end the event loop.
 """
@@ -12,8 +13,10 @@ import asyncio
 import inspect
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar, copy_context
 from functools import cache
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -21,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from miles.user_code.errors import as_exception, ordinary_errors
 
-MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)  # calls of reward functions at a time, as in asyncio.to_thread
+MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)  # calls of one kind at a time, as in asyncio.to_thread
 
 
 T = TypeVar("T")
@@ -58,19 +61,60 @@ async def call_user_code(function: Callable[..., Any], *args: Any, seconds: floa
             call.abandon()
 
 
-async def in_thread(function: Callable[..., T], *args: Any, **named: Any) -> T:
-    """Return ``function(*args, **named)`` from a thread. With ``asyncio.to_thread``, a ``StopIteration`` would hang.
+async def run_blocking(function: Callable[..., T], *args: Any, **named: Any) -> T:
+    """Return ``function(*args, **named)`` from a daemon thread, once fewer than ``MAX_THREADS`` such calls are awaited.
+
+    For what trajectories call: tools, and what blocks in an environment. A call that is cancelled, as by
+    ``--agent-timeout``, leaves its thread behind and makes room for another.
 
     Raises:
         UserCodeError: If it raises ``StopIteration``, ``SystemExit``, ``KeyboardInterrupt`` or the like.
         Exception: Any other exception that it raises.
     """
+    slots = _slots(_blocking_slots)
+    with _while_waiting.get()():
+        await slots.acquire()
+    try:
+        call = UserCall(copy_context().run, (_call, function, args, named))
+        try:
+            result: T = await asyncio.wrap_future(call.outcome)
+            return result
+        finally:
+            call.abandon()
+    finally:
+        slots.release()
 
-    def call() -> T:
-        with ordinary_errors("a function of the user's"):
-            return function(*args, **named)
 
-    return await asyncio.to_thread(call)
+@contextmanager
+def while_waiting(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Have ``run_blocking`` enter ``context()`` while it waits for a thread, in tasks that this block makes."""
+    token = _while_waiting.set(context)
+    try:
+        yield
+    finally:
+        _while_waiting.reset(token)
+
+
+_while_waiting: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar(
+    "_while_waiting", default=nullcontext
+)
+
+
+async def in_thread(function: Callable[..., T], *args: Any, **named: Any) -> T:
+    """Return ``function(*args, **named)`` from a thread, for work that the rollout process itself awaits.
+
+    With ``asyncio.to_thread``, a ``StopIteration`` would hang.
+
+    Raises:
+        UserCodeError: If it raises ``StopIteration``, ``SystemExit``, ``KeyboardInterrupt`` or the like.
+        Exception: Any other exception that it raises.
+    """
+    return await asyncio.to_thread(_call, function, args, named)
+
+
+def _call(function: Callable[..., T], args: tuple[Any, ...], named: dict[str, Any]) -> T:
+    with ordinary_errors("a function of the user's"):
+        return function(*args, **named)
 
 
 class _Threads:
@@ -88,7 +132,7 @@ class _Threads:
             calls = self._idle.pop()
         except IndexError:
             calls = SimpleQueue()
-            threading.Thread(target=self._serve, args=(calls,), name="reward", daemon=True).start()
+            threading.Thread(target=self._serve, args=(calls,), name="user-code", daemon=True).start()
         calls.put(call)
 
     def _serve(self, calls: SimpleQueue[Callable[[], None]]) -> None:
@@ -121,7 +165,7 @@ class UserCall:
         try:
             result = self._function(*self._args)
             if inspect.isawaitable(result):
-                self._coroutine = asyncio.run_coroutine_threadsafe(_ordinary(result), _reward_loop())
+                self._coroutine = asyncio.run_coroutine_threadsafe(_ordinary(result), _shared_loop())
                 if self._abandoned:
                     self._coroutine.cancel()
                 result = self._coroutine.result()
@@ -142,8 +186,8 @@ async def _ordinary(awaitable: Awaitable[Any]) -> Any:
         return await awaitable
 
 
-def _reward_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop on which the coroutines of reward functions run, in a daemon thread."""
+def _shared_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop on which the coroutines of user code run, in a daemon thread."""
     with _making_loop:  # two first calls at the same time would make two: a client of a server belongs to one
         return _only_loop()
 
@@ -154,18 +198,24 @@ _making_loop = threading.Lock()
 @cache
 def _only_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="reward-loop", daemon=True).start()
+    threading.Thread(target=loop.run_forever, name="user-code-loop", daemon=True).start()
     return loop
 
 
-_slots_of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_Slots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]  # they bound the calls at a time
+_call_slots: _Slots = WeakKeyDictionary()
+_blocking_slots: _Slots = WeakKeyDictionary()
 
 
 def limit_calls(number: int) -> None:
-    """Allow ``number`` calls at a time on the running event loop, in a process that is one of several."""
-    _slots_of_loop[asyncio.get_running_loop()] = asyncio.Semaphore(number)
+    """Allow ``number`` calls of reward functions at a time on the running event loop, in one of several processes."""
+    _call_slots[asyncio.get_running_loop()] = asyncio.Semaphore(number)
 
 
 def call_slots() -> asyncio.Semaphore:
-    """Return the semaphore of the running event loop, which bounds the number of calls at a time."""
-    return _slots_of_loop.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
+    """Return the semaphore of the running event loop, which bounds the calls of reward functions at a time."""
+    return _slots(_call_slots)
+
+
+def _slots(slots: _Slots) -> asyncio.Semaphore:
+    return slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from miles.environments.tools import opening
 from miles.input_error import InputError
 from miles.rewards.built_in.reasoning_gym import score_alone
 from miles.sample import Prompt, Sample
+from miles.user_code.calls import run_blocking
 
 TRY_AGAIN = "That is not right. Try again."
 
@@ -50,7 +50,7 @@ class Attempts(Environment):
     async def step(self, answer: Message) -> Sequence[Message]:
         """Score an answer, by the task's scorer in a process of its own."""
         sample = Sample(self._prompt, group_index=-1, response=str(answer["content"] or ""))
-        self._score = await asyncio.to_thread(score_alone, sample)
+        self._score = await run_blocking(score_alone, sample)
         self._left -= 1
         return () if self._score >= 1 or self._left == 0 else [{"role": "user", "content": TRY_AGAIN}]
 

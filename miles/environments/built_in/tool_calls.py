@@ -13,7 +13,7 @@ from miles.environments.tools import ToolEnvironment, content_of, said_of
 from miles.input_error import InputError
 from miles.one_line import one_line
 from miles.sample import Prompt
-from miles.user_code.calls import in_thread
+from miles.user_code.calls import run_blocking
 from miles.user_code.loading import load_function, load_object
 
 _FLAG = "--environment tool_calls"
@@ -82,7 +82,7 @@ class Calls(ToolEnvironment):
         try:
             if inspect.iscoroutinefunction(self._run):
                 return content_of(await self._run(name, given))
-            return content_of(await in_thread(self._run, name, given))
+            return content_of(await run_blocking(self._run, name, given))
         except (Exception, SystemExit) as error:  # a tool may raise anything for what the model asks
             return said_of(error)
 

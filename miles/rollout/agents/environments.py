@@ -21,6 +21,7 @@ from miles.rollout.agents.session import Session
 from miles.rollout.agents.session_generator import SessionGenerator
 from miles.rollout.trajectory import Trajectory
 from miles.sample import Sample, SampleStatus
+from miles.user_code.calls import while_waiting
 
 
 class RecordedModel:
@@ -125,7 +126,8 @@ class EnvironmentGenerator(SessionGenerator):
                 server = await self._started() if environment.needs_url else None
                 if server is not None:
                     await stack.enter_async_context(server.serving(session))
-                playing = asyncio.ensure_future(environment.play(RecordedModel(session, server)))
+                with while_waiting(session.not_its_own):
+                    playing = asyncio.ensure_future(environment.play(RecordedModel(session, server)))
             except Exception as error:  # whatever the environment's code raises
                 return None, _raised(error)
             waiting = [
@@ -152,7 +154,7 @@ def _outcome(playing: asyncio.Future[float], session: Session) -> tuple[float | 
         return None, _raised(error)
     reward = playing.result()
     if not session.has_answered:
-        reason = "the messages leave no room for an answer" if session.refused_for_room else "it called the model never"
+        reason = "the messages leave no room for an answer" if session.refused_for_room else "it never called the model"
         return None, f"made no call that was answered: {reason}"
     if isinstance(reward, bool | int | float) and isfinite(reward):
         return float(reward), ""

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
@@ -99,8 +100,8 @@ class Session:
     """The calls of one trajectory, until it is closed. All methods belong to one event loop.
 
     Attributes:
-        idle: Set while no call is being answered, so while the program works by itself.
-        busy: Set while a call is being answered.
+        idle: Set while the program works by itself.
+        busy: Set otherwise: while a call is being answered, or what is ``not_its_own`` is in progress.
         ended: Set when no further call can be answered, because the engine failed or was aborted.
         error: The exception that the engine raised.
         refused_for_room: Whether a call was refused because the conversation has become too long.
@@ -129,19 +130,37 @@ class Session:
         self._last_answer: Answer | None = None
         self._calls = 0
         self._answering: set[asyncio.Task[Answer]] = set()
+        self._others_work = 0  # calls that are being answered, and other blocks of ``not_its_own``
         self._own_seconds = 0.0
         self._idle_since = time.monotonic()
         self.idle.set()
 
     @property
     def own_seconds(self) -> float:
-        """Seconds in which no call was being answered."""
+        """Seconds in which the program has worked by itself."""
         return self._own_seconds + (time.monotonic() - self._idle_since if self.idle.is_set() else 0.0)
 
     @property
     def last_message(self) -> str:
         """The content of the last answer; empty without one."""
         return "" if self._last_answer is None else self._last_answer.content
+
+    @contextmanager
+    def not_its_own(self) -> Iterator[None]:
+        """Leave the time of this block out of ``own_seconds``."""
+        if not self._others_work:
+            self._own_seconds = self.own_seconds
+            self.idle.clear()
+            self.busy.set()
+        self._others_work += 1
+        try:
+            yield
+        finally:
+            self._others_work -= 1
+            if not self._others_work:
+                self._idle_since = time.monotonic()
+                self.busy.clear()
+                self.idle.set()
 
     async def answer(self, call: ChatRequest) -> Answer:
         """Have the model answer a call, and record the tokens.
@@ -155,16 +174,15 @@ class Session:
             raise _ended()
         task = asyncio.ensure_future(self._answer(call))
         self._answering.add(task)
-        self._note_calls()
         try:
-            return await task
+            with self.not_its_own():
+                return await task
         except asyncio.CancelledError:
             if self.ended.is_set():
                 raise _ended() from None
             raise
         finally:
             self._answering.discard(task)
-            self._note_calls()
 
     async def close(self) -> None:
         """End the calls that are being answered. No further one is answered."""
@@ -197,17 +215,6 @@ class Session:
     def has_answered(self) -> bool:
         """Whether a call was answered."""
         return bool(self._samples)
-
-    def _note_calls(self) -> None:
-        """Keep the time that the program takes by itself."""
-        if self._answering and self.idle.is_set():
-            self._own_seconds = self.own_seconds
-            self.idle.clear()
-            self.busy.set()
-        elif not self._answering and self.busy.is_set():
-            self._idle_since = time.monotonic()
-            self.busy.clear()
-            self.idle.set()
 
     async def _answer(self, call: ChatRequest) -> Answer:
         stop_texts = self._stop_texts(call)

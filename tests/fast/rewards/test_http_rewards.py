@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sqlite3
 import threading
 from contextlib import closing, contextmanager
@@ -95,6 +96,16 @@ async def test_a_busy_server_is_asked_again_and_a_refusal_is_not(make_sample):
     assert good == 1 and seen == {"busy": 3, "refused": 1, "never": 3}
     assert isinstance(refused, NotAReward) and "status 400" in refused
     assert isinstance(never, NotAReward) and "status 500" in never and "attempt 3 of 3" in never
+
+
+async def test_a_server_that_gives_no_answer_is_not_said_to_have_answered(make_sample):
+    with socket.socket() as not_listening, server(lambda *_: (200, 1)) as url:
+        not_listening.bind(("127.0.0.1", 0))
+        unreachable = f"http://127.0.0.1:{not_listening.getsockname()[1]}"
+        [found] = await remote(unreachable, rm_url_retries=0)([make_sample("x")])
+        [late] = await remote(url, rm_url_retries=0, rm_url_timeout=1e-9)([make_sample("x")])
+    assert isinstance(found, NotAReward) and " gave no answer (ConnectError: " in found
+    assert isinstance(late, NotAReward) and " gave no answer (TimeoutError) (attempt 1 of 1)" in late
 
 
 @pytest.mark.parametrize("kind", ["remote_rm", "judge"])

@@ -1,11 +1,13 @@
 import math
 import os
+import queue
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from miles.rewards import subprocess_call as pool
 from miles.rewards.subprocess_call import (
     MAX_CHILDREN,
     MEMORY,
@@ -54,6 +56,20 @@ def test_a_worker_that_died_is_replaced_without_importing_again():
         with pytest.raises(SubprocessCallTimeout):
             subprocess_call(pow, 9, 9**9, seconds=0.05)
     assert subprocess_call(os.getppid, seconds=10) == forker
+
+
+def test_a_process_that_cannot_be_started_takes_no_place_in_the_pool(monkeypatch):
+    idle = queue.LifoQueue()
+    idle.put(None)
+
+    def no_process(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(pool, "_idle", idle)
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    with pytest.raises(BlockingIOError):
+        subprocess_call(abs, -1, seconds=10)
+    assert idle.get_nowait() is None
 
 
 def test_a_call_that_waits_for_the_processor_is_not_ended():

@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles.metrics import Metric
 from miles.rewards.passing import passes_of
-from miles.rollout.metrics import leave_out_mastered, pass_at_k, pass_at_k_metrics, powers_of_two, rollout_metrics
+from miles.rollout.metrics import (
+    leave_out_mastered,
+    pass_at_k,
+    pass_at_k_metrics,
+    powers_of_two,
+    rollout_metrics,
+    with_own_metrics,
+)
 from miles.sample import Prompt, PromptGroup, Sample
 
 outcomes = st.lists(st.booleans(), min_size=1, max_size=8)
@@ -58,3 +66,12 @@ def test_the_part_that_knows_the_answer_decides_and_what_was_dropped_does_not_pa
     assert not left_out
     leave_out_mastered(prompts, rate)(group)
     assert left_out == [0]
+
+
+def test_a_mean_over_nothing_is_not_taken_for_a_metric_of_the_users():
+    metrics = {"rollout/staleness": Metric(0, 0), "rollout/reward": Metric(1.0)}
+    assert with_own_metrics(metrics, lambda extra: False, "my:log") == metrics
+    assert with_own_metrics(metrics, lambda extra: True, "my:log") == {}
+    for name in metrics:
+        with pytest.raises(ValueError, match=f"my:log: the metric {name} is nan"):
+            with_own_metrics(metrics, lambda extra, name=name: extra.update({name: float("nan")}), "my:log")

@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from miles.user_code import calls
-from miles.user_code.calls import UserCodeTimeout, call_user_code, in_thread
+from miles.user_code.calls import UserCodeTimeout, call_user_code, in_thread, run_blocking, while_waiting
 from miles.user_code.errors import UserCodeError
 
 
@@ -33,10 +34,11 @@ def test_other_exceptions_become_ordinary_ones(error, kind):
     assert type(error).__name__ in f"{caught.value!r} {caught.value.__cause__!r}"
 
 
+@pytest.mark.parametrize("run", [in_thread, run_blocking])
 @pytest.mark.parametrize("error", [StopIteration("no number"), SystemExit(3), KeyboardInterrupt(), KeyError("missing")])
-async def test_whatever_a_thread_raises_arrives(error):
+async def test_whatever_a_thread_raises_arrives(error, run):
     with pytest.raises(Exception, match="no number|raised SystemExit: 3|raised KeyboardInterrupt|missing") as caught:
-        await asyncio.wait_for(in_thread(raising(error)[0]), 60)
+        await asyncio.wait_for(run(raising(error)[0]), 60)
     assert error in (caught.value, caught.value.__cause__) and not isinstance(caught.value, StopIteration)
 
 
@@ -121,3 +123,42 @@ def test_first_calls_at_the_same_time_share_their_event_loop(monkeypatch):
 
     first, second = asyncio.run(two())
     assert first is second
+
+
+async def test_blocking_calls_that_are_given_up_make_room_for_others_and_hold_no_thread_of_asyncio(monkeypatch):
+    monkeypatch.setattr(calls, "MAX_THREADS", 2)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    end = threading.Event()
+    hanging = [asyncio.ensure_future(run_blocking(end.wait)) for _ in range(2)]
+    waiting = asyncio.ensure_future(run_blocking(int, "7"))
+    assert await asyncio.wait_for(asyncio.to_thread(int, "3"), 30) == 3
+    assert not any(call.done() for call in (*hanging, waiting))
+    hanging[0].cancel()
+    assert await asyncio.wait_for(waiting, 30) == 7
+    end.set()
+    await hanging[1]
+
+
+async def test_only_the_wait_for_a_thread_is_in_the_context_of_who_waits(monkeypatch):
+    monkeypatch.setattr(calls, "MAX_THREADS", 1)
+    entered, left, begun, end = asyncio.Event(), asyncio.Event(), threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def context():
+        entered.set()
+        yield
+        left.set()
+
+    def hang():
+        begun.set()
+        end.wait()
+
+    first = asyncio.ensure_future(run_blocking(hang))
+    await asyncio.to_thread(begun.wait)
+    with while_waiting(context):
+        second = asyncio.ensure_future(run_blocking(left.is_set))
+    await asyncio.wait_for(entered.wait(), 30)
+    assert not left.is_set()
+    end.set()
+    await first
+    assert await asyncio.wait_for(second, 30), "the wait is over when the function runs"

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -17,6 +19,8 @@ from miles.rewards.scoring import RewardError, score
 from miles.rollout.agents.environments import EnvironmentGenerator
 from miles.rollout.groups import response_seed
 from miles.sample import NO_WEIGHTS, Prompt, PromptGroup, SampleStatus
+from miles.user_code import calls
+from miles.user_code.calls import run_blocking
 
 CALL = '<tool_call>{"name": "price", "arguments": {"item": "pear"}}</tool_call>'
 
@@ -69,6 +73,38 @@ class Raises(Echo):
 class Hangs(Echo):
     async def step(self, answer):
         await asyncio.Event().wait()
+
+
+class Blocks(Shop):
+    """Its tool returns once the test has ended."""
+
+    end = threading.Event()
+
+    def functions(self):
+        def price(item: str) -> bool:
+            """Look up a price.
+
+            Args:
+                item: The item to buy.
+            """
+            return self.end.wait()
+
+        return [price]
+
+
+class Waits(Echo):
+    """Waits for a thread, while another call has the only one."""
+
+    async def play(self, model):
+        await model.answer([{"role": "user", "content": "begin"}])
+        end, session = threading.Event(), model._session
+        both = [asyncio.ensure_future(run_blocking(call)) for call in (end.wait, end.is_set)]
+        async with asyncio.timeout(30):
+            while session.idle.is_set():
+                await asyncio.sleep(0)
+        end.set()
+        await asyncio.gather(*both)
+        return float(session.idle.is_set())
 
 
 class Unscored(Echo):
@@ -269,7 +305,7 @@ async def test_a_conversation_that_leaves_no_room_is_truncated_and_scored(random
         ("Raises", "raised OSError: no board"),
         ("Hangs", r"took more than 0.3 s by itself \(--agent-timeout\)"),
         ("Unscored", "gave the reward nan, which is not a finite number"),
-        ("Silent", "made no call that was answered: it called the model never"),
+        ("Silent", "made no call that was answered: it never called the model"),
         ("no_environment", "returned Prompt, which is no Environment"),
     ],
 )
@@ -280,6 +316,26 @@ async def test_an_environment_that_fails_fails_as_a_reward_does(random_engine, c
         await score(group.samples, _scored, None)
     assert await score(group.samples, _scored, -1.0) == 2
     assert [sample.reward for sample in group.samples] == [-1.0, -1.0]
+
+
+async def test_a_tool_that_never_returns_fails_its_trajectory_and_holds_no_thread_of_asyncio(
+    random_engine, chat_tokenizer
+):
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    try:
+        made = generator(f"{__name__}:Blocks", agent_timeout=0.3)
+        [sample] = (await played(made, random_engine(texts=[CALL]), chat_tokenizer)).samples
+        assert "took more than 0.3 s by itself (--agent-timeout)" in sample.failure
+        assert await asyncio.wait_for(asyncio.to_thread(int, "3"), 30) == 3
+    finally:
+        Blocks.end.set()
+
+
+async def test_the_wait_for_a_thread_is_not_time_of_the_environment(random_engine, chat_tokenizer, monkeypatch):
+    monkeypatch.setattr(calls, "MAX_THREADS", 1)
+    engine = random_engine(texts=["ab"])
+    [sample] = (await played(generator(f"{__name__}:Waits"), engine, chat_tokenizer)).samples
+    assert (sample.failure, sample.environment_reward) == ("", 1.0)
 
 
 async def test_a_trajectory_that_is_aborted_is_no_failure(random_engine, chat_tokenizer):
