@@ -16,6 +16,7 @@ from miles.rollout.groups import ProducedGroup
 from miles.rollout.hooks.buffer_filter import BufferFilter
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, StaleTokens
 from miles.sample import NO_WEIGHTS, PromptGroup, Sample
+from miles.user_code.errors import as_exception
 
 
 class Interruptible(Protocol):
@@ -85,7 +86,7 @@ class StreamCollector:
         self._buffer_filter = buffer_filter
         self._tally = Tally()
         self._dropped: list[int] = []  # group indices since the last iteration: no metric has counted them yet
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         self._no_prompts: NoPromptsLeft | None = None
         self._changed = asyncio.Event()
         self._starts_groups = False
@@ -177,16 +178,15 @@ class StreamCollector:
         return min(iterations * self._batch_size, self._rule.most_groups)
 
     def _ended(self, task: asyncio.Task[ProducedGroup]) -> None:
-        """Take in a group that is produced, or note its failure."""
-        del self._in_flight[task]
-        if task.cancelled():
-            return
-        error = task.exception()
-        if error is not None:
-            self._failure = self._failure or error
-        else:
-            self._take_in(task.result())
-        self._changed.set()
+        """Take in a group that is produced. Note the first failure for ``collect``: a callback's error is only logged."""
+        index = self._in_flight.pop(task)
+        try:
+            if not (task.cancelled() and task.cancelling()):  # a CancelledError that nobody asked for is a failure
+                self._take_in(task.result())
+        except BaseException as error:
+            self._failure = self._failure or as_exception(error, f"the code that makes group {index}")
+        finally:
+            self._changed.set()
 
     def _take_in(self, produced: ProducedGroup) -> None:
         self._tally.add(produced)

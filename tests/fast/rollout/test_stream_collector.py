@@ -17,6 +17,7 @@ from miles.rollout.metrics import staleness_metrics
 from miles.rollout.pipeline import build_collector
 from miles.rollout.stream_collector import StreamCollector
 from miles.sample import Prompt
+from miles.user_code.errors import UserCodeError
 
 BATCH, SAMPLES = 3, 2
 MODES = {
@@ -221,6 +222,47 @@ async def test_a_failure_is_raised_and_leaves_no_task_behind(tokenizer, mode):
     collector = make(SlowEngine(random.Random(1)), tokenizer, stream_of(9), fails, **MODES[mode])
     with pytest.raises(Exception, match="gold"):
         await collector.collect(0)
+    assert len(asyncio.all_tasks()) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_cancellation_that_nobody_asked_for_is_a_failure(tokenizer, mode):
+    """Its group would be lost: it would be in no iteration and in no checkpoint."""
+    collector = make(SlowEngine(random.Random(1)), tokenizer, stream_of(9), **MODES[mode])
+    produce = collector._produce
+
+    async def cancelled_once(drawn):
+        if drawn.group_index == 1:
+            raise asyncio.CancelledError
+        return await produce(drawn)
+
+    collector._produce = cancelled_once
+    with pytest.raises(UserCodeError, match="^the code that makes group 1 raised CancelledError$"):
+        await collector.collect(0)
+    assert len(asyncio.all_tasks()) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_source_that_fails_while_groups_are_replaced_ends_the_iteration(tokenizer, mode):
+    async def never(samples):
+        return [0.0 for _ in samples]
+
+    class Ends:
+        """Has prompts for one draw."""
+
+        epoch = 0
+
+        def __init__(self):
+            self.prompts = [stream_of(9)]
+
+        def draw(self, n):
+            return self.prompts.pop().draw(n)
+
+    path = "miles.rollout.filters:check_reward_nonzero_std"
+    engine = SlowEngine(random.Random(1))
+    collector = make(engine, tokenizer, Ends(), never, dynamic_sampling_filter_path=path, **MODES[mode])
+    with pytest.raises(IndexError, match="pop from empty list"):
+        await asyncio.wait_for(collector.collect(0), 20)
     assert len(asyncio.all_tasks()) == 1
 
 
