@@ -14,6 +14,7 @@ from miles.rollout.filters import MAX_STALLED_BURSTS, MIN_STALLED_BURSTS, Filter
 from miles.rollout.groups import GroupSpec, GroupTools, generate_group, produce_group
 from miles.rollout.pipeline import build_collector
 from miles.sample import Prompt, PromptGroup, Sample
+from miles.user_code.errors import UserCodeError
 
 NONZERO_STD = "miles.rollout.filters:check_reward_nonzero_std"
 MINE = "miles.rollout.filters:mine"
@@ -148,6 +149,15 @@ async def test_a_failure_is_raised_unchanged_and_leaves_no_task_behind(counting_
 
     with pytest.raises(ValueError, match="token id 99"):
         await collect(Failing(), counting_stream(9), tokenizer)
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_cancellation_that_nobody_asked_for_is_a_failure(scripted_engine, counting_stream, tokenizer):
+    async def cancels(samples):
+        raise asyncio.CancelledError
+
+    with pytest.raises(UserCodeError, match=r"^the code that makes group \d raised CancelledError$"):
+        await collect(scripted_engine(), counting_stream(9), tokenizer, cancels)
     assert len(asyncio.all_tasks()) == 1
 
 
