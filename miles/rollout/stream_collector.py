@@ -10,7 +10,7 @@ from miles.arguments.rollout import RolloutArguments
 from miles.data.stream import NoPromptsLeft
 from miles.metrics import Metric
 from miles.rewards.settings import RewardArguments
-from miles.rollout.collect import ProduceGroup, PromptSource, ScoredGroups, Tally
+from miles.rollout.collect import ProduceGroup, PromptSource, ScoredGroups, Tally, draw_up_to
 from miles.rollout.filters import FilterStallGuard
 from miles.rollout.groups import ProducedGroup
 from miles.rollout.hooks.buffer_filter import BufferFilter
@@ -157,7 +157,7 @@ class StreamCollector:
         missing = self._limit() - len(self._in_flight) - len(self._ready) - len(self._picked)
         if self._starts_groups and missing > 0:
             try:
-                groups = self._stream.draw(missing)
+                groups = draw_up_to(missing, self._stream)
             except NoPromptsLeft as error:  # what is in flight may fill the iteration all the same
                 self._no_prompts = error
                 return
@@ -178,7 +178,7 @@ class StreamCollector:
         return min(iterations * self._batch_size, self._rule.most_groups)
 
     def _ended(self, task: asyncio.Task[ProducedGroup]) -> None:
-        """Take in a group that is produced. Note the first failure for ``collect``: a callback's error is only logged."""
+        """Take in a group that is produced. Note the first failure for ``collect``: asyncio would only log it."""
         index = self._in_flight.pop(task)
         try:
             if not (task.cancelled() and task.cancelling()):  # a CancelledError that nobody asked for is a failure

@@ -34,8 +34,8 @@ def ordinary_errors(origin: str) -> Iterator[None]:
     """Run user code in this context, and it raises ordinary exceptions only. A cancellation passes as it is.
 
     Raises:
-        UserCodeError: Instead of ``StopIteration``, ``SystemExit``, ``KeyboardInterrupt`` and the like, and of a
-            ``CancelledError`` although nobody has cancelled the task that runs.
+        UserCodeError: Instead of ``StopIteration``, ``SystemExit``, ``KeyboardInterrupt`` and the like, and instead
+            of ``CancelledError`` if nobody has cancelled the task that runs.
     """
     try:
         yield

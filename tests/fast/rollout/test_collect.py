@@ -186,6 +186,21 @@ async def test_iterations_end_when_every_prompt_is_mastered(scripted_engine, tok
         await mastering.collect(2)
 
 
+async def test_a_burst_of_what_is_left_can_fill_an_iteration(scripted_engine, tokenizer):
+    async def useful(samples):
+        return [float(i == 0) for i, _ in enumerate(samples)]
+
+    stream = PromptStream([Prompt(str(i), (1 + i,)) for i in range(5)], shuffle=False, seed=0)
+    for group in stream.draw(5):
+        stream.leave_out(group.group_index)
+    stream.restore(stream.state(unfinished=range(5)))
+    options = {"over_sampling_batch_size": 8, "dynamic_sampling_filter_path": NONZERO_STD}
+    found = collector(scripted_engine(), stream, tokenizer, useful, **options)
+    assert [group.group_index for group in (await found.collect(0)).groups] == [0, 1, 2, 3]
+    with pytest.raises(NoPromptsLeft):
+        await found.collect(1)
+
+
 async def test_the_context_limit_reaches_the_engine(scripted_engine, counting_stream, tokenizer):
     engine = scripted_engine()
     await collect(engine, counting_stream(9), tokenizer, rollout_max_context_len=6)

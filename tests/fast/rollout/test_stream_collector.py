@@ -281,6 +281,26 @@ async def test_iterations_end_when_every_prompt_is_mastered(tokenizer, mode, see
     collector.weights_changed(9)  # starts nothing, and raises nothing
 
 
+async def test_a_resumed_run_trains_the_last_groups_when_every_prompt_is_mastered(tokenizer):
+    """The groups of three iterations are drawn at once, and the checkpoint lists those of two."""
+    for resumes in (False, True):
+        engine, stream = SlowEngine(random.Random(1)), stream_of(7)
+        collector = make(engine, tokenizer, stream, **MODES["fully async"])
+        found = [scored async for scored in iterations(collector, engine, 1)]
+        for index in range(stream.state()["next_group_index"]):
+            stream.leave_out(index)
+        if resumes:
+            state = collector.state()
+            await collector._cancel()
+            stream = stream_of(7)
+            stream.restore(state)
+            collector = make(engine, tokenizer, stream, **MODES["fully async"])
+        with pytest.raises(NoPromptsLeft):
+            async for scored in iterations(collector, engine, 9, first=1):
+                found.append(scored)
+        assert sorted(group.group_index for scored in found for group in scored.groups) == list(range(3 * BATCH))
+
+
 async def test_nothing_is_started_for_iterations_after_the_last(tokenizer):
     engine, stream = SlowEngine(random.Random(1)), stream_of(50)
     collector = make(engine, tokenizer, stream, total=4, **MODES["fully async"])
