@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from miles.data.stream import TrainingStream
 from miles.input_error import InputError
 from miles.sample import Prompt, PromptGroup
+from miles.user_code.errors import ordinary_errors
 from miles.user_code.loading import load_function
 
 FLAG = "--data-source-path"
@@ -48,22 +49,26 @@ class CustomStream(TrainingStream):
         self._read = read
         self._next_group_index = 0
         self._rows: dict[int, Mapping[str, Any]] = {}  # of the groups that may have to be drawn again
-        self._again: list[int] = []
+        self._again: list[int] = []  # groups to draw before new ones
 
     def draw(self, n: int) -> list[PromptGroup]:
-        """Return the next ``n`` prompts as groups without samples."""
-        indices = self._again[:n]
-        del self._again[: len(indices)]
-        new = n - len(indices)
-        if new:
-            rows = self._source.draw(new)
+        """Return the next ``n`` prompts as groups without samples.
+
+        If a row cannot be read, no prompt is lost: the next draw, also that of a resumed run, begins with these rows.
+        """
+        new = n - len(self._again)
+        if new > 0:
+            with ordinary_errors(f"{FLAG} {self._path}: draw({new})"):
+                rows = self._source.draw(new)
             if not isinstance(rows, Sequence) or len(rows) != new or not all(isinstance(r, Mapping) for r in rows):
                 raise InputError(f"{FLAG} {self._path}: draw({new}) returned {rows!r:.80}; return a list of {new} rows")
-            first = self._next_group_index
-            indices = [*indices, *range(first, first + new)]
-            self._rows |= dict(zip(range(first, first + new), rows, strict=True))
+            indices = range(self._next_group_index, self._next_group_index + new)
+            self._rows |= dict(zip(indices, rows, strict=True))
+            self._again += indices
             self._next_group_index += new
-        return [PromptGroup(index, self._read(self._rows[index], index)) for index in indices]
+        groups = [PromptGroup(index, self._read(self._rows[index], index)) for index in self._again[:n]]
+        del self._again[:n]
+        return groups
 
     def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
         """Return a position to resume from, at which the groups with the indices ``unfinished`` are drawn again.

@@ -95,10 +95,12 @@ class Mixture(TrainingStream):
             NoPromptsLeft: All prompts are left out, and fewer than ``n`` groups are named or to be drawn again. None is
                 drawn.
         """
-        if len(self._again) + len(self._named) < n and not self._open():
+        left = len(self._again) + len(self._named)
+        if left < n and not self._open():
             raise NoPromptsLeft(
                 f"--max-prompt-pass-rate: all {self.num_prompts} prompts of the sets that are drawn have reached it; "
-                "give harder prompts, or a higher rate"
+                "give harder prompts, or a higher rate",
+                left=left,
             )
         again = [self._group(index) for index in self._again[:n]]
         del self._again[: len(again)]

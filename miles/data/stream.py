@@ -12,7 +12,15 @@ from miles.sample import Prompt, PromptGroup
 
 
 class NoPromptsLeft(ValueError):
-    """All prompts of a set are left out (``--max-prompt-pass-rate``): no further iteration can be filled."""
+    """All prompts of a set are left out (``--max-prompt-pass-rate``), so too few groups are left to draw.
+
+    Attributes:
+        left: How many can be drawn all the same.
+    """
+
+    def __init__(self, message: str = "", left: int = 0) -> None:
+        super().__init__(message)
+        self.left = left
 
 
 def note_of_no_prompts(done: int, num_iterations: int) -> str:
@@ -112,7 +120,8 @@ class PromptStream(TrainingStream):
         if len(self._unfinished) < n and not self.has_prompts:
             raise NoPromptsLeft(
                 f"--max-prompt-pass-rate: all {len(self._prompts)} prompts have reached it; give harder prompts, or a "
-                "higher rate"
+                "higher rate",
+                left=len(self._unfinished),
             )
         again = [self._group(index) for index in self._unfinished[:n]]
         del self._unfinished[:n]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from miles.arguments.rollout import RolloutArguments
+from miles.data.stream import NoPromptsLeft
 from miles.engine.concurrency import gather_or_cancel
 from miles.metrics import Metric
 from miles.rewards.settings import RewardArguments
@@ -35,6 +36,20 @@ class PromptSource(Protocol):
     def state(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
         """Return a position to resume from, at which the groups with the indices ``unfinished`` are drawn again."""
         ...
+
+
+def draw_up_to(n: int, stream: PromptSource) -> list[PromptGroup]:
+    """Return the next ``n`` prompts, or those that are left: a resumed run draws again what it had not trained on.
+
+    Raises:
+        NoPromptsLeft: None is left.
+    """
+    try:
+        return stream.draw(n)
+    except NoPromptsLeft as error:
+        if not error.left:
+            raise
+        return stream.draw(error.left)
 
 
 @dataclass(frozen=True)
@@ -150,7 +165,7 @@ class BurstCollector:
         tally = Tally()
         self._ready = 0
         while len(kept) < self._batch_size:
-            drawn = self._stream.draw(self._burst_size)  # by group_index, like everything that follows
+            drawn = draw_up_to(self._burst_size, self._stream)  # by group_index, like everything that follows
             for produced in await gather_or_cancel(self._counted(group) for group in drawn):
                 tally.add(produced)
                 if produced.drop_reason is None:

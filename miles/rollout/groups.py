@@ -20,6 +20,7 @@ from miles.rewards.base import RewardFunction
 from miles.rewards.scoring import score
 from miles.rollout.filters import FilterDecision, load_group_filter
 from miles.sample import Prompt, PromptGroup, Sample, SampleStatus
+from miles.user_code.errors import ordinary_errors
 
 SeedOf = Callable[[int, int], int]  # (group_index, position of the sample in its group) -> seed
 
@@ -169,6 +170,11 @@ async def produce_group(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) 
     """
     if tools.workers is not None:
         return await tools.workers.produce(drawn, tools, spec)
+    with ordinary_errors(f"the code that makes group {drawn.group_index}"):
+        return await _produce(drawn, tools, spec)
+
+
+async def _produce(drawn: PromptGroup, tools: GroupTools, spec: GroupSpec) -> ProducedGroup:
     greedy = [_generate_greedy(drawn, tools, spec)] if spec.greedy_baseline else []
     with waiting("generate a group"):
         group, *others = await gather_or_cancel([_generate(drawn, tools, spec), *greedy])

@@ -10,12 +10,13 @@ from miles.arguments.rollout import RolloutArguments
 from miles.data.stream import NoPromptsLeft
 from miles.metrics import Metric
 from miles.rewards.settings import RewardArguments
-from miles.rollout.collect import ProduceGroup, PromptSource, ScoredGroups, Tally
+from miles.rollout.collect import ProduceGroup, PromptSource, ScoredGroups, Tally, draw_up_to
 from miles.rollout.filters import FilterStallGuard
 from miles.rollout.groups import ProducedGroup
 from miles.rollout.hooks.buffer_filter import BufferFilter
 from miles.rollout.ordering import LeftoverGroups, OrderingRule, StaleTokens
 from miles.sample import NO_WEIGHTS, PromptGroup, Sample
+from miles.user_code.errors import as_exception
 
 
 class Interruptible(Protocol):
@@ -85,7 +86,7 @@ class StreamCollector:
         self._buffer_filter = buffer_filter
         self._tally = Tally()
         self._dropped: list[int] = []  # group indices since the last iteration: no metric has counted them yet
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         self._no_prompts: NoPromptsLeft | None = None
         self._changed = asyncio.Event()
         self._starts_groups = False
@@ -156,7 +157,7 @@ class StreamCollector:
         missing = self._limit() - len(self._in_flight) - len(self._ready) - len(self._picked)
         if self._starts_groups and missing > 0:
             try:
-                groups = self._stream.draw(missing)
+                groups = draw_up_to(missing, self._stream)
             except NoPromptsLeft as error:  # what is in flight may fill the iteration all the same
                 self._no_prompts = error
                 return
@@ -177,16 +178,15 @@ class StreamCollector:
         return min(iterations * self._batch_size, self._rule.most_groups)
 
     def _ended(self, task: asyncio.Task[ProducedGroup]) -> None:
-        """Take in a group that is produced, or note its failure."""
-        del self._in_flight[task]
-        if task.cancelled():
-            return
-        error = task.exception()
-        if error is not None:
-            self._failure = self._failure or error
-        else:
-            self._take_in(task.result())
-        self._changed.set()
+        """Take in a group that is produced. Note the first failure for ``collect``: asyncio would only log it."""
+        index = self._in_flight.pop(task)
+        try:
+            if not (task.cancelled() and task.cancelling()):  # a CancelledError that nobody asked for is a failure
+                self._take_in(task.result())
+        except BaseException as error:
+            self._failure = self._failure or as_exception(error, f"the code that makes group {index}")
+        finally:
+            self._changed.set()
 
     def _take_in(self, produced: ProducedGroup) -> None:
         self._tally.add(produced)

@@ -34,17 +34,29 @@ def ordinary_errors(origin: str) -> Iterator[None]:
     """Run user code in this context, and it raises ordinary exceptions only. A cancellation passes as it is.
 
     Raises:
-        UserCodeError: Instead of ``StopIteration``, ``SystemExit``, ``KeyboardInterrupt`` and the like.
+        UserCodeError: Instead of ``StopIteration``, ``SystemExit``, ``KeyboardInterrupt`` and the like, and instead
+            of ``CancelledError`` if nobody has cancelled the task that runs.
     """
     try:
         yield
-    except (asyncio.CancelledError, GeneratorExit):
+    except GeneratorExit:
         raise
     except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            raise
         ordinary = as_exception(error, origin)
         if ordinary is error:
             raise
         raise ordinary from error
+
+
+def _is_cancelled() -> bool:
+    """Return whether somebody has cancelled the task that runs, if one does."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # a thread without an event loop
+        return False
+    return task is not None and task.cancelling() > 0
 
 
 def raising_exceptions(function: Callable[..., Any], origin: str) -> Callable[..., Any]:

@@ -149,6 +149,8 @@ class EnvironmentGenerator(SessionGenerator):
 
 def _outcome(playing: asyncio.Future[float], session: Session) -> tuple[float | None, str]:
     """Return the reward of an environment that has ended, or what is wrong with it."""
+    if playing.cancelled():  # by its own code: nothing else has cancelled it yet
+        return None, "raised CancelledError"
     error = playing.exception()
     if error is not None:
         return None, _raised(error)

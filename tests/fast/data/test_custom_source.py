@@ -10,6 +10,7 @@ from miles.data.custom_source import CustomStream
 from miles.data.prompts import RowReader
 from miles.input_error import InputError
 from miles.sample import Prompt
+from miles.user_code.errors import UserCodeError
 
 
 class Drawn:
@@ -33,12 +34,23 @@ class Odd(Drawn):
         return {"rows": {1, 2}}
 
 
+class Ends(Drawn):
+    """Has no rows."""
+
+    def draw(self, n):
+        return [next(iter(())) for _ in range(n)]
+
+
+def read(row, number):
+    return Prompt(row["x"], (1,))
+
+
 @pytest.fixture
 def stream(monkeypatch):
     module = ModuleType("own_sources")
-    module.Drawn, module.Odd = Drawn, Odd
+    module.Drawn, module.Odd, module.Ends = Drawn, Odd, Ends
     monkeypatch.setitem(sys.modules, "own_sources", module)
-    return lambda name: CustomStream(f"own_sources:{name}", SimpleNamespace(), lambda row, i: Prompt(row["x"], (1,)))
+    return lambda name, read=read: CustomStream(f"own_sources:{name}", SimpleNamespace(), read)
 
 
 def test_a_position_stays_while_the_source_continues(stream):
@@ -47,6 +59,26 @@ def test_a_position_stays_while_the_source_continues(stream):
     position = source.state()
     source.draw(3)
     assert position["source"] == {"rows": [0, 1]}
+
+
+def test_rows_are_not_lost_with_one_that_cannot_be_read(stream):
+    def read_all_but_3(row, number):
+        if number == 3:
+            raise InputError("too long")
+        return read(row, number)
+
+    source = stream("Drawn", read_all_but_3)
+    done = source.draw(2)
+    for n in (2, 3):
+        with pytest.raises(InputError, match="too long"):
+            source.draw(n)
+    assert source.state(unfinished=[done[1].group_index])["unfinished"] == [[i, {"x": str(i)}] for i in range(1, 5)]
+    assert [group.group_index for group in source.draw(1)] == [2]
+
+
+def test_a_source_that_runs_out_is_named(stream):
+    with pytest.raises(UserCodeError, match=r"--data-source-path own_sources:Ends: draw\(2\) raised StopIteration"):
+        stream("Ends").draw(2)
 
 
 def test_a_state_that_json_cannot_hold_is_refused(stream):

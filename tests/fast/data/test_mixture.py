@@ -91,6 +91,19 @@ def test_a_set_without_prompts_gives_its_share_to_the_others():
         restored.draw(1)
 
 
+def test_without_prompts_only_unfinished_and_named_groups_are_drawn():
+    mixture, restored = mixture_of([2, 3], shuffle=False), mixture_of([2, 3], shuffle=False)
+    drawn = mixture.draw(9)
+    for group in drawn:
+        mixture.leave_out(group.group_index)
+    restored.restore(mixture.state(unfinished=[1, 4]))
+    restored.draw_next([("b", 1)])
+    with pytest.raises(NoPromptsLeft) as caught:
+        restored.draw(4)
+    assert caught.value.left == 3
+    assert [group.group_index for group in restored.draw(3)] == [1, 4, len(drawn)]
+
+
 @pytest.mark.parametrize("other", [[2], [2, 3, 1]])
 def test_a_position_in_other_sets_is_refused(other):
     state = mixture_of([2, 3]).state()

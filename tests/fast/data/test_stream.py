@@ -121,6 +121,7 @@ def test_without_prompts_only_unfinished_groups_are_drawn_again():
         stream.draw(1)
     restored = stream_of(2)
     restored.restore(stream.state(unfinished=[1]))
-    with pytest.raises(NoPromptsLeft):
+    with pytest.raises(NoPromptsLeft) as caught:
         restored.draw(2)
+    assert caught.value.left == 1
     assert [group.group_index for group in restored.draw(1)] == [1]

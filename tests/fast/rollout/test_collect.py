@@ -14,6 +14,7 @@ from miles.rollout.filters import MAX_STALLED_BURSTS, MIN_STALLED_BURSTS, Filter
 from miles.rollout.groups import GroupSpec, GroupTools, generate_group, produce_group
 from miles.rollout.pipeline import build_collector
 from miles.sample import Prompt, PromptGroup, Sample
+from miles.user_code.errors import UserCodeError
 
 NONZERO_STD = "miles.rollout.filters:check_reward_nonzero_std"
 MINE = "miles.rollout.filters:mine"
@@ -151,6 +152,15 @@ async def test_a_failure_is_raised_unchanged_and_leaves_no_task_behind(counting_
     assert len(asyncio.all_tasks()) == 1
 
 
+async def test_a_cancellation_that_nobody_asked_for_is_a_failure(scripted_engine, counting_stream, tokenizer):
+    async def cancels(samples):
+        raise asyncio.CancelledError
+
+    with pytest.raises(UserCodeError, match=r"^the code that makes group \d raised CancelledError$"):
+        await collect(scripted_engine(), counting_stream(9), tokenizer, cancels)
+    assert len(asyncio.all_tasks()) == 1
+
+
 async def test_a_hard_stretch_between_kept_groups_does_not_stop_the_run(scripted_engine, counting_stream, tokenizer):
     hard = MIN_STALLED_BURSTS - 1  # bursts between two that bring one group each; the set of 4 prompts is passed often
 
@@ -174,6 +184,21 @@ async def test_iterations_end_when_every_prompt_is_mastered(scripted_engine, tok
     assert {group.prompt.text for group in (await mastering.collect(1)).groups} == {"4", "5"}
     with pytest.raises(NoPromptsLeft):
         await mastering.collect(2)
+
+
+async def test_a_burst_of_what_is_left_can_fill_an_iteration(scripted_engine, tokenizer):
+    async def useful(samples):
+        return [float(i == 0) for i, _ in enumerate(samples)]
+
+    stream = PromptStream([Prompt(str(i), (1 + i,)) for i in range(5)], shuffle=False, seed=0)
+    for group in stream.draw(5):
+        stream.leave_out(group.group_index)
+    stream.restore(stream.state(unfinished=range(5)))
+    options = {"over_sampling_batch_size": 8, "dynamic_sampling_filter_path": NONZERO_STD}
+    found = collector(scripted_engine(), stream, tokenizer, useful, **options)
+    assert [group.group_index for group in (await found.collect(0)).groups] == [0, 1, 2, 3]
+    with pytest.raises(NoPromptsLeft):
+        await found.collect(1)
 
 
 async def test_the_context_limit_reaches_the_engine(scripted_engine, counting_stream, tokenizer):

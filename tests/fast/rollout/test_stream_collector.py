@@ -17,6 +17,7 @@ from miles.rollout.metrics import staleness_metrics
 from miles.rollout.pipeline import build_collector
 from miles.rollout.stream_collector import StreamCollector
 from miles.sample import Prompt
+from miles.user_code.errors import UserCodeError
 
 BATCH, SAMPLES = 3, 2
 MODES = {
@@ -225,6 +226,47 @@ async def test_a_failure_is_raised_and_leaves_no_task_behind(tokenizer, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+async def test_a_cancellation_that_nobody_asked_for_is_a_failure(tokenizer, mode):
+    """Its group would be lost: it would be in no iteration and in no checkpoint."""
+    collector = make(SlowEngine(random.Random(1)), tokenizer, stream_of(9), **MODES[mode])
+    produce = collector._produce
+
+    async def cancelled_once(drawn):
+        if drawn.group_index == 1:
+            raise asyncio.CancelledError
+        return await produce(drawn)
+
+    collector._produce = cancelled_once
+    with pytest.raises(UserCodeError, match="^the code that makes group 1 raised CancelledError$"):
+        await collector.collect(0)
+    assert len(asyncio.all_tasks()) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_source_that_fails_while_groups_are_replaced_ends_the_iteration(tokenizer, mode):
+    async def never(samples):
+        return [0.0 for _ in samples]
+
+    class Ends:
+        """Has prompts for one draw."""
+
+        epoch = 0
+
+        def __init__(self):
+            self.prompts = [stream_of(9)]
+
+        def draw(self, n):
+            return self.prompts.pop().draw(n)
+
+    path = "miles.rollout.filters:check_reward_nonzero_std"
+    engine = SlowEngine(random.Random(1))
+    collector = make(engine, tokenizer, Ends(), never, dynamic_sampling_filter_path=path, **MODES[mode])
+    with pytest.raises(IndexError, match="pop from empty list"):
+        await asyncio.wait_for(collector.collect(0), 20)
+    assert len(asyncio.all_tasks()) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(3))
 async def test_iterations_end_when_every_prompt_is_mastered(tokenizer, mode, seed):
     """Half of each group passes, so a prompt is drawn until one of its groups is scored."""
@@ -237,6 +279,26 @@ async def test_iterations_end_when_every_prompt_is_mastered(tokenizer, mode, see
     assert found and [len(scored.groups) for scored in found] == [BATCH] * len(found)
     assert not collector._in_flight and engine.in_flight == 0
     collector.weights_changed(9)  # starts nothing, and raises nothing
+
+
+async def test_a_resumed_run_trains_the_last_groups_when_every_prompt_is_mastered(tokenizer):
+    """The groups of three iterations are drawn at once, and the checkpoint lists those of two."""
+    for resumes in (False, True):
+        engine, stream = SlowEngine(random.Random(1)), stream_of(7)
+        collector = make(engine, tokenizer, stream, **MODES["fully async"])
+        found = [scored async for scored in iterations(collector, engine, 1)]
+        for index in range(stream.state()["next_group_index"]):
+            stream.leave_out(index)
+        if resumes:
+            state = collector.state()
+            await collector._cancel()
+            stream = stream_of(7)
+            stream.restore(state)
+            collector = make(engine, tokenizer, stream, **MODES["fully async"])
+        with pytest.raises(NoPromptsLeft):
+            async for scored in iterations(collector, engine, 9, first=1):
+                found.append(scored)
+        assert sorted(group.group_index for scored in found for group in scored.groups) == list(range(3 * BATCH))
 
 
 async def test_nothing_is_started_for_iterations_after_the_last(tokenizer):

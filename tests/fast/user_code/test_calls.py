@@ -27,7 +27,9 @@ def raising(error):
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["sync", "async"])
-@pytest.mark.parametrize("error", [StopIteration("no number"), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+@pytest.mark.parametrize(
+    "error", [StopIteration("no number"), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()]
+)
 def test_other_exceptions_become_ordinary_ones(error, kind):
     with pytest.raises((UserCodeError, RuntimeError)) as caught:
         call(raising(error)[kind])

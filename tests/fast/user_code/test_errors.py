@@ -52,7 +52,7 @@ NAMES = ["plain", "coroutine", "instance"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()], ids=repr)
 def test_what_would_end_the_event_loop_is_an_error_that_names_the_function(name, error):
     with pytest.raises(UserCodeError, match=rf"^--x functions_of_the_user:{name}: raised {type(error).__name__}"):
         called(name, error)
@@ -65,9 +65,9 @@ def test_no_stop_iteration_is_passed_on(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("error", [KeyError("k"), asyncio.CancelledError()], ids=repr)
-def test_other_errors_and_cancellations_arrive_as_they_are(name, error):
-    with pytest.raises(type(error)) as caught:
+def test_other_errors_arrive_as_they_are(name):
+    error = KeyError("k")
+    with pytest.raises(KeyError) as caught:
         called(name, error)
     assert name != "plain" or caught.value is error
 

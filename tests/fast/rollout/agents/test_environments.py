@@ -70,6 +70,11 @@ class Raises(Echo):
         raise OSError("no board")
 
 
+class Cancels(Echo):
+    async def step(self, answer):
+        raise asyncio.CancelledError
+
+
 class Hangs(Echo):
     async def step(self, answer):
         await asyncio.Event().wait()
@@ -303,6 +308,7 @@ async def test_a_conversation_that_leaves_no_room_is_truncated_and_scored(random
     ("name", "fault"),
     [
         ("Raises", "raised OSError: no board"),
+        ("Cancels", "raised CancelledError"),
         ("Hangs", r"took more than 0.3 s by itself \(--agent-timeout\)"),
         ("Unscored", "gave the reward nan, which is not a finite number"),
         ("Silent", "made no call that was answered: it never called the model"),

@@ -1,5 +1,6 @@
 """What makes trajectories and scores them in generation workers: the samples are those of one process. Without Ray."""
 
+import asyncio
 import json
 import shlex
 import sys
@@ -20,6 +21,7 @@ from miles.environments.tools import opening
 from miles.rollout.ordering import Start
 from miles.rollout.pipeline import build_pipeline
 from miles.rollout.workers.worker import GenerationWorker, WorkerPlan, pickled
+from miles.user_code.errors import UserCodeError
 from miles.weights import WeightChunk
 from tests.fast.engine.answering_server import AnsweringServer
 from tests.fast.support.agent_program import CHAT
@@ -52,6 +54,10 @@ class Twice(Environment):
 
     async def reward(self):
         return self.prompt.metadata["pays"]
+
+
+async def cancels(trajectory):
+    raise asyncio.CancelledError
 
 
 class OwnProcess:
@@ -137,6 +143,14 @@ async def test_trajectories_of_programs_are_those_of_one_process(settings_of, tm
     alone, found = [await groups_of(settings_of(workers, *flags)) for workers in (1, 2)]
     assert found == alone
     assert {sample.reward for group in found for sample in group.samples} == {1.0}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_cancellation_that_nobody_asked_for_is_a_failure(settings_of, workers):
+    path = f"{__name__}:cancels"
+    settings = settings_of(workers, "--custom-generate-function-path", path, "--rm-type", "length")
+    with pytest.raises(UserCodeError, match=f"^--custom-generate-function-path {path}: raised CancelledError"):
+        await asyncio.wait_for(groups_of(settings), 60)
 
 
 @asynccontextmanager
