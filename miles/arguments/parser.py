@@ -493,7 +493,7 @@ def _judge(command: Command) -> Validated:
     errors = Errors()
     for message in command.errors:
         errors.add(message)
-    settings, notes = normalize_flags(_with_defaults(command), command.foreign, errors)
+    settings, notes = normalize_flags(_with_defaults(command), command.foreign, errors, command.given)
     notes = [
         replace(note, written=with_written_flags([note.written], command.words)[0]) for note in (*command.notes, *notes)
     ]
@@ -507,7 +507,7 @@ def _judge(command: Command) -> Validated:
         for message in strict_errors(notes):
             errors.add(message)
     try:
-        validated = validate(settings)
+        validated = validate(settings, command.given)
     except FlagError as error:
         for message in error.messages:
             errors.add_unless_refused(message)

@@ -446,7 +446,7 @@ def check_async(rollout: RolloutArguments, cluster: ClusterArguments, errors: Er
         return
     if rollout.async_steps == 0:
         rule = "needs a limit on the age of samples: 1 or more weight versions"
-        errors.refuse("fully_async", True, rule, "add --async-steps 1")
+        errors.refuse("fully_async", True, rule, "give --async-steps 1")
     own_flow = ("over_sampling_batch_size", "over_sampling_early_stop", "partial_rollout")
     why = "with --fully-async, which takes groups as they complete and lets the rest continue"
     errors.refuse_ignored(rollout, own_flow, why, "choose one")

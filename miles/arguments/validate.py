@@ -12,7 +12,7 @@ mistake is reported once. The rules are in the files of their sections.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 
 from miles.arguments.checkpoint import check_checkpoint, fill_remote_cache
@@ -79,8 +79,13 @@ class Validated:
         return (*self.readings, *self.surprises)
 
 
-def validate(settings: Settings) -> Validated:
+def validate(settings: Settings, given: Collection[str] = ()) -> Validated:
     """Check the settings, and replace alternative names. Validated settings are valid, and stay as they are.
+
+    Args:
+        settings: The settings.
+        given: The fields that a command sets, ``Command.given``: what it asks for is not replaced, even where it is
+            the default.
 
     Raises:
         FlagError: With one message per error, each naming the flag, its value, the rule and what to do.
@@ -92,7 +97,7 @@ def validate(settings: Settings) -> Validated:
     settings = replace(settings, cluster=fill_rollout_num_gpus(settings))
     _check_devices(settings, errors)
     parallel, layout_notes = pad_recurrent_models(settings.parallel, settings.training, settings.model, errors)
-    settings, notes = _reconcile(replace(settings, parallel=parallel), errors)
+    settings, notes = _reconcile(replace(settings, parallel=parallel), given, errors)
     errors.raise_if_any()
     readings = (*layout_notes, *notes, *readings_of_lora(settings.lora))
     return Validated(settings, readings, tuple(_surprises(settings)))
@@ -179,7 +184,7 @@ def _dims(settings: Settings, errors: Errors) -> ParallelDims | None:
     return None
 
 
-def _reconcile(settings: Settings, errors: Errors) -> tuple[Settings, list[str]]:
+def _reconcile(settings: Settings, given: Collection[str], errors: Errors) -> tuple[Settings, list[str]]:
     """Check the loss, and replace what is implied or has another name by what it means; notes say what."""
     check_loss(settings, errors)
     rollout, training, batch_notes = settings.rollout, settings.training, list[str]()
@@ -191,6 +196,7 @@ def _reconcile(settings: Settings, errors: Errors) -> tuple[Settings, list[str]]
         training.global_batch_size,
         rollout.n_samples_per_prompt,
         errors,
+        is_given="loss_aggregation" in given,
     )
     if not errors.messages:
         loss, policy_loss_notes = name_policy_loss(loss)

@@ -404,6 +404,7 @@ def reconcile_aggregation(
     trajectories_per_step: int | None,
     samples_per_prompt: int,
     errors: Errors,
+    is_given: bool = False,
 ) -> "tuple[LossArguments, list[str]]":
     """Reduce the three vocabularies to one ``loss_aggregation``; return the flags without aliases, and notes.
 
@@ -416,28 +417,33 @@ def reconcile_aggregation(
         trajectories_per_step: N; None if it is not known, which has its own error.
         samples_per_prompt: The trajectories of a group.
         errors: Collects what is wrong.
+        is_given: Whether the command gives ``--loss-aggregation``: the default gives way to other flags, and the same
+            value does not if it was asked for.
     """
     notes: list[str] = []
-    loss = _from_pg_loss_divisor(loss, notes, errors)
-    loss = _from_verl(loss, max_response_len, notes, errors)
+    may_relabel = loss.loss_aggregation == "sample_mean" and not is_given
+    loss = _from_pg_loss_divisor(loss, may_relabel, notes, errors)
+    loss = _from_verl(loss, max_response_len, may_relabel, notes, errors)
     if loss.pg_loss_divisor is not None or loss.loss_agg_mode is not None:
         return loss, notes  # which mode is meant is not known
     _check_custom_reducer(loss, errors)
     _check_divisor(loss, errors)
     loss = _settle_alpha(loss, errors)
-    loss = _reconcile_per_token(loss, notes, errors)
+    loss = _reconcile_per_token(loss, may_relabel, notes, errors)
     if trajectories_per_step is not None:
         _check_whole_groups(loss, trajectories_per_step, samples_per_prompt, errors)
     return loss, notes
 
 
-def _from_pg_loss_divisor(loss: "LossArguments", notes: list[str], errors: Errors) -> "LossArguments":
+def _from_pg_loss_divisor(
+    loss: "LossArguments", may_relabel: bool, notes: list[str], errors: Errors
+) -> "LossArguments":
     """Return ``loss`` without this alias; as it is, if it contradicts another flag."""
     divisor = loss.pg_loss_divisor
     if divisor is None:
         return loss
     what_to_do = "give --loss-aggregation constant --loss-aggregation-divisor L alone"
-    if loss.loss_aggregation not in ("sample_mean", "constant"):
+    if loss.loss_aggregation != "constant" and not may_relabel:
         errors.refuse("pg_loss_divisor", divisor, f"contradicts --loss-aggregation {loss.loss_aggregation}", what_to_do)
     if loss.loss_agg_mode is not None:
         errors.refuse("pg_loss_divisor", divisor, f"contradicts --loss-agg-mode {loss.loss_agg_mode}", what_to_do)
@@ -455,7 +461,7 @@ def _from_pg_loss_divisor(loss: "LossArguments", notes: list[str], errors: Error
 
 
 def _from_verl(
-    loss: "LossArguments", max_response_len: int | None, notes: list[str], errors: Errors
+    loss: "LossArguments", max_response_len: int | None, may_relabel: bool, notes: list[str], errors: Errors
 ) -> "LossArguments":
     """Return ``loss`` without verl's names; as it is, if they contradict another flag."""
     name, factor = loss.loss_agg_mode, loss.loss_scale_factor
@@ -464,7 +470,7 @@ def _from_verl(
             what_to_do = "add --loss-agg-mode seq-mean-token-sum-norm, or use --loss-aggregation-divisor"
             errors.refuse("loss_scale_factor", factor, "would be ignored without --loss-agg-mode", what_to_do)
         return loss
-    _check_beside_verl(loss, name, errors)
+    _check_beside_verl(loss, name, may_relabel, errors)
     mode = VERL_MODES[name]
     divisor: float | None = None
     if name == "seq-mean-token-sum-norm":
@@ -485,14 +491,15 @@ def _from_verl(
     )
 
 
-def _check_beside_verl(loss: "LossArguments", name: str, errors: Errors) -> None:
+def _check_beside_verl(loss: "LossArguments", name: str, may_relabel: bool, errors: Errors) -> None:
     if loss.custom_pg_loss_reducer_function_path is not None:
         rule = "would be ignored: --custom-pg-loss-reducer-function-path takes precedence"
         errors.refuse("loss_agg_mode", name, rule, "drop one of the two")
     if loss.calculate_per_token_loss and name != "token-mean":
         rule = f"would divide the normalization of --loss-agg-mode {name} away"
         errors.refuse("calculate_per_token_loss", True, rule, "drop it, or use --loss-agg-mode token-mean")
-    if loss.loss_aggregation != "sample_mean":
+    says_the_same = loss.loss_aggregation == VERL_MODES[name] == "sample_mean"
+    if not may_relabel and not says_the_same:
         rule = f"names the aggregation twice, beside --loss-aggregation {loss.loss_aggregation}"
         errors.refuse("loss_agg_mode", name, rule, "keep one of the two")
     elif loss.loss_aggregation_divisor is not None:
@@ -553,14 +560,14 @@ def _check_divisor_value(field: str, divisor: float, errors: Errors) -> None:
         errors.refuse(field, divisor, "the divisor must be finite and above 0", "the longest response length is usual")
 
 
-def _reconcile_per_token(loss: "LossArguments", notes: list[str], errors: Errors) -> "LossArguments":
+def _reconcile_per_token(loss: "LossArguments", may_relabel: bool, notes: list[str], errors: Errors) -> "LossArguments":
     """``token_mean`` and the per-token path are one setting: each implies the other."""
     mode, per_token = loss.loss_aggregation, loss.calculate_per_token_loss
     if mode == "token_mean" and not per_token:
         notes.append("--loss-aggregation token_mean sets --calculate-per-token-loss")
-    elif mode == "sample_mean" and per_token:
-        if loss.custom_pg_loss_reducer_function_path is not None:
-            return loss  # pg_loss does not use the mode; the reducer is given the switch, and diagnostics are per token
+    elif mode == "sample_mean" and per_token and loss.custom_pg_loss_reducer_function_path is not None:
+        return loss  # pg_loss does not use the mode; the reducer is given the switch, and diagnostics are per token
+    elif mode == "sample_mean" and per_token and may_relabel:
         notes.append("--calculate-per-token-loss is --loss-aggregation token_mean: relabelled, same computation")
     elif per_token and mode != "token_mean":
         rule = f"would divide the normalization of --loss-aggregation {mode} away"

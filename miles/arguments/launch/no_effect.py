@@ -420,9 +420,6 @@ def normalize_values(settings: Settings) -> tuple[Settings, list[Note]]:
             note_on(READ_AS, "save_debug_rollout_data", saved, f"{by_iteration}: each iteration has a file of its own")
         )
         settings = replace(settings, rollout=replace(settings.rollout, save_debug_rollout_data=by_iteration))
-    if settings.rollout.fully_async and settings.rollout.async_steps == 0:
-        notes.append(note_on(READ_AS, "fully_async", True, "--fully-async --async-steps 1, the least age of samples"))
-        settings = replace(settings, rollout=replace(settings.rollout, async_steps=1))
     if settings.rollout.debug_rollout_only and settings.cluster.colocate:
         size = settings.cluster.world_size if has_servers(settings) else None
         devices = f"--rollout-num-gpus {size}" if size else "the engine's own device"

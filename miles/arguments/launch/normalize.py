@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,16 @@ FOREIGN_FLAGS: dict[str, Foreign] = by_flag(
 )
 
 
-def normalize_flags(settings: Settings, foreign: Mapping[str, Any], errors: Errors) -> tuple[Settings, list[Note]]:
+def normalize_flags(
+    settings: Settings, foreign: Mapping[str, Any], errors: Errors, given: Collection[str] = ()
+) -> tuple[Settings, list[Note]]:
     """Replace what has another name here, and drop what changes nothing.
 
     Args:
         settings: The settings, as they were given.
         foreign: The flags of ``FOREIGN_FLAGS`` in the command, with their values; True for a switch.
         errors: Collects what would change the result, and cannot be obeyed.
+        given: The fields that the command sets, even if to their defaults.
 
     Returns:
         The settings to validate, and a note on every flag that was replaced or dropped.
@@ -58,8 +61,11 @@ def normalize_flags(settings: Settings, foreign: Mapping[str, Any], errors: Erro
     notes += found
     judged = (FOREIGN_FLAGS[flag].judge(value, settings, foreign, errors) for flag, value in foreign.items())
     notes += [note for note in judged if note is not None]
-    settings, found = _normalize_paths(settings, errors)
+    settings, found = _normalize_paths(settings, errors, given)
     notes += found
+    if "async_steps" not in given:  # the validator refuses 0 if it was asked for
+        settings, found = _normalize_async_steps(settings)
+        notes += found
     settings, found = _normalize_converter(settings)
     notes += found
     settings, found = normalize_megatron(settings, errors)
@@ -92,7 +98,7 @@ def _normalize_step(
     return replace(settings, checkpoint=replace(settings.checkpoint, load=path)), others, [note]
 
 
-def _normalize_paths(settings: Settings, errors: Errors) -> tuple[Settings, list[Note]]:
+def _normalize_paths(settings: Settings, errors: Errors, given: Collection[str]) -> tuple[Settings, list[Note]]:
     """Replace functions of related launchers by ours; refuse those that have no counterpart."""
     notes = list[Note]()
     for field, hook in HOOKS.items():
@@ -101,8 +107,8 @@ def _normalize_paths(settings: Settings, errors: Errors) -> tuple[Settings, list
         if path is None:
             continue
         if is_fully_async(field, path):
-            notes.append(note_on(READ_AS, field, path, "--fully-async --async-steps 1"))
-            steps = max(1, settings.rollout.async_steps)
+            steps = settings.rollout.async_steps if "async_steps" in given else 1
+            notes.append(note_on(READ_AS, field, path, f"--fully-async --async-steps {steps}"))
             ahead = replace(settings.rollout, rollout_function_path=None, fully_async=True, async_steps=steps)
             settings = replace(settings, rollout=ahead)
             continue
@@ -115,6 +121,13 @@ def _normalize_paths(settings: Settings, errors: Errors) -> tuple[Settings, list
         elif (message := missing_function(field, path)) is not None:
             errors.add(message)
     return settings, notes
+
+
+def _normalize_async_steps(settings: Settings) -> tuple[Settings, list[Note]]:
+    if not settings.rollout.fully_async or settings.rollout.async_steps:
+        return settings, []
+    note = note_on(READ_AS, "fully_async", True, "--fully-async --async-steps 1, the least age of samples")
+    return replace(settings, rollout=replace(settings.rollout, async_steps=1)), [note]
 
 
 def _normalize_reference(settings: Settings) -> tuple[Settings, list[Note]]:

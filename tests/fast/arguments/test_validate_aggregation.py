@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles.arguments.parser import judge, read_command
 from miles.arguments.validate import validate
 from miles.flags import FlagError, collect_errors
 from miles.objective.aggregation import VERL_MODES, reconcile_aggregation
 from miles.objective.settings import LossArguments
+from tests.fast.arguments.conftest import minimal
 
 REDUCER = "--custom-pg-loss-reducer-function-path mine:reducer"
 
@@ -94,6 +96,27 @@ def test_refused_in_one_sentence(validated, flags, sentence):
         validated(flags)
     assert re.match(r"--[a-z-]+.*: .*; ", str(caught.value)), "flag, rule; what to do"
     assert "\n" not in str(caught.value)
+
+
+SAMPLE_MEAN_ASKED_FOR = [
+    ("--loss-agg-mode token-mean", "token-mean: names the aggregation twice, beside --loss-aggregation sample_mean"),
+    ("--pg-loss-divisor 5", "contradicts --loss-aggregation sample_mean"),
+    ("--calculate-per-token-loss", "would divide the normalization of --loss-aggregation sample_mean away"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), SAMPLE_MEAN_ASKED_FOR)
+def test_the_default_is_not_replaced_if_it_was_asked_for(flags, sentence):
+    with pytest.raises(FlagError) as caught:
+        judge(read_command(minimal(f"--loss-aggregation sample_mean {flags}")))
+    (message,) = caught.value.messages
+    assert sentence in message
+    assert judge(read_command(minimal(flags))).settings.loss.loss_aggregation != "sample_mean"
+
+
+def test_verls_name_may_say_the_same_as_the_aggregation():
+    command = read_command(minimal("--loss-aggregation sample_mean --loss-agg-mode seq-mean-token-mean"))
+    assert judge(command).settings.loss.loss_aggregation == "sample_mean"
 
 
 SEVERAL = [

@@ -47,6 +47,13 @@ def test_their_endless_generation_is_ours(accepted, path):
     assert any(note.why == "--fully-async --async-steps 1" for note in found.accepted)
 
 
+def test_no_age_of_samples_is_refused_with_endless_generation(refusals):
+    path = "fully_async_rollout.generate_rollout_fully_async"
+    for flags in ("--fully-async", f"--rollout-function-path {path}"):
+        (message,) = refusals(f"{flags} --async-steps 0 --rollout-num-gpus 1")
+        assert message.startswith("--fully-async: needs a limit on the age of samples")
+
+
 @pytest.mark.parametrize(
     ("flag", "path", "expected"),
     [
