@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Optional
 
-from miles.arguments.optimizer import OptimizerArguments
+from miles.arguments.optimizer import OptimizerArguments, check_warmup
 from miles.flags import Errors, flag
 
 
@@ -45,6 +45,7 @@ def check_critic(
     """
     errors.above(critic, 0, "critic_lr")
     errors.at_least(critic, 0, "critic_lr_warmup_iters", "num_critic_only_steps")
+    check_warmup("critic_lr_warmup_iters", critic_optimizer(critic, optimizer), errors)
     rate = critic_optimizer(critic, optimizer).lr
     if errors.none_about("lr", "min_lr", "critic_lr") and rate < optimizer.min_lr:
         rule = f"is below --min-lr {optimizer.min_lr:g}, at which its decay ends"

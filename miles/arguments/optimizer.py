@@ -1,9 +1,10 @@
 """Configure the optimizer and its learning-rate schedule."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from miles.flags import Errors, flag
+from miles.flags import Errors, count, flag, flag_name
 
 
 @dataclass(frozen=True)
@@ -52,3 +53,26 @@ def check_optimizer(optimizer: OptimizerArguments, errors: Errors) -> None:
     if optimizer.lr_decay_style == "constant":
         unused = ["min_lr"] if optimizer.lr_warmup_fraction is not None else ["min_lr", "lr_decay_iters"]
         errors.refuse_ignored(optimizer, unused, "by --lr-decay-style constant", "choose linear or cosine")
+    check_warmup("lr_warmup_iters", optimizer, errors)
+
+
+def check_warmup(field: str, optimizer: OptimizerArguments, errors: Errors) -> None:
+    """Refuse a warm-up that is not shorter than ``--lr-decay-iters``, which includes it, as Megatron does.
+
+    Args:
+        field: The flag of the warm-up: the critic has its own.
+        optimizer: The settings, with this warm-up as ``lr_warmup_iters``.
+        errors: Collects what is wrong.
+    """
+    warmup, decay = optimizer.lr_warmup_iters, optimizer.lr_decay_iters
+    if decay is None or optimizer.lr_decay_style == "constant":
+        return
+    if warmup >= decay and errors.none_about(field, "lr_decay_iters"):
+        rule = f"must be less than --lr-decay-iters {decay}, which includes the warm-up"
+        errors.refuse(field, warmup, rule, "give a shorter warm-up or a longer decay")
+
+
+def notes_on_warmup(field: str, warmup: int, steps: int) -> Iterator[str]:
+    """Yield a note if the warm-up of the flag ``field`` takes all ``steps`` of a run, as in a short trial."""
+    if warmup >= steps:
+        yield f"{flag_name(field)} {warmup}: all of the run ({count(steps, 'optimizer step')}) is warm-up"

@@ -25,7 +25,7 @@ from miles.arguments.lora import check_lora, notes_on_lora, readings_of_lora
 from miles.arguments.megatron.rules import check_megatron
 from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import check_model
-from miles.arguments.optimizer import check_optimizer
+from miles.arguments.optimizer import check_optimizer, notes_on_warmup
 from miles.arguments.parallel import check_parallel, pad_recurrent_models
 from miles.arguments.profiling import check_profiling
 from miles.arguments.rehearsal import check_rehearsal
@@ -214,6 +214,16 @@ def _reconcile(settings: Settings, given: Collection[str], errors: Errors) -> tu
     return filled, [*loss_notes, *batch_notes, *pause_notes]
 
 
+def _notes_on_warmup(settings: Settings) -> Iterator[str]:
+    if settings.rollout.num_rollout is None or not settings.trains:
+        return
+    steps = settings.rollout.num_rollout * settings.steps_per_iteration
+    if settings.loss.type.trains_policy:
+        yield from notes_on_warmup("lr_warmup_iters", settings.optimizer.lr_warmup_iters, settings.policy_steps(steps))
+    if settings.loss.has_critic:
+        yield from notes_on_warmup("critic_lr_warmup_iters", settings.critic.critic_lr_warmup_iters, steps)
+
+
 def _surprises(settings: Settings) -> Iterator[str]:
     """Yield what is allowed, and may surprise."""
     yield from notes_on_rollout(settings.rollout, settings.loss)
@@ -227,6 +237,7 @@ def _surprises(settings: Settings) -> Iterator[str]:
     longest = settings.rollout.rollout_max_response_len
     if longest is not None:
         yield from notes_on_training(settings.training, settings.parallel.context_parallel_size, longest)
+    yield from _notes_on_warmup(settings)
     if settings.training.fp32_lm_head and settings.sglang.rollout_external:
         yield "--fp32-lm-head: the engines of --rollout-external must have been started with --enable-fp32-lm-head"
     if settings.reward.log_passrate and _is_undecided(settings):

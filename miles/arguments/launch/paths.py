@@ -192,10 +192,13 @@ def check_function_paths(settings: Settings, errors: Errors) -> None:
         if path is None or not errors.none_about(field):
             continue
         module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-        if all(part.isidentifier() for part in (*module.split("."), name)) or (module.endswith(PICKLED) and name):
+        of_file = re.fullmatch(r"(?:\./)?([\w/]+)\.py(?:[:.](\w+))?", path)
+        if of_file is not None and of_file[2] and _exists(path):
+            of_file = None  # a module whose name is py
+        names_module = all(part.isidentifier() for part in (*module.split("."), name))
+        if of_file is None and (names_module or (module.endswith(PICKLED) and name)):
             continue
         kind = "class" if hook.signature.startswith("class") else "function"
-        of_file = re.fullmatch(r"(?:\./)?([\w/]+)\.py(?:[:.](\w+))?", path)
         if of_file is not None:
             rule = f"names a file, and a {kind} is imported from a module"
             meant = f"{of_file[1].strip('/').replace('/', '.')}:{of_file[2] or 'NAME'}"

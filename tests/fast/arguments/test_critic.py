@@ -3,6 +3,7 @@
 import pytest
 
 from miles.arguments.explain import explain, without_effect
+from miles.flags import flag_name
 from miles.objective import explain as objective
 
 PPO = "--advantage-estimator ppo"
@@ -35,6 +36,10 @@ REFUSED = [
     (f"{PPO} --critic-lr 0", "above 0"),
     (f"{PPO} --critic-lr 1e-7 --min-lr 5e-7", "--critic-lr 1e-07: is below --min-lr 5e-07"),
     (f"{PPO} --critic-lr-warmup-iters=-1", "at least 0"),
+    (
+        f"{PPO} --critic-lr-warmup-iters 10 --lr-decay-iters 10",
+        "--critic-lr-warmup-iters 10: must be less than --lr-decay-iters 10",
+    ),
     (f"{PPO} --num-critic-only-steps=-1", "at least 0"),
     (f"{PPO} --num-critic-only-steps 10", "leaves none of the --num-rollout 10 iterations"),
     ("--advantage-estimator reinforce_plus_plus", "add --normalize-advantages"),
@@ -105,6 +110,16 @@ def test_the_formula_of_ppo(validated):
     assert "(0.99 · 0.95)^k" in formula and "V_old ± 0.3" in formula and "- 0.02 KL_k1" in formula
     assert "reward - mean" not in formula and "whitened" not in formula
     assert "whitened" in objective_formula(validated(f"{PPO} --normalize-advantages").settings)
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [("--lr-warmup-iters", "lr_warmup_iters"), (f"{PPO} --critic-lr-warmup-iters", "critic_lr_warmup_iters")],
+)
+def test_a_run_that_is_all_warm_up_is_noted(validated, flags, field):
+    assert not any("warm-up" in note for note in validated(f"{flags} 9").surprises)
+    (note,) = [note for note in validated(f"{flags} 10").surprises if "warm-up" in note]
+    assert note == f"{flag_name(field)} 10: all of the run (10 optimizer steps) is warm-up"
 
 
 def test_the_critic_has_a_schedule_of_its_own(validated):

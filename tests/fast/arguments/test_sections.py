@@ -60,6 +60,8 @@ OPTIMIZER = [
     ("--min-lr 1e-7 --lr-decay-style constant", "", "ignored by --lr-decay-style constant"),
     ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "", "sets the warm-up twice"),
     ("--lr-warmup-fraction 2", "", r"\[0, 1\]"),
+    ("--lr-warmup-iters 20 --lr-decay-iters 10", "", "--lr-warmup-iters 20: must be less than --lr-decay-iters 10"),
+    ("--lr-warmup-iters 10 --lr-decay-iters 10", "", "--lr-warmup-iters 10: must be less than --lr-decay-iters 10"),
     ("--adam-beta1 1", "", r"\[0, 1\)"),
     ("--weight-decay=-1", "", "at least 0"),
 ]

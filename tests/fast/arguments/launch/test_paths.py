@@ -96,3 +96,19 @@ def test_flags_instead_name_flags_that_exist(command):
     known = build_parser()._option_string_actions
     for what_to_do in FLAGS_INSTEAD.values():
         assert all(word.rstrip(",") in known for word in what_to_do.split() if word.startswith("--"))
+
+
+@pytest.mark.parametrize("path", ["reward.py", "reward.py:score", "reward.py.score", "./reward.py:score"])
+def test_a_file_is_no_module(refusals, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text("async def score(samples): ...\n")
+    (message,) = refusals(f"--custom-rm-path {path}", without="--rm-type")
+    name = "score" if "score" in path else "NAME"
+    assert "names a file, and a function is imported from a module" in message and f"write reward:{name}," in message
+
+
+def test_a_module_may_be_called_py(accepted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "reward" / "py.py").write_text("async def score(samples): ...\n")
+    assert accepted("--custom-rm-path reward.py:score", without="--rm-type")
