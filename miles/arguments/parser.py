@@ -57,6 +57,7 @@ from miles.arguments.rules.deterministic import check_deterministic_on_cpu
 from miles.arguments.rules.replay import check_replay_on_cpu
 from miles.arguments.settings import SECTIONS, Settings
 from miles.arguments.sglang.server_flags import ROUTER, SERVER, ServerFlags, split_server_flags
+from miles.arguments.sglang.server_sizes import check_server_heads
 from miles.arguments.sglang.server_values import check_server_files
 from miles.arguments.training import fill_precision
 from miles.arguments.validate import Validated, validate
@@ -515,6 +516,8 @@ def _judge(command: Command) -> Validated:
     if on_cpu:
         check_deterministic_on_cpu(settings, of_host)
         check_replay_on_cpu(settings, of_host)
+    else:
+        check_server_heads(settings, of_host)
     check_saved_samples(settings, of_host)
     check_server_files(settings, of_host)
     for message in of_host.messages:

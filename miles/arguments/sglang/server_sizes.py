@@ -11,7 +11,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from miles.arguments.launch.abilities import has_servers
 from miles.arguments.launch.spelling import group_words
+from miles.arguments.model import readable_config
+from miles.arguments.settings import Settings
 from miles.arguments.sglang.server_flags import ATTENTION_DATA_PARALLEL, DATA_PARALLEL, SERVER, ServerFlags, has_flag
 from miles.flags import Errors, count
 
@@ -56,6 +59,25 @@ def check_server_sizes(flags: ServerFlags, engine_size: int, errors: Errors) -> 
         if size.value not in (1, engine_size):
             what_to_do = f"give {engine_size}, or drop {size.flag}"
             errors.refuse(_field(size), size.value, f"{rule} over {_devices(engine_size)}, or not at all", what_to_do)
+
+
+def check_server_heads(settings: Settings, errors: Errors) -> None:
+    """Check that the devices that share one attention divide the model's heads. On CPU SGLang pads the heads."""
+    if not has_servers(settings) or settings.sglang.rollout_external or not settings.generates:
+        return
+    words, engine_size = settings.server_flags.server, settings.sglang.rollout_num_gpus_per_engine
+    config = readable_config(settings.model) or {}
+    heads = (config.get("text_config") or config).get("num_attention_heads")
+    groups = _attention_data(words, Errors()).value * _size(words, ATTENTION_CONTEXT).value
+    if heads is None or engine_size < 1 or groups < 1 or engine_size % groups:
+        return  # the model is not here, or the size has its own error
+    shared = engine_size // groups
+    if heads % shared:
+        rule = f"SGLang divides the model's {heads} attention heads over {count(shared, 'device')}"
+        what_to_do = f"give a size that divides {heads}"
+        if groups > 1:
+            rule, what_to_do = f"{rule} in each of {groups} groups", f"{what_to_do} times {groups}"
+        errors.refuse("rollout_num_gpus_per_engine", engine_size, f"{rule}, which does not divide them", what_to_do)
 
 
 def _attention_data(words: Sequence[str], errors: Errors) -> _Size:
