@@ -7,8 +7,8 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -39,6 +39,7 @@ from miles.arguments.launch.notes import OTHERS, Note, report, strict_errors, su
 from miles.arguments.launch.paths import names_functions
 from miles.arguments.launch.spelling import (
     INSTEAD_OF_VALUES,
+    SWITCH,
     cut_lists,
     cut_spaced_words,
     flags_in,
@@ -77,6 +78,7 @@ REPHRASED = (
         r"\1 \3: must be a list of whole numbers; write 1,1 or [0]*3+[1]*5",
     ),
     (r"""^(\S+): invalid choice: (['"])(.*)\2 \(choose from (.*)\)$""", r"\1 \3: no such choice; give one of \4"),
+    (r"""^(\S+): ignored explicit argument (['"])(.*)\2$""", rf"\1=\3: {SWITCH}"),
     (r"^(\S+): (expected .*)$", r"\1: \2; write a value that starts with a minus as \1=VALUE"),
 )
 
@@ -552,18 +554,29 @@ def main_parse(argv: Sequence[str]) -> Validated:
     Wrong flags are printed to stderr, all of them, and the program exits with 2. ``--explain``, ``--help`` and
     ``--version`` print to stdout and exit with 0.
     """
-    try:
+    with _exiting():
         command, validated = judge_with_hub(lambda: read_command(argv))
-    except FlagError as error:
-        print(_report(error.messages), file=sys.stderr)
-        raise SystemExit(2) from None
-    except ValueError as error:
-        print(_report([str(error)]), file=sys.stderr)
-        raise SystemExit(2) from None
     if command.explains:
         print(explain(validated))
         raise SystemExit(0)
     return validated
+
+
+def refuse_wrong_flags(argv: Sequence[str]) -> None:
+    """Do what ``main_parse`` does with wrong flags, before the hub is asked for the config of the model."""
+    with _exiting():
+        _judge_without_hub(read_command(argv), judge)
+
+
+@contextmanager
+def _exiting() -> Iterator[None]:
+    """Print wrong flags, and exit with 2."""
+    try:
+        yield
+    except ValueError as error:
+        messages = error.messages if isinstance(error, FlagError) else [str(error)]
+        print(_report(messages), file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def judge_with_hub(
@@ -574,13 +587,7 @@ def judge_with_hub(
     Wrong flags are reported without the hub, except the bridge's: whether it is needed depends on the model.
     """
     command = read()
-    validated: Validated | FlagError
-    try:
-        validated = judged(command)
-    except FlagError as error:
-        if not all("--megatron-to-hf-mode" in message for message in error.messages):
-            raise
-        validated = error
+    validated = _judge_without_hub(command, judged)
     fetched = fetch_configs(command.settings.model)
     if fetched.is_any:
         command = read()
@@ -588,6 +595,15 @@ def judge_with_hub(
     if isinstance(validated, FlagError):
         raise validated
     return command, replace(validated, surprises=(*validated.surprises, *fetched.notes))
+
+
+def _judge_without_hub(command: Command, judged: Callable[[Command], Validated]) -> Validated | FlagError:
+    try:
+        return judged(command)
+    except FlagError as error:
+        if not all("--megatron-to-hf-mode" in message for message in error.messages):
+            raise
+        return error
 
 
 def _report(messages: Sequence[str]) -> str:

@@ -57,6 +57,7 @@ def check_training(training: TrainingArguments, errors: Errors) -> None:
     """Check sizes, and that one way of cutting micro-batches is chosen."""
     sizes = ("global_batch_size", "num_steps_per_rollout", "ppo_epochs", "micro_batch_size", "max_tokens_per_gpu")
     errors.at_least(training, 1, *sizes)
+    errors.at_least(training, 0, "seed")
     if training.use_dynamic_global_batch_size and training.num_steps_per_rollout not in (None, 1):
         rule = "contradicts --use-dynamic-global-batch-size, which takes one step per iteration"
         errors.refuse("num_steps_per_rollout", training.num_steps_per_rollout, rule, "keep one of the two")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles.arguments.parser import main_parse
+from miles.arguments.parser import main_parse, refuse_wrong_flags
 from miles.cluster.folders.folder_lock import is_held
 from miles.commands import train
 from miles.hidden_secrets import hide_on_command_line
@@ -39,9 +39,10 @@ def main(argv: Sequence[str]) -> int:
     out: Path = given.output_dir
     try:
         _check(out)
-        source = model.prepare(folder, given.model_target)
-        command = ["--config", str(SETTINGS), *_settings(out, source, given.seed, flags), *flags]
         _write_inputs(out)  # the same ones in every quickstart
+        refuse_wrong_flags(_command(out, model.HUB_NAME, given.seed, flags))  # a model takes long to fetch or convert
+        source = model.prepare(folder, given.model_target)
+        command = _command(out, source, given.seed, flags)
         validated = main_parse(command)  # exits for wrong flags, --explain and --version
         if not validated.settings.rehearsal.rehearse:
             _check(out)  # another quickstart may have started meanwhile
@@ -60,8 +61,8 @@ def main(argv: Sequence[str]) -> int:
     return status
 
 
-def _settings(out: Path, source: str | Path, seed: int, flags: Sequence[str]) -> list[str]:
-    """Return what the quickstart adds to its file of settings, as ``key=value``."""
+def _command(out: Path, source: str | Path, seed: int, flags: Sequence[str]) -> list[str]:
+    """Return the words of the run: the file of settings, what the quickstart adds as ``key=value``, and the flags."""
     settings = [
         f"hf_checkpoint={source}",
         f"prompt_data={out / 'data' / 'train.jsonl'}",
@@ -74,7 +75,7 @@ def _settings(out: Path, source: str | Path, seed: int, flags: Sequence[str]) ->
     ]
     if not {"--bf16", "--fp32"} & {*flags}:
         settings.append(f"{'bf16' if has_bf16() or has_gpu() else 'fp32'}=true")
-    return settings
+    return ["--config", str(SETTINGS), *settings, *flags]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -22,6 +22,7 @@ FSDP has neither tensor nor pipeline parallel: all of its ranks are token ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 
 from miles.flags import Errors, collect_errors
 
@@ -149,10 +150,10 @@ class ParallelDims:
         ):
             if self.world_size % size:
                 rule = (
-                    f"{product}must divide the {self.world_size} trainer ranks "
+                    f"{product}must divide the {_ranks(self.world_size, 'trainer rank')} "
                     "(--actor-num-nodes x --actor-num-gpus-per-node)"
                 )
-                what_to_do = f"give sizes whose product divides {self.world_size}"
+                what_to_do = self._more_ranks() or f"give sizes whose product divides {self.world_size}"
                 errors.refuse(name, getattr(self, name), rule, what_to_do)
                 return
 
@@ -162,9 +163,10 @@ class ParallelDims:
             chosen = "" if self.expert_tensor_parallel_size else " (by default that of all tensors)"
             rule = (
                 f"times --expert-tensor-parallel-size {etp}{chosen} times --pipeline-model-parallel-size {pp} "
-                f"must divide the {self.world_size} trainer ranks"
+                f"must divide the {_ranks(self.world_size, 'trainer rank')}"
             )
-            errors.refuse("expert_model_parallel_size", ep, rule, "give sizes that divide them")
+            what_to_do = self._more_ranks() or "give sizes that divide them"
+            errors.refuse("expert_model_parallel_size", ep, rule, what_to_do)
 
     def _check_context(self, errors: Errors) -> None:
         size = self.context_parallel_size
@@ -173,7 +175,20 @@ class ParallelDims:
             errors.refuse("context_parallel_size", size, rule, "keep one of the two")
         elif self.token_ranks % size:
             rule = (
-                f"must divide the {self.token_ranks} ranks that hold different tokens "
+                f"must divide the {_ranks(self.token_ranks)} that hold{'s' * (self.token_ranks == 1)} different tokens "
                 "(all trainer ranks, over tensor and pipeline)"
             )
-            errors.refuse("context_parallel_size", size, rule, f"give a divisor of {self.token_ranks}")
+            what_to_do = self._more_ranks() or f"give a divisor of {self.token_ranks}"
+            errors.refuse("context_parallel_size", size, rule, what_to_do)
+
+    def _more_ranks(self) -> str:
+        """Return how a run of one rank gets as many as its sizes need; nothing if it has several already."""
+        if self.world_size > 1:
+            return ""
+        of_tokens = self.model_parallel_size * self.context_parallel_size
+        of_experts = self.expert_model_parallel_size * self.ranks_per_expert_matrix * self.pipeline_model_parallel_size
+        return f"give --actor-num-gpus-per-node {lcm(of_tokens, of_experts)} (on CPU too)"
+
+
+def _ranks(number: int, name: str = "rank") -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"

@@ -187,9 +187,10 @@ _ROLLOUT = [
         "--update-weights-interval V",
         neutral=("1",),
     ),
-    *refused(
-        "rewards of a whole group are not called in this version",
-        "score each sample, or normalize with --custom-advantage-function-path, which sees groups",
+    *noted(
+        SAME,
+        "the reward function is called with all samples of a group at once (with --reward-error value or drop, failed "
+        "samples are left out, and after an error each sample is scored alone)",
         "--group-rm",
     ),
 ]

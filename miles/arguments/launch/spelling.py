@@ -24,12 +24,22 @@ OTHER_VALUES = {
     ("--opd-type", "sglang"): ("server", "the teacher is in servers of its own"),
 }
 
+_DR_GRPO = (
+    "give --advantage-estimator grpo --disable-grpo-std-normalization, and --loss-aggregation constant with "
+    "--loss-aggregation-divisor"
+)
 # (flag, value elsewhere) -> what to do, for values that are none here and have no counterpart of the same flag
 INSTEAD_OF_VALUES = {
     ("--advantage-estimator", "on_policy_distillation"): (
         "give --use-opd, which works beside any estimator, and --rm-type zero if nothing else is rewarded"
     ),
+    ("--advantage-estimator", "dr_grpo"): _DR_GRPO,
+    ("--loss-type", "grpo"): "give --advantage-estimator grpo and --loss-aggregation sample_mean",
+    ("--loss-type", "dr_grpo"): _DR_GRPO,
+    ("--loss-type", "dapo"): "give --advantage-estimator grpo --loss-aggregation token_mean --eps-clip-high 0.28",
 }
+
+SWITCH = "is a switch and takes no value; give it alone, or leave it out"
 
 
 def cut_spaced_words(words: Sequence[str], known: Collection[str]) -> list[str]:
@@ -130,13 +140,16 @@ def stray_words(words: Sequence[str], actions: Mapping[str, argparse.Action]) ->
     for flag, values in group_words(words):
         if flag and flag not in actions:
             continue
-        extra = [word for word in values[_most_values(actions.get(flag)) :] if not word.startswith("-")]
+        most = _most_values(actions.get(flag))
+        extra = [word for word in values[most:] if not word.startswith("-")]
         if flag == _ONE_SOURCE and extra:
             has_names = len(values) % 2 == 0 and all(name.isidentifier() for name in values[::2])
             pairs = values if has_names else [word for source in values for word in ("NAME", source)]
             messages.append(
                 f"{written(flag, values)}: takes one source; for several give --prompt-mix {' '.join(pairs)}"
             )
+        elif flag and most == 0 and len(extra) == 1 and not _SETTING.match(extra[0]):
+            messages.append(f"{written(flag, extra)}: {SWITCH}")
         else:
             stray += [(word, flag) for word in extra]
     settings = [(word, flag) for word, flag in stray if _SETTING.match(word)]

@@ -22,6 +22,21 @@ _SYNONYMS = {
 }
 _COMMON = {"num", "size", "path", "dir", "type", "max", "min", "use", "per", "custom", "id", "ids"}
 _COMMON |= {"no", "enable", "disable"}
+# Flags of TRL and OpenRLHF -> what to give here.
+COUNTERPARTS = {
+    "--num-generations": "--n-samples-per-prompt",
+    "--beta": "--use-kl-loss with --kl-loss-coef",
+    "--num-iterations": "--ppo-epochs",
+    "--max-completion-length": "--rollout-max-response-len",
+    "--scale-rewards": "--advantage-estimator grpo, and --disable-grpo-std-normalization for unscaled rewards",
+    "--temperature": "--rollout-temperature",
+    "--gen-temperature": "--rollout-temperature",
+    "--top-p": "--rollout-top-p",
+    "--top-k": "--rollout-top-k",
+    "--per-device-train-batch-size": "--micro-batch-size, and --global-batch-size for the samples of a step",
+    "--train-batch-size": "--global-batch-size",
+    "--vllm-gpu-memory-utilization": "--sglang-mem-fraction-static",
+}
 
 
 def suggestion(flag: str, known: Iterable[str]) -> str:
@@ -31,6 +46,9 @@ def suggestion(flag: str, known: Iterable[str]) -> str:
         flag: The flag, as written.
         known: All flags that exist.
     """
+    counterpart = COUNTERPARTS.get(flag.replace("_", "-"))
+    if counterpart is not None:
+        return f"give {counterpart}; miles translate FILE translates a whole command of TRL or OpenRLHF"
     near = nearest_flag(flag, known)
     return f"did you mean {near}?" if near else "--help lists all flags"
 

@@ -111,6 +111,7 @@ class Trl(Launcher):
     def translate(self, translation: Translation) -> Objective:
         """Translate ``GRPOConfig``."""
         apply(ROWS, translation)
+        translation.carry("the column of prompts", "--input-key", "prompt")
         _reports(translation)
         _batch(translation)
         _sampling(translation)

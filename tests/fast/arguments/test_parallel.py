@@ -18,6 +18,14 @@ DYNAMIC = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 64"
             "--context-parallel-size 3",
             "--context-parallel-size 3: must divide the 8 ranks that hold different tokens",
         ),
+        (
+            "--actor-num-gpus-per-node 1 --context-parallel-size 2",
+            r"must divide the 1 rank that .*; give --actor-num-gpus-per-node 2 \(on CPU too\)$",
+        ),
+        (
+            "--train-backend megatron --actor-num-gpus-per-node 1 --tensor-model-parallel-size 2",
+            r"must divide the 1 trainer rank .*; give --actor-num-gpus-per-node 2 \(on CPU too\)$",
+        ),
         ("--context-parallel-size 0", "at least 1"),
         ("--context-parallel-size 2 --qkv-format bshd", "--qkv-format bshd: padded lengths are not known"),
         (f"{DYNAMIC} --qkv-format bshd", "--qkv-format bshd: .* under --dynamic-context-parallel"),

@@ -58,8 +58,19 @@ def test_a_file_of_flags(tmp_path):
         ("--seed 1.5", "--seed 1.5: must be a number (int)"),
         ("--loss-aggregation mean", "--loss-aggregation mean: no such choice; give one of 'sample_mean', "),
         ("--loss-agg-mode mean", "--loss-agg-mode mean: no such choice; give one of 'token-mean', "),
+        (
+            "--loss-type dapo",
+            "--loss-type dapo: no such choice; give --advantage-estimator grpo --loss-aggregation token",
+        ),
+        (
+            "--loss-type grpo",
+            "--loss-type grpo: no such choice; give --advantage-estimator grpo and --loss-aggregation",
+        ),
+        ("--advantage-estimator dr_grpo", "no such choice; give --advantage-estimator grpo --disable-grpo-std-normal"),
+        ("--num-generations 4", "--num-generations: no such flag; give --n-samples-per-prompt; miles translate FILE"),
         ("--lr", "--lr: expected one argument; write a value that starts with a minus as --lr=VALUE"),
-        ("--colocate=yes", "--colocate: ignored explicit argument 'yes'"),
+        ("--colocate=yes", "--colocate=yes: is a switch and takes no value; give it alone, or leave it out"),
+        ("--bf16 true", "--bf16 true: is a switch and takes no value; give it alone, or leave it out"),
         ("@nowhere.flags", "@nowhere.flags: the file of flags cannot be read"),
     ],
 )
@@ -78,7 +89,7 @@ def test_wrong_flags_are_one_line_and_exit_code_2(words, sentence, command, caps
 def test_all_errors_are_reported_at_once_whatever_finds_them(command, capsys):
     with pytest.raises(SystemExit) as caught:
         main_parse(
-            command("--lr fast --seed x --rolout-batch-size 3 --loss-aggregation mean --xyzzy --eps-clip 0 --group-rm")
+            command("--lr fast --seed x --rolout-batch-size 3 --loss-aggregation mean --xyzzy --eps-clip 0 --use-lora")
         )
     assert caught.value.code == 2
     first, *errors = capsys.readouterr().err.splitlines()
@@ -88,7 +99,7 @@ def test_all_errors_are_reported_at_once_whatever_finds_them(command, capsys):
         "    --eps-clip 0.0",
         "    --lr fast",
         "    --seed x",
-        "    --group-rm",
+        "    --use-lora",
         "    --rolout-batch-size",
         "    --xyzzy",
     ]

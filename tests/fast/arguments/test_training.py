@@ -15,6 +15,7 @@ from miles.arguments.validate import validate
     [
         ("--global-batch-size 5", "8 x --n-samples-per-prompt 4 = 32"),
         ("--global-batch-size 0", "--global-batch-size 0: must be a finite number of at least 1"),
+        ("--seed=-1", "--seed -1: must be a finite number of at least 0"),
         ("--ppo-epochs 0", "--ppo-epochs 0: must be a finite number of at least 1"),
         ("--num-steps-per-rollout 5", "give a divisor of 32"),
         ("--global-batch-size 8 --num-steps-per-rollout 2", "makes 16 trajectories, but .* = 32"),

@@ -66,6 +66,14 @@ def test_other_folders_and_models_are_refused(model, started, tmp_path, capsys):
     assert not started
 
 
+@pytest.mark.parametrize("wrong", [["--lr", "x"], ["--eps-clip", "0"]])
+def test_wrong_flags_are_refused_before_the_model_is_fetched(wrong, started, monkeypatch, capsys):
+    monkeypatch.setattr(quickstart.model, "prepare", lambda *_: pytest.fail("it was fetched"))
+    with pytest.raises(SystemExit) as end:
+        quickstart.main(["--output-dir", "out", *wrong, "--explain"])
+    assert end.value.code == 2 and wrong[0] in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "status"), [(["--explain"], 0), (["--version"], 0), (["--rehearse"], 0), (["--lrr", "1"], 2)]
 )

@@ -68,7 +68,12 @@ made: {up: 1}
 }
 # launcher, flags that must be there, the value of the uneven batch there, whether our mode is exact
 EXPECTED = {
-    "trl.py": ("trl", ["--loss-aggregation token_mean", "--eps-clip-high 0.28", "--kl-loss-type k3"], 7 / 24, False),
+    "trl.py": (
+        "trl",
+        ["--input-key prompt", "--loss-aggregation token_mean", "--eps-clip-high 0.28", "--kl-loss-type k3"],
+        7 / 24,
+        False,
+    ),
     "trl.json": ("trl", ["--loss-aggregation constant", "--loss-aggregation-divisor 256"], 5 / 64, True),
     "verl.yaml": ("verl", ["--loss-aggregation sample_mean", "--global-batch-size 64", "--lr 1e-06"], 7 / 16, True),
     "verl.sh": ("verl", ["--loss-aggregation-divisor 0.001953125", "--rollout-batch-size 128"], 5.0, True),

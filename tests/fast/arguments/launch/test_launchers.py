@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from miles.arguments.launch.notes import SAME
 from tests.fast.arguments.launch.test_no_effect import QWEN3
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
@@ -40,6 +41,11 @@ def model(tmp_path):
         return f"--hf-checkpoint {tmp_path}"
 
     return write
+
+
+def test_a_reward_function_sees_whole_groups_anyway(accepted):
+    (note,) = [note for note in accepted("--group-rm").accepted if note.written == "--group-rm"]
+    assert note.heading == SAME and "all samples of a group at once" in note.why
 
 
 def test_files_of_samples_are_told_apart(accepted):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.arguments.launch.normalize import FOREIGN_FLAGS
-from miles.arguments.launch.suggest import near_choice, nearest_flag, suggestion
+from miles.arguments.launch.suggest import COUNTERPARTS, near_choice, nearest_flag, suggestion
 from miles.arguments.megatron.fields import megatron_fields
 from miles.arguments.parser import build_parser
 
@@ -27,6 +27,10 @@ KNOWN = sorted({*build_parser()._option_string_actions, *FOREIGN_FLAGS, *(f.flag
         ("--tensor_model_parallel_size", "did you mean --tensor-model-parallel-size?"),
         ("--advantage_estimatr", "did you mean --advantage-estimator?"),
         ("--override_opt_param_scheduler", "did you mean --override-opt-param-scheduler?"),
+        *(
+            (flag, f"give {here}; miles translate FILE translates a whole command of TRL or OpenRLHF")
+            for flag, here in COUNTERPARTS.items()
+        ),
         ("--kl-loss-coeff", "did you mean --kl-loss-coef?"),
         ("--learning-rate", "did you mean --lr?"),
         ("--critic-learning-rate", "did you mean --critic-lr?"),
@@ -44,7 +48,6 @@ KNOWN = sorted({*build_parser()._option_string_actions, *FOREIGN_FLAGS, *(f.flag
         ("--max-tokens-per-device", "--help lists all flags"),
         ("--warmup-steps", "--help lists all flags"),
         ("--rollout-n", "--help lists all flags"),
-        ("--temperature", "--help lists all flags"),
         ("--xyzzy", "--help lists all flags"),
         ("--rm-uri-list", "--help lists all flags"),
         ("--no-colocate", "--help lists all flags"),
@@ -131,3 +134,8 @@ def test_a_suggested_flag_that_is_refused_says_what_to_do(refusals):
     assert message.endswith(
         "did you mean --max-weight-staleness? It is refused here: give it as --async-steps, with --fully-async"
     )
+
+
+def test_flags_of_other_trainers_do_not_exist_and_their_counterparts_do():
+    counterparts = {word.rstrip(",") for text in COUNTERPARTS.values() for word in text.split() if word[:2] == "--"}
+    assert counterparts <= {*KNOWN, "--sglang-mem-fraction-static"} and not {*COUNTERPARTS} & {*KNOWN}
