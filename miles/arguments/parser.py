@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -39,13 +38,13 @@ from miles.arguments.launch.notes import OTHERS, Note, report, strict_errors, su
 from miles.arguments.launch.paths import names_functions
 from miles.arguments.launch.spelling import (
     INSTEAD_OF_VALUES,
-    SWITCH,
     cut_lists,
     cut_spaced_words,
     flags_in,
     given_twice,
     group_words,
     read_other_values,
+    rephrased,
     stray_words,
     with_written_flags,
     without_flags,
@@ -69,19 +68,6 @@ from miles.one_line import one_line
 
 FOREIGN = "foreign:"  # prefix of the flags of other launchers in argparse's namespace
 
-# argparse's messages -> flag, value, rule and what to do
-REPHRASED = (
-    (r"^argument ", ""),
-    (r"""^(\S+): invalid (int|float) value: (['"])(.*)\3$""", r"\1 \4: must be a number (\2); correct the value"),
-    (
-        r"""^(\S+): invalid whole_numbers value: (['"])(.*)\2$""",
-        r"\1 \3: must be a list of whole numbers; write 1,1 or [0]*3+[1]*5",
-    ),
-    (r"""^(\S+): invalid choice: (['"])(.*)\2 \(choose from (.*)\)$""", r"\1 \3: no such choice; give one of \4"),
-    (r"""^(\S+): ignored explicit argument (['"])(.*)\2$""", rf"\1=\3: {SWITCH}"),
-    (r"^(\S+): (expected .*)$", r"\1: \2; write a value that starts with a minus as \1=VALUE"),
-)
-
 RAY_ADDRESS = "RAY_ADDRESS"  # the variable that Ray's own commands read
 
 LARGEST_FILE = 1_000_000  # characters of an @file
@@ -98,7 +84,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ``FlagError`` with the errors so far, and with this one, after which the words cannot be read on."""
-        self.errors.add(_rephrased(message))
+        self.errors.add(rephrased(message))
         raise FlagError(*self.errors.messages)
 
     def _read_args_from_files(self, arg_strings: list[str]) -> list[str]:
@@ -173,7 +159,7 @@ class FlagParser(argparse.ArgumentParser):
         try:
             values = super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:
-            return self._refuse_value(action, arg_strings, _rephrased(str(error)))
+            return self._refuse_value(action, arg_strings, rephrased(str(error)))
         for value in values if isinstance(values, list) else [values]:
             if isinstance(value, int) and abs(value) > LARGEST:
                 shown = one_line(" ".join(arg_strings), LONGEST_VALUE)
@@ -199,13 +185,6 @@ def _with_its_own_way_out(text: str) -> str:
     """Add what to do about a flag of related launchers that is suggested and refused here."""
     row = FOREIGN_FLAGS.get(text.removeprefix("did you mean ").removesuffix("?"))
     return text if row is None or row.verdict != "refused" else f"{text} It is refused here: {row.what_to_do}"
-
-
-def _rephrased(message: str) -> str:
-    message = re.sub(rf"'([^']{{{LONGEST_VALUE}}})[^']*'", r"'\1…'", message)
-    for pattern, sentence in REPHRASED:
-        message = re.sub(pattern, sentence, message)
-    return message
 
 
 class DefaultsFormatter(argparse.HelpFormatter):

@@ -41,6 +41,19 @@ INSTEAD_OF_VALUES = {
 
 SWITCH = "is a switch and takes no value; give it alone, or leave it out"
 
+# argparse's messages -> flag, value, rule and what to do
+REPHRASED = (
+    (r"^argument ", ""),
+    (r"""^(\S+): invalid (int|float) value: (['"])(.*)\3$""", r"\1 \4: must be a number (\2); correct the value"),
+    (
+        r"""^(\S+): invalid whole_numbers value: (['"])(.*)\2$""",
+        r"\1 \3: must be a list of whole numbers; write 1,1 or [0]*3+[1]*5",
+    ),
+    (r"""^(\S+): invalid choice: (['"])(.*)\2 \(choose from (.*)\)$""", r"\1 \3: no such choice; give one of \4"),
+    (r"""^(\S+): ignored explicit argument (['"])(.*)\2$""", rf"\1=\3: {SWITCH}"),
+    (r"^(\S+): (expected .*)$", r"\1: \2; write a value that starts with a minus as \1=VALUE"),
+)
+
 
 def cut_spaced_words(words: Sequence[str], known: Collection[str]) -> list[str]:
     """Cut words that hold a flag and its value (``'--lr 1e-6'``) in two, as launch scripts contain such words."""
@@ -188,6 +201,14 @@ def _quoted(stray: Sequence[tuple[str, str]]) -> str:
         for word, (_, flag) in zip(public_words([word for word, _ in stray]), stray, strict=True)
     ]
     return f"the word{'s' if len(stray) > 1 else ''} {', '.join(shown)}"
+
+
+def rephrased(message: str) -> str:
+    """Return a message of argparse as flag, value, rule and what to do."""
+    message = re.sub(rf"'([^']{{{LONGEST_VALUE}}})[^']*'", r"'\1…'", message)
+    for pattern, sentence in REPHRASED:
+        message = re.sub(pattern, sentence, message)
+    return message
 
 
 def given_twice(words: Sequence[str]) -> list[Note]:
