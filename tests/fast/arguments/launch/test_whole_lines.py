@@ -88,7 +88,7 @@ REFUSED = [
         "takes one source; for several give --prompt-mix a A.jsonl b B.jsonl",
     ),
     ("dense", "--prompt-data A.jsonl B.jsonl", "for several give --prompt-mix NAME A.jsonl NAME B.jsonl"),
-    ("dense", "--lr 1 2 --colocate yes", "the words '2' after --lr, 'yes' after --colocate belong to no flag; every"),
+    ("dense", "--lr 1 2 --seed 3 yes", "the words '2' after --lr, 'yes' after --seed belong to no flag; every"),
     ("dense", "data.size=8 +algorithm.x.y=1", "another trainer; write the command to a file, and miles translate FILE"),
     ("dense", f"{SGLANG} --strict-flags --colocate --rollout-num-gpus 4", "--rollout-num-gpus 4: has no effect (with"),
 ]
