@@ -109,7 +109,7 @@ async def test_a_server_that_gives_no_answer_is_not_said_to_have_answered(make_s
 
 
 @pytest.mark.parametrize("kind", ["remote_rm", "judge"])
-async def test_no_more_requests_at_a_time_than_this_process_may_send(make_sample, kind):
+async def test_no_more_requests_at_a_time_than_allowed(make_sample, kind):
     lock, now, most, both = threading.Lock(), 0, 0, threading.Barrier(2)
 
     def answer(path, headers, body):
