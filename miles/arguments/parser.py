@@ -533,7 +533,7 @@ def main_parse(argv: Sequence[str]) -> Validated:
     Wrong flags are printed to stderr, all of them, and the program exits with 2. ``--explain``, ``--help`` and
     ``--version`` print to stdout and exit with 0.
     """
-    with _exiting():
+    with _exiting_on_wrong_flags():
         command, validated = judge_with_hub(lambda: read_command(argv))
     if command.explains:
         print(explain(validated))
@@ -542,14 +542,14 @@ def main_parse(argv: Sequence[str]) -> Validated:
 
 
 def refuse_wrong_flags(argv: Sequence[str]) -> None:
-    """Do what ``main_parse`` does with wrong flags, before the hub is asked for the config of the model."""
-    with _exiting():
+    """Print wrong flags and exit with 2, as ``main_parse`` does, without asking the hub for the model's config."""
+    with _exiting_on_wrong_flags():
         _judge_without_hub(read_command(argv), judge)
 
 
 @contextmanager
-def _exiting() -> Iterator[None]:
-    """Print wrong flags, and exit with 2."""
+def _exiting_on_wrong_flags() -> Iterator[None]:
+    """Print the errors that this block raises, and exit with 2."""
     try:
         yield
     except ValueError as error:

@@ -84,8 +84,8 @@ def validate(settings: Settings, given: Collection[str] = ()) -> Validated:
 
     Args:
         settings: The settings.
-        given: The fields that a command sets, ``Command.given``: what it asks for is not replaced, even where it is
-            the default.
+        given: The fields that a command sets (``Command.given``). Their values are not replaced, even if they equal
+            the defaults.
 
     Raises:
         FlagError: With one message per error, each naming the flag, its value, the rule and what to do.

@@ -15,7 +15,7 @@ class NoPromptsLeft(ValueError):
     """All prompts of a set are left out (``--max-prompt-pass-rate``), so too few groups are left to draw.
 
     Attributes:
-        left: How many can be drawn all the same.
+        left: How many groups can still be drawn.
     """
 
     def __init__(self, message: str = "", left: int = 0) -> None:

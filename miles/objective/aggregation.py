@@ -417,8 +417,8 @@ def reconcile_aggregation(
         trajectories_per_step: N; None if it is not known, which has its own error.
         samples_per_prompt: The trajectories of a group.
         errors: Collects what is wrong.
-        is_given: Whether the command gives ``--loss-aggregation``: the default gives way to other flags, and the same
-            value does not if it was asked for.
+        is_given: Whether the command gives ``--loss-aggregation``. Other flags may replace the default, but not the
+            same value in the command.
     """
     notes: list[str] = []
     may_relabel = loss.loss_aggregation == "sample_mean" and not is_given

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
-from miles.flags import Errors, collect_errors
+from miles.flags import Errors, collect_errors, count
 
 
 def possible_sizes(ranks: int) -> list[int]:
@@ -150,7 +150,7 @@ class ParallelDims:
         ):
             if self.world_size % size:
                 rule = (
-                    f"{product}must divide the {_ranks(self.world_size, 'trainer rank')} "
+                    f"{product}must divide the {count(self.world_size, 'trainer rank')} "
                     "(--actor-num-nodes x --actor-num-gpus-per-node)"
                 )
                 what_to_do = self._more_ranks() or f"give sizes whose product divides {self.world_size}"
@@ -163,7 +163,7 @@ class ParallelDims:
             chosen = "" if self.expert_tensor_parallel_size else " (by default that of all tensors)"
             rule = (
                 f"times --expert-tensor-parallel-size {etp}{chosen} times --pipeline-model-parallel-size {pp} "
-                f"must divide the {_ranks(self.world_size, 'trainer rank')}"
+                f"must divide the {count(self.world_size, 'trainer rank')}"
             )
             what_to_do = self._more_ranks() or "give sizes that divide them"
             errors.refuse("expert_model_parallel_size", ep, rule, what_to_do)
@@ -174,8 +174,9 @@ class ParallelDims:
             rule = "fixes what --dynamic-context-parallel chooses for each micro-batch"
             errors.refuse("context_parallel_size", size, rule, "keep one of the two")
         elif self.token_ranks % size:
+            holds = "holds" if self.token_ranks == 1 else "hold"
             rule = (
-                f"must divide the {_ranks(self.token_ranks)} that hold{'s' * (self.token_ranks == 1)} different tokens "
+                f"must divide the {count(self.token_ranks, 'rank')} that {holds} different tokens "
                 "(all trainer ranks, over tensor and pipeline)"
             )
             what_to_do = self._more_ranks() or f"give a divisor of {self.token_ranks}"
@@ -188,7 +189,3 @@ class ParallelDims:
         of_tokens = self.model_parallel_size * self.context_parallel_size
         of_experts = self.expert_model_parallel_size * self.ranks_per_expert_matrix * self.pipeline_model_parallel_size
         return f"give --actor-num-gpus-per-node {lcm(of_tokens, of_experts)} (on CPU too)"
-
-
-def _ranks(number: int, name: str = "rank") -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"

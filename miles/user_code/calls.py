@@ -87,7 +87,7 @@ async def run_blocking(function: Callable[..., T], *args: Any, **named: Any) -> 
 
 @contextmanager
 def while_waiting(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Have ``run_blocking`` enter ``context()`` while it waits for a thread, in tasks that this block makes."""
+    """Make ``run_blocking`` enter ``context()`` while it waits for a thread, in tasks that this block creates."""
     token = _while_waiting.set(context)
     try:
         yield

@@ -39,10 +39,10 @@ INSTEAD_OF_VALUES = {
     ("--loss-type", "dapo"): "give --advantage-estimator grpo --loss-aggregation token_mean --eps-clip-high 0.28",
 }
 
-SWITCH = "is a switch and takes no value; give it alone, or leave it out"
+_SWITCH = "is a switch and takes no value; give it alone, or leave it out"
 
 # argparse's messages -> flag, value, rule and what to do
-REPHRASED = (
+_REPHRASED = (
     (r"^argument ", ""),
     (r"""^(\S+): invalid (int|float) value: (['"])(.*)\3$""", r"\1 \4: must be a number (\2); correct the value"),
     (
@@ -50,7 +50,7 @@ REPHRASED = (
         r"\1 \3: must be a list of whole numbers; write 1,1 or [0]*3+[1]*5",
     ),
     (r"""^(\S+): invalid choice: (['"])(.*)\2 \(choose from (.*)\)$""", r"\1 \3: no such choice; give one of \4"),
-    (r"""^(\S+): ignored explicit argument (['"])(.*)\2$""", rf"\1=\3: {SWITCH}"),
+    (r"""^(\S+): ignored explicit argument (['"])(.*)\2$""", rf"\1=\3: {_SWITCH}"),
     (r"^(\S+): (expected .*)$", r"\1: \2; write a value that starts with a minus as \1=VALUE"),
 )
 
@@ -162,7 +162,7 @@ def stray_words(words: Sequence[str], actions: Mapping[str, argparse.Action]) ->
                 f"{written(flag, values)}: takes one source; for several give --prompt-mix {' '.join(pairs)}"
             )
         elif flag and most == 0 and len(extra) == 1 and not _SETTING.match(extra[0]):
-            messages.append(f"{written(flag, extra)}: {SWITCH}")
+            messages.append(f"{written(flag, extra)}: {_SWITCH}")
         else:
             stray += [(word, flag) for word in extra]
     settings = [(word, flag) for word, flag in stray if _SETTING.match(word)]
@@ -206,7 +206,7 @@ def _quoted(stray: Sequence[tuple[str, str]]) -> str:
 def rephrased(message: str) -> str:
     """Return a message of argparse as flag, value, rule and what to do."""
     message = re.sub(rf"'([^']{{{LONGEST_VALUE}}})[^']*'", r"'\1…'", message)
-    for pattern, sentence in REPHRASED:
+    for pattern, sentence in _REPHRASED:
         message = re.sub(pattern, sentence, message)
     return message
 

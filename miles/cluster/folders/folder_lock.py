@@ -146,8 +146,8 @@ def _not_writable(flag: str, path: Path, error: OSError) -> ValueError:
 
 def _beat(path: Path, record: dict[str, Any], stop: threading.Event) -> None:
     while not stop.wait(HEARTBEAT_SECONDS):
-        # Another record: taken over after this process was stopped for long. A record that cannot be read this time, as
-        # from a network's file system, says nothing.
+        # Another record means that a launcher took the folder over while this process was stopped. A lock that cannot
+        # be read for a moment, as on a network file system, is kept.
         if _read(path) not in (record, None):
             return
         with suppress(OSError):

@@ -62,8 +62,8 @@ class Router:
             # ids and no text: all look alike, and all go to one server until it is 64 requests ahead of the others.
             words += ["--policy", "round_robin"]
         if not has_flag(flags, "--request-timeout-secs"):
-            # Its default of 30 minutes is for a whole answer, with the wait in the server's queue. Health checks find a
-            # server that hangs.
+            # By default a request fails after 30 minutes, including its wait in the server's queue: a long answer would
+            # never be complete. Health checks find a server that hangs.
             words += ["--request-timeout-secs", str(REQUEST_SECONDS)]
         # Our health checks decide which servers are used, and our requests are sent again by code that counts the
         # tries. A second set of both in the router would hide failures from them.

@@ -101,7 +101,7 @@ class Session:
 
     Attributes:
         idle: Set while the program works by itself.
-        busy: Set otherwise: while a call is being answered, or what is ``not_its_own`` is in progress.
+        busy: Set otherwise: while a call is being answered, or another ``not_its_own`` block runs.
         ended: Set when no further call can be answered, because the engine failed or was aborted.
         error: The exception that the engine raised.
         refused_for_room: Whether a call was refused because the conversation has become too long.
@@ -130,7 +130,7 @@ class Session:
         self._last_answer: Answer | None = None
         self._calls = 0
         self._answering: set[asyncio.Task[Answer]] = set()
-        self._others_work = 0  # calls that are being answered, and other blocks of ``not_its_own``
+        self._others_work = 0  # ``not_its_own`` blocks that run, one per call that is being answered
         self._own_seconds = 0.0
         self._idle_since = time.monotonic()
         self.idle.set()

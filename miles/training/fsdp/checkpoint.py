@@ -91,11 +91,10 @@ def _load_tensors(folder: Path, model: nn.Module, optimizer: ShardedOptimizer, w
         dcp.load(tensors, checkpoint_id=folder)
     _set_state(model, tensors["model"])
     if with_optimizer:
-        of_this_run = [{**group, "params": None} for group in optimizer.adam.param_groups]
+        own = [{name: x for name, x in group.items() if name != "params"} for group in optimizer.adam.param_groups]
         set_optimizer_state_dict(model, optimizer.adam, tensors["optimizer"])
-        # The state contains the saved run's weight decay, betas and eps as well.
-        for group, own in zip(optimizer.adam.param_groups, of_this_run, strict=True):
-            group |= {name: value for name, value in own.items() if name != "params"}
+        for group, settings in zip(optimizer.adam.param_groups, own, strict=True):
+            group |= settings  # the state has replaced weight decay, betas and eps by those of the saved run
         optimizer.steps_done = state["schedule"]["steps_done"]
     return state
 

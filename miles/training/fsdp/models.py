@@ -239,8 +239,8 @@ class NothingToReduce(ReduceScatter):
 
     FSDP2 allocates both, and copies one to the other (torch 2.13 ``_fsdp_collectives.py``, ``foreach_reduce``). A copy
     of a tensor to itself does nothing, so both are the same: the second allocation of each pair returns the first.
-    FSDP2 makes the second one on the stream of its reductions, and still reads it there when it has dropped it, so the
-    allocator must not reuse its memory on another stream before that.
+    FSDP2 may drop it while its reduction stream still reads it. ``record_stream`` keeps the allocator from reusing the
+    memory on another stream until then.
     """
 
     def __init__(self) -> None:
