@@ -173,8 +173,8 @@ class FlagParser(argparse.ArgumentParser):
         value, flag = words[0] if len(words) == 1 else "", action.option_strings[-1]
         choices = [choice for choice in action.choices or () if isinstance(choice, str)]
         meant = near_choice(value, choices) if action.nargs is None else None
-        if (flag, value) in INSTEAD_OF_VALUES:
-            message = f"{flag} {value}: no such choice; {INSTEAD_OF_VALUES[flag, value]}"
+        if (instead := INSTEAD_OF_VALUES.get(f"{flag} {value}")) is not None:
+            message = f"{flag} {value}: no such choice; {instead}"
         elif meant is not None:
             message = message.replace("no such choice; ", f"no such choice; did you mean {meant}? Else ", 1)
         self.errors.add(message)

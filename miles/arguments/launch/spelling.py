@@ -28,15 +28,15 @@ _DR_GRPO = (
     "give --advantage-estimator grpo --disable-grpo-std-normalization, and --loss-aggregation constant with "
     "--loss-aggregation-divisor"
 )
-# (flag, value elsewhere) -> what to do, for values that are none here and have no counterpart of the same flag
+# flag and value elsewhere -> what to do, for values that are none here and have no counterpart of the same flag
 INSTEAD_OF_VALUES = {
-    ("--advantage-estimator", "on_policy_distillation"): (
+    "--advantage-estimator on_policy_distillation": (
         "give --use-opd, which works beside any estimator, and --rm-type zero if nothing else is rewarded"
     ),
-    ("--advantage-estimator", "dr_grpo"): _DR_GRPO,
-    ("--loss-type", "grpo"): "give --advantage-estimator grpo and --loss-aggregation sample_mean",
-    ("--loss-type", "dr_grpo"): _DR_GRPO,
-    ("--loss-type", "dapo"): "give --advantage-estimator grpo --loss-aggregation token_mean --eps-clip-high 0.28",
+    "--advantage-estimator dr_grpo": _DR_GRPO,
+    "--loss-type grpo": "give --advantage-estimator grpo and --loss-aggregation sample_mean",
+    "--loss-type dr_grpo": _DR_GRPO,
+    "--loss-type dapo": "give --advantage-estimator grpo --loss-aggregation token_mean --eps-clip-high 0.28",
 }
 
 _SWITCH = "is a switch and takes no value; give it alone, or leave it out"
