@@ -20,10 +20,12 @@ class ShardedOptimizer(ScheduledOptimizer):
         self, model: nn.Module, settings: OptimizerArguments, total_steps: int, rate_flag: str = "--lr"
     ) -> None:
         super().__init__(settings, total_steps, rate_flag)
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        decayed = {name: p for name, p in named.items() if _is_matrix(name, p)}
+        others = {name: p for name, p in named.items() if name not in decayed}
         groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [*decayed.values()], "weight_decay": settings.weight_decay},
+            {"params": [*others.values()], "weight_decay": 0.0},
         ]
         self.adam = torch.optim.AdamW(
             [g for g in groups if g["params"]],
@@ -32,7 +34,7 @@ class ShardedOptimizer(ScheduledOptimizer):
             eps=settings.adam_eps,
             fused=True,
         )
-        self._parameters = parameters
+        self._parameters = [*named.values()]
 
     def to(self, device: torch.device) -> None:
         """Move the moments to ``device``, as the parameters were moved; there are no gradients between steps."""
@@ -55,6 +57,11 @@ class ShardedOptimizer(ScheduledOptimizer):
 
     def _clear(self) -> None:
         self.adam.zero_grad()
+
+
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is a matrix. In gpt_oss the biases of a layer's experts are the rows of one tensor."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
