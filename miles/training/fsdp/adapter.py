@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from miles.arguments.lora import ALL_LINEAR, LoraArguments, counts_experts, is_in_experts, refuse_projections_of_experts
 from miles.flags import collect_errors
 from miles.training.adapter_folder import peft_config, write_adapter
+from miles.training.fsdp.sparse_attention import INDEXER
 
 _ADAPTER = "default"  # peft's name of a model's only adapter
 
@@ -61,7 +62,9 @@ def _check_layers(model: PreTrainedModel, lora: LoraArguments) -> None:
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    """Return the names of the linear layers that can learn: those of an indexer get no gradient."""
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return [name for name in linear if INDEXER not in name.split(".")]
 
 
 def _all_linear(model: PreTrainedModel) -> str | list[str]:

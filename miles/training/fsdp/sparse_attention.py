@@ -21,13 +21,15 @@ from transformers import PreTrainedModel
 from miles.model_families.packing import SPARSE, model_type
 from miles.training.packed_attention import PackedLayout, Rows
 
+INDEXER = "indexer"  # its name in a layer
+
 
 def choose_keys_within_samples(model: PreTrainedModel) -> None:
     """Make every layer of ``model`` with sparse attention choose keys within a sample, in place."""
     if model_type(model.config.to_dict()) not in SPARSE:
         return
     for module in model.modules():
-        if not hasattr(module, "indexer"):
+        if not hasattr(module, INDEXER):
             continue
         module.forward = partial(_in_rows, module.forward, model.config.index_topk)
         if isinstance(module.indexer, nn.Module):  # None in a layer that reuses a choice

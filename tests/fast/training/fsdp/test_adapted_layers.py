@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_kinds import config_of
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, PretrainedConfig, Qwen2MoeConfig
 
 from miles.arguments.lora import LoraArguments
@@ -40,6 +41,16 @@ def test_all_linear_leaves_experts_and_routers_out(config: PretrainedConfig) -> 
     merged = dict(merged_weights(model, torch.float32))
     assert merged.keys() == before.keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in merged.items())
+
+
+def test_an_indexer_gets_no_adapter() -> None:
+    """No gradient would reach it, and a resumed run would miss the moments of its parameters."""
+    model = AutoModelForCausalLM.from_config(config_of("glm_moe_dsa"))
+    add_adapter(model, LoraArguments(lora_rank=3), seed=1)
+    assert len(adapted_layers(model)) and not any(".indexer." in name for name in adapted_layers(model))
+    again = AutoModelForCausalLM.from_config(config_of("glm_moe_dsa"))
+    with pytest.raises(ValueError, match="--target-modules wq_b: a glm_moe_dsa has no linear layer of this name"):
+        add_adapter(again, LoraArguments(lora_rank=3, target_modules=("q_b_proj,wq_b",)), seed=1)
 
 
 def test_projections_of_experts_are_refused_when_the_model_is_built() -> None:
