@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from transformers import PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from miles.model_families.base import HEADS_IN_CONFIG
 from miles.training.checkpoint_folder import (
@@ -161,10 +162,12 @@ def export_hf(
         folder.mkdir(parents=True, exist_ok=True)
         config = type(model.config).from_dict(model.config.to_dict())
         config.dtype = dtype
+        config.architectures = [type(model).__name__]  # the text model of a larger one has a config that names none
         if getattr(config, HEADS_IN_CONFIG, None):
             setattr(config, HEADS_IN_CONFIG, 0)  # transformers leaves the heads of a checkpoint out
         config.save_pretrained(folder)
         if model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
+            # As it is: ``save_pretrained`` refuses some that ``from_pretrained`` reads.
+            model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME)
         save_torch_state_dict(state, folder)
     dist.barrier()
