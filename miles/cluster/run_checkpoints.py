@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from miles.arguments.checkpoint import checkpoint_name
 from miles.arguments.rollout import path_of_iteration
 from miles.cluster.folders.best_checkpoint import BestCheckpoint, BestSoFar
+from miles.flags import count
 from miles.metrics import Metric
 from miles.remote.folder import is_url
 from miles.training import checkpoint_folder
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from miles.arguments.checkpoint import CheckpointArguments
     from miles.cluster.sides import Sides
 
-WANDB_RUN = "wandb_run"  # in the launcher's part of a checkpoint
+# In the launcher's part of a checkpoint.
+WANDB_RUN = "wandb_run"
+STEPS_PER_ITERATION = "steps_per_iteration"
 
 
 def saved_wandb_run(checkpoint: CheckpointArguments) -> str | None:
@@ -34,6 +37,27 @@ def saved_wandb_run(checkpoint: CheckpointArguments) -> str | None:
     return saved if isinstance(saved, str) else None
 
 
+def check_same_steps(checkpoint: CheckpointArguments, steps_per_iteration: int) -> None:
+    """Check that the run takes as many optimizer steps per iteration as the one in ``--load``, if it continues that.
+
+    Rows of ``metrics.jsonl`` and the place in the decay of the learning rate are counted in steps.
+
+    Raises:
+        ValueError: It takes more or fewer.
+    """
+    if checkpoint.load is None or checkpoint.finetune:
+        return
+    folder = checkpoint_folder.at(checkpoint.local(checkpoint.load))
+    saved = None if folder is None else checkpoint_folder.read_launcher_state(folder).get(STEPS_PER_ITERATION)
+    if folder is not None and saved not in (None, steps_per_iteration):  # None: of an earlier version
+        raise ValueError(
+            f"--load {checkpoint.load}: {folder.name} is of a run of {count(saved, 'optimizer step')} per iteration, "
+            f"and this one takes {steps_per_iteration}, so neither its metrics nor its learning rate could continue; "
+            "give --rollout-batch-size, --n-samples-per-prompt, --global-batch-size and --ppo-epochs of that run, or "
+            "begin a new run from its weights with --finetune"
+        )
+
+
 @dataclass
 class RunCheckpoints:
     """Saves, exports and restores the trainer together with the position in the prompts.
@@ -44,6 +68,7 @@ class RunCheckpoints:
     sides: Sides
     arguments: CheckpointArguments
     run_state: dict[str, str]  # saved in every checkpoint (cluster/folders/run_identity.py)
+    steps_per_iteration: int  # saved too
     wandb_run: str | None = None  # the id of the W&B run, saved too
     before_writing: Callable[[], None] = lambda: None  # raises if the folders are another launcher's by now
     last_saved: int = 0  # iterations of the newest checkpoint of this run
@@ -122,6 +147,7 @@ class RunCheckpoints:
         sides.give_gpus_to_trainer()
         with sides.timer.phase("save"):
             state = {"rollouts_done": done, "prompts": sides.rollout.state(done), "run": self.run_state}
+            state[STEPS_PER_ITERATION] = self.steps_per_iteration
             state |= {} if self.wandb_run is None else {WANDB_RUN: self.wandb_run}
             sides.trainer.save(done, state, best)
             self.last_saved = done

@@ -167,6 +167,7 @@ def _run_loop(
             sides,
             settings.checkpoint,
             RunIdentity.new().to_state(),
+            steps,
             tracker.wandb_run,
             before_writing=context.before_writing,
         ),

@@ -135,12 +135,14 @@ def _resume_point(validated: Validated) -> ResumePoint:
     from miles.cluster.folders.remote_checkpoints import index_all
     from miles.cluster.folders.resume_point import check_frozen_models, resume_point
     from miles.cluster.folders.run_identity import check_load_folder
+    from miles.cluster.run_checkpoints import check_same_steps
 
     settings = validated.settings
     given = settings.checkpoint
     print(host_line(settings))
     notes = [*validated.notes, *index_all(given, Path(settings.tracking.output_dir)), *check_load_folder(given)]
     point = resume_point(given)
+    check_same_steps(point.checkpoint, settings.steps_per_iteration)
     for note in (*notes, *point.notes, *check_frozen_models(settings.model)):
         print(f"note: {note}")
     if validated.accepted:

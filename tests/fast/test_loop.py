@@ -96,7 +96,7 @@ def loop_of(
     both = Sides(sides, sides, offload or Offload(train=False, rollout=False), PhaseTimer())
     loop = TrainingLoop(
         both,
-        RunCheckpoints(both, CheckpointArguments(**checkpoint), {"id": "of this run"}, wandb_run, before_writing),
+        RunCheckpoints(both, CheckpointArguments(**checkpoint), {"id": "of this run"}, 2, wandb_run, before_writing),
         sides,
         evaluation=evaluation,
         steps_per_iteration=2,
@@ -203,6 +203,10 @@ def test_checkpoints_carry_the_run_that_they_belong_to(run):
     assert run(save="checkpoints").saved_states[-1]["run"] == {"id": "of this run"}
     earlier = {"rollouts_done": 3, "prompts": {}, "run": {"id": "of the run that is resumed"}}
     assert run(resume_from=earlier, save="checkpoints").saved_states[-1]["run"] == earlier["run"]
+
+
+def test_checkpoints_carry_the_steps_of_an_iteration(run):
+    assert run(save="checkpoints").saved_states[-1]["steps_per_iteration"] == 2
 
 
 def test_checkpoints_carry_the_wandb_run_of_their_run_even_if_a_part_of_it_has_none(run):

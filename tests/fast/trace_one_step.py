@@ -99,7 +99,7 @@ def main(model: str, prompts: str, output: str) -> None:
     sides = Sides(run, run, settings.offload("cpu"), PhaseTimer())
     loop = TrainingLoop(
         sides,
-        RunCheckpoints(sides, settings.checkpoint, {}),
+        RunCheckpoints(sides, settings.checkpoint, {}, settings.steps_per_iteration),
         tracker,
         evaluation=settings.evaluation,
         steps_per_iteration=settings.steps_per_iteration,

@@ -142,7 +142,7 @@ def test_an_export_goes_to_its_url(tmp_path):
     given = validate(parse(minimal(flags))).settings.checkpoint
     timer = SimpleNamespace(phase=lambda name: nullcontext())
     sides = SimpleNamespace(rollout=Rollout(), trainer=Trainer(), timer=timer, give_gpus_to_trainer=lambda: None)
-    RunCheckpoints(sides, given, {}).end(3)
+    RunCheckpoints(sides, given, {}, 1).end(3)
     (folder, url, files), settled = handed
     assert settled == "settled"
     assert url == "memory://hub/m-3" and tmp_path in folder.parents

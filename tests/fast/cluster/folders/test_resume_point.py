@@ -12,6 +12,7 @@ from small_checkpoint import one_rank, save_checkpoint, tensors
 from miles.arguments.checkpoint import CheckpointArguments
 from miles.arguments.model import ModelArguments
 from miles.cluster.folders.resume_point import check_frozen_models, resume_point
+from miles.cluster.run_checkpoints import check_same_steps
 from miles.training.checkpoint_folder import publish, reference_folder, staging, write_run_state
 
 REPO = Path(__file__).resolve().parents[4]
@@ -33,6 +34,20 @@ def test_the_newest_checkpoint_is_loaded_and_its_cost_is_noted(root):
     assert point.checkpoint.load == str(root / "iter_0000006") and point.damaged == ()
     (note,) = point.notes
     assert note.startswith(f"--load {root}: iter_0000006 is complete (4 files, ") and note.endswith(" s)")
+
+
+def test_a_run_of_other_steps_per_iteration_does_not_continue(tmp_path):
+    """Its rows of metrics.jsonl would have the numbers of others, and its learning rate would have decayed too far."""
+    root = tmp_path / "run"
+    for iterations, launcher in ((2, {}), (4, {"steps_per_iteration": 2})):
+        save_checkpoint(root, iterations, **launcher)
+    loading = CheckpointArguments(load=str(root))
+    check_same_steps(loading, 2)
+    with pytest.raises(ValueError, match=r"--load .*: iter_0000004 is of a run of 2 optimizer steps per iteration"):
+        check_same_steps(loading, 1)
+    check_same_steps(CheckpointArguments(load=str(root), finetune=True), 1)
+    check_same_steps(CheckpointArguments(load=str(root / "iter_0000002")), 1)  # of an earlier version
+    check_same_steps(CheckpointArguments(load=str(tmp_path / "empty")), 1)
 
 
 def test_damaged_checkpoints_are_passed_over_with_a_note(root):
