@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Optional
 
-from miles.flags import Errors, flag
+from miles.flags import Errors, count, flag
 
 DEVICES = ("a100", "h100", "h200", "b200")
 
@@ -35,12 +35,15 @@ class RehearsalArguments:
     rehearse_page: Optional[str] = flag(None, "write a page with pictures to this file as well", metavar="FILE.html")
 
 
-def check_rehearsal(rehearsal: RehearsalArguments, max_response_len: int | None, errors: Errors) -> None:
+def check_rehearsal(
+    rehearsal: RehearsalArguments, max_response_len: int | None, max_context_len: int | None, errors: Errors
+) -> None:
     """Check ranges, the device, and that the flags have an effect.
 
     Args:
         rehearsal: The section.
         max_response_len: Maximum tokens of a response; None if it is not given.
+        max_context_len: Maximum tokens of a prompt with its response; None if it is not given.
         errors: Collects what is wrong.
     """
     if not rehearsal.rehearse:
@@ -62,6 +65,8 @@ def check_rehearsal(rehearsal: RehearsalArguments, max_response_len: int | None,
     if length is not None and max_response_len is not None and length > max_response_len:
         rule = f"is more than --rollout-max-response-len {max_response_len}"
         errors.refuse("rehearse_response_len", length, rule, f"give at most {max_response_len}")
+    if max_context_len is not None:
+        _check_lengths(rehearsal, max_context_len, errors)
     device = rehearsal.rehearse_device
     if device.lower() not in DEVICES and not os.path.isfile(device):
         rule = "is neither a device that is known nor a file"
@@ -70,3 +75,14 @@ def check_rehearsal(rehearsal: RehearsalArguments, max_response_len: int | None,
         path = getattr(rehearsal, name)
         if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
             errors.refuse(name, path, "its folder does not exist", "create the folder, or give another path")
+
+
+def _check_lengths(rehearsal: RehearsalArguments, max_context_len: int, errors: Errors) -> None:
+    """Check that the assumed prompt and response have room in the longest sequence."""
+    prompt, response = rehearsal.rehearse_prompt_len or 1, rehearsal.rehearse_response_len or 1
+    names = ("rehearse_prompt_len", "rehearse_response_len")
+    if prompt + response <= max_context_len or not errors.none_about("rollout_max_context_len", *names):
+        return
+    name, other = (names[0], response) if rehearsal.rehearse_prompt_len is not None else (names[1], prompt)
+    rule = f"with {count(other, 'token')} beside it is more than --rollout-max-context-len {max_context_len}"
+    errors.refuse(name, getattr(rehearsal, name), rule, f"let both together have at most {max_context_len} tokens")

@@ -142,7 +142,7 @@ def _check_sections(settings: Settings, errors: Errors) -> None:
     check_evaluation(settings.evaluation, errors)
     check_model_context(settings, errors)
     check_tracking(settings.tracking, errors)
-    check_rehearsal(settings.rehearsal, rollout.rollout_max_response_len, errors)
+    check_rehearsal(settings.rehearsal, rollout.rollout_max_response_len, rollout.rollout_max_context_len, errors)
     if errors.none_about("actor_num_nodes", "actor_num_gpus_per_node", "num_rollout"):
         check_profiling(settings.profiling, rollout.num_rollout, cluster.world_size, errors)
 

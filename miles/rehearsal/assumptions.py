@@ -20,16 +20,22 @@ PROMPT = 512  # tokens, if neither flag says how many
 
 
 def prompt_length(settings: Settings) -> int:
-    """Return the assumed tokens of a prompt."""
-    given = settings.rehearsal.rehearse_prompt_len
-    return given or min(PROMPT, settings.data.rollout_max_prompt_len or PROMPT)
+    """Return the assumed tokens of a prompt. If no flag says how many, a short context is mostly left to the response."""
+    given, longest = settings.rehearsal, settings.data.rollout_max_prompt_len
+    if given.rehearse_prompt_len is not None:
+        return given.rehearse_prompt_len
+    context = settings.rollout.rollout_max_context_len
+    if context is not None and given.rehearse_response_len is not None:
+        return min(PROMPT, longest or PROMPT, context - given.rehearse_response_len)
+    return min(PROMPT, longest or (PROMPT if context is None else max(1, context // 4)))
 
 
 def response_length(settings: Settings) -> int:
-    """Return the assumed tokens of a response."""
+    """Return the assumed tokens of a response: the longest that the limits of a response and of a sequence allow."""
     length = settings.rehearsal.rehearse_response_len or settings.rollout.rollout_max_response_len
     assert length is not None, "check_rehearsal() requires one of the two"
-    return length
+    context = settings.rollout.rollout_max_context_len
+    return length if context is None else min(length, context - prompt_length(settings))
 
 
 def step_of_one_rank(settings: Settings) -> TrainShard:

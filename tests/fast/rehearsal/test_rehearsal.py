@@ -29,7 +29,7 @@ from miles.model_families.registry import CONVERTED
 from miles.objective.settings import LossArguments
 from miles.rehearsal import command as rehearsal_command
 from miles.rehearsal import rehearsal as rehearsals
-from miles.rehearsal.assumptions import step_of_one_rank
+from miles.rehearsal.assumptions import prompt_length, response_length, step_of_one_rank
 from miles.rehearsal.beside_run import FORESEEN, MEASURED, ForeseenMemory
 from miles.rehearsal.devices import KNOWN, as_json, device_of
 from miles.rehearsal.generation import foresee_generation
@@ -203,8 +203,37 @@ def test_samples_have_the_assumed_lengths_and_the_page_is_written(tmp_path, monk
 
 
 @pytest.mark.parametrize(
+    ("given", "max_prompt_len", "lengths"),
+    [
+        ({}, 40, (40, 56)),
+        ({}, None, (24, 72)),  # a quarter of the context
+        (dict(rehearse_prompt_len=90), 40, (90, 6)),
+        (dict(rehearse_response_len=80), None, (16, 80)),
+        (dict(rehearse_response_len=20), 40, (40, 20)),
+    ],
+)
+def test_a_response_ends_where_the_context_does(tmp_path, given, max_prompt_len, lengths):
+    settings = FSDP["fsdp, 1 rank"].settings(tmp_path)  # with responses of at most 96 tokens
+    settings = replace(
+        settings,
+        rollout=replace(settings.rollout, rollout_max_context_len=96),
+        data=replace(settings.data, rollout_max_prompt_len=max_prompt_len),
+        rehearsal=RehearsalArguments(rehearse=True, **given),
+    )
+    assert (prompt_length(settings), response_length(settings)) == lengths
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (
+            ["--rehearse", "--rollout-max-context-len", "96", "--rehearse-prompt-len", "96"],
+            "--rehearse-prompt-len 96: with 1 token beside it is more than --rollout-max-context-len 96",
+        ),
+        (
+            ["--rehearse", "--rollout-max-context-len", "96", "--rehearse-response-len", "200"],
+            "--rehearse-response-len 200: with 1 token beside it is more than --rollout-max-context-len 96",
+        ),
         (["--gpu-memory", "80"], "--gpu-memory 80.0: would be ignored without --rehearse; add that switch"),
         (["--rehearse", "--rehearse-device", "abacus"], "--rehearse-device abacus: is neither a device that is known"),
         (["--rehearse", "--gpu-memory", "0"], "--gpu-memory 0"),
