@@ -141,6 +141,8 @@ def rehearse_settings(settings: Settings, tracers: Tracers) -> Rehearsal:
         ValueError: The backend refuses the model, or the model or a flag cannot be rehearsed.
     """
     device = device_of(settings.rehearsal.rehearse_device)
+    # Ranks of another node are reached over the network, also if the device's own nodes would hold them all.
+    device = replace(device, gpus_per_node=min(device.gpus_per_node, settings.cluster.actor_num_gpus_per_node))
     available = int((settings.rehearsal.gpu_memory or device.memory) * 2**30)
     assert settings.model.hf_checkpoint is not None
     config = read_config(settings.model.hf_checkpoint)

@@ -74,6 +74,18 @@ def test_an_fsdp_run(tmp_path):
     assert "DOES NOT FIT" in as_text(needs_more, [], 1.0)
 
 
+def test_ranks_are_on_the_nodes_of_the_command(tmp_path):
+    save_models(tmp_path, weights=False)
+    given = FSDP["fsdp, 2 ranks"].settings(tmp_path)
+    texts = {}
+    for nodes, per_node in ((1, 2), (2, 1)):
+        cluster = replace(given.cluster, actor_num_nodes=nodes, actor_num_gpus_per_node=per_node)
+        found = rehearse_settings(validate(replace(given, cluster=cluster)).settings, Tracers())
+        texts[nodes] = as_text(found, [], 1.0)
+    assert "allgather of 2 ranks in a node" in texts[1] and "over nodes" not in texts[1]
+    assert "allgather of 2 ranks over nodes" in texts[2] and "ranks in a node" not in texts[2]
+
+
 def test_an_adapter_leaves_one_model_without_optimizer_and_a_teacher_adds_one(tmp_path):
     save_models(tmp_path, weights=False)
     given = FSDP["fsdp, 2 ranks"].settings(tmp_path)
