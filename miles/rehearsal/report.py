@@ -173,8 +173,7 @@ def _time(rehearsal: Rehearsal) -> list[str]:
 def _mfu(rehearsal: Rehearsal, duration: float) -> float:
     """Return 6 FLOP per active parameter and token, over what all ranks could compute in ``duration`` seconds."""
     settings = rehearsal.settings
-    per_sample = prompt_length(settings) + response_length(settings)
-    flops = 6 * rehearsal.size.active * settings.global_batch_size * per_sample
+    flops = 6 * rehearsal.size.active * rehearsal.worst.trace.step_tokens * settings.dims.token_ranks
     rate = rehearsal.device.bf16 if settings.training.bf16 else rehearsal.device.fp32
     return flops / (rate * 1e12 * duration * settings.cluster.world_size) if duration else 0.0
 

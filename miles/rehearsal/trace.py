@@ -46,6 +46,7 @@ class RankTrace:
         tallies: Operations and collectives of one optimizer step, by phase; of the score phase, all of one step's.
         micro_batches: Of a step.
         tokens: Of the largest micro-batch, on this rank.
+        step_tokens: Of all micro-batches of a step, on this rank. A prompt that answers share is there once.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class RankTrace:
     tallies: dict[Phase, Tally]
     micro_batches: int
     tokens: int
+    step_tokens: int
 
 
 @contextmanager
@@ -173,6 +175,7 @@ class _Run:
         self.waiting = max(0, backend.micro_batches_in_flight(len(plans)) - traced)  # of those that are not traced
         self.kept = 0  # bytes of a micro-batch between its passes
         self.tokens = _tokens(shard, largest) // largest.context_parallel_size
+        self.step_tokens = sum(_tokens(shard, plan) // plan.context_parallel_size for plan in plans)
 
     def trace(self) -> RankTrace:
         """Run, and return what was counted."""
@@ -210,7 +213,7 @@ class _Run:
         size = sum(storages.values())
         building = {Kind.WEIGHTS: size} if self.backend.reads_on_host else record.peaks()[Phase.BUILD]
         peaks = {Phase.BUILD: building, **steady_peaks}
-        return RankTrace(self.rank, size, resident, peaks, tallies, self.count, self.tokens)
+        return RankTrace(self.rank, size, resident, peaks, tallies, self.count, self.tokens, self.step_tokens)
 
     def _allocate_states(self, roles: Sequence[Role[Any]]) -> None:
         for role in roles:

@@ -58,7 +58,8 @@ def test_an_fsdp_run(tmp_path):
     size = AutoConfig.from_pretrained(settings.model.hf_checkpoint)
     chunk = settings.training.micro_batch_size * 96 * size.vocab_size * 4
     assert chunk <= rank.trace.peaks[Phase.TRAIN][Kind.LOGITS] <= 4 * chunk
-    tokens = settings.global_batch_size * (96 + 40) / 2
+    tokens = settings.global_batch_size * (96 + 40 / 2) / 2  # two answers share a prompt
+    assert rank.trace.step_tokens == tokens, "utilization counts no token that is not computed"
     assert 6 * found.size.active * tokens * 0.7 < rank.trace.tallies[Phase.TRAIN].flops
     sent = rank.trace.tallies[Phase.TRAIN].messages
     gathered = sum(message.bytes * n for message, n in sent.items() if "allgather" in message.name)
