@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles.arguments.settings import Settings
+from miles.arguments.sglang.server_flags import value_of
 from miles.model_families.cache_size import kv_bytes_per_token
 from miles.rehearsal.assumptions import prompt_length, response_length
 from miles.rehearsal.devices import Device
 from miles.rehearsal.roofline import USUAL_LINK, USUAL_MEMORY, USUAL_PRODUCT, Seconds
 
 WORKSPACE = 3 << 30  # bytes of an engine's CUDA graphs, activations and libraries
-MEMORY_SHARE = 0.9  # of a device of its own that an engine takes for weights and KV cache
+MEMORY_SHARE = 0.9  # of a device of its own that an engine takes for weights, KV cache and workspace
 SHARED_SHARE = 0.8  # the same beside a trainer that is in host memory
+MEM_FRACTION = "--mem-fraction-static"  # SGLang's flag: the share of a device for weights and KV cache alone
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,7 @@ def foresee_generation(
     in_flight = max(1, -(-total // max(1, engines)))
     if settings.num_engines:
         in_flight = min(in_flight, settings.sglang.sglang_server_concurrency)
-    share = SHARED_SHARE if settings.cluster.colocate else MEMORY_SHARE
-    room = max(0, int(memory * share) - weights - WORKSPACE)
+    room = max(0, int(memory_for_tensors(settings, memory)) - weights)
     length = prompt + response
     running = min(in_flight, room // max(1, per_token * length)) if engines else 0
     cache = min(room, in_flight * length * per_token) if engines else 0
@@ -82,6 +83,14 @@ def foresee_generation(
     elif engines:
         duration = Seconds(float("inf"), float("inf"))
     return Generation(engines, gpus, weights, per_token, cache, running, total * response, duration)
+
+
+def memory_for_tensors(settings: Settings, memory: float) -> float:
+    """Return the bytes of a device that an engine has for its weights and its KV cache."""
+    given = value_of(settings.server_flags.server, MEM_FRACTION)
+    if given is not None:
+        return memory * float(given)
+    return memory * (SHARED_SHARE if settings.cluster.colocate else MEMORY_SHARE) - WORKSPACE
 
 
 def _decode(

@@ -20,6 +20,7 @@ from miles.arguments.megatron.settings import MegatronArguments
 from miles.arguments.model import ModelArguments
 from miles.arguments.parser import main_parse
 from miles.arguments.rehearsal import RehearsalArguments
+from miles.arguments.sglang.server_flags import ServerFlags
 from miles.arguments.training import TrainingArguments
 from miles.arguments.validate import validate
 from miles.flags import FlagError
@@ -326,6 +327,20 @@ def test_an_engine_has_the_precision_of_the_run(tmp_path):
     config = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64}
     found = [foresee_generation(s, config, 1000, 1000, KNOWN["h100"], 80 * 2**30) for s in (settings, half)]
     assert [(f.weight_bytes, f.kv_bytes_per_token) for f in found] == [(4000, 2048), (2000, 1024)]
+
+
+def test_an_engine_has_the_share_of_memory_that_its_flag_says(tmp_path):
+    settings = FSDP["fsdp, 1 rank"].settings(tmp_path)
+    settings = replace(settings, training=replace(settings.training, fp32=False, bf16=True))
+    config = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64}
+    device, numbers = 8 * 2**30, 2**30
+    caches = []
+    for words in ((), ("--mem-fraction-static", "0.5"), ("--mem-fraction-static=0.25",)):
+        given = replace(settings, server_flags=ServerFlags(server=words))
+        answers = replace(settings.rollout, rollout_max_response_len=2**22)  # no device has room for all
+        found = foresee_generation(replace(given, rollout=answers), config, numbers, numbers, KNOWN["h100"], device)
+        caches.append(found.cache_bytes / 2**30)
+    assert caches == [pytest.approx(7.2 - 2 - 3), 2, 0]
 
 
 def test_stages_are_cut_by_their_sizes_and_all_of_a_change_are_traced(tmp_path, monkeypatch):
