@@ -75,6 +75,8 @@ def check_rehearsal(
         path = getattr(rehearsal, name)
         if path is not None and not os.path.isdir(os.path.dirname(path) or "."):
             errors.refuse(name, path, "its folder does not exist", "create the folder, or give another path")
+        elif path is not None and os.path.isdir(path):
+            errors.refuse(name, path, "is a folder", "give the path of a file")
 
 
 def _check_lengths(rehearsal: RehearsalArguments, max_context_len: int, errors: Errors) -> None:

@@ -20,7 +20,7 @@ PROMPT = 512  # tokens, if neither flag says how many
 
 
 def prompt_length(settings: Settings) -> int:
-    """Return the assumed tokens of a prompt. If no flag says how many, a short context is mostly left to the response."""
+    """Return the assumed tokens of a prompt. Without a flag, a short context is mostly left to the response."""
     given, longest = settings.rehearsal, settings.data.rollout_max_prompt_len
     if given.rehearse_prompt_len is not None:
         return given.rehearse_prompt_len

@@ -19,7 +19,7 @@ def rehearse(validated: Validated) -> int:
     """Print what the run of ``validated`` settings will need, and write the files that were asked for.
 
     Returns:
-        0; 2 if the model or a flag cannot be rehearsed, with the reason on stderr.
+        0; 1 if a file cannot be written, and 2 if the model or a flag cannot be rehearsed, with the reason on stderr.
     """
     settings = validated.settings
     for note in validated.notes:
@@ -35,9 +35,21 @@ def rehearse(validated: Validated) -> int:
         return 2
     elapsed = time.perf_counter() - began
     print(as_text(rehearsal, advice, elapsed))
-    figures = as_json(rehearsal, advice, elapsed)
-    if settings.rehearsal.rehearse_json is not None:
-        Path(settings.rehearsal.rehearse_json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    if settings.rehearsal.rehearse_page is not None:
-        Path(settings.rehearsal.rehearse_page).write_text(as_page(rehearsal, advice, elapsed), encoding="utf-8")
+    given = settings.rehearsal
+    if given.rehearse_json is not None:
+        figures = as_json(rehearsal, advice, elapsed)
+        if not _is_written(given.rehearse_json, json.dumps(figures, indent=2) + "\n"):
+            return 1
+    if given.rehearse_page is not None and not _is_written(given.rehearse_page, as_page(rehearsal, advice, elapsed)):
+        return 1
     return 0
+
+
+def _is_written(path: str, text: str) -> bool:
+    """Write a file. If that fails, say why on stderr and return false."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"miles: error: {path}: cannot be written ({error.strerror}); give another path", file=sys.stderr)
+        return False
+    return True

@@ -70,7 +70,7 @@ def device_of(name: str) -> Device:
     if wrong:
         refuse("rehearse_device", name, f"{', '.join(wrong)} must be numbers above 0", what_to_do)
     if base is not None:
-        if base not in KNOWN:
+        if not isinstance(base, str) or base not in KNOWN:
             refuse("rehearse_device", name, f"base {base!r} is not known", f"give one of {', '.join(KNOWN)}")
         return replace(KNOWN[base], **{"name": f"{KNOWN[base].name}, measured", **given})
     missing = {f.name for f in fields(Device)} - {"gpus_per_node"} - given.keys()

@@ -193,6 +193,7 @@ def test_a_device_file_replaces_figures_of_a_known_device(tmp_path):
         ('{"speed": 3}', "has unknown fields: speed"),
         ('{"base": "h100", "bf16": -1}', "bf16 must be numbers above 0"),
         ('{"base": "abacus"}', "base 'abacus' is not known"),
+        ('{"base": ["h100"]}', "base .* is not known"),
         ('{"name": "x"}', "lacks bandwidth"),
     ],
 )
@@ -214,6 +215,9 @@ def test_samples_have_the_assumed_lengths_and_the_page_is_written(tmp_path, monk
     monkeypatch.setattr(rehearsal_command, "as_page", lambda *_: "<page>")
     assert rehearsal_command.rehearse(SimpleNamespace(settings=settings, notes=())) == 0
     assert page.read_text() == "<page>"
+    full = replace(lengths, rehearse_json="/dev/full")
+    assert rehearsal_command.rehearse(SimpleNamespace(settings=replace(settings, rehearsal=full), notes=())) == 1
+    assert "/dev/full: cannot be written (No space left on device); give another path" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -252,6 +256,7 @@ def test_a_response_ends_where_the_context_does(tmp_path, given, max_prompt_len,
         (["--rehearse", "--rehearse-device", "abacus"], "--rehearse-device abacus: is neither a device that is known"),
         (["--rehearse", "--gpu-memory", "0"], "--gpu-memory 0"),
         (["--rehearse", "--rehearse-json", "no/such/x.json"], "its folder does not exist"),
+        (["--rehearse", "--rehearse-page", "."], "--rehearse-page .: is a folder; give the path of a file"),
     ],
 )
 def test_wrong_flags_are_refused(flags, message, capsys):
