@@ -16,7 +16,7 @@ from miles import commands
 from miles.arguments.parser import build_parser
 
 SHELLS = ("bash", "zsh")
-OF_TRAIN = ("train", "explain", "quickstart")  # commands that take the flags of training
+OF_TRAIN = ("train", "explain", "rehearse", "quickstart")  # commands that take the flags of training
 ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
 SCRIPT = """\
 _miles() {{
@@ -74,7 +74,7 @@ def _flags(name: str) -> list[str]:
     found = {"--help"}
     if name in OF_TRAIN:
         found |= {flag for flag in build_parser()._option_string_actions if flag.startswith("--")}
-    if name not in ("train", "explain", "completion"):
+    if name not in ("train", "explain", "rehearse", "completion"):
         module = importlib.import_module(f"{commands.__name__}.{name.replace('-', '_')}")
         shown = io.StringIO()
         try:

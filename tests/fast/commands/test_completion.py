@@ -43,6 +43,8 @@ def test_commands(complete):
         (["report", "--st"], ["--static"]),
         (["train", "--train-backend", ""], ["fsdp", "megatron"]),
         (["quickstart", "--rollout-engine", "s"], ["sglang"]),
+        (["rehearse", "--rehearse-d"], ["--rehearse-device"]),
+        (["rehearse", "--train-backend", "m"], ["megatron"]),
         (["train", "--save", "some"], []),  # the shell completes files
         (["doctor", "--loss"], []),
     ],
